@@ -13,20 +13,23 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingError
 from .files import Fetched, fetch, place
 from .follow import Listener
 from .graph.check import OURS
-from .graph.workflow import Graph, with_inputs
-from .journal import Attempt, Journal
-from .scheduler import CANCELLED, COLLECTING, DONE, FAILED, QUEUED, WAITING, Job, Scheduler
+from .graph.images import renamed
+from .journal import Attempt
+from .scheduler import CANCELLED, COLLECTING, DONE, FAILED, QUEUED, WAITING, Job
 from .server import Server, failure, of_execution, of_validation
-from .servers import Admission, Listed, Takes
+from .servers import Listed
 from .transport import AnswerError, GoneError, ServerError
+
+if TYPE_CHECKING:
+    from .run import Run
 
 # Between two looks at the queue, with a websocket and without.
 POLL_SECONDS, POLL_SECONDS_ALONE = 5.0, 1.0
@@ -34,13 +37,12 @@ POLL_SECONDS, POLL_SECONDS_ALONE = 5.0, 1.0
 POLL_SHARE = 0.05
 # A websocket that says nothing for so long is not waited for.
 SOCKET_SECONDS = 5.0
-# After a server was lost, before it is tried again; doubled for each further time.
-FIRST_PAUSE, LONGEST_PAUSE = 0.5, 10.0
+# After a server was lost, before it is tried again.
+PAUSE_SECONDS = 2.0
 # A job that shows no progress for so long, and for so many times the longest job, hangs.
 HUNG_SECONDS, HUNG_TIMES = 1800.0, 20
-# A run that is stopped waits so long for the answer to a prompt on its way, and for prompts to end.
-ANSWER_SECONDS, LOOKS, LOOK_SECONDS = 5.0, 40, 0.25
-DOWNLOADS = 4
+# A run that is stopped waits so long for the answer to a prompt on its way.
+ANSWER_SECONDS = 5.0
 # What a node raises where its machine is too small or too old, and another server's may not be.
 UNABLE = re.compile(r"OutOfMemory|\.(Unavailable|DoesNotFit)Error$")
 
@@ -65,29 +67,6 @@ class Posted:
     progress: tuple[Any, ...] = ()
 
 
-@dataclass
-class Context:
-    """What the feeders of a run share.
-
-    Attributes:
-        journal: None until jobs are there.
-        said: gets lines for people.
-        ended: called once for each job that ended.
-        wake: makes every feeder look for jobs.
-        wait: seconds that a server may be silent before its jobs go to others.
-        all_asked: set once every server was asked for the jobs of earlier runs.
-    """
-
-    scheduler: Scheduler
-    said: Callable[[str], None]
-    ended: Callable[[Job], None]
-    wake: Callable[[], None]
-    wait: float
-    journal: Journal | None = None
-    downloads: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(DOWNLOADS))
-    all_asked: asyncio.Event = field(default_factory=asyncio.Event)
-
-
 class Feeder:
     """One server of a run.
 
@@ -100,15 +79,10 @@ class Feeder:
         away_since: when it was lost (time.monotonic).
         asked: set once it has said what it has, or was lost.
         leaving: it gets no more jobs; `go` returns when it has none.
-        takes: what `Admission.admit` gave, where it was asked just now: some megabytes.
+        fault: of a task that fetched results.
     """
 
-    def __init__(
-        self,
-        listed: Listed,
-        context: Context,
-        admission: Admission,
-    ) -> None:
+    def __init__(self, listed: Listed, run: Run) -> None:
         self.listed = listed
         self.name = str(listed.address)
         self.boot = listed.boot or uuid.uuid4().hex
@@ -117,23 +91,21 @@ class Feeder:
         self.away_since = 0.0
         self.asked = asyncio.Event()
         self.leaving = False
+        self.fault: BaseException | None = None
         self.wake = asyncio.Event()
         self.server = Server(
-            listed.address, headers=admission.headers, wait=context.wait, notify=context.said
+            listed.address, headers=run.admission.headers, wait=run.wait, notify=run.say
         )
-        self.listener = Listener(self.server, changed=self.wake.set, notify=context.said)
-        self._context = context
-        self._scheduler = context.scheduler
-        self._admission = admission
+        self.listener = Listener(self.server, changed=self.wake.set, notify=run.say)
+        self._run = run
+        self._scheduler = run.scheduler
         self._posted: dict[str, Posted] = {}
         self._witness: str | None = None  # a prompt in the history of the process we know
         self._uploaded: dict[str, str] = {}  # {what graphs call an image: what the server does}
         self._posting: asyncio.Task[Any] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self.fault: BaseException | None = None  # of a task that fetched results
         self._longest = 0.0
         self._met = False
-        self.takes: Takes | None = None
 
     @property
     def here(self) -> bool:
@@ -150,6 +122,9 @@ class Feeder:
         for attempt, job in posted:
             self._posted[attempt.prompt_id] = Posted(job, attempt.boot)
             self._met = False
+            if self.error is None:
+                self.asked.clear()
+        self.wake.set()
 
     def stay(self) -> None:
         """Undoes `leaving`: the server is asked what it has, and gets jobs again."""
@@ -164,23 +139,18 @@ class Feeder:
             DiskError: the output folder takes no more.
         """
         listening = asyncio.create_task(self.listener.listen())
-        pause = FIRST_PAUSE
         try:
             await _within(self.listener.tried.wait(), SOCKET_SECONDS)
             while True:
                 try:
                     await self._meet()
-                    self.asked.set()
-                    pause = FIRST_PAUSE
-                    await self._context.all_asked.wait()
                     await self._feed()
                     return
                 except ServerError as error:
                     self._lose(error)
                     if self.leaving:
                         return
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, LONGEST_PAUSE)
+                await asyncio.sleep(PAUSE_SECONDS)
         finally:
             self._scheduler.leave(self.name)
             for task in (listening, *self._tasks):
@@ -201,7 +171,7 @@ class Feeder:
             await asyncio.wait({self._posting}, timeout=ANSWER_SECONDS)
             self._posting.cancel()
             await asyncio.gather(self._posting, return_exceptions=True)
-        return await self._withdraw(list(self._posted))
+        return await self.server.withdraw(list(self._posted))
 
     def running(self) -> tuple[Job, Any] | None:
         """The job that runs, and how far it is."""
@@ -213,8 +183,7 @@ class Feeder:
     async def _meet(self) -> None:
         """Asks the server what it is and what it has, before it gets work."""
         self._met = True
-        takes, self.takes = self.takes, None
-        takes = takes or await self._admission.admit(self.name, self.server)
+        takes = await self._run.admission.admit(self.name, self.server)
         await self._recognize()
         breaks, queue = self._breaks, await self.server.queue()
         strays = []
@@ -231,13 +200,15 @@ class Feeder:
                 self._scheduler.hold(posted.job, self.name)
             elif posted.job.server != self.name or not posted.job.open:
                 strays.append(prompt_id)
-        if strays and not await self._withdraw(strays):
+        if not await self.server.withdraw(strays):
             raise ServerError(f"{self.name} still runs a job that another server has.")
-        if self.error is not None:
-            self._context.said(f"{self.name} is back")
+        if self.error is not None and self._run.journal is not None:
+            self._run.say(f"{self.name} is back")
         self.error = None
         if not self.leaving:
             self._scheduler.join(self.name, takes)
+        if self._met:  # else it is asked once more, for jobs that came meanwhile
+            self.asked.set()
 
     async def _recognize(self) -> None:
         """Finds out whether this is the process that we know."""
@@ -256,11 +227,9 @@ class Feeder:
     async def _feed(self) -> None:
         next_look, breaks = 0.0, self._breaks
         while self._posted or not self.leaving:
-            if self.fault is not None:
-                raise self.fault
             if not self._met:
                 await self._meet()
-            while (job := self._scheduler.next(self.name)) is not None:
+            while self._run.all_asked and (job := self._scheduler.next(self.name)) is not None:
                 await self._post(job)
             # A server that has nothing of ours is left alone.
             pause = max(0.0, next_look - time.monotonic()) if self._posted else None
@@ -275,18 +244,18 @@ class Feeder:
                 next_look = time.monotonic() + max(usual, took / POLL_SHARE)
 
     async def _post(self, job: Job) -> None:
-        local = self._admission.local_files(self.name, job.graph)
+        local = self._run.admission.local_files(self.name, job.graph)
         attempt = Attempt(str(uuid.uuid4()), self.name, self.boot, local)
         try:
             await self._upload(job)
-            if kept := self._context.journal.kept(self.name, local):
+            if kept := self._run.journal.kept(self.name, local):
                 # This package's loaders read it anew.
                 graph = job.graph.items()
                 others = {node: d for node, d in graph if not d["class_type"].startswith(OURS)}
-                if kept & self._admission.local_files(self.name, others).keys():
+                if kept & self._run.admission.local_files(self.name, others).keys():
                     await self.server.free()
-            graph = _renamed(job.graph, self._uploaded) if job.images else job.graph
-            self._context.journal.queued(job.key, attempt)
+            graph = renamed(job.graph, self._uploaded) if job.images else job.graph
+            self._run.journal.queued(job.key, attempt)
             # Counted before: the process may end as soon as it has answered.
             self._posted[attempt.prompt_id] = Posted(job, self.boot, self._breaks)
             job.prompt_id = attempt.prompt_id
@@ -303,7 +272,7 @@ class Feeder:
             self._refuse(job, attempt, error.body if error.status == 400 else str(error))
             return
         if left_out:
-            await self._withdraw([attempt.prompt_id])
+            await self.server.withdraw([attempt.prompt_id])
             self._refuse(job, attempt, {"node_errors": left_out})
 
     async def _upload(self, job: Job) -> None:
@@ -326,15 +295,15 @@ class Feeder:
         if self._scheduler.refuse(job, self.name, error):
             self._ended(job, attempt.prompt_id)
         else:
-            self._context.said(f"{self.name} refuses {job.label}: {error['message']}")
-            self._context.wake()
+            self._run.say(f"{self.name} refuses {job.label}: {error['message']}")
+            self._run.wake()
 
     async def _look_up_ended(self) -> None:
         """Looks up jobs that ended by what the websocket said, or by what another server did."""
         ended, self.listener.ended[:] = set(self.listener.ended), []
         for prompt_id, posted in list(self._posted.items()):
             if not posted.job.open:
-                await self._withdraw([prompt_id])
+                await self.server.withdraw([prompt_id])
                 self._posted.pop(prompt_id, None)
             elif prompt_id in ended:
                 entry = await self.server.history(prompt_id)
@@ -415,14 +384,14 @@ class Feeder:
     async def _fetch(self, job: Job, prompt_id: str, entry: dict[str, Any]) -> None:
         fetched = Fetched()
         try:
-            async with self._context.downloads:
-                await fetch(self.server, job.graph, entry, self._context.journal.part, fetched)
+            async with self._run.downloads:
+                await fetch(self.server, job.graph, entry, self._run.journal.part, fetched)
             self._accept(job, prompt_id, fetched)
         except AnswerError as error:
             self._end(job, prompt_id, FAILED, failure("download", str(error)))
         except ServerError:  # it is asked again when it is back
             self._scheduler.give_back(job, self.name)
-            self._context.wake()
+            self._run.wake()
         finally:
             fetched.discard()
 
@@ -445,8 +414,8 @@ class Feeder:
             self._posted.pop(prompt_id, None)
             small = f"{self.name} has too little memory for {job.label}"
             why = f"{self.name} refuses {job.label}: {error['message']}"
-            self._context.said(small if "OutOfMemory" in error["type"] else why)
-            self._context.wake()
+            self._run.say(small if "OutOfMemory" in error["type"] else why)
+            self._run.wake()
 
     def _end(
         self,
@@ -462,7 +431,7 @@ class Feeder:
             self._journal("late", job, prompt_id)
             return
         if fetched is not None:  # on a full disk the job stays open
-            job.files = place(fetched, self._context.journal.path.parent, job.key)
+            job.files = place(fetched, self._run.journal.path.parent, job.key)
             job.texts, job.seconds = fetched.texts, fetched.seconds
         self._scheduler.end(job, self.name, status, error)
         self._ended(job, prompt_id)
@@ -473,10 +442,10 @@ class Feeder:
         facts = {"seconds": job.seconds, "texts": job.texts}
         facts["files"] = [path.name for path in job.files]
         self._journal(job.status, job, prompt_id, **facts)
-        self._context.ended(job)
+        self._run.job_ended(job)
 
     def _journal(self, event: str, job: Job, prompt_id: str, **facts: Any) -> None:
-        self._context.journal.ended(
+        self._run.journal.ended(
             event, job.key, prompt_id, server=self.name, boot=self.boot, **facts
         )
 
@@ -490,38 +459,18 @@ class Feeder:
             gone = isinstance(error, GoneError)
             fact = f"{self.name} is gone (connection refused)." if gone else error
             jobs = f" Its jobs wait again: {len(back)}." if back else ""
-            self._context.said(f"{fact}{jobs}")
+            if self._run.journal is not None:
+                self._run.say(f"{fact}{jobs}")
             self.away_since = time.monotonic() - error.waited
         self.error = error
         self.asked.set()
-        self._context.wake()
+        self._run.wake()
 
     def _died(self, posted: Posted) -> None:
         if self._scheduler.died(posted.job, self.name, posted.boot):
             where = f" Its log: {self.listed.log}." if self.listed.log else ""
             posted.job.error["message"] += where
             self._ended(posted.job, posted.job.prompt_id)
-
-    async def _withdraw(self, prompt_ids: list[str]) -> bool:
-        """Takes prompts out of the queue, and interrupts one that runs.
-
-        What waits goes first, so that none of it begins when the running one stops.
-
-        Returns:
-            Whether the server has none of them any more.
-        """
-        left = prompt_ids
-        for _ in range(LOOKS if left else 0):
-            await self.server.delete(left)
-            queue = await self.server.queue()
-            left = [prompt_id for prompt_id in left if prompt_id in queue]
-            if not left:
-                break
-            for prompt_id in left:
-                if prompt_id in queue.running:
-                    await self.server.interrupt(prompt_id)
-            await asyncio.sleep(LOOK_SECONDS)
-        return not left
 
     @property
     def _breaks(self) -> int:
@@ -536,17 +485,3 @@ async def _within(waiting: Coroutine[Any, Any, Any], seconds: float | None) -> N
         await asyncio.wait({task}, timeout=seconds)
     finally:
         task.cancel()
-
-
-def _renamed(graph: Graph, names: Mapping[str, str]) -> Graph:
-    """The graph with the names that the server gave to uploaded images."""
-    given = {name: to for name, to in names.items() if name != to}
-    if not given:
-        return graph
-    values = {
-        (node, key): given[value]
-        for node, described in graph.items()
-        for key, value in described["inputs"].items()
-        if isinstance(value, str) and value in given
-    }
-    return with_inputs(graph, values)

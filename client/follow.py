@@ -17,8 +17,8 @@ import aiohttp
 
 from .server import Server
 
-FIRST_PAUSE = 0.5
-LONGEST_PAUSE = 5.0
+# After a websocket was lost or refused, before the next.
+PAUSE_SECONDS = 2.0
 # It makes the server send no preview images in the older, larger form, should it send any.
 FEATURES = {"type": "feature_flags", "data": {"supports_preview_metadata": True}}
 
@@ -103,7 +103,7 @@ class Listener:
 
     async def listen(self) -> None:
         """Keeps a websocket open until it is cancelled."""
-        pause, notified = FIRST_PAUSE, False
+        notified = False
         while True:
             client_id = uuid.uuid4().hex
             try:
@@ -111,7 +111,6 @@ class Listener:
                     await socket.send_json(FEATURES)
                     self.connected = True
                     self.turns += 1
-                    pause = FIRST_PAUSE
                     async for message in socket:
                         self.client_id = client_id
                         if message.type is aiohttp.WSMsgType.TEXT:
@@ -131,8 +130,7 @@ class Listener:
                 self.running.clear()
             self.tried.set()
             self._changed()
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
+            await asyncio.sleep(PAUSE_SECONDS)
 
     def hear(self, text: str) -> None:
         """Takes in one message of execution.py, comfy_execution/progress.py or main.py."""

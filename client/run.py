@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ..errors import SettingError
-from .feeder import Context, Feeder
+from .feeder import Feeder
 from .graph.workflow import title
 from .journal import Attempt, Journal
 from .progress import Progress
@@ -26,20 +26,23 @@ TICK_SECONDS = 0.1
 # How long all servers of a fleet's file may be away: it starts them again, and loads models.
 RESTART_SECONDS = 600.0
 STOP_SECONDS = 15.0
-# Between two tries to reach the first server.
-PAUSE_SECONDS = 0.5
+DOWNLOADS = 4
 
 
 class Run:
-    """The feeders of a run, one for each server.
+    """The feeders of a run, one for each server, and what they share.
 
     Args:
-        admission: lets servers in.
-        wait: see `WAIT_SECONDS`.
         ended: called once for each job, when its results are there or it failed.
 
     Attributes:
         scheduler: of its jobs.
+        journal: None until jobs are there.
+        admission: lets servers in.
+        say: takes lines for people.
+        wait: see `WAIT_SECONDS`.
+        downloads: limits how many results are fetched at once.
+        all_asked: whether every server was asked for the jobs of earlier runs.
     """
 
     def __init__(
@@ -52,14 +55,17 @@ class Run:
         ended: Callable[[Job], None] = lambda job: None,
     ) -> None:
         self.scheduler = Scheduler()
+        self.journal: Journal | None = None
+        self.admission = admission
+        self.say = progress.say
+        self.wait = wait
+        self.downloads = asyncio.Semaphore(DOWNLOADS)
+        self.all_asked = False
         self.feeders: dict[str, Feeder] = {}
         self._servers = servers
-        self._admission = admission
         self._progress = progress
-        self._wait = wait
         self._patience = wait if servers.file is None else max(wait, RESTART_SECONDS)
         self._ended = ended
-        self._context = Context(self.scheduler, progress.say, self._job_ended, self.wake, wait)
         self._changed = asyncio.Event()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._sessions = contextlib.AsyncExitStack()
@@ -85,30 +91,33 @@ class Run:
         Args:
             again: run all jobs, also those that are done.
         """
-        self._context.journal = journal
+        self.journal = journal
         journal.begin(workflow, list(self.feeders))
         for job in jobs if again else ():
             self._forget(job)
-        self.add(jobs)
+        self._take(jobs)
         done = sum(job.status == DONE for job in jobs)
         there = sum(map(len, self._posted.values()))
         if done or there:
-            self._progress.say(
-                f"an earlier run left {self._context.journal.path}: {done} of {len(jobs)} jobs are "
+            self.say(
+                f"an earlier run left {self.journal.path}: {done} of {len(jobs)} jobs are "
                 f"done, {there} may be on a server"
             )
         unknown = [name for name in self._posted if name not in self.feeders]
         if unknown and not self._servers.file:
-            self._progress.say(
-                f"not among the servers now: {', '.join(sorted(unknown))}; its jobs run again"
-            )
+            self.say(f"not among the servers now: {', '.join(sorted(unknown))}; its jobs run again")
+        self._hand_over()
         self._progress.begin(len(jobs), done=done)
 
     def add(self, jobs: Iterable[Job]) -> None:
         """Takes in jobs; those that are done by the journal have their results at once, unless a
         model of theirs was replaced.
         """
-        journal = self._context.journal
+        self._take(jobs)
+        self._hand_over()
+
+    def _take(self, jobs: Iterable[Job]) -> None:
+        journal = self.journal
         replaced: Counter[str] = Counter()
         for job in jobs:
             self._counts["total"] += 1
@@ -126,17 +135,19 @@ class Run:
                     self._posted.setdefault(attempt.server, []).append((attempt, job))
             self.scheduler.add(job)
         for path, count in replaced.items():
-            self._progress.say(f"replaced since an earlier run: {path}; {count} jobs run again")
+            self.say(f"replaced since an earlier run: {path}; {count} jobs run again")
+
+    def _hand_over(self) -> None:
         for name in self._posted.keys() & self._tasks.keys():
             self.feeders[name].follow(self._posted.pop(name))
         self.wake()
 
     def _forget(self, job: Job) -> None:
-        for attempt in self._context.journal.forget(job.key):
+        for attempt in self.journal.forget(job.key):
             stray = dataclasses.replace(job, status=CANCELLED)  # which its server withdraws
             self._posted.setdefault(attempt.server, []).append((attempt, stray))
 
-    async def reach(self, listed: list[Listed], wait: float) -> dict[str, Takes]:
+    async def reach(self, listed: list[Listed] | None, wait: float) -> dict[str, Takes]:
         """Asks all servers what they are, until one answers.
 
         Args:
@@ -150,36 +161,29 @@ class Run:
         """
         give_up, told = time.monotonic() + wait, False
         while True:
-            for each in listed:
+            for each in listed or ():
                 await self.start(each)
-            found = await asyncio.gather(
-                *(self._admission.admit(name, each.server) for name, each in self.feeders.items()),
-                return_exceptions=True,
-            )
-            answers = dict(zip(self.feeders, found, strict=True))
-            errors = {n: e for n, e in answers.items() if isinstance(e, BaseException)}
-            for error in errors.values():
-                if not isinstance(error, ServerError):
-                    raise error
-            if len(errors) < len(answers):
-                for error in errors.values():
-                    self._progress.say(str(error))
-                takes = {name: found for name, found in answers.items() if name not in errors}
-                for name, found in takes.items():
-                    self.feeders[name].takes = found
-                return takes
-            now = time.monotonic()
-            if now >= give_up or not all(isinstance(e, GoneError) for e in errors.values()):
-                raise next(iter(errors.values()), None) or ServerError(
-                    f"no server of {self._servers.file} is ready: start qwen-l40s fleet, or wait "
-                    "for it with --wait SECONDS."
-                )
-            if not told:
-                names = ", ".join(answers) or self._servers.file
-                self._progress.say(f"waiting up to {wait:g} s for {names}")
-                told = True
-            await asyncio.sleep(min(PAUSE_SECONDS, give_up - now))
-            listed = self._servers.changed() or []
+            feeders = self.feeders.values()
+            errors = [feeder.error for feeder in feeders if feeder.error]
+            if self.scheduler.ready and all(feeder.asked.is_set() for feeder in feeders):
+                for error in errors:
+                    self.say(str(error))
+                lanes = self.scheduler.lanes
+                ready = (name for name in self.feeders if name in self.scheduler.ready)
+                return {name: lanes[name].takes for name in ready}
+            if len(errors) == len(feeders):
+                gone = all(isinstance(error, GoneError) for error in errors)
+                if time.monotonic() >= give_up or not gone:
+                    raise next(iter(errors), None) or ServerError(
+                        f"no server of {self._servers.file} is ready: start qwen-l40s fleet, or "
+                        "wait for it with --wait SECONDS."
+                    )
+                if not told:
+                    names = ", ".join(self.feeders) or self._servers.file
+                    self.say(f"waiting up to {wait:g} s for {names}")
+                    told = True
+            await self._tick()
+            listed = self._servers.changed()
 
     async def go(self, more: Callable[[], bool] = lambda: False) -> None:
         """Returns when no job is open, and no more come.
@@ -188,31 +192,30 @@ class Run:
             ServerError: all servers stayed away; jobs that are open may still run there.
             DiskError: the output folder takes no more.
         """
-        for name, feeder in self.feeders.items():
-            self._feed(name, feeder)
         # A job counts once the journal has it: until then a full disk may still be told.
         while self._counts["done"] < self._counts["total"] or more():
-            for name, task in list(self._tasks.items()):
-                if task.done():
-                    del self._tasks[name]
-                    if not task.cancelled() and task.exception() is not None:
-                        raise task.exception()
-            if not self._context.all_asked.is_set() and all(
-                feeder.asked.is_set() for feeder in self.feeders.values()
-            ):
-                self._context.all_asked.set()
+            if not self.all_asked and all(each.asked.is_set() for each in self.feeders.values()):
+                self.all_asked = True
+                self.wake()
             await self._update()
             self._check_stalled()
             self._show()
-            changed = asyncio.create_task(self._changed.wait())
-            try:
-                await asyncio.wait({changed}, timeout=TICK_SECONDS)
-            finally:
-                changed.cancel()
-            self._changed.clear()
-            for feeder in self.feeders.values():
-                if feeder.fault is not None:
-                    raise feeder.fault
+            await self._tick()
+
+    async def _tick(self) -> None:
+        """Waits until something has changed, but not for long; raises what a feeder raised."""
+        changed = asyncio.create_task(self._changed.wait())
+        try:
+            await asyncio.wait({changed}, timeout=TICK_SECONDS)
+        finally:
+            changed.cancel()
+        self._changed.clear()
+        for task in self._tasks.values():
+            if task.done() and not task.cancelled() and task.exception() is not None:
+                raise task.exception()
+        for feeder in self.feeders.values():
+            if feeder.fault is not None:
+                raise feeder.fault
 
     async def stop(self) -> bool:
         """Takes the open jobs off all servers.
@@ -242,16 +245,15 @@ class Run:
     async def start(self, listed: Listed) -> None:
         """Takes in a server, or what is new about one."""
         name = str(listed.address)
-        if name in self.feeders:
-            self.feeders[name].listed = listed
-            return
-        feeder = Feeder(listed, self._context, self._admission)
-        await self._sessions.enter_async_context(feeder.server)
-        self.feeders[name] = feeder
-
-    def _feed(self, name: str, feeder: Feeder) -> None:
-        feeder.follow(self._posted.pop(name, []))
-        self._tasks[name] = asyncio.create_task(feeder.go())
+        if name not in self.feeders:
+            self.feeders[name] = Feeder(listed, self)
+            await self._sessions.enter_async_context(self.feeders[name].server)
+        feeder, task = self.feeders[name], self._tasks.get(name)
+        feeder.listed = listed
+        feeder.stay()
+        if task is None or task.done():
+            feeder.follow(self._posted.pop(name, []))
+            self._tasks[name] = asyncio.create_task(feeder.go())
 
     async def _update(self) -> None:
         """Takes in the servers that the file lists now."""
@@ -260,19 +262,15 @@ class Run:
             return
         for each in listed:
             name = str(each.address)
+            if name not in self.feeders or self.feeders[name].leaving:
+                self.say(f"{name} gets jobs now")
             await self.start(each)
-            feeder, task = self.feeders[name], self._tasks.get(name)
-            if feeder.leaving or task is None:
-                self._progress.say(f"{name} gets jobs now")
-            feeder.stay()
-            if task is None or task.done():
-                self._feed(name, feeder)
         names = {str(each.address) for each in listed}
         for name, feeder in self.feeders.items():
             if name not in names and not feeder.leaving:
                 feeder.leaving = True
                 self.scheduler.leave(name)
-                self._progress.say(f"{name} gets no more jobs")
+                self.say(f"{name} gets no more jobs")
 
     def _check_stalled(self) -> None:
         """Ends the run where no server is left, and jobs that no server takes."""
@@ -284,24 +282,24 @@ class Run:
         else:
             if self._alone_since is None:
                 self._alone_since = now
-                self._progress.say(f"no server is left: waiting up to {self._patience:g} s for one")
+                self.say(f"no server is left: waiting up to {self._patience:g} s for one")
             errors = {feeder.away_since: feeder.error for feeder in feeders if feeder.error}
             if now - min(self._alone_since, max(errors, default=now)) >= self._patience:
                 reason = errors[max(errors)] if errors else "the list of servers is empty."
                 raise ServerError(f"no server for {self._patience:g} s: {reason}")
         held = any(lane.held for lane in self.scheduler.lanes.values())
-        if held or not (here and self.scheduler.waiting and self._context.all_asked.is_set()):
+        if held or not (here and self.scheduler.waiting and self.all_asked):
             self._stranded_since = None
             return
         self._stranded_since = self._stranded_since or now
         away = len(here) < len(feeders) or self._servers.file is not None
-        if now - self._stranded_since >= (self._wait if away else 0):
+        if now - self._stranded_since >= (self.wait if away else 0):
             for job in self.scheduler.stranded():
                 error = self.scheduler.reason(job)
                 self.scheduler.end(job, "", FAILED, error)
-                self._job_ended(job)
+                self.job_ended(job)
 
-    def _job_ended(self, job: Job) -> None:
+    def job_ended(self, job: Job) -> None:
         self._counts["done"] += 1
         self._counts["failed"] += job.status != DONE
         self._ended(job)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,8 @@ from .transport import Address, AnswerError, ServerAnswer, ServerError, Transpor
 
 # Pings, whose missing answers tell of a connection that died without a word.
 HEARTBEAT_SECONDS = 20.0
+# Prompts that are withdrawn are looked for so many times, after so long each.
+LOOKS, LOOK_SECONDS = 40, 0.25
 
 
 def failure(kind: str, message: str) -> dict[str, Any]:
@@ -226,13 +229,26 @@ class Server:
         """
         await self.transport.download("view", image, target)
 
-    async def delete(self, prompt_ids: Sequence[str]) -> None:
-        """Takes prompts out of the queue; those that run or ended are left alone."""
-        await self.transport.call("POST", "queue", json={"delete": list(prompt_ids)})
+    async def withdraw(self, prompt_ids: Sequence[str]) -> bool:
+        """Takes prompts out of the queue, and interrupts one that runs; others are left alone.
 
-    async def interrupt(self, prompt_id: str) -> None:
-        """Stops the prompt if it runs."""
-        await self.transport.call("POST", "interrupt", json={"prompt_id": prompt_id})
+        What waits goes first, so that none of it begins when the running one stops.
+
+        Returns:
+            Whether the server has none of them any more; a node may take long to notice.
+        """
+        left = list(prompt_ids)
+        for _ in range(LOOKS):
+            if not left:
+                break
+            await self.transport.call("POST", "queue", json={"delete": left})
+            queue = await self.queue()
+            left = [prompt_id for prompt_id in left if prompt_id in queue]
+            for prompt_id in queue.running.intersection(left):
+                await self.transport.call("POST", "interrupt", json={"prompt_id": prompt_id})
+            if left:
+                await asyncio.sleep(LOOK_SECONDS)
+        return not left
 
     async def free(self) -> None:
         """Makes the server drop its models, and what its nodes keep, before the next prompt."""

@@ -91,9 +91,9 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """The client's pauses, as short as tests want them."""
     monkeypatch.setattr(feeder, "POLL_SECONDS", 0.1)
     monkeypatch.setattr(feeder, "POLL_SECONDS_ALONE", 0.02)
-    monkeypatch.setattr(feeder, "FIRST_PAUSE", 0.02)
+    monkeypatch.setattr(feeder, "PAUSE_SECONDS", 0.02)
     monkeypatch.setattr(run, "TICK_SECONDS", 0.02)
-    monkeypatch.setattr(follow, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(follow, "PAUSE_SECONDS", 0.01)
     monkeypatch.setattr(transport, "FIRST_PAUSE", 0.01)
 
 

@@ -85,6 +85,18 @@ def with_uploaded(graph: Graph, uploads: Iterable[Upload], names: Mapping[Path, 
     return with_inputs(graph, {(each.node, each.input): names[each.path] for each in uploads})
 
 
+def renamed(graph: Graph, names: Mapping[str, str]) -> Graph:
+    """The graph with the names that a server gave to uploaded images, by those that it holds."""
+    given = {name: to for name, to in names.items() if name != to}
+    values = {
+        (node, key): given[value]
+        for node, described in graph.items()
+        for key, value in described["inputs"].items()
+        if isinstance(value, str) and value in given
+    }
+    return with_inputs(graph, values)
+
+
 def _on_server(value: str, spec: NodeInput) -> bool:
     # A text that may name an image, as a painted mask's does, may also be empty.
     return (

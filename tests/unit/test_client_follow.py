@@ -18,7 +18,7 @@ from qwen_l40s.client.transport import Address
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(follow, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(follow, "PAUSE_SECONDS", 0.01)
 
 
 def listening() -> Listener:
