@@ -13,16 +13,17 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import Coroutine, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingError
 from .files import Fetched, fetch, place
-from .follow import Listener
+from .follow import Listener, RunningPrompt
 from .graph.check import OURS
 from .graph.images import renamed
 from .journal import Attempt
+from .progress import within
 from .scheduler import CANCELLED, COLLECTING, DONE, FAILED, QUEUED, WAITING, Job
 from .server import Server, failure, of_execution, of_validation
 from .servers import Listed
@@ -49,21 +50,14 @@ UNABLE = re.compile(r"OutOfMemory|\.(Unavailable|DoesNotFit)Error$")
 
 @dataclass
 class Posted:
-    """A job at this server.
-
-    Attributes:
-        breaks: `Feeder._breaks` when the server was last known to have it.
-        ran: whether it ran, as far as was seen.
-        hung: whether it stopped going on.
-        moved: when it was last seen to go on.
-    """
+    """A job at this server."""
 
     job: Job
     boot: str
-    breaks: int = -1
-    ran: bool = False
+    breaks: int = -1  # `Feeder._breaks` when the server was last known to have it
+    ran: bool = False  # as far as was seen
     hung: bool = False
-    moved: float = field(default_factory=time.monotonic)
+    moved: float = field(default_factory=time.monotonic)  # when it was last seen to go on
     progress: tuple[Any, ...] = ()
 
 
@@ -77,7 +71,7 @@ class Feeder:
         ahead: prompts of others before the first of ours; 0 while one of ours runs.
         error: why it is away; None while it is not.
         away_since: when it was lost (time.monotonic).
-        asked: set once it has said what it has, or was lost.
+        asked: whether it has said what it has, or was lost.
         leaving: it gets no more jobs; `go` returns when it has none.
         fault: of a task that fetched results.
     """
@@ -89,7 +83,7 @@ class Feeder:
         self.ahead = 0
         self.error: ServerError | None = None
         self.away_since = 0.0
-        self.asked = asyncio.Event()
+        self.asked = False
         self.leaving = False
         self.fault: BaseException | None = None
         self.wake = asyncio.Event()
@@ -123,7 +117,7 @@ class Feeder:
             self._posted[attempt.prompt_id] = Posted(job, attempt.boot)
             self._met = False
             if self.error is None:
-                self.asked.clear()
+                self.asked = False
         self.wake.set()
 
     def stay(self) -> None:
@@ -140,7 +134,7 @@ class Feeder:
         """
         listening = asyncio.create_task(self.listener.listen())
         try:
-            await _within(self.listener.tried.wait(), SOCKET_SECONDS)
+            await within(self.listener.tried.wait(), SOCKET_SECONDS)
             while True:
                 try:
                     await self._meet()
@@ -158,14 +152,7 @@ class Feeder:
             await asyncio.gather(listening, *self._tasks, return_exceptions=True)
 
     async def stop(self) -> bool:
-        """Takes our jobs off the server.
-
-        Returns:
-            Whether it has none of them any more; a node that runs may take long to notice.
-
-        Raises:
-            ServerError: it stayed away.
-        """
+        """Takes our jobs off the server, as `Server.withdraw` does, and gives it no more."""
         self._scheduler.leave(self.name)
         if self._posting is not None:
             await asyncio.wait({self._posting}, timeout=ANSWER_SECONDS)
@@ -173,15 +160,12 @@ class Feeder:
             await asyncio.gather(self._posting, return_exceptions=True)
         return await self.server.withdraw(list(self._posted))
 
-    def running(self) -> tuple[Job, Any] | None:
+    def running(self) -> tuple[Job, RunningPrompt] | None:
         """The job that runs, and how far it is."""
-        for prompt_id, state in self.listener.running.items():
-            if prompt_id in self._posted:
-                return self._posted[prompt_id].job, state
-        return None
+        here = self.listener.running.keys() & self._posted.keys()
+        return next(((self._posted[i].job, self.listener.running[i]) for i in here), None)
 
     async def _meet(self) -> None:
-        """Asks the server what it is and what it has, before it gets work."""
         self._met = True
         takes = await self._run.admission.admit(self.name, self.server)
         await self._recognize()
@@ -208,10 +192,9 @@ class Feeder:
         if not self.leaving:
             self._scheduler.join(self.name, takes)
         if self._met:  # else it is asked once more, for jobs that came meanwhile
-            self.asked.set()
+            self.asked = True
 
     async def _recognize(self) -> None:
-        """Finds out whether this is the process that we know."""
         # A later prompt may have reached the next process before we knew of it: it proves nothing.
         oldest = [i for i, p in self._posted.items() if p.boot == self.boot][:1]
         known = {self._witness, *oldest} - {None}
@@ -233,7 +216,7 @@ class Feeder:
                 await self._post(job)
             # A server that has nothing of ours is left alone.
             pause = max(0.0, next_look - time.monotonic()) if self._posted else None
-            await _within(self.wake.wait(), pause)
+            await within(self.wake.wait(), pause)
             self.wake.clear()
             await self._look_up_ended()
             # A websocket that was lost may mean that the server is.
@@ -263,17 +246,18 @@ class Feeder:
             self._posting = asyncio.create_task(post)
             # Ctrl-C must not cut off a prompt that the server would queue after we left.
             left_out = await asyncio.shield(self._posting)
+            wrong: Any = {"node_errors": left_out}
         except SettingError as error:  # of an image
-            self._refuse(job, attempt, str(error))
-            return
+            wrong = str(error)
         except AnswerError as error:
             if error.status not in (400, 413, 500):
                 raise
-            self._refuse(job, attempt, error.body if error.status == 400 else str(error))
-            return
-        if left_out:
+            wrong = error.body if error.status == 400 else str(error)
+        else:
+            if not left_out:
+                return
             await self.server.withdraw([attempt.prompt_id])
-            self._refuse(job, attempt, {"node_errors": left_out})
+        self._refuse(job, attempt.prompt_id, of_validation(job.graph, wrong))
 
     async def _upload(self, job: Job) -> None:
         for name, path in job.images.items():
@@ -288,34 +272,29 @@ class Feeder:
             except OSError as error:
                 raise SettingError(f"{path} cannot be read any more: {error.strerror}") from error
 
-    def _refuse(self, job: Job, attempt: Attempt, body: Any) -> None:
-        self._posted.pop(attempt.prompt_id, None)
-        error = of_validation(job.graph, body)
-        self._journal("refused", job, attempt.prompt_id)
+    def _refuse(self, job: Job, prompt_id: str, error: dict[str, Any]) -> None:
+        self._posted.pop(prompt_id, None)
+        self._journal("refused", job, prompt_id)
         if self._scheduler.refuse(job, self.name, error):
-            self._ended(job, attempt.prompt_id)
-        else:
-            self._run.say(f"{self.name} refuses {job.label}: {error['message']}")
-            self._run.wake()
+            self._ended(job, prompt_id)
+            return
+        small = "OutOfMemory" in error["type"]
+        why = "has too little memory for" if small else "refuses"
+        reason = "" if small else f": {error['message']}"
+        self._run.say(f"{self.name} {why} {job.label}{reason}")
+        self._run.wake()
 
     async def _look_up_ended(self) -> None:
-        """Looks up jobs that ended by what the websocket said, or by what another server did."""
         ended, self.listener.ended[:] = set(self.listener.ended), []
         for prompt_id, posted in list(self._posted.items()):
-            if not posted.job.open:
+            if not posted.job.open:  # another server was first
                 await self.server.withdraw([prompt_id])
                 self._posted.pop(prompt_id, None)
-            elif prompt_id in ended:
-                entry = await self.server.history(prompt_id)
-                if entry is not None:
-                    self._collect(prompt_id, entry)
+            elif prompt_id in ended and (entry := await self.server.history(prompt_id)):
+                self._collect(prompt_id, entry)
 
     async def _look(self) -> float:
-        """Looks at the server's queue, and at the history of what is not in it.
-
-        Returns:
-            The seconds that the server took to tell.
-        """
+        """Looks at all jobs; returns the seconds that the server took to tell its queue."""
         start, breaks = time.monotonic(), self._breaks
         queue = await self.server.queue()
         took = time.monotonic() - start
@@ -326,10 +305,9 @@ class Feeder:
                 posted.breaks = breaks
                 self._check_progress(prompt_id, posted, prompt_id in queue.running)
                 continue
-            entry = await self.server.history(prompt_id)
-            if entry is not None:
+            if entry := await self.server.history(prompt_id):
                 self._collect(prompt_id, entry)
-            elif entry is None and posted.job.status == QUEUED and posted.job.server == self.name:
+            elif posted.job.status == QUEUED and posted.job.server == self.name:
                 # Counted now: the next process may have answered before the break was noticed.
                 unbroken = self.listener.connected and posted.breaks == self._breaks
                 known = self.listed.boot in ("", self.boot) and unbroken
@@ -361,7 +339,6 @@ class Feeder:
             )
 
     def _collect(self, prompt_id: str, entry: dict[str, Any]) -> None:
-        """Fetches what a prompt made, unless its job has a result."""
         self._witness = prompt_id
         posted = self._posted.get(prompt_id)
         if posted is None or (posted.job.status == COLLECTING and posted.job.server == self.name):
@@ -396,7 +373,6 @@ class Feeder:
             fetched.discard()
 
     def _accept(self, job: Job, prompt_id: str, fetched: Fetched) -> None:
-        """Ends a job by what its prompt made."""
         # A node that blocks the rest with a message is reported on the websocket alone.
         broken = fetched.broken or self.listener.errors.pop(prompt_id, None)
         error = None if broken is None else of_execution(job.graph, broken)
@@ -406,16 +382,10 @@ class Feeder:
             self._end(job, prompt_id, CANCELLED, failure("interrupted", message))
         elif error is None:
             self._end(job, prompt_id, DONE, None, fetched)
-        elif not UNABLE.search(error["type"]):
-            self._end(job, prompt_id, FAILED, error, fetched)
-        elif self._scheduler.refuse(job, self.name, error):
-            self._ended(job, prompt_id)
+        elif UNABLE.search(error["type"]):
+            self._refuse(job, prompt_id, error)
         else:
-            self._posted.pop(prompt_id, None)
-            small = f"{self.name} has too little memory for {job.label}"
-            why = f"{self.name} refuses {job.label}: {error['message']}"
-            self._run.say(small if "OutOfMemory" in error["type"] else why)
-            self._run.wake()
+            self._end(job, prompt_id, FAILED, error, fetched)
 
     def _end(
         self,
@@ -425,7 +395,6 @@ class Feeder:
         error: dict[str, Any] | None = None,
         fetched: Fetched | None = None,
     ) -> None:
-        """Accepts a result, if it is the first: the files get their names, the journal its line."""
         self._posted.pop(prompt_id, None)
         if not job.open:
             self._journal("late", job, prompt_id)
@@ -450,7 +419,6 @@ class Feeder:
         )
 
     def _lose(self, error: ServerError) -> None:
-        """The server is away, or another process: its jobs go to whoever is free."""
         back = self._scheduler.lose(self.name)
         for posted in self._posted.values():
             # The first one's turn had come; it may have taken the server down at once.
@@ -463,7 +431,7 @@ class Feeder:
                 self._run.say(f"{fact}{jobs}")
             self.away_since = time.monotonic() - error.waited
         self.error = error
-        self.asked.set()
+        self.asked = True
         self._run.wake()
 
     def _died(self, posted: Posted) -> None:
@@ -474,14 +442,5 @@ class Feeder:
 
     @property
     def _breaks(self) -> int:
-        """Grows with each connection that is lost, and with each websocket that is opened."""
+        # Grows with each connection that is lost, and with each websocket that is opened.
         return self.server.transport.breaks + self.listener.turns
-
-
-async def _within(waiting: Coroutine[Any, Any, Any], seconds: float | None) -> None:
-    """Not asyncio.wait_for: before Python 3.12 it can swallow a Ctrl-C that arrives just then."""
-    task = asyncio.create_task(waiting)
-    try:
-        await asyncio.wait({task}, timeout=seconds)
-    finally:
-        task.cancel()

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
@@ -47,6 +47,18 @@ def cancelled_by_signals(task: asyncio.Task[Any]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+async def within(waiting: Coroutine[Any, Any, Any], seconds: float | None) -> None:
+    """Waits so long at the most.
+
+    Not asyncio.wait_for: before Python 3.12 it can swallow a Ctrl-C that arrives just then.
+    """
+    task = asyncio.create_task(waiting)
+    try:
+        await asyncio.wait({task}, timeout=seconds)
+    finally:
+        task.cancel()
 
 
 class Progress:

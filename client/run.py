@@ -14,7 +14,7 @@ from ..errors import SettingError
 from .feeder import Feeder
 from .graph.workflow import title
 from .journal import Attempt, Journal
-from .progress import Progress
+from .progress import Progress, within
 from .scheduler import CANCELLED, DONE, FAILED, Job, Scheduler
 from .servers import Admission, Listed, ServerList, Takes
 from .transport import GoneError, ServerError
@@ -165,7 +165,7 @@ class Run:
                 await self.start(each)
             feeders = self.feeders.values()
             errors = [feeder.error for feeder in feeders if feeder.error]
-            if self.scheduler.ready and all(feeder.asked.is_set() for feeder in feeders):
+            if self.scheduler.ready and all(feeder.asked for feeder in feeders):
                 for error in errors:
                     self.say(str(error))
                 lanes = self.scheduler.lanes
@@ -194,7 +194,7 @@ class Run:
         """
         # A job counts once the journal has it: until then a full disk may still be told.
         while self._counts["done"] < self._counts["total"] or more():
-            if not self.all_asked and all(each.asked.is_set() for each in self.feeders.values()):
+            if not self.all_asked and all(each.asked for each in self.feeders.values()):
                 self.all_asked = True
                 self.wake()
             await self._update()
@@ -204,11 +204,7 @@ class Run:
 
     async def _tick(self) -> None:
         """Waits until something has changed, but not for long; raises what a feeder raised."""
-        changed = asyncio.create_task(self._changed.wait())
-        try:
-            await asyncio.wait({changed}, timeout=TICK_SECONDS)
-        finally:
-            changed.cancel()
+        await within(self._changed.wait(), TICK_SECONDS)
         self._changed.clear()
         for task in self._tasks.values():
             if task.done() and not task.cancelled() and task.exception() is not None:
