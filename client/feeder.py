@@ -39,7 +39,7 @@ POLL_SHARE = 0.05
 # A websocket that says nothing for so long is not waited for.
 SOCKET_SECONDS = 5.0
 # After a server was lost, before it is tried again.
-PAUSE_SECONDS = 2.0
+PAUSE_SECONDS = 1.0
 # A job that shows no progress for so long, and for so many times the longest job, hangs.
 HUNG_SECONDS, HUNG_TIMES = 1800.0, 20
 # A run that is stopped waits so long for the answer to a prompt on its way.

@@ -98,18 +98,16 @@ def run_ray_fleet(
     # Several may come to one machine at the same time: each has ports of its own.
     ports = [range(port + number, port + PORTS * count, count) for number in range(count)]
     threads = os.environ.get("OMP_NUM_THREADS")
-    fleet = RayFleet(ray, StateFile(plan.folder), notify)
+    fleet = RayFleet(ray, StateFile(plan.folder, notify), notify)
     stop = threading.Event()
     try:
         with on_signals(stop.set):
             with fleet.unless_lost():
                 fleet.actors = [remote.remote(plan, cpu, own, threads) for own in ports]
-            while not (stop.is_set() or fleet.ended):
-                fleet.look(drain=False)
-                stop.wait(POLL_SECONDS)
+            while not (fleet.look(drain=False) or stop.wait(POLL_SECONDS)):
+                pass
             notify("draining the servers")
-            while not fleet.ended:
-                fleet.look(drain=True)
+            while not fleet.look(drain=True):
                 time.sleep(POLL_SECONDS)
     finally:
         fleet.file.close()
@@ -123,21 +121,22 @@ class RayFleet:
     Args:
         ray: the module, connected.
         file: for their states.
-        notify: gets a line for each change.
+        notify: is told that the cluster is lost.
     """
 
     def __init__(self, ray: Any, file: StateFile, notify: Callable[[str], None]) -> None:
         self.file = file
         self.actors: list[Any] = []
         self.states: dict[int, ServerState] = {}
-        self.ended = False
         self._ray, self._notify = ray, notify
         self._home = ray.get_runtime_context().get_node_id()
-        self._said: dict[int, str] = {}
         self._give_up = time.monotonic() + PLACE_SECONDS
 
-    def look(self, drain: bool) -> None:
+    def look(self, drain: bool) -> bool:
         """Asks the actors how their servers fare, or to end them after their jobs.
+
+        Returns:
+            Whether all servers have ended for good.
 
         Raises:
             UnavailableError: Ray starts none.
@@ -149,23 +148,17 @@ class RayFleet:
             asked = [actor.report.remote(drain) for actor in self.actors]
             self._ray.wait(asked, num_returns=len(asked), timeout=POLL_SECONDS)
             ended = [self._hear(number, answer, drain) for number, answer in enumerate(asked)]
-        self.ended = all(ended)
         self.file.write(list(self.states.values()))
-        for number, state in self.states.items():
-            words = f"{state.url} on {state.machine} (card {state.card}) {state.state}"
-            words += f": {state.error}" if state.error else ""
-            if self._said.get(number) != words:
-                self._said[number] = words
-                self._notify(words)
+        return all(ended)
 
     def _hear(self, number: int, answer: Any, drain: bool) -> bool:
-        """Takes an actor's report; whether its server has ended for good."""
+        state = self.states.get(number)
         try:
-            state, ended = self._ray.get(answer, timeout=0)
-            self.states[number] = ServerState(**state)
+            report, ended = self._ray.get(answer, timeout=0)
+            self.states[number] = ServerState(**report)
             return ended
         except self._ray.exceptions.GetTimeoutError:
-            if number not in self.states and time.monotonic() > self._give_up:
+            if state is None and time.monotonic() > self._give_up:
                 raise UnavailableError(
                     f"Ray has not started server {number + 1} of {len(self.actors)} within "
                     f"{PLACE_SECONDS:.0f} s: its resources are taken (`ray status` shows by "
@@ -174,11 +167,11 @@ class RayFleet:
         except self._ray.exceptions.RayActorError as error:
             if drain:
                 self._ray.kill(self.actors[number])  # or Ray would start it again
-            elif number not in self.states:
+            elif state is None:
                 raise UnavailableError(f"Ray cannot start a server: {error}") from error
-            if number in self.states:  # where Ray starts it again, perhaps on another machine
+            if state is not None:  # Ray starts it again, perhaps on another machine
                 new, why = (STOPPED, "") if drain else (RESTARTING, str(error).splitlines()[0])
-                self.states[number] = replace(self.states[number], state=new, error=why)
+                self.states[number] = replace(state, state=new, error=why)
             return drain
         return False
 
@@ -194,10 +187,8 @@ class RayFleet:
             timer.cancel()
 
     def _lost(self) -> NoReturn:
-        """Ends the process, for Ray's own end would wait for the cluster."""
-        with contextlib.suppress(OSError):
-            stopped = [replace(each, state=STOPPED, error="") for each in self.states.values()]
-            self.file.write(stopped)
+        # Ray's own end would wait for the cluster.
+        self.file.write([replace(each, state=STOPPED, error="") for each in self.states.values()])
         self._notify(
             "the Ray cluster is lost, and its servers with it: start it again, then the fleet. "
             "Jobs go on with submit --resume."
@@ -226,18 +217,12 @@ def _connect(address: str) -> Any:
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__.split(".")[0]])
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-    except ConnectionError as error:
-        raise SettingError(
-            f"no Ray cluster is running here ({error}): start one with `ray start --head`, or "
-            "give its address."
-        ) from error
-    except RuntimeError as error:
+    except (ConnectionError, RuntimeError) as error:
         # Ray compares its own version and Python's with the cluster's.
-        text = " ".join(str(error).split())
-        if "ersion" not in text:
-            raise
         raise UnavailableError(
-            f"the cluster has another Ray or Python ({text[:300]}): install the same here."
+            f"the Ray cluster cannot be joined ({' '.join(str(error).split())[:300]}): start one "
+            "with `ray start --head`, of the Ray and Python that are installed here, or give its "
+            "address."
         ) from error
     return ray
 

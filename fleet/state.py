@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -63,7 +63,10 @@ class ServerState:
 
 
 class StateFile:
-    """Writes servers.json, whole or not at all; one fleet a folder.
+    """Writes servers.json, whole or not at all, and tells what changed; one fleet a folder.
+
+    Args:
+        notify: gets a line for each change.
 
     Attributes:
         path: of the file.
@@ -72,8 +75,10 @@ class StateFile:
         SettingError: another fleet uses the folder, or nothing can be written there.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, notify: Callable[[str], None]) -> None:
         self.path = folder / NAME
+        self._notify = notify
+        self._said: dict[str, str] = {}
         self._writing = threading.Lock()
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -94,9 +99,19 @@ class StateFile:
         """Replaces the file."""
         text = json.dumps({"version": VERSION, "servers": [asdict(each) for each in servers]})
         with self._writing:
-            new = self.path.with_suffix(".new")
-            new.write_text(text, encoding="utf-8")
-            os.replace(new, self.path)
+            try:
+                new = self.path.with_suffix(".new")
+                new.write_text(text, encoding="utf-8")
+                os.replace(new, self.path)
+            except OSError as error:  # a full disk ends no server
+                self._notify(f"{self.path} cannot be written ({error.strerror}): free space.")
+            for each in servers:
+                place = f" on {each.machine}" if each.machine != socket.gethostname() else ""
+                error = f": {each.error}" if each.state in (RESTARTING, FAILED) else ""
+                words = f"{each.url}{place} (card {each.card}) {each.state}{error}"
+                if self._said.get(each.url) != words:
+                    self._said[each.url] = words
+                    self._notify(words)
 
     def close(self) -> None:
         """Lets another fleet use the folder."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from ..errors import SettingError, UnavailableError
 from ..machine.card import ask_nvidia_smi
 from .server import FleetServer, ServerPlan
-from .state import FAILED, RESTARTING, StateFile, try_port
+from .state import FAILED, StateFile, try_port
 
 JOIN_SECONDS = 0.2
 # Of which each server has its own.
@@ -131,23 +131,10 @@ def run_fleet(
     check_plan(plan)
     host = listen_address(plan.arguments)
     check_ports(range(port, port + len(cards)), host)
-    file = StateFile(plan.folder)
-    said: dict[str, str] = {}
+    file = StateFile(plan.folder, notify)
 
     def changed() -> None:
-        states = [server.state for server in servers]
-        try:
-            file.write(states)
-        except OSError as error:  # a full disk ends no server
-            notify(f"{file.path} cannot be written ({error.strerror}): free space.")
-        for state in states:
-            error = (
-                f": {state.error}" if state.error and state.state in (RESTARTING, FAILED) else ""
-            )
-            words = f"{state.state}{error}"
-            if said.get(state.url) != words:
-                said[state.url] = words
-                notify(f"{state.url} (card {state.card}) {words}")
+        file.write([server.state for server in servers])
 
     servers: list[FleetServer] = []
     servers += [

@@ -363,7 +363,7 @@ def test_a_folder_of_files_that_are_no_fleet(tmp_path: Path):
     with pytest.raises(SettingError, match="of a fleet of this version"):
         read_states(tmp_path / "servers.json")
     with pytest.raises(SettingError, match="--folder cannot be used"):
-        StateFile(tmp_path / "servers.json")
+        StateFile(tmp_path / "servers.json", print)
 
 
 def entry(began: float, *, images: int = 1, status: str = "success") -> dict[str, Any]:
