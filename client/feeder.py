@@ -18,14 +18,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingError
-from .files import Fetched, fetch, place
-from .follow import Listener, RunningPrompt
-from .graph.check import OURS
-from .graph.images import renamed
-from .journal import Attempt
+from .graph.check import OURS, renamed
+from .journal import Attempt, Fetched, fetch, place
 from .progress import within
 from .scheduler import CANCELLED, COLLECTING, DONE, FAILED, QUEUED, WAITING, Job
-from .server import Server, failure, of_execution, of_validation
+from .server import Listener, RunningPrompt, Server, failure, of_execution, of_validation
 from .servers import Listed
 from .transport import AnswerError, GoneError, ServerError
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ..errors import QwenL40SError
-from .graph.images import image_inputs, local_images, server_name, with_uploaded
+from .graph.check import image_inputs, local_images, server_name, with_uploaded
 from .graph.settings import InputSetting, parse_settings, variations
 from .graph.workflow import Graph, loaders_key, read_workflow
 from .journal import DiskError, Journal, key_of

@@ -38,7 +38,7 @@ from aiohttp import WSCloseCode, web
 from PIL import Image
 from waiting import SECONDS
 
-from qwen_l40s.client import feeder, follow, run, transport
+from qwen_l40s.client import feeder, run, server, transport
 
 OBJECT_INFO = {
     "Draw": {
@@ -93,7 +93,7 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feeder, "POLL_SECONDS_ALONE", 0.02)
     monkeypatch.setattr(feeder, "PAUSE_SECONDS", 0.02)
     monkeypatch.setattr(run, "TICK_SECONDS", 0.02)
-    monkeypatch.setattr(follow, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(server, "PAUSE_SECONDS", 0.01)
     monkeypatch.setattr(transport, "FIRST_PAUSE", 0.01)
 
 

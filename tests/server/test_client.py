@@ -6,8 +6,7 @@ import re
 import pytest
 from server_nodes import limited, stored
 
-from qwen_l40s.client.graph.check import Checker
-from qwen_l40s.client.graph.images import IMAGE_FORMATS
+from qwen_l40s.client.graph.check import IMAGE_FORMATS, Checker
 from qwen_l40s.client.server import of_validation
 from qwen_l40s.errors import SettingError
 

@@ -20,7 +20,7 @@ import pytest
 import waiting
 from fake_comfyui import FakeComfyUI, fake_comfyui, graph, hurry
 
-from qwen_l40s.client import Fleet, JobError, feeder, files, run, transport
+from qwen_l40s.client import Fleet, JobError, feeder, journal, run, transport
 from qwen_l40s.client.journal import DiskError
 from qwen_l40s.client.scheduler import Job
 from qwen_l40s.client.server import Server
@@ -367,7 +367,7 @@ def test_an_error_of_ours_ends_the_run_instead_of_being_waited_for(tmp_path: Pat
     def broken(entry: dict[str, Any], nodes: dict[str, Any]) -> None:
         raise KeyError("ours")
 
-    monkeypatch.setattr(files, "texts_of", broken)
+    monkeypatch.setattr(journal, "texts_of", broken)
     with fake_comfyui() as one, pytest.raises(KeyError, match="ours"):
         start(tmp_path, one, jobs=3)
 

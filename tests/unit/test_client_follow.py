@@ -10,15 +10,14 @@ from typing import Any
 import pytest
 from fake_comfyui import FakeComfyUI, fake_comfyui, graph
 
-from qwen_l40s.client import follow
-from qwen_l40s.client.follow import Listener
-from qwen_l40s.client.server import Server
+from qwen_l40s.client import server as module
+from qwen_l40s.client.server import Listener, Server
 from qwen_l40s.client.transport import Address
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(follow, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(module, "PAUSE_SECONDS", 0.01)
 
 
 def listening() -> Listener:

@@ -11,8 +11,7 @@ import pytest
 from fake_comfyui import fake_comfyui, graph
 
 from qwen_l40s.client import transport
-from qwen_l40s.client.files import Fetched, fetch, files_of, place, texts_of
-from qwen_l40s.client.journal import DiskError
+from qwen_l40s.client.journal import DiskError, Fetched, fetch, files_of, place, texts_of
 from qwen_l40s.client.server import Server
 from qwen_l40s.client.transport import Address, AnswerError
 

@@ -17,10 +17,9 @@ import waiting
 from fake_comfyui import FakeComfyUI, fake_comfyui, graph, hurry
 
 from qwen_l40s.client import scheduler
-from qwen_l40s.client.follow import Listener
 from qwen_l40s.client.journal import DiskError, Journal
 from qwen_l40s.client.scheduler import Job
-from qwen_l40s.client.server import Server
+from qwen_l40s.client.server import Listener, Server
 from qwen_l40s.client.submit import SubmitOutcome, SubmitRequest, submit
 from qwen_l40s.client.transport import ServerError
 
