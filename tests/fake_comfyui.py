@@ -22,15 +22,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import json
 import socket
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -39,6 +41,8 @@ from PIL import Image
 from waiting import SECONDS
 
 from qwen_l40s.client import feeder, run, server, transport
+from qwen_l40s.client.scheduler import Job
+from qwen_l40s.client.submit import SubmitOutcome, SubmitRequest, submit
 
 OBJECT_INFO = {
     "Draw": {
@@ -97,6 +101,32 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "FIRST_PAUSE", 0.01)
 
 
+def submitted(
+    folder: Path,
+    servers: Sequence[str],
+    settings: Sequence[str],
+    *,
+    nodes: Mapping[str, Any] = MappingProxyType({}),
+    meanwhile: Callable[[], None] = lambda: None,
+    **more: Any,
+) -> tuple[SubmitOutcome, str, list[Job]]:
+    """Submits the graph, with these nodes more; returns what came of it, the log and the jobs that
+    ended.
+    """
+    workflow = folder / "work.json"
+    workflow.write_text(json.dumps({**graph(), **nodes}))
+    options = {"servers": servers, "settings": settings, "wait": 5.0} | more
+    log, ended = io.StringIO(), []
+    helper = threading.Thread(target=meanwhile)
+    helper.start()
+    try:
+        request = SubmitRequest(workflow, folder / "out", **options)
+        outcome = asyncio.run(submit(request, log, ended.append))
+    finally:
+        helper.join()
+    return outcome, log.getvalue(), ended
+
+
 @dataclass
 class Faults:
     """Those that are counted happen so many times, and then no more."""
@@ -126,6 +156,7 @@ class Faults:
     old: bool = False  # every prompt needs a newer ComfyUI, as our loader finds
     frozen: bool = False  # takes connections and answers nothing
     job_seconds: float = 0.0
+    idle_seconds: float = 0.005  # between two looks at its own queue
 
 
 @dataclass
@@ -260,6 +291,7 @@ class FakeComfyUI:
         self.state.sockets[client] = ws
         status = {"status": self._queue_info(), "sid": client}
         await self._send("status", status, client)
+        await ws.send_bytes(b"\x00\x00\x00\x01preview")
         async for message in ws:
             if message.json().get("type") == "feature_flags":
                 flags = {"supports_preview_metadata": True, "max_upload_size": 104857600}
@@ -397,7 +429,7 @@ class FakeComfyUI:
     async def _work(self) -> None:
         while True:
             if self.faults.paused or not self.state.queue:
-                await asyncio.sleep(0.005)
+                await asyncio.sleep(self.faults.idle_seconds)
                 continue
             self.state.running = self.state.queue.pop(0)
             await self._queue_updated()

@@ -260,13 +260,6 @@ def test_progress_names_the_node_and_its_steps(server: Server, tmp_path: Path):
     assert re.search(r"^job 1: KSampler \d/5$", err, re.M), err
 
 
-def test_five_hundred_jobs(server: Server, tmp_path: Path, tiny: Path):
-    # It took 4 to 7 s on two busy cores.
-    jobs = submit(server, tiny, tmp_path / "out", "--set", "color=1000..1499")
-    assert [job["status"] for job in jobs] == ["done"] * 500
-    assert len({path for job in jobs for path in job["files"]}) == 500
-
-
 def test_the_server_is_killed_and_started_again_in_the_middle(
     tmp_path: Path, tiny: Path, monkeypatch
 ):

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from waiting import SECONDS
 
 from qwen_l40s.cli import main
 
@@ -56,13 +54,6 @@ def test_bundled_model_paints_what_the_default_prompt_says(in_tmp, capsys):
     with Image.open("demo.png") as image:
         assert image.size == (256, 256)
         assert json.loads(image.text["qwen_l40s"])["prompt"] == DEFAULT_PROMPT
-
-
-def test_noise_does_not_adhere(toy_demo, capsys):
-    assert toy_demo() == 0
-    line = report(capsys)
-    assert line["image"] == "demo_00001.png"
-    assert line["adherence"]["score"] < 1.0
 
 
 def test_it_ends_in_one_sentence(toy_demo, capsys):
@@ -139,15 +130,6 @@ def test_png_contact_sheet_has_twelve_different_images(toy_demo, capsys):
     assert len(tiles) == 12
 
 
-def test_same_seed_same_image(toy_demo):
-    assert toy_demo("--seed", "3", "--output", "a.png") == 0
-    assert toy_demo("--seed", "3", "--output", "b.png") == 0
-    assert toy_demo("--seed", "4", "--output", "c.png") == 0
-    first, second, third = (np.asarray(Image.open(f"{name}.png")) for name in "abc")
-    assert np.array_equal(first, second)
-    assert not np.array_equal(first, third)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -172,10 +154,3 @@ def test_missing_package_says_what_to_install(toy_demo, monkeypatch, capsys):
     message = capsys.readouterr().err
     assert 'pip install ".[standalone]"' in message
     assert "make demo" in message
-
-
-def test_help_needs_no_package_at_all():
-    command = [sys.executable, "-S", str(ROOT), "demo", "--help"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
-    assert result.returncode == 0, result.stderr
-    assert DEFAULT_PROMPT.split()[0] in result.stdout

@@ -282,11 +282,12 @@ def test_missing_package_says_what_to_install(generate, monkeypatch, capsys):
     assert 'pip install ".[standalone]"' in message
 
 
-def test_help_needs_no_package_at_all():
-    command = [sys.executable, "-S", str(ROOT), "generate", "--help"]
+@pytest.mark.parametrize(("name", "word"), [("generate", "--negative-prompt"), ("demo", "256x256")])
+def test_help_needs_no_package_at_all(name, word):
+    command = [sys.executable, "-S", str(ROOT), name, "--help"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     assert result.returncode == 0, result.stderr
-    assert "--negative-prompt" in result.stdout
+    assert word in result.stdout
 
 
 # --- a disk that fills up, a run that is stopped ---
@@ -356,12 +357,7 @@ def test_ctrl_c_while_sampling(tiny_folder, tmp_path):
     arguments = [
         "--model",
         str(tiny_folder),
-        "--prompt",
-        "x",
-        "--size",
-        "64x64",
-        "--steps",
-        "100000",
+        *["--prompt", "x", "--size", "64x64", "--steps", "100000"],
     ]
     with subprocess.Popen(
         [sys.executable, str(ROOT), "generate", *arguments],

@@ -88,17 +88,15 @@ def test_bad_input_is_exit_code_2_and_nothing_is_queued(workflow: Path, capsys, 
     assert words in err
 
 
-def test_a_set_that_is_no_setting_needs_no_server(workflow: Path, capsys):
-    more = ("--server", "127.0.0.1:1", "--wait", "0", "--set", "prompt=@nothing.txt")
+@pytest.mark.parametrize(
+    ("text", "words"), [("prompt=@no.txt", "cannot read the file 'no.txt'"), ("", "holds no nodes")]
+)
+def test_what_is_no_setting_or_no_workflow_needs_no_server(workflow: Path, capsys, text, words):
+    if not text:
+        workflow.write_text("{}")
+    more = ("--server", "127.0.0.1:1", *(("--set", text) if text else ()))
     assert main(arguments(None, workflow, *more)) == 2
-    assert "cannot read the file 'nothing.txt'" in capsys.readouterr().err
-
-
-def test_a_file_that_is_no_workflow_needs_no_server(tmp_path: Path, capsys):
-    path = tmp_path / "a.json"
-    path.write_text("{}")
-    assert main(["submit", str(path), "--server", "127.0.0.1:1"]) == 2
-    assert capsys.readouterr().out == ""
+    assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["-1", "soon", "nan", "inf"])
@@ -195,22 +193,6 @@ def test_images_are_uploaded_once_whatever_their_names(workflow: Path, tmp_path:
         assert set(fake.uploads.values()) == {
             (tmp_path / folder / "same näme.png").read_bytes() for folder in "ab"
         }
-
-
-def test_an_image_of_many_jobs_is_read_once(workflow: Path, tmp_path: Path, monkeypatch):
-    from qwen_l40s.client import submit as prepare
-
-    reads = []
-    read = prepare.local_images
-    monkeypatch.setattr(prepare, "local_images", lambda *a: reads.append(a) or read(*a))
-    nodes = graph()
-    nodes["load"] = {"class_type": "LoadImage", "inputs": {"image": "a.png"}}
-    nodes["save"]["inputs"]["images"] = ["load", 0]
-    workflow.write_text(json.dumps(nodes))
-    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
-    with fake_comfyui() as fake:
-        assert main(arguments(fake, workflow, "--dry-run", "--set", "seed=1..50")) == 0
-    assert len(reads) == 1
 
 
 def test_an_upload_that_is_too_large_fails_its_job(workflow: Path, tmp_path: Path, capsys):
@@ -388,14 +370,6 @@ def test_a_terminal_without_unicode_gets_escapes(workflow: Path):
     assert process.returncode == 1
     assert b"job 1 (prompt=\\u732b): " in out
     assert b"job 2 (prompt=fail) failed" in err
-
-
-def test_help_says_how(capsys):
-    with pytest.raises(SystemExit):
-        main(["submit", "--help"])
-    text = " ".join(capsys.readouterr().out.split())
-    for word in ("--resume", "seed=1..8", "prompt=@prompts.txt", "File > Export (API)", "130"):
-        assert word in text
 
 
 def test_without_the_packages_it_says_what_to_install(workflow: Path, monkeypatch, capsys):

@@ -11,14 +11,13 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import waiting
-from fake_comfyui import FakeComfyUI, fake_comfyui, graph, hurry
+from fake_comfyui import FakeComfyUI, fake_comfyui, graph, hurry, submitted
 
 from qwen_l40s.client import Fleet, JobError, feeder, journal, run, transport
 from qwen_l40s.client.journal import DiskError
@@ -37,26 +36,11 @@ def quick(monkeypatch):
 
 
 def start(
-    folder: Path,
-    *servers: FakeComfyUI | str,
-    jobs: int = 20,
-    meanwhile: Callable[[], None] = lambda: None,
-    **more: Any,
+    folder: Path, *servers: FakeComfyUI | str, jobs: int = 20, **more: Any
 ) -> tuple[SubmitOutcome, str]:
     """Submits a job for each seed."""
-    workflow = folder / "work.json"
-    workflow.write_text(json.dumps(graph()))
     names = [each if isinstance(each, str) else each.url for each in servers]
-    options = {"settings": [f"seed=1..{jobs}"], "servers": names, "wait": 5.0} | more
-    log = io.StringIO()
-    helper = threading.Thread(target=meanwhile)
-    helper.start()
-    try:
-        request = SubmitRequest(workflow, folder / "out", **options)
-        outcome = asyncio.run(submit(request, log, lambda job: None))
-    finally:
-        helper.join()
-    return outcome, log.getvalue()
+    return submitted(folder, names, [f"seed=1..{jobs}"], **more)[:2]
 
 
 def check(folder: Path, jobs: list[Job]) -> Counter[str]:

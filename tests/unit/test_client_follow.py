@@ -124,18 +124,6 @@ def test_messages_of_a_known_type_and_another_form_end_nothing(kind, data):
 PROMPT = "11111111-1111-4111-8111-111111111111"
 
 
-def test_previews_and_messages_arrive_and_the_end_is_told():
-    with fake_comfyui() as fake:
-
-        async def work(server: Server, listener: Listener) -> None:
-            socket = fake.state.sockets[listener.client_id]
-            fake.call(socket.send_bytes(b"\x00\x00\x00\x01preview"))
-            await server.submit(graph(), PROMPT, listener.client_id)
-            await until(lambda: PROMPT in listener.ended)
-
-        assert following(fake, work) == []
-
-
 def test_a_dropped_socket_is_opened_again_as_another_client():
     with fake_comfyui(drop_socket_after=2) as fake:
 

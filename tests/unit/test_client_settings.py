@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from server_nodes import stored
 
-from qwen_l40s.client.graph import settings
 from qwen_l40s.client.graph.inputs import NodeInput, value_of
 from qwen_l40s.client.graph.settings import (
     InputSetting,
@@ -117,11 +116,6 @@ def test_a_file_that_cannot_be_read_is_refused(name):
 
 def test_two_at_signs_are_a_text_that_begins_with_one():
     assert parse_settings(["prompt=@@home"]) == [InputSetting("prompt", ("@home",))]
-
-
-def test_a_long_prompt_stays_whole():
-    text = "水" * 100_000
-    assert made(f"prompt={text}")[0].graph["positive"]["inputs"]["text"] == text
 
 
 @given(texts=st.lists(st.text(max_size=30), max_size=3))
@@ -368,14 +362,10 @@ def test_of_many_choices_the_nearest_are_listed():
     assert re.search(r" and 3\d more\.$", says)
 
 
-@pytest.mark.parametrize("text", ["true", "YES", "On", "1"])
-def test_yes(text):
-    assert value_of(text, NodeInput("BOOLEAN"), "x") is True
-
-
-@pytest.mark.parametrize("text", ["false", "NO", "Off", "0"])
-def test_no(text):
-    assert value_of(text, NodeInput("BOOLEAN"), "x") is False
+@pytest.mark.parametrize("text", ["true", "YES", "On", "1", "false", "NO", "Off", "0"])
+def test_yes_and_no(text):
+    expected = text.lower() in ("true", "yes", "on", "1")
+    assert value_of(text, NodeInput("BOOLEAN"), "x") is expected
 
 
 def test_neither_yes_nor_no():
@@ -527,9 +517,3 @@ def test_jobs_share_the_nodes_that_no_setting_changes():
     assert all(
         first.graph[key] is GRAPH[key] is second.graph[key] for key in GRAPH.keys() - {"sample"}
     )
-
-
-def test_as_many_jobs_as_one_call_takes_are_made(monkeypatch):
-    monkeypatch.setattr(settings, "MAX_JOBS", 10)
-    assert len(made("seed=1..10")) == 10
-    assert "asks for 11 jobs" in refused("seed=1..11")

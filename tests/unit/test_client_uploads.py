@@ -58,26 +58,20 @@ def refused(graph, here, info=None):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["cat.png", "My cat (1).jpg", "sub/Käfer 水壶.png", "./cat.png"])
-def test_a_file_of_the_working_directory_is_found(here, name):
-    path = painted(here / name)
-    assert found(loading(name), here) == [Upload("1", "image", path)]
-
-
-def test_an_absolute_path_is_found(here, tmp_path_factory):
-    path = painted(tmp_path_factory.mktemp("else") / "cat.png")
-    assert found(loading(str(path)), here) == [Upload("1", "image", path)]
-
-
-def test_a_path_of_the_home_folder_is_found(here, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("My cat (1).jpg", "My cat (1).jpg"),
+        ("./sub/Käfer 水壶.png", "sub/Käfer 水壶.png"),
+        ("~/cat.png", "home/cat.png"),
+        ("cat.png", "flows/cat.png"),
+    ],
+)
+def test_a_file_here_at_home_or_beside_the_workflow_is_found(here, monkeypatch, name, file):
     monkeypatch.setenv("HOME", str(here / "home"))
-    path = painted(here / "home" / "cat.png")
-    assert found(loading("~/cat.png"), here)[0].path == path
-
-
-def test_a_file_beside_the_workflow_is_found(here):
-    path = painted(here / "flows" / "cat.png")
-    assert found(loading("cat.png"), here) == [Upload("1", "image", path)]
+    path = painted(here / file)
+    for named in (name, str(path)):
+        assert found(loading(named), here) == [Upload("1", "image", path)]
 
 
 def test_the_working_directory_comes_before_the_workflows(here):
@@ -109,19 +103,12 @@ def test_a_marked_name_is_the_servers(here, name):
 def test_an_image_named_twice_has_one_path(here):
     path = painted(here / "cat.png")
     graph = loading("cat.png", "./cat.png")
-    uploads = found(graph, here)
+    text = {"3": {"class_type": "CLIPTextEncode", "inputs": {"text": "cat.png"}}}
+    uploads = found({**graph, **text}, here)
     assert [upload.path for upload in uploads] == [path, path]
-    ready = with_uploaded(graph, uploads, {path: "submit/cat-1.png"})
-    assert [node["inputs"]["image"] for node in ready.values()] == ["submit/cat-1.png"] * 2
+    ready = with_uploaded({**graph, **text}, uploads, {path: "submit/cat-1.png"})
+    assert ready == {**loading(*["submit/cat-1.png"] * 2), **text}
     assert graph == loading("cat.png", "./cat.png")
-
-
-def test_other_texts_of_that_name_stay(here):
-    path = painted(here / "cat.png")
-    graph = loading("cat.png")
-    graph["2"] = {"class_type": "CLIPTextEncode", "inputs": {"text": "cat.png"}}
-    ready = with_uploaded(graph, found(graph, here), {path: "submit/cat-1.png"})
-    assert ready["2"]["inputs"]["text"] == "cat.png"
 
 
 def test_a_wired_image_an_empty_mask_and_unknown_classes_are_left(here):
