@@ -156,7 +156,6 @@ class Faults:
     old: bool = False  # every prompt needs a newer ComfyUI, as our loader finds
     frozen: bool = False  # takes connections and answers nothing
     job_seconds: float = 0.0
-    idle_seconds: float = 0.005  # between two looks at its own queue
 
 
 @dataclass
@@ -429,7 +428,7 @@ class FakeComfyUI:
     async def _work(self) -> None:
         while True:
             if self.faults.paused or not self.state.queue:
-                await asyncio.sleep(self.faults.idle_seconds)
+                await asyncio.sleep(0.005)
                 continue
             self.state.running = self.state.queue.pop(0)
             await self._queue_updated()
