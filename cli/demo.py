@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _adherence(image: Image.Image, prompt: str) -> dict[str, Any] | None:
-    """What of the prompt the image shows; None for a prompt outside the checker's grammar."""
+    """Judges the image; returns None for a prompt outside the grammar."""
     from ..micro.judge import adherence
     from ..micro.scene import parse_prompt
 

@@ -144,7 +144,7 @@ def _card_checks(cards: InstalledCards) -> tuple[Capability, ...]:
 
 
 def _link_checks(cards: InstalledCards) -> Iterable[Capability]:
-    """One line for each pair of cards; takes about half a second for each."""
+    """Takes about half a second for each pair of cards."""
     if len(cards.usable) < 2:
         return ()
     from ..machine.links import check_links
@@ -153,7 +153,6 @@ def _link_checks(cards: InstalledCards) -> Iterable[Capability]:
 
 
 def _attention_checks(cards: InstalledCards, torch_check: Capability) -> tuple[Capability, ...]:
-    """One line for each attention backend; on a card each runs once, on a small input."""
     if not torch_check.usable:
         return (Capability("attention", State.NOT_USABLE, "it needs torch"),)
     from ..optimizations.attention import check_backends
@@ -162,7 +161,6 @@ def _attention_checks(cards: InstalledCards, torch_check: Capability) -> tuple[C
 
 
 def _model_checks(folders: Mapping[str, list[Path]]) -> Iterator[Capability]:
-    """One line for each part of a Qwen-Image: which files in the models folders hold it."""
     for part, kinds in PARTS.items():
         own = folders[kinds[0]]
         found, refused = [], []
@@ -188,7 +186,7 @@ def _model_checks(folders: Mapping[str, list[Path]]) -> Iterator[Capability]:
 
 
 def _model_files(folders: list[Path]) -> Iterator[Path]:
-    """Safetensors files and diffusers folders, sorted; links are followed, as ComfyUI does."""
+    """Finds safetensors files and diffusers folders, sorted; follows links, as ComfyUI does."""
     for folder in dict.fromkeys(folders):
         for base, inside, names in os.walk(folder, followlinks=True):
             inside.sort()
@@ -201,7 +199,7 @@ def _model_files(folders: list[Path]) -> Iterator[Path]:
 
 
 def _one_remedy(remedies: list[str]) -> str:
-    """The remedies in one line, with one `pip install` for everything that is plainly missing."""
+    """Joins remedies, with one `pip install` for everything that is plainly missing."""
     plain = [
         text.removeprefix("pip install ") for text in remedies if text.startswith('pip install "')
     ]

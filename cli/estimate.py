@@ -33,7 +33,7 @@ CARDS_HELP = (
 
 
 def cards_table(cards: Mapping[str, Card], *, as_json: bool) -> str:
-    """A line for each card, with notes and sources below, or one JSON object with everything."""
+    """Writes a line for each card, notes and sources below, or one JSON object with everything."""
     from ..charts.advice import price_source
 
     if as_json:
@@ -213,7 +213,6 @@ def _link(gbps: float | None, cards: int) -> float | None:
 
 
 def _card(name: str | None, cards: Mapping[str, Card]) -> Card:
-    """The named card, or this machine's with the memory that it really shows."""
     from ..machine.store import own_cards_path
     from ..planning.cards import card_by_driver, find_card
 
@@ -230,7 +229,6 @@ def _card(name: str | None, cards: Mapping[str, Card]) -> Card:
 
 
 def _card_of_this_machine() -> tuple[CardFacts | None, str]:
-    """(the first card that torch can use, or None; why there is none)."""
     if find_spec("torch") is None:
         return None, "torch, which finds this machine's card, is not installed"
     from ..machine.card import read_cards
@@ -245,7 +243,6 @@ def _card_of_this_machine() -> tuple[CardFacts | None, str]:
 
 
 def _usable_bytes(gib: float | None, card: Card) -> int:
-    """The part of a card that an estimate may take; all of it where none is named."""
     if gib is None:
         return card.memory_bytes
     if not math.isfinite(gib) or gib <= 0 or gib * GIB > card.memory_bytes:
@@ -260,7 +257,7 @@ def _usable_bytes(gib: float | None, card: Card) -> int:
 
 
 def add_request_arguments(parser: argparse.ArgumentParser) -> None:
-    """Everything that a `RunRequest` is made of."""
+    """Adds everything that a `RunRequest` is made of."""
     group = parser.add_argument_group("the run")
     group.add_argument(
         "--model",
@@ -359,7 +356,7 @@ def _size(text: str) -> tuple[int, int]:
 
 
 def _cfg(text: str) -> str:
-    """A mode by name, or of a scale: 1 switches guidance off, any other takes two passes."""
+    """Reads a mode by name, or a scale: 1 switches guidance off, any other takes two passes."""
     name = text.replace("-", " ")
     if name in (AUTO, *CFG_MODES):
         return name

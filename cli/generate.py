@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_prompt(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    """The prompt, as an argument of its own or as an option."""
+    """Adds the prompt, as an argument of its own or as an option."""
     group = parser.add_mutually_exclusive_group(required=required)
     group.add_argument(
         "prompt",
@@ -82,7 +82,7 @@ def add_prompt(parser: argparse.ArgumentParser, *, required: bool) -> None:
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, *, output_help: str) -> None:
-    """The arguments that `generate` and `demo` share."""
+    """Adds the arguments that `generate` and `demo` share."""
     parser.add_argument(
         "--steps",
         type=int,
@@ -116,7 +116,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, *, output_help: str) -> N
 
 
 def add_load_arguments(parser: argparse.ArgumentParser) -> None:
-    """How the folder is loaded; `load` takes them."""
+    """Adds how the folder is loaded; `load` takes them."""
     parser.add_argument(
         "--precision", default="auto", metavar="NAME", help="auto (default), bf16 or fp32"
     )
@@ -185,7 +185,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def side_of(model: str | Path) -> int:
-    """The side of the images that a model is trained for."""
+    """Returns the side in pixels of the images that a model is trained for."""
     from ..loaders.checkpoint import PIPELINE_21, read_index
 
     folder = Path(model)
@@ -199,7 +199,7 @@ def side_of(model: str | Path) -> int:
 
 
 def _is_micro(folder: Path) -> bool:
-    """Also a copy of it, as in the clone from which the command was installed."""
+    """Knows a copy of it too, as in the clone from which the command was installed."""
     from ..loaders.header import read_object
     from ..loaders.source import MICRO_FOLDERS, bundled_micro_folder
 
@@ -267,7 +267,7 @@ def print_report(report: Mapping[str, Any], *, as_json: bool, more: str = "") ->
 
 
 def run_facts(pipeline: LoadedPipeline, result: Generation) -> Mapping[str, Any]:
-    """What the JSON object says of every run."""
+    """Returns what the JSON object says of every run."""
     reasons = {
         "precision_reason": pipeline.precision.reason,
         "offload_reason": pipeline.offload.reason,
@@ -302,7 +302,7 @@ def _cache_facts(cached: CacheFigures) -> dict[str, Any]:
 
 
 def parse_size(text: str) -> tuple[int, int]:
-    """Width and height of "1328x1328", as argparse calls it."""
+    """Reads width and height of "1328x1328", as argparse calls it."""
     width, cross, height = text.lower().partition("x")
     if not (cross and width.isdecimal() and height.isdecimal()):
         raise argparse.ArgumentTypeError(

@@ -92,7 +92,7 @@ class ImageTarget:
         check_writable(self.folder)
 
     def paths(self, images: int) -> list[Path]:
-        """Names for so many images; call it late, because other runs may write here too."""
+        """Names so many images; call it late, because other runs may write here too."""
         if not self.numbered and images == 1:
             return [self.path]
         names = (self.folder / f"{self.stem}_{number:05}.png" for number in count(1))

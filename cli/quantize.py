@@ -35,7 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_keep(parser: argparse.ArgumentParser, text: str) -> None:
-    """Adds --keep."""
     how = {"nargs": "+", "action": "extend", "default": [], "metavar": "PATTERN"}
     parser.add_argument("--keep", **how, help=f"layers to keep in bf16, {text}")
 

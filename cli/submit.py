@@ -208,7 +208,6 @@ def _headers(texts: list[str]) -> dict[str, str]:
 
 
 def _seconds(text: str) -> float:
-    """As argparse calls it."""
     try:
         seconds = float(text)
     except ValueError:

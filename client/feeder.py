@@ -100,12 +100,10 @@ class Feeder:
 
     @property
     def here(self) -> bool:
-        """Whether it gets jobs, as far as is known."""
         return self.error is None and not self.leaving
 
     @property
     def busy(self) -> bool:
-        """Whether it is there and has jobs of ours."""
         return self.error is None and bool(self._posted)
 
     def follow(self, posted: Iterable[tuple[Attempt, Job]]) -> None:

@@ -125,11 +125,11 @@ class Journal:
         self._file.close()
 
     def part(self) -> Path:
-        """A name in the output folder for a file that is not complete yet."""
+        """Names a file in the output folder that is not complete yet."""
         return self.path.parent / f"{self._part}{uuid.uuid4().hex}.part"
 
     def finished(self, key: str) -> Record | None:
-        """The record of a job that is done and whose files are all here."""
+        """Returns the record of a job that is done and whose files are all here."""
         record = self.records.get(key)
         if record is None or record.status != DONE:
             return None
@@ -137,13 +137,13 @@ class Journal:
         return record if there else None
 
     def attempts(self, key: str) -> list[Attempt]:
-        """Where a server may still have the job, or its results that are not here."""
+        """Says where a server may still have the job, or its results that are not here."""
         record = self.records.get(key, Record())
         done = [Attempt(record.prompt_id, record.server)] if record.status == DONE else []
         return record.open + done
 
     def changed(self, key: str) -> set[str]:
-        """The paths of local files that were replaced since the job was posted."""
+        """Returns the paths of local files that were replaced since the job was posted."""
         record = self.records.get(key, Record())
         posted = [record.local, *(attempt.local for attempt in record.open)]
         return {
@@ -278,14 +278,14 @@ class Journal:
 
 
 def key_of(graph: Mapping[str, Any]) -> str:
-    """The hash of what a graph computes, whatever its nodes are titled."""
+    """Hashes what a graph computes, whatever its nodes are titled."""
     bare = {node: (content["class_type"], content["inputs"]) for node, content in graph.items()}
     text = json.dumps(bare, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:KEY_LETTERS]
 
 
 def file_state(path: Path) -> list[int] | None:
-    """Size in bytes and time of change in ns; None where there is no file."""
+    """Returns size in bytes and time of change in ns; None where there is no file."""
     try:
         found = path.stat()
     except (OSError, ValueError):  # ValueError: a zero byte in the name
@@ -396,7 +396,7 @@ def files_of(entry: Mapping[str, Any]) -> list[dict[str, str]]:
 
 
 def texts_of(entry: Mapping[str, Any], graph: Mapping[str, Any]) -> dict[str, list[str]]:
-    """{title of a node: the texts that it shows}."""
+    """Returns {title of a node: the texts that it shows}."""
     texts: dict[str, list[str]] = {}
     for node, output in entry.get("outputs", {}).items():
         shown = output.get("text")
@@ -407,7 +407,6 @@ def texts_of(entry: Mapping[str, Any], graph: Mapping[str, Any]) -> dict[str, li
 
 
 def _linked(part: Path, path: Path) -> bool:
-    """Whether the file has the name now, or had it."""
     try:
         name_file(part, path)
     except FileExistsError:

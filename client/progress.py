@@ -24,7 +24,7 @@ LONGEST_NAME = 28
 
 @contextmanager
 def cancelled_by_signals(task: asyncio.Task[Any]) -> Iterator[None]:
-    """The first signal cancels the task, which may then take its time to tidy up."""
+    """Cancels the task at the first signal; it may then take its time to tidy up."""
     loop = asyncio.get_running_loop()
     seen = False
 
@@ -99,7 +99,7 @@ class Progress:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """While something else is written to the terminal."""
+        """Clears the bars while something else is written to the terminal."""
         with losable(self._stream):
             if self._jobs is None:
                 yield
@@ -108,7 +108,7 @@ class Progress:
                     yield
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Writes a line that stays."""
         with self.paused():
             self._stream.write(printable(text, self._stream) + "\n")
 
@@ -161,7 +161,7 @@ class Progress:
 
 @contextmanager
 def losable(stream: TextIO) -> Iterator[None]:
-    """Writes that end no run where they fail: the reader left, the disk is full."""
+    """Ends no run where writing fails: the reader left, the disk is full."""
     try:
         yield
         stream.flush()

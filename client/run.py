@@ -252,7 +252,6 @@ class Run:
             self._tasks[name] = asyncio.create_task(feeder.go())
 
     async def _update(self) -> None:
-        """Takes in the servers that the file lists now."""
         listed = self._servers.changed()
         if listed is None:
             return

@@ -29,12 +29,12 @@ LOOKS, LOOK_SECONDS = 40, 0.25
 
 
 def failure(kind: str, message: str) -> dict[str, Any]:
-    """One that no node caused."""
+    """Describes a failure that no node caused."""
     return {"type": kind, "message": message, "nodes": []}
 
 
 def of_validation(graph: Mapping[str, Any], body: Any) -> dict[str, Any]:
-    """Of the answer to POST /prompt: a 400, or a 200 that leaves nodes out (server.py)."""
+    """Reads the answer to POST /prompt: a 400, or a 200 that leaves nodes out (server.py)."""
     if not isinstance(body, Mapping):
         return failure("refused", f"the server refuses the workflow: {body}")
     nodes = [
@@ -51,7 +51,7 @@ def of_validation(graph: Mapping[str, Any], body: Any) -> dict[str, Any]:
 
 
 def of_execution(graph: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the message execution_error (execution.py, handle_execution_error)."""
+    """Reads the message execution_error (execution.py, handle_execution_error)."""
     message = str(data.get("exception_message", "")).strip() or "it gave no reason"
     node = _node(graph, str(data.get("node_id")), message)
     node["class_type"] = data.get("node_type", node["class_type"])
@@ -73,8 +73,7 @@ def _lines(graph: Mapping[str, Any], nodes: list[dict[str, Any]]) -> str:
 
 
 def _sentence(error: Mapping[str, Any]) -> str:
-    """ComfyUI puts the rule in `message` and the input in `details`, or there what a node "
-    "raised."""
+    """Reads `message`, the rule, and `details`, the input; or there what a node raised."""
     message, details = str(error.get("message", "")), str(error.get("details") or "")
     if details and str(error.get("type", "")).startswith("exception_during_"):
         return details
@@ -137,11 +136,11 @@ class Server:
         return found
 
     async def stats(self) -> dict[str, Any]:
-        """ComfyUI's version, the memory and the cards (GET /system_stats)."""
+        """Asks for ComfyUI's version, the memory and the cards (GET /system_stats)."""
         return await self._json("GET", "system_stats")
 
     async def model_folders(self) -> set[Path]:
-        """Where the server looks for models, on its own disk; empty where it does not tell."""
+        """Asks where the server looks for models, on its own disk; empty where it does not tell."""
         try:
             found = await self._json("GET", "experiment/models")
             return {Path(folder) for kind in found for folder in kind["folders"]}
@@ -159,15 +158,15 @@ class Server:
         )
 
     async def history(self, prompt_id: str) -> dict[str, Any] | None:
-        """The entry of a prompt that ended; None while it waits or runs, and of an unknown id."""
+        """Asks for the entry of a prompt that ended; None while it waits or runs, or is unknown."""
         return (await self._json("GET", f"history/{prompt_id}")).get(prompt_id)
 
     async def newest(self) -> str | None:
-        """The id of the prompt that ended last; None with an empty history."""
+        """Asks for the id of the prompt that ended last; None with an empty history."""
         return next(iter(await self._json("GET", "history", params={"max_items": "1"})), None)
 
     async def has(self, prompt_id: str) -> bool:
-        """Whether the prompt waits, runs or has ended."""
+        """Asks whether the prompt waits, runs or has ended."""
         return prompt_id in await self.queue() or await self.history(prompt_id) is not None
 
     async def submit(
@@ -266,7 +265,7 @@ class Server:
         await self.submit(blank, str(uuid.uuid4()), "")
 
     def websocket(self, client_id: str) -> Any:
-        """A context manager of the connection on which the server tells about this client."""
+        """Opens the connection on which the server tells about this client."""
         # A preview of another client's request may be larger than aiohttp's limit of 4 MiB.
         return self.transport.session.ws_connect(
             self.address.websocket(client_id), heartbeat=HEARTBEAT_SECONDS, max_msg_size=0

@@ -75,7 +75,7 @@ class ServerList:
         return list(once.values())
 
     def changed(self) -> list[Listed] | None:
-        """All servers, where the file has changed since it was read and can be read."""
+        """Reads all servers again where the file has changed; None where not, or it is broken."""
         if self.file is None or self._changed() == self._stamp:
             return None
         try:
@@ -148,7 +148,7 @@ class Admission:
     _paths: dict[tuple[str, str], list[Path]] = field(default_factory=dict)
 
     def object_info(self, name: str) -> Mapping[str, Any]:
-        """Of a server that was let in."""
+        """Returns what a server that was let in answered."""
         return self._checkers[self._of[name]][0]
 
     def local_files(self, name: str, graph: Graph) -> dict[str, list[int]]:
@@ -195,7 +195,7 @@ class Admission:
         return takes
 
     def _parsed(self, data: bytes) -> dict[str, Any]:
-        """Servers that differ in a few classes, such as by the images they list, share the rest."""
+        """Shares the equal classes of servers that differ in a few, as by the images they list."""
         return {
             name: self._classes.setdefault(json.dumps(described), described)
             for name, described in json.loads(data).items()

@@ -58,7 +58,7 @@ def plan_jobs(
 
 
 def labels(chosen: Sequence[Mapping[str, Any]]) -> list[str]:
-    """For jobs with these settings."""
+    """Names jobs by the settings in which they differ."""
     first = chosen[0] if chosen else {}
     differing = [key for key in first if any(job[key] != first[key] for job in chosen)]
     found = []

@@ -63,7 +63,7 @@ class Address:
         return cls(url.with_path(url.raw_path.rstrip("/") + "/", encoded=True))
 
     def url(self, path: str) -> URL:
-        """The address of a route, such as "history/<id>"."""
+        """Returns the address of a route, such as "history/<id>"."""
         return self.base.join(URL(path))
 
     def websocket(self, client_id: str) -> URL:
@@ -80,7 +80,7 @@ class Address:
             return host == "localhost"
 
     def __str__(self) -> str:
-        """Without a password, for messages and files."""
+        """Leaves out a password, for messages and files."""
         return str(self.base.with_user(None)).rstrip("/")
 
 
@@ -136,7 +136,7 @@ TRANSIENT = (
 
 
 def patience_seconds(headers: Mapping[str, str]) -> float | None:
-    """Seconds by the Retry-After header, a number or a date; None without one."""
+    """Reads the Retry-After header, a number or a date, in seconds; None without one."""
     text = headers.get("Retry-After", "").strip()
     if text.isdecimal():
         return float(text)

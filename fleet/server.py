@@ -88,7 +88,7 @@ class ServerPlan:
     drain: float = 600.0
 
     def command(self, port: int, card: str) -> list[str]:
-        """ComfyUI's, for a card: an index, "cpu", or empty for what the environment shows."""
+        """Writes ComfyUI's for a card: an index, "cpu", or empty for what the environment shows."""
         own = self.folder / str(port)
         where = {"cpu": ["--cpu"], "": []}.get(card, ["--cuda-device", card])
         return [
@@ -100,7 +100,7 @@ class ServerPlan:
         ]
 
     def warm_up_command(self, url: str, output: str) -> list[str]:
-        """`submit` in ComfyUI's Python; samplers take one step."""
+        """Writes `submit` in ComfyUI's Python; samplers take one step."""
         graph = json.loads(self.warm_up.read_text(encoding="utf-8"))
         steps = [
             f"{node}.steps=1"
@@ -148,7 +148,7 @@ class FleetServer:
         self._thread.start()
 
     def join(self, timeout: float | None = None) -> bool:
-        """Whether the thread has ended."""
+        """Waits; returns whether the thread has ended."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
@@ -233,12 +233,10 @@ class FleetServer:
             raise ServerEndedError(f"the warm-up ended early: {said}")
 
     def _watch(self) -> None:
-        """Returns when the server is to stop."""
         while not self.stopping.wait(TICK_SECONDS):
             self._listen()
 
     def _listen(self) -> None:
-        """Raises ServerEndedError where the process has ended, or was silent for long."""
         self._check_alive()
         now = time.monotonic()
         if now >= self._probe:
@@ -272,7 +270,7 @@ class FleetServer:
             raise ServerEndedError(f"it ended with {how}: {self._last_line()} ({self.state.log}).")
 
     def _check_port(self) -> None:
-        """Who else listens there would answer in the server's place."""
+        """Keeps another program there from answering in the server's place."""
         host, _, port = self.state.url.removeprefix("http://").rpartition(":")
         try:
             try_port(host, int(port))
@@ -287,7 +285,7 @@ class FleetServer:
         return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
 
     def ask(self, path: str, seconds: float) -> Any:
-        """The JSON that the server answers; None where it does not."""
+        """Asks for JSON; returns None where the server does not answer."""
         with contextlib.suppress(OSError, ValueError):
             return get_json(f"{self.state.url}{path}", seconds)
         return None
@@ -304,7 +302,6 @@ class ServerEndedError(Exception):
 
 
 def _guarded(command: Sequence[str], **pipes: Any) -> subprocess.Popen[bytes]:
-    """Starts a process that ends with this thread."""
     guard = [sys.executable, "-I", "-S", "-c", GUARD, str(os.getpid()), *command]
     return subprocess.Popen(guard, stdin=subprocess.DEVNULL, **pipes)
 
@@ -317,7 +314,6 @@ def _has_ended(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process, and what it has started and left."""
     if process.returncode is not None:
         return
     _signal(process, signal.SIGTERM)

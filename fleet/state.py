@@ -137,7 +137,7 @@ def try_port(host: str, port: int) -> None:
 
 
 def is_running(path: Path) -> bool:
-    """Whether a fleet of this machine has the file; as far as this machine can tell."""
+    """Says whether a fleet has the file, as far as this machine can tell."""
     try:
         with (path.parent / LOCK).open("rb") as file:
             return not lock(file)
@@ -195,7 +195,6 @@ def ask_all(servers: Sequence[ServerState]) -> list[ServerStatus]:
 
 
 def ask(server: ServerState) -> ServerStatus:
-    """Asks one server."""
     status = ServerStatus(server)
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         queue = get_json(f"{server.url}/queue", ASK_SECONDS)
@@ -229,7 +228,7 @@ def rate(history: dict[str, Any], now: float) -> tuple[float, int]:
 
 
 def table(rows: Sequence[ServerStatus]) -> str:
-    """The rows in columns, and a line with their sum."""
+    """Writes the rows in columns, and a line with their sum."""
     heads = ("server", "card", "state", "job", "waiting", "images/h", "failures")
     cells = [heads] + [
         (

@@ -90,7 +90,7 @@ def find_cards(text: str) -> list[str]:
 
 
 def listen_address(arguments: Sequence[str]) -> str:
-    """Where this machine reaches a server with these arguments of ComfyUI."""
+    """Returns where this machine reaches a server with these arguments of ComfyUI."""
     words = [*arguments, "--"]
     for word, following in itertools.pairwise(words):
         if word.partition("=")[0] == "--listen":

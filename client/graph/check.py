@@ -93,7 +93,6 @@ class Checker:
     def _needed(
         self, graph: Graph, outputs: Iterable[str]
     ) -> list[tuple[str, dict[str, NodeInput]]]:
-        """The nodes that lead to an output, with their inputs, in the file's order."""
         found = {}
         waiting = list(outputs)
         while waiting:
@@ -162,7 +161,7 @@ def _takes(spec: NodeInput, value: Any) -> bool:
 
 
 def _not_listed(graph: Graph, node: str, name: str, value: Any, spec: NodeInput) -> str | None:
-    """Where to get a file that is not listed; other values the server names itself."""
+    """Says where to get a file that is not listed; other values the server names itself."""
     where = input_called(graph, node, name)
     for choice in map(str, spec.choices):
         if _file_name(choice) == _file_name(str(value)):
@@ -237,7 +236,7 @@ def local_images(graph: Graph, object_info: Mapping[str, Any], folder: Path) -> 
 def image_inputs(
     graph: Graph, object_info: Mapping[str, Any]
 ) -> Iterator[tuple[str, str, NodeInput, str]]:
-    """(node id, input, what the server says of it, name of the image) of those that name one."""
+    """Yields (node id, input, what the server says of it, name of the image)."""
     for node, described in graph.items():
         for name, spec in (node_inputs(object_info, described) or {}).items():
             value = described["inputs"].get(name)
@@ -246,12 +245,12 @@ def image_inputs(
 
 
 def with_uploaded(graph: Graph, uploads: Iterable[Upload], names: Mapping[Path, str]) -> Graph:
-    """A copy of the graph with what the server called each path: `name`, or `subfolder/name`."""
+    """Copies the graph with what the server called each path: `name`, or `subfolder/name`."""
     return with_inputs(graph, {(each.node, each.input): names[each.path] for each in uploads})
 
 
 def renamed(graph: Graph, names: Mapping[str, str]) -> Graph:
-    """The graph with the names that a server gave to uploaded images, by those that it holds."""
+    """Copies the graph with the names that a server gave to uploaded images."""
     given = {name: to for name, to in names.items() if name != to}
     values = {
         (node, key): given[value]
@@ -327,7 +326,7 @@ def check_image(path: Path, used_by: str) -> None:
 
 
 def server_name(path: Path) -> str:
-    """What the server calls an image: by its content, so that two files of one name never meet."""
+    """Names an image by its content, so that two files of one name never meet."""
     digest = hashlib.sha256(path.read_bytes()).hexdigest()[:HASH_LETTERS]
     stem = re.sub(r"[^A-Za-z0-9]+", "-", path.stem).strip("-")[:NAME_LETTERS] or "image"
     return f"{SUBFOLDER}/{stem}-{digest}{path.suffix.lower()}"

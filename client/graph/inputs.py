@@ -78,7 +78,7 @@ def node_inputs(
 
 
 def other_names(known: Mapping[str, NodeInput]) -> dict[str, str]:
-    """{name: the other one of the same input}, of inputs that have an older name."""
+    """Returns {name: the other one of the same input}, of inputs that have an older name."""
     older = {name: spec.rules.get("older_name", name) for name, spec in known.items()}
     found = {name: other for name, other in older.items() if other != name}
     return found | {other: name for name, other in found.items()}
@@ -195,7 +195,7 @@ def check_bounds(value: Any, spec: NodeInput, where: str) -> Any:
 
 
 def _in_steps(value: int, spec: NodeInput, where: str) -> int:
-    """The number, held to the step as the page's box does and the server does not."""
+    """Holds the number to the step as the page's box does and the server does not."""
     least, most, step = (spec.rules.get(rule) for rule in ("min", "max", "step"))
     over = (value - (least or 0)) % step if isinstance(step, int) and step > 1 else 0
     if not over:
@@ -208,7 +208,7 @@ def _in_steps(value: int, spec: NodeInput, where: str) -> int:
 
 
 def nearest(word: str, names: Iterable[str]) -> list[str]:
-    """The names, most alike first: as a whole, or in one of their parts between dots."""
+    """Sorts names, most alike first: as a whole, or in one of their parts between dots."""
 
     def likeness(name: str) -> float:
         # Long texts say nothing more and take quadratic time.
@@ -219,13 +219,13 @@ def nearest(word: str, names: Iterable[str]) -> list[str]:
 
 
 def listed(names: Sequence[str], most: int = SHOWN) -> str:
-    """The first names in words, and how many more there are."""
+    """Puts the first names into words, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
 def shortened(text: str, most: int = 60) -> str:
-    """A text in quotes, cut where it is long."""
+    """Quotes a text, cut where it is long."""
     return repr(text if len(text) <= most else f"{text[:most]}...")
 
 

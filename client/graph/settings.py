@@ -91,14 +91,12 @@ def find_input(graph: Graph, key: str, object_info: Mapping[str, Any]) -> InputT
 
 
 class _Inputs:
-    """A graph's inputs, with what the server says of them."""
-
     def __init__(self, graph: Graph, object_info: Mapping[str, Any]) -> None:
         self.graph = graph
         self.known = {node: node_inputs(object_info, graph[node]) for node in graph}
 
     def spec(self, node: str, name: str) -> NodeInput:
-        """What the server says of the input, else what its present value tells."""
+        """Asks the server's list, else the type of the present value."""
         spec = (self.known[node] or {}).get(name)
         value = self.graph[node]["inputs"].get(name)
         if spec and (spec.kind in TYPED or value is None):
@@ -107,11 +105,10 @@ class _Inputs:
         return NodeInput(kinds.get(type(value), "STRING"))
 
     def other(self, node: str, name: str) -> str:
-        """The other name of an input that has an older one; else empty."""
         return other_names(self.known[node] or {}).get(name, "")
 
     def unwired(self, nodes: Iterable[str]) -> list[Place]:
-        """The inputs that hold a value, without those that the node's class does not have."""
+        """Leaves out values that the node's class does not know."""
         return [
             (node, name)
             for node in nodes
@@ -124,7 +121,7 @@ class _Inputs:
         return [input_called(self.graph, *place) for place in places]
 
     def at(self, key: str) -> list[Place]:
-        """The inputs that `node.input` means; one that the file leaves out may be among them."""
+        """Finds what `node.input` means; the file may leave that input out."""
         found = []
         for node, name in self._split(key):
             there = {**self.graph[node]["inputs"], **(self.known[node] or {})}
@@ -133,7 +130,7 @@ class _Inputs:
         return found
 
     def _split(self, key: str) -> list[Place]:
-        """Each node before a dot of the key, and what follows: both may hold dots themselves."""
+        """Splits at each dot: titles and inputs may hold dots themselves."""
         return [
             (node, key[dot.end() :])
             for dot in re.finditer(r"\.", key)
@@ -141,8 +138,8 @@ class _Inputs:
         ]
 
     def of_node(self, key: str) -> list[Place]:
-        """The inputs that a node's id or title means; none where that is one node with several, and
-        there are inputs of that name.
+        """Finds the inputs that a node's id or title means; none where one node has several,
+        and there are inputs of that name.
         """
         nodes = nodes_called(self.graph, key)
         found = [place for node in nodes for place in self._main_inputs(node, key)]
@@ -157,7 +154,7 @@ class _Inputs:
         return next((some for some in (same, texts) if len(some) == 1), places)
 
     def named(self, key: str) -> list[Place]:
-        """The inputs of that name; a wired one only where all are."""
+        """Takes a wired input only where all of that name are."""
         wired = [
             (node, name)
             for node, described in self.graph.items()
@@ -175,7 +172,6 @@ class _Inputs:
         return next(filter(None, same), [])
 
     def fed_by(self, link: list[Any]) -> str:
-        """Which node a wired input gets its value from."""
         feeder = source(self.graph, link)
         if feeder is None:
             return "it is wired to a node that is not there"
@@ -184,7 +180,6 @@ class _Inputs:
         return f"{called(self.graph, feeder)} feeds it{instead}"
 
     def not_there(self, key: str) -> str:
-        """The sentence for a key that means nothing."""
         owners = nodes_called(self.graph, key) or [node for node, _ in self._split(key)]
         names = self.called(self.unwired(owners or self.graph))
         if names:

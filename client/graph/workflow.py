@@ -37,7 +37,7 @@ def with_inputs(graph: Graph, values: Mapping[tuple[str, str], Any]) -> Graph:
 
 
 def without(graph: Graph, places: Iterable[tuple[str, str]]) -> Graph:
-    """A copy that lacks some inputs, by (node id, input)."""
+    """Copies a graph without some inputs, by (node id, input)."""
     copy = dict(graph)
     for node, name in places:
         inputs = {key: value for key, value in copy[node]["inputs"].items() if key != name}
@@ -76,7 +76,6 @@ def read_workflow(path: Path) -> Graph:
 
 
 def _prompt_of(path: Path) -> str:
-    """What ComfyUI writes into the pictures that it saves."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a large picture
@@ -143,14 +142,14 @@ def is_link(value: Any) -> bool:
 
 
 def source(graph: Mapping[str, Any], value: Any) -> str | None:
-    """The node that a link comes from; None for a value, and for a link to nowhere."""
+    """Follows a link to its node; returns None for a value, and for a link to nowhere."""
     if is_link(value) and len(value) == 2 and isinstance(value[0], str) and value[0] in graph:
         return value[0]
     return None
 
 
 def meta(node: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What the page saved of a node besides its inputs."""
+    """Returns what the page saved of a node besides its inputs."""
     found = node.get("_meta")
     return found if isinstance(found, dict) else {}
 
@@ -166,7 +165,7 @@ def title(graph: Mapping[str, Any], node: str) -> str:
 
 
 def called(graph: Mapping[str, Any], node: str) -> str:
-    """The node in a message: `'Prompt' (CLIPTextEncode, id positive)`."""
+    """Names the node in a message: `'Prompt' (CLIPTextEncode, id positive)`."""
     if node not in graph:
         return node
     kind = graph[node]["class_type"]
@@ -175,7 +174,7 @@ def called(graph: Mapping[str, Any], node: str) -> str:
 
 
 def plain(name: str) -> str:
-    """A name without what need not be typed right: case, spaces, dashes and underscores."""
+    """Takes from a name what need not be typed right: case, spaces, dashes and underscores."""
     return re.sub(r"[\s_-]+", "", name).casefold()
 
 
@@ -196,7 +195,6 @@ def nodes_called(graph: Graph, name: str) -> list[str]:
 
 
 def _prompts(graph: Graph, wanted: str) -> list[str]:
-    """The nodes with a text that leads to a sampler's input `positive` or `negative`."""
     positive = _texts_at(graph, "positive")
     if wanted == "negativeprompt":
         # With ConditioningZeroOut the text of the positive prompt is all that leads there.
@@ -250,7 +248,7 @@ def loaders_key(graph: Graph) -> str:
 
 
 def loaded_names(graph: Graph) -> set[str]:
-    """The texts in the nodes that load models or LoRAs, among them the names of their files."""
+    """Returns the texts in the nodes that load models or LoRAs, among them names of files."""
     values = (value for node in _loaders(graph) for value in node["inputs"].values())
     return {value for value in values if isinstance(value, str)}
 
