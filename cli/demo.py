@@ -21,7 +21,7 @@ from .generate import (
     run_facts,
     write_images,
 )
-from .output import ImageTarget, check_sheet_path, require_packages, write_sheet
+from .output import ImageTarget, check_png, require_packages, write_sheet
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -63,9 +63,8 @@ def run(args: argparse.Namespace) -> int:
         cache=args.cache,
     )
     target = ImageTarget(args.output, stem="demo")
-    grid = Path(args.grid) if args.grid else None
-    if grid:
-        check_sheet_path(grid)
+    if args.grid:
+        check_png("--grid", args.grid)
     from ..loaders.source import bundled_micro_folder
 
     folder = bundled_micro_folder(args.family)
@@ -84,14 +83,14 @@ def run(args: argparse.Namespace) -> int:
     report = {
         "prompt": settings.prompt,
         "image": str(path),
-        **({"grid": str(grid)} if grid else {}),
+        **({"grid": args.grid} if args.grid else {}),
         "seconds": seconds,
         "load_seconds": load_seconds,
         **run_facts(pipeline, result),
         "adherence": adherence,
     }
-    if grid:
-        _write_gallery(grid, pipeline, settings)
+    if args.grid:
+        _write_gallery(Path(args.grid), pipeline, settings)
     more = "" if adherence is None else f"; {adherence['score']:.0%} of the prompt is in the image"
     print_report(report, as_json=args.json, more=more)
     return 0

@@ -19,7 +19,7 @@ from ..spec.families import SINGLE_STREAM_FAMILY, TEXT_TO_IMAGE
 from ..step_cache import CHOICES, OFF
 from .output import (
     ImageTarget,
-    check_sheet_path,
+    check_png,
     png_bytes,
     print_text,
     require_packages,
@@ -159,23 +159,22 @@ def run(args: argparse.Namespace) -> int:
         cache=args.cache,
     )
     target = ImageTarget(args.output)
-    grid = Path(args.grid) if args.grid else None
-    if grid:
-        check_sheet_path(grid)
+    if args.grid:
+        check_png("--grid", args.grid)
     require_packages(MAKING, PACKAGES)
     if side == MICRO_SIDE and {settings.width, settings.height} != {side}:
         print(f"qwen-l40s: {MICRO_ADVICE}", file=sys.stderr)
     pipeline, load_seconds = load(args.model, args)
     result, seconds = make(pipeline, settings)
     paths = write_images(target, pipeline, result)
-    if grid:
+    if args.grid:
         captions = [f"seed {settings.seed + i}" for i in range(settings.batch)]
-        write_sheet(grid, result.images, captions)
+        write_sheet(Path(args.grid), result.images, captions)
     report = {
         "prompt": settings.prompt,
         "image": str(paths[0]),
         "images": [str(path) for path in paths],
-        **({"grid": str(grid)} if grid else {}),
+        **({"grid": args.grid} if args.grid else {}),
         "seconds": seconds,
         "load_seconds": load_seconds,
         **run_facts(pipeline, result),

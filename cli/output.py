@@ -54,20 +54,25 @@ def require_packages(
         )
 
 
-def check_plot(path: str) -> None:
-    """Refuses what could not be written.
+def check_png(option: str, path: str) -> None:
+    """Refuses, before a long computation, a picture that could not be written.
 
     Raises:
         SettingError: the name does not end in .png, or is a folder.
-        UnavailableError: a package is missing, or the folder cannot be written.
+        UnavailableError: the folder cannot be written.
     """
     if not path.lower().endswith(".png"):
-        raise SettingError(f"--plot must end in .png, got {path!r}.")
+        raise SettingError(f"{option} must end in .png, got {path!r}.")
+    check_target(option, path)
+
+
+def check_plot(path: str) -> None:
+    """Refuses a plot as `check_png` does, and where a package is missing."""
     if not (find_spec("PIL") and find_spec("numpy")):
         raise UnavailableError(
             "--plot needs pillow and numpy: run `pip install pillow numpy`, or leave it out."
         )
-    check_target("--plot", path)
+    check_png("--plot", path)
 
 
 def write_plot(image: Image.Image, path: str) -> None:
@@ -155,18 +160,6 @@ def png_bytes(image: Image.Image, metadata: Mapping[str, Any] | None = None) -> 
 
 # A contact sheet: pixels between its images, and of its captions.
 SHEET_MARGIN, FONT_SIZE, LINE_HEIGHT = 12, 14, 18
-
-
-def check_sheet_path(path: Path) -> None:
-    """Checks before the long computation that a contact sheet can be written.
-
-    Raises:
-        SettingError: the name does not end in .png.
-        UnavailableError: the folder is not writable.
-    """
-    if path.suffix.lower() != ".png":
-        raise SettingError(f"--grid must end in .png, got {str(path)!r}.")
-    check_writable(path.parent)
 
 
 def write_sheet(path: Path, images: Sequence[Image.Image], captions: Sequence[str]) -> None:
