@@ -168,17 +168,21 @@ def test_an_error_of_a_node_fails_its_job_alone(server: Server, tmp_path: Path, 
     assert "outside the output folder" in node["message"]
 
 
-def test_what_the_server_alone_refuses_is_told_by_node(server: Server, tmp_path: Path):
-    """A link of the wrong type, which no list of inputs shows to be wrong."""
+@pytest.mark.parametrize("alone", [True, False])
+def test_what_the_server_alone_refuses_is_told_by_node(server: Server, tmp_path: Path, alone: bool):
+    """A link of the wrong type, also beside an output that could run."""
     nodes = json.loads(json.dumps(TINY))
     nodes["text"] = {"class_type": "PrimitiveString", "inputs": {"value": "x"}}
-    nodes["save"]["inputs"]["images"] = ["text", 0]
+    nodes["look"] = {"class_type": "PreviewImage", "inputs": {"images": ["text", 0]}}
+    if alone:
+        del nodes["save"]
     path = tmp_path / "wrong.json"
     path.write_text(json.dumps(nodes))
     (job,) = submit(server, path, tmp_path / "out", code=1)
     assert job["status"] == "failed"
-    assert "Save" in job["error"]["message"]
+    assert "PreviewImage (id look)" in job["error"]["message"]
     assert "mismatch" in job["error"]["message"]
+    assert queue(server) == ([], [])
 
 
 def test_a_model_that_the_server_is_too_old_for_is_left_to_other_servers(
@@ -190,22 +194,6 @@ def test_a_model_that_the_server_is_too_old_for_is_left_to_other_servers(
     (job,) = submit(server, MICRO.with_name("micro_qwen_image_21.json"), tmp_path / "out", code=1)
     assert UNABLE.search(job["error"]["type"]), job["error"]["type"]
     assert "needs ComfyUI 0.37 or newer, and this one is older" in job["error"]["message"]
-
-
-def test_node_errors_in_a_good_answer_fail_the_job(server: Server, tmp_path: Path):
-    nodes = json.loads(json.dumps(TINY))
-    nodes["text"] = {"class_type": "PrimitiveString", "inputs": {"value": "x"}}
-    nodes["other"] = {
-        "class_type": "PreviewImage",
-        "inputs": {"images": ["text", 0]},
-        "_meta": {"title": "Look"},
-    }
-    path = tmp_path / "partly.json"
-    path.write_text(json.dumps(nodes))
-    (job,) = submit(server, path, tmp_path / "out", code=1)
-    assert job["status"] == "failed"
-    assert "'Look' (PreviewImage" in job["error"]["message"]
-    assert queue(server) == ([], [])
 
 
 def test_ctrl_c_stops_ours_and_leaves_the_jobs_of_others(

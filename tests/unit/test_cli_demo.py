@@ -61,15 +61,8 @@ def test_it_ends_in_one_sentence(toy_demo, capsys):
     assert toy_demo(plain=True) == 0
     more = r"; \d+% of the prompt is in the image"
     assert re.fullmatch(saved.format(1, more), capsys.readouterr().out)
-    assert toy_demo("a cat reading a newspaper", plain=True) == 0
+    assert toy_demo("a cat reading a newspaper", plain=True) == 0  # outside the grammar
     assert re.fullmatch(saved.format(2, ""), capsys.readouterr().out)
-
-
-def test_prompt_outside_the_grammar_has_no_adherence(toy_demo, capsys):
-    assert toy_demo("a cat reading a newspaper") == 0
-    line = report(capsys)
-    assert line["prompt"] == "a cat reading a newspaper"
-    assert line["adherence"] is None
 
 
 @pytest.mark.slow

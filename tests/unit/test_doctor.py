@@ -1,7 +1,6 @@
 """`qwen-l40s doctor`: every line carries its reason, the exit code whether anything runs."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -46,12 +45,14 @@ def test_json_gives_a_state_and_a_reason_for_every_check(capsys):
         assert check["reason"]
 
 
-def test_table_ends_with_the_verdict(capsys):
+def test_the_table_ends_with_the_verdict_and_marks_what_was_run_on_one_card_alone(capsys):
     pytest.importorskip("diffusers")
     assert main(["doctor"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("usable      Python: 3.")
-    assert lines[-1].startswith("`generate` and `demo` can run here")
+    table = capsys.readouterr().out
+    assert table.startswith("usable      Python: 3.")
+    assert table.splitlines()[-1].startswith("`generate` and `demo` can run here")
+    marked = re.findall(r"  attention (\w+): .*; not run by us", table)
+    assert marked == ["flash_attn_2", "sage_2"]
 
 
 def test_without_any_package_it_says_what_to_install_and_exits_1():
@@ -67,35 +68,20 @@ def test_without_any_package_it_says_what_to_install_and_exits_1():
     assert (attention["state"], attention["reason"]) == ("not usable", "it needs torch")
 
 
-def test_what_was_run_on_one_card_alone_is_marked(capsys):
-    pytest.importorskip("diffusers")
-    assert main(["doctor"]) == 0
-    table = capsys.readouterr().out
-    marked = re.findall(r"  attention (\w+): .*; not run by us", table)
-    assert marked == ["flash_attn_2", "sage_2"]
-
-
 def test_cuda_is_not_started_on_a_machine_without_a_card():
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("this machine has a card")
     code = (
-        "from qwen_l40s.cli.doctor import diagnose\n"
-        "diagnose()\n"
-        "import torch\n"
-        "assert not torch.cuda.is_initialized()\n"
+        "import runpy, sys, torch\n"
+        "sys.argv = ['qwen-l40s', 'doctor']\n"
+        f"try: runpy.run_path({str(ROOT)!r}, run_name='__main__')\n"
+        "except SystemExit as end: assert not end.code and not torch.cuda.is_initialized()\n"
     )
-    path = {"QWEN_ROOT": str(ROOT), **os.environ}
-    preamble = (
-        "import importlib.util as u, os, sys\n"
-        "root = os.environ['QWEN_ROOT']\n"
-        "spec = u.spec_from_file_location('qwen_l40s', root + '/__init__.py')\n"
-        "sys.modules['qwen_l40s'] = module = u.module_from_spec(spec)\n"
-        "spec.loader.exec_module(module)\n"
-    )
-    command = [sys.executable, "-c", preamble + code]
-    done = subprocess.run(command, capture_output=True, text=True, env=path, check=False)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    assert "`generate` and `demo` can" in done.stdout
 
 
 def test_a_models_folder_that_is_not_there_is_refused(tmp_path, capsys):
@@ -187,21 +173,16 @@ def test_neither_can_run(machine, capsys, monkeypatch):
         assert lines[1].startswith("`generate` and `demo` cannot run here: "), change
 
 
-def test_both_can_run(machine, capsys, monkeypatch):
+@pytest.mark.parametrize("nodes", [True, False])
+def test_generation_can_run_with_and_without_the_nodes(machine, capsys, monkeypatch, nodes):
     monkeypatch.setattr(software, "STANDALONE", ())
+    if not nodes:
+        machine.present.clear()
     code, found, lines = verdict(capsys)
-    assert (code, found["can_run_nodes"], found["can_generate"]) == (0, True, True)
+    assert (code, found["can_run_nodes"], found["can_generate"]) == (0, nodes, True)
     assert found["remedy"] == ""
-    assert lines[0] == "The ComfyUI nodes can run here."
-    assert lines[1].startswith("`generate` and `demo` can run here, on the ")
-
-
-def test_generation_alone_can_run(machine, capsys, monkeypatch):
-    monkeypatch.setattr(software, "STANDALONE", ())
-    machine.present.clear()
-    code, found, lines = verdict(capsys)
-    assert (code, found["can_run_nodes"], found["can_generate"]) == (0, False, True)
-    assert lines[0] == ("The ComfyUI nodes cannot run here: run this with ComfyUI's own Python.")
+    cannot = "cannot run here: run this with ComfyUI's own Python."
+    assert lines[0] == f"The ComfyUI nodes {'can run here.' if nodes else cannot}"
     assert lines[1].startswith("`generate` and `demo` can run here, on the ")
 
 
