@@ -37,7 +37,7 @@ def cards_table(cards: Mapping[str, Card], *, as_json: bool) -> str:
     from ..charts.advice import price_source
 
     if as_json:
-        return json.dumps({"cards": [_fields(card) for card in cards.values()]})
+        return json.dumps({"cards": [asdict(card) for card in cards.values()]})
     rows = [["card", "GiB", "GB/s", *(f"{name} TFLOPS" for name in MULTIPLIED), "W", "price"]]
     for card in cards.values():
         price = card.price()
@@ -58,18 +58,6 @@ def cards_table(cards: Mapping[str, Card], *, as_json: bool) -> str:
     for card in cards.values():
         lines += folded(f"{card.name}: {card.source}", "")
     return "\n".join(lines)
-
-
-def _fields(card: Card) -> dict[str, Any]:
-    prices = [asdict(price) for price in card.prices]
-    listed = {name: getattr(card, name) for name in type(card).__dataclass_fields__}
-    return {
-        **listed,
-        "also": list(card.also),
-        "capability": list(card.capability),
-        "dense_flops": dict(card.dense_flops),
-        "prices": prices,
-    }
 
 
 def _tera(flops: float | None) -> str:

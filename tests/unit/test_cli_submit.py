@@ -57,16 +57,6 @@ def test_one_json_object_and_nothing_else_on_stdout(workflow: Path, capsys):
     assert [Path(path).is_file() for path in first["files"]] == [True]
 
 
-def test_a_failed_job_is_exit_code_1_and_named(workflow: Path, capsys):
-    with fake_comfyui() as fake:
-        assert main(arguments(fake, workflow, "--json", "--set", "prompt=fail")) == 1
-    out, err = capsys.readouterr()
-    (job,) = json.loads(out)["jobs"]
-    assert (job["status"], job["error"]["type"]) == ("failed", "RuntimeError")
-    assert "job 1 failed: 'Prompt' (Draw, id draw): the pencil broke" in err
-    assert "Traceback" not in err
-
-
 @pytest.mark.parametrize(
     ("more", "words"),
     [

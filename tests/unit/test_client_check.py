@@ -11,54 +11,9 @@ from qwen_l40s.client.graph.inputs import node_inputs
 from qwen_l40s.client.graph.workflow import read_workflow
 from qwen_l40s.errors import SettingError
 
-RELEASED = Path(__file__).resolve().parents[1] / "workflows"
-GRAPH = {
-    "load": {
-        "class_type": "QwenL40S_Load",
-        "inputs": {
-            "model": "micro (bundled)",
-            "precision": "auto",
-            "text_encoder": "automatic",
-            "vae": "automatic",
-        },
-        "_meta": {"title": "Model", "version": "0.1.0"},
-    },
-    "positive": {
-        "class_type": "CLIPTextEncode",
-        "inputs": {"text": "a kettle", "clip": ["load", 1]},
-        "_meta": {"title": "Prompt"},
-    },
-    "empty": {
-        "class_type": "EmptySD3LatentImage",
-        "inputs": {"width": 256, "height": 256, "batch_size": 1},
-    },
-    "sample": {
-        "class_type": "KSampler",
-        "inputs": {
-            "model": ["load", 0],
-            "positive": ["positive", 0],
-            "negative": ["positive", 0],
-            "latent_image": ["empty", 0],
-            "seed": 1,
-            "steps": 20,
-            "cfg": 4.0,
-            "sampler_name": "euler",
-            "scheduler": "simple",
-            "denoise": 1.0,
-        },
-        "_meta": {"title": "Sample"},
-    },
-    "decode": {
-        "class_type": "QwenL40S_VAEDecode",
-        "inputs": {"samples": ["sample", 0], "vae": ["load", 2]},
-        "_meta": {"title": "Decode", "version": "0.1.0"},
-    },
-    "save": {
-        "class_type": "SaveImage",
-        "inputs": {"images": ["decode", 0], "filename_prefix": "x"},
-        "_meta": {"title": "Save"},
-    },
-}
+TESTS = Path(__file__).resolve().parents[1]
+RELEASED = TESTS / "workflows"
+GRAPH = read_workflow(TESTS.parent / "workflows" / "api" / "micro_text_to_image.json")
 LOADER = {
     "class_type": "QwenL40S_LoadModel",
     "inputs": {"model": "qwen_image_bf16.safetensors", "precision": "auto"},
@@ -105,24 +60,25 @@ def test_a_graph_that_runs_passes():
         *(
             (
                 changed("sample", cfg=value),
-                "'cfg' of 'Sample' (KSampler, id sample) is nan and must be a number.",
+                "'cfg' of KSampler (id sample) is nan and must be a number.",
             )
             for value in (float("nan"), "nan")
         ),
         (
             changed("sample", latent_image=["nowhere", 0]),
-            "'latent_image' of 'Sample' (KSampler, id sample) is wired to a node that is not "
+            "'latent_image' of KSampler (id sample) is wired to a node that is not "
             "there (['nowhere', 0]): wire it again.",
         ),
         (
             changed("sample", latent_image=[5, 0]),
-            "'latent_image' of 'Sample' (KSampler, id sample) is wired to a node that is not "
+            "'latent_image' of KSampler (id sample) is wired to a node that is not "
             "there ([5, 0]): wire it again.",
         ),
         (
-            changed("decode", sharper=True),
-            "'Decode' (QwenL40S_VAEDecode, id decode) has an input 'sharper' that the server "
-            "does not know: update Qwen-Image L40S there (the workflow was made with 0.1.0).",
+            changed("save", sharper=True),
+            "'Save Image Qwen-Image' (QwenL40S_SaveImage, id save) has an input 'sharper' that the "
+            "server does not know: update Qwen-Image L40S there (the workflow was made with "
+            "0.1.0).",
         ),
         (
             {**GRAPH, "10": {"class_type": "SomeoneElses", "inputs": {}}},
@@ -146,7 +102,7 @@ def test_each_problem_is_one_sentence(graph, says):
 
 def test_all_problems_are_told_at_once():
     graph = changed("sample", cfg=float("nan"), positive=["nowhere", 0])
-    graph["decode"]["inputs"]["sharper"] = True
+    graph["save"]["inputs"]["sharper"] = True
     assert len(problems(graph)) == 3
 
 
@@ -183,7 +139,7 @@ def test_a_model_in_a_subfolder_is_named():
 def test_a_server_without_our_pack_is_told_apart_from_an_old_one():
     info = {name: each for name, each in stored().items() if not name.startswith("QwenL40S_")}
     assert problems(GRAPH, info)[0] == (
-        "'Model' (QwenL40S_Load, id load) needs Qwen-Image L40S, which the server lacks: "
+        "'Load Qwen-Image' (QwenL40S_Load, id load) needs Qwen-Image L40S, which the server lacks: "
         "install it there."
     )
 
@@ -264,7 +220,7 @@ def test_a_checker_takes_each_job_for_itself():
         with pytest.raises(SettingError, match=r"'resize_type.width' of Resize"):
             checker.check(resized(resize_type="scale dimensions", **nowhere))
         checker.check(changed("sample", seed=7))
-        with pytest.raises(SettingError, match="'cfg' of 'Sample'"):
+        with pytest.raises(SettingError, match="'cfg' of KSampler"):
             checker.check(changed("sample", cfg=float("nan")))
 
 
