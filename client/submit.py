@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 from ..errors import QwenL40SError
 from .graph.check import image_inputs, local_images, server_name, with_uploaded
-from .graph.settings import InputSetting, parse_settings, variations
+from .graph.settings import parse_settings, variations
 from .graph.workflow import Graph, loaders_key, read_workflow
 from .journal import DiskError, Journal, key_of
 from .progress import Progress, cancelled_by_signals
@@ -24,7 +24,10 @@ LONGEST_VALUE = 40
 
 
 def plan_jobs(
-    graph: Graph, settings: Sequence[InputSetting], object_info: Mapping[str, Any], folder: Path
+    graph: Graph,
+    settings: Mapping[str, Sequence[str]],
+    object_info: Mapping[str, Any],
+    folder: Path,
 ) -> tuple[list[Job], int]:
     """The jobs of a workflow, each graph once.
 

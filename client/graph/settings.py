@@ -189,19 +189,6 @@ class _Inputs:
         return f"{owner} has no input that can be set."
 
 
-@dataclass(frozen=True)
-class InputSetting:
-    """One `--set`, not yet fitted to an input: `1..8` is a range or a text by the input's type.
-
-    Attributes:
-        key: as typed.
-        values: the text, or the lines of a file.
-    """
-
-    key: str
-    values: tuple[str, ...]
-
-
 @dataclass(frozen=True, slots=True)
 class Variation:
     """A graph, and what was chosen for it.
@@ -214,15 +201,19 @@ class Variation:
     chosen: dict[str, Any]
 
 
-def parse_settings(texts: Sequence[str]) -> list[InputSetting]:
+def parse_settings(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """Reads `KEY=VALUE` texts: `seed=7`, `seed=1..8`, `prompt=@file` with a value on each line.
 
     `@@x` is a text that begins with @.
 
+    Returns:
+        {key: its values as typed}, not yet fitted to an input: `1..8` is a range or a text by the
+        input's type.
+
     Raises:
         SettingError: a text has no key or no `=`, a key comes twice, or a file cannot be read.
     """
-    settings: list[InputSetting] = []
+    settings: dict[str, tuple[str, ...]] = {}
     for text in texts:
         key, equals, value = text.partition("=")
         key = key.strip()
@@ -236,17 +227,17 @@ def parse_settings(texts: Sequence[str]) -> list[InputSetting]:
             raise SettingError(
                 f"--set {shortened(text)} is not UTF-8: type it in a UTF-8 terminal."
             )
-        if any(setting.key == key for setting in settings):
+        if key in settings:
             raise SettingError(
                 f"--set {key} is given twice: give it once, with a range such as {key}=1..8 or a "
                 f"file such as {key}=@values.txt for several values."
             )
-        settings.append(InputSetting(key, _values(key, value)))
+        settings[key] = _values(key, value)
     return settings
 
 
 def variations(
-    graph: Graph, settings: Iterable[InputSetting], object_info: Mapping[str, Any]
+    graph: Graph, settings: Mapping[str, Sequence[str]], object_info: Mapping[str, Any]
 ) -> list[Variation]:
     """A graph for each combination of the settings' values; the last setting varies fastest.
 
@@ -261,16 +252,15 @@ def variations(
     """
     targets: dict[str, InputTarget] = {}
     axes: list[list[str | range]] = []
-    for setting in settings:
-        target = find_input(graph, setting.key, object_info)
-        for key, other in targets.items():
+    for key, texts in settings.items():
+        target = find_input(graph, key, object_info)
+        for earlier, other in targets.items():
             if other.node == target.node and other.input in (target.input, target.other):
                 raise SettingError(
-                    f"--set {key} and --set {setting.key} both mean {target.where}: give one."
+                    f"--set {earlier} and --set {key} both mean {target.where}: give one."
                 )
-        targets[setting.key] = target
-        ranges = [number_range(text, target.spec, target.where) for text in setting.values]
-        axes.append([one or text for one, text in zip(ranges, setting.values, strict=True)])
+        targets[key] = target
+        axes.append([number_range(text, target.spec, target.where) or text for text in texts])
     _check_count({key: sum(map(_count, axis)) for key, axis in zip(targets, axes, strict=True)})
     values = [_converted(*pair) for pair in zip(targets.values(), axes, strict=True)]
     graph = without(graph, [(target.node, target.other) for target in targets.values()])
