@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ..errors import QwenL40SError
-from .graph.check import image_inputs, local_images, server_name, with_uploaded
+from .graph.check import image_inputs, local_images, server_name
 from .graph.settings import parse_settings, variations
-from .graph.workflow import Graph, loaders_key, read_workflow
+from .graph.workflow import Graph, loaders_key, read_workflow, with_inputs
 from .journal import DiskError, Journal, key_of
 from .progress import Progress, cancelled_by_signals
 from .run import WAIT_SECONDS, Run, check_jobs
@@ -48,10 +48,11 @@ def plan_jobs(
         inputs = image_inputs(variation.graph, object_info)
         wanted = tuple((node, name, value) for node, name, _, value in inputs)
         if wanted not in named:
-            uploads = local_images(variation.graph, object_info, folder)
-            named[wanted] = (uploads, {each.path: server_name(each.path) for each in uploads})
-        uploads, names = named[wanted]
-        ready = with_uploaded(variation.graph, uploads, names)
+            local = local_images(variation.graph, object_info, folder)
+            names = {path: server_name(path) for path in local.values()}
+            named[wanted] = {place: names[path] for place, path in local.items()}, names
+        renamed, names = named[wanted]
+        ready = with_inputs(variation.graph, renamed)
         key = key_of(ready)
         if key not in jobs:
             images = {name: path for path, name in names.items()}

@@ -13,7 +13,6 @@ import os
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
@@ -191,21 +190,10 @@ def _file_name(choice: str) -> str:
     return re.split(r"[/\\]", choice)[-1]
 
 
-@dataclass(frozen=True)
-class Upload:
-    """An input that names a local image.
-
-    Attributes:
-        path: absolute, so that an image named twice has one path.
-    """
-
-    node: str
-    input: str
-    path: Path
-
-
-def local_images(graph: Graph, object_info: Mapping[str, Any], folder: Path) -> list[Upload]:
-    """The images that the server lacks and this machine has, each read once to its end.
+def local_images(
+    graph: Graph, object_info: Mapping[str, Any], folder: Path
+) -> dict[tuple[str, str], Path]:
+    """Finds the images that the server lacks and this machine has, each read once to its end.
 
     A name that the server lists is the server's file; `./name` is the one here. A name that ends
     with `[input]`, `[output]` or `[temp]` is a file in that folder of the server. Anything else is
@@ -214,23 +202,24 @@ def local_images(graph: Graph, object_info: Mapping[str, Any], folder: Path) -> 
     Args:
         folder: of the workflow file.
 
+    Returns:
+        {(node id, input): absolute path}.
+
     Raises:
         SettingError: a name is neither the server's nor a file here, or the file is damaged or no
             image.
     """
-    uploads = []
-    read = set()
+    found: dict[tuple[str, str], Path] = {}
     for node, name, spec, value in image_inputs(graph, object_info):
         if _on_server(value, spec):
             continue
         path = _local_file(value, folder)
         if path is None:
             raise SettingError(_neither(input_called(graph, node, name), value, spec))
-        if path not in read:
+        if path not in found.values():
             check_image(path, called(graph, node))
-            read.add(path)
-        uploads.append(Upload(node, name, path))
-    return uploads
+        found[node, name] = path
+    return found
 
 
 def image_inputs(
@@ -242,11 +231,6 @@ def image_inputs(
             value = described["inputs"].get(name)
             if spec.takes_image and isinstance(value, str):
                 yield node, name, spec, value
-
-
-def with_uploaded(graph: Graph, uploads: Iterable[Upload], names: Mapping[Path, str]) -> Graph:
-    """Copies the graph with what the server called each path: `name`, or `subfolder/name`."""
-    return with_inputs(graph, {(each.node, each.input): names[each.path] for each in uploads})
 
 
 def renamed(graph: Graph, names: Mapping[str, str]) -> Graph:

@@ -11,10 +11,8 @@ from server_nodes import stored
 
 from qwen_l40s.client.graph.check import (
     IMAGE_FORMATS,
-    Upload,
     check_image,
     local_images,
-    with_uploaded,
 )
 from qwen_l40s.errors import SettingError
 
@@ -71,44 +69,41 @@ def test_a_file_here_at_home_or_beside_the_workflow_is_found(here, monkeypatch, 
     monkeypatch.setenv("HOME", str(here / "home"))
     path = painted(here / file)
     for named in (name, str(path)):
-        assert found(loading(named), here) == [Upload("1", "image", path)]
+        assert found(loading(named), here) == {("1", "image"): path}
 
 
 def test_the_working_directory_comes_before_the_workflows(here):
     painted(here / "flows" / "cat.png")
     path = painted(here / "cat.png")
-    assert found(loading("cat.png"), here)[0].path == path
+    assert list(found(loading("cat.png"), here).values()) == [path]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a backslash is a separator there")
 def test_a_path_that_windows_wrote_is_found(here):
     path = painted(here / "photos" / "cat.png")
-    assert found(loading("photos\\cat.png"), here)[0].path == path
+    assert list(found(loading("photos\\cat.png"), here).values()) == [path]
 
 
 def test_a_name_that_the_server_lists_is_the_servers(here):
     path = painted(here / "cat.png")
     info = server_with("cat.png")
-    assert found(loading("cat.png"), here, info) == []
-    assert found(loading("./cat.png"), here, info)[0].path == path
+    assert found(loading("cat.png"), here, info) == {}
+    assert list(found(loading("./cat.png"), here, info).values()) == [path]
 
 
 @pytest.mark.parametrize(
     "name", ["cat.png [input]", "sub/cat.png [output]", "sub\\cat.png [temp]", "cat.png[output]"]
 )
 def test_a_marked_name_is_the_servers(here, name):
-    assert found(loading(name), here) == []
+    assert found(loading(name), here) == {}
 
 
 def test_an_image_named_twice_has_one_path(here):
     path = painted(here / "cat.png")
     graph = loading("cat.png", "./cat.png")
     text = {"3": {"class_type": "CLIPTextEncode", "inputs": {"text": "cat.png"}}}
-    uploads = found({**graph, **text}, here)
-    assert [upload.path for upload in uploads] == [path, path]
-    ready = with_uploaded({**graph, **text}, uploads, {path: "submit/cat-1.png"})
-    assert ready == {**loading(*["submit/cat-1.png"] * 2), **text}
-    assert graph == loading("cat.png", "./cat.png")
+    expected = {(node, "image"): path for node in graph}
+    assert found({**graph, **text}, here) == expected
 
 
 def test_a_wired_image_an_empty_mask_and_unknown_classes_are_left(here):
@@ -116,7 +111,7 @@ def test_a_wired_image_an_empty_mask_and_unknown_classes_are_left(here):
     graph["2"] = {"class_type": "Painter", "inputs": {"mask": ""}}
     graph["3"] = {"class_type": "SomeoneElses", "inputs": {"image": "none.png"}}
     graph["4"] = {"class_type": "LoadImage", "inputs": {}}
-    assert found(graph, here) == []
+    assert found(graph, here) == {}
 
 
 def test_an_image_that_is_nowhere_says_what_to_write(here):
@@ -138,7 +133,7 @@ def test_a_name_of_no_file_is_refused(here, name):
 def test_any_name_is_found_or_refused(tmp_path_factory, name):
     folder = tmp_path_factory.getbasetemp() / "nothing"
     try:
-        assert local_images(loading(name), stored(), folder) == []
+        assert local_images(loading(name), stored(), folder) == {}
     except SettingError as error:
         assert str(error).startswith("LoadImage.image is ")
 
