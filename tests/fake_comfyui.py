@@ -156,6 +156,7 @@ class Faults:
     old: bool = False  # every prompt needs a newer ComfyUI, as our loader finds
     frozen: bool = False  # takes connections and answers nothing
     job_seconds: float = 0.0
+    answer: Any = None  # a handler of every request, in ComfyUI's place
 
 
 @dataclass
@@ -260,6 +261,8 @@ class FakeComfyUI:
             await asyncio.sleep(0.01)
         self.requests.append(f"{request.method} {request.path}")
         self.headers.append(dict(request.headers))
+        if self.faults.answer is not None:
+            return await self.faults.answer(request)
         if self.faults.busy and request.path != "/ws":
             self.faults.busy -= 1
             return web.Response(status=503, headers={"Retry-After": self.faults.retry_after})

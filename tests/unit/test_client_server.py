@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import time
 import uuid
@@ -33,24 +32,6 @@ def ask(url: str, question: Callable[[Server], Awaitable[Any]], **more: Any) -> 
             return await question(server)
 
     return asyncio.run(run())
-
-
-@contextlib.contextmanager
-def answering(handler: Any):
-    """A server on which every path gives the same answer."""
-    with fake_comfyui() as server:
-
-        async def replace() -> int:
-            app = web.Application()
-            app.router.add_route("*", "/{path:.*}", handler)
-            runner = web.AppRunner(app, shutdown_timeout=0.1)
-            await runner.setup()
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            server.other = runner
-            return runner.addresses[0][1]
-
-        yield f"http://127.0.0.1:{server.call(replace())}"
-        server.call(server.other.cleanup())
 
 
 @pytest.mark.parametrize(
@@ -98,8 +79,8 @@ def test_object_info_comes_with_the_header_or_the_password_that_was_given(sent: 
         return web.json_response({"SaveImage": {}})
 
     headers = {"Authorization": sent} if "Bearer" in sent else {}
-    with answering(handler) as url:
-        url = url if headers else url.replace("//", "//me:secret@")
+    with fake_comfyui(answer=handler) as fake:
+        url = fake.url if headers else fake.url.replace("//", "//me:secret@")
         found = ask(url, lambda server: server.object_info(), headers=headers)
     assert json.loads(found) == {"SaveImage": {}}
 
@@ -109,8 +90,8 @@ def test_a_server_that_is_no_comfyui(status):
     async def handler(request: web.Request) -> web.Response:
         return web.Response(status=status, text="<html>", content_type="text/html")
 
-    with answering(handler) as url, pytest.raises(ServerError, match="is not ComfyUI"):
-        ask(url, lambda server: server.object_info())
+    with fake_comfyui(answer=handler) as fake, pytest.raises(ServerError, match="is not ComfyUI"):
+        ask(fake.url, lambda server: server.object_info())
 
 
 def test_a_port_where_something_else_than_http_answers():
@@ -137,8 +118,8 @@ def test_a_redirect_is_not_followed_for_it_would_turn_a_post_into_a_get(status):
             return web.Response(status=status, headers={"Location": f"{fake.url}{request.path}"})
 
         sent = f"redirects GET /object_info to '{fake.url}/object_info': give --server that address"
-        with answering(handler) as url, pytest.raises(ServerError, match=sent):
-            ask(url, lambda server: server.object_info())
+        with fake_comfyui(answer=handler) as other, pytest.raises(ServerError, match=sent):
+            ask(other.url, lambda server: server.object_info())
         assert fake.requests == []
 
 
@@ -146,8 +127,8 @@ def test_what_a_server_answers_cannot_steer_the_terminal():
     async def handler(request: web.Request) -> web.Response:
         return web.Response(status=500, text="\x1b[2J<h1>no</h1>")
 
-    with answering(handler) as url, pytest.raises(AnswerError) as error:
-        ask(url, lambda server: server.object_info())
+    with fake_comfyui(answer=handler) as fake, pytest.raises(AnswerError) as error:
+        ask(fake.url, lambda server: server.object_info())
     assert str(error.value).endswith(r"('\x1b[2J<h1>no</h1>'): see the server's log.")
 
 
@@ -155,8 +136,9 @@ def test_a_sign_in_that_is_asked_for():
     async def handler(request: web.Request) -> web.Response:
         return web.Response(status=401)
 
-    with answering(handler) as url, pytest.raises(AnswerError, match="asks for a sign-in") as error:
-        ask(url, lambda server: server.object_info())
+    sign_in = pytest.raises(AnswerError, match="asks for a sign-in")
+    with fake_comfyui(answer=handler) as fake, sign_in as error:
+        ask(fake.url, lambda server: server.object_info())
     assert error.value.status == 401
 
 
@@ -223,5 +205,6 @@ def test_a_page_in_place_of_an_answer_is_told():
     async def handler(request: web.Request) -> web.Response:
         return web.Response(text="<html>sign in</html>", content_type="text/html")
 
-    with answering(handler) as url, pytest.raises(AnswerError, match="text/html and not with JSON"):
-        ask(url, lambda server: server.queue())
+    no_json = pytest.raises(AnswerError, match="text/html and not with JSON")
+    with fake_comfyui(answer=handler) as fake, no_json:
+        ask(fake.url, lambda server: server.queue())
