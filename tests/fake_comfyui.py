@@ -92,7 +92,7 @@ def graph(text: str = "a cat", seed: int = 0) -> dict[str, Any]:
 
 
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The client's pauses, as short as tests want them."""
+    """Makes the client's pauses as short as tests want them."""
     monkeypatch.setattr(feeder, "POLL_SECONDS", 0.1)
     monkeypatch.setattr(feeder, "POLL_SECONDS_ALONE", 0.02)
     monkeypatch.setattr(feeder, "PAUSE_SECONDS", 0.02)
@@ -161,8 +161,6 @@ class Faults:
 
 @dataclass
 class State:
-    """What a restart forgets."""
-
     queue: list[list[Any]] = field(default_factory=list)
     running: list[Any] | None = None
     history: dict[str, Any] = field(default_factory=dict)
@@ -205,7 +203,6 @@ class FakeComfyUI:
         return f"http://127.0.0.1:{self.port}"
 
     def call(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Runs a coroutine in the server's thread."""
         future: Future[Any] = asyncio.run_coroutine_threadsafe(work, self.loop)
         return future.result(SECONDS)
 
@@ -530,7 +527,6 @@ def _progress_state(prompt_id: str, step: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def fake_comfyui(**faults: Any) -> Iterator[FakeComfyUI]:
-    """A server on a free port, with these faults."""
     server = FakeComfyUI(Faults(**faults))
     usual = sys.getswitchinterval()
     # Two event loops in one process: each waits for the other's turn to end at every request.
@@ -558,7 +554,7 @@ async def _end_tasks() -> None:
 
 
 async def _end_connections() -> None:
-    """Also of clients that connected while the server went away, which no handler closes."""
+    """Ends connections that came while the server went away, too, which no handler closes."""
     for each in list(asyncio.get_running_loop()._transports.values()):
         each.abort()
     await asyncio.sleep(0)  # they close in the loop's next turn

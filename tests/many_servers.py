@@ -20,8 +20,6 @@ PNG = bytes.fromhex(
 
 
 class Standin:
-    """One server: what is posted has ended."""
-
     def __init__(self) -> None:
         self.history: dict[str, dict] = {}
         self.socket: web.WebSocketResponse | None = None

@@ -55,7 +55,7 @@ FILES = (
 
 @cache
 def opened(file: str, folder: Path) -> tuple[Source, CheckpointSizes]:
-    """The transformer and the sizes of one of `FILES`, which is written into a folder."""
+    """Opens one of `FILES`, which is written into a folder."""
     name, form = file.split()
     if name == "micro":
         path = bundled_micro_folder(form)

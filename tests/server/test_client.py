@@ -72,7 +72,6 @@ def with_node(kind, **inputs):
 
 
 def with_shown(kind, **inputs):
-    """The image through another node."""
     return graph() | {
         "other": {"class_type": kind, "inputs": {"image": ["image", 0], **inputs}},
         "show": {"class_type": "PreviewImage", "inputs": {"images": ["other", 0]}},

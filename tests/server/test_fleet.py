@@ -41,7 +41,6 @@ def ready(folder: Path) -> bool:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A fleet's, with all servers warmed up."""
     base = tmp_path_factory.mktemp("fleet")
     (base / "custom_nodes").mkdir()
     (base / "custom_nodes" / PACK).symlink_to(ROOT, target_is_directory=True)
@@ -77,7 +76,6 @@ def submit(folder: Path, output: Path, *more: str) -> subprocess.Popen[str]:
 
 
 def check(process: subprocess.Popen[str], output: Path, count: int) -> None:
-    """Each job is done once, with one image."""
     out, err = process.communicate(timeout=500)
     assert process.returncode == 0, err
     jobs = json.loads(out)["jobs"]

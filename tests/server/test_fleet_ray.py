@@ -34,7 +34,7 @@ def port() -> int:
 
 @pytest.fixture
 def cluster():
-    """The process of a cluster with two processors, and its address."""
+    """Yields the process of a cluster with two processors, and its address."""
     folder = tempfile.mkdtemp(prefix="ray")  # Ray's sockets lie in it: a long path is refused
     number = port()
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
@@ -74,7 +74,6 @@ def comfyui(tmp_path: Path) -> Path:
 
 @contextlib.contextmanager
 def fleet(comfyui: Path, address: str, *more: str):
-    """The driver's process, which does not outlive the test."""
     command = [sys.executable, ROOT, "fleet", "--ray", address, "--comfyui", comfyui]
     command += ["--python", sys.executable, "--folder", comfyui / "fleet", "--port", port()]
     environment = {**os.environ, "RAY_AUTH_MODE": "disabled"}

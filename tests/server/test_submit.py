@@ -59,7 +59,6 @@ def begin(server: Server, workflow: Path, output: Path, *more: str) -> subproces
 
 
 def end(process: subprocess.Popen[str], *, code: int = 0) -> list[dict[str, Any]]:
-    """The jobs of the JSON object that is all that the command prints."""
     out, err = process.communicate(timeout=SECONDS)
     assert process.returncode == code, err
     assert "Traceback" not in err
@@ -72,7 +71,7 @@ def submit(server: Server, workflow: Path, output: Path, *more: str, code: int =
 
 
 def queue(server: Server) -> tuple[list[str], list[str]]:
-    """Prompt ids that run, and that wait."""
+    """Returns prompt ids that run, and that wait."""
     found = server.client.get("/queue").json()
     return tuple([item[1] for item in found[f"queue_{kind}"]] for kind in ("running", "pending"))
 

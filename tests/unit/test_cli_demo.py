@@ -25,7 +25,6 @@ def in_tmp(tmp_path, monkeypatch):
 
 @pytest.fixture
 def toy_demo(in_tmp, tiny_folder, monkeypatch):
-    """The command with the toy in the place of the bundled model."""
     return demo_of(monkeypatch, tiny_folder)
 
 

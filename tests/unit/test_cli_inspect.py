@@ -102,7 +102,6 @@ def test_ctrl_c_in_a_finalizer_stops_the_command(monkeypatch, capsys):
 
 
 def test_from_a_clone_and_without_importing_torch(checkpoint):
-    """`python <folder> inspect` while every heavy package fails to import."""
     code = (
         "import runpy, sys\n"
         "for name in ('torch', 'numpy', 'safetensors', 'diffusers', 'transformers'): "

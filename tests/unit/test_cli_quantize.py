@@ -43,13 +43,11 @@ GROUP = 16
 
 @pytest.fixture(scope="module")
 def weights():
-    """The micro transformer's tensors, as its file has them."""
     return load_file(WEIGHTS)
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """{format: the micro model as the command wrote it}"""
     folder = tmp_path_factory.mktemp("quantized")
     paths = {format: folder / f"{format}.safetensors" for format in QUANTIZED}
     for format, path in paths.items():

@@ -31,7 +31,7 @@ LOADER = {
 
 
 def changed(node, **inputs):
-    """The graph with inputs of a node changed; None takes one away."""
+    """Changes inputs of a node; None takes one away."""
     graph = copy.deepcopy(GRAPH)
     for name, value in inputs.items():
         graph[node]["inputs"].pop(name, None)

@@ -38,13 +38,12 @@ def quick(monkeypatch):
 def start(
     folder: Path, *servers: FakeComfyUI | str, jobs: int = 20, **more: Any
 ) -> tuple[SubmitOutcome, str]:
-    """Submits a job for each seed."""
     names = [each if isinstance(each, str) else each.url for each in servers]
     return submitted(folder, names, [f"seed=1..{jobs}"], **more)[:2]
 
 
 def check(folder: Path, jobs: list[Job]) -> Counter[str]:
-    """Each job is done, has one image of its own, and one line says so; returns all events."""
+    """Checks that each job is done once, with an image of its own; returns all events."""
     assert [job.status for job in jobs] == ["done"] * len(jobs)
     assert sorted((folder / "out").iterdir()) == sorted(
         [*(folder / "out" / f"{job.key}_1.png" for job in jobs), folder / "out/work.submit.jsonl"]

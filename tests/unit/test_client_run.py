@@ -32,8 +32,6 @@ def quick(monkeypatch):
 
 
 class Ran:
-    """A finished run of a job for each text."""
-
     def __init__(self, fake: FakeComfyUI, folder: Path, *texts: str, **more: Any) -> None:
         prompts = folder / "prompts.txt"
         prompts.write_text("\n".join(texts) + "\n", encoding="utf-8")

@@ -44,7 +44,7 @@ def scheduler(*groups: list[Job], servers: str = "AB") -> Scheduler:
 
 
 def numbers(made: Scheduler, server: str, count: int) -> list[str | None]:
-    """The keys of the jobs that a server gets, each ended before the next."""
+    """Gives a server jobs, each ended before the next; returns their keys."""
     found = []
     for _ in range(count):
         job = made.next(server)

@@ -39,7 +39,6 @@ def test_a_comfyui_path_that_holds_none_is_not_passed_over(tmp_path, monkeypatch
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """A machine without ComfyUI; gives the function that makes one."""
     monkeypatch.delenv("COMFYUI_PATH", raising=False)
     monkeypatch.delenv("PWD", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -145,7 +144,6 @@ def pytest_cmdline_main():
 
 
 def test_a_card_s_tests_run_in_the_python_that_is_named(tmp_path):
-    """Nothing is installed first."""
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\necho "$@"\n')
     python.chmod(0o755)

@@ -110,7 +110,6 @@ def test_what_writes_png_files_is_told(monkeypatch, capsys, tmp_path, name):
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """Changes what is found; a Python of a usable ComfyUI without the packages for generation."""
     pytest.importorskip("torch")
     present = {software.KITCHEN.module}
     find_spec = doctor.find_spec
@@ -130,7 +129,6 @@ def machine(tmp_path, monkeypatch):
 
 
 def verdict(capsys):
-    """Exit code, the JSON of it, and the last lines of the table."""
     code = main(["doctor", "--json"])
     found = json.loads(capsys.readouterr().out)
     assert main(["doctor"]) == code
@@ -194,8 +192,6 @@ MICRO = ROOT / "models" / "micro"
 
 @pytest.fixture
 def models(tmp_path):
-    """A models folder; gives the function that copies a part of the micro model into it."""
-
     def put(name, part, file="diffusion_pytorch_model.safetensors", size=None):
         path = tmp_path / "模型 models" / name
         path.parent.mkdir(parents=True, exist_ok=True)

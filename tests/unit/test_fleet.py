@@ -66,8 +66,6 @@ def fault(plan: ServerPlan, **faults: Any) -> None:
 
 
 class Seen:
-    """A server that runs, and the states that it went through."""
-
     def __init__(self, plan: ServerPlan, card: str = "cpu") -> None:
         self.states: list[str] = []
         self.server = FleetServer(plan, port(), card, changed=self._changed)

@@ -26,17 +26,15 @@ COMMAND = re.compile(
 
 
 def text_of(page):
-    """With each command on a line of its own."""
     return page.read_text(encoding="utf-8").replace("\\\n", " ")
 
 
 def blocks(page, language):
-    """The fenced blocks of one language."""
     return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text("utf-8"), re.M | re.S)
 
 
 def commands(page):
-    """The whole commands: of a sentence those that have an option, of which N is a number."""
+    """Finds whole commands: of a sentence those that have an option, of which N is a number."""
     fence = re.compile(r"^```.*?^```", re.M | re.S)
     text = text_of(page)
     inline = re.findall(r"`[^`\n]+ -[^`\n]+`", fence.sub("", text))
@@ -44,7 +42,6 @@ def commands(page):
 
 
 def manifests():
-    """What KubeRay and what SkyPilot read."""
     cluster, task = (yaml.safe_load(block) for block in blocks(PAGE, "yaml"))
     return cluster, task
 
