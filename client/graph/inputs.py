@@ -39,7 +39,6 @@ class NodeInput:
         rules: what object_info says besides the type: `min`, `max`, `step`, `image_upload` ...
         choices: what a COMBO lists.
         closed: whether the server takes nothing but what is listed.
-        required: the server refuses the node without it.
         opens: whether what it is set to decides which other inputs the node has.
     """
 
@@ -47,7 +46,6 @@ class NodeInput:
     rules: Mapping[str, Any] = field(default_factory=dict)
     choices: tuple[Any, ...] = ()
     closed: bool = False
-    required: bool = False
     opens: bool = False
 
     @property
@@ -73,7 +71,7 @@ def node_inputs(
         if "older_name" in spec.rules:
             choices = (*spec.choices, *spec.rules.get("older", ()))
             found[name] = replace(spec, choices=choices)
-            found.setdefault(spec.rules["older_name"], replace(found[name], required=False))
+            found.setdefault(spec.rules["older_name"], found[name])
     return found
 
 
@@ -109,7 +107,6 @@ def _add_groups(
                     rules,
                     tuple(choices or ()) if combo else (),
                     closed,
-                    required=group == "required",
                 )
 
 
@@ -117,7 +114,6 @@ def _add_dynamic_combo(
     found: dict[str, NodeInput], rules: Mapping[str, Any], node: Mapping[str, Any], name: str
 ) -> None:
     options = {option["key"]: option["inputs"] for option in rules.get("options", ())}
-    # Not required: the server misses it only when the node runs.
     found[name] = NodeInput("COMBO", rules, tuple(options), closed=True, opens=True)
     chosen = node["inputs"].get(name)
     if isinstance(chosen, str) and chosen in options:
@@ -130,14 +126,9 @@ def _add_growing(
     grown = template.get("names") or [
         f"{template['prefix']}{number}" for number in range(template["max"])
     ]
-    for group, entries in template["input"].items():
-        least = template["min"] if group == "required" else 0
+    for entries in template["input"].values():
         for entry in entries.values():
-            groups = {
-                "required": dict.fromkeys(grown[:least], entry),
-                "optional": dict.fromkeys(grown[least:], entry),
-            }
-            _add_groups(found, groups, node, prefix)
+            _add_groups(found, {"optional": dict.fromkeys(grown, entry)}, node, prefix)
 
 
 def number_range(text: str, spec: NodeInput, where: str) -> range | None:
@@ -167,9 +158,9 @@ def value_of(text: str, spec: NodeInput, where: str) -> Any:
         SettingError: the text is no such value, or breaks the input's rules.
     """
     if spec.kind == "INT":
-        return _in_steps(check_bounds(_whole(text.strip(), where), spec, where), spec, where)
+        return _in_steps(_in_bounds(_whole(text.strip(), where), spec, where), spec, where)
     if spec.kind == "FLOAT":
-        return check_bounds(_number(text.strip(), where), spec, where)
+        return _in_bounds(_number(text.strip(), where), spec, where)
     if spec.kind == "BOOLEAN":
         return _yes_or_no(text.strip(), where)
     if spec.kind == "COMBO":
@@ -179,12 +170,7 @@ def value_of(text: str, spec: NodeInput, where: str) -> Any:
     raise SettingError(f"{where} takes a link of type {spec.kind}, which cannot be typed.")
 
 
-def check_bounds(value: Any, spec: NodeInput, where: str) -> Any:
-    """The number, where it is neither too small nor too large.
-
-    Raises:
-        SettingError: it is.
-    """
+def _in_bounds(value: Any, spec: NodeInput, where: str) -> Any:
     least, most = spec.rules.get("min"), spec.rules.get("max")
     if (least is None or least <= value) and (most is None or value <= most):
         return value
