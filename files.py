@@ -1,11 +1,14 @@
-"""Files that get their name when they are whole, and take it from no other file; locks on files."""
+"""Files and texts between this package and others: files get their name when they are whole, are
+locked, JSON is parsed strictly, and a terminal shows text without being steered by it.
+"""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, NoReturn, TextIO
 
 # What systems say where their file system has no hard links; Windows the last.
 NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
@@ -56,3 +59,54 @@ def lock(file: BinaryIO) -> bool:
             return False
         raise
     return True
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        repeated = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise ValueError(f"the key {repeated!r} occurs twice")
+    return result
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def parse_json(data: bytes) -> Any:
+    """Parses one UTF-8 JSON value.
+
+    Raises:
+        ValueError: with the reason, when `data` is anything else or an object in it repeats a key.
+    """
+    try:
+        text = data.decode("utf-8")
+        value = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+        # Only an escape can smuggle in half a surrogate pair, which no terminal can print.
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except UnicodeError:
+        raise ValueError("it is not valid UTF-8") from None
+    return value
+
+
+def parse_object(data: bytes) -> dict[str, Any]:
+    """As `parse_json`, of an object.
+
+    Raises:
+        ValueError: as `parse_json`, and for any other value.
+    """
+    value = parse_json(data)
+    if not isinstance(value, dict):
+        raise ValueError(f"it is a JSON {type(value).__name__}, not an object")
+    return value
+
+
+def printable(text: str, stream: TextIO) -> str:
+    """Escapes what would steer the terminal, and what its encoding lacks."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    lines = [line if line.isprintable() else ascii(line)[1:-1] for line in text.split("\n")]
+    return "\n".join(lines).encode(encoding, "backslashreplace").decode(encoding)

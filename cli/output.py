@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ..errors import SettingError, UnavailableError, plain_write_errors
+from ..files import printable
 from ..spec.formats import METADATA_KEY
-from ..untrusted import printable
 
 if TYPE_CHECKING:
     from PIL import Image, ImageFont

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from ..untrusted import printable
+from ..files import printable
 
 EXIT_CODE = 130
 # Between two lines about the same thing where there is no terminal.

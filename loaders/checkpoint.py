@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, TypeVar
 
 from ..errors import CheckpointError
-from ..untrusted import parse_object
+from ..files import parse_object
 from .detect import Slice, file_name_hint, identify, split_parts
 from .header import NUMBERED, Header, Shards, open_regular, read_object, read_shards
 from .parts import Identity, Tensors

@@ -20,7 +20,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, BinaryIO
 
 from ..errors import CheckpointError
-from ..untrusted import parse_object
+from ..files import parse_object
 
 MAX_JSON_BYTES = 100_000_000  # what the safetensors format allows for its own header
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..untrusted import parse_json
+from ..files import parse_json
 from .header import TensorInfo
 from .parts import Tensors
 

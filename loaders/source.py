@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
+from ..files import parse_object
 from ..spec.formats import METADATA_KEY
-from ..untrusted import parse_object
 from .checkpoint import PIPELINES, Checkpoint, CheckpointPart, inspect_shards, read_index
 from .header import NUMBERED, STEMS, Shards, TensorInfo, read_object, read_shards
 

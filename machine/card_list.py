@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SettingError
+from ..files import parse_object
 from ..planning.cards import Card, Price, card_names, name_key
 from ..spec.formats import MIB
-from ..untrusted import parse_object
 from .store import own_cards_path
 
 BUNDLED = Path(__file__).resolve().parent.parent / "planning" / "gpus.json"

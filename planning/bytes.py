@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..errors import SettingError
+from ..spec.families import QWEN25_VL, TextEncoder
 from ..spec.formats import BYTES_PER_SCALE, BYTES_PER_WEIGHT, MIB, QUANTIZED
-from ..spec.text_encoder import QWEN25_VL, TextEncoder
 from ..spec.transformer import REFERENCE_TOKENS, TransformerShape
 from ..step_cache import OFF
 from .request import EXACT, FAST, INT8_FP8, RunRequest, Setting, replays_graph

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ..spec.families import QWEN25_VL, TextEncoder
 from ..spec.formats import BYTES_PER_SCALE, BYTES_PER_WEIGHT, QUANTIZED
-from ..spec.text_encoder import QWEN25_VL, TextEncoder
 from ..spec.transformer import DOUBLE_STREAM, OFF_CARD, ON_CARD, REFERENCE_SIDE, TransformerShape
 from ..spec.vae import (
     Interval,

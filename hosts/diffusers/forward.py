@@ -1,6 +1,9 @@
 """One call of diffusers' Qwen-Image, as the run of an optimized model sees it.
 
-diffusers' own loop over the blocks stays, with ControlNet's residuals between them.
+diffusers' own loop over the blocks stays, with ControlNet's residuals between them. Its attention
+has backends too, chosen for a model (`set_attention_backend`), for a `with` block
+(`attention_backend`) or by an environment variable. Whoever chose one is heard: "auto" then calls
+that backend.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from typing import Any
 
 import torch
 from diffusers import QwenImageTransformer2DModel
+from diffusers.models import attention_dispatch
 from diffusers.models.transformers.transformer_qwenimage import (
     QwenDoubleStreamAttnProcessor2_0,
     QwenImageTransformerBlock,
@@ -20,7 +24,7 @@ try:  # since diffusers 0.42
 except ImportError:
     transformer_qwenimage21 = None
 
-from ...optimizations.attention import aligned_mask
+from ...optimizations.attention import ChosenAttention, aligned_mask
 from ...optimizations.blocks.block import Step
 from ...optimizations.blocks.block_form import blocks_of, token_layers
 from ...optimizations.blocks.host import BlockInputs, DoubleStream
@@ -29,9 +33,7 @@ from ...optimizations.blocks.workspace import Prefix
 from ...optimizations.fallback import Fallback
 from ...optimizations.modulation import Entry, shared_entry
 from ...optimizations.reference import Rotary, Tokens
-from .attention import TransformerAttention, backend_of, host_attend
-from .layers import DiffusersLayers
-from .modulation import TransformerModulation
+from .layers import DiffusersLayers, TransformerModulation
 
 # What a block is called with besides its streams, from diffusers 0.36 to 0.42.
 SHARED = (
@@ -49,8 +51,66 @@ SINGLE_STREAM = {
     *("cache_write_slice", "segments", "key_valid"),
 }
 STREAM_ARGUMENTS = ("hidden_states", "encoder_hidden_states")
+# diffusers' own attention, whatever is chosen there.
+HOST_ATTENTION = "diffusers"
 # diffusers 0.37 and 0.38 hand the joint mask on among the arguments of attention.
 JOINT_MASK = "attention_mask"
+
+
+class TransformerAttention(ChosenAttention):
+    """Attention by the backend that is chosen for the shapes at hand; name may be "diffusers"."""
+
+    host = "diffusers'"
+
+    def start_pass(self, processor: object) -> None:
+        """Finds out whether diffusers' own computes this pass: it was asked for, or the user chose
+        a backend there.
+
+        Args:
+            processor: Of the first block's attention.
+        """
+        if self.fallback and self.fallback.final:
+            return
+        theirs = users_backend(processor)
+        self.fallback = None
+        if self.name == HOST_ATTENTION:
+            self.fallback = Fallback(f"{theirs or 'native'}, asked for")
+        elif self.name == "auto" and theirs:
+            self.fallback = Fallback(f"{theirs}, chosen there")
+
+
+def host_attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    processor: object,
+) -> torch.Tensor:
+    """diffusers' own attention, as `optimizations.blocks.block.Attend`.
+
+    Args:
+        mask: True where a key counts, (batch, 1, 1, joint), as diffusers passes it; or None.
+        processor: Whose backend counts.
+    """
+    out = attention_dispatch.dispatch_attention_fn(
+        q, k, v, attn_mask=mask, backend=backend_of(processor)
+    )
+    return out.flatten(2, 3).to(q.dtype)
+
+
+def backend_of(processor: object) -> Any:
+    """The diffusers backend that was chosen for a processor; None where none was."""
+    return getattr(processor, "_attention_backend", None)
+
+
+def users_backend(processor: object) -> str:
+    """The name of the diffusers backend that was chosen for a processor, or for all; or empty."""
+    backend = backend_of(processor)
+    if backend is None:
+        backend, _ = attention_dispatch._AttentionBackendRegistry.get_active_backend()
+        if backend == attention_dispatch.AttentionBackendName.NATIVE:  # what it is without a choice
+            return ""
+    return str(getattr(backend, "value", backend))
 
 
 class TransformerPass(DoubleStream):

@@ -19,10 +19,8 @@ from diffusers import QwenImageTransformer2DModel
 from ...optimizations.attention import is_lossy
 from ...optimizations.fallback import Fallback
 from ...optimizations.run import Optimization
-from .attention import HOST_ATTENTION, TransformerAttention
-from .forward import PASSES
-from .layers import DiffusersLayers
-from .modulation import Timesteps, TransformerModulation
+from .forward import HOST_ATTENTION, PASSES, TransformerAttention
+from .layers import DiffusersLayers, Timesteps, TransformerModulation
 
 # Where a module's `forward` is found: accelerate keeps the one that it wraps, and puts it back
 # after every image.

@@ -34,8 +34,8 @@ from qwen_l40s.planning.request import (
     RunRequest,
     Setting,
 )
+from qwen_l40s.spec.families import QWEN25_VL
 from qwen_l40s.spec.formats import RowFormat
-from qwen_l40s.spec.text_encoder import QWEN25_VL
 from qwen_l40s.spec.transformer import TransformerShape
 
 SHAPE = TransformerShape(

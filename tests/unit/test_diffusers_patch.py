@@ -19,13 +19,14 @@ pytest.importorskip("diffusers")
 
 import diffusers
 from diffusers import QwenImageTransformer2DModel
+from diffusers.models import attention_dispatch
 from diffusers.models.transformers.transformer_qwenimage import (
     QwenDoubleStreamAttnProcessor2_0 as Double,
 )
 
 from qwen_l40s.cli import main
 from qwen_l40s.errors import SettingError, UnavailableError
-from qwen_l40s.hosts.diffusers import attention, forward, modulation
+from qwen_l40s.hosts.diffusers import forward, layers
 from qwen_l40s.hosts.diffusers.layers import DiffusersLayers
 from qwen_l40s.hosts.diffusers.load import load_pipeline
 from qwen_l40s.hosts.diffusers.patch import Optimized, optimize
@@ -311,7 +312,7 @@ def test_table_is_gone_with_its_run(monkeypatch):
             super().__init__(*args)
             tables.add(self)
 
-    monkeypatch.setattr(modulation, "ModulationTable", Noted)
+    monkeypatch.setattr(layers, "ModulationTable", Noted)
     model = new_model()
     optimized = optimize(model)
     model(**inputs())
@@ -451,21 +452,21 @@ def test_attention_processor_of_the_user_is_called(fused):
 def backends(monkeypatch):
     """Counts the calls of diffusers' attention backends, and puts back which one is chosen."""
     calls = []
-    dispatch = attention.attention_dispatch.dispatch_attention_fn
-    registry = attention.attention_dispatch._AttentionBackendRegistry
+    dispatch = attention_dispatch.dispatch_attention_fn
+    registry = attention_dispatch._AttentionBackendRegistry
     monkeypatch.setattr(registry, "_active_backend", registry._active_backend)
 
     def counted(*args, backend=None, **kwargs):
         calls.append(getattr(backend, "value", backend))
         return dispatch(*args, backend=backend, **kwargs)
 
-    monkeypatch.setattr(attention.attention_dispatch, "dispatch_attention_fn", counted)
+    monkeypatch.setattr(attention_dispatch, "dispatch_attention_fn", counted)
     return calls
 
 
 def test_attention_backend_of_the_user_runs_in_the_fused_blocks(fused, backends):
     chosen = "attention: diffusers' own: _native_math, chosen there"
-    with attention.attention_dispatch.attention_backend("_native_math"):
+    with attention_dispatch.attention_backend("_native_math"):
         assert chosen in assert_fused(new_model(), inputs(), fused).report()
     # Twice the host's model, and once ours, which asks for it alike.
     assert backends == [None] * BLOCKS

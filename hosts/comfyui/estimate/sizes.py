@@ -22,9 +22,8 @@ from comfy.text_encoders.qwen_image import QwenImageTEModel
 from ....errors import SettingError
 from ....optimizations.attention.choice import asked_name
 from ....planning.request import EIGHT_BIT, FAST, ON_PROCESSOR, Loras
-from ....spec.families import pixels_of
+from ....spec.families import QWEN3_VL, QWEN25_VL, pixels_of
 from ....spec.formats import QUANTIZED
-from ....spec.text_encoder import QWEN3_VL, QWEN25_VL
 from ....spec.transformer import (
     OFF_CARD,
     ON_CARD,
