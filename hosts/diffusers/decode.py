@@ -26,7 +26,7 @@ FRAMES = 3  # a kernel's reach over time; the class pads an image to it
 
 
 def vae_shape(vae: ModelMixin) -> VaeShape:
-    """The sizes of a VAE.
+    """Reads the sizes of a VAE from its config.
 
     Raises:
         SettingError: it is another network than Qwen-Image's.
@@ -58,7 +58,7 @@ def vae_shape(vae: ModelMixin) -> VaeShape:
 
 
 def decoder_stages(vae: ModelMixin) -> Stages:
-    """The decoder's own modules; their image is not yet clamped to -1 ... 1.
+    """Takes the decoder's own modules apart; their image is not yet clamped to -1 ... 1.
 
     Raises:
         SettingError: as `vae_shape`.
@@ -156,7 +156,7 @@ def decode_latent(vae: ModelMixin, latent: torch.Tensor) -> torch.Tensor:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Free host memory; on a card what is free, or reserved by torch and unused."""
+    """Counts free host memory; on a card what is free, or reserved by torch and unused."""
     free = available_bytes(str(device))
     if device.type != "cuda":
         return free

@@ -58,7 +58,7 @@ JOINT_MASK = "attention_mask"
 
 
 class TransformerAttention(ChosenAttention):
-    """Attention by the backend that is chosen for the shapes at hand; name may be "diffusers"."""
+    """Attends by the backend that is chosen for the shapes at hand; name may be "diffusers"."""
 
     host = "diffusers'"
 
@@ -71,7 +71,7 @@ class TransformerAttention(ChosenAttention):
         """
         if self.fallback and self.fallback.final:
             return
-        theirs = users_backend(processor)
+        theirs = _users_backend(processor)
         self.fallback = None
         if self.name == HOST_ATTENTION:
             self.fallback = Fallback(f"{theirs or 'native'}, asked for")
@@ -79,33 +79,13 @@ class TransformerAttention(ChosenAttention):
             self.fallback = Fallback(f"{theirs}, chosen there")
 
 
-def host_attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    processor: object,
-) -> torch.Tensor:
-    """diffusers' own attention, as `optimizations.blocks.block.Attend`.
-
-    Args:
-        mask: True where a key counts, (batch, 1, 1, joint), as diffusers passes it; or None.
-        processor: Whose backend counts.
-    """
-    out = attention_dispatch.dispatch_attention_fn(
-        q, k, v, attn_mask=mask, backend=backend_of(processor)
-    )
-    return out.flatten(2, 3).to(q.dtype)
-
-
-def backend_of(processor: object) -> Any:
-    """The diffusers backend that was chosen for a processor; None where none was."""
+def _backend_of(processor: object) -> Any:
     return getattr(processor, "_attention_backend", None)
 
 
-def users_backend(processor: object) -> str:
-    """The name of the diffusers backend that was chosen for a processor, or for all; or empty."""
-    backend = backend_of(processor)
+def _users_backend(processor: object) -> str:
+    """Names the diffusers backend that was chosen for a processor, or for all; else empty."""
+    backend = _backend_of(processor)
     if backend is None:
         backend, _ = attention_dispatch._AttentionBackendRegistry.get_active_backend()
         if backend == attention_dispatch.AttentionBackendName.NATIVE:  # what it is without a choice
@@ -154,15 +134,12 @@ class TransformerPass(DoubleStream):
 
     @property
     def attention(self) -> TransformerAttention | None:
-        """This package's, unless diffusers' own computes this pass."""
         return None if self._attention.fallback else self._attention
 
     def no_graphs(self) -> str:
-        """Nothing speaks against them."""
         return ""
 
     def fallback(self) -> Fallback | None:
-        """Why diffusers computes this call itself: a changed transformer, or its context."""
         if self.owner.training:
             return Fallback("the transformer is in training mode: call eval()")
         if torch.jit.is_tracing():
@@ -180,7 +157,6 @@ class TransformerPass(DoubleStream):
         return None
 
     def unsupported(self, block: torch.nn.Module) -> Fallback | None:
-        """What diffusers lets a user change of a block's attention and weights."""
         if any(hasattr(layer.weight, "device_mesh") for layer in token_layers(block)):
             return Fallback("its weights are spread over several cards")
         processor = _processor_of(block)
@@ -188,20 +164,17 @@ class TransformerPass(DoubleStream):
             return Fallback(f"its attention processor is {type(processor).__name__}")
         if getattr(processor, "_parallel_config", None) is not None:
             return Fallback("its attention runs on several cards")
-        if backend_of(processor) != backend_of(self._processor):
+        if _backend_of(processor) != _backend_of(self._processor):
             return Fallback("its attention backend is not that of the first block")
         return None
 
     def inputs(
         self, block: torch.nn.Module, positional: tuple, arguments: dict[str, Any]
     ) -> BlockInputs | Fallback:
-        """From what diffusers' loop calls a block with; read again where one was exchanged."""
         if positional or not all(name in arguments for name in STREAM_ARGUMENTS):
             return Fallback("diffusers passes its blocks arguments that are unknown here")
         shared = tuple(arguments.get(name) for name in SHARED)
-        if self._shared is None or any(
-            ours is not theirs for ours, theirs in zip(self._shared, shared, strict=True)
-        ):
+        if self._exchanged(shared):
             try:
                 self._step = self._step_of(arguments)
             except _UnknownError as reason:
@@ -211,18 +184,31 @@ class TransformerPass(DoubleStream):
         return BlockInputs(text, image, arguments["temb"], self._step, self._controlled)
 
     def entry(self, embedding: torch.Tensor, batch: int) -> Entry:
-        """The modulation from the run's table, if there is one."""
         return self.modulation.entry(self.owner, self._given, embedding, batch)
 
     def host_attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """diffusers' own, by the backend that was chosen there."""
-        return host_attend(q, k, v, self._mask, self._processor)
+        out = attention_dispatch.dispatch_attention_fn(
+            q, k, v, attn_mask=self._mask, backend=_backend_of(self._processor)
+        )
+        return out.flatten(2, 3).to(q.dtype)
 
     def host_block(self, block: torch.nn.Module, arguments: dict[str, Any]) -> Streams:
-        """The block's own forward."""
         return type(block).forward(block, **arguments)
+
+    def _exchanged(self, shared: tuple[Any, ...]) -> bool:
+        return self._shared is None or any(
+            ours is not theirs for ours, theirs in zip(self._shared, shared, strict=True)
+        )
+
+    def _attention_mask(self, mask: torch.Tensor | None, image: torch.Tensor) -> Any:
+        """Keeps diffusers' mask for its own attention; returns the scores to add in this one."""
+        self._mask = mask
+        if mask is None:
+            return None
+        scores = torch.zeros(mask.shape, dtype=image.dtype, device=image.device)
+        return aligned_mask(scores.masked_fill_(~mask, float("-inf")))
 
     def _step_of(self, arguments: dict[str, Any]) -> Step:
         unknown = arguments.keys() - {*SHARED, *STREAM_ARGUMENTS}
@@ -236,19 +222,17 @@ class TransformerPass(DoubleStream):
         rows = batch if index is None else 2 * batch
         if embedding.dim() != 2 or len(embedding) != rows:
             raise _UnknownError(f"{len(embedding)} timestep embeddings where {rows} belong")
-        zero_from = image.shape[1] if index is None else zero_from_of(index, image)
+        zero_from = image.shape[1] if index is None else _zero_from(index, image)
         tokens = Tokens(batch, text.shape[1], image.shape[1], zero_from)
-        rotary = rotary_of(arguments.get("image_rotary_emb"), tokens)
-        mask = self._mask = joint_mask_of(arguments, tokens)
-        if mask is not None:
-            scores = torch.zeros(mask.shape, dtype=image.dtype, device=image.device)
-            mask = aligned_mask(scores.masked_fill_(~mask, float("-inf")))
+        rotary = _rotary_of(arguments.get("image_rotary_emb"), tokens)
+        mask = self._attention_mask(_joint_mask(arguments, tokens), image)
         return Step(tokens, rotary, mask)
 
 
 class SingleStreamPass(TransformerPass):
-    """The same of Qwen-Image-2.1, whose blocks run with the rows of the image alone, beside the
-    keys and values in diffusers' cache. The first step, which fills the cache, is diffusers' own.
+    """Implements the same for Qwen-Image-2.1, whose blocks run with the rows of the image alone,
+    beside the keys and values in diffusers' cache. The first step, which fills the cache, is
+    diffusers' own.
     """
 
     def unchanged(
@@ -258,7 +242,6 @@ class SingleStreamPass(TransformerPass):
         arguments: dict[str, Any],
         inputs: tuple[torch.Tensor, torch.Tensor, object],
     ) -> bool:
-        """As of `HostPass`."""
         _, image, modulation = inputs
         prefix = _prefix_of(arguments)
         return (
@@ -270,17 +253,15 @@ class SingleStreamPass(TransformerPass):
         )
 
     def output(self, streams: Streams) -> torch.Tensor:
-        """The image alone."""
         return streams[1]
 
     @property
     def prefixes(self) -> Sequence[Prefix] | None:
-        """Of diffusers' cache, which stays where it is until the pipeline ends."""
+        # diffusers' cache stays where it is until the pipeline ends.
         layers = getattr(self._given.get("kv_cache"), "layer_caches", ())
         return [Prefix(*layer.get()) for layer in layers] or None
 
     def fallback(self) -> Fallback | None:
-        """As of 1.x, or no cache."""
         if self._given.get("kv_cache") is None:
             return Fallback("diffusers runs without its prefix cache")
         return super().fallback()
@@ -288,45 +269,37 @@ class SingleStreamPass(TransformerPass):
     def inputs(
         self, block: torch.nn.Module, positional: tuple, arguments: dict[str, Any]
     ) -> BlockInputs | Fallback | None:
-        """From what diffusers' loop calls a block with; None where it fills the cache."""
-        if arguments.get("kv_cache_mode") == "extract":
+        if arguments.get("kv_cache_mode") == "extract":  # diffusers fills the cache
             return None
         prefix = _prefix_of(arguments)
         if positional or prefix is None or arguments.keys() - SINGLE_STREAM:
             return Fallback("diffusers passes its blocks arguments that are unknown here")
         shared = tuple(arguments.get(name) for name in SINGLE_STREAM_SHARED)
-        if self._shared is None or any(
-            ours is not theirs for ours, theirs in zip(self._shared, shared, strict=True)
-        ):
+        if self._exchanged(shared):
             self._step, self._shared = self._single_step(arguments), shared
         image = arguments["hidden_states"]
         step = self._step._replace(prefix=prefix)
         return BlockInputs(image[:, :0], image, arguments["modulation"], step, False)
 
     def entry(self, embedding: torch.Tensor, batch: int) -> Entry:
-        """From the modulation of all blocks, whose last row is for timestep 0."""
+        # The last row is for timestep 0.
         scale1, gate1, scale2, gate2 = embedding[:-1].chunk(4, -1)
         scales, gates = (scale1, scale2), (gate1.tanh(), gate2.tanh())
         return shared_entry(scales, gates, len(self.blocks), batch)
 
     def host_block(self, block: torch.nn.Module, arguments: dict[str, Any]) -> Streams:
-        """The block's own forward."""
         image = arguments["hidden_states"]
         return image[:, :0], type(block).forward(block, **arguments)
 
     def _single_step(self, arguments: dict[str, Any]) -> Step:
         image, turns = arguments["hidden_states"], arguments["rotary_emb"]
         tokens = Tokens(len(image), 0, image.shape[1], image.shape[1])
-        mask = self._mask = arguments.get("attention_mask")
-        if mask is not None:
-            scores = torch.zeros(mask.shape, dtype=image.dtype, device=image.device)
-            mask = aligned_mask(scores.masked_fill_(~mask, float("-inf")))
+        mask = self._attention_mask(arguments.get("attention_mask"), image)
         turns = turns.unsqueeze(0)
         return Step(tokens, Rotary(turns.real.contiguous(), turns.imag.contiguous()), mask)
 
 
 def _prefix_of(arguments: dict[str, Any]) -> Prefix | None:
-    """The cached keys and values of a block."""
     layer = arguments.get("layer_cache")
     if layer is None or layer.k is None or arguments.get("kv_cache_mode") != "cached":
         return None
@@ -348,13 +321,12 @@ class _UnknownError(Exception):
 
 
 def _processor_of(block: torch.nn.Module) -> object:
-    """What computes a block's attention."""
     return getattr(block.attn, "processor", None)
 
 
-def zero_from_of(index: torch.Tensor, image: torch.Tensor) -> int:
-    """The first image token of timestep 0, from diffusers' index: (1 or batch, tokens), 0 for the
-    tokens of the picture and 1 for those of reference images.
+def _zero_from(index: torch.Tensor, image: torch.Tensor) -> int:
+    """Finds the first image token of timestep 0 in diffusers' index: (1 or batch, tokens), 0 for
+    the tokens of the picture and 1 for those of reference images.
     """
     at_zero = index.cpu() != 0  # waits for the card once a pass, as the table's key does
     zero_from = int((~at_zero[0]).sum())
@@ -365,8 +337,8 @@ def zero_from_of(index: torch.Tensor, image: torch.Tensor) -> int:
     return zero_from
 
 
-def rotary_of(frequencies: Any, tokens: Tokens) -> Rotary:
-    """From diffusers' complex rotations of image and text, each (tokens, head_dim / 2)."""
+def _rotary_of(frequencies: Any, tokens: Tokens) -> Rotary:
+    """Joins diffusers' complex rotations of image and text, each (tokens, head_dim / 2)."""
     try:
         image, text = frequencies
         fits = image.is_complex() and text.is_complex()
@@ -379,8 +351,8 @@ def rotary_of(frequencies: Any, tokens: Tokens) -> Rotary:
     return Rotary(joint.real.contiguous(), joint.imag.contiguous())
 
 
-def joint_mask_of(arguments: dict[str, Any], tokens: Tokens) -> torch.Tensor | None:
-    """True where a key counts, (batch, 1, 1, joint), on the card; None without a mask."""
+def _joint_mask(arguments: dict[str, Any], tokens: Tokens) -> torch.Tensor | None:
+    """Returns True where a key counts, (batch, 1, 1, joint), on the card; None without a mask."""
     more = dict(arguments.get("joint_attention_kwargs") or {})
     joint, text = more.pop(JOINT_MASK, None), arguments.get("encoder_hidden_states_mask")
     if more:

@@ -49,6 +49,7 @@ class DiffusersLayers:
         self.moving: Fallback | None = None
 
     def hold(self, blocks: Sequence[torch.nn.Module]) -> AbstractContextManager[Hashable | None]:
+        # One layer of each block tells in every pass whether its weights have moved.
         if self._addresses is None or not (self.moving or self._addresses == _addresses(blocks)):
             found = self._look(blocks)
             self.moving = found if isinstance(found, Fallback) else None
@@ -57,7 +58,7 @@ class DiffusersLayers:
         return nullcontext(self._token)
 
     def _look(self, blocks: Sequence[torch.nn.Module]) -> Hashable | Fallback:
-        """At every layer: a token of the addresses and layouts of all tensors."""
+        """Makes a token of the addresses and layouts of all tensors."""
         if not all(map(token_layers, blocks)):
             return OWN_WAY
         norms = [norm for block in blocks for norm in head_norms(block)]
@@ -72,7 +73,7 @@ class DiffusersLayers:
         return hash(tuple((it.data_ptr(), it.dtype, it.shape, it.stride()) for it in tensors))
 
     def kind(self, layer: torch.nn.Module) -> str | RowFormat | None:
-        kind = kind_of(layer)
+        kind = _kind_of(layer)
         if isinstance(kind, RowFormat):
             gemm = self._gemms.setdefault(kind.storage, layer.product)
             if gemm != layer.product:
@@ -94,8 +95,6 @@ class DiffusersLayers:
 
     def rounds(self, layer: torch.nn.Module) -> bool:
         # A LoRA over a plain weight does not.
-        if kind_of(layer) == DENSE:
-            return False
         weight = getattr(layer, "weight", None)
         dense = type(weight) is torch.nn.Parameter and weight.dtype.itemsize > 1
         return not (dense and weight.is_floating_point())
@@ -111,21 +110,18 @@ def _addresses(blocks: Sequence[torch.nn.Module]) -> list[int]:
     return [block.attn.to_q.weight.data_ptr() for block in blocks]
 
 
-def kind_of(layer: torch.nn.Module) -> str | RowFormat | None:
-    """As `optimizations.blocks.block.Layers.kind`, whatever multiplies other layers."""
+def _kind_of(layer: torch.nn.Module) -> str | RowFormat | None:
     if is_changed(layer):
         return None
-    if is_plain(layer):
+    if _is_plain(layer):
         return DENSE
     if type(layer) is QuantizedLinear and isinstance(layer.product, Gemm):
         return layer.form
     return None
 
 
-def is_plain(layer: torch.nn.Module) -> bool:
-    """Whether a layer is PyTorch's own with a weight that is an ordinary tensor: torchao and tensor
-    parallelism put classes of their own in its place.
-    """
+def _is_plain(layer: torch.nn.Module) -> bool:
+    # torchao and tensor parallelism put weights of their own classes in its place.
     return type(layer) is torch.nn.Linear and type(layer.weight) is torch.nn.Parameter
 
 
@@ -139,19 +135,15 @@ class TransformerModulation:
         self._table: ModulationTable | None = None
 
     def open_run(self, timesteps: Timesteps | None) -> None:
-        """A marked run begins, whose scheduler has these timesteps."""
         self._timesteps, self._in_run, self._table = timesteps, True, None
 
     def close_run(self) -> None:
-        """It is over; frees the table."""
         self._timesteps, self._in_run, self._table = None, False, None
 
     def start_run(self) -> None:
-        """Begins the figures of another run."""
         self.figures = TableFigures()
 
     def lines(self) -> list[str]:
-        """Lines about the run."""
         return self.figures.lines()
 
     def entry(
@@ -161,7 +153,7 @@ class TransformerModulation:
         embedding: torch.Tensor,
         batch: int,
     ) -> Entry:
-        """The modulation of all blocks for a timestep embedding.
+        """Returns the modulation of all blocks for a timestep embedding.
 
         Args:
             given: What the transformer was called with.
@@ -169,7 +161,7 @@ class TransformerModulation:
         """
         blocks, figures = blocks_of(transformer), self.figures
         if self._table is None and self._in_run and not figures.fallback:
-            if all(map(_is_plain, (layer.module for layer in modulation_layers(blocks)))):
+            if all(_is_modulation(layer.module) for layer in modulation_layers(blocks)):
                 self._table = ModulationTable(blocks)
             else:
                 figures.fallback = NOT_PLAIN
@@ -192,7 +184,7 @@ class TransformerModulation:
         embedding: torch.Tensor,
         batch: int,
     ) -> list[torch.Tensor]:
-        """The embeddings of the run's timesteps, as the pipelines and the transformer compute them;
+        """Computes the embeddings of the run's timesteps, as the pipelines and the transformer do;
         none where more than the timestep reaches the embedding.
         """
         if self._timesteps is None or given.get("guidance") is not None:
@@ -209,12 +201,12 @@ class TransformerModulation:
         return embeddings
 
 
-def _is_plain(module: torch.nn.Module) -> bool:
-    """Whether what a modulation layer gives depends on its weights and the timestep alone."""
+def _is_modulation(module: torch.nn.Module) -> bool:
+    # What it gives then depends on its weights and the timestep alone.
     return (
         type(module) is torch.nn.Sequential
         and len(module) == 2
         and type(module[0]) is torch.nn.SiLU
-        and is_plain(module[1])
+        and _is_plain(module[1])
         and not any(map(is_changed, (module, *module)))
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from transformers.processing_utils import ProcessorMixin
 
 from ...errors import CheckpointError, SettingError, UnavailableError
 from ...loaders.checkpoint import PIPELINE_21, sample_sigmas
-from ...loaders.convert import check_finite
+from ...loaders.convert import check_finite, check_names, shapes_of
 from ...loaders.header import PLAIN_DTYPES, Shards, read_object, read_shards
 from ...machine.device import available_bytes, choose_device
 from ...machine.memory import available_memory
@@ -50,7 +50,7 @@ MAX_PROMPT_TOKENS = 512  # the default of Qwen-Image's pipeline
 
 @dataclass(frozen=True)
 class Family:
-    """What differs between the pipelines that run here.
+    """Tells what differs between the pipelines that run here.
 
     Attributes:
         models: {part: class} of what diffusers itself defines.
@@ -105,18 +105,7 @@ FAMILIES = {"QwenImagePipeline": _qwen_image, PIPELINE_21: _qwen_image_21}
 DECODE_BYTES_PER_PIXEL = 1259
 
 
-def build_empty(model_class: type[ModelMixin], config: Mapping[str, Any]) -> ModelMixin:
-    """Builds the model with its parameters on the meta device and everything else real.
-
-    QwenEmbedRope keeps its complex tables as plain attributes, which no checkpoint would fill
-    again.
-    """
-    with init_empty_weights(include_buffers=False):
-        return model_class.from_config(config)
-
-
-def check_dtypes(shards: Shards) -> None:
-    """Raises CheckpointError when a tensor is quantized."""
+def _check_dtypes(shards: Shards) -> None:
     for name, info in shards.tensors.items():
         # Quantized: without its scales a cast would give a wrong image and no error.
         if info.dtype not in PLAIN_DTYPES:
@@ -127,66 +116,21 @@ def check_dtypes(shards: Shards) -> None:
             )
 
 
-def check_fits(model: ModelMixin, shards: Shards) -> None:
-    """Compares the names and shapes in the file headers with the model.
-
-    Raises:
-        CheckpointError: a tensor is missing, unexpected, or of another shape.
-    """
-    expected = model.state_dict()
-    found = shards.tensors
-    if missing := expected.keys() - found.keys():
-        raise CheckpointError(
-            f"The tensor {min(missing)!r} that config.json asks for is missing ({len(missing)} in "
-            "all): download the folder again.",
-            shards.path,
-        )
-    if unexpected := found.keys() - expected.keys():
-        raise CheckpointError(
-            f"The tensor {min(unexpected)!r} has no place in config.json ({len(unexpected)} in "
-            "all): download the folder again.",
-            shards.path,
-        )
-    for name, info in found.items():
-        if info.shape != tuple(expected[name].shape):
-            raise CheckpointError(
-                f"The tensor {name!r} has the shape {info.shape} and config.json asks for "
-                f"{tuple(expected[name].shape)}: download the folder again.",
-                shards.header_of(name).path,
-            )
-
-
-def stream_tensors(shards: Shards) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, tensor on the CPU) file by file; the tensors are views of the mapped files.
-
-    Raises:
-        CheckpointError: a tensor holds NaN or infinity.
-    """
+def _fill(model: ModelMixin, shards: Shards, dtype: torch.dtype, device: str) -> None:
     for header in shards.headers:
         with safe_open(header.path, framework="pt") as file:
             for name in header.tensors:
-                tensor = file.get_tensor(name)
+                tensor = file.get_tensor(name)  # a view of the mapped file
                 check_finite(header.path, name, tensor)
-                yield name, tensor
-
-
-def fill(
-    model: ModelMixin,
-    tensors: Iterable[tuple[str, torch.Tensor]],
-    *,
-    dtype: torch.dtype,
-    device: str,
-) -> None:
-    """Puts every tensor into its place in the empty model, cast to `dtype` on `device`."""
-    for name, tensor in tensors:
-        owner, _, leaf = name.rpartition(".")
-        value = tensor.to(device=device, dtype=dtype)
-        setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(value, requires_grad=False))
+                value = tensor.to(device=device, dtype=dtype)
+                weight = torch.nn.Parameter(value, requires_grad=False)
+                owner, _, leaf = name.rpartition(".")
+                setattr(model.get_submodule(owner), leaf, weight)
 
 
 @dataclass(frozen=True)
 class LoadedPipeline:
-    """The parts of a Qwen-Image folder, ready to sample; one run at a time.
+    """Holds the parts of a Qwen-Image folder, ready to sample; one run at a time.
 
     Attributes:
         device: Where the parts run.
@@ -209,7 +153,7 @@ class LoadedPipeline:
     def to_diffusers(
         self, scheduler: FlowMatchEulerDiscreteScheduler | None = None
     ) -> DiffusionPipeline:
-        """diffusers' pipeline over these parts; its scheduler, which has state, is its own."""
+        """Makes diffusers' pipeline of these parts; its scheduler has state, and is its own."""
         pipeline = self.family.pipeline(
             transformer=self.transformer,
             vae=self.vae,
@@ -301,19 +245,22 @@ def _load_parts(
     attention: str | None,
     offload: OffloadChoice,
 ) -> LoadedPipeline:
-    """Reads what `load_pipeline` has checked; without an attention nothing is optimized."""
     dtype = PRECISION_DTYPES[choice.name]
     # What is cheap to check comes first: a wrong folder is then refused before minutes of reading.
     words = family.load_words(folder / family.words)
     scheduler_config = _config(folder, "scheduler", FlowMatchEulerDiscreteScheduler)
-    models = {
-        part: build_empty(model_class, _config(folder, part, model_class))
-        for part, model_class in family.models.items()
-    }
+    # Weights alone are empty: QwenEmbedRope keeps its complex tables as plain attributes, which no
+    # checkpoint would fill again.
+    with init_empty_weights(include_buffers=False):
+        models = {
+            part: model_class.from_config(_config(folder, part, model_class))
+            for part, model_class in family.models.items()
+        }
     for part in shards.values():
-        check_dtypes(part)
+        _check_dtypes(part)
     for part, model in models.items():
-        check_fits(model, shards[part])
+        found = {name: info.shape for name, info in shards[part].tensors.items()}
+        check_names(shards[part].path, found, shapes_of(model), f"the {part} of its config.json")
     if attention is not None:
         is_lossy_attention(models["transformer"], attention, torch.device(device), dtype)
     place = device if offload.name == "none" else "cpu"
@@ -321,7 +268,7 @@ def _load_parts(
         family.text_encoder, folder / "text_encoder", dtype=dtype, device=place
     )
     for part, model in models.items():
-        fill(model, stream_tensors(shards[part]), dtype=dtype, device=place)
+        _fill(model, shards[part], dtype, place)
         model.eval()
     transformer = models["transformer"]
     return LoadedPipeline(

@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from diffusers import QwenImageTransformer2DModel
@@ -67,7 +67,7 @@ def optimize(transformer: QwenImageTransformer2DModel, *, attention: str = "auto
 def is_lossy_attention(
     transformer: QwenImageTransformer2DModel, name: str, device: torch.device, dtype: torch.dtype
 ) -> bool:
-    """Whether the attention that is asked for differs from exact attention by more than rounding.
+    """Tells whether the attention asked for differs from exact attention by more than rounding.
 
     Raises:
         SettingError, UnavailableError: As `optimize`.
@@ -79,7 +79,7 @@ def is_lossy_attention(
 
 
 def unsupported_model(transformer: object) -> Fallback | None:
-    """Why a model is not optimized, in one sentence; None when it is Qwen-Image."""
+    """Says why a model is not optimized, in one sentence; None when it is Qwen-Image."""
     if type(transformer) in PASSES and len(transformer.transformer_blocks):
         return None
     return Fallback(
@@ -90,7 +90,7 @@ def unsupported_model(transformer: object) -> Fallback | None:
 
 
 class Optimized:
-    """What `optimize` has done to a transformer; as a context manager, until its end.
+    """Holds what `optimize` has done to a transformer; as a context manager, until its end.
 
     Args:
         forward: What hangs on the transformer; None where nothing does.
@@ -103,7 +103,7 @@ class Optimized:
         self._fallback = fallback
 
     def report(self) -> str:
-        """Lines that say which path every part took in the last run."""
+        """Says which path every part took in the last run, a line each."""
         return self._optimization.report() if self._optimization else str(self._fallback)
 
     def run(self, timesteps: Timesteps | None = None) -> AbstractContextManager[None]:
@@ -157,7 +157,6 @@ class TransformerOptimization(Optimization):
 
     @contextmanager
     def run(self, timesteps: Timesteps | None) -> Iterator[None]:
-        """One sampling run; see `Optimized.run`."""
         self.start_run()
         self._modulation.open_run(timesteps)
         self._in_run = True
@@ -169,14 +168,13 @@ class TransformerOptimization(Optimization):
             self._leave()
 
     def start_run(self) -> None:
-        """Forgets what was known in the last run."""
         super().start_run()
         self._layers = DiffusersLayers()
 
     def forward(
         self, host: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """One call of the transformer; `host` is its own forward."""
+        """Makes one call of the transformer; `host` is its own forward."""
         transformer = self._transformer()
         try:
             given = self._signature.bind(transformer, *args, **kwargs).arguments
@@ -210,23 +208,12 @@ class TransformerOptimization(Optimization):
             self.release(transformer)
 
     def report(self) -> str:
-        """Which path every part took in the last run, a line each."""
         return self._closing_report or super().report()
 
     def attention_lines(self) -> list[str]:
-        """Which attention ran: with blocks of diffusers' own, its own."""
         if self._last is not None and not self._last.fused:
             return ["attention: diffusers' own, with its blocks"]
         return super().attention_lines()
-
-
-class Instead(Protocol):
-    """Runs in place of a transformer's `forward`."""
-
-    def forward(
-        self, host: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """One call of the transformer; `host` is what it would have run."""
 
 
 class Forward:
@@ -236,7 +223,8 @@ class Forward:
 
     Args:
         transformer: Referenced weakly.
-        instead: What runs; None for what it stands for.
+        instead: Its `forward(host, args, kwargs)` runs for each call, and `host` is what the call
+            would have run; None for that alone.
 
     Attributes:
         before: What was in its place, of another extension; None for the class's own.
@@ -244,7 +232,7 @@ class Forward:
 
     __slots__ = ("__signature__", "_transformer", "before", "instead")
 
-    def __init__(self, transformer: QwenImageTransformer2DModel, instead: Instead | None) -> None:
+    def __init__(self, transformer: QwenImageTransformer2DModel, instead: Any) -> None:
         self.instead = instead
         self.before: Callable[..., Any] | None = None
         self._transformer = weakref.ref(transformer)
@@ -289,7 +277,7 @@ class Forward:
 
 
 def _installed(transformer: QwenImageTransformer2DModel) -> Forward | None:
-    """What an earlier `optimize` hung on a transformer, wherever others have wrapped it."""
+    """Finds what an earlier `optimize` hung on a transformer, wherever others have wrapped it."""
     for slot in SLOTS:
         forward = transformer.__dict__.get(slot)
         while forward is not None:

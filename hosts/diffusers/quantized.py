@@ -17,10 +17,11 @@ from typing import Protocol
 import torch
 
 from ...errors import SettingError, UnavailableError
-from ...loaders.quantize import layers_to_quantize, quantize_rows, row_format
+from ...loaders.quantize import quantize_rows, row_format
+from ...loaders.quantized_file import check_precision, choose_layers
 from ...optimizations import reference
 from ...optimizations.linear import choose_gemm
-from ...spec.formats import QUANTIZED, RowFormat
+from ...spec.formats import RowFormat
 
 
 class Product(Protocol):
@@ -36,12 +37,12 @@ class Product(Protocol):
         bias: torch.Tensor | None = None,
         rotation: int = 0,
     ) -> torch.Tensor:
-        """As `Gemm.linear`: (..., K) and (N, K) to (..., N)."""
+        """Multiplies (..., K) with (N, K) to (..., N), as `Gemm.linear`."""
 
 
 @dataclass(frozen=True)
 class PlainProduct:
-    """A product of 8-bit operands in plain torch, with a scale for each row of both."""
+    """Multiplies 8-bit operands in plain torch, with a scale for each row of both."""
 
     format: str
 
@@ -56,7 +57,6 @@ class PlainProduct:
         bias: torch.Tensor | None = None,
         rotation: int = 0,
     ) -> torch.Tensor:
-        """As `Gemm.linear`, x rounded too."""
         n, k = weight.shape
         form = RowFormat(self.format, rotation)
         rows, row_scale = reference.row_quantize(x.reshape(-1, k), form)
@@ -65,7 +65,7 @@ class PlainProduct:
 
 
 def plain_product(format: str, device: torch.device) -> Product:
-    """Rows of scales for both operands, without a card's kernels."""
+    """Returns what multiplies with rows of scales for both operands, without a card's kernels."""
     if format == "int8" and device.type == "cpu":
         try:  # exact sums too, in a third of the reference's time
             gemm = choose_gemm(format, device, backend="int_mm")
@@ -77,13 +77,13 @@ def plain_product(format: str, device: torch.device) -> Product:
 
 
 def tensor_core_product(format: str, device: torch.device) -> Product:
-    """What runs on a card, or the same numbers in plain torch where nothing multiplies 8 bits."""
+    """Returns what runs on a card, or gives its numbers in plain torch where nothing does."""
     gemm = choose_gemm(format, device)
     return plain_product(format, device) if gemm.weight_only else gemm
 
 
 class QuantizedLinear(torch.nn.Module):
-    """A linear layer of 8-bit values and a scale for each output row.
+    """Computes a linear layer of 8-bit values and a scale for each output row.
 
     Attributes:
         weight: (N, K), float8_e4m3fn or int8.
@@ -109,7 +109,7 @@ class QuantizedLinear(torch.nn.Module):
         self.product = product
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., K) to (..., N) in x's dtype."""
+        """Takes (..., K) to (..., N) in x's dtype."""
         return self.product.linear(x, self.weight, self.weight_scale, self.bias, self.form.rotation)
 
     def _apply(self, fn: Callable, recurse: bool = True) -> QuantizedLinear:
@@ -128,20 +128,18 @@ class QuantizedLinear(torch.nn.Module):
 
 
 def chosen_layers(names: Iterable[str], keep: Sequence[str] = ()) -> list[str]:
-    """Which of these layers are quantized, in their order.
+    """Returns which of these layers are quantized, in their order.
 
     Raises:
         SettingError: a pattern in `keep` matches no layer, or the patterns leave none.
     """
     names = list(names)
-    chosen = layers_to_quantize(names, keep)
-    if not chosen:
-        raise SettingError("keep_in_bf16 (--keep) leaves no layer to quantize: name fewer layers.")
+    chosen, _ = choose_layers(names, keep)
     return [name for name in names if name in chosen]
 
 
 def quantizable(transformer: torch.nn.Module, keep: Sequence[str] = ()) -> list[str]:
-    """Names of the layers that are quantized, in the model's order.
+    """Returns the names of the layers that are quantized, in the model's order.
 
     Args:
         keep: shell patterns of layers that stay as they are, such as `*.img_mlp.net.2`.
@@ -182,8 +180,7 @@ def quantize_transformer(
     Raises:
         SettingError: the precision is unknown, or as in `quantizable`; nothing has changed then.
     """
-    if precision not in QUANTIZED:
-        raise SettingError(f"precision {precision!r} is unknown: choose {' or '.join(QUANTIZED)}.")
+    check_precision(precision)
     layers = quantizable(transformer, keep)
     for name in layers:
         layer = transformer.get_submodule(name)

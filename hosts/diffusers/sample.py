@@ -27,7 +27,7 @@ StepCallback = Callable[[int, int, torch.Tensor], None]
 
 @dataclass(frozen=True)
 class Generation:
-    """What a run made: image i comes from seed `settings.seed + i`.
+    """Holds what a run made: image i comes from seed `settings.seed + i`.
 
     Attributes:
         cached: what the step cache did; None without one.
@@ -157,7 +157,7 @@ def _sample(
 
 
 def settled(settings: GenerateSettings, pipeline: LoadedPipeline) -> GenerateSettings:
-    """The settings with steps and guidance, and no steps but those that a Turbo is trained for."""
+    """Fills in steps and guidance, and refuses other steps than those a Turbo is trained for."""
     trained = len(pipeline.family.arguments.get("sigmas", ()))
     if trained and settings.steps not in (None, trained):
         raise SettingError(

@@ -17,7 +17,7 @@ MAX_SEED = 2**63 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateSettings:
-    """The settings of one generation.
+    """Checks the settings of one generation.
 
     Attributes:
         width, height: pixels, divisible by 16.
@@ -93,7 +93,7 @@ def _check_count(name: str, value: int) -> None:
 
 @dataclass(frozen=True)
 class OffloadChoice:
-    """ "none" or "model", as in `load_pipeline`, and why."""
+    """Names "none" or "model", as in `load_pipeline`, and says why."""
 
     name: str
     reason: str

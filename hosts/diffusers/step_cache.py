@@ -63,7 +63,7 @@ def cache_steps(pipeline: DiffusionPipeline, cache: str | CacheSettings) -> Iter
         own["step"] = step
         yield cached
     finally:
-        cached.drop_run()
+        cached._run = None
         for forward in hung:
             forward.remove()
         if own.get("step") is step:  # else somebody has wrapped it, and it does nothing any more
@@ -73,7 +73,7 @@ def cache_steps(pipeline: DiffusionPipeline, cache: str | CacheSettings) -> Iter
 
 
 class StepCache:
-    """The state of `cache_steps`.
+    """Holds the state of `cache_steps`.
 
     Args:
         transformer, scheduler: The pipeline's.
@@ -104,7 +104,7 @@ class StepCache:
     def forward(
         self, host: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """One call of the transformer; `host` is what it would have run."""
+        """Makes one call of the transformer; `host` is what it would have run."""
         velocity = self.forecast(kwargs)
         if velocity is None:
             return host(*args, **kwargs)
@@ -115,7 +115,7 @@ class StepCache:
         return Transformer2DModelOutput(out) if kwargs.get("return_dict", True) else (out,)
 
     def forecast(self, given: dict[str, Any]) -> torch.Tensor | None:
-        """The velocity that stands for a call; None where it is to run.
+        """Returns the velocity that stands for a call; None where it is to run.
 
         Args:
             given: What the transformer or the ControlNet is called with, by name.
@@ -123,12 +123,14 @@ class StepCache:
         if "hidden_states" not in given:  # no pipeline calls it so
             return None
         if self._run is None or self._run.sigmas is not self._scheduler.sigmas:
-            self._start_run()
+            cached = getattr(self._transformer, "is_cache_enabled", False)
+            refusal = "a cache of diffusers is on the transformer" if cached else ""
+            self.figures, self._run = None, _Run(self._scheduler, self._settings, refusal)
         velocity = self._run.decide(given)
         return None if self._settings.audit else velocity
 
     def velocity(self, model_output: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
-        """What the scheduler is to step by.
+        """Returns what the scheduler is to step by.
 
         Args:
             model_output: What the pipeline has made of the transformer's calls.
@@ -143,16 +145,6 @@ class StepCache:
             self._run = None
         return velocity
 
-    def drop_run(self) -> None:
-        """Forgets a run that has not come to its end."""
-        self._run = None
-
-    def _start_run(self) -> None:
-        refusal = ""
-        if getattr(self._transformer, "is_cache_enabled", False):
-            refusal = "a cache of diffusers is on the transformer"
-        self.figures, self._run = None, _Run(self._scheduler, self._settings, refusal)
-
 
 class _ControlNet:
     """Runs in place of the `forward` of a ControlNet, which the pipeline calls before the
@@ -165,19 +157,12 @@ class _ControlNet:
     def forward(
         self, host: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """One call; `host` is what it would have run."""
         skipped = self._cached.forecast(kwargs) is not None and not kwargs.get("return_dict", True)
         return () if skipped else host(*args, **kwargs)
 
 
 class _Run:
-    """One call of a pipeline.
-
-    Args:
-        scheduler: Whose timesteps are set; it makes `sigmas` anew for each run.
-        settings: What may be skipped.
-        refusal: As `CachedRun` has it.
-    """
+    """Follows one call of a pipeline, whose scheduler makes `sigmas` anew for each run."""
 
     def __init__(self, scheduler: Any, settings: CacheSettings, refusal: str) -> None:
         self.sigmas = scheduler.sigmas
@@ -193,15 +178,10 @@ class _Run:
 
     @property
     def is_over(self) -> bool:
-        """Whether the last step has been taken."""
         return self._steps == self.cached.figures.steps
 
     def decide(self, given: dict[str, Any]) -> torch.Tensor | None:
-        """The velocity of the step under way, if it is skipped: decided at its first call.
-
-        Args:
-            given: What that call is made with.
-        """
+        """Returns the velocity of the step under way, if it is skipped: its first call decides."""
         if not self._decided:
             self._decided = True
             self._text = given.get("encoder_hidden_states")
@@ -213,12 +193,7 @@ class _Run:
         return self._forecast
 
     def close_step(self, velocity: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Tells the cache what was computed; gives the velocity of the step.
-
-        Args:
-            velocity: Guided.
-            x: The latent.
-        """
+        """Tells the cache the guided velocity; returns that of the step, from the latent x."""
         self._steps += 1
         if not self._decided:
             return velocity

@@ -59,7 +59,7 @@ def load_text_encoder(
 
 @contextmanager
 def _quiet_report() -> Iterator[None]:
-    """Holds back transformers' table of missing tensors: the same facts become our one sentence."""
+    # The same facts become our one sentence.
     theirs = logging.getLogger("transformers.modeling_utils")
     theirs.addFilter(_is_no_report)
     try:
