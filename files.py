@@ -94,7 +94,7 @@ def parse_json(data: bytes) -> Any:
 
 
 def parse_object(data: bytes) -> dict[str, Any]:
-    """As `parse_json`, of an object.
+    """Parses one UTF-8 JSON object, as strictly as `parse_json`.
 
     Raises:
         ValueError: as `parse_json`, and for any other value.

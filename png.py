@@ -75,6 +75,6 @@ def _filtered(pixels: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _cost(residuals: np.ndarray) -> np.ndarray:
-    """The sum of a row's residuals as signed numbers, in absolute terms."""
+    """Sums the absolute values of a row's residuals as signed numbers."""
     sampled = residuals[:, ::SAMPLED]
     return np.minimum(sampled, 0 - sampled).sum(1, dtype=np.int64)

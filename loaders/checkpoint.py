@@ -49,37 +49,25 @@ Parsed = TypeVar("Parsed")
 BLOCK_KEYS = {"transformer": "num_layers", "text_encoder": "num_hidden_layers"}
 
 
-def contradictions(identity: Identity, config: Mapping[str, Any], tensors: Tensors) -> list[str]:
+def _contradictions(identity: Identity, config: Mapping[str, Any], tensors: Tensors) -> list[str]:
     """Returns one sentence for every value that the tensors disprove; `config` is {} without a
     file.
     """
     if not config:
         return []
     nested = config.get("text_config")
-    values = {**config, **nested} if isinstance(nested, dict) else config
+    values = {**config, **(nested if isinstance(nested, dict) else {})}
     found = {key: identity.dims.get(name) for key, name in SAME.get(identity.role, {}).items()}
     if identity.role in BLOCK_KEYS:
         found[BLOCK_KEYS[identity.role]] = identity.blocks
-    sentences = [
+    if identity.role == "transformer":
+        values["use_additional_t_cond"] = bool(config.get("use_additional_t_cond"))
+        found["use_additional_t_cond"] = "time_text_embed.addition_t_embedding.weight" in tensors
+    return [
         f"config.json says {key} is {values[key]!r} but the tensors say {actual}: take config.json "
         "and weights from one source."
         for key, actual in found.items()
         if actual is not None and key in values and values[key] != actual
-    ]
-    if identity.role == "transformer":
-        sentences += _layered_contradictions(config, tensors)
-    return sentences
-
-
-def _layered_contradictions(config: Mapping[str, Any], tensors: Tensors) -> list[str]:
-    declared = bool(config.get("use_additional_t_cond"))
-    present = "time_text_embed.addition_t_embedding.weight" in tensors
-    if declared == present:
-        return []
-    return [
-        f"config.json says use_additional_t_cond is {declared} but the tensor "
-        f"time_text_embed.addition_t_embedding.weight is {'there' if present else 'not there'}: "
-        "take config.json and weights from one source."
     ]
 
 
@@ -96,8 +84,8 @@ WEIGHTLESS = ("Scheduler", "Tokenizer", "TokenizerFast", "Processor", "FeatureEx
 
 @dataclass(frozen=True)
 class CheckpointPart:
-    """One model in a checkpoint: a whole file, one prefix of a full checkpoint, or one folder of a
-    diffusers folder.
+    """Describes one model in a checkpoint: a whole file, one prefix of a full checkpoint, or one
+    folder of a diffusers folder.
 
     Args:
         name: the component folder, or "diffusion model", "vae", "text encoder", "weights" in a
@@ -137,7 +125,7 @@ class CheckpointPart:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What `inspect_checkpoint` found; `kind` is "file", "sharded" or "diffusers folder"."""
+    """Holds what `inspect_checkpoint` found; `kind` is "file", "sharded" or "diffusers folder"."""
 
     path: Path
     kind: str
@@ -191,7 +179,7 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def inspect_shards(shards: Shards) -> Checkpoint:
-    """As `inspect_checkpoint`, of headers that are read already."""
+    """Does the same as `inspect_checkpoint` with headers that are read already."""
     path = shards.path
     config = _config_of(path if shards.index is None else shards.index.parent)
     parts = tuple(_part(part.name, part, shards, config) for part in split_parts(shards.tensors))
@@ -209,7 +197,7 @@ def _diffusers_folder(path: Path) -> Checkpoint:
         part = _part(name, Slice(name, "", shards.tensors), shards, _config_of(path / name))
         parts.append(replace(part, folder=f"diffusers folder: {name}/"))
         file_bytes += shards.file_bytes
-    parts = [_named_by_pipeline(part, pipeline) for part in parts]
+    parts = [named_by_pipeline(part, pipeline) for part in parts]
     return Checkpoint(
         path, "diffusers folder", pipeline, tuple(_with_matching_widths(parts)), file_bytes
     )
@@ -233,8 +221,8 @@ def read_index(folder: Path) -> tuple[dict[str, Any], str]:
 
 
 def sample_sigmas(index: Mapping[str, Any], path: Path) -> list[float]:
-    """The sigmas that a Turbo is trained for, from 1 down; the last step ends at 0, which is not
-    listed. Empty of any other folder.
+    """Returns the sigmas that a Turbo is trained for, from 1 down; the last step ends at 0, which
+    is not listed. Empty for any other folder.
 
     Args:
         index: of the folder.
@@ -320,23 +308,22 @@ def _part(name: str, part: Slice, shards: Shards, config: Mapping[str, Any]) -> 
         folder=identity.folder,
         licence=identity.licence,
         cannot_run=identity.cannot_run or tuple(quantization.cannot_run(identity.role)),
-        errors=(*identity.errors, *contradictions(identity, config, tensors)),
+        errors=(*identity.errors, *_contradictions(identity, config, tensors)),
         prefix=part.prefix,
         attention={name: count for name, count in attention.items() if name},
     )
 
 
 def _family_from_config(identity: Identity, config: Mapping[str, Any]) -> Identity:
-    """Edit-2511 differs from Edit-2509 by one setting, which diffusers keeps in config.json and
-    ComfyUI in a marker.
-    """
+    # Edit-2511 differs from Edit-2509 by one setting, which diffusers keeps in config.json and
+    # ComfyUI in a marker.
     if identity.family == "Qwen-Image" and config.get("zero_cond_t") is True:
         return replace(identity, family="Qwen-Image-Edit-2511", variant=None)
     return identity
 
 
-def _named_by_pipeline(part: CheckpointPart, pipeline: str) -> CheckpointPart:
-    """Qwen-Image, Edit and Edit-2509 have the same tensors; only the pipeline class differs."""
+def named_by_pipeline(part: CheckpointPart, pipeline: str) -> CheckpointPart:
+    """Names Qwen-Image, Edit or Edit-2509, which have the same tensors, by the pipeline's class."""
     if part.family != "Qwen-Image" or pipeline not in PIPELINES:
         return part
     return replace(part, family=PIPELINES[pipeline], variant=f"by the pipeline class {pipeline}")

@@ -8,7 +8,7 @@ name and no tensor changes its shape.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -26,10 +26,29 @@ _RESNET = {
     "conv_shortcut": "shortcut",
 }
 _ENDS = {"conv_in": "conv1", "norm_out": "head.0", "conv_out": "head.2"}
-_MIDDLE = {"resnets.0": "middle.0", "attentions.0": "middle.1", "resnets.1": "middle.2"}
+_QUANT = {"quant_conv": "conv1", "post_quant_conv": "conv2"}
+# {pattern in the encoder or the decoder: native name, of its groups}
+_MIDDLE = {
+    r"mid_block\.resnets\.0": "middle.0".format,
+    r"mid_block\.attentions\.0": "middle.1".format,
+    r"mid_block\.resnets\.1": "middle.2".format,
+}
 # Each of the decoder's up blocks holds three residual blocks and, except the last, one upsampler;
 # natively they form one list.
-_UP_BLOCK_LENGTH = 4
+_STAGES = {
+    **_MIDDLE,
+    r"down_blocks\.(\d+)": "downsamples.{}".format,
+    r"up_blocks\.(\d+)\.resnets\.(\d+)": lambda i, j: f"upsamples.{4 * int(i) + int(j)}",
+    r"up_blocks\.(\d+)\.upsamplers\.\d+": lambda i: f"upsamples.{4 * int(i) + 3}",
+}
+# ComfyUI's class of 2.1 has the layers of Wan 2.2 for one frame.
+_STAGES_21 = {
+    **_MIDDLE,
+    r"down_blocks\.(\d)\.resnets\.(\d)": "downsamples.{}.downsamples.{}".format,
+    r"down_blocks\.(\d)\.downsampler": "downsamples.{}.downsamples.2".format,
+    r"up_blocks\.(\d)\.resnets\.(\d)": "upsamples.{}.upsamples.{}".format,
+    r"up_blocks\.(\d)\.upsampler": "upsamples.{}.upsamples.3".format,
+}
 
 
 def vae_name_to_native(name: str) -> str:
@@ -38,78 +57,36 @@ def vae_name_to_native(name: str) -> str:
     Raises:
         CheckpointError: the name is not one of a Qwen-Image VAE in diffusers form.
     """
-    for prefix, native in (("quant_conv.", "conv1."), ("post_quant_conv.", "conv2.")):
-        if name.startswith(prefix):
-            return native + name.removeprefix(prefix)
-    half, _, rest = name.partition(".")
-    native = _coder_name(rest) if half in ("encoder", "decoder") else None
-    if native is None:
-        raise CheckpointError(
-            f"The tensor {name!r} is not one of a Qwen-Image VAE in diffusers form: give the vae/ "
-            "folder of a Qwen-Image diffusers folder."
-        )
-    return f"{half}.{native}"
-
-
-def _coder_name(rest: str) -> str | None:
-    """Names inside the encoder or the decoder; the two share all rules."""
-    stem, _, end = rest.partition(".")
-    if stem in _ENDS:
-        return f"{_ENDS[stem]}.{end}"
-    if match := re.fullmatch(r"mid_block\.((?:resnets|attentions)\.\d)\.(.+)", rest):
-        return _join(_MIDDLE.get(match[1]), _resnet_or_same(match[2]))
-    if match := re.fullmatch(r"down_blocks\.(\d+)\.(.+)", rest):
-        return f"downsamples.{match[1]}.{_resnet_or_same(match[2])}"
-    if match := re.fullmatch(r"up_blocks\.(\d+)\.(resnets|upsamplers)\.(\d+)\.(.+)", rest):
-        block, kind, index, inner = int(match[1]), match[2], int(match[3]), match[4]
-        position = block * _UP_BLOCK_LENGTH + (index if kind == "resnets" else _UP_BLOCK_LENGTH - 1)
-        return f"upsamples.{position}.{_resnet_or_same(inner)}"
-    return None
-
-
-# The names of `AutoencoderKLQwenImage21` in ComfyUI's class, the layers of Wan 2.2 for one frame.
-_VAE_21 = (
-    (re.compile(r"mid_block\.((?:resnets|attentions)\.\d)\.(.+)"), None),
-    (re.compile(r"down_blocks\.(\d)\.resnets\.(\d)\.(.+)"), "downsamples.{}.downsamples.{}.{}"),
-    (re.compile(r"down_blocks\.(\d)\.downsampler\.(.+)"), "downsamples.{}.downsamples.2.{}"),
-    (re.compile(r"up_blocks\.(\d)\.resnets\.(\d)\.(.+)"), "upsamples.{}.upsamples.{}.{}"),
-    (re.compile(r"up_blocks\.(\d)\.upsampler\.(.+)"), "upsamples.{}.upsamples.3.{}"),
-)
+    return _vae_name(name, _STAGES, "a Qwen-Image VAE")
 
 
 def vae_21_name_to_native(name: str) -> str:
-    """The same of Qwen-Image-2.1's VAE.
+    """Maps a tensor name of `AutoencoderKLQwenImage21` in the same way.
 
     Raises:
-        CheckpointError: the name is not one of it in diffusers form.
+        CheckpointError: the name is not one of Qwen-Image-2.1's VAE in diffusers form.
     """
-    for prefix, native in (("quant_conv.", "conv1."), ("post_quant_conv.", "conv2.")):
-        if name.startswith(prefix):
-            return native + name.removeprefix(prefix)
+    return _vae_name(name, _STAGES_21, "Qwen-Image-2.1's VAE")
+
+
+def _vae_name(name: str, stages: Mapping[str, Callable[..., str]], what: str) -> str:
     half, _, rest = name.partition(".")
-    stem, _, end = rest.partition(".")
-    if stem in _ENDS:
-        return f"{half}.{_ENDS[stem]}.{end}"
-    for pattern, form in _VAE_21:
-        if match := pattern.fullmatch(rest):
-            *where, inner = match.groups()
-            inner = _resnet_or_same(inner)
-            if form is None:
-                return f"{half}.{_MIDDLE[where[0]]}.{inner}"
-            return f"{half}.{form.format(*where, inner)}"
+    if half in _QUANT and rest:
+        return f"{_QUANT[half]}.{rest}"
+    if half in ("encoder", "decoder"):
+        stem, _, end = rest.partition(".")
+        if stem in _ENDS:
+            return f"{half}.{_ENDS[stem]}.{end}"
+        for pattern, native in stages.items():
+            if match := re.fullmatch(rf"{pattern}\.(.+)", rest):
+                *where, inner = match.groups()
+                stem, _, end = inner.partition(".")
+                inner = f"{_RESNET[stem]}.{end}" if stem in _RESNET else inner
+                return f"{half}.{native(*where)}.{inner}"
     raise CheckpointError(
-        f"The tensor {name!r} is not one of Qwen-Image-2.1's VAE in diffusers form: give the vae/ "
-        "folder of its diffusers folder."
+        f"The tensor {name!r} is not one of {what} in diffusers form: give the vae/ folder of its "
+        "diffusers folder."
     )
-
-
-def _resnet_or_same(inner: str) -> str:
-    stem, _, end = inner.partition(".")
-    return f"{_RESNET[stem]}.{end}" if stem in _RESNET else inner
-
-
-def _join(stem: str | None, rest: str) -> str | None:
-    return None if stem is None else f"{stem}.{rest}"
 
 
 # transformers 5 nests the language model and the vision tower in `model`. ComfyUI keeps the flat
@@ -169,7 +146,7 @@ _ADAPTER = re.compile(r"\.lora_([AB])\.[^.]+\.weight$")
 
 
 def normalize_name(name: str) -> str:
-    """The same tensor's name as ComfyUI maps it; a normalized name stays as it is.
+    """Returns the same tensor's name as ComfyUI maps it; a normalized name stays as it is.
 
     Example:
         base_model.model.transformer_blocks.0.attn.to_q.lora_A.default.weight
@@ -233,14 +210,14 @@ def check_finite(path: Path, name: str, tensor: torch.Tensor) -> None:
 
 
 def not_finite(path: Path, name: str) -> CheckpointError:
-    """The error for a tensor that holds NaN or infinity."""
+    """Makes the error for a tensor that holds NaN or infinity."""
     return CheckpointError(
         f"This file holds NaN or infinity in the tensor {name!r}: download it again.", path
     )
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether a tensor of any dtype and device holds neither NaN nor infinity.
+    """Tells whether a tensor of any dtype and device holds neither NaN nor infinity.
 
     `aminmax` passes NaN on and reads 38 GB/s on two CPU cores, where `isfinite` reads 0.7 (bf16).
     """
@@ -251,7 +228,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def shapes_of(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
-    """{name: shape} of everything that a module loads."""
+    """Returns {name: shape} of everything that a module loads."""
     return {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
 
 

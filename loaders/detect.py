@@ -38,7 +38,7 @@ SAME_TENSORS = (
 
 
 def transformer(tensors: Tensors) -> Identity | None:
-    """Qwen-Image, Edit-2511 by its timestep-zero marker, Layered by its second time embedding."""
+    """Tells Qwen-Image, Edit-2511 by its marker, and Layered by its second time embedding."""
     if (
         "txt_norm.weight" not in tensors
         or "transformer_blocks.0.attn.norm_added_q.weight" not in tensors
@@ -82,8 +82,8 @@ def transformer_dims(tensors: Tensors) -> dict[str, int | str]:
 
 
 def controlnet(tensors: Tensors) -> Identity | None:
-    """A ControlNet of InstantX's layout (diffusers' `QwenImageControlNetModel`) or of the Fun
-    layout.
+    """Recognizes ControlNets of InstantX's layout (diffusers' `QwenImageControlNetModel`) and of
+    the Fun layout.
     """
     if "controlnet_x_embedder.weight" in tensors and "txt_norm.weight" in tensors:
         dims = transformer_dims(tensors)
@@ -124,7 +124,7 @@ def controlnet(tensors: Tensors) -> Identity | None:
 
 
 def model_patch(tensors: Tensors) -> Identity | None:
-    """DiffSynth's block-wise control, which ComfyUI loads as a model patch."""
+    """Recognizes DiffSynth's block-wise control, which ComfyUI loads as a model patch."""
     if "controlnet_blocks.0.y_rms.weight" not in tensors:
         return None
     return Identity(
@@ -192,7 +192,7 @@ ATTENTION_OF_21 = {"attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"}
 
 
 def lora(tensors: Tensors) -> Identity | None:
-    """Any low-rank adapter; `blocks` is the number of transformer blocks it touches."""
+    """Recognizes any low-rank adapter; `blocks` counts the transformer blocks that it touches."""
     found = {name: match for name in tensors if (match := SUFFIX.search(name))}
     if not found or not any(
         match["kind"].startswith(("lora", "lokr", "hada")) for match in found.values()
@@ -209,7 +209,7 @@ def lora(tensors: Tensors) -> Identity | None:
     )
     foreign = any(stack in module for module in modules for stack in FOREIGN_STACKS)
     of_21 = not foreign and _is_21(targets, blocks, _attention_widths(tensors, found))
-    styles = sorted({_style(module) for module in modules})
+    styles = sorted({PREFIXES.get(_prefix(module), "unknown") for module in modules})
     return Identity(
         family=f"{algorithm} for {FAMILY_21}"
         if of_21
@@ -229,7 +229,6 @@ def lora(tensors: Tensors) -> Identity | None:
 
 
 def _attention_widths(tensors: Tensors, found: dict[str, re.Match[str]]) -> set[int]:
-    """How many inputs the attention layers have that a LoRA changes."""
     widths: dict[str, int] = {}
     for name, match in found.items():
         module = name[: match.start()]
@@ -239,7 +238,6 @@ def _attention_widths(tensors: Tensors, found: dict[str, re.Match[str]]) -> set[
 
 
 def _is_21(targets: set[str], blocks: set[int], widths: set[int]) -> bool:
-    """Whether a LoRA's modules and the widths of its attention layers are Qwen-Image-2.1's."""
     if any(name.startswith(OWN_TARGETS) for name in targets & set(TARGETS)):
         return False
     if targets & set(MLP_21):
@@ -251,19 +249,12 @@ def _is_21(targets: set[str], blocks: set[int], widths: set[int]) -> bool:
 
 def _target(module: str) -> str:
     match = BLOCK.search(module)
-    name = match[2] if match else _without_prefix(module)
+    name = match[2] if match else module.removeprefix(_prefix(module))
     return DOTTED.get(name, name)
 
 
-def _without_prefix(module: str) -> str:
-    prefix = next((prefix for prefix in PREFIXES if module.startswith(prefix)), "")
-    return module.removeprefix(prefix)
-
-
-def _style(module: str) -> str:
-    return next(
-        (label for prefix, label in PREFIXES.items() if module.startswith(prefix)), "unknown"
-    )
+def _prefix(module: str) -> str:
+    return next((prefix for prefix in PREFIXES if module.startswith(prefix)), "")
 
 
 def _family(foreign: bool, targets: set[str], blocks: set[int], algorithm: str) -> str:
@@ -319,7 +310,7 @@ HINTS = ("2512", "2511", "2509", "layered", "edit", "turbo")
 
 @dataclass(frozen=True)
 class Slice:
-    """One part of a file; a tensor's name in the file is `prefix` and its name in `tensors`."""
+    """Holds one part of a file, where a tensor's name is `prefix` and its name in `tensors`."""
 
     name: str
     prefix: str

@@ -116,9 +116,7 @@ DTYPE_BITS = {
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor as the header describes it; `start` and `end` are byte offsets into the data after
-    the header.
-    """
+    """Describes one tensor; `start` and `end` are byte offsets into the data after the header."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -136,7 +134,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Header:
-    """What the first 8 + `header_bytes` bytes of the file `path` say."""
+    """Holds what the first 8 + `header_bytes` bytes of the file `path` say."""
 
     path: Path
     tensors: Mapping[str, TensorInfo]
@@ -146,7 +144,7 @@ class Header:
 
     @property
     def data_start(self) -> int:
-        """Where offset 0 of the tensors lies in the file, in bytes."""
+        """Tells where offset 0 of the tensors lies in the file, in bytes."""
         return 8 + self.header_bytes
 
 
@@ -311,7 +309,7 @@ STEMS = ("diffusion_pytorch_model", "model")
 
 @dataclass(frozen=True)
 class Shards:
-    """The headers of one set of weights; `index` is the index file of a sharded set."""
+    """Holds the headers of one set of weights; `index` is the index file of a sharded set."""
 
     path: Path
     index: Path | None

@@ -16,7 +16,7 @@ Tensors = Mapping[str, TensorInfo]
 
 @dataclass(frozen=True)
 class Identity:
-    """What a set of tensors is.
+    """Tells what a set of tensors is.
 
     Args:
         family: the name people know it by, such as "Qwen-Image-Edit-2511" or "not Qwen-Image: looks
@@ -73,7 +73,7 @@ SIZES = {(2048, 36): "3B", (3584, 28): "7B", (5120, 64): "32B", (8192, 80): "72B
 
 
 def text_encoder(tensors: Tensors) -> Identity | None:
-    """Qwen2.5(-VL): biases on q, k and v, and no norm on q and k, unlike Llama
+    """Recognizes Qwen2.5(-VL), which has biases on q, k and v, and no norm on q and k, unlike Llama
     and Qwen3.
     """
     for language, visual, style in LAYOUTS:
@@ -117,7 +117,7 @@ def _qwen25(tensors: Tensors, language: str, visual: str, style: str) -> Identit
 
 
 def vision_tower(tensors: Tensors) -> Identity | None:
-    """A vision tower on its own: what GGUF users call mmproj."""
+    """Recognizes a vision tower on its own, which GGUF users call mmproj."""
     for prefix, style in (("visual.blocks.", "transformers names"), ("v.blk.", "llama.cpp names")):
         blocks = count_blocks(tensors, prefix)
         if blocks and not any(".layers." in name for name in tensors):
@@ -139,7 +139,7 @@ LATENT_CHANNELS = 16
 
 
 def vae(tensors: Tensors) -> Identity | None:
-    """The causal 3-D VAE that Qwen-Image shares with Wan 2.1; RGBA in Qwen-Image-Layered."""
+    """Recognizes the causal 3-D VAE that Qwen-Image shares with Wan 2.1; RGBA in Layered."""
     if "decoder.middle.0.residual.0.gamma" in tensors:
         if any(name.startswith("decoder.upsamples.0.upsamples.") for name in tensors):
             return None  # Wan 2.2
@@ -176,7 +176,7 @@ def vae(tensors: Tensors) -> Identity | None:
 
 
 def tiny_vae(tensors: Tensors) -> Identity | None:
-    """TAEHV (a list with memory blocks) and TAESD (a list, or diffusers' `AutoencoderTiny`)."""
+    """Recognizes TAEHV (a list with memory blocks) and TAESD (a list, or `AutoencoderTiny`)."""
     if "decoder.22.bias" in tensors and size(tensors, "decoder.1.weight", 1):
         kind, channels = "TAEHV", size(tensors, "decoder.1.weight", 1)
     elif "decoder.layers.0.weight" in tensors and "decoder.layers.2.conv.0.weight" in tensors:
@@ -209,8 +209,8 @@ MLP_21 = ("img_mlp.proj", "img_mlp.gate_layer", GATE_UP, "img_mlp.out")
 
 
 def qwen_image_21(tensors: Tensors) -> Identity | None:
-    """Qwen-Image-2.1 (diffusers' `QwenImage21Transformer2DModel`): one stream, one shared
-    modulation.
+    """Recognizes Qwen-Image-2.1 (diffusers' `QwenImage21Transformer2DModel`), which has one stream
+    and one shared modulation.
     """
     if "txt_in.text_norm.weight" not in tensors or not any(".img_mlp." in it for it in tensors):
         return None
@@ -247,7 +247,7 @@ def qwen_image_21(tensors: Tensors) -> Identity | None:
 
 
 def qwen3_vl(tensors: Tensors) -> Identity | None:
-    """Qwen3-VL: DeepStack mergers, norms on q and k. Qwen-Image-2.1 takes the one of 8B."""
+    """Recognizes Qwen3-VL by its DeepStack mergers. Qwen-Image-2.1 takes the one of 8B."""
     towers = [it for _, it, _ in LAYOUTS if f"{it}deepstack_merger_list.0.norm.weight" in tensors]
     if not towers:
         return None
@@ -282,7 +282,7 @@ def qwen3_vl(tensors: Tensors) -> Identity | None:
 
 
 def qwen_image_21_vae(tensors: Tensors) -> Identity | None:
-    """The VAE of Qwen-Image-2.1: 64 latent channels, RGBA, the layers of Wan 2.2 for one frame."""
+    """Recognizes the VAE of 2.1: 64 latent channels, RGBA, the layers of Wan 2.2 for one frame."""
     if "decoder.upsamples.0.upsamples.0.residual.2.weight" in tensors:
         style, first, last = "native (ComfyUI) names", "conv1", "head.2"
     elif "decoder.mid_block.resnets.0.norm1.gamma" in tensors:
@@ -376,7 +376,7 @@ SIGNS: Mapping[str, tuple[str, ...]] = {
 
 
 def other_model(tensors: Tensors) -> Identity:
-    """The last detector: it always answers."""
+    """Answers always, as the last detector."""
     for name, signs in SIGNS.items():
         if all(sign in tensors for sign in signs):
             return Identity(f"not Qwen-Image: looks like {name}", "other")

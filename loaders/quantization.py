@@ -105,7 +105,7 @@ REFUSALS = {
 
 @dataclass(frozen=True)
 class Quantization:
-    """How the weights of one part are stored.
+    """Tells how the weights of one part are stored.
 
     Args:
         layers: {layer: format}; empty when nothing is quantized.
@@ -123,15 +123,14 @@ class Quantization:
 
     @property
     def formats(self) -> dict[str, int]:
-        """{format: number of layers}"""
+        """Counts the layers of each format."""
         return dict(Counter(self.layers.values()))
 
     def layers_in(self, formats: Container[str]) -> list[str]:
-        """The layers that are stored in one of these formats."""
         return [layer for layer, name in self.layers.items() if name in formats]
 
     def cannot_run(self, role: str) -> list[str]:
-        """One sentence for every format that this package does not compute a part with."""
+        """Says one sentence for every format that this package does not compute a part with."""
         sentences = []
         for name in sorted(self.formats):
             if name in STORAGE_ONLY:
@@ -219,7 +218,7 @@ def parse_attention(data: bytes) -> str:
 
 
 def computed_precision(formats: Iterable[str]) -> str | None:
-    """int8 or fp8, whichever most layers of these formats are computed in; None for neither."""
+    """Returns int8 or fp8, whichever most layers are computed in; None for neither."""
     for name, _ in Counter(formats).most_common():
         if name.startswith("int8") or name in PACKED:
             return "int8"
@@ -246,7 +245,7 @@ def count_parameters(tensors: Tensors, quantization: Quantization) -> int:
 
 
 def unpacked_shape(quantization: Quantization, name: str, info: TensorInfo) -> tuple[int, ...]:
-    """The shape of a tensor with the weights that share a byte counted one by one."""
+    """Returns a tensor's shape with the weights that share a byte counted one by one."""
     bits = PACKED_BITS.get(quantization.layers.get(name.removesuffix(".weight"), ""))
     if bits is None or not name.endswith(".weight") or len(info.shape) != 2:
         return info.shape
@@ -254,7 +253,6 @@ def unpacked_shape(quantization: Quantization, name: str, info: TensorInfo) -> t
 
 
 def _weights_in(info: TensorInfo, bits: int | None) -> int:
-    """Elements, or the weights of so many bits that they hold together."""
     whole = ELEMENT_BITS.get(info.dtype)
     return info.elements if bits is None or whole is None else info.elements * whole // bits
 

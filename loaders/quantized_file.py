@@ -73,7 +73,7 @@ def choose_layers(
 def specs_of_layer(
     layer: str, shape: tuple[int, ...], precision: str, stored: StoredLayer | None = None
 ) -> Specs:
-    """{name: (dtype, shape)} of a quantized layer, as rounding gives it or as `stored`."""
+    """Returns {name: (dtype, shape)} of a quantized layer, as rounding gives it or as `stored`."""
     if stored is None:
         values = torch.empty(shape, dtype=VALUE_DTYPES[precision], device="meta")
         scale = torch.empty((shape[0], 1), device="meta")
@@ -85,7 +85,7 @@ def specs_of_layer(
 def file_metadata(
     precision: str, keep: Sequence[str], config: Mapping[str, Any], **more: str
 ) -> dict[str, str]:
-    """What the header of a quantized file says of it."""
+    """Returns what the header of a quantized file says of it."""
     entry = {
         **more,
         "precision": precision,
@@ -131,7 +131,7 @@ def check_destination(
 
 @dataclass(frozen=True)
 class QuantizedPlan:
-    """A quantized file that could be written.
+    """Describes a quantized file that could be written.
 
     Args:
         source: the transformer it is made from.
@@ -150,7 +150,7 @@ class QuantizedPlan:
 
 @dataclass(frozen=True)
 class QuantizedFile:
-    """What was written.
+    """Tells what was written.
 
     Args:
         bytes_before: of the transformer's tensors in the source.

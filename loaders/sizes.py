@@ -35,7 +35,7 @@ FAMILIES_OF_TENSORS = (LAYERED, EDIT_2511, SINGLE_STREAM_FAMILY.name)
 
 @dataclass(frozen=True)
 class CheckpointSizes:
-    """A model's sizes, from its headers.
+    """Holds a model's sizes, from its headers.
 
     Attributes:
         path: As it was named.
@@ -59,7 +59,7 @@ class CheckpointSizes:
     steps: int = 0
 
     def family_for(self, requested: str | None) -> str:
-        """The family of an estimate.
+        """Returns the family of an estimate.
 
         Raises:
             SettingError: another one was asked for than the tensors tell.
@@ -77,7 +77,7 @@ class CheckpointSizes:
         return requested
 
     def settled(self, precision: str, text_encoder: str) -> tuple[str, str, Parts]:
-        """Precisions as the loaders take them, and the bytes that follow.
+        """Returns precisions as the loaders take them, and the bytes that follow.
 
         A file that is quantized stays as it is unless another precision is named.
 
@@ -145,14 +145,14 @@ def read_sizes(path: str | os.PathLike[str]) -> CheckpointSizes:
 
 
 def stored_precision(part: CheckpointPart) -> str:
-    """The precision that most of a part's weights are in once they are loaded: bf16, fp8 or
+    """Returns the precision that most of a part's weights are in once they are loaded: bf16, fp8 or
     int8; fp16 and fp32 are rounded to bf16, and e5m2 is converted to it.
     """
     return computed_precision(part.quantization.layers.values()) or "bf16"
 
 
 def vae_shape(part: CheckpointPart) -> VaeShape:
-    """The sizes that fix a VAE's activations.
+    """Returns the sizes that fix a VAE's activations.
 
     Raises:
         CheckpointError: the tensors leave one open.
@@ -168,7 +168,7 @@ def vae_shape(part: CheckpointPart) -> VaeShape:
 
 
 def _text_encoder(part: CheckpointPart, requested: str) -> tuple[str, int]:
-    """(precision, bytes) of a text encoder, without the lm_head, which is not loaded."""
+    """Returns (precision, bytes) of a text encoder without the lm_head, which is not loaded."""
     stored = stored_precision(part)
     if requested in ("auto", stored) and stored in QUANTIZED:
         return stored, part.bytes
@@ -182,7 +182,7 @@ def _text_encoder(part: CheckpointPart, requested: str) -> tuple[str, int]:
 
 
 def loaded_bytes(source: Source, packed: bool = False) -> TransformerBytes:
-    """Bytes of a transformer that is loaded as stored.
+    """Counts the bytes of a transformer that is loaded as stored.
 
     Args:
         packed: whether weights of 4 and 6 bits stay so, and do not become int8.

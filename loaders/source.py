@@ -16,7 +16,13 @@ from typing import Any
 from ..errors import CheckpointError
 from ..files import parse_object
 from ..spec.formats import METADATA_KEY
-from .checkpoint import PIPELINES, Checkpoint, CheckpointPart, inspect_shards, read_index
+from .checkpoint import (
+    Checkpoint,
+    CheckpointPart,
+    inspect_shards,
+    named_by_pipeline,
+    read_index,
+)
 from .header import NUMBERED, STEMS, Shards, TensorInfo, read_object, read_shards
 
 MICRO_SIDE = 256  # the only size that the micro model was trained at
@@ -30,7 +36,7 @@ MICRO_FOLDERS = {"1.x": "micro", "2.1": "micro_21"}  # {family: folder in models
 
 
 def bundled_micro_folder(family: str = "1.x") -> Path:
-    """The micro model of a family, a diffusers folder; that of 2.1 need not be there."""
+    """Returns the micro model of a family, a diffusers folder; that of 2.1 need not be there."""
     return Path(__file__).resolve().parents[1] / "models" / MICRO_FOLDERS[family]
 
 
@@ -49,7 +55,7 @@ TOKENIZER_LAYOUTS = (("tokenizer.json",), ("vocab.json", "merges.txt"))
 
 
 def holds_tokenizer(folder: Path) -> bool:
-    """Whether the folder has the files of a tokenizer; without them an empty one would load."""
+    """Tells whether a folder has a tokenizer's files; without them an empty one would load."""
     return any(all((folder / name).is_file() for name in names) for names in TOKENIZER_LAYOUTS)
 
 
@@ -72,12 +78,11 @@ PLACES = {
     "vae": ("the Qwen-Image VAE", "models/vae"),
 }
 PIPELINE_INDEX = "model_index.json"
-# What this package writes into the header of a file: JSON, with the settings that no tensor tells.
 
 
 @dataclass(frozen=True)
 class Source:
-    """One part of a model on disk.
+    """Describes one part of a model on disk.
 
     Args:
         path: what was chosen, or the component folder inside it.
@@ -96,7 +101,7 @@ class Source:
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:
-        """{name less the part's prefix: what the header says of it}"""
+        """Returns {name less the part's prefix: what the header says of it}."""
         prefix = self.part.prefix
         return {
             name.removeprefix(prefix): info
@@ -106,7 +111,7 @@ class Source:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The safetensors files, in the order of their names."""
+        """Lists the safetensors files, in the order of their names."""
         return tuple(header.path for header in self.shards.headers)
 
 
@@ -129,9 +134,7 @@ def open_source(path: str | os.PathLike[str] | Source, role: str) -> Source:
             path,
         )
     source = _part_of(path / role, role, *_read(path / role))
-    if source.part.family == "Qwen-Image" and pipeline in PIPELINES:
-        source = replace(source, part=replace(source.part, family=PIPELINES[pipeline]))
-    return source
+    return replace(source, part=named_by_pipeline(source.part, pipeline))
 
 
 def open_parts(path: Path) -> dict[str, Source | str]:
@@ -175,7 +178,7 @@ def _part_of(path: Path, role: str, shards: Shards, checkpoint: Checkpoint) -> S
 
 
 def _settings(path: Path, shards: Shards) -> dict[str, Any]:
-    """The config.json of a component folder, else what this package wrote into its own file.
+    """Reads the config.json of a component folder, else what this package wrote into its own file.
 
     Next to a file of any other name a config.json may be another model's.
     """
@@ -214,7 +217,6 @@ def _wrong(role: str, parts: tuple[CheckpointPart, ...], count: int) -> str:
 
 
 def _fact(part: CheckpointPart) -> str:
-    """What a part is, as the beginning of a sentence."""
     name = part.family.removeprefix("not Qwen-Image: ")
     if name.startswith("looks like"):
         return f"This {name}, not Qwen-Image"
@@ -227,7 +229,7 @@ def _fact(part: CheckpointPart) -> str:
 
 
 def fingerprint(source_files: tuple[Path, ...]) -> tuple[tuple[str, int, int], ...]:
-    """(path, modification time in ns, bytes) of every file: changes when a file is replaced."""
+    """Returns (path, modification time in ns, bytes) of every file, which change with the file."""
     found = []
     for path in source_files:
         stat = path.stat()

@@ -49,7 +49,7 @@ REMEDY = "download or save the file again"
 
 @dataclass(frozen=True)
 class StoredLayer:
-    """A layer whose weight stays quantized: values * scale is the weight.
+    """Holds a layer whose weight stays quantized: values * scale is the weight.
 
     Args:
         weight: [N, K], float8_e4m3fn, float8_e5m2 or int8.
@@ -77,7 +77,7 @@ class StoredLayer:
 
     @classmethod
     def rounded(cls, values: torch.Tensor, scale: torch.Tensor, form: RowFormat) -> StoredLayer:
-        """What rounding a weight gives."""
+        """Makes one of what rounding a weight gives."""
         name = "int8 ConvRot" if form.rotation else form.storage
         return cls(values, scale, name, form.rotation or None)
 
@@ -101,7 +101,7 @@ class StoredLayer:
 
 @dataclass(frozen=True)
 class PackedLayer:
-    """A layer whose weight is stored in 4 or 6 bits, codes of an int8 ConvRot weight [N, K]:
+    """Holds a layer whose weight is stored in 4 or 6 bits, codes of an int8 ConvRot weight [N, K]:
     `rint(clamp(level * group_scale, -127, 127))`, with the code's entry in the codebook as its
     level, or without one the code less half of all codes.
 
@@ -139,7 +139,7 @@ class PackedLayer:
         return {f"{layer}.{end}": tensor for end, tensor in found.items() if tensor is not None}
 
     def decoded(self, decode: Decode) -> StoredLayer:
-        """As int8 ConvRot."""
+        """Decodes it to int8 ConvRot."""
         values = decode(self.codes, self.group_scale, self.codebook, self.bits)
         return StoredLayer(
             values, self.scale, "int8 ConvRot", self.convrot_groupsize, self.full_precision
@@ -152,7 +152,7 @@ Decode = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None", int], torc
 
 
 def accompanies(name: str) -> bool:
-    """Whether a tensor is a scale, a setting or a marker of the formats that are read here."""
+    """Tells whether a tensor is a scale, a setting or a marker of the formats read here."""
     return name == MARKER or name.endswith(ACCOMPANYING)
 
 
@@ -367,7 +367,6 @@ def _packed(
 
 
 def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """With what some files put under `params`."""
     params = settings.get("params")
     return {**(params if isinstance(params, dict) else {}), **settings}
 
@@ -399,7 +398,6 @@ def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _in_bf16(name: str, entry: StoredLayer) -> torch.Tensor:
-    """Returns a quantized tensor of any shape in bf16."""
     values = entry.weight
     if not values.numel():
         return values.to(torch.bfloat16)

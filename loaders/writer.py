@@ -41,7 +41,7 @@ Specs = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
 class SafetensorsLayout:
-    """Where everything lies in a file that is still to be written.
+    """Tells where everything lies in a file that is still to be written.
 
     Args:
         specs: {name: (dtype as safetensors names it, shape)}
@@ -74,7 +74,7 @@ class SafetensorsLayout:
 
 
 class TensorFile:
-    """A file under construction, which takes its tensors in any order."""
+    """Takes the tensors of a file that is being written, in any order."""
 
     def __init__(self, file: BinaryIO, path: Path, layout: SafetensorsLayout) -> None:
         self._file, self._path, self._layout = file, path, layout

@@ -55,31 +55,31 @@ class TextEncoder:
 
     @property
     def query(self) -> int:
-        """Columns of the queries."""
+        """Returns the columns of the queries."""
         return self.heads * self.head_dim
 
     @property
     def linears(self) -> tuple[tuple[int, int], ...]:
-        """One layer's, (rows, columns): q, k, v, output, gate, up and down."""
+        """Lists one layer's (rows, columns): q, k, v, output, gate, up and down."""
         hidden, inner, key = self.hidden, self.intermediate, self.kv_heads * self.head_dim
         attention = (self.query, hidden), (key, hidden), (key, hidden), (hidden, self.query)
         return (*attention, (inner, hidden), (inner, hidden), (hidden, inner))
 
     @property
     def quantized_bytes(self) -> int:
-        """The language model's linears in fp8 or int8, with a scale for each row."""
+        """Counts the language model's linears in fp8 or int8, with a scale for each row."""
         return self.layers * sum(n * k + BYTES_PER_SCALE * n for n, k in self.linears)
 
     @property
     def layer_parameters(self) -> int:
-        """What every token goes through: all but the embedding, of which a row is looked up."""
+        """Counts what every token goes through: all but the embedding, where a row is looked up."""
         small = 2 * self.hidden
         small += sum(n for n, _ in self.linears[:3]) if self.biases else 2 * self.head_dim
         return self.layers * (sum(n * k for n, k in self.linears) + small) + self.hidden
 
     @property
     def language(self) -> int:
-        """Parameters of the language model."""
+        """Counts the language model's parameters."""
         return self.layer_parameters + self.vocabulary * self.hidden
 
 
@@ -199,19 +199,19 @@ SINGLE_STREAM_FAMILY = FAMILIES["qwen-image-2.1"]
 
 
 def pixels_of(channels: int) -> int:
-    """Pixels of a latent pixel's side, by the latent's channels."""
+    """Returns the pixels of a latent pixel's side, by the latent's channels."""
     vae = SINGLE_STREAM_FAMILY.vae
     return vae.pixels if channels == vae.latent_channels else PIXELS_PER_LATENT
 
 
 def family_of(shape: TransformerShape) -> Family:
-    """The family that a transformer's shape tells; the first of those that share it."""
+    """Returns the family that a transformer's shape tells; the first of those that share it."""
     single = isinstance(shape, SingleStreamShape)
     return SINGLE_STREAM_FAMILY if single else TEXT_TO_IMAGE
 
 
 def find_family(name: str) -> Family:
-    """The family of a name.
+    """Returns the family of a name.
 
     Raises:
         SettingError: there is none.

@@ -11,7 +11,7 @@ METADATA_KEY = "qwen_l40s"  # of what this package writes into safetensors files
 
 
 def format_gib(count: float) -> str:
-    """A size of memory or of a file: `38.1 GiB`, `12 MiB`."""
+    """Writes a size of memory or of a file: `38.1 GiB`, `12 MiB`."""
     return f"{count / GIB:.1f} GiB" if count >= GIB / 10 else f"{count / MIB:.0f} MiB"
 
 
@@ -26,7 +26,7 @@ SMALLEST_SCALE = 1e-30
 
 
 class RowFormat(NamedTuple):
-    """How the rows of a matrix are quantized, each by its own largest magnitude.
+    """Tells how the rows of a matrix are quantized, each by its own largest magnitude.
 
     Attributes:
         storage: "fp8" or "int8".
@@ -42,7 +42,7 @@ class RowFormat(NamedTuple):
 
 
 def is_rotation(size: object, columns: int) -> bool:
-    """Whether so many columns can be rotated in groups of `size`, a power of 4."""
+    """Tells whether so many columns can be rotated in groups of `size`, a power of 4."""
     if type(size) is not int or size < 4 or columns % size:
         return False
     return size & (size - 1) == 0 and size.bit_length() % 2 == 1
@@ -56,7 +56,7 @@ OLDEST_BF16 = (8, 0)
 
 @dataclass(frozen=True)
 class CardFacts:
-    """What a choice needs to know of one card.
+    """Holds what a choice needs to know of one card.
 
     Args:
         name: as the driver calls it.
@@ -69,15 +69,15 @@ class CardFacts:
     capability: tuple[int, int]
 
     def multiplies(self, precision: str) -> bool:
-        """Whether its tensor cores multiply a precision."""
+        """Tells whether its tensor cores multiply a precision."""
         return self.capability >= OLDEST_CAPABILITY.get(precision, (0, 0))
 
     @property
     def computes_in(self) -> str:
-        """What ComfyUI computes bf16 weights in."""
+        """Names what ComfyUI computes bf16 weights in."""
         return "bf16" if self.capability >= OLDEST_BF16 else "fp32"
 
 
 def sm(capability: tuple[int, int]) -> str:
-    """As NVIDIA writes it: sm_89."""
+    """Writes a compute capability as NVIDIA does: sm_89."""
     return f"sm_{capability[0]}{capability[1]}"

@@ -21,13 +21,13 @@ PLACES = ("auto", ON_CARD, OFF_CARD)
 
 
 def whole_pixels(pixels: int) -> int:
-    """A side rounded up to whole tokens, as the hosts pad it."""
+    """Rounds a side up to whole tokens, as the hosts pad it."""
     return -(-pixels // PIXELS_PER_TOKEN_SIDE) * PIXELS_PER_TOKEN_SIDE
 
 
 @dataclass(frozen=True, eq=False)
 class BlockSpec:
-    """The layers of one transformer block.
+    """Describes the layers of one transformer block.
 
     Attributes:
         gemms: {layer: (rows, columns) in multiples of dim}, those that may be quantized.
@@ -74,7 +74,7 @@ GATED = ("img_mlp.gate_layer", "img_mlp.proj")  # the halves of GATE_UP, in its 
 
 @functools.cache
 def single_stream(fused_mlp: bool, mlp_ratio: int = 3) -> BlockSpec:
-    """A block of Qwen-Image-2.1, as of `SingleStreamShape`."""
+    """Describes a block of Qwen-Image-2.1, as of `SingleStreamShape`."""
     first = {GATE_UP: (2 * mlp_ratio, 1)} if fused_mlp else dict.fromkeys(GATED, (mlp_ratio, 1))
     return BlockSpec(
         gemms={
@@ -98,7 +98,7 @@ NEEDS_21 = f"{FAMILY_21} needs ComfyUI {COMFYUI_21} or newer"
 
 @dataclass(frozen=True)
 class TransformerShape:
-    """The sizes of a Qwen-Image transformer that fix all its tensors.
+    """Holds the sizes of a Qwen-Image transformer that fix all its tensors.
 
     Args:
         blocks: transformer blocks, 60 in the published models.
@@ -120,7 +120,7 @@ class TransformerShape:
 
     @property
     def block(self) -> BlockSpec:
-        """The layers of its blocks."""
+        """Describes its blocks."""
         return DOUBLE_STREAM
 
     @classmethod
@@ -158,7 +158,7 @@ class TransformerShape:
         return TransformerShape(**sizes, addition_t_cond=family == "Qwen-Image-Layered")
 
     def quantizable_layers(self) -> dict[str, tuple[int, int]]:
-        """{layer name without `.weight`: (rows, columns)} of every layer that may be quantized."""
+        """Returns {layer name without `.weight`: (rows, columns)} of what may be quantized."""
         return {
             f"transformer_blocks.{block}.{layer}": (rows * self.dim, columns * self.dim)
             for block in range(self.blocks)
@@ -166,9 +166,7 @@ class TransformerShape:
         }
 
     def modulation_layers(self) -> dict[str, tuple[int, int]]:
-        """{layer name without `.weight`: (rows, columns)} of what sees the timestep alone, in the
-        blocks.
-        """
+        """Returns the same of what sees the timestep alone, in the blocks."""
         size = (self.block.modulation_rows * self.dim, self.dim)
         return {
             f"transformer_blocks.{block}.{name}.1": size
@@ -177,7 +175,7 @@ class TransformerShape:
         }
 
     def outer_layers(self) -> dict[str, tuple[int, int]]:
-        """{layer name without `.weight`: (rows, columns)} of the layers around the blocks."""
+        """Returns the same of the layers around the blocks."""
         dim, time = self.dim, "time_text_embed.timestep_embedder"
         return {
             "img_in": (dim, self.in_channels),
@@ -189,16 +187,14 @@ class TransformerShape:
         }
 
     def other_tensors(self) -> dict[str, tuple[int, ...]]:
-        """{name: shape} of what is no linear layer, around the blocks."""
+        """Returns {name: shape} of what is no linear layer, around the blocks."""
         found: dict[str, tuple[int, ...]] = {"txt_norm.weight": (self.joint_dim,)}
         if self.addition_t_cond:
             found["time_text_embed.addition_t_embedding.weight"] = (2, self.dim)
         return found
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """{name: shape} of every parameter, with the names of diffusers' class, which ComfyUI
-        keeps.
-        """
+        """Returns {name: shape} of every parameter, named as in diffusers and ComfyUI."""
         found = self.other_tensors()
 
         def linear(name: str, rows: int, columns: int) -> None:
@@ -225,7 +221,7 @@ class TransformerShape:
 
 @dataclass(frozen=True)
 class SingleStreamShape(TransformerShape):
-    """The same of a Qwen-Image-2.1: diffusers' `QwenImage21Transformer2DModel`.
+    """Holds the same of a Qwen-Image-2.1: diffusers' `QwenImage21Transformer2DModel`.
 
     Args:
         fused_mlp: whether gate and up are one weight, as in ComfyUI's own files.

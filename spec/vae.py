@@ -11,7 +11,7 @@ PIXELS_PER_LATENT = 8
 
 @dataclass(frozen=True)
 class VaeShape:
-    """The sizes that fix a VAE's activations.
+    """Holds the sizes that fix a VAE's activations.
 
     Args:
         dim: channels of the decoder at full resolution: 96 in the published VAE.
@@ -38,16 +38,16 @@ class VaeShape:
 
     @property
     def pixels(self) -> int:
-        """Of a latent one's side."""
+        """Returns the pixels of a latent pixel's side."""
         return 2 ** (len(self.widths) - 1)
 
     def channels(self, direction: str) -> tuple[int, ...]:
-        """Of each stage, from full to latent resolution."""
+        """Returns the channels of each stage, from full to latent resolution."""
         dim = self.encoder_dim if direction == "encode" else None
         return tuple((dim or self.dim) * width for width in self.widths)
 
     def middle_channels(self, direction: str) -> int:
-        """Channels at latent resolution, in the middle of the encoder or the decoder."""
+        """Returns the channels at latent resolution, in the middle of encoder or decoder."""
         return self.channels(direction)[-1]
 
 
@@ -80,7 +80,7 @@ Interval = tuple[int, int]
 
 @dataclass(frozen=True)
 class VaeLayer:
-    """One layer that a tile runs through.
+    """Describes one layer that a tile runs through.
 
     Args:
         kind: "convolution" is one of 3x3; "residual" is two with norms, and a shortcut;
@@ -98,7 +98,7 @@ class VaeLayer:
     frames: int = 1
 
     def reads(self, low: int, high: int) -> Interval:
-        """The rows (or columns) of the input behind rows [low, high) of the output."""
+        """Returns the rows (or columns) of the input behind rows [low, high) of the output."""
         if self.kind == "up":
             return (low - 1) // 2, -(-(high + 1) // 2)
         if self.kind == "down":
@@ -112,7 +112,7 @@ class VaeLayer:
         return low - margin, high + margin
 
     def gives(self, low: int, high: int) -> Interval:
-        """The rows of the output that come out when rows [low, high) go in."""
+        """Returns the rows of the output that come out when rows [low, high) go in."""
         if self.kind == "up":
             return 2 * low, 2 * high
         if self.kind == "down":
@@ -132,7 +132,7 @@ def _stage(steps: list[VaeLayer], frames: int) -> VaeLayer:
 
 
 def up_steps(shape: VaeShape) -> tuple[VaeLayer, ...]:
-    """The decoder behind its middle: stages of three residual blocks, and the head."""
+    """Lists the decoder behind its middle: stages of three residual blocks, and the head."""
     stages, frames = shape.channels("decode")[::-1], shape.shortcut_frames[::-1]
     steps, given = [], stages[0]
     for index, channels in enumerate(stages):
@@ -147,7 +147,7 @@ def up_steps(shape: VaeShape) -> tuple[VaeLayer, ...]:
 
 
 def down_steps(shape: VaeShape) -> tuple[VaeLayer, ...]:
-    """The encoder before its middle: the first convolution and stages of two residual blocks."""
+    """Lists the encoder before its middle: a convolution and stages of two residual blocks."""
     stages, frames = shape.channels("encode"), shape.shortcut_frames
     steps, given = [VaeLayer("convolution", shape.image_channels, stages[0])], stages[0]
     for index, channels in enumerate(stages):
@@ -160,7 +160,7 @@ def down_steps(shape: VaeShape) -> tuple[VaeLayer, ...]:
 
 
 def before_middle(shape: VaeShape, direction: str) -> tuple[VaeLayer, ...]:
-    """What precedes the attention and is sliced with it."""
+    """Lists what precedes the attention and is sliced with it."""
     width = shape.middle_channels(direction)
     block = VaeLayer("residual", width, width)
     if direction == "encode":
@@ -169,7 +169,7 @@ def before_middle(shape: VaeShape, direction: str) -> tuple[VaeLayer, ...]:
 
 
 def after_middle(shape: VaeShape, direction: str) -> tuple[VaeLayer, ...]:
-    """What follows the attention and is sliced with it."""
+    """Lists what follows the attention and is sliced with it."""
     width = shape.middle_channels(direction)
     block = VaeLayer("residual", width, width)
     if direction == "decode":
@@ -178,7 +178,7 @@ def after_middle(shape: VaeShape, direction: str) -> tuple[VaeLayer, ...]:
 
 
 def middle_steps(shape: VaeShape, direction: str) -> tuple[VaeLayer, ...]:
-    """The attention with what precedes and follows it."""
+    """Lists the attention with what precedes and follows it."""
     width = shape.middle_channels(direction)
     attention = VaeLayer("attention", width, width)
     return (*before_middle(shape, direction), attention, *after_middle(shape, direction))
@@ -187,7 +187,7 @@ def middle_steps(shape: VaeShape, direction: str) -> tuple[VaeLayer, ...]:
 def intervals(
     steps: Sequence[VaeLayer], low: int, high: int, size: int | None = None
 ) -> list[Interval]:
-    """What each step needs so that rows [low, high) come out of the last one.
+    """Returns what each step needs so that rows [low, high) come out of the last one.
 
     Args:
         low, high: rows of the last step's output.

@@ -160,19 +160,17 @@ def quantizable(transformer: torch.nn.Module, keep: Sequence[str] = ()) -> list[
 
 
 def quantize_transformer(
-    transformer: torch.nn.Module,
-    precision: str,
-    keep: Sequence[str] = (),
-    product: Product | None = None,
+    transformer: torch.nn.Module, precision: str, keep: Sequence[str] = ()
 ) -> list[str]:
     """Quantizes attention and MLP of the blocks in place, on the device where they are.
+
+    A card's tensor cores multiply, or the same numbers in plain torch: the activations are rounded
+    too.
 
     Args:
         transformer: diffusers' `QwenImageTransformer2DModel` or `QwenImage21Transformer2DModel`.
         precision: "fp8" or "int8".
         keep: as in `quantizable`.
-        product: what multiplies; without it a card's tensor cores, or the same numbers in plain
-            torch. Either way the activations are rounded too.
 
     Returns:
         The names of the quantized layers.
@@ -184,8 +182,8 @@ def quantize_transformer(
     layers = quantizable(transformer, keep)
     for name in layers:
         layer = transformer.get_submodule(name)
-        chosen = product or tensor_core_product(precision, layer.weight.device)
-        replace_layer(transformer, name, QuantizedLinear(layer, chosen))
+        product = tensor_core_product(precision, layer.weight.device)
+        replace_layer(transformer, name, QuantizedLinear(layer, product))
     return layers
 
 
