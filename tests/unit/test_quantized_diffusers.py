@@ -39,6 +39,7 @@ LAYER = "transformer_blocks.3.img_mlp.net.2"
 PROMPT = "a large green circle at the bottom right on a white background"
 OTHER = "a small red star at the top left on a blue background"
 QUICK = GenerateSettings(prompt=PROMPT, width=64, height=64, steps=3, cfg=4.0, seed=1)
+PRODUCT = "qwen_l40s.hosts.diffusers.quantized.tensor_core_product"
 in_each = pytest.mark.parametrize("format", QUANTIZED)
 
 
@@ -130,14 +131,15 @@ def test_kept_layers_stay_the_modules_that_they_were(transformer):
 
 
 @in_each
-def test_the_prediction_is_off_by_what_the_format_loses(transformer, bf16, format):
+def test_the_prediction_is_off_by_what_the_format_loses(transformer, format, monkeypatch):
     """In fp32, so that nothing else differs; with the weights alone rounded it is less."""
     exact = transformer.float()
     found = copy.deepcopy(exact)
     quantize_transformer(found, format)
     weights_only = copy.deepcopy(exact)
     dequantize = choose_gemm(format, torch.device("cpu"), backend="dequantize")
-    quantize_transformer(weights_only, format, product=dequantize)
+    monkeypatch.setattr(PRODUCT, lambda *_: dequantize)
+    quantize_transformer(weights_only, format)
     generator = torch.Generator().manual_seed(0)
     inputs = {
         "hidden_states": torch.randn(1, 64, 64, generator=generator),
@@ -288,11 +290,12 @@ def test_a_file_with_nan_is_refused(tmp_path):
 
 
 @in_each
-def test_each_device_loses_what_the_reference_says(transformer, format, device):
+def test_each_device_loses_what_the_reference_says(transformer, format, device, monkeypatch):
     model = transformer.to(device)
     plain = copy.deepcopy(model)
     quantize_transformer(model, format)
-    quantize_transformer(plain, format, product=PlainProduct(format))
+    monkeypatch.setattr(PRODUCT, lambda *_: PlainProduct(format))
+    quantize_transformer(plain, format)
     layer, twin = model.get_submodule(LAYER), plain.get_submodule(LAYER)
     assert layer.weight.device.type == device.type
     assert device.type == "cpu" or not isinstance(layer.product, PlainProduct)

@@ -28,9 +28,6 @@ def framed(header: bytes, data: bytes = b"") -> bytes:
 
 
 def layout(specs, metadata=None) -> tuple[dict, int]:
-    """Returns the header object for {name: (dtype, shape)} laid out in order, and the bytes of its
-    data.
-    """
     header = {} if metadata is None else {"__metadata__": metadata}
     position = 0
     for name, (dtype, shape) in specs.items():
@@ -160,157 +157,60 @@ def zip_bytes():
 
 GAP = {"a": entry(), "b": entry(offsets=(8, 12))}
 OVERLAP = {"a": entry(shape=(2,), offsets=(0, 8)), "b": entry(offsets=(4, 8))}
-# file name, content, words of the rule, words of the remedy
+LOAD, SAVE, GET = "download it again", "save it again", "get the model as .safetensors"
+SHAPE, SIZE, FIELDS = "shape of tensor 'a'", "does not have the size", "needs the fields"
+SAME = "get the same weights as .safetensors"
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+# {case, or the suffix of the file: (content, words of the rule, words of the remedy)}
 BAD = {
-    "empty": ("x.safetensors", b"", "is empty", "download it again"),
-    "shorter than its length field": (
-        "x.safetensors",
-        b"\x07\0\0",
-        "not a safetensors file",
-        "get the model as .safetensors",
-    ),
-    "header cut": (
-        "x.safetensors",
-        as_file({"a": entry()})[:30],
-        "is truncated",
-        "download it again",
-    ),
-    "weights cut": (
-        "x.safetensors",
-        as_file({"a": entry()}, 3),
-        "is truncated",
-        "download it again",
-    ),
+    "empty": (b"", "is empty", LOAD),
+    "shorter than its length field": (b"\x07\0\0", "not a safetensors file", GET),
+    "header cut": (as_file({"a": entry()})[:30], "is truncated", LOAD),
+    "weights cut": (as_file({"a": entry()}, 3), "is truncated", LOAD),
     "oversized header": (
-        "x.safetensors",
         (MAX_HEADER_BYTES + 1).to_bytes(8, "little") + b"{" * 100,
         "header of 100,000,001 bytes",
-        "download or save it again",
+        SAVE,
     ),
-    "overlap": ("x.safetensors", as_file(OVERLAP, 8), "'b' overlaps", "save it again"),
-    "hole": ("x.safetensors", as_file(GAP, 12), "'b' leaves a hole", "save it again"),
-    "bytes after the end": (
-        "x.safetensors",
-        as_file({"a": entry()}, 9),
-        "5 bytes follow",
-        "save it again",
-    ),
-    "size": (
-        "x.safetensors",
-        as_file({"a": entry(shape=(2,))}),
-        "does not have the size",
-        "save it again",
-    ),
-    "end before start": (
-        "x.safetensors",
-        as_file({"a": entry(offsets=(4, 0))}),
-        "size of",
-        "save it again",
-    ),
-    "half a byte": (
-        "x.safetensors",
-        as_file({"a": entry("F4", (3,), (0, 1))}, 1),
-        "does not have the size",
-        "save it again",
-    ),
-    "unknown dtype": (
-        "x.safetensors",
-        as_file({"a": entry("F3")}),
-        "dtype 'F3'",
-        "save the checkpoint",
-    ),
-    "dtype list": ("x.safetensors", as_file({"a": entry([])}), "dtype []", "save the checkpoint"),
-    "negative": (
-        "x.safetensors",
-        as_file({"a": entry(shape=(-1,))}),
-        "shape of tensor 'a'",
-        "save it",
-    ),
-    "fraction": (
-        "x.safetensors",
-        as_file({"a": entry(shape=(1.0,))}),
-        "shape of tensor 'a'",
-        "save it",
-    ),
-    "true": (
-        "x.safetensors",
-        as_file({"a": entry(shape=(True,))}),
-        "shape of tensor 'a'",
-        "save it",
-    ),
-    "too large": ("x.safetensors", as_file({"a": entry(shape=(0, 2**64))}), "shape of", "save it"),
-    "offsets": (
-        "x.safetensors",
-        as_file({"a": entry(offsets=(0, 4, 8))}),
-        "data_offsets",
-        "save it",
-    ),
-    "fields": ("x.safetensors", as_file({"a": {"dtype": "F32"}}), "needs the fields", "save it"),
-    "entry": ("x.safetensors", as_file({"a": 3}), "needs the fields", "save it"),
-    "metadata": (
-        "x.safetensors",
-        as_file({"__metadata__": {"a": 1}}, 0),
-        "__metadata__",
-        "save it",
-    ),
-    "duplicate": (
-        "x.safetensors",
-        framed(b'{"a": 1, "a": 2}'),
-        "the key 'a' occurs twice",
-        "save it again",
-    ),
-    "nan": ("x.safetensors", framed(b'{"a": NaN}'), "NaN is not JSON", "save it again"),
-    "nesting": ("x.safetensors", framed(b'{"a":' + b"[" * 200_000), "nested too deeply", "save it"),
-    "half surrogate": (
-        "x.safetensors",
-        framed(b'{"\\ud800": 1}'),
-        "not valid UTF-8",
-        "save it again",
-    ),
-    "utf-8": ("x.safetensors", framed(b'{"\xff": 1}'), "not valid UTF-8", "save it again"),
-    "no object": (
-        "x.safetensors",
-        framed(b"[1, 2, 3]"),
-        "begins with 8 bytes of length and a JSON header",
-        "get the model as .safetensors",
-    ),
-    "image": (
-        "x.safetensors",
-        b"\x89PNG\r\n\x1a\n" + bytes(50),
-        "not a safetensors",
-        "as .safetensors",
-    ),
-    "zip by content": (
-        "x.safetensors",
-        zip_bytes(),
-        "is a pickle (a zip archive",
-        "as .safetensors",
-    ),
-    "pickle by content": ("x.safetensors", pickle.dumps([1] * 9), "is a pickle", "as .safetensors"),
-    ".pt": ("x.pt", zip_bytes(), "by its suffix .pt", "as .safetensors"),
-    ".ckpt": ("x.CKPT", b"", "by its suffix .CKPT", "as .safetensors"),
-    ".bin": ("x.bin", pickle.dumps([]), "by its suffix .bin", "as .safetensors"),
-    ".pth": ("x.pth", as_file({"a": entry()}), "by its suffix .pth", "as .safetensors"),
-    "gguf": ("x.gguf", b"GGUF\3\0\0\0" + b"{" * 90, "is a GGUF file", "as .safetensors"),
-    "web page": (
-        "x.safetensors",
-        b"\n<!DOCTYPE html><html></html>",
-        "saved web page",
-        "the file itself",
-    ),
-    "lfs": (
-        "x.safetensors",
-        b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
-        "git-LFS pointer",
-        "git lfs pull",
-    ),
+    "overlap": (as_file(OVERLAP, 8), "'b' overlaps", SAVE),
+    "hole": (as_file(GAP, 12), "'b' leaves a hole", SAVE),
+    "bytes after the end": (as_file({"a": entry()}, 9), "5 bytes follow", SAVE),
+    "size": (as_file({"a": entry(shape=(2,))}), SIZE, SAVE),
+    "end before start": (as_file({"a": entry(offsets=(4, 0))}), SIZE, SAVE),
+    "half a byte": (as_file({"a": entry("F4", (3,), (0, 1))}, 1), SIZE, SAVE),
+    "unknown dtype": (as_file({"a": entry("F3")}), "dtype 'F3'", "save the checkpoint"),
+    "dtype list": (as_file({"a": entry([])}), "dtype []", "save the checkpoint"),
+    "negative": (as_file({"a": entry(shape=(-1,))}), SHAPE, SAVE),
+    "fraction": (as_file({"a": entry(shape=(1.0,))}), SHAPE, SAVE),
+    "true": (as_file({"a": entry(shape=(True,))}), SHAPE, SAVE),
+    "too large": (as_file({"a": entry(shape=(0, 2**64))}), SHAPE, SAVE),
+    "offsets": (as_file({"a": entry(offsets=(0, 4, 8))}), "data_offsets", SAVE),
+    "fields": (as_file({"a": {"dtype": "F32"}}), FIELDS, SAVE),
+    "entry": (as_file({"a": 3}), FIELDS, SAVE),
+    "metadata": (as_file({"__metadata__": {"a": 1}}, 0), "__metadata__", SAVE),
+    "duplicate": (framed(b'{"a": 1, "a": 2}'), "the key 'a' occurs twice", SAVE),
+    "nan": (framed(b'{"a": NaN}'), "NaN is not JSON", SAVE),
+    "nesting": (framed(b'{"a":' + b"[" * 200_000), "nested too deeply", SAVE),
+    "half surrogate": (framed(b'{"\\ud800": 1}'), "not valid UTF-8", SAVE),
+    "utf-8": (framed(b'{"\xff": 1}'), "not valid UTF-8", SAVE),
+    "no object": (framed(b"[1, 2, 3]"), "begins with 8 bytes of length and a JSON header", GET),
+    "image": (b"\x89PNG\r\n\x1a\n" + bytes(50), "not a safetensors", GET),
+    "zip by content": (zip_bytes(), "is a pickle (a zip archive", SAME),
+    "pickle by content": (pickle.dumps([1] * 9), "is a pickle", SAME),
+    ".pt": (zip_bytes(), "by its suffix .pt", SAME),
+    ".CKPT": (b"", "by its suffix .CKPT", SAME),
+    ".bin": (pickle.dumps([]), "by its suffix .bin", SAME),
+    ".pth": (as_file({"a": entry()}), "by its suffix .pth", SAME),
+    ".gguf": (b"GGUF\3\0\0\0" + b"{" * 90, "is a GGUF file", "as .safetensors, or load it with"),
+    "web page": (b"\n<!DOCTYPE html><html></html>", "saved web page", "the file itself"),
+    "lfs": (LFS, "git-LFS pointer", "git lfs pull"),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_file(tmp_path, case):
-    name, content, rule, remedy = BAD[case]
-    path = tmp_path / name
+    content, rule, remedy = BAD[case]
+    path = tmp_path / f"x{case if case.startswith('.') else '.safetensors'}"
     path.write_bytes(content)
     with pytest.raises(CheckpointError) as error:
         read_header(path)
@@ -335,28 +235,15 @@ def test_missing_folder_pipe_and_null_byte(tmp_path):
             read_header(tmp_path / "pipe.safetensors")
 
 
-@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="permissions of this kind need POSIX")
-def test_permission_denied(tmp_path):
-    path = good_file(tmp_path / "secret.safetensors")
-    path.chmod(0)
-    if os.geteuid() == 0:
-        pytest.skip("root may read everything")
-    with pytest.raises(CheckpointError, match=r"no permission to read.*secret\.safetensors"):
-        read_header(path)
-
-
 def test_an_unreadable_file_is_named(tmp_path, monkeypatch):
     path = good_file(tmp_path / "secret.safetensors")
 
     def refuse(self, mode):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(
-        Path, "open", refuse
-    )  # root, as in containers, is never refused by the real thing
-    with pytest.raises(
-        CheckpointError, match=r"no permission to read.*change.*secret\.safetensors"
-    ):
+    # Root, as in containers, is never refused by the real thing.
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(CheckpointError, match=r"no permission to read.*change.*secret\.safet"):
         read_header(path)
 
 
