@@ -22,7 +22,7 @@ from diffusers import (
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from published_text_encoder import published_shapes
 
 from qwen_l40s.errors import CheckpointError
 from qwen_l40s.loaders.checkpoint import inspect_checkpoint
@@ -228,19 +228,7 @@ def qwen25(hidden, layers, language="model.", kv=512, bias=True):
 
 @pytest.fixture(scope="module")
 def full_text_encoder():
-    config = Qwen2_5_VLConfig()
-    for name, value in {
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "vocab_size": 152064,
-    }.items():
-        setattr(config.text_config, name, value)
-    config.vision_config.hidden_size, config.vision_config.out_hidden_size = 1280, 3584
-    config.text_config.layer_types = config.text_config.layer_types[:28]
-    return specs_of(empty(Qwen2_5_VLForConditionalGeneration, config))
+    return {name: ("BF16", tuple(shape)) for name, shape in published_shapes().items()}
 
 
 def flat(specs):
@@ -542,24 +530,17 @@ def comfy_quant(tmp_path, layer_settings, dtype="I8"):
 
 
 def test_comfy_quant_tensors_are_read(tmp_path):
-    for layer_settings, name in (
-        ({"format": "int8_tensorwise"}, "int8"),
-        ({"format": "int8_tensorwise", "convrot": True}, "int8 ConvRot"),
-        ({"format": "int8_tensorwise", "params": {"convrot": True}}, "int8 ConvRot"),
+    for layer_settings, dtype, name in (
+        ({"format": "int8_tensorwise"}, "I8", "int8"),
+        ({"format": "int8_tensorwise", "convrot": True}, "I8", "int8 ConvRot"),
+        ({"format": "int8_tensorwise", "params": {"convrot": True}}, "I8", "int8 ConvRot"),
+        # The package's own format, which `qwen-l40s quantize` writes.
+        ({"format": "float8_e4m3fn_rowwise"}, "F8_E4M3", "fp8 e4m3, scaled per row"),
     ):
-        part = only(inspect_checkpoint(comfy_quant(tmp_path, layer_settings)))
+        part = only(inspect_checkpoint(comfy_quant(tmp_path, layer_settings, dtype)))
         assert part.quantization.formats == {name: MATRICES}
         assert part.quantization.granularity == {"per row": MATRICES}
         assert part.cannot_run == ()
-
-
-def test_fp8_with_one_scale_a_row(tmp_path):
-    """The package's own format, which `qwen-l40s quantize` writes."""
-    settings = {"format": "float8_e4m3fn_rowwise"}
-    part = only(inspect_checkpoint(comfy_quant(tmp_path, settings, dtype="F8_E4M3")))
-    assert part.quantization.formats == {"fp8 e4m3, scaled per row": MATRICES}
-    assert part.quantization.granularity == {"per row": MATRICES}
-    assert part.cannot_run == ()
 
 
 def test_what_a_file_says_of_its_layers_is_at_hand(tmp_path):
@@ -656,7 +637,15 @@ def test_nunchaku_and_bitsandbytes_are_named_and_not_run(tmp_path):
     part = inspect_specs(tmp_path, specs)
     assert (part.family, part.quantization.formats) == ("Qwen-Image", {"SVDQuant (nunchaku)": 1})
     assert part.parameters == 3584 + 128 + 96 * 32
-    assert part.cannot_run
+    awq = {
+        "transformer_blocks.0.img_mod.1.qweight": ("I32", (48, 16)),
+        "transformer_blocks.0.img_mod.1.wscales": ("BF16", (2, 192)),
+        "transformer_blocks.0.img_mod.1.wzeros": ("BF16", (2, 192)),
+    }
+    part = inspect_specs(tmp_path, specs | awq)
+    assert part.quantization.formats == {"SVDQuant (nunchaku)": 1, "AWQ int4 (nunchaku)": 1}
+    (sentence,) = part.cannot_run
+    assert "in the order of its own compiled extension" in sentence
 
     layer = "transformer_blocks.0.attn.to_q.weight"
     full = micro_transformer()
@@ -670,7 +659,7 @@ def test_nunchaku_and_bitsandbytes_are_named_and_not_run(tmp_path):
     assert part.quantization.formats == {"bitsandbytes nf4": 1}
     assert part.quantization.granularity == {"blocks of 64": 1}
     assert part.parameters == inspect_specs(tmp_path, full).parameters
-    assert "nf4" in part.cannot_run[0]
+    assert "bitsandbytes nf4 weights are not run by this package" in part.cannot_run[0]
 
 
 # --- anything
