@@ -13,7 +13,11 @@ from test_checkpoint import flat, native_vae
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from qwen_l40s.errors import CheckpointError
-from qwen_l40s.loaders.convert import text_encoder_name_to_native, vae_name_to_native
+from qwen_l40s.loaders.convert import (
+    text_encoder_name_to_native,
+    vae_21_name_to_native,
+    vae_name_to_native,
+)
 
 
 def diffusers_vae(base_dim):
@@ -49,15 +53,20 @@ def test_names_map_one_to_one_onto_the_native_ones_with_their_shapes(base_dim):
     ],
 )
 def test_a_name_of_something_else_is_refused(name):
-    with pytest.raises(CheckpointError, match="not one of a Qwen-Image VAE") as error:
-        vae_name_to_native(name)
-    assert repr(name) in str(error.value)
+    for to_native, whose in (
+        (vae_name_to_native, "a Qwen-Image VAE"),
+        (vae_21_name_to_native, "Qwen-Image-2.1's VAE"),
+    ):
+        with pytest.raises(CheckpointError) as error:
+            to_native(name)
+        assert f"The tensor {name!r} is not one of {whose} in diffusers form" in str(error.value)
 
 
 @given(st.text())
 def test_any_text_is_a_name_or_refused(name):
-    with contextlib.suppress(CheckpointError):
-        assert vae_name_to_native(name)
+    for to_native in (vae_name_to_native, vae_21_name_to_native):
+        with contextlib.suppress(CheckpointError):
+            assert to_native(name)
 
 
 def nested_text_encoder():

@@ -26,7 +26,6 @@ from qwen_l40s.hosts.diffusers.sample import generate, sample
 from qwen_l40s.hosts.diffusers.settings import GenerateSettings
 from qwen_l40s.hosts.loading import choose_precision
 from qwen_l40s.loaders.source import TEMPLATE_PREFIX, TEMPLATE_PREFIX_TOKENS
-from qwen_l40s.machine.device import choose_device
 from qwen_l40s.spec.formats import MIB
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -198,12 +197,6 @@ def edit_json(path: Path, **changes) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def edit_weights(path: Path, change) -> None:
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path, metadata={"format": "pt"})
-
-
 def test_a_pipeline_that_diffusers_does_not_have_yet(own_folder, monkeypatch):
     def missing():
         raise ImportError("cannot import name 'QwenImage21Pipeline'")
@@ -225,12 +218,45 @@ def test_other_pipelines_are_refused(own_folder):
             load_pipeline(own_folder)
 
 
-def swap_vae_in(folder: Path) -> None:
-    shutil.copy(folder / "vae" / WEIGHTS, folder / "transformer" / WEIGHTS)
+def edited(part, change):
+    """Changes the tensors of a part in its file."""
+
+    def damage(folder: Path) -> None:
+        path = folder / part / ("model.safetensors" if part == "text_encoder" else WEIGHTS)
+        tensors = load_file(path)
+        change(tensors)
+        save_file(tensors, path, metadata={"format": "pt"})
+
+    return damage
 
 
-def swap_config(folder: Path) -> None:
-    shutil.copy(folder / "vae" / "config.json", folder / "transformer" / "config.json")
+def cast(name, dtype, value=None):
+    def change(tensors):
+        tensors[name] = tensors[name].to(dtype)
+        if value is not None:
+            tensors[name].view(-1)[-1] = value
+
+    return change
+
+
+def drop(name):
+    return lambda tensors: tensors.pop(name)
+
+
+def add(**more):
+    return lambda tensors: tensors.update(more)
+
+
+def copied(source, target):
+    return lambda folder: shutil.copy(folder / source, folder / target)
+
+
+def written(path, content):
+    return lambda folder: (folder / path).write_bytes(content)
+
+
+def removed(path):
+    return lambda folder: (folder / path).unlink()
 
 
 def truncate(folder: Path) -> None:
@@ -238,79 +264,60 @@ def truncate(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
-def quantize(folder: Path) -> None:
-    def change(tensors):
-        tensors["img_in.weight"] = tensors["img_in.weight"].to(torch.float8_e4m3fn)
-
-    edit_weights(folder / "transformer" / WEIGHTS, change)
-
-
-def drop(folder: Path) -> None:
-    edit_weights(folder / "transformer" / WEIGHTS, lambda tensors: tensors.pop("img_in.weight"))
-
-
-def add(folder: Path) -> None:
-    edit_weights(folder / "vae" / WEIGHTS, lambda tensors: tensors.update(more=torch.zeros(1)))
-
-
-def drop_text(folder: Path) -> None:
-    name = "model.layers.0.mlp.up_proj.weight"
-    edit_weights(folder / "text_encoder" / "model.safetensors", lambda tensors: tensors.pop(name))
-
-
-def shrink_text(folder: Path) -> None:
-    def change(tensors):
-        tensors["model.norm.weight"] = torch.ones(3)
-
-    edit_weights(folder / "text_encoder" / "model.safetensors", change)
-
-
-def scale_text(folder: Path) -> None:
-    path = folder / "text_encoder" / "model.safetensors"
-    edit_weights(path, lambda tensors: tensors.update({"model.norm.weight_scale": torch.ones(1)}))
-
-
-def quantize_text(folder: Path) -> None:
-    def change(tensors):
-        tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.float8_e4m3fn)
-
-    edit_weights(folder / "text_encoder" / "model.safetensors", change)
-
-
-def empty_tokenizer(folder: Path) -> None:
-    (folder / "tokenizer" / "merges.txt").unlink()
-
-
-def other_tokenizer(folder: Path) -> None:
-    (folder / "tokenizer" / "merges.txt").write_text("#version: 0.2\n")
+E4M3, TO_Q, NORM = torch.float8_e4m3fn, "transformer_blocks.1.attn.to_q.weight", "model.norm.weight"
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         (lambda folder: shutil.rmtree(folder / "vae"), r"no such file.*vae\)"),
+        (removed("model_index.json"), "not a diffusers folder.*model_index.json"),
         (
-            lambda folder: (folder / "model_index.json").unlink(),
-            "not a diffusers folder.*model_index.json",
+            copied(f"vae/{WEIGHTS}", f"transformer/{WEIGHTS}"),
+            r"lacks the tensor 'img_in.bias' .*transformer\)",
         ),
-        (swap_vae_in, r"lacks the tensor 'img_in.bias' .*transformer\)"),
-        (swap_config, "describes a AutoencoderKLQwenImage"),
+        (copied("vae/config.json", "transformer/config.json"), "describes a AutoencoderKLQwen"),
         (truncate, "is truncated"),
-        (quantize, "'img_in.weight' is F8_E4M3"),
-        (drop, r"lacks the tensor 'img_in.weight' \(1 in all\) that the transformer of its config"),
-        (add, r"holds the tensor 'more' \(1 in all\) that the vae of its .*vae\)"),
+        (edited("transformer", cast("img_in.weight", E4M3)), "'img_in.weight' is F8_E4M3"),
+        (
+            edited("transformer", drop("img_in.weight")),
+            r"lacks the tensor 'img_in.weight' \(1 in all\) that the transformer of its config",
+        ),
+        (
+            edited("vae", add(more=torch.zeros(1))),
+            r"holds the tensor 'more' \(1 in all\) that the vae of its .*vae\)",
+        ),
         (
             lambda folder: edit_json(folder / "transformer" / "config.json", in_channels=32),
             r"'img_in.weight' has the shape \(128, 64\) where the transformer of its config.json "
             r"has \(128, 32\)",
         ),
-        (drop_text, r"lacks the tensor .*up_proj.*text_encoder\)"),
-        (shrink_text, r"has another shape .*norm.weight.*text_encoder\)"),
-        (scale_text, r"has no place .*weight_scale.*text_encoder\)"),
-        (quantize_text, "'model.norm.weight' is F8_E4M3"),
-        (empty_tokenizer, "tokenizer.json, or vocab.json and"),
-        (other_tokenizer, "chat template in .* tokens, not 34"),
-        (lambda folder: (folder / "scheduler" / "scheduler_config.json").unlink(), "scheduler"),
+        (
+            edited("text_encoder", drop("model.layers.0.mlp.up_proj.weight")),
+            r"lacks the tensor .*up_proj.*text_encoder\)",
+        ),
+        (
+            edited("text_encoder", add(**{NORM: torch.ones(3)})),
+            r"has another shape .*norm.weight.*text_encoder\)",
+        ),
+        (
+            edited("text_encoder", add(**{f"{NORM}_scale": torch.ones(1)})),
+            r"has no place .*weight_scale.*text_encoder\)",
+        ),
+        (edited("text_encoder", cast(NORM, E4M3)), "'model.norm.weight' is F8_E4M3"),
+        (removed("tokenizer/merges.txt"), "tokenizer.json, or vocab.json and"),
+        (written("tokenizer/merges.txt", b"#version: 0.2\n"), "chat template in .* tokens, not 34"),
+        (removed("scheduler/scheduler_config.json"), "scheduler"),
+        (
+            edited("transformer", cast(TO_Q, torch.float32, torch.nan)),
+            f"holds NaN or infinity .*{TO_Q}.*{WEIGHTS}",
+        ),
+        (edited("transformer", cast(TO_Q, torch.bfloat16, torch.inf)), "holds NaN or infinity"),
+        (edited("transformer", cast(TO_Q, torch.float16, -torch.inf)), "holds NaN or infinity"),
+        (
+            edited("text_encoder", cast(NORM, torch.float32, torch.nan)),
+            r"holds NaN .*norm\.weight.*text_encoder",
+        ),
     ],
 )
 def test_damaged_folder(own_folder, damage, message):
@@ -324,36 +331,8 @@ def test_path_that_is_no_folder(own_folder):
         load_pipeline(own_folder / "model_index.json")
 
 
-@pytest.mark.parametrize(
-    ("value", "dtype"),
-    [(torch.nan, torch.float32), (torch.inf, torch.bfloat16), (-torch.inf, torch.float16)],
-)
-def test_one_weight_that_is_not_finite_is_named(own_folder, dtype, value):
-    name = "transformer_blocks.1.attn.to_q.weight"
-
-    def change(tensors):
-        tensors[name] = tensors[name].to(dtype)
-        tensors[name][3, 5] = value
-
-    edit_weights(own_folder / "transformer" / WEIGHTS, change)
-    with pytest.raises(CheckpointError, match=f"holds NaN or infinity .*{name}.*{WEIGHTS}"):
-        load_pipeline(own_folder, device="cpu")
-
-
-def test_text_encoder_weight_that_is_not_finite_is_named(own_folder):
-    def change(tensors):
-        tensors["model.norm.weight"][0] = torch.nan
-
-    edit_weights(own_folder / "text_encoder" / "model.safetensors", change)
-    with pytest.raises(CheckpointError, match=r"holds NaN .*norm\.weight.*text_encoder"):
-        load_pipeline(own_folder, device="cpu")
-
-
 def test_overflow_is_an_error_instead_of_a_black_image(own_folder):
-    def change(tensors):
-        tensors["proj_out.weight"] *= 1e38
-
-    edit_weights(own_folder / "transformer" / WEIGHTS, change)
+    edited("transformer", lambda tensors: tensors["proj_out.weight"].mul_(1e38))(own_folder)
     huge = load_pipeline(own_folder, device="cpu")
     with pytest.raises(CheckpointError, match="gave NaN or infinity in fp32"):
         generate(huge, "a star", width=32, height=32, steps=2, progress=False)
@@ -375,23 +354,18 @@ def test_precision_choice():
         assert reason in choice.reason
 
 
-def test_precisions_that_cannot_be_had(tiny_folder):
-    for precision, message in (
-        ("fp8", "'fp8' is not available.*auto, bf16, fp32"),
-        ("fp16", "'fp16' is unknown: choose auto, bf16, fp32, fp8, int8"),
-    ):
-        with pytest.raises(SettingError, match=message):
-            load_pipeline(tiny_folder, precision=precision, device="cpu")
-
-
-def test_unknown_device():
-    with pytest.raises(SettingError, match="choose auto, cpu, cuda or cuda:N"):
-        choose_device("tpu")
-
-
-def test_card_that_is_not_there():
-    with pytest.raises(UnavailableError, match="cuda:99"):
-        choose_device("cuda:99")
+@pytest.mark.parametrize(
+    ("precision", "device", "error", "message"),
+    [
+        ("fp8", "cpu", SettingError, "'fp8' is not available.*auto, bf16, fp32"),
+        ("fp16", "cpu", SettingError, "'fp16' is unknown: choose auto, bf16, fp32, fp8, int8"),
+        ("auto", "tpu", SettingError, "choose auto, cpu, cuda or cuda:N"),
+        ("auto", "cuda:99", UnavailableError, "cuda:99"),
+    ],
+)
+def test_what_cannot_be_had(tiny_folder, precision, device, error, message):
+    with pytest.raises(error, match=message):
+        load_pipeline(tiny_folder, precision=precision, device=device)
 
 
 def test_model_larger_than_memory_is_refused_before_loading(tiny_folder, monkeypatch):

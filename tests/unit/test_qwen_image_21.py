@@ -245,29 +245,6 @@ def test_gate_up_and_gate_layer_in_one_file(tmp_path, diffusers_form, single_fil
     assert sentence in capsys.readouterr().out
 
 
-def test_a_half_downloaded_file(tmp_path, single_file):
-    path = write(tmp_path / "model.safetensors", single_file)
-    with path.open("r+b") as file:
-        file.truncate(path.stat().st_size // 2)
-    refused(path, "transformer", "are there, so download it again")
-
-
-def test_a_half_downloaded_shard(tmp_path, diffusers_form):
-    folder = tmp_path / "transformer"
-    write_sharded(folder, diffusers_form)
-    assert check_complete(open_source(folder, "transformer")) == SHAPE_21_APART
-    first, second = sorted(folder.glob("*.safetensors"))
-    with second.open("r+b") as file:
-        file.truncate(second.stat().st_size // 2)
-    with pytest.raises(CheckpointError, match="are there, so download it again"):
-        open_source(folder, "transformer")
-    second.unlink()
-    with pytest.raises(CheckpointError, match="finish the download"):
-        open_source(folder, "transformer")
-    with pytest.raises(CheckpointError, match="one shard of several"):
-        open_source(first, "transformer")
-
-
 CLASSES = {
     "transformer": ["diffusers", "QwenImage21Transformer2DModel"],
     "text_encoder": ["transformers", "Qwen3VLForConditionalGeneration"],
