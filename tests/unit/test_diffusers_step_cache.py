@@ -42,6 +42,16 @@ def micro() -> LoadedPipeline:
 
 
 @pytest.fixture
+def pipe(micro):
+    return quiet(micro.to_diffusers())
+
+
+def quiet(pipe):
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+@pytest.fixture
 def calls(monkeypatch) -> list[tuple[int, ...]]:
     """The shapes of the latents that a transformer is called with."""
     from diffusers import QwenImageTransformer2DModel
@@ -142,9 +152,7 @@ def test_items_of_a_batch_are_those_of_their_own_seeds(micro):
         torch.testing.assert_close(both[i : i + 1], run(micro, seed=3 + i), atol=1e-4, rtol=1e-4)
 
 
-def test_audit_computes_the_skipped_steps_and_changes_nothing(micro, calls):
-    pipe = micro.to_diffusers()
-    pipe.set_progress_bar_config(disable=True)
+def test_audit_computes_the_skipped_steps_and_changes_nothing(pipe, calls):
     images = []
     for audit in (False, True):
         with cache_steps(pipe, replace(PRESETS["fast"], audit=audit)) as cached:
@@ -167,9 +175,7 @@ def painted(pipe, prompt=STAR, **more) -> torch.Tensor:
 
 
 @pytest.mark.slow
-def test_no_state_goes_from_run_to_run(micro):
-    pipe = micro.to_diffusers()
-    pipe.set_progress_bar_config(disable=True)
+def test_no_state_goes_from_run_to_run(pipe):
     before = hung_on(pipe.transformer, pipe.scheduler)
     plain = painted(pipe)
 
@@ -200,9 +206,7 @@ def test_no_state_goes_from_run_to_run(micro):
     assert torch.equal(painted(pipe), plain)
 
 
-def test_prompt_that_a_callback_exchanges_is_computed(micro):
-    pipe = micro.to_diffusers()
-    pipe.set_progress_bar_config(disable=True)
+def test_prompt_that_a_callback_exchanges_is_computed(micro, pipe):
     after, _ = pipe.encode_prompt(CIRCLE)
     skipped = made(micro).cached.skipped
 
@@ -218,13 +222,11 @@ def test_prompt_that_a_callback_exchanges_is_computed(micro):
 # --- other pipelines and schedulers ---
 
 
-def test_reference_images_behind_the_latent(micro, calls, monkeypatch):
+def test_reference_images_behind_the_latent(pipe, calls, monkeypatch):
     for size in ("VAE_IMAGE_SIZE", "CONDITION_IMAGE_SIZE"):
         monkeypatch.setattr(edit_plus, size, SIDE * SIDE)
-    stock = micro.to_diffusers()
-    parts = {name: part for name, part in stock.components.items() if part is not None}
-    pipe = QwenImageEditPlusPipeline(**parts, processor=None)
-    pipe.set_progress_bar_config(disable=True)
+    stock, parts = pipe, {name: part for name, part in pipe.components.items() if part is not None}
+    pipe = quiet(QwenImageEditPlusPipeline(**parts, processor=None))
     given = {"image": Image.new("RGB", (SIDE, SIDE), "red")}
     for name, prompt in (("", STAR), ("negative_", " ")):
         embeds, mask = stock.encode_prompt(prompt)
@@ -238,7 +240,7 @@ def test_reference_images_behind_the_latent(micro, calls, monkeypatch):
     assert 0 < relative(ours, plain) < 0.03
 
 
-def test_controlnet_is_skipped_with_the_transformer(micro, calls):
+def test_controlnet_is_skipped_with_the_transformer(micro, pipe, calls):
     net = QwenImageControlNetModel.from_transformer(
         micro.transformer, num_layers=1, attention_head_dim=32, num_attention_heads=4
     ).eval()
@@ -246,8 +248,7 @@ def test_controlnet_is_skipped_with_the_transformer(micro, calls):
         weight.data.fill_(1e-3)
     control = []
     net.register_forward_hook(lambda *call: control.append(len(call[2])))
-    pipe = QwenImageControlNetPipeline(**micro.to_diffusers().components, controlnet=net)
-    pipe.set_progress_bar_config(disable=True)
+    pipe = quiet(QwenImageControlNetPipeline(**pipe.components, controlnet=net))
     given = {"control_image": Image.new("RGB", (SIDE, SIDE), "red")}
     before = hung_on(net)
     plain = painted(pipe, **given)
@@ -264,9 +265,8 @@ def test_controlnet_is_skipped_with_the_transformer(micro, calls):
     assert hung_on(net) == before
 
 
-def test_run_that_begins_in_mid_schedule(micro):
-    pipe = QwenImageImg2ImgPipeline(**micro.to_diffusers().components)
-    pipe.set_progress_bar_config(disable=True)
+def test_run_that_begins_in_mid_schedule(pipe):
+    pipe = quiet(QwenImageImg2ImgPipeline(**pipe.components))
     given = {"image": Image.new("RGB", (SIDE, SIDE), "blue"), "strength": 0.7}
     plain = painted(pipe, **given, num_inference_steps=30)
     with cache_steps(pipe, "balanced") as cached:
@@ -307,9 +307,7 @@ def test_pass_that_holds_both_branches_of_guidance():
     assert 0 < relative(ours, plain) < 0.03
 
 
-def test_runs_that_compute_all_steps_say_why(micro, monkeypatch):
-    pipe = micro.to_diffusers()
-    pipe.set_progress_bar_config(disable=True)
+def test_runs_that_compute_all_steps_say_why(pipe, monkeypatch):
 
     def why(**more) -> str:
         with cache_steps(pipe, "fast") as cached:
@@ -328,9 +326,7 @@ def test_runs_that_compute_all_steps_say_why(micro, monkeypatch):
     assert why().endswith("a cache of diffusers is on the transformer")
 
 
-def test_settings_of_the_adaptive_method_run_the_schedule_and_say_so(micro):
-    pipe = micro.to_diffusers()
-    pipe.set_progress_bar_config(disable=True)
+def test_settings_of_the_adaptive_method_run_the_schedule_and_say_so(pipe):
     found = []
     for changes in ({"method": "adaptive", "threshold": 0.1}, {}):
         with cache_steps(pipe, CacheSettings(**changes)) as cached:
@@ -341,8 +337,7 @@ def test_settings_of_the_adaptive_method_run_the_schedule_and_say_so(micro):
     assert said.endswith(f"\nstep cache: {sentence}") and sentence not in report
 
 
-def test_what_cannot_be_had_is_one_sentence(micro):
-    pipe = micro.to_diffusers()
+def test_what_cannot_be_had_is_one_sentence(pipe):
     message = "no step cache 'taylorseer': choose off, faithful, balanced, fast"
     with pytest.raises(SettingError, match=message), cache_steps(pipe, "taylorseer"):
         pass
