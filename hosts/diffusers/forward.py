@@ -97,9 +97,6 @@ class TransformerPass(DoubleStream):
     """Implements `optimizations.blocks.host.HostPass`.
 
     Args:
-        transformer: diffusers'.
-        attention: Computes the attention of the fused blocks.
-        layers, modulation: Of the run.
         given: What the transformer was called with, by name.
     """
 

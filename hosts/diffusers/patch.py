@@ -135,10 +135,6 @@ class TransformerOptimization(Optimization):
     It holds the transformer weakly: a pipeline that is deleted frees its memory at once. Nothing in
     diffusers says where a run begins or that modules have changed, so that a call outside of `run`
     is a run of its own.
-
-    Args:
-        transformer: diffusers'.
-        attention: Computes the attention of the fused blocks.
     """
 
     host = "diffusers'"

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 
@@ -20,29 +19,13 @@ from ...errors import SettingError, UnavailableError
 from ...loaders.quantize import quantize_rows, row_format
 from ...loaders.quantized_file import check_precision, choose_layers
 from ...optimizations import reference
-from ...optimizations.linear import choose_gemm
+from ...optimizations.linear import Gemm, choose_gemm
 from ...spec.formats import RowFormat
-
-
-class Product(Protocol):
-    """Multiplies a layer's activations with its quantized weight."""
-
-    format: str
-
-    def linear(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        scale: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        rotation: int = 0,
-    ) -> torch.Tensor:
-        """Multiplies (..., K) with (N, K) to (..., N), as `Gemm.linear`."""
 
 
 @dataclass(frozen=True)
 class PlainProduct:
-    """Multiplies 8-bit operands in plain torch, with a scale for each row of both."""
+    """Multiplies as `Gemm`, in plain torch: 8-bit operands, with a scale for each row of both."""
 
     format: str
 
@@ -57,6 +40,7 @@ class PlainProduct:
         bias: torch.Tensor | None = None,
         rotation: int = 0,
     ) -> torch.Tensor:
+        """Multiplies (..., K), which it rounds, with (N, K) to (..., N)."""
         n, k = weight.shape
         form = RowFormat(self.format, rotation)
         rows, row_scale = reference.row_quantize(x.reshape(-1, k), form)
@@ -64,7 +48,7 @@ class PlainProduct:
         return out.view(*x.shape[:-1], n)
 
 
-def plain_product(format: str, device: torch.device) -> Product:
+def plain_product(format: str, device: torch.device) -> Gemm | PlainProduct:
     """Returns what multiplies with rows of scales for both operands, without a card's kernels."""
     if format == "int8" and device.type == "cpu":
         try:  # exact sums too, in a third of the reference's time
@@ -76,7 +60,7 @@ def plain_product(format: str, device: torch.device) -> Product:
     return PlainProduct(format)
 
 
-def tensor_core_product(format: str, device: torch.device) -> Product:
+def tensor_core_product(format: str, device: torch.device) -> Gemm | PlainProduct:
     """Returns what runs on a card, or gives its numbers in plain torch where nothing does."""
     gemm = choose_gemm(format, device)
     return plain_product(format, device) if gemm.weight_only else gemm
@@ -92,12 +76,8 @@ class QuantizedLinear(torch.nn.Module):
         bias: (N,) in the dtype of the layer that it was, or None.
     """
 
-    def __init__(self, layer: torch.nn.Linear, product: Product) -> None:
-        """Rounds a layer's weight on its device.
-
-        Args:
-            product: what multiplies, in its format.
-        """
+    def __init__(self, layer: torch.nn.Linear, product: Gemm | PlainProduct) -> None:
+        """Rounds a layer's weight on its device, in the product's format."""
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.form = row_format(product.format, layer.in_features)
@@ -122,9 +102,6 @@ class QuantizedLinear(torch.nn.Module):
             if moved.dtype != tensor.dtype:
                 setattr(self, name, tensor.to(moved.device))
         return self
-
-    def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, {self.product}"
 
 
 def chosen_layers(names: Iterable[str], keep: Sequence[str] = ()) -> list[str]:

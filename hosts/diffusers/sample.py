@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
@@ -14,7 +15,6 @@ from PIL import Image
 
 from ...errors import CheckpointError, SettingError, UnavailableError
 from ...optimizations.step_cache import CacheFigures
-from ...step_cache import OFF
 from .decode import decode
 from .load import LoadedPipeline
 from .settings import GenerateSettings
@@ -44,20 +44,14 @@ def generate(
     pipeline: LoadedPipeline,
     prompt: str,
     *,
-    negative_prompt: str = " ",
-    width: int,
-    height: int,
-    steps: int | None = None,
-    cfg: float | None = None,
-    seed: int = 0,
-    batch: int = 1,
-    cache: str = OFF,
     progress: bool = True,
     callback: StepCallback | None = None,
+    **settings: Any,
 ) -> Generation:
-    """Makes `batch` images of one prompt; `GenerateSettings` says what each setting means.
+    """Makes `batch` images of one prompt.
 
     Args:
+        settings: the others of `GenerateSettings`; width and height have to be given.
         progress: show diffusers' bar on stderr.
         callback: called after every step with (steps done, steps in all, packed latents); what it
             raises stops the run.
@@ -67,30 +61,19 @@ def generate(
         CheckpointError: the model returned NaN or infinity.
         UnavailableError: the card ran out of memory.
     """
-    asked = GenerateSettings(
-        prompt=prompt,
-        negative_prompt=negative_prompt,
-        width=width,
-        height=height,
-        steps=steps,
-        cfg=cfg,
-        seed=seed,
-        batch=batch,
-        cache=cache,
-    )
-    settings = settled(asked, pipeline)
+    chosen = settled(GenerateSettings(prompt=prompt, **settings), pipeline)
     start = time.perf_counter()
     try:
-        latents, cached = _sample(pipeline, settings, progress, callback)
+        latents, cached = _sample(pipeline, chosen, progress, callback)
         sampled = time.perf_counter()
-        images = decode(pipeline, latents, height, width)
+        images = decode(pipeline, latents, chosen.height, chosen.width)
     except torch.cuda.OutOfMemoryError as error:
         other = "" if pipeline.offload.name == "model" else ", or --offload model"
         raise UnavailableError(
-            f"{width}x{height} in a batch of {batch} does not fit in the memory of "
-            f"{pipeline.device}: use a smaller size or batch{other}."
+            f"{chosen.width}x{chosen.height} in a batch of {chosen.batch} does not fit in the "
+            f"memory of {pipeline.device}: use a smaller size or batch{other}."
         ) from error
-    return Generation(images, settings, sampled - start, time.perf_counter() - sampled, cached)
+    return Generation(images, chosen, sampled - start, time.perf_counter() - sampled, cached)
 
 
 def sample(

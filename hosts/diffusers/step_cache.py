@@ -73,11 +73,7 @@ def cache_steps(pipeline: DiffusionPipeline, cache: str | CacheSettings) -> Iter
 
 
 class StepCache:
-    """Holds the state of `cache_steps`.
-
-    Args:
-        transformer, scheduler: The pipeline's.
-        settings: None for no cache.
+    """Holds the state of `cache_steps`; settings are None for no cache.
 
     Attributes:
         figures: Of the last run, if it came to its end; else None.
@@ -115,11 +111,7 @@ class StepCache:
         return Transformer2DModelOutput(out) if kwargs.get("return_dict", True) else (out,)
 
     def forecast(self, given: dict[str, Any]) -> torch.Tensor | None:
-        """Returns the velocity that stands for a call; None where it is to run.
-
-        Args:
-            given: What the transformer or the ControlNet is called with, by name.
-        """
+        """Returns the velocity that stands for a call with `given`; None where it is to run."""
         if "hidden_states" not in given:  # no pipeline calls it so
             return None
         if self._run is None or self._run.sigmas is not self._scheduler.sigmas:
@@ -130,12 +122,7 @@ class StepCache:
         return None if self._settings.audit else velocity
 
     def velocity(self, model_output: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
-        """Returns what the scheduler is to step by.
-
-        Args:
-            model_output: What the pipeline has made of the transformer's calls.
-            sample: The latent.
-        """
+        """Returns what the scheduler is to step by, in place of what the pipeline has made."""
         run = self._run
         if run is None:
             return model_output
