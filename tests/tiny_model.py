@@ -174,13 +174,8 @@ def write_folder(folder: Path, dims: Dims = Dims()) -> Path:
                 build().save_pretrained(folder / name, max_shard_size=dims.shard_size)
     finally:
         torch.set_default_dtype(previous)
-    _write_model_index(folder)
-    return folder
-
-
-def _write_model_index(folder: Path, pipeline: str = "QwenImagePipeline") -> None:
     index = {
-        "_class_name": pipeline,
+        "_class_name": "QwenImagePipeline",
         "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
         "text_encoder": ["transformers", "Qwen2_5_VLForConditionalGeneration"],
         "tokenizer": ["transformers", "Qwen2Tokenizer"],
@@ -188,6 +183,7 @@ def _write_model_index(folder: Path, pipeline: str = "QwenImagePipeline") -> Non
         "vae": ["diffusers", "AutoencoderKLQwenImage"],
     }
     (folder / "model_index.json").write_text(json.dumps(index, indent=2))
+    return folder
 
 
 @pytest.fixture(scope="session")
