@@ -12,7 +12,6 @@ def _layer(block):
 
 
 def encoder_stages(vae):
-    """The encoder's own modules."""
     encoder = vae.encoder
     head = _head(encoder)
     return Stages(

@@ -37,6 +37,5 @@ def weights_21(blocks=2, fused=True, ratio=3):
 
 
 def model_21(fused=True, ratio=3):
-    """As ComfyUI loads them, in fp32."""
     weights, options = weights_21(fused=fused, ratio=ratio), {"dtype": torch.float32}
     return comfy.sd.load_diffusion_model_state_dict(weights, model_options=options)

@@ -51,7 +51,6 @@ def weights() -> Tensors:
 
 
 def linear_layers(tensors: Tensors) -> list[str]:
-    """The layers that quantized files have quantized."""
     return [
         name.removesuffix(".weight")
         for name in tensors
@@ -60,7 +59,6 @@ def linear_layers(tensors: Tensors) -> list[str]:
 
 
 def nested(tensors: Tensors) -> Tensors:
-    """transformers 5 names."""
     return {name.replace("model.", "model.language_model.", 1): t for name, t in tensors.items()}
 
 
@@ -90,7 +88,6 @@ def scaled_fp8(tensors: Tensors) -> Tensors:
 
 
 def unscaled_fp8(tensors: Tensors, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensors:
-    """Everything cast, norms and biases too."""
     return {name: tensor.to(dtype) for name, tensor in tensors.items()}
 
 

@@ -50,7 +50,6 @@ def weights(shape: TransformerShape = SHAPE) -> Tensors:
 
 
 def layers(tensors: Tensors) -> list[str]:
-    """The layers that are quantized when others are."""
     return sorted(layers_to_quantize(name.removesuffix(".weight") for name in tensors))
 
 
@@ -102,7 +101,6 @@ def quantized(
 
 
 def rounded(weight: torch.Tensor, precision: str) -> StoredLayer:
-    """A layer of the blocks as this package rounds it."""
     form = row_format(precision, weight.shape[1])
     return StoredLayer.rounded(*quantize_rows(weight, precision, rotation=form.rotation), form)
 

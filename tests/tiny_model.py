@@ -142,7 +142,6 @@ def _text_encoder(dims: Dims, vocabulary: int):
 
 
 def write_folder(folder: Path, dims: Dims = Dims()) -> Path:
-    """Writes a loadable Qwen-Image folder with random weights and returns it."""
     import torch
     from diffusers import (
         AutoencoderKLQwenImage,

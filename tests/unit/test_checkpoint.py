@@ -501,7 +501,6 @@ def test_a_broken_comfy_quant_tensor(tmp_path, content):
 
 
 def attention(tmp_path, *texts, dtype="U8"):
-    """A transformer whose blocks say these of their attention, below a prefix."""
     prefix = "model.diffusion_model."
     names = [
         f"{prefix}transformer_blocks.{index}.attn.comfy_attention.config"
@@ -792,7 +791,6 @@ def test_an_index_and_shards_that_disagree(tmp_path):
 
 
 def write_folder(path, pipeline="QwenImagePipeline", config=None, hidden=24, **kwargs):
-    """A diffusers folder with a micro transformer, text encoder and VAE."""
     (path / "scheduler").mkdir(parents=True)
     (path / "tokenizer").mkdir()
     model_index = {

@@ -66,7 +66,6 @@ def test_any_text_is_a_name_or_refused(name):
 
 
 def nested_text_encoder():
-    """Names of every tensor of transformers' class, in the form that transformers 5 has inside."""
     config = Qwen2_5_VLConfig()
     config.text_config.num_hidden_layers = config.vision_config.depth = 2
     config.text_config.layer_types = config.text_config.layer_types[:2]

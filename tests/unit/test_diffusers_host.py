@@ -219,8 +219,6 @@ def test_other_pipelines_are_refused(own_folder):
 
 
 def edited(part, change):
-    """Changes the tensors of a part in its file."""
-
     def damage(folder: Path) -> None:
         path = folder / part / ("model.safetensors" if part == "text_encoder" else WEIGHTS)
         tensors = load_file(path)

@@ -53,7 +53,6 @@ def quiet(pipe):
 
 @pytest.fixture
 def calls(monkeypatch) -> list[tuple[int, ...]]:
-    """The shapes of the latents that a transformer is called with."""
     from diffusers import QwenImageTransformer2DModel
 
     seen = []
@@ -85,7 +84,6 @@ def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 def hung_on(*objects: object) -> list[dict]:
-    """What is in the place of methods."""
     return [{name: vars(it).get(name) for name in ("forward", "step")} for it in objects]
 
 
@@ -277,8 +275,6 @@ def test_run_that_begins_in_mid_schedule(pipe):
 
 
 def test_pass_that_holds_both_branches_of_guidance():
-    """As loops of one's own do."""
-
     class Model(torch.nn.Module):
         calls = 0
 

@@ -27,7 +27,6 @@ MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}
 
 @pytest.fixture(params=["isal", "zlib"])
 def deflater(request, monkeypatch):
-    """Each of the two that a machine can have."""
     if request.param == "zlib":
         monkeypatch.setattr(png, "deflate", zlib)
     else:
@@ -35,14 +34,12 @@ def deflater(request, monkeypatch):
 
 
 def decoded(data):
-    """What PIL reads, its checksums too."""
     with Image.open(io.BytesIO(data)) as image:
         image.load()
         return image
 
 
 def chunks(data):
-    """(kind, content) of each chunk."""
     place = 8
     while place < len(data):
         (length,) = struct.unpack(">I", data[place : place + 4])
@@ -106,7 +103,6 @@ def test_a_large_image_takes_little_memory(deflater):
 
 
 def test_the_command_writes_its_images_with_it():
-    """Their settings are in them."""
     image = Image.fromarray(np.random.default_rng(1).integers(0, 256, (48, 64, 3), np.uint8))
     settings = {"prompt": "a 画", "seed": 3}
     pixels = b"".join(png.encode(np.asarray(image)))

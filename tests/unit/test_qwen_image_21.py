@@ -313,7 +313,6 @@ def test_quantizing_both_forms(tmp_path, format, capsys):
 
 
 def single_file_names(specs):
-    """ComfyUI's: the language model's are flat, the vision tower's are not."""
     return {name.replace("model.language_model.", "model."): spec for name, spec in specs.items()}
 
 

@@ -44,7 +44,6 @@ FLUX = {
 
 @pytest.fixture(scope="module")
 def specs():
-    """{role: the tensors of a small model}"""
     return {
         "transformer": micro_transformer(),
         "text_encoder": qwen25(24, 2),
@@ -172,7 +171,6 @@ def test_fp8_of_any_kind_is_converted(tmp_path):
 
 
 def refused(path, role, *fragments):
-    """The one sentence with which a path is refused: what, rule and remedy in this order."""
     with pytest.raises(CheckpointError) as error:
         open_source(path, role)
     message = str(error.value)

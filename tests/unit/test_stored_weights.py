@@ -41,7 +41,6 @@ def settings(**entries):
 
 
 def read(path):
-    """{name: tensor or StoredLayer} of a file."""
     quantization = inspect_checkpoint(path).parts[0].quantization
     return dict(canonical_tensors(load_file(path), quantization, decode_weight))
 
