@@ -91,28 +91,28 @@ def unscaled_fp8(tensors: Tensors, dtype: torch.dtype = torch.float8_e4m3fn) -> 
     return {name: tensor.to(dtype) for name, tensor in tensors.items()}
 
 
-def int8_rows(tensors: Tensors, settings: dict | None) -> Tensors:
-    """One scale a row; `settings` are in every `.comfy_quant`, which None leaves out."""
+def _rows(tensors: Tensors, dtype: torch.dtype, largest: int) -> Tensors:
     found = dict(tensors)
     for layer in linear_layers(tensors):
         weight = tensors[f"{layer}.weight"].float()
-        scale = weight.abs().amax(dim=1, keepdim=True) / 127
-        found[f"{layer}.weight"] = (weight / scale).round().to(torch.int8)
+        scale = weight.abs().amax(dim=1, keepdim=True) / largest
+        values = weight / scale
+        found[f"{layer}.weight"] = (values if largest > 127 else values.round()).to(dtype)
         found[f"{layer}.weight_scale"] = scale
-        if settings is not None:
-            found[f"{layer}.comfy_quant"] = marker(settings)
+    return found
+
+
+def int8_rows(tensors: Tensors, settings: dict | None) -> Tensors:
+    """Writes one scale a row; `settings` go into every `.comfy_quant`, which None leaves out."""
+    found = _rows(tensors, torch.int8, 127)
+    if settings is not None:
+        found |= {f"{layer}.comfy_quant": marker(settings) for layer in linear_layers(tensors)}
     return found
 
 
 def fp8_rows(tensors: Tensors) -> Tensors:
-    """One scale a row, a form that ComfyUI's layers do not have."""
-    found = dict(tensors)
-    for layer in linear_layers(tensors):
-        weight = tensors[f"{layer}.weight"].float()
-        scale = weight.abs().amax(dim=1, keepdim=True) / 448
-        found[f"{layer}.weight"] = (weight / scale).to(torch.float8_e4m3fn)
-        found[f"{layer}.weight_scale"] = scale
-    return found
+    """Writes one scale a row, a form that ComfyUI's layers do not have."""
+    return _rows(tensors, torch.float8_e4m3fn, 448)
 
 
 def write(path: Path, tensors: Tensors, metadata: dict[str, str] | None = None) -> Path:

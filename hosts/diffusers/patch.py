@@ -25,6 +25,7 @@ from .layers import DiffusersLayers, Timesteps, TransformerModulation
 # Where a module's `forward` is found: accelerate keeps the one that it wraps, and puts it back
 # after every image.
 SLOTS = ("_old_forward", "forward")
+Instead = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
 def optimize(transformer: QwenImageTransformer2DModel, *, attention: str = "auto") -> Optimized:
@@ -167,7 +168,7 @@ class TransformerOptimization(Optimization):
         super().start_run()
         self._layers = DiffusersLayers()
 
-    def forward(
+    def __call__(
         self, host: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Makes one call of the transformer; `host` is its own forward."""
@@ -219,8 +220,8 @@ class Forward:
 
     Args:
         transformer: Referenced weakly.
-        instead: Its `forward(host, args, kwargs)` runs for each call, and `host` is what the call
-            would have run; None for that alone.
+        instead: Runs for each call, (host, args, kwargs), where `host` is what the call would have
+            run; None for that alone.
 
     Attributes:
         before: What was in its place, of another extension; None for the class's own.
@@ -228,7 +229,7 @@ class Forward:
 
     __slots__ = ("__signature__", "_transformer", "before", "instead")
 
-    def __init__(self, transformer: QwenImageTransformer2DModel, instead: Any) -> None:
+    def __init__(self, transformer: QwenImageTransformer2DModel, instead: Instead | None) -> None:
         self.instead = instead
         self.before: Callable[..., Any] | None = None
         self._transformer = weakref.ref(transformer)
@@ -258,7 +259,7 @@ class Forward:
         # Neither the choices nor the launches can be traced.
         if self.instead is None or torch.compiler.is_compiling():
             return self._own(*args, **kwargs)
-        return self.instead.forward(self._own, args, kwargs)
+        return self.instead(self._own, args, kwargs)
 
     def _own(self, *args: Any, **kwargs: Any) -> Any:
         if self.before is not None:

@@ -46,10 +46,10 @@ def cache_steps(pipeline: DiffusionPipeline, cache: str | CacheSettings) -> Iter
     if settings is None:
         yield cached
         return
-    hung = [Forward(transformer, cached)]
+    hung = [Forward(transformer, cached.run)]
     controlnet = getattr(pipeline, "controlnet", None)
     if controlnet is not None:
-        hung.append(Forward(controlnet, _ControlNet(cached)))
+        hung.append(Forward(controlnet, cached.run_controlnet))
     own, host = vars(scheduler), scheduler.step
     before = own.get("step")  # of another extension
 
@@ -97,9 +97,7 @@ class StepCache:
             )
         return "\n".join(self.figures.lines())
 
-    def forward(
-        self, host: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def run(self, host: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Makes one call of the transformer; `host` is what it would have run."""
         velocity = self.forecast(kwargs)
         if velocity is None:
@@ -109,6 +107,15 @@ class StepCache:
         out = velocity.new_zeros(*x.shape[:2], velocity.shape[-1])
         out[: velocity.shape[0], : velocity.shape[1]] = velocity
         return Transformer2DModelOutput(out) if kwargs.get("return_dict", True) else (out,)
+
+    def run_controlnet(
+        self, host: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Makes one call of a ControlNet, which the pipeline calls before the transformer: not in a
+        skipped step, where nobody reads what it gives.
+        """
+        skipped = self.forecast(kwargs) is not None and not kwargs.get("return_dict", True)
+        return () if skipped else host(*args, **kwargs)
 
     def forecast(self, given: dict[str, Any]) -> torch.Tensor | None:
         """Returns the velocity that stands for a call with `given`; None where it is to run."""
@@ -131,21 +138,6 @@ class StepCache:
             self.figures = run.cached.finish()
             self._run = None
         return velocity
-
-
-class _ControlNet:
-    """Runs in place of the `forward` of a ControlNet, which the pipeline calls before the
-    transformer: not in a skipped step, where nobody reads what it gives.
-    """
-
-    def __init__(self, cached: StepCache) -> None:
-        self._cached = cached
-
-    def forward(
-        self, host: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        skipped = self._cached.forecast(kwargs) is not None and not kwargs.get("return_dict", True)
-        return () if skipped else host(*args, **kwargs)
 
 
 class _Run:

@@ -111,25 +111,7 @@ def test_the_full_size_qwen_image(tmp_path, full_transformer):
     assert part.dtypes == {"BF16": {"tensors": 1933, "bytes": 40_860_802_176}}
     assert part.quantization.formats == {}
     assert part.cannot_run == ()
-
-
-@pytest.mark.parametrize(
-    "prefix", ["", "model.diffusion_model.", "diffusion_model.", "transformer."]
-)
-def test_micro_dims_come_from_the_tensors_under_every_prefix(tmp_path, prefix):
-    specs = {f"{prefix}{name}": value for name, value in micro_transformer().items()}
-    part = inspect_specs(tmp_path, specs)
-    assert part.family == "Qwen-Image"
-    assert part.blocks == 3
-    assert (part.dims["dim"], part.dims["heads"]) == (32, 2)
-    assert (part.dims["head_dim"], part.dims["joint_dim"]) == (16, 24)
-
-
-def test_edit_2511_by_its_marker_and_layered_by_its_embedding(tmp_path):
-    marked = {**micro_transformer(), "__index_timestep_zero__": ("F32", (0,))}
-    assert inspect_specs(tmp_path, marked).family == "Qwen-Image-Edit-2511"
-    layered = micro_transformer(use_additional_t_cond=True)
-    assert inspect_specs(tmp_path, layered).family == "Qwen-Image-Layered"
+    assert part.licence is None
 
 
 def test_a_file_name_is_a_hint_and_no_evidence(tmp_path):
@@ -642,14 +624,6 @@ def test_known_names_with_nonsense_shapes_never_break_the_inspection(tmp_path, s
     assert sum(part.tensors for part in checkpoint.parts) == len(specs)
 
 
-def test_paths_that_the_system_refuses(tmp_path):
-    with pytest.raises(CheckpointError, match="cannot be opened"):
-        inspect_checkpoint(tmp_path / ("x" * 300))
-    (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    with pytest.raises(CheckpointError, match="cannot be opened"):
-        inspect_checkpoint(tmp_path / "loop")
-
-
 # --- shards and folders
 
 
@@ -666,21 +640,6 @@ def write_sharded(folder, specs, shards=2, stem="diffusion_pytorch_model"):
     return index
 
 
-def test_a_sharded_set_by_folder_and_by_index(tmp_path):
-    specs = micro_transformer()
-    index = write_sharded(tmp_path / "transformer", specs)
-    whole = inspect_specs(tmp_path, specs)
-    for path in (index, index.parent):
-        checkpoint = inspect_checkpoint(path)
-        part = only(checkpoint)
-        assert checkpoint.kind == "sharded"
-        assert (part.family, part.parameters, part.dims) == (
-            whole.family,
-            whole.parameters,
-            whole.dims,
-        )
-
-
 def test_one_shard_alone_says_that_it_is_partial(tmp_path):
     index = write_sharded(tmp_path, micro_transformer())
     part = only(inspect_checkpoint(sorted(index.parent.glob("*.safetensors"))[0]))
@@ -694,7 +653,8 @@ def test_symbolic_links_of_a_hub_cache_are_fine(tmp_path):
     for shard in list(index.parent.glob("*.safetensors")):
         blob = shard.rename(blobs / f"{abs(hash(shard.name)):x}")
         shard.symlink_to(blob)
-    assert only(inspect_checkpoint(index)).family == "Qwen-Image"
+    checkpoint = inspect_checkpoint(index)
+    assert (checkpoint.kind, only(checkpoint).family) == ("sharded", "Qwen-Image")
 
 
 @pytest.mark.parametrize(

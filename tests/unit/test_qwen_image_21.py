@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save_file
 from test_checkpoint import (
     empty,
     inspect_specs,
-    micro_transformer,
     only,
     specs_of,
     write,
@@ -543,10 +542,6 @@ def test_the_fun_controlnet(tmp_path, diffusers_form):
         assert (part.family, part.folder) == ("ControlNet for Qwen-Image-2.1", "model_patches")
         assert "of Qwen-Image-2.1: use ComfyUI's Load Model Patch (" in part.cannot_run[0]
         refused(path, "transformer", "This is a ControlNet for Qwen-Image-2.1, not")
-
-
-def test_qwen_image_has_no_other_licence(tmp_path):
-    assert inspect_specs(tmp_path, micro_transformer()).licence is None
 
 
 SMALL = specs_of(empty(QwenImage21Transformer2DModel, num_layers=2))

@@ -221,11 +221,14 @@ def test_bad_file(tmp_path, case):
     assert message.endswith(".") and "\n" not in message
 
 
-def test_missing_folder_pipe_and_null_byte(tmp_path):
+def test_paths_that_are_no_file(tmp_path):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
     for path, rule in (
         (tmp_path / "none.safetensors", "no such file"),
         (tmp_path, "is a folder"),
         ("nul\0.safetensors", "cannot be opened"),
+        (tmp_path / ("x" * 300), "cannot be opened"),
+        (tmp_path / "loop", "cannot be opened"),
     ):
         with pytest.raises(CheckpointError, match=rule):
             read_header(path)

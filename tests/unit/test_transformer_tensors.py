@@ -71,7 +71,9 @@ def check(tmp_path, tensors, prefix=""):
     return check_complete(open_source(write(tmp_path / "file.safetensors", tensors), "transformer"))
 
 
-@pytest.mark.parametrize("prefix", ["", "model.diffusion_model.", "transformer."])
+@pytest.mark.parametrize(
+    "prefix", ["", "model.diffusion_model.", "diffusion_model.", "transformer."]
+)
 @pytest.mark.parametrize("layered", [False, True])
 def test_a_complete_file_gives_its_sizes(tmp_path, prefix, layered):
     shape = replace(ODD, addition_t_cond=layered)
