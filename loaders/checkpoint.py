@@ -28,7 +28,7 @@ from .quantization import (
     parse_attention,
 )
 
-# {role: {key in config.json: name in Identity.dims}}
+# {role: {key in config.json: name in Identity.dims, or "blocks"}}
 SAME = {
     "transformer": {
         "attention_head_dim": "head_dim",
@@ -37,16 +37,17 @@ SAME = {
         "in_channels": "in_channels",
         "context_in_dim": "joint_dim",
         "out_channels": "out_channels",
+        "num_layers": "blocks",
     },
     "vae": {"base_dim": "dim", "z_dim": "latent_channels", "input_channels": "image_channels"},
     "text_encoder": {
         "hidden_size": "hidden",
         "intermediate_size": "intermediate",
         "vocab_size": "vocabulary",
+        "num_hidden_layers": "blocks",
     },
 }
 Parsed = TypeVar("Parsed")
-BLOCK_KEYS = {"transformer": "num_layers", "text_encoder": "num_hidden_layers"}
 
 
 def _contradictions(identity: Identity, config: Mapping[str, Any], tensors: Tensors) -> list[str]:
@@ -57,9 +58,8 @@ def _contradictions(identity: Identity, config: Mapping[str, Any], tensors: Tens
         return []
     nested = config.get("text_config")
     values = {**config, **(nested if isinstance(nested, dict) else {})}
-    found = {key: identity.dims.get(name) for key, name in SAME.get(identity.role, {}).items()}
-    if identity.role in BLOCK_KEYS:
-        found[BLOCK_KEYS[identity.role]] = identity.blocks
+    dims = {**identity.dims, "blocks": identity.blocks}
+    found = {key: dims.get(name) for key, name in SAME.get(identity.role, {}).items()}
     if identity.role == "transformer":
         values["use_additional_t_cond"] = bool(config.get("use_additional_t_cond"))
         found["use_additional_t_cond"] = "time_text_embed.addition_t_embedding.weight" in tensors

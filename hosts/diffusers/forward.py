@@ -64,10 +64,7 @@ class TransformerAttention(ChosenAttention):
 
     def start_pass(self, processor: object) -> None:
         """Finds out whether diffusers' own computes this pass: it was asked for, or the user chose
-        a backend there.
-
-        Args:
-            processor: Of the first block's attention.
+        a backend for this processor, which is the first block's, or for all.
         """
         if self.fallback and self.fallback.final:
             return

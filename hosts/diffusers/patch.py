@@ -90,7 +90,7 @@ def unsupported_model(transformer: object) -> Fallback | None:
     )
 
 
-class Optimized:
+class Optimized(AbstractContextManager):
     """Holds what `optimize` has done to a transformer; as a context manager, until its end.
 
     Args:
@@ -122,9 +122,6 @@ class Optimized:
         if self._forward is not None and self._forward.instead is not None:
             self._forward.remove()
             self._optimization.close()
-
-    def __enter__(self) -> Optimized:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.restore()

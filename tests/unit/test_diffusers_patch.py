@@ -925,6 +925,7 @@ def test_model_that_is_cast_between_runs(fused):
             "attention is passed ip_adapter_masks, not known here",
         ),
         ({"temb": "one row"}, "1 timestep embeddings where 2 belong"),
+        ({"image_rotary_emb": "none"}, "its rotary embedding is not the complex one"),
         ({"image_rotary_emb": "real"}, "its rotary embedding is not the complex one"),
         ({"colour": 1}, "its argument colour is not known here"),
     ],

@@ -59,21 +59,15 @@ def prefixed(specs, role):
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_a_single_file(tmp_path, specs, role):
-    path = write(tmp_path / "any name.safetensors", specs[role])
-    for given in (path, str(path)):
-        source = open_source(given, role)
-        assert (source.path, source.role, source.files) == (path, role, (path,))
-        assert (source.part.family, source.part.prefix) == (FAMILIES[role], "")
-        assert source.part.tensors == len(source.shards.tensors) == len(specs[role])
-        assert source.config == {}
-
-
-@pytest.mark.parametrize("role", ROLES)
-def test_one_part_under_its_prefix(tmp_path, specs, role):
-    path = write(tmp_path / "file.safetensors", prefixed(specs[role], role))
-    source = open_source(path, role)
-    assert (source.part.family, source.part.prefix) == (FAMILIES[role], PREFIXES[role])
+def test_a_single_file_with_and_without_a_prefix(tmp_path, specs, role):
+    for prefix, tensors in (("", specs[role]), (PREFIXES[role], prefixed(specs[role], role))):
+        path = write(tmp_path / "any name.safetensors", tensors)
+        for given in (path, str(path)):
+            source = open_source(given, role)
+            assert (source.path, source.role, source.files) == (path, role, (path,))
+            assert (source.part.family, source.part.prefix) == (FAMILIES[role], prefix)
+            assert source.part.tensors == len(source.shards.tensors) == len(specs[role])
+            assert source.config == {}
 
 
 @pytest.mark.parametrize("role", ROLES)
@@ -138,6 +132,8 @@ def test_what_this_package_wrote_into_a_file_of_its_own(tmp_path, specs):
     metadata = {METADATA_KEY: json.dumps({"config": config, "precision": "int8"})}
     path = write(tmp_path / "own.safetensors", specs["transformer"], metadata)
     assert open_source(path, "transformer").config == config
+    bare = write(tmp_path / "bare.safetensors", specs["transformer"], {METADATA_KEY: "{}"})
+    assert open_source(bare, "transformer").config == {}
     # Another model's config.json in the same folder is not about this file.
     (tmp_path / "config.json").write_text('{"axes_dims_rope": [8, 12, 12], "zero_cond_t": true}')
     assert open_source(path, "transformer").config == config
@@ -147,11 +143,6 @@ def test_what_this_package_wrote_into_a_file_of_its_own(tmp_path, specs):
 def test_broken_metadata_of_our_own(tmp_path, specs, text):
     path = write(tmp_path / "own.safetensors", specs["transformer"], {METADATA_KEY: text})
     refused(path, "transformer", "qwen_l40s metadata is broken (", "): write the file again")
-
-
-def test_metadata_without_settings_is_fine(tmp_path, specs):
-    path = write(tmp_path / "own.safetensors", specs["transformer"], {METADATA_KEY: "{}"})
-    assert open_source(path, "transformer").config == {}
 
 
 # --- what is converted, and so no reason to refuse
@@ -324,11 +315,6 @@ def test_a_missing_component(tmp_path, role):
     for other in ROLES:
         if other != role:
             open_source(folder, other)
-
-
-def test_nothing_at_all(tmp_path):
-    refused(tmp_path / "missing.safetensors", "vae", "no such file", "check the path")
-    refused(tmp_path, "vae", "holds neither", "name a folder or file with weights")
 
 
 def test_a_config_of_another_model(tmp_path):
