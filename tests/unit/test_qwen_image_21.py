@@ -24,6 +24,7 @@ from test_checkpoint import (
     write,
     write_sharded,
 )
+from test_source import refused
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from qwen_l40s.cli import main
@@ -162,16 +163,6 @@ def turbo(specs):
 
 def plain(specs):
     return specs, None
-
-
-def refused(path, role, *fragments):
-    with pytest.raises(CheckpointError) as info:
-        open_source(path, role)
-    sentence = str(info.value)
-    assert sentence.endswith(f"({path}).") and sentence.count(". ") == 0
-    for fragment in fragments:
-        assert fragment in sentence
-    return sentence
 
 
 # --- the transformer
