@@ -1,7 +1,8 @@
 """What one forward pass costs when its rows are split over several cards, and whether that pays.
 
 Every card computes the blocks for its own rows; only K and V are needed of all rows. The first card
-has the text rows and fewer image rows for that. Two exchanges bring K and V together:
+has the text rows and fewer image rows for that, so that all end together. Two exchanges bring K and
+V together:
 
     keys   K and V of the own rows are sent, in bf16; K's copy hides behind the own v, V's behind q
     rows   the normalized rows that q, k and v are made of are sent, in 8 bits where the layers
@@ -45,19 +46,13 @@ class Rows(NamedTuple):
     image: int
     width: int
 
-    @property
-    def all(self) -> int:
-        """Counts the rows of both streams."""
-        return self.items * (self.text + self.image)
 
-
-@dataclass(frozen=True)
-class BlockSeconds:
+class BlockSeconds(NamedTuple):
     """One block on one card.
 
-    Args:
-        image, text: products of each stream.
-        joint: attention, and all between products; as long for every row.
+    Attributes:
+        image, text: Products of each stream.
+        joint: Attention, and all between products; as long for every row.
     """
 
     image: float
@@ -66,7 +61,6 @@ class BlockSeconds:
 
     @property
     def all(self) -> float:
-        """Adds up the whole block."""
         return self.image + self.text + self.joint
 
     @classmethod
@@ -86,10 +80,9 @@ class BlockSeconds:
 
 
 class Exchange(NamedTuple):
-    """One block with one exchange, on the card that ends last.
+    """One block with one exchange.
 
     Attributes:
-        seconds: Of the whole block.
         name: `KEYS` or `ROWS`.
         image_rows: Of an item, by card; the first has the text rows, too.
         early: Whether rows leave in two pieces, the first behind the second's last product of the
@@ -107,13 +100,11 @@ class SplitCost:
     """One pass over `cards` cards; figures are predicted or measured, as they are given.
 
     Args:
-        rows: of the pass.
-        block: seconds of a block on one card.
+        block: on one card.
         row_bytes: of a normalized row as it is sent (`row_bytes`); None where only keys can be:
             with LoRAs beside weights, or layers that run themselves.
         cards: at least 2, and at most the image rows of an item.
         link: bytes a second from card to card, both ways at once.
-        blocks: of the pass.
         outside: seconds before and after the blocks, on the first card alone.
         launch: seconds of the processor for a block on one card; one thread launches all cards'.
     """
@@ -129,43 +120,36 @@ class SplitCost:
 
     @cached_property
     def best(self) -> Exchange:
-        """Chooses the faster exchange."""
         keys = self._exchange(KEYS, 2 * BF16 * self.rows.width, made=0.0, window=KEYS_AND_VALUES)
         if self.row_bytes is None:
             return keys
         return min(keys, self._exchange(ROWS, self.row_bytes, made=KEYS_AND_VALUES, window=FIRST))
 
     @property
-    def seconds(self) -> float:
-        """Counts the pass on all cards, with what others get of its input, give of its result."""
+    def gain(self) -> float:
+        """Tells how many times as fast as one card all are, which get rows of the pass's input and
+        give those of its result.
+        """
         rows = self.rows
         others = rows.items * (rows.image - self.best.image_rows[0])
-        ends = 2 * others * BF16 * rows.width / self.link
-        return self.outside + ends + self.blocks * self.best.seconds
-
-    @property
-    def gain(self) -> float:
-        """Tells how many times as fast as one card all are."""
-        return (self.outside + self.blocks * self.block.all) / self.seconds
+        ends = self.outside + 2 * others * BF16 * rows.width / self.link
+        alone = self.outside + self.blocks * self.block.all
+        return alone / (ends + self.blocks * self.best.seconds)
 
     @property
     def pays(self) -> bool:
-        """Tells whether to split."""
         return self.gain >= LEAST_GAIN
 
     @property
     def words(self) -> str:
-        """Says the decision in one sentence."""
-        about = f"{self.gain:.2f} times as fast as one card at {self.link / 1e9:.3g} GB/s"
-        if self.pays:
-            return f"{self.cards} cards compute a pass {about}; they exchange {self.best.name}."
+        """Says in one sentence why it does not pay."""
         return (
-            f"{self.cards} cards would compute a pass {about}, and a split needs {LEAST_GAIN}: one "
-            "card computes it."
+            f"{self.cards} cards would compute a pass {self.gain:.2f} times as fast as one card at "
+            f"{self.link / 1e9:.3g} GB/s, and a split needs {LEAST_GAIN}: one card computes it."
         )
 
     def _exchange(self, name: str, row_bytes: int, *, made: float, window: float) -> Exchange:
-        """Shares the rows so that all cards end together where no copy is exposed.
+        """Computes a block with one exchange.
 
         Args:
             row_bytes: that are sent of each row.
@@ -173,25 +157,25 @@ class SplitCost:
             window: share of a card's own products behind which the copy hides.
         """
         rows, block, others = self.rows, self.block, self.cards - 1
-        each = block.joint * rows.items / rows.all  # of a row of all items
+        each = block.joint / (rows.text + rows.image)
         image = (1 - made) * block.image + each * rows.image
         text = (1 - made) * block.text + each * rows.text
         first = round(rows.image * (image - others * text) / (self.cards * image))
         first = max(1, min(first, rows.image - others))
         shared, more = divmod(rows.image - first, others)
         image_rows = (first, *(shared + (place < more) for place in range(others)))
-        ends = []
+        ends = [(self.cards * self.launch, False)]
         for count, with_text in ((first, 1), (image_rows[1], 0)):
-            own = rows.items * (count + with_text * rows.text)
+            own = count + with_text * rows.text
             products = count / rows.image * block.image + with_text * block.text
-            copy = row_bytes * max(own * others, rows.all - own) / self.link
+            most = max(own * others, rows.text + rows.image - own)  # sent, or received
+            copy = row_bytes * rows.items * most / self.link
             exposed = copy - window * products
             early = name == ROWS and rows.items == 1 and exposed > 0
             if early:
                 exposed -= min(copy / 2, HALF_OF_LAST * count / rows.image * block.image)
-            seconds = products + made * (block.image + block.text - products)
-            seconds += block.joint * own / rows.all + max(0.0, exposed) + FIXED
-            ends.append((max(seconds, self.cards * self.launch), early))
+            seconds = products + made * (block.image + block.text - products) + each * own
+            ends.append((seconds + max(0.0, exposed) + FIXED, early))
         seconds, early = max(ends)
         return Exchange(seconds, name, image_rows, early)
 
@@ -202,11 +186,7 @@ def row_bytes(width: int, *, quantized: bool) -> int:
 
 
 def check_link(link: float) -> None:
-    """Raises SettingError unless a link carries something.
-
-    Args:
-        link: bytes a second.
-    """
+    """Raises SettingError unless a link carries something, in bytes a second."""
     if not 0 < link < float("inf"):
         raise SettingError(
             f"the link must be above 0 GB/s, got {link / 1e9:g}: `qwen-l40s doctor` measures it."

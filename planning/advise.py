@@ -15,7 +15,7 @@ from functools import cached_property
 
 from ..errors import SettingError, UnavailableError
 from ..spec.formats import QUANTIZED
-from ..split_cost import LEAST_GAIN, Rows, SplitCost, check_link, row_bytes
+from ..split_cost import LEAST_GAIN, Rows, SplitCost, row_bytes
 from .cards import SECONDS_PER_HOUR, Card, Price, check_positive
 from .estimate import Estimate, estimate, usd_range
 from .phases import Range
@@ -50,7 +50,6 @@ class Offer:
 
     @property
     def name(self) -> str:
-        """Names the card."""
         return self.found.card.name
 
     @property
@@ -154,12 +153,11 @@ class Advice:
 
     @property
     def fitting(self) -> list[Offer]:
-        """Selects the ranked offers of cards that hold all in every phase."""
         return [offer for offer in self.ranked if offer.found.fits]
 
     @property
     def paid(self) -> list[Offer]:
-        """Selects those of them that cost something."""
+        """Selects the fitting ones that cost something."""
         return [offer for offer in self.fitting if offer.usd_per_hour]
 
     def comparisons(self, names: Sequence[str] = (SUBJECT, *RIVALS)) -> list[Comparison]:
@@ -273,14 +271,11 @@ def together(found: Estimate, cards: int, link: float | None = None) -> Together
 
     Args:
         cards: at least 2; with CFG, half of them compute each prompt.
-        link: bytes a second each way between two cards; None for what PCIe is likely to reach.
-
-    Raises:
-        SettingError: the link carries nothing.
+        link: bytes a second each way between two cards, above 0; None for what PCIe is likely to
+            reach.
     """
     scale = (found.card.pcie_bytes_per_second or PCIE_4) / PCIE_4
     links = tuple(scale * each for each in LINKS) if link is None else (link,) * 3
-    check_link(links[0])
     if found.times is None:
         return None
     option, phases = found.option, found.times.phases
