@@ -1,12 +1,15 @@
-"""An advice in words: the cheapest card for a load in six lines, then all of them in a table."""
+"""Advice in words: the cheapest card for a load, and what several cards of one kind do."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
+from ..planning.advise import together
 from ..planning.cards import STARTING, Price
-from .figures import LINE, dollars, duration, folded, table
+from ..planning.phases import figure, gib
+from ..split_cost import KEYS, LEAST_GAIN, ROWS
+from .figures import LINE, between, dollars, duration, folded, many, significant, table, tenths
 from .words import (
     changes,
     rests_on,
@@ -17,8 +20,10 @@ from .words import (
 )
 
 if TYPE_CHECKING:
-    from ..planning.advise import Advice, Comparison, Offer
+    from ..planning.advise import Advice, Comparison, Offer, Together
+    from ..planning.estimate import Estimate
 
+EXCHANGED = {ROWS: "normalized rows", KEYS: "keys and values"}
 COLUMNS = ("", "card", "in", "an image", "cards", "busy", "USD per image")
 COUNTED = (
     "The number of cards carries the load even at the slowest predicted time. USD per image "
@@ -27,7 +32,7 @@ COUNTED = (
 
 
 def advise_text(advice: Advice, comparisons: Sequence[Comparison]) -> str:
-    """What `qwen-l40s advise` prints and the node keeps behind its picture: the cheapest card
+    """Says what `qwen-l40s advise` prints and the node keeps behind its picture: the cheapest card
     first, then all of them.
 
     Args:
@@ -37,22 +42,20 @@ def advise_text(advice: Advice, comparisons: Sequence[Comparison]) -> str:
         return "\n".join(["None of these cards has a price.", *_without_offer(advice)])
     blocks = [
         summary_lines(advice),
-        _folded(step_cache_lines(advice.ranked[0].found)),
+        folded(step_cache_lines(advice.ranked[0].found)),
         _ranking(advice),
-        _folded([COUNTED]),
-        _folded(map(_basis, advice.ranked)),
-        _folded(map(comparison_text, comparisons)),
+        folded([COUNTED]),
+        folded(map(_basis, advice.ranked)),
+        folded(map(comparison_text, comparisons)),
         _without_offer(advice),
     ]
     return "\n\n".join("\n".join(lines) for lines in blocks if lines)
 
 
-def _folded(texts: Iterable[str]) -> list[str]:
-    return [line for text in texts for line in folded(text, "")]
-
-
 def summary_lines(advice: Advice) -> list[str]:
-    """What the node shows: the cheapest card, what follows, and the settings; at most six lines."""
+    """Says what the node shows, in at most six lines: the cheapest card, what follows, and the
+    settings.
+    """
     if not advice.fitting:
         return ["This runs slowly on every card with a price: choose a smaller size or batch."]
     load = advice.images_per_hour
@@ -78,7 +81,7 @@ def summary_lines(advice: Advice) -> list[str]:
 
 
 def comparison_text(found: Comparison) -> str:
-    """Which of two cards is cheaper at which load, and how sure that is."""
+    """Says which of two cards is cheaper at which load, and how sure that is."""
     same = found.first.name == found.second.name
     first, second = (
         offer.name + f" at ${dollars(offer.usd_per_hour)}/h" * same
@@ -101,7 +104,7 @@ def comparison_text(found: Comparison) -> str:
 
 
 def price_source(price: Price | None) -> str:
-    """Whose price it is, from when; a starting price is called so. None is the user's own."""
+    """Says whose price it is, from when; a starting price is called so. None is the user's own."""
     if price is None:
         return "your own"
     words = [price.provider, price.date]
@@ -111,7 +114,7 @@ def price_source(price: Price | None) -> str:
 
 
 def setting_text(offer: Offer) -> str:
-    """The setting that a card is estimated in, in one clause."""
+    """Names the setting that a card is estimated in, in one clause."""
     option = offer.found.option
     setting = option.setting
     words = [setting.precision, f"modulation {setting.modulation}"]
@@ -120,11 +123,8 @@ def setting_text(offer: Offer) -> str:
 
 
 def _named(offer: Offer, load: float) -> str:
-    """`2 RTX 4090 in int8`."""
-    return (
-        f"{offer.cards_for(load):,} {offer.name} in {_precision(offer)}"
-        f"{', tight' * offer.found.tight}"
-    )
+    tight = ", tight" * offer.found.tight
+    return f"{offer.cards_for(load):,} {offer.name} in {_precision(offer)}{tight}"
 
 
 def _precision(offer: Offer) -> str:
@@ -132,7 +132,7 @@ def _precision(offer: Offer) -> str:
 
 
 def _ranking(advice: Advice) -> list[str]:
-    """A row for each card; costs at other loads as well where the lines have room for them."""
+    """Has costs at other loads as well where the lines have room for them."""
     less, load, more = advice.loads
     rows = [[*COLUMNS, *(f"at {each:,.10g}/h" for each in (less, more))]]
     for number, offer in enumerate(advice.ranked, 1):
@@ -167,12 +167,97 @@ def _basis(offer: Offer) -> str:
 
 
 def _without_offer(advice: Advice) -> list[str]:
-    lines = _folded(f"{name}: {reason}" for name, reason in advice.refused.items())
+    lines = folded(f"{name}: {reason}" for name, reason in advice.refused.items())
     if advice.unpriced:
         first, count = advice.unpriced[0], len(advice.unpriced)
         lines.append(
             f"{count} cards have no price. Enter yours in USD per hour, in the node or as --price "
             f'"{first}=1.00":'
         )
-        lines += folded(", ".join(advice.unpriced), "")
+        lines += folded([", ".join(advice.unpriced)])
     return lines
+
+
+def cards_answer(
+    found: Estimate, count: int, link: float | None = None
+) -> tuple[Iterable[str], dict[str, Any]]:
+    """Gives (sentences about several cards, what of them belongs into the estimate's JSON object).
+
+    Args:
+        count, link: as of `together`.
+    """
+    several = together(found, count, link)
+    if several is None:
+        return (), {"cards": None}
+    return cards_lines(several), {"cards": cards_json(several)}
+
+
+def cards_lines(found: Together) -> Iterator[str]:
+    """Says what several cards are predicted to do for one image and for many, and why."""
+    yield f"One image on {found.cards} cards: {'; '.join(_one_image(found))}."
+    servers, one = (between(each, significant) for each in found.per_hour)
+    yield (
+        f"Many images: start a server for each card, which makes {servers} an hour; one image "
+        f"after the other on all cards makes {one}."
+    )
+    if found.each > 1:
+        low, likely, high = (f"{each / 1e9:.3g}" for each in found.links)
+        carries = f"{likely} GB/s each way, as given."
+        if found.assumed:
+            carries = (
+                f"assumed to carry {low} to {high} GB/s each way, likely {likely}, as PCIe does "
+                "without NVLink. `qwen-l40s doctor` measures yours; give it with --link."
+            )
+        yield f"Link between cards: {carries}"
+    if found.splits or found.prompts > 1:
+        yield (
+            f"Memory: at most {tenths(found.first_bytes)} GiB on the first card, "
+            f"{tenths(found.other_bytes)} on each other one: all hold the whole transformer."
+        )
+
+
+def _one_image(found: Together) -> Iterator[str]:
+    gain = between(found.gain, "{:.2f}".format)
+    if found.splits or found.prompts > 1:
+        faster = between(found.faster, "{:.2f}".format)
+        yield f"{duration(found.together)}, {faster} times as fast as on one (predicted)"
+    if found.prompts > 1:
+        yield "ComfyUI's MultiGPU CFG Split computes both prompts at once"
+    if idle := found.cards % found.prompts:
+        yield f"{many(idle, 'card')} has nothing to do"
+    if found.splits:
+        exchanged = EXCHANGED[found.likely.best.name]
+        yield f"{found.each} cards split the rows of a pass and exchange {exchanged}"
+    elif found.refusal:
+        yield f"one card computes a pass, as {found.refusal}"
+    elif found.each > 1:
+        yield (
+            f"one card computes a pass, as {found.each} are predicted to be {gain} times as fast, "
+            f"and less than {LEAST_GAIN} does not pay"
+        )
+
+
+def cards_json(found: Together) -> dict[str, Any]:
+    """Gives figures in the unit of their name, from the fastest to the slowest; all predicted."""
+    servers, one = found.per_hour
+    best = found.likely.best if found.splits else None
+    return {
+        "count": found.cards,
+        "link_gbps": [figure(each / 1e9) for each in found.links],
+        "link_assumed": found.assumed,
+        "prompts_at_once": found.prompts,
+        "exchange": best and best.name,
+        "image_rows": best and list(best.image_rows),
+        "pass_gain": [figure(each) for each in found.gain],
+        "image_seconds": [figure(each) for each in found.together],
+        "times_as_fast": [figure(each) for each in found.faster],
+        "images_per_hour": {
+            "one_image_at_a_time": [figure(each) for each in one],
+            "servers": [figure(each) for each in servers],
+        },
+        "many_images": "servers",
+        "one_image": "cards" if found.faster.high > 1 else "one card",
+        "first_card_gib": gib(found.first_bytes),
+        "other_card_gib": gib(found.other_bytes),
+        "basis": "predicted",
+    }

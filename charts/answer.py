@@ -1,21 +1,31 @@
-"""An estimate as the JSON object that the command and the node give."""
+"""An estimate as the JSON object that command and node give, and what they say where it stops."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from ..planning.estimate import Estimate
+from ..planning.cards import Card
+from ..planning.estimate import DOES_NOT_FIT, Estimate
 from ..planning.phases import Phase, Range, figure, gib
 from ..planning.plan import PlanOption
 from ..planning.request import RunRequest
 from ..spec.formats import GB
 from ..step_cache import OFF
+from .figures import folded
 from .notes import notes_of
+from .run_chart import RunPicture, run_chart
+from .words import request_text
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+ANSWER = "Does not fit"
 
 
 def estimate_json(estimate: Estimate) -> dict[str, Any]:
-    """Figures in the unit of their name, the middle where there is a range."""
+    """Gives figures in the unit of their name, the middle where there is a range."""
     times = estimate.times
     step = estimate.step_seconds and estimate.step_seconds.times(1000)
     answers = {
@@ -67,7 +77,6 @@ def estimate_json(estimate: Estimate) -> dict[str, Any]:
 
 
 def _step_cache(estimate: Estimate) -> dict[str, Any] | None:
-    """What a step cache skips, beside what else saves that time; None without one."""
     request = estimate.request
     if request.cache == OFF:
         return None
@@ -87,7 +96,7 @@ def _step_cache(estimate: Estimate) -> dict[str, Any] | None:
 
 
 def phase_json(phase: Phase) -> dict[str, Any]:
-    """In GiB and seconds."""
+    """Gives a phase in GiB and seconds."""
     parts: dict[str, Any] = {
         name: gib(getattr(phase, name))
         for name in ("weights", "activations", "workspace", "context")
@@ -149,3 +158,47 @@ def _settings(request: RunRequest, option: PlanOption) -> dict[str, Any]:
         "cache": request.cache,
         "attention": setting.attention,
     }
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A request that a card does not run, even where weights move.
+
+    Attributes:
+        reason: The planner's sentence, with the remedy.
+        card_note: As of `Estimate`.
+    """
+
+    card: Card
+    request: RunRequest
+    reason: str
+    card_note: str = ""
+
+    @property
+    def summary(self) -> str:
+        about = f"{self.card_note} {self._about}".strip()
+        return f"{ANSWER}: {self.reason}\n{about}"
+
+    @property
+    def text(self) -> str:
+        """Folds the summary into lines that a terminal shows whole."""
+        return "\n".join(folded(self.summary.splitlines()))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Gives for JSON, of an estimate's keys, those that have an answer."""
+        return {
+            "card": self.card.name,
+            "family": self.request.family,
+            "fits": False,
+            "verdict": DOES_NOT_FIT,
+            "reason": self.reason,
+            "notes": [*filter(None, [self.card_note])],
+        }
+
+    def chart(self) -> Image.Image:
+        lines = [self.card_note, self.reason]
+        return run_chart(RunPicture("bad", ANSWER, "predicted", lines, self._about))
+
+    @property
+    def _about(self) -> str:
+        return f"{self.card.name}: {self.request.family}, {request_text(self.request)}"

@@ -1,4 +1,4 @@
-"""What an estimate has to say with its figures."""
+"""The notes that an estimate has beside its figures."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ SMALL_CARD_BYTES = 6 * GIB
 
 
 def notes_of(found: Estimate) -> tuple[str, ...]:
-    """What an estimate has to say, without the caller's own notes."""
+    """Gives what an estimate has to say, without the caller's own notes."""
     parts = _time_notes, _room_notes, _addition_notes, _licence_notes, _price_notes
     return tuple(note for part in parts for note in part(found))
 
 
 def price_of(found: Estimate) -> str:
-    """`$0.72 an hour or more`, of an estimate that has a price."""
+    """Says `$0.72 an hour or more`, of an estimate that has a price."""
     if found.own_usd_per_hour is not None:
         return f"${dollars(found.own_usd_per_hour)} an hour"
     price = found.card.price()
@@ -59,7 +59,6 @@ def _time_notes(found: Estimate) -> Iterator[str]:
 
 
 def _range_notes(found: Estimate) -> Iterator[str]:
-    """Why times are a range, and where in it one card is."""
     low, high = found.step_seconds
     if low == high:
         return
@@ -78,7 +77,6 @@ def _range_notes(found: Estimate) -> Iterator[str]:
 
 
 def _loads(loads: Mapping[str, Range]) -> str:
-    """`9.4 to 13 s with files in memory, ...`."""
     places = {
         PAGE_CACHE: "with files cached in memory",
         NVME: f"from an NVMe disk ({SOURCES[NVME] / 1e9:g} GB/s)",
@@ -139,7 +137,7 @@ def _addition_notes(found: Estimate) -> Iterator[str]:
 
 
 def attention_notes(found: Estimate) -> Iterator[str]:
-    """Which attention counts, where it is not simply exact."""
+    """Says which attention counts, where it is not simply exact."""
     asked, form = found.request.attention, found.option.setting.attention
     if form != EXACT:
         best, worst = attention_share(found.card, form)

@@ -7,31 +7,22 @@ it is, so the type is large and there is little of it.
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .canvas import (
-    BAD,
-    DARK,
-    FAINT,
-    GOOD,
-    GRID,
-    INK,
-    PAPER,
-    WARN,
-    WIDTH,
-    Page,
-    dashed,
-    text_width,
-    wrapped,
-)
-
 if TYPE_CHECKING:
-    from PIL import Image
+    from PIL import Image, ImageFont
 
+WIDTH = 1280  # pixels
+# A picture brings its own ground and a frame, so that it stands on a light page and on a dark one.
+PAPER, FRAME = "#17202a", "#66768a"
+INK, FAINT, GRID = "#f2f5f8", "#aeb9c5", "#364452"
+DARK = "#10171f"  # text on a bright bar
+GOOD, WARN, BAD = "#2bc48a", "#ffb000", "#ff7043"
 # A node gives a picture 400 pixels of width and 220 of height, at which the least is still read.
-ANSWER, FIGURE, LABEL, LEAST = 80, 48, 38, 34  # font sizes
+ANSWER, FIGURE, LEAST = 80, 48, 34  # font sizes
 LINE = 46  # pixels from one line of the least size to the next
 SIDE = 40  # pixels of margin
 NAMES, SIZES, TIMES = 216, 160, 270  # pixels at both ends of the bars, at the least
@@ -116,8 +107,7 @@ class RunPicture:
 
 def run_chart(shown: RunPicture) -> Image.Image:
     """Draws it: an RGB picture, 1280 pixels wide and as high as it takes."""
-    page = Page(3200)
-    page.y = SIDE - 8
+    page = Page()
     _answer(page, shown)
     if shown.figures:
         _rule(page)
@@ -136,16 +126,16 @@ def _answer(page: Page, shown: RunPicture) -> None:
     middle, room = page.y + ANSWER / 2, WIDTH - 2 * SIDE - indent
     size = fitting(shown.answer, room - 30 - text_width(shown.basis, LEAST), ANSWER)
     page.text((SIDE + indent, middle), shown.answer, size=size, fill=colour)
-    page.text((WIDTH - SIDE, middle), shown.basis, size=LEAST, fill=FAINT, anchor="rm")
+    page.text((WIDTH - SIDE, middle), shown.basis, fill=FAINT, anchor="rm")
     page.y += ANSWER + 14
     for text, ink in (*((line, INK) for line in shown.lines), (shown.about, FAINT)):
         for line in wrapped(text, LEAST, WIDTH - 2 * SIDE) if text else ():
-            page.text((SIDE, page.y + LINE / 2), line, size=LEAST, fill=ink)
+            page.text((SIDE, page.y + LINE / 2), line, fill=ink)
             page.y += LINE
 
 
 def _sign(page: Page, sign: str, box: tuple[float, float, float, float]) -> None:
-    """A tick, an exclamation mark or a cross, for those who do not see the colour."""
+    """Draws a tick, an exclamation mark or a cross, for those who do not see the colour."""
     left, top, right, _ = box
     size, draw = right - left, page.draw
 
@@ -177,7 +167,7 @@ def _figures(page: Page, shown: RunPicture) -> None:
     width, gap = (WIDTH - 2 * SIDE) / 3, 30
     for place, figure in enumerate(shown.figures):
         left, room = SIDE + place * width, width - gap
-        page.text((left, page.y + LINE / 2), figure.label, size=LEAST, fill=FAINT)
+        page.text((left, page.y + LINE / 2), figure.label, fill=FAINT)
         middle = page.y + LINE + FIGURE * 0.6
         page.text((left, middle), figure.value, size=fitting(figure.value, room, FIGURE))
         below = middle + FIGURE * 0.6 + LINE / 2
@@ -190,7 +180,7 @@ def _figures(page: Page, shown: RunPicture) -> None:
 
 
 def _peak(page: Page, shown: RunPicture, left: float, right: float, middle: float) -> None:
-    """The peak against the card: what a run may use ends at a line."""
+    """Draws the peak against the card: what a run may use ends at a line."""
     limit = shown.limit
     scale = (right - left) / max(limit.capacity, limit.peak, limit.expected)
     top, bottom = middle - BAR / 2, middle + BAR / 2
@@ -209,7 +199,7 @@ def _mark(page: Page, x: float, middle: float, colour: str) -> None:
 
 
 def _phases(page: Page, shown: RunPicture) -> None:
-    """Bars, with the limit of the card across all of them."""
+    """Draws bars, with the limit of the card across all of them."""
     sizes = SIZES if any(bar.value for bar in shown.bars) else 0
     names = max(NAMES, *(text_width(bar.name, LEAST) + 24 for bar in shown.bars))
     left, right = SIDE + names, WIDTH - SIDE - TIMES - sizes
@@ -220,14 +210,16 @@ def _phases(page: Page, shown: RunPicture) -> None:
     scale, top = (right - left) / (longest or 1), page.y
     for bar in shown.bars:
         middle = page.y + LINE / 2
-        page.text((SIDE, middle), bar.name, size=LEAST)
+        page.text((SIDE, middle), bar.name)
         _bar(page, bar, left, middle, scale)
-        page.text((right + sizes, middle), bar.value, size=LEAST, anchor="rm")
+        page.text((right + sizes, middle), bar.value, anchor="rm")
         size = fitting(bar.time, TIMES - 24, LEAST)
         page.text((WIDTH - SIDE, middle), bar.time, size=size, fill=FAINT, anchor="rm")
         page.y += LINE
     if shown.limit is not None:
-        dashed(page.draw, left + shown.limit.usable * scale, top, page.y, INK, 3)
+        x = left + shown.limit.usable * scale
+        for y in range(round(top), round(page.y), 14):
+            page.draw.line((x, y, x, min(y + 8, page.y)), fill=INK, width=3)
     page.y += 6
     _legend(page, shown)
     page.y -= 12
@@ -265,11 +257,78 @@ def _legend(page: Page, shown: RunPicture) -> None:
         page.draw.rectangle(
             (x + 12 * thin, middle - 15, x + (17 if thin else 30), middle + 15), fill=colour
         )
-        page.text((x + 44, middle), name, size=LEAST, fill=FAINT)
+        page.text((x + 44, middle), name, fill=FAINT)
         x += width
     page.y += LINE if entries else 0
 
 
+class Page:
+    """Draws from top to bottom on as much height as it takes; the next line begins at `y`."""
+
+    def __init__(self) -> None:
+        from PIL import Image, ImageDraw
+
+        self.image = Image.new("RGB", (WIDTH, 3200), PAPER)
+        self.draw = ImageDraw.Draw(self.image)
+        self.y = SIDE - 8
+
+    def text(
+        self,
+        place: tuple[float, float],
+        text: str,
+        *,
+        size: int = LEAST,
+        fill: str = INK,
+        anchor: str = "lm",
+    ) -> None:
+        """Writes one line; the anchor is PIL's."""
+        self.draw.text(place, plain(text), fill=fill, font=font(size), anchor=anchor)
+
+    def finish(self) -> Image.Image:
+        """Cuts the picture below what was drawn last, and frames it."""
+        height = min(self.image.height, round(self.y) + SIDE - 4)
+        self.draw.rectangle((0, 0, WIDTH - 1, height - 1), outline=FRAME, width=3)
+        return self.image.crop((0, 0, WIDTH, height))
+
+
+def font(size: int) -> ImageFont.FreeTypeFont:
+    """Returns PIL's own font, which is there wherever PIL is."""
+    from PIL import ImageFont
+
+    return ImageFont.load_default(size)
+
+
+def text_width(text: str, size: int) -> float:
+    """Measures the pixels that one line takes."""
+    return font(size).getlength(text)
+
+
+def plain(text: str) -> str:
+    """Keeps what the font can draw: accents and line breaks go, the rest becomes "?"."""
+    decomposed = unicodedata.normalize("NFKD", " ".join(text.split()))
+    letters = (letter for letter in decomposed if not unicodedata.combining(letter))
+    return "".join(
+        letter if letter.isascii() and letter.isprintable() else "?" for letter in letters
+    )
+
+
+def wrapped(text: str, size: int, width: float) -> list[str]:
+    """Folds a text into lines of at most `width` pixels; a word that is longer is broken."""
+    lines = [""]
+    for word in plain(text).split(" "):
+        longer = f"{lines[-1]} {word}".strip()
+        if text_width(longer, size) <= width:
+            lines[-1] = longer
+            continue
+        if lines[-1]:
+            lines.append("")
+        for letter in word:
+            if lines[-1] and text_width(lines[-1] + letter, size) > width:
+                lines.append("")
+            lines[-1] += letter
+    return lines
+
+
 def fitting(text: str, room: float, most: int) -> int:
-    """The largest font size of a line that has so many pixels; `LEAST` at the least."""
+    """Finds the largest font size of a line that has so many pixels; `LEAST` at the least."""
     return next((size for size in range(most, LEAST, -2) if text_width(text, size) <= room), LEAST)

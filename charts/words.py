@@ -44,44 +44,40 @@ BOUND = "bound by the processor"
 OTHER_PICTURES = (
     "The cache changes the picture slightly; fewer steps or Lightning give another picture."
 )
+NEXT = "Next: load with these settings; Report Qwen-Image Run shows what a run took."
 NOTHING_SAFER = "No safer setting stays on the card: choose a smaller size or batch."
 
 
 def estimate_text(estimate: Estimate, cards: Iterable[str] = ()) -> str:
-    """What `qwen-l40s estimate` prints and a node keeps behind its picture: the answer, then what
-    it rests on.
+    """Says what `qwen-l40s estimate` prints and a node keeps behind its picture: the answer, then
+    what it rests on.
 
     Args:
-        cards: sentences about several cards (`cards.cards_lines`).
+        cards: sentences about several cards (`advice.cards_lines`).
     """
     notes = (*notes_of(estimate), *estimate.notes)
     phases = estimate.phases.values()
     blocks = [
         summary_lines(estimate),
-        [line for text in cards for line in folded(text, "")],
-        [line for text in step_cache_lines(estimate) for line in folded(text, "")],
+        folded(cards),
+        folded(step_cache_lines(estimate)),
         _phase_table(phases),
         _part_table(phases),
-        [
-            line
-            for phase in phases
-            if phase.note
-            for line in folded(f"{PHASE_NAMES[phase.name]}: {phase.note}", "")
-        ],
-        [*_needs(estimate), *folded(f"Times: {estimate.basis.text}", "")],
+        folded(f"{PHASE_NAMES[phase.name]}: {phase.note}" for phase in phases if phase.note),
+        folded([*_needs(estimate), f"Times: {estimate.basis.text}"]),
         [_plan_heading(estimate.options), *_plan_lines(estimate)],
-        [line for note in notes for line in folded(f"Note: {note}", "")],
+        folded(f"Note: {note}" for note in notes),
     ]
     return "\n\n".join("\n".join(lines) for lines in blocks if lines)
 
 
 def summary_text(estimate: Estimate) -> str:
-    """What the node shows: six lines, the answer first."""
+    """Says what the node shows: six lines, the answer first."""
     return "\n".join(summary_lines(estimate))
 
 
 def summary_lines(estimate: Estimate) -> list[str]:
-    """The answer, the card and the request, time, cost, the settings, and what to do next."""
+    """Says the answer, card and request, time, cost, the settings, and what to do next."""
     about = f"{estimate.card_note} {heading(estimate)}".strip()
     return [
         verdict(estimate),
@@ -89,12 +85,12 @@ def summary_lines(estimate: Estimate) -> list[str]:
         f"Time: {_time(estimate)}.",
         f"Cost: {_cost(estimate)}.",
         f"Set: {settings_text(estimate.option.setting)}.",
-        next_step(estimate),
+        remedy(estimate) or NEXT,
     ]
 
 
 def verdict(estimate: Estimate) -> str:
-    """Whether it fits, by how much, and where the card is fullest: one sentence."""
+    """Says whether it fits, by how much, and where the card is fullest, in one sentence."""
     usable, phase = usable_bytes(estimate.card), fullest(estimate)
     peak = phase.card_bytes
     figures = f"{tenths(peak)} of {tenths(usable)} GiB in {PHASE_NAMES[phase.name]}"
@@ -104,26 +100,26 @@ def verdict(estimate: Estimate) -> str:
 
 
 def answer(estimate: Estimate) -> str:
-    """Whether it fits, in at most three words."""
+    """Says whether it fits, in at most three words."""
     if not estimate.fits:
         return "Runs slowly"
     return "Tight, not measured" if estimate.tight else "Fits"
 
 
 def fullest(estimate: Estimate) -> Phase:
-    """The phase with the most on the card, as it runs."""
+    """Finds the phase with the most on the card, as it runs."""
     return max(estimate.phases.values(), key=lambda phase: phase.card_bytes)
 
 
 def moves(estimate: Estimate) -> str:
-    """What moves in a run that is slow, in one clause."""
+    """Says what moves in a run that is slow, in one clause."""
     if moved := estimate.option.moved_bytes:
         return f"{format_gib(moved)} move in every pass"
     return f"{format_gib(-estimate.headroom_bytes)} leave the card for each image and come back"
 
 
 def step_cache_lines(estimate: Estimate) -> list[str]:
-    """What a step cache saves, beside what else saves that time; none without one."""
+    """Says what a step cache saves, beside what else saves that time; nothing without one."""
     request = estimate.request
     if request.cache == OFF:
         return []
@@ -136,8 +132,8 @@ def step_cache_lines(estimate: Estimate) -> list[str]:
 
 
 def saved_otherwise(estimate: Estimate) -> str:
-    """How long an image takes that saves time by other means than a step cache; empty where that
-    is not known, or the cache saves none.
+    """Says how long an image takes that saves time by other means than a step cache; empty where
+    that is not known, or the cache saves none.
     """
     request = estimate.request
     if request.computed_steps == request.steps or estimate.image_seconds is None:
@@ -151,7 +147,6 @@ def saved_otherwise(estimate: Estimate) -> str:
 
 
 def _refusal(request: RunRequest) -> str:
-    """Why a step cache skips nothing, in one clause."""
     none = f"of {request.steps} steps none may be skipped"
     if request.cache == CUSTOM:
         return none
@@ -159,21 +154,15 @@ def _refusal(request: RunRequest) -> str:
 
 
 def steps_text(request: RunRequest) -> str:
-    """`50 steps`, `balanced computes 26 of 50 steps`."""
+    """Says `50 steps`, or `balanced computes 26 of 50 steps`."""
     steps, computed = request.steps, request.computed_steps
     if computed == steps:
         return f"{steps} steps"
     return f"{request.cache} computes {computed} of {steps} steps"
 
 
-def next_step(estimate: Estimate) -> str:
-    """What to do with the answer."""
-    as_it_is = "Next: load with these settings; Report Qwen-Image Run shows what a run took."
-    return remedy(estimate) or as_it_is
-
-
 def remedy(estimate: Estimate) -> str:
-    """What to set where it is tight or slow; empty where nothing helps, or nothing has to."""
+    """Says what to set where it is tight or slow; empty where nothing helps, or nothing has to."""
     if estimate.tight:
         return safer_text(estimate)
     if estimate.fits:
@@ -188,7 +177,7 @@ def remedy(estimate: Estimate) -> str:
 
 
 def safer_text(estimate: Estimate) -> str:
-    """What to set where it is tight, and what that leaves."""
+    """Says what to set where it is tight, and what that leaves."""
     safer = estimate.safer
     if safer is None:
         return NOTHING_SAFER
@@ -196,12 +185,12 @@ def safer_text(estimate: Estimate) -> str:
 
 
 def safer_setting(estimate: Estimate) -> str:
-    """What the safer setting of a tight estimate changes, as the loaders name it."""
+    """Says what the safer setting of a tight estimate changes, as the loaders name it."""
     return changes(estimate.option.setting, estimate.safer.setting)
 
 
 def changes(setting: Setting, other: Setting) -> str:
-    """What another setting has changed, as the settings are named."""
+    """Says what another setting has changed, as the settings are named."""
     return ", ".join(
         f"{name} {after}"
         for (name, before), after in zip(
@@ -212,7 +201,7 @@ def changes(setting: Setting, other: Setting) -> str:
 
 
 def settings_text(setting: Setting) -> str:
-    """A setting as it is set in the loaders."""
+    """Says how a setting is set in the loaders."""
     return (
         f"Load Qwen-Image Model: precision {setting.precision}, modulation {setting.modulation}; "
         f"Load Qwen-Image Text Encoder: precision {setting.text_encoder}, placement "
@@ -221,7 +210,6 @@ def settings_text(setting: Setting) -> str:
 
 
 def _named(setting: Setting) -> dict[str, str]:
-    """As a node or the command that speaks of a whole run names it."""
     return {
         "precision": setting.precision,
         "modulation": setting.modulation,
@@ -235,29 +223,24 @@ def _spare(estimate: Estimate, option: PlanOption) -> str:
 
 
 def usable_bytes(card: Card) -> int:
-    """The memory of a card, less what the host keeps free."""
+    """Gives the memory of a card, less what the host keeps free."""
     return max(0, card.memory_bytes - KEPT_FREE_BYTES)
 
 
 def heading(estimate: Estimate) -> str:
-    """The card and what runs on it, in one line."""
-    return f"{estimate.card.name}: {request_line(estimate)}"
-
-
-def request_line(estimate: Estimate) -> str:
-    """What runs, and in which precision."""
+    """Names the card and what runs on it, in one line."""
     request, precision = estimate.request, estimate.option.setting.precision
-    return f"{request.family}, {precision}, {request_text(request)}"
+    return f"{estimate.card.name}: {request.family}, {precision}, {request_text(request)}"
 
 
 def request_text(request: RunRequest) -> str:
-    """Size, batch and what else differs from a plain picture."""
+    """Names size, batch and what else differs from a plain picture."""
     words = [
         f"{request.width}x{request.height}",
         f"batch {request.batch}",
         steps_text(request),
+        CFG_WORDS[request.cfg],
     ]
-    words.append(CFG_WORDS[request.cfg])
     if request.attention != EXACT:
         words.append(f"attention {request.attention}")
     if request.references:
@@ -276,12 +259,12 @@ def request_text(request: RunRequest) -> str:
 
 
 def rests_on(estimate: Estimate) -> str:
-    """Every time is computed; what differs is what from."""
+    """Says what times are computed from."""
     return "from measured rates" if estimate.basis.kind == "measured" else "predicted"
 
 
 def parts_of(phase: Phase) -> dict[str, int]:
-    """{what is on the card in a phase: bytes}, those of `PARTS` first."""
+    """Counts {what is on the card in a phase: bytes}, those of `PARTS` first."""
     held = {**dict.fromkeys(PARTS, 0), **phase.resident}
     held[WORKS.get(phase.name, "transformer")] += phase.weights
     held[WORKING] += phase.activations + phase.workspace
@@ -315,7 +298,6 @@ def _phase_table(phases: Iterable[Phase]) -> list[str]:
 
 
 def _part_table(phases: Iterable[Phase]) -> list[str]:
-    """What lies on the card in each phase; the figures of a row add up to its total."""
     held = {PHASE_NAMES[phase.name]: parts_of(phase) for phase in phases}
     others = sorted({name for parts in held.values() for name in parts} - set(PARTS))
     names = [name for name in (*PARTS, *others) if any(parts.get(name) for parts in held.values())]
@@ -331,16 +313,12 @@ def _needs(estimate: Estimate) -> list[str]:
     parts = ", ".join(
         f"{name} {size}" for name, size in zip(files, adding_up([*files.values()]), strict=True)
     )
-    rows = [
-        (
-            "Card",
-            f"{tenths(usable_bytes(card))} of {tenths(card.memory_bytes)} GiB usable: "
-            f"ComfyUI keeps {format_gib(KEPT_FREE_BYTES)} free",
-        ),
-        ("Disk", f"{tenths(disk.total_bytes)} GiB: {parts}"),
-        ("Host RAM", f"{tenths(estimate.host_ram_bytes)} GiB"),
+    return [
+        f"Card: {tenths(usable_bytes(card))} of {tenths(card.memory_bytes)} GiB usable: ComfyUI "
+        f"keeps {format_gib(KEPT_FREE_BYTES)} free",
+        f"Disk: {tenths(disk.total_bytes)} GiB: {parts}",
+        f"Host RAM: {tenths(estimate.host_ram_bytes)} GiB",
     ]
-    return [line for name, text in rows for line in folded(f"{name}: {text}", "")]
 
 
 def _plan_heading(options: Sequence[PlanOption]) -> str:
@@ -357,14 +335,13 @@ def _plan_lines(estimate: Estimate) -> list[str]:
         if option.headroom_bytes < 0:
             figures = f"all of it takes {peak} GiB, {spare} too much"
         mark = "->" if option.recommended else "  "
-        lines += folded(f"{mark} {option_text(option)}: {figures}", "")
-        for reason in option.reasons.values():
-            lines += folded(reason, "     ")
+        lines += folded([f"{mark} {option_text(option)}: {figures}"])
+        lines += folded(option.reasons.values(), "     ")
     return lines
 
 
 def option_text(option: PlanOption) -> str:
-    """The settings of one option in one line."""
+    """Names the settings of one option in one line."""
     setting = option.setting
     tiles = "" if option.tiles <= 1 else f", VAE in {option.tiles} tiles"
     moved = "" if option.resident else ", weights move for each image"

@@ -93,7 +93,7 @@ def _chosen(only: Sequence[str] | None, cards: Mapping[str, Card]) -> list[Card]
 
 
 def _plot(path: str, found: Advice) -> None:
-    from ..charts.cost_chart import cost_chart
+    from ..charts.pictures import cost_chart
 
     if not found.paid:
         raise SettingError(

@@ -53,10 +53,9 @@ def cards_table(cards: Mapping[str, Card], *, as_json: bool) -> str:
         )
     lines = table(rows, right=range(1, 7))
     for topic, text in card_notes().items():
-        lines += ["", *folded(f"{topic}: {text}", "")]
+        lines += ["", *folded([f"{topic}: {text}"])]
     lines += ["", "sources"]
-    for card in cards.values():
-        lines += folded(f"{card.name}: {card.source}", "")
+    lines += folded(f"{card.name}: {card.source}" for card in cards.values())
     return "\n".join(lines)
 
 
@@ -135,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         found = estimate(request, card, calibration=calibration, usd_per_hour=args.price)
     except DoesNotFitError as error:
-        from ..charts.refusal import Refusal
+        from ..charts.answer import Refusal
 
         refusal = Refusal(card, request, str(error))
         if args.plot:
@@ -145,12 +144,12 @@ def run(args: argparse.Namespace) -> int:
     if args.model is not None:
         found = replace(found, notes=(*found.notes, f"Sizes are those of {args.model}."))
     if args.plot:
-        from ..charts.memory_chart import memory_chart
+        from ..charts.pictures import memory_chart
 
         write_plot(memory_chart(found), args.plot)
     lines, answer = (), {}
     if count > 1:
-        from ..charts.cards import cards_answer
+        from ..charts.advice import cards_answer
 
         lines, answer = cards_answer(found, count, link)
     if args.json:

@@ -167,10 +167,9 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
         **settings: Any,
     ) -> io.NodeOutput:
         require_host()
-        from ..charts.answer import estimate_json
-        from ..charts.cards import cards_answer
-        from ..charts.memory_chart import memory_chart
-        from ..charts.refusal import Refusal
+        from ..charts.advice import cards_answer
+        from ..charts.answer import Refusal, estimate_json
+        from ..charts.pictures import memory_chart
         from ..charts.words import estimate_text, summary_text
         from ..hosts.comfyui.estimate.cards import card_of
         from ..hosts.comfyui.estimate.estimate import estimate_on

@@ -19,7 +19,7 @@ COLOURS = 128  # of the palette; fewer make one of two that a legend tells apart
 
 def estimate_picture():
     """What one image takes of an L40S, as the node draws it."""
-    from qwen_l40s.charts.memory_chart import memory_chart
+    from qwen_l40s.charts.pictures import memory_chart
     from qwen_l40s.machine.card_list import BUNDLED, known_cards
     from qwen_l40s.planning.cards import find_card
     from qwen_l40s.planning.estimate import estimate
@@ -32,7 +32,7 @@ def estimate_picture():
 
 def advise_picture():
     """What an image costs on the cards of the list, as the node draws it."""
-    from qwen_l40s.charts.cost_chart import cost_chart
+    from qwen_l40s.charts.pictures import cost_chart
     from qwen_l40s.machine.card_list import BUNDLED, known_cards
     from qwen_l40s.planning.advise import advise
     from qwen_l40s.planning.request import RunRequest

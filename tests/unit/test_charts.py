@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qwen_l40s.charts import canvas, figures, run_chart, words
-from qwen_l40s.charts.cost_chart import cost_chart
-from qwen_l40s.charts.memory_chart import memory_chart
+from qwen_l40s.charts import figures, run_chart, words
+from qwen_l40s.charts.pictures import cost_chart, memory_chart
 from qwen_l40s.machine.card_list import known_cards
 from qwen_l40s.planning.advise import Advice, Offer
 from qwen_l40s.planning.estimate import TIGHT_BYTES
@@ -22,7 +21,7 @@ from qwen_l40s.spec.formats import GB, GIB
 
 Image = pytest.importorskip("PIL.Image")
 ImageColor = pytest.importorskip("PIL.ImageColor")
-AMBER, BAD = map(ImageColor.getrgb, (canvas.WARN, canvas.BAD))
+AMBER, BAD = map(ImageColor.getrgb, (run_chart.WARN, run_chart.BAD))
 LONG = "a card of somebody's own with a name that goes on and on " * 3
 
 
@@ -141,7 +140,7 @@ def texts(monkeypatch):
 def check_texts(written, picture, least=15):
     """Everything is inside, large enough, and on nothing else."""
     assert picture.mode == "RGB"
-    assert picture.width == canvas.WIDTH
+    assert picture.width == run_chart.WIDTH
     for text, (left, top, right, bottom), size in written:
         inside = min(left, top) >= 0 and right <= picture.width and bottom <= picture.height
         assert inside, f"{text!r} is cut off"
@@ -214,16 +213,16 @@ def test_any_sizes_give_a_legible_memory_chart(memory, sizes):
     }
     with pytest.MonkeyPatch.context() as patch:
         written = []
-        original = canvas.Page.text
+        original = run_chart.Page.text
 
         def text(self, place, text, **options):
-            font = canvas.font(options.get("size", canvas.TEXT))
+            font = run_chart.font(options.get("size", run_chart.LEAST))
             anchor = options.get("anchor", "lm")
             box = self.draw.textbbox(place, text, font=font, anchor=anchor)
             written.append((text, box, font.size))
             original(self, place, text, **options)
 
-        patch.setattr(canvas.Page, "text", text)
+        patch.setattr(run_chart.Page, "text", text)
         check_texts(written, memory_chart(estimate))
 
 
@@ -237,7 +236,7 @@ def test_the_part_of_a_bar_that_waits_in_host_memory_is_amber():
     ]
     # Below the bar of the peak, which is amber as a whole.
     widest = max(amber[picture.height * 3 // 5 :])
-    field = canvas.WIDTH - 2 * run_chart.SIDE - run_chart.NAMES - run_chart.TIMES
+    field = run_chart.WIDTH - 2 * run_chart.SIDE - run_chart.NAMES - run_chart.TIMES
     full = field - run_chart.SIZES
     beyond = 1 - (20 * GIB - KEPT_FREE_BYTES) / estimate.option.peak_bytes
     assert widest == pytest.approx(full * beyond, rel=0.05)
@@ -273,10 +272,10 @@ def contrast(one, other):
 
 def test_text_stands_out_from_what_it_is_written_on():
     """4.5 to 1, as WCAG 2 asks of text; of the parts of bars and of lines 3 to 1."""
-    for ink in (canvas.INK, canvas.FAINT, canvas.GOOD, canvas.WARN, canvas.BAD):
-        assert contrast(ink, canvas.PAPER) >= 4.5
-    for colour in (*run_chart.COLOURS.values(), canvas.FRAME):
-        assert contrast(colour, canvas.PAPER) >= 3
+    for ink in (run_chart.INK, run_chart.FAINT, run_chart.GOOD, run_chart.WARN, run_chart.BAD):
+        assert contrast(ink, run_chart.PAPER) >= 4.5
+    for colour in (*run_chart.COLOURS.values(), run_chart.FRAME):
+        assert contrast(colour, run_chart.PAPER) >= 3
 
 
 def test_a_node_shows_the_picture_as_wide_as_it_can():
@@ -288,7 +287,7 @@ def test_a_node_shows_the_picture_as_wide_as_it_can():
 
 def test_the_frame_is_seen_on_a_light_page_and_on_a_dark_one():
     for page in ("#ffffff", "#000000"):
-        assert contrast(canvas.FRAME, page) >= 3
+        assert contrast(run_chart.FRAME, page) >= 3
 
 
 def offers_of(*fields):
@@ -347,9 +346,9 @@ def test_what_does_not_fit_or_costs_nothing_is_not_drawn(texts):
 
 @given(st.text(max_size=60), st.sampled_from([15, 18, 26]), st.integers(40, 900))
 def test_wrapped_lines_are_never_wider(text, size, width):
-    lines = canvas.wrapped(text, size, width)
-    assert all(canvas.text_width(line, size) <= width for line in lines)
-    assert "".join(lines).replace(" ", "") == canvas.plain(text).replace(" ", "")
+    lines = run_chart.wrapped(text, size, width)
+    assert all(run_chart.text_width(line, size) <= width for line in lines)
+    assert "".join(lines).replace(" ", "") == run_chart.plain(text).replace(" ", "")
 
 
 @pytest.mark.parametrize(

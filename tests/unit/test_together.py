@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from qwen_l40s.charts.cards import cards_json, cards_lines
+from qwen_l40s.charts.advice import cards_json, cards_lines
 from qwen_l40s.charts.figures import between
 from qwen_l40s.cli import main
 from qwen_l40s.machine.card_list import known_cards

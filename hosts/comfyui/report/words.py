@@ -156,12 +156,8 @@ def report_text(facts: RunFacts) -> str:
     blocks = [
         summary_lines(facts),
         _table(facts),
-        [line for path in paths for line in folded(path, "")],
-        [
-            line
-            for text in (*basis, *(f"Note: {note}" for note in facts.notes))
-            for line in folded(text, "")
-        ],
+        folded(paths),
+        folded([*basis, *(f"Note: {note}" for note in facts.notes)]),
     ]
     return "\n\n".join("\n".join(lines) for lines in blocks if lines)
 
