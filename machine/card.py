@@ -55,7 +55,7 @@ class Capability:
 
     @property
     def usable(self) -> bool:
-        """Whether it works at all, with or without restriction."""
+        """Tells whether it works at all, with or without restriction."""
         return self.state is not State.NOT_USABLE
 
 
@@ -123,24 +123,22 @@ def read_cards(torch: ModuleType | None) -> InstalledCards:
 
 
 def tensor_cores(card: InstalledCard | None) -> tuple[Capability, ...]:
-    """What the card's tensor cores multiply; everything is NOT_USABLE without a card."""
-    if card is None:
-        return tuple(
-            Capability(name, State.NOT_USABLE, "there is no usable card")
-            for name, _, _ in TENSOR_CORES
-        )
+    """Says what the card's tensor cores multiply; everything is NOT_USABLE without a card."""
     found = []
     for name, (major, minor), loss in TENSOR_CORES:
-        rule = f"sm_{card.sm[0]}{card.sm[1]}, needs sm_{major}{minor} or newer"
-        if card.sm >= (major, minor):
-            found.append(Capability(name, State.USABLE, rule))
-        else:
-            found.append(Capability(name, State.NOT_USABLE, f"{rule}: {loss}"))
+        state, reason = State.NOT_USABLE, "there is no usable card"
+        if card is not None:
+            reason = f"sm_{card.sm[0]}{card.sm[1]}, needs sm_{major}{minor} or newer"
+            if card.sm >= (major, minor):
+                state = State.USABLE
+            else:
+                reason += f": {loss}"
+        found.append(Capability(name, state, reason))
     return tuple(found)
 
 
 def driver_capability(cards: InstalledCards, cuda: str | None) -> Capability:
-    """Whether the NVIDIA driver serves the CUDA version torch is built for.
+    """Checks whether the NVIDIA driver serves the CUDA version torch is built for.
 
     Args:
         cuda: `torch.version.cuda`, such as "13.0"; None for a CPU build or without torch.
@@ -180,16 +178,12 @@ def _ask_torch(torch: Any, driver: str, listed: tuple[InstalledCard, ...]) -> In
                         )
                     )
         except RuntimeError as error:  # the card is out of memory, or has failed
-            remedy = "free the card or restart the machine"
-            return InstalledCards(
-                driver=driver, reason=_join(listed, first_line(error)), remedy=remedy
-            )
+            reason, remedy = first_line(error), "free the card or restart the machine"
+            return InstalledCards(driver=driver, reason=_join(listed, reason), remedy=remedy)
     warned = [first_line(entry.message) for entry in caught if entry.category is UserWarning]
     if cards:
         remedy = "install a torch that supports the card" if warned else ""
-        return InstalledCards(
-            usable=tuple(cards), driver=driver, reason="; ".join(warned), remedy=remedy
-        )
+        return InstalledCards(tuple(cards), driver, "; ".join(warned), remedy)
     if not listed and not warned:
         return InstalledCards(driver=driver, reason="no NVIDIA driver answers")
     reason = warned[0] if warned else "torch does not see it"
@@ -198,7 +192,7 @@ def _ask_torch(torch: Any, driver: str, listed: tuple[InstalledCard, ...]) -> In
 
 
 def ask_nvidia_smi() -> tuple[str, tuple[InstalledCard, ...]]:
-    """The driver's version and its cards; ("", ()) when there is no driver."""
+    """Asks for the driver's version and its cards; ("", ()) without a driver."""
     command = ["nvidia-smi", "--format=csv,noheader,nounits"]
     command.append("--query-gpu=driver_version,name,compute_cap,memory.total,uuid,ecc.mode.current")
     try:
@@ -234,7 +228,7 @@ def _join(listed: tuple[InstalledCard, ...], reason: str) -> str:
 
 
 def first_line(error: object) -> str:
-    """The first line of an exception's or warning's text; its class when the text is empty.
+    """Takes the first line of an exception's or warning's text; its class where that is empty.
 
     Of Triton's compiler the last one: its first lines are a place and the kernel's source.
     """

@@ -41,7 +41,7 @@ OWN_PRICE = {"provider": "your own", "kind": "on demand", "date": "undated", "so
 
 
 def known_cards(path: Path | None = None) -> dict[str, Card]:
-    """The bundled list by name, with the user's own over it.
+    """Reads the bundled list by name, with the user's own over it.
 
     Args:
         path: a JSON file of the same form; by default the user's own in the cache folder, where
@@ -68,7 +68,7 @@ def known_cards(path: Path | None = None) -> dict[str, Card]:
 
 
 def card_notes() -> dict[str, str]:
-    """What the bundled list says of its figures: peaks, memory, PCIe and prices."""
+    """Reads what the bundled list says of its figures: peaks, memory, PCIe and prices."""
     return dict(read_card_list(BUNDLED, CardList()).notes)
 
 
@@ -231,11 +231,8 @@ def _refuse_unknown(entry: Mapping, known: Collection[str], where: str) -> None:
 def _refuse_missing(entry: Mapping, fields: Mapping, where: str) -> None:
     for name, (_, rule) in fields.items():
         if name not in entry:
-            raise SettingError(
-                f"{where}: {name!r} is missing, which a card of your own needs: give {rule}."
-                if fields is FIELDS
-                else f"{where}: {name!r} is missing, which every price needs: give {rule}."
-            )
+            needs = "a card of your own needs" if fields is FIELDS else "every price needs"
+            raise SettingError(f"{where}: {name!r} is missing, which {needs}: give {rule}.")
 
 
 def _card(name: str, entry: Mapping[str, Any], bundled: Mapping[str, Any]) -> Card:

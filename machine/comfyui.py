@@ -32,7 +32,7 @@ KINDS = {
 
 
 def find_comfyui() -> Path | None:
-    """The folder of ComfyUI's code: COMFYUI_PATH, else the first that holds its version among
+    """Finds the folder of ComfyUI's code: COMFYUI_PATH, else the first that holds its version among
     those around this package, the current folder, sys.path, those around Python, and ~/ComfyUI.
     """
     named = os.environ.get("COMFYUI_PATH")
@@ -51,7 +51,7 @@ def _candidates() -> Iterator[Path]:
 
 
 def _package() -> Path:
-    """This package's folder. A link in custom_nodes belongs to the ComfyUI that it lies in."""
+    # A link in custom_nodes belongs to the ComfyUI that it lies in.
     folder = Path(os.path.abspath(__file__)).parent.parent
     here = Path(os.environ.get("PWD", folder))  # the shell's, where os.getcwd() follows the link
     linked = here.parent.name == "custom_nodes" and here.is_dir() and here.samefile(folder)
@@ -59,7 +59,7 @@ def _package() -> Path:
 
 
 def check_comfyui(folder: Path | None) -> Capability:
-    """Whether the code in `folder` is a ComfyUI that is new enough."""
+    """Checks whether the code in `folder` is a ComfyUI that is new enough."""
     remedy = "set COMFYUI_PATH to ComfyUI's folder"
     if folder is None:
         return Capability("ComfyUI", State.NOT_USABLE, "not found", remedy)
@@ -78,13 +78,12 @@ def check_comfyui(folder: Path | None) -> Capability:
 
 
 def is_newer_than_tested(version: str) -> bool:
-    """Whether a ComfyUI of this version is above every tested one."""
     return release(version)[:2] > NEWEST_TESTED
 
 
 def models_folder(code: Path | None) -> Path | None:
-    """Where this ComfyUI keeps models: below its --base-directory, which holds this package too,
-    else below its code.
+    """Finds where this ComfyUI keeps models: below its --base-directory, which holds this package
+    too, else below its code.
     """
     nodes = _package().parent
     if nodes.name == "custom_nodes" and nodes not in extra_folders(code).get("custom_nodes", ()):
@@ -93,7 +92,7 @@ def models_folder(code: Path | None) -> Path | None:
 
 
 def model_folders(models: Path, code: Path | None = None) -> dict[str, list[Path]]:
-    """{kind: its folders}, those of ComfyUI's extra_model_paths.yaml included.
+    """Lists {kind: its folders}, those of ComfyUI's extra_model_paths.yaml included.
 
     Args:
         models: the models folder.
@@ -107,7 +106,7 @@ def model_folders(models: Path, code: Path | None = None) -> dict[str, list[Path
 
 
 def extra_folders(code: Path | None) -> dict[str, list[Path]]:
-    """{name: folders} of extra_model_paths.yaml, read as ComfyUI does; empty where there is none,
+    """Reads {name: folders} of extra_model_paths.yaml as ComfyUI does; empty where there is none,
     or where it cannot be read.
     """
     if code is None or find_spec("yaml") is None:

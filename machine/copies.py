@@ -31,7 +31,6 @@ class CardOperations:
     """What CUDA does for copies; tests replace it. Streams and events are torch's."""
 
     def current(self, device: torch.device) -> Any:
-        """Returns the current stream of a card."""
         return torch.cuda.current_stream(device)
 
     def stream(self, device: torch.device) -> Any:
@@ -148,7 +147,7 @@ class Route:
 
     @functools.cached_property
     def captured(self) -> Route:
-        """Another one between the same cards, for CUDA graphs alone."""
+        """Makes another one between the same cards, for CUDA graphs alone."""
         return Route(self.source, self.target, self.peer, self._operations)
 
     def begin_capture(self) -> None:
@@ -186,11 +185,12 @@ class Route:
 
 
 class _Buffer:
+    filled: Any
+    read: Any
+
     def __init__(self, operations: Any) -> None:
         self._memory = operations.pinned(BUFFER_BYTES)
         self.address = self._memory.data_ptr()
-        self.filled: Any
-        self.read: Any
 
 
 def _moves(pairs: Iterable[Pair]) -> list[Move]:
@@ -205,7 +205,6 @@ def _moves(pairs: Iterable[Pair]) -> list[Move]:
 
 
 def _pieces(moves: Iterable[Move], size: int) -> Iterator[list[Move]]:
-    """Joins the moves and cuts them into pieces of so many bytes; the last may be smaller."""
     piece: list[Move] = []
     room = size
     for target, source, left in moves:
@@ -222,7 +221,7 @@ def _pieces(moves: Iterable[Move], size: int) -> Iterator[list[Move]]:
 
 @functools.cache
 def _memcpy() -> Any:
-    """cuMemcpyAsync, which takes the addresses of any card and of host memory."""
+    # cuMemcpyAsync takes the addresses of any card and of host memory.
     try:
         # Not CDLL, which lets a busy thread take the interpreter at every call.
         driver = ctypes.PyDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")

@@ -1,8 +1,10 @@
-"""Which device a command runs on, and how much memory it has."""
+"""The device of a run: which one, how much memory it has, and torch's process-wide switches."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -37,5 +39,32 @@ def choose_device(requested: str) -> str:
 
 
 def available_bytes(device: str) -> int:
-    """Memory that can be had on the device now, in bytes."""
+    """Returns the memory that can be had on the device now, in bytes."""
     return available_memory() if device == "cpu" else torch.cuda.mem_get_info(device)[0]
+
+
+@contextmanager
+def flags_for_a_run(tf32: bool, cudnn_benchmark: bool) -> Iterator[None]:
+    """Sets what is asked for and puts back what was there; False leaves a switch alone."""
+    switches = _tf32() if tf32 else []
+    if cudnn_benchmark:
+        switches.append((torch.backends.cudnn, "benchmark", True))
+    before = [(switch, name, getattr(switch, name)) for switch, name, _ in switches]
+    try:
+        for switch in switches:
+            setattr(*switch)
+        yield
+    finally:
+        for switch in before:
+            setattr(*switch)
+
+
+def _tf32() -> list[tuple[object, str, object]]:
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    older = [(matmul, "allow_tf32", True), (cudnn, "allow_tf32", True)]
+    try:
+        for switch, name, _ in older:
+            getattr(switch, name)
+    except RuntimeError:  # somebody uses torch's newer switches, and torch takes one kind only
+        return [(matmul, "fp32_precision", "tf32"), (cudnn.conv, "fp32_precision", "tf32")]
+    return older

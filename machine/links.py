@@ -31,7 +31,7 @@ REMEDY = "Boot with `iommu=pt`, or turn ACS off in the BIOS"
 
 
 class Speed(NamedTuple):
-    """GB/s (10^9 bytes a second) one way, alone and while the other way is as busy."""
+    """Has GB/s (10^9 bytes a second) one way, alone and while the other way is as busy."""
 
     alone: float
     both: float
@@ -62,18 +62,17 @@ class Link:
 
     @property
     def peer(self) -> bool:
-        """Whether copies go from card to card."""
         return not self.reason
 
     @property
     def gbps(self) -> float:
-        """What the slower way reaches while the other is as busy; 0 where nobody knows."""
+        """Returns what the slower way reaches while the other is as busy; 0 where nobody knows."""
         speeds = self._speeds.get(self.peer, ())
         return min((speed.both for speed in speeds), default=0.0)
 
     @property
     def warning(self) -> str:
-        """What a user has to know of a machine that loses copies; empty elsewhere."""
+        """Tells a user of a machine that loses copies; empty elsewhere."""
         if not self.damaged:
             return ""
         return (
@@ -176,7 +175,7 @@ def link_between(first: torch.device, second: torch.device, again: bool = False)
 
 
 def check_links(cards: InstalledCards) -> list[Capability]:
-    """Verifies and measures each pair of cards; a line for each."""
+    """Verifies and measures each pair of cards, and gives a line for each."""
     found = []
     for first, second in combinations(range(len(cards.usable)), 2):
         name = f"cards {first} and {second}"
@@ -217,13 +216,13 @@ def _rates(link: Link) -> Iterator[str]:
 
 
 def _pattern(card: torch.device) -> torch.Tensor:
-    """Makes numbers of which neighbours differ in every byte, most of the time."""
+    # Neighbours differ in every byte, most of the time.
     numbers = torch.arange(PATTERN_BYTES // 4, dtype=torch.int32, device=card)
     return numbers.mul_(-1640531527)
 
 
 def _gbps(ways: Sequence[tuple[Route, Pair]], operations: Any) -> list[float]:
-    """Measures GB/s of each way while all of them copy."""
+    # Of each way, while all of them copy.
     for route, pair in ways:  # once before, so that the links are awake
         route.copy([pair])
     begins, ends = ([operations.event(timed=True) for _ in ways] for _ in range(2))

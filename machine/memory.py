@@ -27,12 +27,11 @@ FP8_SET = 32 * GB
 
 
 def check_memory() -> Capability:
-    """Host memory: the machine's, or what a container may take of it."""
+    """Checks host memory: the machine's, or what a container may take of it."""
     physical = physical_memory()
     if physical is None:
-        return Capability(
-            "host memory", State.LIMITED, "its size is not known", "pip install psutil"
-        )
+        unknown, remedy = "its size is not known", "pip install psutil"
+        return Capability("host memory", State.LIMITED, unknown, remedy)
     limit = cgroup_limit()
     total, source = (
         (limit, "the container's limit")
@@ -48,7 +47,7 @@ def check_memory() -> Capability:
 
 
 def physical_memory() -> int | None:
-    """The machine's memory in bytes; None where neither the system nor psutil tells."""
+    """Asks for the machine's memory in bytes; None where neither the system nor psutil tells."""
     if sys.platform != "win32":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if find_spec("psutil"):
@@ -61,7 +60,7 @@ def physical_memory() -> int | None:
 def cgroup_limit(
     root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
 ) -> int | None:
-    """The smallest memory limit on this process's control groups in bytes; None when there is none.
+    """Finds the smallest memory limit on this process's control groups in bytes; None without one.
 
     Args:
         root: Where the cgroup file system is mounted.
@@ -89,9 +88,8 @@ def cgroup_limit(
 
 
 def available_memory() -> int:
-    """Host memory in bytes that can be had now: the machine's, or what a container's limit leaves.
-
-    psutil, which both hosts bring, reports the memory of the machine, inside a container too.
+    """Asks for the host memory in bytes that can be had now: the machine's, or what a container's
+    limit leaves. psutil reports the memory of the machine, inside a container too.
     """
     import psutil
 
@@ -101,7 +99,7 @@ def available_memory() -> int:
 
 
 def cgroup_available(group: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """What a container's limit (cgroup version 2) leaves; None where there is no limit."""
+    """Asks for the bytes that a container's limit (cgroup version 2) leaves; None without one."""
     try:
         limit = int((group / "memory.max").read_text())
     except (OSError, ValueError):  # no such file, or the word "max"
@@ -126,7 +124,7 @@ def _limits(files: Iterable[Path]) -> list[int]:
 
 
 def check_system_disk(folder: Path = Path(sys.prefix)) -> Capability:
-    """The disk that Python's packages lie on, by its whole size: they are already in it."""
+    """Checks the disk that Python's packages lie on by its whole size: they are already in it."""
     total = shutil.disk_usage(folder).total
     reason = f"{total / GIB:.0f} GiB in all, {SYSTEM_DISK / GIB:.0f} GiB advised, at {folder}"
     if total >= SYSTEM_DISK:
@@ -137,7 +135,7 @@ def check_system_disk(folder: Path = Path(sys.prefix)) -> Capability:
 
 
 def check_model_disk(folder: Path, more: Iterable[Path] = ()) -> Capability:
-    """The disk that models lie on: what is free and what is already there, against `MODEL_DISK`.
+    """Checks what is free and what is already there of the disk of models, against `MODEL_DISK`.
 
     Args:
         folder: Where models live; it need not exist yet.
@@ -159,7 +157,7 @@ def check_model_disk(folder: Path, more: Iterable[Path] = ()) -> Capability:
 
 
 def qwen_bytes(folder: Path) -> int:
-    """The bytes of the files whose path below `folder` has "qwen" in it; links are not followed."""
+    """Sums up the files whose path below `folder` has "qwen" in it; links are not followed."""
     total = 0
     for base, _, names in os.walk(folder):
         for name in names:
@@ -170,7 +168,7 @@ def qwen_bytes(folder: Path) -> int:
 
 
 def hugging_face_cache() -> Path:
-    """Where huggingface_hub keeps downloads, by its own environment variables."""
+    """Finds where huggingface_hub keeps downloads, by its own environment variables."""
     if hub := os.environ.get("HF_HUB_CACHE"):
         return Path(hub).expanduser()
     cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")

@@ -46,14 +46,13 @@ class Package:
 
     @property
     def present(self) -> Package:
-        """The other one where that alone is installed, else this one."""
+        """Chooses the other one where that alone is installed."""
         if self.other is None or find_spec(self.module) is not None:
             return self
         return self if find_spec(self.other.module) is None else self.other
 
     @property
     def requirement(self) -> str:
-        """What to hand to pip."""
         return f"{self.distribution}>={self.floor}" if self.floor else self.distribution
 
 
@@ -117,13 +116,13 @@ def check_package(package: Package, *, load: bool = True) -> tuple[Capability, M
 
 
 def check_torch() -> tuple[Capability, ModuleType | None]:
-    """torch as `check_package` does, with its CUDA build and cuDNN in the reason."""
+    """Checks torch as `check_package` does, with its CUDA build and cuDNN in the reason."""
     capability, torch = check_package(TORCH)
     return (capability, None) if torch is None else (torch_capability(torch), torch)
 
 
 def torch_capability(torch: Any) -> Capability:
-    """What an imported torch is built for."""
+    """Says what an imported torch is built for."""
     build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
     reason = f"{torch.__version__}, {build}"
     if torch.version.cuda:
@@ -143,7 +142,7 @@ def torch_capability(torch: Any) -> Capability:
 
 
 def check_triton(cards: InstalledCards) -> Capability:
-    """Triton and what it builds its launchers with: a C compiler and Python's headers."""
+    """Checks Triton and what it builds its launchers with: a C compiler and Python's headers."""
     if not cards.usable:
         return _without_card("triton", "triton")
     capability, module = check_package(Package("triton", "triton"))
@@ -156,17 +155,13 @@ def check_triton(cards: InstalledCards) -> Capability:
             return Capability("triton", State.NOT_USABLE, reason, "install gcc")
         if not Path(sysconfig.get_path("include"), "Python.h").is_file():
             reason = f"{capability.reason}, but Python.h is missing, which its launchers include"
-            return Capability(
-                "triton",
-                State.NOT_USABLE,
-                reason,
-                "install Python's development headers (python3-dev)",
-            )
+            remedy = "install Python's development headers (python3-dev)"
+            return Capability("triton", State.NOT_USABLE, reason, remedy)
     return capability
 
 
 def check_isal() -> Capability:
-    """isal, without which zlib writes PNG files."""
+    """Checks isal, without which zlib writes PNG files."""
     found, module = check_package(ISAL)
     if module is not None:
         return found
@@ -175,28 +170,19 @@ def check_isal() -> Capability:
 
 
 def check_kitchen(torch: ModuleType | None) -> Capability:
-    """comfy-kitchen, ComfyUI's kernels, and which of its backends run here."""
+    """Checks comfy-kitchen, ComfyUI's kernels, and which of its backends run here."""
     name = KITCHEN.distribution
     if torch is None:
         return Capability(name, State.NOT_USABLE, "it needs torch")
     capability, kitchen = check_package(KITCHEN)
     if kitchen is None:
-        return Capability(
-            name,
-            State.NOT_USABLE,
-            capability.reason,
-            "optional: ComfyUI's requirements.txt installs it",
-        )
+        return replace(capability, remedy="optional: ComfyUI's requirements.txt installs it")
     # ROCm is not what this package is for.
     backends = {key: entry for key, entry in kitchen.list_backends().items() if key != "hip"}
     if torch.version.cuda and release(torch.version.cuda) < (13,):
         # What ComfyUI itself does (comfy/quant_ops.py).
         older = f"ComfyUI turns it off under CUDA 13, torch is built for {torch.version.cuda}"
-        backends["cuda"] = {
-            **backends.get("cuda", {}),
-            "available": False,
-            "unavailable_reason": older,
-        }
+        backends["cuda"] = {"available": False, "unavailable_reason": older}
     runs = [key for key, entry in backends.items() if entry["available"]]
     not_here = [
         f"{key} not: {entry['unavailable_reason']}"
@@ -211,7 +197,7 @@ def check_kitchen(torch: ModuleType | None) -> Capability:
 
 
 def installed_version(distribution: str) -> str:
-    """The installed version; "of unknown version" for a module that no distribution owns."""
+    """Asks for the installed version, which a module that no distribution owns has not."""
     try:
         return version(distribution)
     except PackageNotFoundError:
@@ -224,6 +210,6 @@ def _without_card(name: str, module: str) -> Capability:
 
 
 def release(text: str) -> tuple[int, ...]:
-    """(2, 13, 0) of "2.13.0+cpu"; () of anything that does not start with a number."""
+    """Reads (2, 13, 0) of "2.13.0+cpu"; () of anything that does not start with a number."""
     match = re.match(r"\d+(\.\d+)*", text)
     return tuple(map(int, match.group().split("."))) if match else ()

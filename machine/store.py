@@ -10,6 +10,7 @@ import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ _logged: set[Path] = set()
 
 
 def cache_folder() -> Path:
-    """QWEN_L40S_CACHE, else qwen-l40s in the user's cache folder; need not exist."""
+    """Finds QWEN_L40S_CACHE, else qwen-l40s in the user's cache folder; need not exist."""
     named = os.environ.get("QWEN_L40S_CACHE")
     if named:
         return Path(os.path.expanduser(named))
@@ -36,7 +37,7 @@ def cache_folder() -> Path:
 
 
 def own_cards_path() -> Path:
-    """The user's own list of cards, which need not exist."""
+    """Finds the user's own list of cards, which need not exist."""
     return cache_folder() / CARDS
 
 
@@ -64,45 +65,30 @@ class Calibration:
     instructions: Mapping[str, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON; `parse` reads it."""
+        """Gives the measurement for JSON; `parse` reads it."""
         figures = {name: _figure(getattr(self.rates, name)) for name in FIGURES}
         gemm = {name: _figure(rate) for name, rate in self.rates.gemm.items()}
         about = {name: getattr(self, name) for name in ("card", "driver", "torch", "date")}
         found = {"gemm": gemm, **figures, **_launch_seconds(self.rates.launches)}
         if self.instructions:
-            found["instructions"] = {
-                name: _figure(rate) for name, rate in self.instructions.items()
-            }
+            rates = self.instructions.items()
+            found["instructions"] = {name: _figure(rate) for name, rate in rates}
         return {**about, "rates": found}
 
 
-def load_calibration(
-    card: Card, driver: str | None = None, torch: str | None = None, *, folder: Path | None = None
-) -> Rates | None:
-    """The newest measurement of a card.
+def load_calibration(card: Card) -> Rates | None:
+    """Finds the newest measurement of a card; None where there is none.
 
     A file that is damaged counts as empty and is logged once.
-
-    Args:
-        driver, torch: only a measurement with these; None for any.
-        folder: where the file is; the user's cache folder by default.
-
-    Returns:
-        None where there is none.
     """
     names = {name_key(name) for name in (card.name, *card.also)}
-    found = [
-        entry
-        for entry in read_calibrations(folder or cache_folder())
-        if name_key(entry.card) in names
-        and driver in (None, entry.driver)
-        and torch in (None, entry.torch)
-    ]
+    entries = read_calibrations(cache_folder())
+    found = [entry for entry in entries if name_key(entry.card) in names]
     return max(found, key=lambda entry: entry.date).rates if found else None
 
 
 def read_calibrations(folder: Path) -> list[Calibration]:
-    """All measurements in a folder's file; those that are damaged are left out."""
+    """Reads all measurements in a folder's file; those that are damaged are left out."""
     path = folder / CALIBRATION
     entries = _measured(path)
     known = [parse(entry) for entry in entries] if isinstance(entries, list) else []
@@ -112,7 +98,11 @@ def read_calibrations(folder: Path) -> list[Calibration]:
 
 
 def with_calibration(folder: Path, new: Calibration) -> str:
-    """The text of the folder's file with a measurement in the place of an older one of its kind."""
+    """Writes the folder's file anew, with a measurement in the place of an older one of its kind.
+
+    Returns:
+        The text.
+    """
     others = [
         entry
         for entry in read_calibrations(folder)
@@ -123,7 +113,7 @@ def with_calibration(folder: Path, new: Calibration) -> str:
 
 
 def parse(entry: Any) -> Calibration | None:
-    """One measurement of the file's form; None where a part is missing or makes no sense."""
+    """Reads one measurement of the file's form; None where a part is missing or senseless."""
     if not isinstance(entry, Mapping) or not isinstance(entry.get("rates"), Mapping):
         return None
     about = [entry.get(name) for name in ("card", "driver", "torch", "date")]
@@ -148,7 +138,7 @@ def parse(entry: Any) -> Calibration | None:
 
 
 def _launch_seconds(launches: Launches) -> dict[str, dict[str, float]]:
-    """What was measured of the processor: seconds of a block by precision, and of a graph."""
+    # Seconds of a block by precision and of a graph, of those that were measured.
     known = {**LAUNCHES.block, GRAPH: LAUNCHES.graph}
     found = {**launches.block, GRAPH: launches.graph}
     measured = {name: _figure(found[name]) for name in found if found[name] != known[name]}
@@ -156,7 +146,7 @@ def _launch_seconds(launches: Launches) -> dict[str, dict[str, float]]:
 
 
 def _launches(measured: Any) -> Launches | None:
-    """The same again, with `LAUNCHES` for what was not measured; None where it makes no sense."""
+    """Takes `LAUNCHES` for what was not measured; None where it makes no sense."""
     if not isinstance(measured, Mapping) or not measured.keys() <= {*MULTIPLIED, GRAPH}:
         return None
     if not all(map(_is_rate, measured.values())):
@@ -182,12 +172,7 @@ def _figure(value: float) -> float:
 
 @dataclass(frozen=True)
 class AttentionTimings:
-    """How long each backend took.
-
-    Attributes:
-        tokens: Of one item.
-        ms: Milliseconds by backend, the fastest first.
-    """
+    """Milliseconds by backend, the fastest first, for so many tokens of one item."""
 
     tokens: int
     ms: dict[str, float]
@@ -198,27 +183,25 @@ class AttentionTimings:
 
 
 def load_attention(key: str) -> AttentionTimings | None:
-    """What was measured under a key; None when nothing that can be used."""
+    """Reads what was measured under a key; None where nothing can be used."""
     entries = _measured(cache_folder() / ATTENTION)
     with contextlib.suppress(TypeError, KeyError, ValueError, AttributeError):
         entry = entries[key]
         ms = {str(name): float(value) for name, value in entry["ms"].items()}
         if ms and all(map(_is_rate, ms.values())):
-            return AttentionTimings(int(entry["tokens"]), dict(sorted(ms.items(), key=_value)))
+            return AttentionTimings(
+                int(entry["tokens"]), dict(sorted(ms.items(), key=itemgetter(1)))
+            )
     return None
 
 
 def save_attention(key: str, timings: AttentionTimings) -> None:
-    """Adds or replaces one entry."""
     ms = {name: _figure(value) for name, value in timings.ms.items()}
     _save(cache_folder() / ATTENTION, key, {"tokens": timings.tokens, "ms": ms})
 
 
 def _save(path: Path, key: str, entry: Mapping[str, Any]) -> None:
-    """Adds or replaces one entry of a file, in one step: no reader sees half a file.
-
-    A file that cannot be written stays as it is, which is logged once.
-    """
+    # In one step: no reader sees half a file. One that cannot be written stays.
     entries = _measured(path)
     entries = {**(entries if isinstance(entries, dict) else {}), key: entry}
     text = json.dumps({"version": VERSION, "measured": entries}, indent=1)
@@ -237,7 +220,6 @@ def _save(path: Path, key: str, entry: Mapping[str, Any]) -> None:
 
 
 def _measured(path: Path) -> Any:
-    """What a file holds; None for a file that is not there or cannot be used."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -249,10 +231,6 @@ def _measured(path: Path) -> Any:
         _log(path, f"not of version {VERSION}")
         return None
     return found.get("measured")
-
-
-def _value(entry: tuple[str, float]) -> float:
-    return entry[1]
 
 
 # What makes a file that cannot be used anew.

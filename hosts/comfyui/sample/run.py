@@ -17,7 +17,7 @@ from comfy.samplers import CFGGuider
 
 from ....errors import SettingError
 from ....machine.card import first_line
-from ....machine.flags import flags_for_a_run
+from ....machine.device import flags_for_a_run
 from ....machine.links import link_between
 from ....optimizations.blocks.block_form import blocks_of, token_layers
 from ....optimizations.blocks.host import HostPass
