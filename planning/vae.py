@@ -64,75 +64,31 @@ class VaePlan:
 
     @property
     def whole(self) -> bool:
-        """Whether nothing is cut."""
         return self.tiles == (1, 1) and not self.sliced
 
     @property
     def sliced(self) -> bool:
-        """Whether the middle runs in slices."""
+        """Tells whether the middle runs in slices."""
         return self.middle_rows < self.latent[0]
 
     @property
     def tile(self) -> Size:
-        """Latent pixels of the largest tile, without the margin that it reads."""
+        """Measures the largest tile in latent pixels, without the margin that it reads."""
         return largest_tile(self.latent, self.tiles)
 
     @property
     def count(self) -> int:
-        """Tiles of one item."""
+        """Counts the tiles of one item."""
         return self.tiles[0] * self.tiles[1]
 
 
 def largest_tile(latent: Size, grid: Size) -> Size:
-    """Latent pixels of the largest tile of a grid."""
+    """Measures the largest tile of a grid in latent pixels."""
     return -(-latent[0] // grid[0]), -(-latent[1] // grid[1])
 
 
-def plan_decode(
-    shape: VaeShape,
-    height: int,
-    width: int,
-    *,
-    batch: int = 1,
-    itemsize: int = 2,
-    budget: int | None,
-    tiles: int | None = None,
-    image_on_card: bool = True,
-) -> VaePlan:
-    """Chooses the fewest tiles that fit.
-
-    Args:
-        height, width: latent pixels.
-        batch: items; those that do not fit together run one after another.
-        itemsize: bytes of a number in the VAE's dtype.
-        budget: bytes that are free for activations; None where memory is no concern.
-        tiles: at least this many tiles; None or 0 leaves it to the plan.
-        image_on_card: whether the image is kept on the card, or goes to host memory in tiles.
-
-    Raises:
-        SettingError: a size is not positive, or there are to be more tiles than latent pixels.
-        UnavailableError: not even the smallest tiles fit.
-    """
-    return _plan("decode", shape, (height, width), batch, itemsize, budget, tiles, image_on_card)
-
-
-def plan_encode(
-    shape: VaeShape,
-    height: int,
-    width: int,
-    *,
-    batch: int = 1,
-    itemsize: int = 2,
-    budget: int | None,
-    tiles: int | None = None,
-    image_on_card: bool = False,
-) -> VaePlan:
-    """As `plan_decode`; height and width are latent pixels here too."""
-    return _plan("encode", shape, (height, width), batch, itemsize, budget, tiles, image_on_card)
-
-
 def encode_peak_bytes(shape: VaeShape, height: int, width: int, itemsize: int) -> int:
-    """Peak bytes of encoding one item whole in ComfyUI; height and width are latent pixels.
+    """Counts the peak of encoding one item whole in ComfyUI; height and width are latent pixels.
 
     Of 2.1 it cuts each layer into strips of rows that read what they need of their neighbours: an
     H200 took 3.41 GiB at 2048x2048.
@@ -144,17 +100,33 @@ def encode_peak_bytes(shape: VaeShape, height: int, width: int, itemsize: int) -
 
 
 @functools.lru_cache(maxsize=64)
-def _plan(
+def plan_vae(
     direction: Direction,
     shape: VaeShape,
-    latent: Size,
-    batch: int,
-    itemsize: int,
-    budget: int | None,
-    tiles: int | None,
+    height: int,
+    width: int,
+    *,
     image_on_card: bool,
+    batch: int = 1,
+    itemsize: int = 2,
+    budget: int | None,
+    tiles: int | None = None,
 ) -> VaePlan:
-    height, width = latent
+    """Chooses the fewest tiles that fit.
+
+    Args:
+        height, width: latent pixels.
+        image_on_card: whether the image is kept on the card, or goes to host memory in tiles.
+        batch: items; those that do not fit together run one after another.
+        itemsize: bytes of a number in the VAE's dtype.
+        budget: bytes that are free for activations; None where memory is no concern.
+        tiles: at least this many tiles; None or 0 leaves it to the plan.
+
+    Raises:
+        SettingError: a size is not positive, or there are to be more tiles than latent pixels.
+        UnavailableError: not even the smallest tiles fit.
+    """
+    latent = height, width
     named = {"latent height": height, "latent width": width, "batch": batch, "itemsize": itemsize}
     for name, value in named.items():
         if value < 1:
@@ -207,15 +179,18 @@ def _plan(
     return VaePlan(direction, latent, grid, rows, 1, kept + bytes_of(grid), f"{text}, {because}")
 
 
+plan_decode = functools.partial(plan_vae, "decode", image_on_card=True)
+plan_encode = functools.partial(plan_vae, "encode", image_on_card=False)
+
+
 def _most_tiles(latent: Size, least: int) -> Size:
-    """The most rows and columns of tiles."""
     height, width = latent
     rows, columns = max(1, height // LEAST_TILE), max(1, width // LEAST_TILE)
     return (rows, columns) if least <= rows * columns else latent
 
 
 def _fewest(latent: Size, least: int, most: Size, fits: Callable[[Size], bool]) -> Size | None:
-    """The rows and columns of the fewest tiles that fit; of equally many, the squarest."""
+    # Of equally many tiles, the squarest.
     best: tuple[int, int, Size] | None = None
     columns = most[1]
     # More rows never need more columns, so that one walk down the columns is enough.
@@ -235,7 +210,7 @@ def _fewest(latent: Size, least: int, most: Size, fits: Callable[[Size], bool]) 
 
 
 def decode_plan(request: RunRequest, free: int | None, others: int = 0) -> VaePlan:
-    """How our decoding node decodes the request's images in `free` bytes.
+    """Plans how our decoding node decodes the request's images in `free` bytes.
 
     Args:
         free: bytes for what comes and goes; None for any number.
@@ -294,7 +269,7 @@ def plan_in_room(planner: Planner, free: int, others: int) -> VaePlan:
 
 
 def plan_within(planner: Planner, budget: int) -> VaePlan | None:
-    """None where nothing fits."""
+    """Plans within a budget; None where nothing fits."""
     try:
         return planner(budget)
     except UnavailableError:
@@ -326,14 +301,14 @@ SLICE_PIXELS = 2**16
 
 
 def in_pixels(shape: VaeShape, latent: Size) -> Size:
-    """Pixels of so many latent pixels, (height, width)."""
+    """Counts the pixels of so many latent pixels, (height, width)."""
     return shape.pixels * latent[0], shape.pixels * latent[1]
 
 
 def layer_bytes(
     step: VaeLayer, shape: VaeShape, itemsize: int, size: Size, input_bytes: int
 ) -> int:
-    """The most that one layer holds.
+    """Counts the most that one layer holds.
 
     Args:
         size: rows and columns of its input.
@@ -377,9 +352,8 @@ def layer_bytes(
 
 
 def _fused_layer_numbers(step: VaeLayer, rows: int, columns: int) -> int:
-    """The most numbers that our form of a layer (hosts/comfyui/decode/fused.py) holds besides its
-    input: its output, what a strip holds, and copies of weights.
-    """
+    # Of our form of a layer (hosts/comfyui/decode/fused.py), besides its input: its output, what a
+    # strip holds, and copies of weights.
     given, made = step.channels_in, step.channels_out
     out = step.gives(0, rows)[1] * step.gives(0, columns)[1] * made
     most = max(given, 4 * made if step.kind == "up" else made)
@@ -400,7 +374,7 @@ def _fused_layer_numbers(step: VaeLayer, rows: int, columns: int) -> int:
 def _stage_bytes(
     step: VaeLayer, shape: VaeShape, itemsize: int, size: Size, input_bytes: int
 ) -> int:
-    """The same of layers with a shortcut around them, for which their input stays."""
+    # Layers with a shortcut around them, for which their input stays.
     rows, columns = size
     given = rows * columns * step.channels_in * itemsize
     most, kept, made = 0, input_bytes, 0
@@ -425,7 +399,7 @@ def tile_bytes(
     *,
     owns_input: bool,
 ) -> int:
-    """The most that one tile holds on its way through `steps`.
+    """Counts the most that one tile holds on its way through `steps`.
 
     Args:
         tile: rows and columns of the last step's output.
@@ -450,25 +424,25 @@ def tile_bytes(
 
 
 def latent_bytes(shape: VaeShape, latent: Size, itemsize: int) -> int:
-    """Bytes of one item's latents."""
+    """Counts the bytes of one item's latents."""
     return latent[0] * latent[1] * shape.latent_channels * itemsize
 
 
 def image_bytes(shape: VaeShape, latent: Size, itemsize: int) -> int:
-    """Bytes of one item's image."""
+    """Counts the bytes of one item's image."""
     rows, columns = in_pixels(shape, latent)
     return rows * columns * shape.image_channels * itemsize
 
 
 def hidden_bytes(direction: str, shape: VaeShape, latent: Size, itemsize: int) -> int:
-    """Bytes of what goes between the middle and the tiles of the rest."""
+    """Counts the bytes of what goes between the middle and the tiles of the rest."""
     return latent[0] * latent[1] * shape.middle_channels(direction) * itemsize
 
 
 def outside_middle_bytes(
     direction: str, shape: VaeShape, latent: Size, itemsize: int, tile: Size
 ) -> int:
-    """The most that one tile of latent pixels `tile` holds outside the middle."""
+    """Counts the most that one tile of latent pixels `tile` holds outside the middle."""
     hidden = hidden_bytes(direction, shape, latent, itemsize)
     if direction == "decode":
         most = tile_bytes(
@@ -484,7 +458,7 @@ def outside_middle_bytes(
 def attention_bytes(
     direction: str, shape: VaeShape, itemsize: int, pixels: int, keys: int | None = None
 ) -> int:
-    """The most that attention holds with `pixels` queries, with its input.
+    """Counts the most that attention holds with `pixels` queries, with its input.
 
     Args:
         keys: of ours, whose scores are in memory; as many as queries by default.
@@ -501,7 +475,7 @@ def attention_bytes(
 
 
 def middle_bytes(direction: str, shape: VaeShape, latent: Size, itemsize: int, rows: int) -> int:
-    """The most that the middle holds, with what directly precedes and follows it.
+    """Counts the most that the middle holds, with what directly precedes and follows it.
 
     Args:
         rows: latent rows of a slice; all of them for a middle that runs whole.
@@ -526,7 +500,7 @@ def middle_bytes(direction: str, shape: VaeShape, latent: Size, itemsize: int, r
 def middle_slices(
     direction: str, shape: VaeShape, latent: Size, itemsize: int, room: int | None
 ) -> tuple[int, int]:
-    """(latent rows of a slice of the middle, its bytes): the most rows that fit, and at least 1."""
+    """Finds (latent rows of a slice of the middle, its bytes): the most that fit, at least 1."""
     height, width = latent
     whole = middle_bytes(direction, shape, latent, itemsize, height)
     if room is None or whole <= room:
@@ -542,7 +516,7 @@ def middle_slices(
 
 
 def whole_bytes(direction: str, shape: VaeShape, latent: Size, itemsize: int) -> int:
-    """The most that one item holds when it runs whole, without its latents."""
+    """Counts the most that one item holds when it runs whole, without its latents."""
     return max(
         middle_bytes(direction, shape, latent, itemsize, latent[0]),
         outside_middle_bytes(direction, shape, latent, itemsize, latent),

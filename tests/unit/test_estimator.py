@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from qwen_l40s.charts.answer import estimate_json
 from qwen_l40s.charts.figures import duration
 from qwen_l40s.charts.notes import notes_of
-from qwen_l40s.charts.words import estimate_text, next_step
+from qwen_l40s.charts.words import estimate_text, remedy
 from qwen_l40s.errors import SettingError, UnavailableError
 from qwen_l40s.machine.card_list import known_cards
 from qwen_l40s.planning.bytes import weight_bytes
@@ -335,7 +335,7 @@ def test_weights_that_are_moved_cost_time():
     link = card("4090").pcie_bytes_per_second
     assert slow.step_seconds.low > moved / link
     assert any("crosses PCIe in every step" in note for note in notes_of(slow))
-    assert next_step(slow).startswith("Next: set precision int8")
+    assert remedy(slow).startswith("Next: set precision int8")
     assert not any("PCIe" in note for note in notes_of(fast))
 
 
