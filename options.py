@@ -249,7 +249,7 @@ OLDER = {
 
 
 def todays(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by their names and values of today; names that no option has are left out.
+    """Gives settings their names and values of today; names that no option has are left out.
 
     Raises:
         SettingError: an older name and that of today say different things.
@@ -279,7 +279,7 @@ def _todays_value(value: Any, older: Older | None) -> Any:
 
 
 def options(*, rare: bool = False, added: bool = False) -> Iterator[Option]:
-    """What everybody chooses, what few people change, or what 0.1 lacked."""
+    """Lists what everybody chooses, what few people change, or what 0.1 lacked."""
     return (option for option in OPTIONS if (option.rare, option.added) == (rare, added))
 
 
@@ -296,7 +296,7 @@ def request_settings(
     controlnet_gib: float = 0.0,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Arguments of `RunRequest` from values of options; what is left out is the option's default.
+    """Makes arguments of `RunRequest` of options; what is left out is the option's default.
 
     Raises:
         SettingError: the ControlNet's size is negative or not finite.
@@ -325,7 +325,7 @@ def request_settings(
 
 
 def likely_family(references: int, layers: int) -> str:
-    """The family of `AUTO` where nothing but the request tells it."""
+    """Chooses the family of `AUTO` where nothing but the request tells it."""
     if layers:
         return "qwen-image-layered"
     return "qwen-image-edit-2511" if references else TEXT_TO_IMAGE.name

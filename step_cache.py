@@ -149,7 +149,6 @@ def plan_steps(
 
 
 def _unusable(sigmas: Sequence[float]) -> str:
-    """Says why a run has to compute all steps, in one clause; empty where it has not."""
     steps = len(sigmas) - 1
     if steps < FEWEST_STEPS:
         return f"runs of {FEWEST_STEPS - 1} steps or fewer need every step"
@@ -162,7 +161,7 @@ def _unusable(sigmas: Sequence[float]) -> str:
 
 
 def ends(steps: int, settings: CacheSettings) -> tuple[int, int]:
-    """(the first step that may be skipped, the first of the last ones that may not)."""
+    """Finds (the first step that may be skipped, the first of the last ones that may not)."""
     head, tail = (
         # 0.07 * 100 is 7.000000000000001.
         max(fewest, math.ceil(round(share * steps, 6)))
@@ -183,7 +182,7 @@ def computed_with(steps: int, settings: CacheSettings) -> int:
 
 
 def usual_sigmas(steps: int, tokens: int = 4096) -> list[float]:
-    """diffusers' sigmas for Qwen-Image: shifted by the size, the last stretched to 0.02.
+    """Computes diffusers' sigmas for Qwen-Image: shifted by the size, the last stretched to 0.02.
 
     Source: `QwenImagePipeline.__call__` and `FlowMatchEulerDiscreteScheduler.set_timesteps` with
     the scheduler's configuration of Qwen/Qwen-Image.
@@ -208,7 +207,7 @@ PUBLISHED_CHANGES = (
 
 @lru_cache(maxsize=1)
 def _trace() -> tuple[list[float], list[float]]:
-    """(sigmas, rising; how far the velocity moves from there to the beginning)."""
+    # (sigmas, rising; how far the velocity moves from there to the beginning)
     sigmas = usual_sigmas(len(PUBLISHED_CHANGES) + 1, 1024)[:-1]
     moved = [0.0, *accumulate(PUBLISHED_CHANGES)]
     return sigmas[::-1], moved[::-1]

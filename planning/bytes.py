@@ -23,7 +23,7 @@ BF16, FP32 = 2, 4
 
 @dataclass(frozen=True)
 class WeightBytes:
-    """Bytes that a loaded transformer takes, allocator rounding (512 bytes a tensor) left out.
+    """Holds what a loaded transformer takes, allocator rounding (512 bytes a tensor) left out.
 
     Args:
         gemm: weight matrices of the layers that may be quantized.
@@ -83,12 +83,12 @@ def weight_bytes(
 def weights_by_precision(
     shape: TransformerShape, keep: frozenset[str] = frozenset()
 ) -> dict[str, int]:
-    """{precision: total bytes of the loaded transformer}, for every known precision."""
+    """Counts {precision: total bytes of the loaded transformer}, for every known precision."""
     return {name: weight_bytes(shape, name, keep).total for name in BYTES_PER_WEIGHT}
 
 
 def part_bytes(parameters: int, precision: str) -> int:
-    """The bytes of a text encoder or VAE in one precision, scales of fp8 and int8 left out.
+    """Counts a text encoder or VAE in one precision, scales of fp8 and int8 left out.
 
     Args:
         parameters: as header inspection counts them (`CheckpointPart.parameters`). For a file that
@@ -101,9 +101,7 @@ def part_bytes(parameters: int, precision: str) -> int:
     return parameters * BYTES_PER_WEIGHT[precision]
 
 
-class _Parameters(NamedTuple):
-    """Parameters of a transformer beside the weights of its quantizable layers."""
-
+class _Parameters(NamedTuple):  # beside the weights of quantizable layers
     modulation: int
     rest: int
 
@@ -181,14 +179,12 @@ class TokenRows:
 
     @classmethod
     def of(cls, request: RunRequest) -> TokenRows:
-        """Those of a request."""
         text, image, prefix = request.step_tokens
         tokens = text, request.painted_tokens, image, prefix
         return cls(request.items, *(request.items * count for count in tokens))
 
     @property
     def all(self) -> int:
-        """Rows of both streams."""
         return self.text + self.image
 
 
@@ -210,7 +206,7 @@ class StepBytes:
 
 
 def step_bytes(request: RunRequest, setting: Setting) -> StepBytes:
-    """Activations of a forward pass in bytes, without modulation table and workspaces.
+    """Counts the activations of a forward pass, without modulation table and workspaces.
 
     Counted for the fused blocks in ComfyUI, where its loop holds a block's input; diffusers holds
     no more. `fast` attends exactly in its first pass, in which it measures errors. A cached prefix
@@ -237,21 +233,21 @@ def step_bytes(request: RunRequest, setting: Setting) -> StepBytes:
 def _fused_bytes(
     shape: TransformerShape, rows: TokenRows, request: RunRequest, setting: Setting
 ) -> tuple[int, int]:
-    """(the buffers; all of a fused block at its worst moment)."""
+    # (the buffers; all of a fused block at its worst moment)
     buffers = buffer_bytes(request, setting)
     streams = 2 * rows.all * BF16 * shape.dim
     return buffers, buffers + streams + _beside_buffers(shape, rows, request, setting)
 
 
 def input_bytes(request: RunRequest) -> int:
-    """Bytes on the card while the first block waits for its modulation."""
+    """Counts what is on the card while the first block waits for its modulation."""
     shape, rows = request.transformer, TokenRows.of(request)
     stream = rows.all * BF16 * shape.dim
     return stream + _around(shape, rows, request) + control_bytes(request)[0]
 
 
 def embedding_rows(request: RunRequest) -> tuple[int, int]:
-    """(rows of the timestep embedding for the image stream, for the text stream) of one pass.
+    """Counts (rows of the timestep embedding for the image stream, for the text) of one pass.
 
     Edit-2511 modulates its references as at timestep zero, which doubles the first.
     """
@@ -260,7 +256,7 @@ def embedding_rows(request: RunRequest) -> tuple[int, int]:
 
 
 def table_bytes(request: RunRequest) -> int:
-    """The modulation table of a schedule: 4.42 MB for a timestep and each pair of rows."""
+    """Counts the modulation table of a schedule: 4.42 MB for a timestep and each pair of rows."""
     entry = _timestep_bytes(request)
     return entry and entry * min(request.steps, max(1, MOST_TABLE_BYTES // entry))
 
@@ -272,7 +268,7 @@ def _timestep_bytes(request: RunRequest) -> int:
 
 
 def graph_bytes(request: RunRequest, setting: Setting) -> int:
-    """CUDA graphs of the blocks, beside what a pass takes without them; 0 where none is predicted.
+    """Counts CUDA graphs of the blocks, beside a pass without them; 0 where none is predicted.
 
     They share one pool: the rows of the streams and of exact attention, which stay where they are
     from replay to replay, and the modulation of one timestep.
@@ -285,7 +281,7 @@ def graph_bytes(request: RunRequest, setting: Setting) -> int:
 
 
 def lora_bytes(request: RunRequest, setting: Setting) -> int:
-    """Bypass LoRAs: rank x (K + N) in bf16 for every layer that can have one."""
+    """Counts bypass LoRAs: rank x (K + N) in bf16 for every layer that can have one."""
     layers = request.transformer.quantizable_layers().values()
     return BF16 * _ranks_beside(request, setting) * sum(map(sum, layers))
 
@@ -295,7 +291,7 @@ def _ranks_beside(request: RunRequest, setting: Setting) -> int:
 
 
 def _around(shape: TransformerShape, rows: TokenRows, request: RunRequest) -> int:
-    """Latents, conditioning and rotation, which last through all blocks."""
+    # Latents, conditioning and rotation, which last through all blocks.
     latent = shape.in_channels
     latents = SAMPLER_LATENTS + CACHE_LATENTS * (request.cache != OFF)
     sampled = request.batch * request.painted_tokens
@@ -313,7 +309,7 @@ def _around(shape: TransformerShape, rows: TokenRows, request: RunRequest) -> in
 
 
 def buffer_bytes(request: RunRequest, setting: Setting) -> int:
-    """The executor's buffers, which every block of a pass uses again."""
+    """Counts the executor's buffers, which every block of a pass uses again."""
     dim, block, tokens = request.transformer.dim, request.transformer.block, TokenRows.of(request)
     # q of these rows with k and v of all, or the MLP's hidden rows.
     widest = max(3 * tokens.all + 2 * tokens.prefix, block.hidden * tokens.all) * dim
@@ -330,8 +326,8 @@ def buffer_bytes(request: RunRequest, setting: Setting) -> int:
 
 
 def heads_bytes(request: RunRequest, attention: str) -> int:
-    """What attention in 8 bits reads: q, k and their scales, the mean of k, and values in e4m3 with
-    scales and largest magnitudes; 0 for exact attention.
+    """Counts what attention in 8 bits reads: q, k and their scales, the mean of k, and values in
+    e4m3 with scales and largest magnitudes; 0 for exact attention.
     """
     if attention == EXACT:
         return 0
@@ -350,7 +346,7 @@ def heads_bytes(request: RunRequest, attention: str) -> int:
 def _beside_buffers(
     shape: TransformerShape, rows: TokenRows, request: RunRequest, setting: Setting
 ) -> int:
-    """The most that a block takes at once beside its input, the residual stream and buffers."""
+    # The most that a block takes at once beside its input, the residual stream and buffers.
     stream = BF16 * shape.dim
     most = max(rows.image, rows.text)
     found = rows.all * stream if setting.attention == EXACT else 0  # what attention gives
@@ -363,9 +359,8 @@ def _beside_buffers(
 def _host_block(
     shape: TransformerShape, rows: TokenRows, request: RunRequest, setting: Setting | None = None
 ) -> int:
-    """ComfyUI's own block, followed through its `forward`: at the GELU of its larger stream, or at
-    attention, where 0.33 holds queries, keys and values twice (0.40 frees them earlier).
-    """
+    # ComfyUI's own, followed through its `forward`: at the GELU of its larger stream, or at
+    # attention, where 0.33 holds queries, keys and values twice (0.40 frees them earlier).
     block, most = shape.block, max(rows.image, rows.text, rows.prefix)
     # The GELU's input and result; or gate and up with their product.
     hidden = block.hidden + block.inner
@@ -381,9 +376,7 @@ def _host_block(
 
 
 def _control_blocks(request: RunRequest) -> int:
-    """Blocks of a ControlNet, from its bytes: each has a transformer block's weights in bf16
-    and one projection; 5 in InstantX's.
-    """
+    # Each has a transformer block's weights in bf16 and one projection; 5 in InstantX's.
     dim, spec = request.transformer.dim, request.transformer.block
     parameters = sum(rows * columns for rows, columns in spec.gemms.values())
     block = BF16 * dim * dim * (parameters + 2 * spec.modulation_rows + 1)
@@ -391,8 +384,8 @@ def _control_blocks(request: RunRequest) -> int:
 
 
 def control_bytes(request: RunRequest) -> tuple[int, int]:
-    """(what a ControlNet adds after blocks, kept through the pass; its own pass with that), 0 for
-    none. It runs in ComfyUI's blocks and sees no references.
+    """Counts (what a ControlNet adds after blocks, kept through the pass; its own pass with that),
+    0 for none. It runs in ComfyUI's blocks and sees no references.
     """
     if not request.controlnet_bytes:
         return 0, 0
@@ -410,7 +403,7 @@ PATCHES_PER_TOKEN = 4
 
 
 def text_encoder_bytes(request: RunRequest, precision: str) -> int:
-    """The encoder's weights as loaded; in fp8 and int8 the language model's linears are quantized.
+    """Counts the encoder's weights as loaded; fp8 and int8 are the language model's linears alone.
 
     Args:
         precision: bf16, fp8 or int8. True sizes in `request.parts` stand above it.
@@ -420,7 +413,7 @@ def text_encoder_bytes(request: RunRequest, precision: str) -> int:
 
 
 def encoder_bytes(encoder: TextEncoder, precision: str) -> int:
-    """The same of a published encoder."""
+    """Counts a published encoder."""
     total = 2 * (encoder.language + encoder.vision)
     if precision not in QUANTIZED:
         return total
@@ -429,7 +422,7 @@ def encoder_bytes(encoder: TextEncoder, precision: str) -> int:
 
 
 def encoding_bytes(request: RunRequest) -> int:
-    """Activations of one encoding at its worst moment, in fp32.
+    """Counts the activations of one encoding at its worst moment, in fp32.
 
     Without images that is the MLP's second product: 0.253 GiB of a weight that is cast, and two
     wide rows with three streams (0.28 GiB measured on an H200 for a short prompt). With images
@@ -448,8 +441,8 @@ def encoding_bytes(request: RunRequest) -> int:
 
 
 def vision_bytes(patches: int, encoder: TextEncoder = QWEN25_VL) -> int:
-    """The vision tower on one image of so many patches of 14 x 14 pixels: where keys are rotated,
-    or where what the patches give is merged by its largest weight.
+    """Counts the vision tower on one image of so many patches of 14 x 14 pixels: where keys are
+    rotated, or where what the patches give is merged by its largest weight.
     """
     hidden, merged = encoder.vision_hidden, PATCHES_PER_TOKEN * encoder.vision_hidden
     rotated = patches * (11 * hidden + 4 * encoder.vision_head)

@@ -68,22 +68,22 @@ class Card:
     changed: bool = field(default=False, kw_only=True)
 
     def facts(self) -> CardFacts:
-        """The figures that the choice of a precision needs."""
+        """Gives the figures that the choice of a precision needs."""
         return CardFacts(self.name, self.memory_bytes, self.capability)
 
     def multiplies(self, precision: str) -> bool:
-        """Whether this package multiplies in bf16, fp8 or int8 on such a card, as plans say it."""
+        """Tells whether this package multiplies in bf16, fp8 or int8 on it, as plans say it."""
         oldest = OLDEST_CAPABILITY.get(precision)
         return precision == "bf16" or (oldest is not None and self.capability >= oldest)
 
     def price(self) -> Price | None:
-        """The lowest price on demand, starting prices among them; None where there is none."""
+        """Finds the lowest price on demand, starting prices among them, or None."""
         offers = [price for price in self.prices if price.kind in ("on demand", STARTING)]
         return min(offers, key=lambda price: price.usd_per_hour, default=None)
 
 
 def find_card(name: str, cards: Mapping[str, Card], own_list: object = "cards.json") -> Card:
-    """The card of a name, whatever case, spaces, order and vendor stand there.
+    """Finds the card of a name, whatever case, spaces, order and vendor stand there.
 
     The driver's names are known, and parts that one card alone has, or that are all of its name
     but what further cards add: "A6000", and "4090" where there is a 4090 Laptop too.
@@ -112,13 +112,13 @@ def find_card(name: str, cards: Mapping[str, Card], own_list: object = "cards.js
 
 
 def card_named(name: str, cards: Mapping[str, Card]) -> Card | None:
-    """The card with a whole name that differs in case, spaces, order and vendor alone, or None."""
+    """Finds the card whose whole name differs in case, spaces, order and vendor alone, or None."""
     known = card_names((card.name, card.also) for card in cards.values()).get(name_key(name))
     return None if known is None else cards[known]
 
 
 def with_memory(card: Card, memory_bytes: int) -> Card:
-    """The same card with another size of memory, where others use a part of it.
+    """Gives the card another size of memory, where others use a part of it.
 
     Raises:
         SettingError: it is no whole number of bytes of at least 1 MiB.
@@ -133,13 +133,13 @@ def with_memory(card: Card, memory_bytes: int) -> Card:
 
 
 def words_of(name: str) -> tuple[str, ...]:
-    """Runs of letters and of digits, so that spaces and hyphens between them do not count."""
+    """Finds runs of letters and of digits: spaces and hyphens between them do not count."""
     parts = re.findall(r"[^\W\d_]+|\d+", name.casefold())
     return tuple(sorted(part for part in parts if part not in EMPTY_WORDS))
 
 
 def name_key(name: str) -> str:
-    """The same for all spellings of a name."""
+    """Makes the same of all spellings of a name."""
     return " ".join(words_of(name))
 
 
@@ -149,12 +149,11 @@ def _has_part(card: Card, wanted: tuple[str, ...]) -> bool:
 
 
 def _is_variant(card: Card, other: Card) -> bool:
-    """Whether a card's name is another's, or that with more words."""
     return set(words_of(other.name)) <= set(words_of(card.name))
 
 
 def card_names(cards: Iterable[tuple[str, Iterable[str]]], where: str = "") -> dict[str, str]:
-    """{key of each name: the card's name} of pairs of a name and the other names.
+    """Maps {key of each name: the card's name} of pairs of a name and the other names.
 
     Raises:
         SettingError: two cards have one name; the message begins with `where`.
@@ -193,7 +192,7 @@ class UnlistedCard(Card):
 
 
 def card_by_driver(facts: CardFacts, cards: Mapping[str, Card]) -> Card:
-    """The listed card of a driver's name with the memory that it shows, or an `UnlistedCard`.
+    """Finds the listed card of a driver's name with the memory it shows, or an `UnlistedCard`.
 
     Only a whole name counts: "NVIDIA A40" is a part of an A100 40GB's.
 
@@ -222,8 +221,8 @@ def card_by_driver(facts: CardFacts, cards: Mapping[str, Card]) -> Card:
 
 
 def nearest_card(facts: CardFacts, cards: Mapping[str, Card]) -> Card:
-    """The listed card whose name is a part of the driver's, such as L40S of "NVIDIA L40S-24Q", or
-    else of the nearest capability, then memory, then name.
+    """Finds the listed card whose name is a part of the driver's, such as L40S of "NVIDIA
+    L40S-24Q", or else of the nearest capability, then memory, then name.
     """
     words = set(words_of(facts.name))
     generation = _number(facts.capability)
@@ -253,7 +252,7 @@ COMMENT = "#"
 
 
 def usd_per_image(usd_per_hour: float, seconds_per_image: float) -> float:
-    """US dollars for an image on a card that paints all the time.
+    """Gives US dollars for an image on a card that paints all the time.
 
     Args:
         usd_per_hour: for one card; 0 where it is one's own.
@@ -297,7 +296,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def read_prices(text: str, cards: Mapping[str, Card]) -> dict[str, float]:
-    """{card's name in the list: USD an hour} of the lines that say one; empty lines say nothing.
+    """Reads {card's name in the list: USD an hour}; empty lines say nothing.
 
     Raises:
         SettingError: it is no text; or a line is no `card = price`, its card is unknown or was

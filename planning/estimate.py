@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ..spec.formats import GIB, MIB, QUANTIZED
 from ..spec.transformer import FAMILY_21, ON_CARD, SHAPE_21
 from ..step_cache import OFF
-from .bytes import (
-    BF16,
-    FP32,
-    text_encoder_bytes,
-    weight_bytes,
-)
+from .bytes import BF16, FP32, text_encoder_bytes, weight_bytes
 from .cards import Card, UnlistedCard, check_price, usd_per_image
 from .files import (
     FIRST_PASS,
@@ -72,7 +67,7 @@ IMAGE_COPIES = 2
 
 
 def host_memory(request: RunRequest, setting: Setting, *, moved_bytes: int = 0) -> dict[str, int]:
-    """{what it is for: bytes of host memory}.
+    """Counts {what it is for: bytes of host memory}.
 
     The weights themselves stay in their files, which ComfyUI maps: the system caches them where
     memory is left. Counted are copies, and what waits in host memory while it is not on the card.
@@ -103,7 +98,7 @@ def host_memory(request: RunRequest, setting: Setting, *, moved_bytes: int = 0) 
 
 
 def encoder_made_on_load(request: RunRequest, setting: Setting) -> bool:
-    """Whether the text encoder is quantized on each load, from a file that is not."""
+    """Tells whether the text encoder is quantized on each load, from a file that is not."""
     loaded = request.parts.text_encoder_bytes
     stored = dict(request.parts.file_bytes).get(TEXT_ENCODER, loaded)
     ready = loaded is not None and loaded == stored
@@ -116,7 +111,7 @@ MOST_SIDE, MOST_ITEMS = 2048, 2
 
 
 def basis_within(basis: Basis, request: RunRequest, setting: Setting) -> Basis:
-    """The basis of the times of a request in a setting.
+    """Says what the times of a request in a setting rest on.
 
     Args:
         basis: of the card's rates.
@@ -184,7 +179,7 @@ class RunTimes:
 
 
 def run_times(option: PlanOption, slow: Rates, fast: Rates) -> RunTimes:
-    """The times of a plan's option at the slowest and the fastest rates of its card."""
+    """Predicts the times of a plan's option at the slowest and the fastest rates of its card."""
     request, setting = option.request, option.setting
     place, precision = setting.text_encoder_place, setting.precision
     for_text, for_decoder = _bytes_of_turns(option)
@@ -241,12 +236,7 @@ def run_times(option: PlanOption, slow: Rates, fast: Rates) -> RunTimes:
 
 
 def _load(option: PlanOption, *, quantized_file: bool = False) -> Load:
-    """The bytes that a load of the option's files reads, quantizes and moves.
-
-    Args:
-        quantized_file: whether a transformer that would be quantized on load comes from a file
-            that was written so once.
-    """
+    # `quantized_file`: of a transformer that was quantized once and written.
     request, setting, phase = option.request, option.setting, option.phases["load"]
     files = disk(request, setting, quantized_file=quantized_file)
     made = made_on_load(request, setting) and not quantized_file
@@ -264,10 +254,8 @@ def _load(option: PlanOption, *, quantized_file: bool = False) -> Load:
 
 
 def _bytes_of_turns(option: PlanOption) -> tuple[int, int]:
-    """Bytes that each run brings to the card again: (before encoding, before decoding).
-
-    A text encoder that is not there, and what of the transformer had to leave for either.
-    """
+    # What each run brings to the card again, (before encoding, before decoding): a text encoder
+    # that is not there, and what of the transformer had to leave for either.
     phases, setting = option.phases, option.setting
     stays, text = phases["sampling"].weights, 0
     if setting.text_encoder_place != ON_PROCESSOR:
@@ -307,18 +295,17 @@ class Estimate:
     times: RunTimes | None = None
     own_usd_per_hour: float | None = None
     calibration: Rates | None = None
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
     card_note: str = ""
 
     @property
     def option(self) -> PlanOption:
-        """The plan's first."""
         return self.options[0]
 
     @property
     def phases(self) -> Mapping[str, Phase]:
-        """By name, with seconds where times are known: what really is on the card. What each phase
-        would need is in `option.needs`.
+        """Gives by name what really is on the card, with seconds where times are known. What each
+        phase would need is in `option.needs`.
         """
         if self.times is None:
             return self.option.phases
@@ -329,30 +316,31 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Whether all stays on the card in every phase, with what the host keeps free."""
+        """Tells whether all stays on the card in every phase, with what the host keeps free."""
         return self.headroom_bytes >= 0
 
     @property
     def verdict(self) -> str:
-        """`FITS` or `RUNS_SLOWLY`; of a run that stops there is no estimate."""
+        """Says `FITS` or `RUNS_SLOWLY`; of a run that stops there is no estimate."""
         return FITS if self.fits else RUNS_SLOWLY
 
     @property
     def headroom_bytes(self) -> int:
-        """Free bytes of the card in the worst phase; negative where not all stays there."""
+        """Counts the card's free bytes in the worst phase; negative where not all stays there."""
         return self.option.headroom_bytes
 
     @property
     def tight(self) -> bool:
-        """Whether it fits with less than `TIGHT_BYTES` to spare on a card whose memory nobody
+        """Tells whether it fits with less than `TIGHT_BYTES` to spare on a card whose memory nobody
         measured. Measured are the peaks of the one card of `measured.json`; a calibration measures
         how fast a card is and no memory, so a calibrated card can be tight.
         """
-        return self.fits and self.headroom_bytes < TIGHT_BYTES and not self._memory_measured
+        measured_card = is_named(self.card, measured()["conditions"]["card"])
+        return self.fits and self.headroom_bytes < TIGHT_BYTES and not measured_card
 
     @cached_property
     def safer(self) -> PlanOption | None:
-        """Where it is tight, the setting nearest to bf16 that stays on the card and leaves
+        """Finds, where it is tight, the setting nearest to bf16 that stays on the card and leaves
         `TIGHT_BYTES`; None where nothing does, or nothing is tight.
         """
         if not self.tight:
@@ -361,8 +349,8 @@ class Estimate:
 
     @cached_property
     def beside(self) -> tuple[Estimate, ...]:
-        """Where a step cache skips steps, what else saves that time: as many steps without a cache,
-        and a Lightning LoRA. Empty where it skips none.
+        """Estimates what else saves the time of a step cache: as many steps without one, and a
+        Lightning LoRA. Empty where it skips none.
         """
         request = self.request
         if request.computed_steps == request.steps:
@@ -373,29 +361,25 @@ class Estimate:
         return tuple(estimate(other, self.card, **how) for other in (fewer, lightning))
 
     @property
-    def _memory_measured(self) -> bool:
-        return is_named(self.card, measured()["conditions"]["card"])
-
-    @property
     def step_seconds(self) -> Range | None:
-        """One computed step of the sampler, with both prompts where there are two."""
+        """Gives one computed step of the sampler, with both prompts where there are two."""
         return self.times and self.times.phases["sampling"].times(1 / self.request.computed_steps)
 
     @property
     def bound(self) -> str | None:
-        """What bounds a step, as of `RunTimes`; None without times."""
+        """Says what bounds a step, as of `RunTimes`; None without times."""
         return self.times and self.times.bound
 
     @property
     def image_seconds(self) -> Range | None:
-        """One image of a run with a new prompt, when everything is loaded and the schedule's
+        """Gives one image of a run with a new prompt, when everything is loaded and the schedule's
         modulation table is there.
         """
         return self.times and self._warm_seconds().times(1 / self.request.batch)
 
     @property
     def first_image_seconds(self) -> Range | None:
-        """The first run of a server, all of its images: files in memory, kernels compiled."""
+        """Gives the first run of a server, all of its images: files in memory, kernels compiled."""
         if self.times is None:
             return None
         phases = self.times.phases
@@ -407,7 +391,7 @@ class Estimate:
 
     @property
     def usd_per_image(self) -> Range | None:
-        """On a card that paints all the time; None without a price or without times."""
+        """Gives the cost on a card that paints all the time; None without a price or times."""
         usd, price = self.own_usd_per_hour, self.card.price()
         if usd is None and price is not None:
             usd = price.usd_per_hour
@@ -416,18 +400,17 @@ class Estimate:
 
     @property
     def host_ram_bytes(self) -> int:
-        """The sum of `host_memory`."""
         return sum(self.host_memory.values())
 
     @property
     def guides(self) -> tuple[GuideFigure, ...]:
-        """What guides for rented machines advise, and what is needed."""
+        """Compares what guides for rented machines advise with what is needed."""
         return against_guides(self.disk, self.option.setting, self.option.peak_bytes)
 
     @property
     def written_once(self) -> Disk | None:
-        """The disk where a file is written once in the option's 8 bits; None where nothing is
-        quantized on load.
+        """Counts the disk where a file is written once in the option's 8 bits; None where nothing
+        is quantized on load.
         """
         request, setting = self.option.request, self.option.setting
         made = made_on_load(request, setting)
@@ -435,7 +418,7 @@ class Estimate:
 
 
 def usd_range(usd_per_hour: float, seconds_per_image: Range) -> Range:
-    """US dollars for an image of a range of times, on a card that paints all the time."""
+    """Gives US dollars for an image of a range of times, on a card that paints all the time."""
     low, high = seconds_per_image
     return Range(usd_per_image(usd_per_hour, low), usd_per_image(usd_per_hour, high))
 

@@ -30,7 +30,7 @@ CONTAINER = {
 
 
 class GuideFigure(NamedTuple):
-    """A figure that guides for rented machines give, and what is needed."""
+    """Compares a figure that guides for rented machines give with what is needed."""
 
     what: str
     advised_bytes: int
@@ -58,7 +58,7 @@ class Disk:
 
     @property
     def transformer_bytes(self) -> int:
-        """Bytes of the transformer's file, the first of all."""
+        """Gives the bytes of the transformer's file, the first of all."""
         return next(iter(self.files.values()))
 
     @property
@@ -67,17 +67,17 @@ class Disk:
 
     @property
     def total_bytes(self) -> int:
-        """Files and software; `once` comes on top before the first run."""
+        """Sums up files and software; `once` comes on top before the first run."""
         return self.files_bytes + self.container_bytes
 
     @property
     def most_bytes(self) -> int:
-        """The total with the files that are there only once."""
+        """Sums up all with the files that are there only once."""
         return self.total_bytes + sum(self.once.values())
 
 
 def disk(request: RunRequest, setting: Setting, *, quantized_file: bool = False) -> Disk:
-    """The disk space that a run needs.
+    """Counts the disk space that a run needs.
 
     Args:
         quantized_file: whether fp8 and int8 come from a file that SaveQuantized or
@@ -101,7 +101,7 @@ def disk(request: RunRequest, setting: Setting, *, quantized_file: bool = False)
 
 
 def made_on_load(request: RunRequest, setting: Setting) -> bool:
-    """Whether the transformer is quantized on each load, from a file that is not."""
+    """Tells whether the transformer is quantized on each load, from a file that is not."""
     return setting.precision in QUANTIZED and request.parts.transformer_bytes is None
 
 
@@ -139,7 +139,7 @@ def against_guides(found: Disk, setting: Setting, card_bytes: int) -> tuple[Guid
 
 
 def _transformer_file(request: RunRequest, known: Mapping[str, int]) -> dict[str, int]:
-    """{name: bytes} of the file that is read: as stored, as loaded, or as published."""
+    # Of the file that is read: as stored, as loaded, or as published.
     loaded = request.parts.transformer_bytes
     if (count := known.get(TRANSFORMER, loaded)) is not None:
         return {f"{request.family} transformer": count}
@@ -147,7 +147,7 @@ def _transformer_file(request: RunRequest, known: Mapping[str, int]) -> dict[str
 
 
 def _lora_files(request: RunRequest) -> int:
-    """Bytes of LoRA files: rank x (K + N) in bf16 for every layer that can have one."""
+    # rank x (K + N) in bf16 for every layer that can have one.
     layers = request.transformer.quantizable_layers().values()
     return 2 * request.loras.count * request.loras.rank * sum(map(sum, layers))
 
@@ -190,7 +190,7 @@ class Load(NamedTuple):
 
 
 def load_seconds(load: Load, rates: Rates, source: str = PAGE_CACHE) -> Range:
-    """Weights from their files to where they stay; predicted from loads on an H200's host.
+    """Predicts the time of weights from their files to where they stay, by loads on an H200's host.
 
     A file that is read for the first time takes at least as long as its disk, at most that in the
     order of its use and then the way from memory: without dynamic VRAM the two do not overlap.
@@ -219,7 +219,7 @@ def load_seconds(load: Load, rates: Rates, source: str = PAGE_CACHE) -> Range:
 
 
 def cold_start_seconds(load: Load, rates: Rates, source: str = NVME) -> Range:
-    """From the start of ComfyUI until all weights are where they stay.
+    """Predicts the time from the start of ComfyUI until all weights are where they stay.
 
     Arguments and errors as of `load_seconds`. A machine's first run also compiles the kernels,
     which takes some seconds more.
@@ -228,5 +228,5 @@ def cold_start_seconds(load: Load, rates: Rates, source: str = NVME) -> Range:
 
 
 def _linked(per_byte: Range, rates: Rates) -> Range:
-    """No shorter than a byte's way over the link."""
+    # No shorter than a byte's way over the link.
     return Range(*(max(seconds, 1 / rates.pcie) for seconds in per_byte))

@@ -40,18 +40,14 @@ class Range(NamedTuple):
 
     @property
     def middle(self) -> float:
-        """The geometric mean: what is named where there is room for one figure."""
+        """Gives the geometric mean, which is named where there is room for one figure."""
         return (self.low * self.high) ** 0.5
 
     def __add__(self, other: Any) -> Range:
         return Range(self.low + other[0], self.high + other[1])
 
     def times(self, factor: float) -> Range:
-        """Both ends multiplied."""
         return Range(self.low * factor, self.high * factor)
-
-
-NOTHING = Range(0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -80,22 +76,22 @@ class Phase:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes of the part that works, alone."""
+        """Counts the part that works, alone."""
         return self.weights + self.activations + self.workspace
 
     @property
     def card_bytes(self) -> int:
-        """Bytes of everything that is on the card."""
+        """Counts everything that is on the card."""
         return self.peak_bytes + self.context + sum(self.resident.values())
 
 
 def gib(count: float) -> float:
-    """Bytes as GiB, to a thousandth."""
+    """Turns bytes into GiB, to a thousandth."""
     return round(count / GIB, 3)
 
 
 def figure(value: float) -> float:
-    """To four significant digits."""
+    """Rounds to four significant digits."""
     return float(f"{value:.4g}")
 
 
@@ -106,13 +102,13 @@ BLOCKS_ON_CARD = 2
 
 
 def least_weights(request: RunRequest, weights: int) -> int:
-    """The least bytes of a transformer's weights on the card while a block computes."""
+    """Counts the least bytes of a transformer's weights on the card while a block computes."""
     return min(weights, BLOCKS_ON_CARD * -(-weights // request.transformer.blocks))
 
 
 def within(phase: Phase, usable: int) -> Phase:
-    """The phase with what does not fit moved off the card: from the other parts first, then from
-    the part that works.
+    """Moves what does not fit off the card: from the other parts first, then from the part that
+    works.
     """
     over, resident, note = phase.card_bytes - usable, dict(phase.resident), phase.note
     if over <= 0:
@@ -138,8 +134,6 @@ def within(phase: Phase, usable: int) -> Phase:
 # Counted for ComfyUI from the second image on, when every part that is to stay on the card is
 # there. The workspace and the CUDA context are the two figures that are measured and not counted.
 
-__all__ = ["Setting", "decode_plan", "phases", "transformer_bytes", "vae_bytes"]
-
 # Where `measured.json` gives none, on which the loaders' choice shall not depend: an H200's.
 WORKSPACE_BYTES, CONTEXT_BYTES = 0.05 * GIB, 0.74 * GIB
 # What ComfyUI leaves free on Linux (comfy.model_management.EXTRA_RESERVED_VRAM); Windows: 600 MiB.
@@ -160,7 +154,7 @@ class Overhead(NamedTuple):
 def phases(
     request: RunRequest, setting: Setting, card_bytes: int | None = None
 ) -> dict[str, Phase]:
-    """Every phase of a run by name, in order; their `seconds` are left open.
+    """Counts every phase of a run by name, in order; their `seconds` are left open.
 
     Args:
         request: what is run.
@@ -214,8 +208,8 @@ def phases(
 
 
 def transformer_bytes(request: RunRequest, setting: Setting) -> TransformerBytes:
-    """The transformer's weights in the setting's precision; true sizes in `request.parts` stand
-    above what its shape tells.
+    """Counts the transformer's weights in the setting's precision; true sizes in `request.parts`
+    stand above what its shape tells.
     """
     counted, parts = weight_bytes(request.transformer, setting.precision), request.parts
     if setting.packed and parts.packed is not None:
@@ -226,14 +220,14 @@ def transformer_bytes(request: RunRequest, setting: Setting) -> TransformerBytes
 
 
 def vae_bytes(request: RunRequest) -> int:
-    """The VAE's weights as loaded."""
+    """Counts the VAE's weights as loaded."""
     known = request.parts.vae_bytes
     return request.member.vae_bytes if known is None else known
 
 
 def others_bytes(request: RunRequest, setting: Setting) -> dict[str, int]:
-    """{family and precision: bytes} of the models that stay on the card beside the one that runs. A
-    text encoder or VAE that several have is there once.
+    """Counts {family and precision: bytes} of the models that stay on the card beside the one that
+    runs. A text encoder or VAE that several have is there once.
     """
     member, found = request.member, {}
     encoders, vaes = {member.text_encoder}, {member.vae}
@@ -304,7 +298,7 @@ def _tables(
     stays: dict[str, int],
     overhead: Overhead,
 ) -> Phase:
-    """The first step waits for it: the input of its first block is there."""
+    # The first step waits for it: the input of its first block is there.
     dim, steps = request.transformer.dim, request.steps
     modulation_rows = request.transformer.block.modulation_rows
     # All rows at once through a layer, and once more for the first layer's proof.

@@ -65,22 +65,21 @@ class PlanOption:
 
     @property
     def resident(self) -> bool:
-        """Whether all stays on the card that steps and decoder need."""
+        """Tells whether all stays on the card that steps and decoder need."""
         return self.setting.resident
 
     @property
     def reason(self) -> str:
-        """All reasons in one line."""
         return "; ".join(self.reasons.values())
 
     @property
     def usable_bytes(self) -> int:
-        """Bytes of the card without those that the host keeps free."""
+        """Counts the card's bytes without those that the host keeps free."""
         return self.card.total_bytes - KEPT_FREE_BYTES
 
     @cached_property
     def phases(self) -> Mapping[str, Phase]:
-        """The card in each phase as it runs, never fuller than it is large.
+        """Counts the card in each phase as it runs, never fuller than it is large.
 
         Raises:
             UnavailableError: the image does not decode on the card even alone.
@@ -89,7 +88,7 @@ class PlanOption:
 
     @cached_property
     def needs(self) -> Mapping[str, int]:
-        """{phase: bytes that the card would need for all to stay that is to}.
+        """Counts {phase: bytes that the card would need for all to stay that is to}.
 
         Raises:
             UnavailableError: as of `phases`.
@@ -105,50 +104,50 @@ class PlanOption:
 
     @cached_property
     def _steps(self) -> Mapping[str, Phase]:
-        """The phases before decoding if everything stayed: no tiles have to be planned for them."""
+        # Before decoding, if everything stayed: no tiles have to be planned for them.
         found = phases(self.request, replace(self.setting, resident=True))
         return {name: phase for name, phase in found.items() if name != "decode"}
 
     @property
     def fits(self) -> bool:
-        """Whether everything would stay."""
+        """Tells whether everything would stay."""
         # Planning the decoder's tiles takes the longest, so it comes last.
         fit = all(phase.card_bytes <= self.usable_bytes for phase in self._steps.values())
         return fit and self.needs["decode"] <= self.usable_bytes
 
     @property
     def peak_phase(self) -> str:
-        """The phase that needs the most."""
+        """Names the phase that needs the most."""
         return max(self.needs, key=self.needs.__getitem__)
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes that this phase needs for everything to stay on the card."""
+        """Counts what this phase needs for everything to stay on the card."""
         return self.needs[self.peak_phase]
 
     @property
     def short_phase(self) -> str:
-        """The phase that does not fit: sampling first, because it counts in every step."""
+        """Names the phase that does not fit: sampling first, because it counts in every step."""
         return "sampling" if self.needs["sampling"] > self.usable_bytes else self.peak_phase
 
     @property
     def headroom_bytes(self) -> int:
-        """Usable bytes beyond the peak; negative where not everything fits."""
+        """Counts usable bytes beyond the peak; negative where not everything fits."""
         return self.usable_bytes - self.peak_bytes
 
     @property
     def weights_bytes(self) -> int:
-        """Bytes of the transformer that steps read on the card."""
+        """Counts the transformer's bytes that steps read on the card."""
         return self._steps["sampling"].weights
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes of the transformer that the host brings to the card in each forward pass."""
+        """Counts the transformer's bytes that the host brings to the card in each forward pass."""
         return 0 if self.resident else self.weights_bytes - self.phases["sampling"].weights
 
     @property
     def least_bytes(self) -> int:
-        """The smallest card on which a forward pass runs, with all weights moved that can be."""
+        """Counts the smallest card on which a pass runs, with all weights moved that can be."""
         sampling = self._steps["sampling"]
         leaves = sum(sampling.resident.get(name, 0) for name in ("text encoder", GRAPHS))
         rest = sampling.card_bytes - sampling.weights - leaves
@@ -156,7 +155,7 @@ class PlanOption:
 
     @property
     def tiles(self) -> int:
-        """Tiles of each image that the VAE decodes; 1 is whole."""
+        """Counts the tiles of each image that the VAE decodes; 1 is whole."""
         decode = self.phases["decode"]
         free = self.usable_bytes - decode.card_bytes + decode.activations
         return decode_plan(self.request, max(free, decode.activations)).count
@@ -170,7 +169,7 @@ def plan(
     as_stored: bool = False,
     known_sizes: Mapping[str, TransformerBytes] | None = None,
 ) -> tuple[PlanOption, ...]:
-    """The ways to run a request on a card, what was asked for first.
+    """Lists the ways to run a request on a card, what was asked for first.
 
     What the request names is kept. Of the rest the most faithful precision is recommended that
     stays on the card; a quantized file stays as it is, because dequantizing brings nothing back.
@@ -223,8 +222,6 @@ def plan(
 
 @dataclass(frozen=True)
 class _Case:
-    """The arguments of `plan`."""
-
     card: CardFacts
     request: RunRequest
     stored: str | None
@@ -232,7 +229,6 @@ class _Case:
     known_sizes: Mapping[str, TransformerBytes]
 
     def precisions(self) -> Sequence[str]:
-        """The most faithful first."""
         if self.as_stored or (self.request.precision == AUTO and self.stored in QUANTIZED):
             return (self.stored if self.stored in QUANTIZED else "bf16",)
         if self.request.precision != AUTO:
@@ -241,14 +237,8 @@ class _Case:
         return [name for name in FIDELITY if name != "fp8" or self.card.multiplies(name)]
 
     def option(self, precision: str, spare: int = 0) -> PlanOption:
-        """The first places of the parts with which a precision stays; else the last, moved.
-
-        Args:
-            spare: bytes that stay free besides those that the host keeps free.
-
-        Raises:
-            UnavailableError: the image does not decode on the card even alone.
-        """
+        # The first places of the parts with which a precision stays and leaves so many bytes more
+        # than the host keeps free; else the last, moved.
         request = sized(self.request, precision, self.stored, self.known_sizes)
         text = precision_of_text_encoder(request)
         others = {
@@ -280,12 +270,8 @@ class _Case:
     def reasons(
         self, option: PlanOption, first: PlanOption, found: Sequence[PlanOption]
     ) -> dict[str, str]:
-        """Why an option is as it is.
-
-        Args:
-            first: the recommended one, which alone says why the modulation is where it is.
-            found: of each precision, the most faithful first.
-        """
+        # `first` is recommended, and alone says why the modulation is where it is; `found` has each
+        # precision, the most faithful first.
         setting, request, card = option.setting, self.request, self.card
         text = text_encoder_bytes(option.request, setting.text_encoder)
         named = request.text_encoder_place != AUTO
@@ -344,7 +330,7 @@ class _Case:
         return modulation_words(option.setting.modulation, requested, sizes.modulation, why)
 
     def _together(self, option: PlanOption) -> PlanOption:
-        """An option's precision with everything on the card that the request leaves open."""
+        # With everything on the card that the request leaves open.
         setting = replace(option.setting, modulation=ON_CARD, resident=True)
         if self.request.text_encoder_place == AUTO:
             setting = replace(setting, text_encoder_place=ON_CARD)
@@ -352,7 +338,7 @@ class _Case:
 
 
 def plan_with_room(card: CardFacts, request: RunRequest, spare: int) -> PlanOption | None:
-    """The most faithful setting that stays on the card and leaves so many bytes free.
+    """Finds the most faithful setting that stays on the card and leaves so many bytes free.
 
     What the request names is kept if it can be; None where even free choice leaves less.
     """
@@ -421,7 +407,7 @@ def check_attention(name: str, card: CardFacts) -> None:
 
 
 def attention_form(name: str, card: CardFacts) -> str:
-    """The form in which an attention of `ATTENTIONS` is predicted to run."""
+    """Predicts the form in which an attention of `ATTENTIONS` runs."""
     if name != FAST:
         return name
     slower = card.capability[0] in CUDNN_GENERATIONS or not card.multiplies(EIGHT_BIT[INT8])
@@ -438,9 +424,8 @@ def check_stored(stored: str) -> None:
 
 
 def _order(options: Sequence[PlanOption]) -> list[PlanOption]:
-    """What stays, the most faithful first, then what would be more faithful and is moved; where
-    nothing stays, what moves least first.
-    """
+    # What stays, the most faithful first, then what would be more faithful and is moved; where
+    # nothing stays, what moves least first.
     stay = [option for option in options if option.resident]
     if stay:
         return stay + list(options[: options.index(stay[0])])
@@ -448,7 +433,7 @@ def _order(options: Sequence[PlanOption]) -> list[PlanOption]:
 
 
 def _what_would_stay(case: _Case) -> list[PlanOption]:
-    """Were nothing named that decides about room; empty where nothing was."""
+    # Were nothing named that decides about room; empty where nothing was.
     free = _unnamed(case.request, case.stored)
     if free == case.request and not case.as_stored:
         return []
@@ -457,7 +442,6 @@ def _what_would_stay(case: _Case) -> list[PlanOption]:
 
 
 def _unnamed(request: RunRequest, stored: str | None = None) -> RunRequest:
-    """A request that leaves open all that decides about room."""
     return replace(
         sized(request, AUTO, stored) if stored not in QUANTIZED else request,
         precision=AUTO,
@@ -468,7 +452,6 @@ def _unnamed(request: RunRequest, stored: str | None = None) -> RunRequest:
 
 
 def _refusal(case: _Case, least: int) -> str:
-    """Why not even weights that are moved help, and what would, each by itself or all together."""
     card, request = case.card, case.request
     batch = f"a batch of {request.batch}" if request.batch > 1 else "one image"
     what = f"a step of {batch} of {request.width}x{request.height}"
@@ -487,24 +470,19 @@ def _refusal(case: _Case, least: int) -> str:
 
 
 def _extras(request: RunRequest) -> list[str]:
-    """Names what a request uses besides the base model."""
     extras = []
     if request.controlnet_bytes:
         extras.append(f"a ControlNet of {format_gib(request.controlnet_bytes)}")
-    if count := _loras_beside(request):
-        loras = "1 LoRA" if count == 1 else f"{count} LoRAs"
-        extras.append(f"{loras} of rank {request.loras.rank} as bypass")
-    if request.references:
-        extras.append(
-            "1 reference" if request.references == 1 else f"{request.references} references"
-        )
-    if request.layers:
-        extras.append("1 layer" if request.layers == 1 else f"{request.layers} layers")
+    for count, name, more in (
+        (_loras_beside(request), "LoRA", f" of rank {request.loras.rank} as bypass"),
+        (request.references, "reference", ""),
+        (request.layers, "layer", ""),
+    ):
+        extras += [f"{count} {name}{'s' * (count > 1)}{more}"] if count else []
     return extras
 
 
 def _remedies(request: RunRequest) -> dict[str, RunRequest]:
-    """{what to do: the request that it leaves}."""
     remedies = {}
     if request.controlnet_bytes:
         remedies["run without the ControlNet"] = replace(request, controlnet_bytes=0)
@@ -520,7 +498,6 @@ def _remedies(request: RunRequest) -> dict[str, RunRequest]:
 
 
 def _loras_beside(request: RunRequest) -> int:
-    """How many may be beside the weights, in some precision."""
     return 0 if request.loras.mode == "merge" else request.loras.count
 
 

@@ -61,7 +61,6 @@ class Constants:
     context: float
 
     def gemm(self, precision: str) -> float:
-        """The share of a precision's peak."""
         return getattr(self, f"gemm_{precision}")
 
 
@@ -70,7 +69,7 @@ CONSTANT_NAMES = tuple(field.name for field in fields(Constants))
 
 @functools.cache
 def measured() -> Mapping[str, Any]:
-    """The contents of `measured.json`: conditions, constants, their errors, runs and loads.
+    """Reads `measured.json`: conditions, constants, their errors, runs and loads.
 
     Raises:
         UnavailableError: the file is not there or damaged.
@@ -89,7 +88,7 @@ def measured() -> Mapping[str, Any]:
 
 @functools.cache
 def constants() -> Constants:
-    """The fitted constants.
+    """Reads the fitted constants.
 
     Raises:
         UnavailableError: as `measured`; or a constant is missing.
@@ -149,7 +148,7 @@ MEASURED_LINK = 0.864
 
 @dataclass(frozen=True)
 class Launches:
-    """Seconds that the processor needs for a forward pass.
+    """Holds the seconds that the processor needs for a forward pass.
 
     Attributes:
         block: To launch one block kernel by kernel, by the precision of its weights.
@@ -162,7 +161,7 @@ class Launches:
     host: float
 
     def seconds(self, blocks: int, precision: str, *, graph: bool = False) -> float:
-        """Of one pass, whose blocks replay a graph or not."""
+        """Adds up one pass, whose blocks replay a graph or not."""
         return self.host + (self.graph if graph else blocks * self.block[precision])
 
 
@@ -215,7 +214,7 @@ class Basis:
 
 
 def rates_of(card: Card, calibration: Rates | None = None) -> tuple[Rates, Rates, Basis]:
-    """The slowest and the fastest that a card is to be expected; equal where it was measured.
+    """Gives the slowest and fastest rates to expect of a card; equal where it was measured.
 
     Args:
         calibration: What `qwen-l40s bench --calibrate` measured on the user's card of this name. A
@@ -244,7 +243,7 @@ def rates_of(card: Card, calibration: Rates | None = None) -> tuple[Rates, Rates
 
 
 def attention_share(card: Card, form: str) -> tuple[float, float]:
-    """The time of attention in a form, in that of exact attention: (at best, at worst)."""
+    """Gives the time of attention in a form, in that of exact attention: (at best, at worst)."""
     if form == EXACT:
         return 1.0, 1.0
     if card.capability[0] in CUDNN_GENERATIONS:
@@ -257,7 +256,7 @@ def attention_share(card: Card, form: str) -> tuple[float, float]:
 
 
 def attending(card: Card, form: str, slow: Rates, fast: Rates) -> tuple[Rates, Rates]:
-    """Rates of a card, the slowest and the fastest, whose attention is in a form."""
+    """Changes a card's slowest and fastest rates to those of a form of attention."""
     best, worst = attention_share(card, form)
     return (
         replace(slow, attention=slow.attention / worst),
@@ -266,7 +265,7 @@ def attending(card: Card, form: str, slow: Rates, fast: Rates) -> tuple[Rates, R
 
 
 def rates_by(found: Constants, card: Card) -> Rates:
-    """The rates of the card that constants were fitted on."""
+    """Gives the rates of the card that constants were fitted on."""
     peaks = card.dense_flops
     return Rates(
         gemm={name: found.gemm(name) * peaks[name] for name in MULTIPLIED if name in peaks},
@@ -279,17 +278,16 @@ def rates_by(found: Constants, card: Card) -> Rates:
 
 
 def is_named(card: Card, name: str) -> bool:
-    """Whether a card is the one of a driver's name, whatever case and vendor stand there."""
+    """Tells whether a card is the one of a driver's name, whatever case and vendor stand there."""
     return plain_name(name) in {plain_name(known) for known in (card.name, *card.also)}
 
 
 def plain_name(card: str) -> str:
-    """A card's name without case, spaces and vendor."""
+    """Strips a card's name of case, spaces and vendor."""
     return "".join(card.lower().replace("nvidia", "").split())
 
 
 def _calibrated(card: Card, calibration: Rates) -> tuple[Rates, Rates, Basis]:
-    """The calibration at both ends, but for precisions that it has no rate of."""
     text = origin = f"measured on this {card.name} by `qwen-l40s bench --calibrate`"
     lacks = [name for name in MULTIPLIED if name not in calibration.gemm and card.multiplies(name)]
     if not lacks:
@@ -306,14 +304,14 @@ def _calibrated(card: Card, calibration: Rates) -> tuple[Rates, Rates, Basis]:
 
 
 def _taken(card: Card, calibration: Rates, names: Iterable[str], end: int) -> dict[str, float]:
-    """For precisions that a calibration has no rate of."""
+    # For precisions that a calibration has no rate of.
     if not card.dense_flops:
         return dict.fromkeys(names, calibration.gemm["bf16"])
     return {name: GEMM[end] * _peak(card, name) for name in names}
 
 
 def _peak(card: Card, precision: str) -> float:
-    """The dense peak of a precision that the card multiplies; bf16's where its list gives none."""
+    # bf16's where its list gives none.
     return card.dense_flops.get(precision, card.dense_flops["bf16"])
 
 
@@ -330,6 +328,5 @@ def _predicted(card: Card, found: Constants, end: int) -> Rates:
 
 
 def _accuracy() -> str:
-    """How far the runs that were not fitted are from the arithmetic, in words."""
     error = measured().get("fit", {}).get("test", {}).get("step_worst")
     return "" if error is None else f"; for runs outside the fit, a step is within {error:.1%}"

@@ -28,7 +28,7 @@ FP8_AFTER_INT8 = "fp8: as small as int8, and closer to bf16 only where outliers 
 
 
 def need_words(phase: str, count: int) -> str:
-    """`42.1 GiB while sampling`."""
+    """Says `42.1 GiB while sampling`."""
     return f"{format_gib(count)} while {WORK_OF_PHASE[phase]}"
 
 
@@ -75,14 +75,14 @@ def packed_words(weights: int) -> str:
 
 
 def requested_precision(name: str, stored: str | None, as_stored: bool) -> str:
-    """The reason for a precision that was requested, or that a file keeps."""
+    """Says why a precision was requested, or that a file keeps it."""
     if as_stored:
         return f"as stored: the file holds {stored}"
     return f"requested: {conversion(stored, name)}" if stored else f"{name} as requested"
 
 
 def kept_precision(stored: str) -> str:
-    """The reason for a quantized file's own precision under `auto`."""
+    """Says why `auto` keeps a quantized file's own precision."""
     return f"auto: the file holds {stored}, and expanding it would gain nothing"
 
 
@@ -96,7 +96,7 @@ def automatic_precision(
     bf16_fits: bool,
     least: str = "",
 ) -> str:
-    """The reason for a precision that `auto` chose.
+    """Says why `auto` chose a precision.
 
     Args:
         resident: whether it stays on the card.
@@ -140,7 +140,7 @@ def _where_nothing_stays(name: str, stored: str | None, first: bool, least: str)
 
 
 def modulation_words(place: str, requested: bool, size: int, together: str) -> str:
-    """Where the modulation weights wait, and why.
+    """Says where the modulation weights wait, and why.
 
     Args:
         place: "on card" or "off card".
@@ -158,7 +158,7 @@ def modulation_words(place: str, requested: bool, size: int, together: str) -> s
 
 
 def text_encoder_words(place: str, requested: bool, size: int) -> str:
-    """Where the text encoder waits; empty where it stays on the card by itself."""
+    """Says where the text encoder waits; empty where it stays on the card by itself."""
     asked = ", as requested" if requested else ""
     if place == DROPPED:
         return f"text encoder: {format_gib(size)} leaves the card after each encoding{asked}"
@@ -169,7 +169,7 @@ def text_encoder_words(place: str, requested: bool, size: int) -> str:
 
 
 def together_words(card: CardFacts, parts: Mapping[str, int], fit: bool, need: str) -> str:
-    """Whether parts fit a card together.
+    """Says whether parts fit a card together.
 
     Args:
         parts: {name: bytes} of the largest.

@@ -57,17 +57,13 @@ class Loras:
     mode: str = "auto"
 
     def mode_for(self, precision: str) -> str:
-        """ "merge" or "bypass".
-
-        Args:
-            precision: Of the weights as loaded.
-        """
+        """Chooses "merge" or "bypass" by the precision of the weights as loaded."""
         if self.mode != "auto":
             return self.mode
         return "bypass" if precision in QUANTIZED else "merge"
 
     def beside(self, precision: str) -> int:
-        """How many are beside weights of a precision."""
+        """Counts those that are beside weights of a precision."""
         return self.count if self.mode_for(precision) == "bypass" else 0
 
 
@@ -196,66 +192,66 @@ class RunRequest:
 
     @property
     def member(self) -> Family:
-        """The published model of the family's name."""
+        """Finds the published model of the family's name."""
         return find_family(self.family)
 
     @property
     def transformer(self) -> TransformerShape:
-        """The transformer's shape: the true one, or the published."""
+        """Gives the transformer's shape: the true one, or the published."""
         return self.parts.transformer or self.member.transformer
 
     @property
     def vae(self) -> VaeShape:
-        """The VAE's shape: the true one, or the published."""
+        """Gives the VAE's shape: the true one, or the published."""
         return self.parts.vae or self.member.vae
 
     @property
     def frames(self) -> int:
-        """Latent frames that are denoised together."""
+        """Counts the latent frames that are denoised together."""
         return self.layers + 1
 
     @property
     def prompt_tokens(self) -> int:
-        """Text tokens with those that reference images add to the prompt."""
+        """Counts text tokens with those that reference images add to the prompt."""
         return self.text_tokens + self.references * self.member.vision_tokens
 
     @property
     def painted_tokens(self) -> int:
-        """Image tokens of one item that are denoised, in all of its frames."""
+        """Counts the image tokens of one item that are denoised, in all of its frames."""
         side = PIXELS_PER_TOKEN_SIDE
         return self.frames * (self.width // side) * (self.height // side)
 
     @property
     def image_tokens(self) -> int:
-        """Tokens of one item's image stream, with those of its references."""
+        """Counts the tokens of one item's image stream, with those of its references."""
         return self.painted_tokens + self.references * REFERENCE_TOKENS
 
     @property
     def prefix_tokens(self) -> int:
-        """Tokens of one item before those that are denoised, of a family that caches them."""
+        """Counts the tokens of one item before those denoised, of a family that caches them."""
         words = REFERENCE_WORDS * self.references
         return self.text_tokens + words + self.references * REFERENCE_TOKENS
 
     @property
     def step_tokens(self) -> StepTokens:
-        """Tokens of one item in a forward pass."""
+        """Counts the tokens of one item in a forward pass."""
         if self.member.cached_prefix:
             return StepTokens(0, self.painted_tokens, self.prefix_tokens)
         return StepTokens(self.prompt_tokens, self.image_tokens)
 
     @property
     def passes(self) -> int:
-        """Forward passes in each step."""
+        """Counts the forward passes in each step."""
         return 2 if self.cfg == "two passes" else 1
 
     @property
     def computed_steps(self) -> int:
-        """Steps that call the transformer; a step cache skips the others."""
+        """Counts the steps that call the transformer; a step cache skips the others."""
         return self.computed or computed_steps(self.steps, self.cache)
 
     @property
     def items(self) -> int:
-        """Images in one forward pass."""
+        """Counts the images in one forward pass."""
         return 2 * self.batch if self.cfg == "one pass" else self.batch
 
     def _check_choices(self) -> None:
@@ -327,7 +323,7 @@ class RunRequest:
 
 
 def precision_of_text_encoder(request: RunRequest) -> str:
-    """The precision that a text encoder is loaded in."""
+    """Gives the precision that a text encoder is loaded in."""
     return "bf16" if request.text_encoder == "auto" else request.text_encoder
 
 
@@ -383,7 +379,7 @@ class Setting:
 
     @property
     def off_card(self) -> bool:
-        """Whether the modulation weights wait in host memory."""
+        """Tells whether the modulation weights wait in host memory."""
         return self.modulation == OFF_CARD
 
 
@@ -396,12 +392,11 @@ MOST_PLAIN_GRAPH_ROWS = 1536
 
 
 def replays_graph(request: RunRequest, setting: Setting) -> bool:
-    """Whether the forward passes of a run replay a CUDA graph of the blocks, as predicted.
+    """Predicts whether the forward passes of a run replay a CUDA graph of the blocks.
 
     The run itself goes by what it sees: whether the card waits for the processor, whether weights
     move, and whether others take part between blocks or in their layers.
     """
-    others = request.controlnet_bytes
     tokens = request.step_tokens
     rows = request.items * (tokens.text + tokens.image)
     fitting = any(
@@ -409,4 +404,4 @@ def replays_graph(request: RunRequest, setting: Setting) -> bool:
         for most, steps in LEAST_GRAPH_STEPS.items()
         if most <= MOST_PLAIN_GRAPH_ROWS or setting.precision in QUANTIZED
     )
-    return fitting and setting.resident and not others
+    return fitting and setting.resident and not request.controlnet_bytes

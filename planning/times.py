@@ -82,21 +82,20 @@ class Pass:
 
     @classmethod
     def of(cls, request: RunRequest) -> Pass:
-        """The forward pass of a request."""
         return cls(request.transformer, request.items, *request.step_tokens)
 
     @property
     def joint(self) -> int:
-        """Tokens of one item."""
+        """Counts the tokens of one item."""
         return self.text + self.image
 
     @property
     def rows(self) -> int:
-        """Tokens of all items."""
+        """Counts the tokens of all items."""
         return self.items * self.joint
 
     def products(self, layer: str) -> tuple[int, int]:
-        """(how many, rows of each) of the matrix products of a layer of `BLOCK_GEMMS`.
+        """Counts (how many, rows of each) of the matrix products of a layer of `BLOCK_GEMMS`.
 
         Attention wants text and image of an item side by side, and what it reads and gives is
         multiplied item by item; the MLPs take a stream at once.
@@ -108,7 +107,7 @@ class Pass:
 def block_bytes(
     work: Pass, precision: str, *, expanded: bool = False, attention: str = EXACT
 ) -> int:
-    """Bytes that the kernels between the products of one block read and write.
+    """Counts the bytes that the kernels between the products of one block read and write.
 
     Of a token of width D: gate, residual, norm and modulation, twice, read two rows and write two,
     the second in the precision of what reads it; the norm of q and k and their rotation read and
@@ -140,7 +139,7 @@ def block_bytes(
 
 
 def norm_bytes(dim: int, narrow: bool) -> int:
-    """Bytes of gate, residual, norm and modulation of one token, quantized where it is narrow."""
+    """Counts gate, residual, norm and modulation of one token, quantized where it is narrow."""
     return 3 * WIDE * dim + (dim + BYTES_PER_SCALE if narrow else WIDE * dim)
 
 
@@ -156,19 +155,18 @@ class PassTimes(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """What the pass takes."""
         return max(self)
 
     @property
     def bound(self) -> str:
-        """Which of the two makes it that long, `CARD` or `PROCESSOR`."""
+        """Says which of the two makes it that long, `CARD` or `PROCESSOR`."""
         return PROCESSOR if self.processor > self.card else CARD
 
 
 def pass_times(
     work: Pass, precision: str, rates: Rates, *, graph: bool = False, attention: str = EXACT
 ) -> PassTimes:
-    """One forward pass through the fused blocks alone; arguments as of `forward_times`."""
+    """Predicts one forward pass through the fused blocks alone; arguments as of `forward_times`."""
     processor = rates.launches.seconds(work.shape.blocks, precision, graph=graph)
     return PassTimes(_card_seconds(work, precision, rates, attention), processor)
 
@@ -183,7 +181,7 @@ def forward_times(
     packed: bool = False,
     attention: str = EXACT,
 ) -> PassTimes:
-    """One forward pass of `request.items` images through the fused blocks.
+    """Predicts one forward pass of `request.items` images through the fused blocks.
 
     What a bypass LoRA and a ControlNet add is counted and was not measured; the processor is taken
     to need as long for it as the card.
@@ -210,12 +208,12 @@ def forward_times(
 
 
 def forward_seconds(request: RunRequest, precision: str, rates: Rates, **how: Any) -> float:
-    """What one forward pass takes; arguments as of `forward_times`."""
+    """Predicts what one forward pass takes; arguments as of `forward_times`."""
     return forward_times(request, precision, rates, **how).seconds
 
 
 def sampling_seconds(request: RunRequest, precision: str, rates: Rates, **how: Any) -> float:
-    """All steps of a run, without the modulation's table; arguments as of `forward_times`."""
+    """Predicts all steps of a run, without the modulation's table; as of `forward_times`."""
     passes = request.computed_steps * request.passes
     seconds = passes * forward_seconds(request, precision, rates, **how)
     if tokens := request.step_tokens.prefix:  # by the host's own blocks, once a prompt
@@ -225,8 +223,8 @@ def sampling_seconds(request: RunRequest, precision: str, rates: Rates, **how: A
 
 
 def table_seconds(request: RunRequest, rates: Rates, modulation: str) -> float:
-    """The modulation of a new schedule: one pass of the weights over the link where they are off
-    the card, and one over the card's memory for each timestep.
+    """Predicts the modulation of a new schedule: one pass of the weights over the link where they
+    are off the card, and one over the card's memory for each timestep.
 
     Args:
         modulation: "on card" or "off card".
@@ -244,7 +242,7 @@ def table_seconds(request: RunRequest, rates: Rates, modulation: str) -> float:
 def product_seconds(
     rows: int, columns: int, depth: int, precision: str, rates: Rates, count: int = 1
 ) -> float:
-    """Products of (rows, depth) and (depth, columns), the operands in one precision, bf16 out."""
+    """Predicts products of (rows, depth) and (depth, columns) in one precision, bf16 out."""
     size = BYTES_PER_WEIGHT[precision]
     moved = (rows + columns) * depth * size + rows * columns * WIDE
     if precision in QUANTIZED:
@@ -254,13 +252,13 @@ def product_seconds(
 
 
 def _card_seconds(work: Pass, precision: str, rates: Rates, attention: str = EXACT) -> float:
-    """Seconds of the card alone, without waiting for the processor."""
+    # Without waiting for the processor.
     block = block_seconds(work, precision, rates, attention)
     return work.shape.blocks * block.all + _outside_seconds(work, rates)
 
 
 def block_seconds(work: Pass, precision: str, rates: Rates, attention: str = EXACT) -> BlockSeconds:
-    """One block of the pass; arguments as of `forward_times`."""
+    """Predicts one block of the pass; arguments as of `forward_times`."""
     shape = work.shape
     expanded = precision in QUANTIZED and precision not in rates.gemm
     multiplied = "bf16" if expanded else precision
@@ -278,7 +276,7 @@ def block_seconds(work: Pass, precision: str, rates: Rates, attention: str = EXA
 
 
 def attention_seconds(work: Pass, rates: Rates) -> float:
-    """One block: 4 joint^2 dim operations an item, no shorter than q, k, v and the output."""
+    """Predicts one block: 4 joint^2 dim operations an item, at least q, k, v and the output."""
     keys = work.joint + work.prefix
     arithmetic = 4 * work.items * work.joint * keys * work.shape.dim / rates.attention
     moved = 2 * WIDE * work.items * (work.joint + keys) * work.shape.dim
@@ -286,11 +284,9 @@ def attention_seconds(work: Pass, rates: Rates) -> float:
 
 
 def _outside_seconds(work: Pass, rates: Rates) -> float:
-    """The layers before and after the blocks, in bf16 whatever the precision.
-
-    Besides their products both streams are normed, joined and split: some ten times read and
-    written. The modulation comes from a table, two streams of six rows a block.
-    """
+    # Before and after the blocks, in bf16 whatever the precision. Besides their products both
+    # streams are normed, joined and split: some ten times read and written. The modulation comes
+    # from a table, two streams of six rows a block.
     shape = work.shape
     image, text = work.items * work.image, work.items * work.text
     products = (
@@ -304,12 +300,10 @@ def _outside_seconds(work: Pass, rates: Rates) -> float:
 
 
 def _lora_seconds(work: Pass, rank: int, precision: str, rates: Rates) -> float:
-    """LoRAs of a rank together on every layer of every block, computed beside the weights.
-
-    A thin product of plain rows, which q, k and v share, and which a quantizing norm then writes
-    too. The second one is in the epilogue of a quantized product; cuBLAS has no such epilogue: in
-    bf16 the output is written and read once more, and the GELU is apart.
-    """
+    # Of a rank together on every layer of every block, beside the weights: a thin product of plain
+    # rows, which q, k and v share, and which a quantizing norm then writes too. The second one is
+    # in the epilogue of a quantized product; cuBLAS has no such epilogue: in bf16 the output is
+    # written and read once more, and the GELU is apart.
     block = 0.0
     for layer, (rows, columns) in work.shape.block.gemms.items():
         n, k = rows * work.shape.dim, columns * work.shape.dim
@@ -326,9 +320,8 @@ def _lora_seconds(work: Pass, rank: int, precision: str, rates: Rates) -> float:
 
 
 def _controlnet_seconds(work: Pass, weights: int, rates: Rates) -> float:
-    """A ControlNet of the transformer's own blocks in bf16, as many as its bytes make up, and what
-    it adds to the image stream after each block of the transformer.
-    """
+    # The transformer's own blocks in bf16, as many as its bytes make up, and what they add to the
+    # image stream after each block of the transformer.
     shape = work.shape
     share = weights / weight_bytes(shape, "bf16").total
     added = 4 * shape.blocks * work.items * work.image * shape.dim * WIDE / rates.bandwidth
@@ -346,9 +339,8 @@ PROCESSOR_FLOPS = 0.5e12
 def encode_text_seconds(
     request: RunRequest, rates: Rates, place: str = ON_CARD, precision: str = "bf16"
 ) -> float:
-    """All prompts of a run: one, or a negative one too.
-
-    Two operations a parameter and token, and the weights cast to fp32 once a prompt.
+    """Predicts all prompts of a run, one or a negative one too: two operations a parameter and
+    token, and the weights cast to fp32 once a prompt.
 
     Args:
         place: "on card", "drop after encoding", which moves no weights here, or "cpu", whose
@@ -369,7 +361,7 @@ def prompt_seconds(
     vision_tokens: int = 0,
     encoder: TextEncoder = QWEN25_VL,
 ) -> float:
-    """One prompt.
+    """Predicts one prompt.
 
     Args:
         tokens: of it, without the template's and with those of images.
@@ -387,7 +379,6 @@ def prompt_seconds(
 
 # How long the VAE takes to decode and encode, counted layer by layer, whole or in tiles.
 
-BF16_BYTES = 2  # bytes of a bf16 number
 # How often a number is read or written around the arithmetic. cuDNN turns a convolution's input and
 # output into its own layout: each is read, written and read, or written twice. A norm's square
 # sum, quotient and two factors are kernels of their own, a SiLU and a sum too.
@@ -406,7 +397,7 @@ TILE_STEP_SECONDS = 0.0002
 
 
 def decode_seconds(request: RunRequest, tiles: Size | int, rates: Rates) -> float:
-    """The images of a batch.
+    """Predicts the images of a batch.
 
     Args:
         tiles: (rows, columns), or how many; 1 is whole.
@@ -418,7 +409,7 @@ def decode_seconds(request: RunRequest, tiles: Size | int, rates: Rates) -> floa
 
 
 def encode_image_seconds(request: RunRequest, rates: Rates) -> float:
-    """The reference images of a run, each of one megapixel; once for all of its prompts."""
+    """Predicts the reference images of a run, each of one megapixel, once for all its prompts."""
     side = REFERENCE_SIDE // request.vae.pixels
     return request.references * vae_seconds("encode", request.vae, (side, side), 1, rates)
 
@@ -431,7 +422,7 @@ def vae_seconds(
     rates: Rates,
     share: float = 1.0,
 ) -> float:
-    """One image, from or to host memory, through ComfyUI's layers or in a share of their time.
+    """Predicts an image from or to host memory, in ComfyUI's layers or a share of their time.
 
     Args:
         latent: latent pixels, (height, width).
@@ -468,13 +459,12 @@ def _seconds(
 
 
 def _grid(count: int) -> Size:
-    """So many tiles, as square as may be."""
     rows = next(rows for rows in range(int(count**0.5), 0, -1) if count % rows == 0)
     return rows, count // rows
 
 
 def _lengths(steps: Sequence[VaeLayer], end: int, begin: int, count: int) -> list[list[int]]:
-    """For each step the lengths of its input in every tile of one axis, margins included."""
+    # Of each step's input in every tile of one axis, margins included.
     tiles: Iterable[list[Interval]] = (
         intervals(steps, low, high, begin) for low, high in parts(end, count)
     )
@@ -482,7 +472,7 @@ def _lengths(steps: Sequence[VaeLayer], end: int, begin: int, count: int) -> lis
 
 
 def step_work(step: VaeLayer, rows: int, columns: int) -> Work:
-    """One layer with so many rows and columns at its input, in bf16 and eager kernels."""
+    """Counts one layer with so many rows and columns at its input, in bf16 and eager kernels."""
     area = rows * columns
     given, made = area * step.channels_in, area * step.channels_out
     if step.kind == "attention":
@@ -507,7 +497,7 @@ def step_work(step: VaeLayer, rows: int, columns: int) -> Work:
         moved = CONVOLVED * (given + made)
         if step.kind == "head":
             moved += (NORM + SILU) * given
-    return Work(flops, BF16_BYTES * moved)
+    return Work(flops, WIDE * moved)
 
 
 def _step(step: VaeLayer, rows: int, columns: int, rates: Rates) -> float:
