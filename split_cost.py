@@ -126,15 +126,17 @@ class SplitCost:
         return min(keys, self._exchange(ROWS, self.row_bytes, made=KEYS_AND_VALUES, window=FIRST))
 
     @property
-    def gain(self) -> float:
-        """Tells how many times as fast as one card all are, which get rows of the pass's input and
-        give those of its result.
-        """
+    def seconds(self) -> float:
+        """Counts the pass on all cards, with what others get of its input, give of its result."""
         rows = self.rows
         others = rows.items * (rows.image - self.best.image_rows[0])
-        ends = self.outside + 2 * others * BF16 * rows.width / self.link
-        alone = self.outside + self.blocks * self.block.all
-        return alone / (ends + self.blocks * self.best.seconds)
+        ends = 2 * others * BF16 * rows.width / self.link
+        return self.outside + ends + self.blocks * self.best.seconds
+
+    @property
+    def gain(self) -> float:
+        """Tells how many times as fast as one card all are."""
+        return (self.outside + self.blocks * self.block.all) / self.seconds
 
     @property
     def pays(self) -> bool:
