@@ -393,6 +393,7 @@ def test_without_a_price_there_is_no_cost():
     assert answer["usd_per_image"] is None
     assert "usd_per_image" not in answer["ranges"]
     assert any("enter yours" in note for note in notes_of(found))
+    assert "no price known" in estimate_text(found)
 
 
 @pytest.mark.parametrize("price", [-1, -0.01, math.nan, math.inf, "2"])
