@@ -251,21 +251,6 @@ EXAMPLE = "L40S = 0.79"  # a line of prices that somebody types in
 COMMENT = "#"
 
 
-def usd_per_image(usd_per_hour: float, seconds_per_image: float) -> float:
-    """Gives US dollars for an image on a card that paints all the time.
-
-    Args:
-        usd_per_hour: for one card; 0 where it is one's own.
-        seconds_per_image: with everything that repeats for each image.
-
-    Raises:
-        SettingError: the price is negative or no number, or the time is not above 0.
-    """
-    check_price(usd_per_hour)
-    check_positive("seconds per image", seconds_per_image)
-    return usd_per_hour * seconds_per_image / SECONDS_PER_HOUR
-
-
 def check_price(usd_per_hour: Any) -> None:
     """Refuses what is no price.
 

@@ -10,7 +10,7 @@ from ..spec.formats import GIB, MIB, QUANTIZED
 from ..spec.transformer import FAMILY_21, ON_CARD, SHAPE_21
 from ..step_cache import OFF
 from .bytes import BF16, FP32, text_encoder_bytes, weight_bytes
-from .cards import Card, UnlistedCard, check_price, usd_per_image
+from .cards import SECONDS_PER_HOUR, Card, UnlistedCard, check_price
 from .files import (
     FIRST_PASS,
     SOURCES,
@@ -419,8 +419,7 @@ class Estimate:
 
 def usd_range(usd_per_hour: float, seconds_per_image: Range) -> Range:
     """Gives US dollars for an image of a range of times, on a card that paints all the time."""
-    low, high = seconds_per_image
-    return Range(usd_per_image(usd_per_hour, low), usd_per_image(usd_per_hour, high))
+    return Range(*(usd_per_hour * seconds / SECONDS_PER_HOUR for seconds in seconds_per_image))
 
 
 def estimate(

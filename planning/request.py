@@ -347,9 +347,6 @@ class Setting:
             are expanded to bf16 one by one.
         packed: whether weights stay in 4 or 6 bits, as `Parts.packed`, and are decoded one by one.
         attention: "exact", or a form of attention in 8 bits.
-
-    Raises:
-        SettingError: a precision, a place or a form is unknown, or bf16 is to be expanded to bf16.
     """
 
     precision: str = "bf16"
@@ -360,22 +357,6 @@ class Setting:
     weight_only: bool = False
     packed: bool = False
     attention: str = EXACT
-
-    def __post_init__(self) -> None:
-        for name, value, allowed in (
-            ("precision", self.precision, LOADED_PRECISIONS),
-            ("modulation", self.modulation, (ON_CARD, OFF_CARD)),
-            ("text_encoder_precision", self.text_encoder, LOADED_PRECISIONS),
-            ("text_encoder_placement", self.text_encoder_place, TEXT_PLACES),
-            ("attention", self.attention, (EXACT, *EIGHT_BIT)),
-        ):
-            if value not in allowed:
-                raise SettingError(f"{name} {value!r} is unknown: choose {', '.join(allowed)}.")
-        if self.weight_only and self.precision not in QUANTIZED:
-            raise SettingError(
-                f"weight_only is for {' and '.join(QUANTIZED)} weights, not {self.precision}: "
-                "leave it off."
-            )
 
     @property
     def off_card(self) -> bool:

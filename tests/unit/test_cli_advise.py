@@ -13,11 +13,6 @@ from qwen_l40s.machine.card_list import known_cards
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(autouse=True)
-def no_calibration(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("QWEN_L40S_CACHE", str(tmp_path_factory.mktemp("cache")))
-
-
 def found(capsys, *argv, code=0):
     """The object that the command prints, which is all that it prints."""
     assert main(["advise", *argv, "--json"]) == code

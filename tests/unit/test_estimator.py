@@ -19,7 +19,6 @@ from qwen_l40s.planning.cards import find_card, with_memory
 from qwen_l40s.planning.estimate import TIGHT_BYTES, estimate
 from qwen_l40s.planning.files import FIRST_PASS
 from qwen_l40s.planning.phases import KEPT_FREE_BYTES, PHASES
-from qwen_l40s.planning.plan import plan
 from qwen_l40s.planning.rates import constants, measured, rates_by, rates_of
 from qwen_l40s.planning.request import Loras, Parts, RunRequest, replays_graph
 from qwen_l40s.planning.times import forward_seconds
@@ -93,17 +92,6 @@ def test_json(name, asked):
         assert answer[what] == pytest.approx(math.sqrt(low * high), rel=2e-3)
     assert answer["basis"] in ("measured", "predicted")
     assert all(note.endswith(".") for note in answer["notes"])
-
-
-@pytest.mark.parametrize("name", list(CARDS))
-def test_it_is_the_plans_recommendation(name):
-    found = estimate(USUAL, card(name))
-    assert found.options == plan(card(name).facts(), USUAL)
-    assert found.option == found.options[0]
-    assert found.fits == (found.headroom_bytes >= 0) == found.option.resident
-    usable = card(name).memory_bytes - KEPT_FREE_BYTES
-    assert found.fits == all(need <= usable for need in found.option.needs.values())
-    assert all(phase.card_bytes <= usable for phase in found.phases.values())
 
 
 def test_the_sampling_peak_is_the_transformers_alone():
@@ -396,7 +384,7 @@ def test_without_a_price_there_is_no_cost():
     assert "no price known" in estimate_text(found)
 
 
-@pytest.mark.parametrize("price", [-1, -0.01, math.nan, math.inf, "2"])
+@pytest.mark.parametrize("price", [-0.01, math.nan, math.inf, 10**400, True, "2"])
 def test_no_price(price):
     with pytest.raises(SettingError, match="usd_per_hour is"):
         estimate(USUAL, L40S, usd_per_hour=price)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from qwen_l40s.errors import SettingError, UnavailableError
+from qwen_l40s.errors import UnavailableError
 from qwen_l40s.planning import estimate as host
 from qwen_l40s.planning import phases as phases_module
 from qwen_l40s.planning.bytes import (
@@ -511,22 +511,6 @@ def test_figures_are_those_of_the_code_that_runs(name, value, file):
     text = (Path(__file__).resolve().parents[2] / file).read_text(encoding="utf-8")
     (written,) = re.findall(rf"^{name} = (.+)$", text, re.M)
     assert eval(written, {"GIB": GIB, "MIB": MIB, "int": int}) == value
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"precision": "auto"}, "precision 'auto'"),
-        ({"precision": "fp32"}, "precision 'fp32'"),
-        ({"modulation": "auto"}, "modulation 'auto'"),
-        ({"text_encoder": "auto"}, "text_encoder_precision 'auto'"),
-        ({"text_encoder_place": "auto"}, "text_encoder_placement 'auto'"),
-        ({"weight_only": True}, "weight_only is for fp8 and int8"),
-    ],
-)
-def test_what_is_not_settled_is_refused(arguments, message):
-    with pytest.raises(SettingError, match=message):
-        Setting(**arguments)
 
 
 def test_the_fitted_workspace_and_context_are_taken(monkeypatch):

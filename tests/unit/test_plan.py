@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from qwen_l40s.charts.answer import estimate_json
-from qwen_l40s.errors import CheckpointError, SettingError, UnavailableError
+from qwen_l40s.errors import CheckpointError, UnavailableError
 from qwen_l40s.machine.card_list import known_cards
 from qwen_l40s.planning.bytes import TransformerBytes, weight_bytes
 from qwen_l40s.planning.cards import find_card, with_memory
@@ -465,9 +465,3 @@ def test_small_cards_get_an_answer_or_a_refusal_with_its_remedy(total, side):
 def test_a_file_in_a_precision_that_is_not_run():
     with pytest.raises(CheckpointError, match="as 'nf4': this package computes with bf16"):
         plan(card("L40S"), USUAL, "nf4")
-
-
-@pytest.mark.parametrize("asked", [{"modulation": "gpu"}, {"precision": "nf4"}, {"tiles": -1}])
-def test_unknown_settings_are_refused_by_the_request(asked):
-    with pytest.raises(SettingError):
-        plan(card("L40S"), RunRequest(**asked))
