@@ -283,45 +283,26 @@ def options(*, rare: bool = False, added: bool = False) -> Iterator[Option]:
     return (option for option in OPTIONS if (option.rare, option.added) == (rare, added))
 
 
-def request_settings(
-    *,
-    width: int = 0,
-    height: int = 0,
-    steps: int = 0,
-    text_encoder_precision: str = AUTO,
-    text_encoder_placement: str = AUTO,
-    loras: int = 0,
-    lora_rank: int = 32,
-    lora_mode: str = "auto",
-    controlnet_gib: float = 0.0,
-    **settings: Any,
-) -> dict[str, Any]:
+def request_settings(**given: Any) -> dict[str, Any]:
     """Makes arguments of `RunRequest` of options; what is left out is the option's default.
 
     Raises:
         SettingError: the ControlNet's size is negative or not finite.
     """
+    settings = {option.name: option.default for option in OPTIONS} | given
+    controlnet_gib = settings.pop("controlnet_gib")
     if not 0 <= controlnet_gib < math.inf:
         raise SettingError(
             f"controlnet_gib is {controlnet_gib}, but a file has 0 GiB or more: give the file's "
             "size, or 0 for no ControlNet."
         )
-    return {
-        "family": AUTO,
-        "precision": AUTO,
-        "modulation": AUTO,
-        "references": 0,
-        "layers": 0,
-        "cfg": AUTO,
-        **settings,
-        "width": width or None,
-        "height": height or None,
-        "steps": steps or None,
-        "text_encoder": text_encoder_precision,
-        "text_encoder_place": text_encoder_placement,
-        "loras": Loras(loras, lora_rank, lora_mode),
-        "controlnet_bytes": round(min(controlnet_gib, 1e6) * GIB),
-    }
+    settings["controlnet_bytes"] = round(min(controlnet_gib, 1e6) * GIB)
+    settings["loras"] = Loras(*map(settings.pop, ("loras", "lora_rank", "lora_mode")))
+    settings["text_encoder"] = settings.pop("text_encoder_precision")
+    settings["text_encoder_place"] = settings.pop("text_encoder_placement")
+    for name in ("width", "height", "steps"):
+        settings[name] = settings[name] or None
+    return settings
 
 
 def likely_family(references: int, layers: int) -> str:

@@ -60,9 +60,8 @@ def weight_bytes(
         keep: names of quantizable layers that stay bf16 in fp8 and int8.
 
     Raises:
-        SettingError: the precision is unknown, or `keep` names no quantizable layer.
+        SettingError: `keep` names no quantizable layer.
     """
-    _check_precision(precision)
     layers = shape.quantizable_layers()
     if unknown := sorted(keep - layers.keys()):
         raise SettingError(
@@ -76,8 +75,8 @@ def weight_bytes(
         quantized = precision in QUANTIZED and name not in keep
         gemm += rows * columns * (size if quantized else plain)
         scales += rows * BYTES_PER_SCALE if quantized else 0
-    count = _parameters(shape)
-    return WeightBytes(gemm, count.modulation * plain, count.rest * plain, scales)
+    modulation, rest = _parameters(shape)
+    return WeightBytes(gemm, modulation * plain, rest * plain, scales)
 
 
 def weights_by_precision(
@@ -93,33 +92,18 @@ def part_bytes(parameters: int, precision: str) -> int:
     Args:
         parameters: as header inspection counts them (`CheckpointPart.parameters`). For a file that
             stays as it is stored, `CheckpointPart.bytes` is exact.
-
-    Raises:
-        SettingError: the precision is unknown.
     """
-    _check_precision(precision)
     return parameters * BYTES_PER_WEIGHT[precision]
 
 
-class _Parameters(NamedTuple):  # beside the weights of quantizable layers
-    modulation: int
-    rest: int
-
-
 @functools.cache
-def _parameters(shape: TransformerShape) -> _Parameters:
+def _parameters(shape: TransformerShape) -> tuple[int, int]:
+    # (of the modulation; of all else but the weights of quantizable layers)
     every = sum(map(math.prod, shape.tensors().values()))
     gemm = sum(map(math.prod, shape.quantizable_layers().values()))
     columns = 1 if shape.block.biases else 0  # a bias is one more
     modulation = sum(n * (k + columns) for n, k in shape.modulation_layers().values())
-    return _Parameters(modulation, every - gemm - modulation)
-
-
-def _check_precision(precision: str) -> None:
-    if precision not in BYTES_PER_WEIGHT:
-        raise SettingError(
-            f"precision {precision!r} is unknown: choose {', '.join(BYTES_PER_WEIGHT)}."
-        )
+    return modulation, every - gemm - modulation
 
 
 # What one forward pass of the transformer takes for activations, counted from the code.

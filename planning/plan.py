@@ -388,10 +388,7 @@ def check_tensor_cores(name: str, card: CardFacts, choices: tuple[str, ...]) -> 
     if card.multiplies(name):
         return
     others = [other for other in choices if other != name and card.multiplies(other)]
-    raise UnavailableError(
-        f"precision {name} needs a card of {sm(OLDEST_CAPABILITY[name])} or newer and {card.name} "
-        f"is {sm(card.capability)}: choose {', '.join(others)}."
-    )
+    raise _too_old(f"precision {name}", name, card, others)
 
 
 def check_attention(name: str, card: CardFacts) -> None:
@@ -400,9 +397,13 @@ def check_attention(name: str, card: CardFacts) -> None:
     if needs is None or card.multiplies(needs):
         return
     others = [form for form, other in EIGHT_BIT.items() if card.multiplies(other)]
-    raise UnavailableError(
-        f"attention {name} needs a card of {sm(OLDEST_CAPABILITY[needs])} or newer and {card.name} "
-        f"is {sm(card.capability)}: choose {', '.join([EXACT, *others])}."
+    raise _too_old(f"attention {name}", needs, card, [EXACT, *others])
+
+
+def _too_old(what: str, needs: str, card: CardFacts, choices: Sequence[str]) -> UnavailableError:
+    return UnavailableError(
+        f"{what} needs a card of {sm(OLDEST_CAPABILITY[needs])} or newer and {card.name} is "
+        f"{sm(card.capability)}: choose {', '.join(choices)}."
     )
 
 

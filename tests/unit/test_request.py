@@ -11,7 +11,6 @@ from qwen_l40s.planning.request import (
     Parts,
     RunRequest,
     Setting,
-    precision_of_text_encoder,
     replays_graph,
 )
 from qwen_l40s.spec.families import FAMILIES, find_family
@@ -120,11 +119,6 @@ def test_computed_steps_are_those_of_the_cache_or_those_that_somebody_knows():
         assert RunRequest(steps=8, cache=cache).computed_steps == 8
     assert RunRequest(steps=50, cache="custom", computed=31).computed_steps == 31
     assert RunRequest(steps=50, computed=31).computed_steps == 31
-
-
-def test_a_text_encoder_is_bf16_unless_named():
-    assert precision_of_text_encoder(RunRequest()) == "bf16"
-    assert precision_of_text_encoder(RunRequest(text_encoder="int8")) == "int8"
 
 
 @pytest.mark.parametrize(

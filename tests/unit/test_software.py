@@ -61,11 +61,43 @@ def package_folder(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def test_a_package_that_is_not_there_is_named_with_its_requirement():
-    check, module = software.check_package(software.Package("qwen-none", "qwen_none", "1.2"))
-    assert module is None
-    assert check.state is State.NOT_USABLE
-    assert check.remedy == 'pip install "qwen-none>=1.2"'
+@pytest.mark.parametrize(
+    ("source", "version", "floor", "needs", "reason"),
+    [
+        (
+            "raise OSError('undefined: x\\nmore')",
+            "1.0",
+            "",
+            "",
+            "1.0, but its import fails: undefined: x",
+        ),
+        (
+            "def __getattr__(name):\n    raise RuntimeError('no ' + name)\n",
+            "1.0",
+            "",
+            "Pipeline",
+            "1.0, but its import fails: no Pipeline",
+        ),
+        ("raise AssertionError('imported')", "0.9.12", "0.10", "", "0.9.12, needs 0.10 or newer"),
+        (None, None, "1.2", "", "not installed"),
+    ],
+    ids=["broken", "lazy and broken", "old and not imported", "missing"],
+)
+def test_a_package_that_is_of_no_use_says_why(
+    package_folder, source, version, floor, needs, reason
+):
+    if source:
+        package_folder("qwen_probe_x", source, version)
+    package = software.Package("qwen_probe_x", "qwen_probe_x", floor, needs)
+    check, module = software.check_package(package)
+    assert (module, check.state, check.reason) == (None, State.NOT_USABLE, reason)
+    assert check.remedy.startswith("pip install ") and package.requirement in check.remedy
+
+
+def test_a_package_of_unknown_version_is_not_called_old(package_folder):
+    package_folder("qwen_probe_bare", "")
+    check, _ = software.check_package(software.Package("qwen_probe_bare", "qwen_probe_bare", "1.0"))
+    assert check.state is State.USABLE
 
 
 def test_an_error_of_tritons_compiler_is_told_by_its_last_line():
@@ -76,36 +108,6 @@ def test_an_error_of_tritons_compiler_is_told_by_its_last_line():
     assert first_line(CompilationError(text)) == "AttributeError('no type')"
     assert first_line(ValueError("one\ntwo")) == "one"
     assert first_line(ValueError()) == "ValueError"
-
-
-def test_a_package_broken_at_import_gives_the_first_line_of_its_error(package_folder):
-    package_folder("qwen_probe_broken", "raise OSError('undefined symbol: x\\nmore')", "1.0")
-    check, module = software.check_package(
-        software.Package("qwen_probe_broken", "qwen_probe_broken")
-    )
-    assert module is None
-    assert check.state is State.NOT_USABLE
-    assert check.reason == "1.0, but its import fails: undefined symbol: x"
-
-
-def test_a_lazy_package_is_broken_when_what_a_run_needs_is(package_folder):
-    source = "def __getattr__(name):\n    raise RuntimeError('Failed to import ' + name)\n"
-    package_folder("qwen_probe_lazy", source, "1.0")
-    lazy = software.Package("qwen_probe_lazy", "qwen_probe_lazy", "", "Pipeline")
-    check, _ = software.check_package(lazy)
-    assert check.reason == "1.0, but its import fails: Failed to import Pipeline"
-
-
-def test_a_package_that_is_too_old_is_not_imported(package_folder):
-    package_folder("qwen_probe_old", "raise AssertionError('imported')", "0.9.12")
-    check, _ = software.check_package(software.Package("qwen_probe_old", "qwen_probe_old", "0.10"))
-    assert check.reason == "0.9.12, needs 0.10 or newer"
-
-
-def test_a_package_of_unknown_version_is_not_called_old(package_folder):
-    package_folder("qwen_probe_bare", "")
-    check, _ = software.check_package(software.Package("qwen_probe_bare", "qwen_probe_bare", "1.0"))
-    assert check.state is State.USABLE
 
 
 def test_triton_is_not_imported_without_a_card(package_folder):

@@ -30,15 +30,6 @@ COMPUTED = {
     "balanced": {20: 14, 40: 22, 50: 26},
     "fast": {20: 12, 40: 18, 50: 20},
 }
-# |residual of a step| / |that of the step before|, from the second of 50 steps of Qwen-Image on;
-# source: Zehong-Ma/MagCache, MagCache4QwenImage/magcache_generate.py, with the prompt.
-MAGNITUDES = (
-    *(1.64062, 1.45312, 1.1875, 1.17188, 1.05469, 1.21094, 1.10938, 1.11719, 1.13281, 1.11719),
-    *(1.07812, 1.07031, 1.08594, 1.08594, 1.07812, 1.03906, 1.04688, 1.07812, 1.07031, 1.03125),
-    *(1.07812, 1.04688, 1.04688, 1.04688, 1.03906, 1.01562, 1.03125, 1.02344, 1.02344, 1.02344),
-    *(1.03906, 1.0, 1.01562, 1.0, 0.99219, 1.00781, 0.98047, 0.95703, 0.96875, 0.99219),
-    *(0.92578, 0.92578, 0.90625, 0.85938, 0.80469, 0.87891, 0.75, 0.60938, 0.55078),
-)
 SCHEDULER = Path(__file__).parents[2] / "models" / "micro" / "scheduler" / "scheduler_config.json"
 
 
@@ -208,45 +199,3 @@ def test_the_usual_sigmas_are_those_of_diffusers():
             scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
             assert usual_sigmas(steps, tokens) == pytest.approx(scheduler.sigmas.tolist(), abs=1e-6)
     assert usual_sigmas(1) == [1.0, 0.0]
-
-
-def test_the_presets_skip_where_a_published_trace_changes_least():
-    expected = {"faithful": (0.588, 0.752), "balanced": (0.723, 0.974), "fast": (1.245, 1.681)}
-    for name, (ours, evenly) in expected.items():
-        skipped = skipped_steps(usual_sigmas(20, 1024), PRESETS[name])
-        first, last = ends(20, PRESETS[name])
-        apart = (last - first) / len(skipped)
-        even = [round(first + (k + 0.5) * apart - 0.5) for k in range(len(skipped))]
-        for chosen, change in ((skipped, ours), (even, evenly)):
-            total = sum(PUBLISHED_CHANGES[i - 1] for i in chosen)
-            assert total == pytest.approx(change, abs=5e-4)
-
-
-def magcache(most=0.06, longest=2, retention=0.2):
-    """The steps that MagCache's own rule skips."""
-    skipped, ratio, error, row = [], 1.0, 0.0, 0
-    for i in range(int(50 * retention), 50):
-        ratio *= MAGNITUDES[i - 1]
-        error, row = error + abs(1 - ratio), row + 1
-        if error < most and row <= longest:
-            skipped.append(i)
-        else:
-            ratio, error, row = 1.0, 0.0, 0
-    return skipped
-
-
-def test_how_far_the_presets_go_by_magcaches_table():
-    """How much the residual's length changes at what is skipped."""
-    chosen = {"MagCache": magcache()}
-    for name, settings in PRESETS.items():
-        chosen[name] = skipped_steps(usual_sigmas(50), settings)
-    found = {
-        name: (len(steps), round(sum(abs(1 - MAGNITUDES[i - 1]) for i in steps), 2))
-        for name, steps in chosen.items()
-    }
-    assert found == {
-        "MagCache": (13, 0.31),
-        "faithful": (16, 0.78),
-        "balanced": (24, 1.2),
-        "fast": (30, 1.82),
-    }
