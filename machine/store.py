@@ -14,7 +14,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from ..planning.cards import Card, name_key
+from ..planning.cards import Card, is_named
 from ..planning.rates import LAUNCHES, Launches, Rates
 from ..spec.formats import MULTIPLIED
 
@@ -81,9 +81,8 @@ def load_calibration(card: Card) -> Rates | None:
 
     A file that is damaged counts as empty and is logged once.
     """
-    names = {name_key(name) for name in (card.name, *card.also)}
     entries = read_calibrations(cache_folder())
-    found = [entry for entry in entries if name_key(entry.card) in names]
+    found = [entry for entry in entries if is_named(card, entry.card)]
     return max(found, key=lambda entry: entry.date).rates if found else None
 
 

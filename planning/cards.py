@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import SettingError
-from ..spec.formats import MIB, OLDEST_CAPABILITY, CardFacts
+from ..spec.formats import CardFacts
 
 STARTING = "from"  # the kind of a price that is published as "from $0.72"
 # Words of a driver's name that tell no card from another.
@@ -71,11 +71,6 @@ class Card:
         """Gives the figures that the choice of a precision needs."""
         return CardFacts(self.name, self.memory_bytes, self.capability)
 
-    def multiplies(self, precision: str) -> bool:
-        """Tells whether this package multiplies in bf16, fp8 or int8 on it, as plans say it."""
-        oldest = OLDEST_CAPABILITY.get(precision)
-        return precision == "bf16" or (oldest is not None and self.capability >= oldest)
-
     def price(self) -> Price | None:
         """Finds the lowest price on demand, starting prices among them, or None."""
         offers = [price for price in self.prices if price.kind in ("on demand", STARTING)]
@@ -118,17 +113,7 @@ def card_named(name: str, cards: Mapping[str, Card]) -> Card | None:
 
 
 def with_memory(card: Card, memory_bytes: int) -> Card:
-    """Gives the card another size of memory, where others use a part of it.
-
-    Raises:
-        SettingError: it is no whole number of bytes of at least 1 MiB.
-    """
-    whole = isinstance(memory_bytes, int) and not isinstance(memory_bytes, bool)
-    if not whole or memory_bytes < MIB:
-        raise SettingError(
-            f"{memory_bytes!r} bytes cannot be a card's memory: give a whole number, at least "
-            f"{MIB} (1 MiB)."
-        )
+    """Gives the card another size of memory, where others use a part of it."""
     return replace(card, memory_bytes=memory_bytes)
 
 
@@ -141,6 +126,11 @@ def words_of(name: str) -> tuple[str, ...]:
 def name_key(name: str) -> str:
     """Makes the same of all spellings of a name."""
     return " ".join(words_of(name))
+
+
+def is_named(card: Card, name: str) -> bool:
+    """Tells whether a card is the one of a driver's name, whatever case and vendor stand there."""
+    return name_key(name) in map(name_key, (card.name, *card.also))
 
 
 def _has_part(card: Card, wanted: tuple[str, ...]) -> bool:
@@ -195,9 +185,6 @@ def card_by_driver(facts: CardFacts, cards: Mapping[str, Card]) -> Card:
     """Finds the listed card of a driver's name with the memory it shows, or an `UnlistedCard`.
 
     Only a whole name counts: "NVIDIA A40" is a part of an A100 40GB's.
-
-    Raises:
-        SettingError: the memory is less than 1 MiB.
     """
     listed = card_named(facts.name, cards)
     if listed is not None:
@@ -295,20 +282,18 @@ def read_prices(text: str, cards: Mapping[str, Card]) -> dict[str, float]:
         line = line.partition(COMMENT)[0].strip()
         if not line:
             continue
-        name, price = _split(number, line)
         try:
+            name, price = _split(line)
             card = find_card(name, cards).name
+            if card in prices:
+                raise SettingError(f"{card} already has a price above: keep one.")
         except SettingError as error:
             raise SettingError(f"prices, line {number}: {error}") from error
-        if card in prices:
-            raise SettingError(
-                f"prices, line {number}: {card} already has a price above: keep one."
-            )
         prices[card] = price
     return prices
 
 
-def _split(number: int, line: str) -> tuple[str, float]:
+def _split(line: str) -> tuple[str, float]:
     name, _, amount = line.partition("=")
     try:
         price = float(amount.strip().removeprefix("$"))
@@ -316,11 +301,8 @@ def _split(number: int, line: str) -> tuple[str, float]:
         price = math.nan
     if not name.strip() or math.isnan(price):
         raise SettingError(
-            f"prices, line {number}: {line!r} is not a card and its price in USD per hour: write "
-            f"{EXAMPLE!r}."
+            f"{line!r} is not a card and its price in USD per hour: write {EXAMPLE!r}."
         )
     if not 0 <= price < math.inf:
-        raise SettingError(
-            f"prices, line {number}: a price must be at least 0 USD per hour, got {price:g}."
-        )
+        raise SettingError(f"a price must be at least 0 USD per hour, got {price:g}.")
     return name.strip(), price

@@ -10,7 +10,7 @@ from ..spec.formats import GIB, MIB, QUANTIZED
 from ..spec.transformer import FAMILY_21, ON_CARD, SHAPE_21
 from ..step_cache import OFF
 from .bytes import BF16, FP32, text_encoder_bytes, weight_bytes
-from .cards import SECONDS_PER_HOUR, Card, UnlistedCard, check_price
+from .cards import SECONDS_PER_HOUR, Card, UnlistedCard, check_price, is_named
 from .files import (
     FIRST_PASS,
     SOURCES,
@@ -25,7 +25,7 @@ from .files import (
 )
 from .phases import Phase, Range, transformer_bytes
 from .plan import PlanOption, plan, plan_with_room
-from .rates import Basis, Rates, attending, is_named, measured, rates_of
+from .rates import Basis, Rates, attending, measured, rates_of
 from .request import (
     DROPPED,
     EXACT,

@@ -32,7 +32,7 @@ from typing import Any
 
 from ..errors import UnavailableError
 from ..spec.formats import MULTIPLIED
-from .cards import Card
+from .cards import Card, is_named
 from .request import EXACT, INT8, INT8_FP8
 
 MEASURED = Path(__file__).with_name("measured.json")
@@ -277,19 +277,10 @@ def rates_by(found: Constants, card: Card) -> Rates:
     )
 
 
-def is_named(card: Card, name: str) -> bool:
-    """Tells whether a card is the one of a driver's name, whatever case and vendor stand there."""
-    return plain_name(name) in {plain_name(known) for known in (card.name, *card.also)}
-
-
-def plain_name(card: str) -> str:
-    """Strips a card's name of case, spaces and vendor."""
-    return "".join(card.lower().replace("nvidia", "").split())
-
-
 def _calibrated(card: Card, calibration: Rates) -> tuple[Rates, Rates, Basis]:
     text = origin = f"measured on this {card.name} by `qwen-l40s bench --calibrate`"
-    lacks = [name for name in MULTIPLIED if name not in calibration.gemm and card.multiplies(name)]
+    multiplies = card.facts().multiplies
+    lacks = [name for name in MULTIPLIED if name not in calibration.gemm and multiplies(name)]
     if not lacks:
         return calibration, calibration, Basis("measured", text, origin)
     taken = f"{GEMM[0]:.0%} to {GEMM[1]:.0%} of its dense peak"
@@ -316,9 +307,9 @@ def _peak(card: Card, precision: str) -> float:
 
 
 def _predicted(card: Card, found: Constants, end: int) -> Rates:
-    peaks = card.dense_flops
+    peaks, multiplies = card.dense_flops, card.facts().multiplies
     return Rates(
-        gemm={name: GEMM[end] * _peak(card, name) for name in MULTIPLIED if card.multiplies(name)},
+        gemm={name: GEMM[end] * _peak(card, name) for name in MULTIPLIED if multiplies(name)},
         attention=ATTENTION[end] * peaks["bf16"],
         bandwidth=BANDWIDTH[end] * card.bandwidth,
         convolution=CONVOLUTION[end] * found.convolution * peaks["bf16"],

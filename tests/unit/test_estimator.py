@@ -60,7 +60,7 @@ KEYS = {
     ids=["usual", "batch", "edit", "layered", "additions", "cache"],
 )
 def test_json(name, asked):
-    if asked.precision != "auto" and not card(name).multiplies(asked.precision):
+    if asked.precision != "auto" and not card(name).facts().multiplies(asked.precision):
         asked = replace(asked, precision="bf16")
     found = estimate(asked, card(name))
     answer = json.loads(json.dumps(estimate_json(found), allow_nan=False))
@@ -499,7 +499,7 @@ def test_every_listed_card_gets_a_sensible_answer(name, family):
     size = dict.fromkeys(("width", "height"), min(member.side, 1344))
     request = RunRequest(family=family, references=min(1, member.most_references), **size)
     for precision in ("auto", "bf16", "int8", "fp8"):
-        if not listed.multiplies(precision) and precision != "auto":
+        if not listed.facts().multiplies(precision) and precision != "auto":
             with pytest.raises(UnavailableError, match=f"{precision} needs a card of sm_"):
                 estimate(replace(request, precision=precision), listed)
             continue

@@ -13,16 +13,14 @@ from qwen_l40s.charts.notes import notes_of
 from qwen_l40s.machine.card_list import known_cards
 from qwen_l40s.planning import rates as module
 from qwen_l40s.planning.bytes import step_bytes
-from qwen_l40s.planning.cards import find_card, with_memory
+from qwen_l40s.planning.cards import find_card, is_named, with_memory
 from qwen_l40s.planning.estimate import basis_within, estimate
 from qwen_l40s.planning.rates import (
     Basis,
     Rates,
     attention_share,
     constants,
-    is_named,
     measured,
-    plain_name,
     rates_of,
 )
 from qwen_l40s.planning.request import ATTENTIONS, EIGHT_BIT, Loras, RunRequest, Setting
@@ -131,7 +129,6 @@ def test_plan_and_rates_agree_on_what_a_card_multiplies(fitted, cards, precision
         ):
             slow, fast, _ = rates_of(known)
             multiplies = known.facts().multiplies(precision)
-            assert known.multiplies(precision) == multiplies
             assert (precision in slow.gemm) == (precision in fast.gemm) == multiplies
 
 
@@ -210,7 +207,7 @@ def test_attention_in_8_bits_takes_a_share_of_exact_attentions_time(cards):
     assert shares["int8_fp8"] == pytest.approx((0.50, 0.62), abs=0.01)
     for card in cards.values():
         for form, precision in EIGHT_BIT.items():
-            if card.multiplies(precision):
+            if card.facts().multiplies(precision):
                 best, worst = attention_share(card, form)
                 assert 0.3 < best <= worst < 1.2, (card.name, form)
                 # cuDNN's exact attention is faster than int8 on a Hopper.
@@ -279,7 +276,6 @@ def test_cards_are_known_by_the_drivers_name_and_not_by_a_part_of_it(cards):
     h200 = cards["H200"]
     assert is_named(h200, "NVIDIA H200") and is_named(h200, "h200")
     assert not is_named(replace(h200, name="H200 NVL", also=()), "NVIDIA H200")
-    assert plain_name("NVIDIA RTX 6000 Ada") == plain_name("rtx6000 ada")
 
 
 @pytest.mark.parametrize(
