@@ -54,7 +54,7 @@ def test_the_command_of_the_issue(capsys):
     assert output["basis"] == "predicted"
     low, high = output["ranges"]["step_ms"]
     assert low < output["step_ms"] < high
-    assert output["fits"] is True
+    assert (output["fits"], output["verdict"]) == (True, "fits")
 
 
 def test_the_modulation_stays_where_it_is_asked_to(capsys):
@@ -93,11 +93,6 @@ def test_a_card_on_which_weights_move_runs_slowly(capsys, card):
     assert first.startswith(f"Runs slowly: {moved:.1f} GiB move in every pass; {most:.1f} of ")
     assert last.startswith("Next: load with these settings")
     assert "oes not fit:" not in text
-
-
-def test_what_fits_is_called_so(capsys):
-    for card in ("H200", "L40S"):
-        assert found(capsys, "--card", card)["verdict"] == "fits"
 
 
 @pytest.mark.parametrize(
@@ -149,9 +144,11 @@ def test_a_price_of_ones_own(capsys):
 
 
 def test_a_card_without_a_price_says_how_to_give_one(capsys):
-    assert found(capsys, "--card", "H200")["usd_per_image"] is None
+    output = found(capsys, "--card", "H200")
+    assert output["usd_per_image"] is None and "usd_per_image" not in output["ranges"]
     main(["estimate", "--card", "H200"])
-    assert "(--price" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "no price known" in text and "(--price" in text
 
 
 def test_qwen_image_21_shares_no_rows_and_names_its_licence(capsys):
@@ -303,6 +300,7 @@ def test_guidance_is_a_scale_or_a_mode(text, mode):
         (["--card", "L40S", "--controlnet", "inf"], ["controlnet_gib", "0 GiB or more"]),
         (["--card", "L40S", "--price", "-1"], ["-1", "USD per hour"]),
         (["--card", "L40S", "--price", "nan"], ["nan"]),
+        (["--card", "L40S", "--price", "inf"], ["inf"]),
         (["--card", "L40S", "--vram", "100"], ["--vram 100", "44.3"]),
         (["--card", "L40S", "--vram", "0"], ["--vram 0"]),
         (["--card", "L40S", "--vram", "nan"], ["--vram nan"]),
@@ -370,14 +368,6 @@ def test_names_that_the_terminal_cannot_show(own_cards):
     )
     assert result.returncode == 0, result.stderr
     assert rb"\u663e\u5361: qwen-image" in result.stdout
-
-
-def test_a_list_with_a_missing_field(capsys, own_cards):
-    entry = {name: value for name, value in OWN.items() if name != "bandwidth_gb_per_second"}
-    line = refused(capsys, "--card", "mine", "--cards", own_cards(entry))
-    assert "cards.json" in line
-    assert "Mine" in line
-    assert "bandwidth_gb_per_second" in line
 
 
 def test_the_list_of_cards(capsys):

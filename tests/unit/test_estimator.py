@@ -12,7 +12,7 @@ from qwen_l40s.charts.answer import estimate_json
 from qwen_l40s.charts.figures import duration
 from qwen_l40s.charts.notes import notes_of
 from qwen_l40s.charts.words import estimate_text, remedy
-from qwen_l40s.errors import SettingError, UnavailableError
+from qwen_l40s.errors import UnavailableError
 from qwen_l40s.machine.card_list import known_cards
 from qwen_l40s.planning.bytes import weight_bytes
 from qwen_l40s.planning.cards import find_card, with_memory
@@ -372,22 +372,6 @@ def test_cost_is_the_price_of_the_time():
     assert own.usd_per_image == pytest.approx(own.image_seconds.times(2 / 3600))
     assert any("your own" in note for note in notes_of(own))
     assert estimate_json(estimate(USUAL, L40S, usd_per_hour=0))["usd_per_image"] == 0
-
-
-def test_without_a_price_there_is_no_cost():
-    found = estimate(USUAL, replace(L40S, prices=()))
-    assert found.usd_per_image is None
-    answer = estimate_json(found)
-    assert answer["usd_per_image"] is None
-    assert "usd_per_image" not in answer["ranges"]
-    assert any("enter yours" in note for note in notes_of(found))
-    assert "no price known" in estimate_text(found)
-
-
-@pytest.mark.parametrize("price", [-0.01, math.nan, math.inf, 10**400, True, "2"])
-def test_no_price(price):
-    with pytest.raises(SettingError, match="usd_per_hour is"):
-        estimate(USUAL, L40S, usd_per_hour=price)
 
 
 # --- notes ---

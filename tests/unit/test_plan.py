@@ -403,16 +403,6 @@ def test_true_sizes_are_of_what_is_stored():
 # --- refusals ---
 
 
-def test_a_card_on_which_nothing_runs():
-    request = RunRequest(width=2048, height=2048, batch=4, cfg="one pass")
-    with pytest.raises(UnavailableError) as caught:
-        plan(card("4 GB"), request)
-    assert re.search(r"choose a smaller size or batch", str(caught.value))
-    for total in (0, 1, GIB):
-        with pytest.raises(UnavailableError, match="choose a smaller size or batch"):
-            plan(CardFacts("tiny", total, (8, 9)), USUAL)
-
-
 @pytest.mark.parametrize(
     ("asked", "extra", "remedies"),
     [
@@ -449,6 +439,7 @@ def test_a_refusal_names_what_is_in_the_request_and_what_helps(asked, extra, rem
     assert f"block by block: {', '.join(remedies)}, or choose a card with more memory." in line
 
 
+@example(0, 1024)
 @given(total=st.integers(0, 6 * GIB), side=st.sampled_from([256, 1024, 2048]))
 @settings(max_examples=15, deadline=None)
 def test_small_cards_get_an_answer_or_a_refusal_with_its_remedy(total, side):

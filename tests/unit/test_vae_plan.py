@@ -110,17 +110,6 @@ def test_no_grid_of_fewer_tiles_fits(direction, height, width, budget):
             assert kept + outside_middle_bytes(direction, FULL, latent, 2, tile) > budget
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_the_sizes_that_were_asked_for(plan):
-    for side, most in ((1328, 2.3), (2048, 5.2)):
-        assert plan(FULL, side // 8, side // 8, budget=int(most * GIB)).whole
-    for budget in (1.5, 2, 4, 8):
-        found = plan(FULL, 512, 512, budget=int(budget * GIB))
-        assert not found.whole and found.peak_bytes <= budget * GIB
-    assert plan(FULL, 512, 512, budget=int(1.5 * GIB)).sliced
-    assert plan(FULL, 256, 256, budget=None, tiles=4).tiles == (2, 2)
-
-
 # GiB of allocated memory on an H200 in bf16, with ComfyUI's class.
 MEASURED = {
     plan_decode: {1024: 1.23, 1328: 2.07, 2048: 4.92, 3072: 11.08},
@@ -154,6 +143,7 @@ def test_tiles_that_are_asked_for(plan):
         assert not found.whole and found.count >= least and "as requested" in found.reason
     assert plan(FULL, 3, 2, budget=None, tiles=6).tile == (1, 1)
     assert plan(FULL, 40, 24, budget=None, tiles=1).whole
+    assert plan(FULL, 256, 256, budget=None, tiles=4).tiles == (2, 2)
     # The budget is kept too.
     assert plan(FULL, 256, 256, budget=GIB, tiles=2).peak_bytes <= GIB
 
