@@ -181,12 +181,8 @@ def safer_text(estimate: Estimate) -> str:
     safer = estimate.safer
     if safer is None:
         return NOTHING_SAFER
-    return f"Safer: {safer_setting(estimate)}, with {_spare(estimate, safer)} GiB to spare."
-
-
-def safer_setting(estimate: Estimate) -> str:
-    """Says what the safer setting of a tight estimate changes, as the loaders name it."""
-    return changes(estimate.option.setting, estimate.safer.setting)
+    changed = changes(estimate.option.setting, safer.setting)
+    return f"Safer: {changed}, with {_spare(estimate, safer)} GiB to spare."
 
 
 def changes(setting: Setting, other: Setting) -> str:

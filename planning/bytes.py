@@ -172,8 +172,7 @@ class TokenRows:
         return self.text + self.image
 
 
-@dataclass(frozen=True)
-class StepBytes:
+class StepBytes(NamedTuple):
     """Activations of one forward pass at its worst moment.
 
     Attributes:

@@ -56,15 +56,11 @@ class Loras:
     rank: int = 32
     mode: str = "auto"
 
-    def mode_for(self, precision: str) -> str:
-        """Chooses "merge" or "bypass" by the precision of the weights as loaded."""
-        if self.mode != "auto":
-            return self.mode
-        return "bypass" if precision in QUANTIZED else "merge"
-
     def beside(self, precision: str) -> int:
-        """Counts those that are beside weights of a precision."""
-        return self.count if self.mode_for(precision) == "bypass" else 0
+        """Counts those in bypass mode beside weights that are loaded in a precision."""
+        auto = "bypass" if precision in QUANTIZED else "merge"
+        mode = auto if self.mode == "auto" else self.mode
+        return self.count if mode == "bypass" else 0
 
 
 @dataclass(frozen=True)

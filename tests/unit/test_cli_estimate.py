@@ -5,7 +5,6 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from safetensors.torch import save_file
 
 from qwen_l40s.cli import build_parser, main
 from qwen_l40s.cli.estimate import request_of
+from qwen_l40s.machine.card import InstalledCard, InstalledCards
 from qwen_l40s.machine.card_list import known_cards
 from qwen_l40s.planning.bytes import weight_bytes
 from qwen_l40s.planning.request import Loras, RunRequest
@@ -392,19 +392,24 @@ def test_the_plot(tmp_path, capsys):
         assert (picture.mode, picture.width) == ("RGB", 1280)
 
 
-def test_this_machines_card_is_the_default(capsys, monkeypatch):
-    here = SimpleNamespace(name="NVIDIA L40S", memory_bytes=40 * GIB, sm=(8, 9))
-    cards = SimpleNamespace(usable=(here,), reason="")
-    monkeypatch.setattr("qwen_l40s.machine.card.read_cards", lambda torch: cards)
+@pytest.fixture
+def machine(monkeypatch):
+    def has(*cards):
+        known = InstalledCards(cards, reason="no NVIDIA driver answers")
+        monkeypatch.setattr("qwen_l40s.machine.card.read_cards", lambda torch: known)
+
+    return has
+
+
+def test_this_machines_card_is_the_default(capsys, machine):
+    machine(InstalledCard("NVIDIA L40S", (8, 9), 40 * GIB))
     output = found(capsys)
     assert output["card"] == "L40S"
     assert found(capsys, "--card", "L40S", "--vram", "40")["phases"] == output["phases"]
 
 
-def test_a_machine_with_a_card_that_is_not_listed(capsys, monkeypatch):
-    here = SimpleNamespace(name="NVIDIA H100 NVL", memory_bytes=93 * GIB, sm=(9, 0))
-    cards = SimpleNamespace(usable=(here,), reason="")
-    monkeypatch.setattr("qwen_l40s.machine.card.read_cards", lambda torch: cards)
+def test_a_machine_with_a_card_that_is_not_listed(capsys, machine):
+    machine(InstalledCard("NVIDIA H100 NVL", (9, 0), 93 * GIB))
     output = found(capsys, "--price", "2")
     assert output["card"] == "NVIDIA H100 NVL" and output["fits"] is True
     assert output["step_ms"] is output["image_seconds"] is output["usd_per_image"] is None
@@ -413,9 +418,8 @@ def test_a_machine_with_a_card_that_is_not_listed(capsys, monkeypatch):
     assert "int8" in capsys.readouterr().out
 
 
-def test_without_a_card_it_is_about_an_l40s_and_says_so(capsys, monkeypatch):
-    cards = SimpleNamespace(usable=(), reason="no NVIDIA driver answers")
-    monkeypatch.setattr("qwen_l40s.machine.card.read_cards", lambda torch: cards)
+def test_without_a_card_it_is_about_an_l40s_and_says_so(capsys, machine):
+    machine()
     main(["estimate", "--json"])
     output = capsys.readouterr()
     assert json.loads(output.out)["card"] == "L40S"

@@ -22,7 +22,7 @@ from qwen_l40s.planning.vae import (
     plan_in_room,
 )
 from qwen_l40s.spec.formats import GIB, MIB
-from qwen_l40s.spec.vae import VAE_21, VaeLayer, down_steps, intervals, parts, up_steps
+from qwen_l40s.spec.vae import VAE_21, VaeLayer, parts
 
 FULL = VaeShape()
 PLANS = [plan_decode, plan_encode]
@@ -201,21 +201,6 @@ def test_more_room_than_the_least_is_asked_for_in_turn():
 
 
 # ------------------------------------------------------------------------------ how far layers read
-
-
-def test_a_margin_in_the_decoder():
-    steps = up_steps(FULL)
-    low, high = intervals(steps, 8 * 100, 8 * 110)[0]
-    # 12.25 latent pixels behind the middle, in whole ones.
-    assert (low, high) == (100 - 13, 110 + 13)
-    assert intervals(steps, 0, 8 * 110, 110)[0] == (0, 110)
-
-
-def test_tiles_of_the_encoder_start_at_whole_latent_pixels():
-    for low, high in ((0, 5), (3, 4), (7, 11)):
-        spans = intervals(down_steps(FULL), low, high, 8 * 11)
-        for step, (first, _) in zip(down_steps(FULL), spans, strict=False):
-            assert step.kind != "down" or first % 2 == 0
 
 
 def test_margins_are_what_the_layers_read():

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...charts.figures import duration, tenths
-from ...charts.words import safer_setting, step_cache_lines, usable_bytes
+from ...charts.words import changes, step_cache_lines, usable_bytes
 from ...machine.card_list import BUNDLED, known_cards
 from ...planning.bytes import weight_bytes
 from ...planning.cards import Card, find_card
@@ -158,7 +158,8 @@ def takes(request: RunRequest, also: Sequence[RunRequest] = ()) -> str:
     if found.safer:
         spare = format_gib(found.safer.headroom_bytes)
         # As the loader names it, which loads nothing but Qwen-Image's text encoder.
-        setting = safer_setting(found).replace("text_encoder_placement", "placement")
+        setting = changes(option.setting, found.safer.setting)
+        setting = setting.replace("text_encoder_placement", "placement")
         sentences.append(f"Safer: {setting} in **Load Qwen-Image**, with {spare} to spare.")
     if option.setting.modulation == "off card":
         sentences.append(
