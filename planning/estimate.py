@@ -12,13 +12,14 @@ from ..step_cache import OFF
 from .bytes import BF16, FP32, text_encoder_bytes, weight_bytes
 from .cards import SECONDS_PER_HOUR, Card, UnlistedCard, check_price, is_named
 from .files import (
-    FIRST_PASS,
+    NVME,
+    PAGE_CACHE,
     SOURCES,
+    START,
     Disk,
     GuideFigure,
     Load,
     against_guides,
-    cold_start_seconds,
     disk,
     load_seconds,
     made_on_load,
@@ -183,22 +184,25 @@ def run_times(option: PlanOption, slow: Rates, fast: Rates) -> RunTimes:
     request, setting = option.request, option.setting
     place, precision = setting.text_encoder_place, setting.precision
     for_text, for_decoder = _bytes_of_turns(option)
-    load, moved = _load(option), option.moved_bytes
+    moved = option.moved_bytes
 
     def between(seconds: Callable[[Rates], float]) -> Range:
         return Range(seconds(fast), seconds(slow))
 
-    def loading(load: Load, seconds: Callable[..., Range] = load_seconds, **source: str) -> Range:
-        return Range(seconds(load, fast, **source).low, seconds(load, slow, **source).high)
-
-    def from_usual_sources(load: Load) -> dict[str, Range]:
-        return {source: loading(load, source=source) for source in SOURCES}
+    def loading(load: Load) -> dict[str, Range]:
+        return {
+            source: Range(
+                load_seconds(load, fast, source).low, load_seconds(load, slow, source).high
+            )
+            for source in SOURCES
+        }
 
     graph, without = replays_graph(request, setting), replace(request, loras=Loras())
     how = {"moved_bytes": moved, "graph": graph, "packed": setting.packed}
     how["attention"] = setting.attention
+    loads = loading(_load(option))
     phases = {
-        "load": loading(load),
+        "load": loads[PAGE_CACHE],
         "text": between(
             lambda rates: (
                 encode_text_seconds(request, rates, place, setting.text_encoder)
@@ -214,11 +218,11 @@ def run_times(option: PlanOption, slow: Rates, fast: Rates) -> RunTimes:
     }
     ready = None
     if precision in QUANTIZED:
-        ready = from_usual_sources(_load(option, quantized_file=True))
+        ready = loading(_load(option, quantized_file=True))
     return RunTimes(
         phases=phases,
-        cold_start=loading(load, cold_start_seconds),
-        loads=from_usual_sources(load),
+        cold_start=loads[NVME] + START,
+        loads=loads,
         prequantized_loads=ready,
         loras=between(
             lambda rates: (
@@ -383,7 +387,7 @@ class Estimate:
         if self.times is None:
             return None
         phases = self.times.phases
-        return self._warm_seconds() + phases["load"] + phases["tables"] + FIRST_PASS
+        return self._warm_seconds() + phases["load"] + phases["tables"]
 
     def _warm_seconds(self) -> Range:
         seconds = self.times.phases

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..errors import SettingError
 from ..spec.formats import GB, QUANTIZED
 from .bytes import text_encoder_bytes, weight_bytes
 from .phases import Range, transformer_bytes, vae_bytes
@@ -165,11 +164,11 @@ MAPPED = 1.3
 READ, READ_QUANTIZED = Range(2.0 / 40.9e9, 0.48 / 6.88e9), Range(0.3 / 27.3e9, 0.3 / 27.3e9)
 TO_CARD = Range(5.2 / 40.9e9, 4.2 / 27.3e9)
 # What `first_prompts` of `measured.json` took besides: 27.2 GB of bf16 that were quantized on load,
-# to fp8 and to int8, and in the first pass of a process the choices, checks and kernels' loading.
+# to fp8 and to int8.
 QUANTIZING = Range(2.2 / 27.2e9, 2.8 / 27.2e9)
-FIRST_PASS = Range(0, 0)
 # ComfyUI until it answers: interpreter, torch, its nodes and this package (eight starts on the
-# host of an H200, files in its page cache).
+# host of an H200, files in its page cache). A machine's first run also compiles the kernels, which
+# takes some seconds more.
 START = Range(12.6, 17.4)
 
 
@@ -196,35 +195,15 @@ def load_seconds(load: Load, rates: Rates, source: str = PAGE_CACHE) -> Range:
     order of its use and then the way from memory: without dynamic VRAM the two do not overlap.
 
     Args:
-        rates: of the card; a `disk` stands in for that of an NVMe disk.
         source: a name in `SOURCES`.
-
-    Raises:
-        SettingError: the source is unknown.
     """
-    if source not in SOURCES:
-        raise SettingError(
-            f"the source {source!r} of the files is unknown: choose {', '.join(SOURCES)}."
-        )
     memory = READ.times(load.read) + READ_QUANTIZED.times(load.read_quantized)
     memory += _linked(QUANTIZING, rates).times(load.quantized)
     memory += _linked(TO_CARD, rates).times(load.to_card)
-    rate = SOURCES[source]
-    if source == NVME and rates.disk is not None:
-        rate = rates.disk
-    if rate is None:
+    if SOURCES[source] is None:
         return memory
-    disk = (load.read + load.read_quantized) / rate
+    disk = (load.read + load.read_quantized) / SOURCES[source]
     return Range(max(disk, memory.low), MAPPED * disk + memory.high)
-
-
-def cold_start_seconds(load: Load, rates: Rates, source: str = NVME) -> Range:
-    """Predicts the time from the start of ComfyUI until all weights are where they stay.
-
-    Arguments and errors as of `load_seconds`. A machine's first run also compiles the kernels,
-    which takes some seconds more.
-    """
-    return load_seconds(load, rates, source) + START
 
 
 def _linked(per_byte: Range, rates: Rates) -> Range:

@@ -14,7 +14,6 @@ taken for every machine.
     times.HOST_BYTES_PER_SECOND                         copies that are not pinned
     times.TILE_STEP_SECONDS                             what a further tile launches and copies
     files.READ, READ_QUANTIZED, TO_CARD, QUANTIZING     files from memory to the card
-    files.FIRST_PASS                                    the first pass of a process
     files.MAPPED, files.START                           files from a disk; ComfyUI's start
 
 Predicted and not measured are times.PROCESSOR_FLOPS, files.SOURCES, and in `rates` the shares of
@@ -182,7 +181,6 @@ class Rates:
         convolution: FLOP/s of the VAE's convolutions in bf16.
         encoder: FLOP/s of matrix products in fp32, in which ComfyUI computes the text encoder.
         pcie: Bytes/s from pinned host memory.
-        disk: Bytes/s of the disk that the weights are on; None where nothing says.
         launches: Of the machine that the card is in.
     """
 
@@ -192,7 +190,6 @@ class Rates:
     convolution: float
     encoder: float
     pcie: float
-    disk: float | None = None
     launches: Launches = LAUNCHES
 
 

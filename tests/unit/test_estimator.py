@@ -17,7 +17,6 @@ from qwen_l40s.machine.card_list import known_cards
 from qwen_l40s.planning.bytes import weight_bytes
 from qwen_l40s.planning.cards import find_card, with_memory
 from qwen_l40s.planning.estimate import TIGHT_BYTES, estimate
-from qwen_l40s.planning.files import FIRST_PASS
 from qwen_l40s.planning.phases import KEPT_FREE_BYTES, PHASES
 from qwen_l40s.planning.rates import constants, measured, rates_by, rates_of
 from qwen_l40s.planning.request import Loras, Parts, RunRequest, replays_graph
@@ -127,7 +126,7 @@ def test_times_add_up():
     for end in (0, 1):
         warm = sum(parts[name][end] for name in ("text", "sampling", "decode"))
         assert found.image_seconds[end] == pytest.approx(warm / 2)
-        first = warm + parts["load"][end] + parts["tables"][end] + FIRST_PASS[end]
+        first = warm + parts["load"][end] + parts["tables"][end]
         assert found.first_image_seconds[end] == pytest.approx(first)
         assert found.step_seconds[end] == pytest.approx(parts["sampling"][end] / 20)
         rates = rates_of(L40S)[1 - end]
