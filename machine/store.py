@@ -52,7 +52,7 @@ class Calibration:
         card: As the driver calls it.
         driver, torch: Their versions.
         date: Of the measurement, ISO 8601.
-        rates: What was measured.
+        rates: What was measured; `disk` is None.
         instructions: {"int8", "int4": operations a second of the tensor cores' own instructions};
             empty where they were not measured. No estimate uses them.
     """

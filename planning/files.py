@@ -195,14 +195,16 @@ def load_seconds(load: Load, rates: Rates, source: str = PAGE_CACHE) -> Range:
     order of its use and then the way from memory: without dynamic VRAM the two do not overlap.
 
     Args:
+        rates: of the card; a `disk` stands in for that of an NVMe disk.
         source: a name in `SOURCES`.
     """
     memory = READ.times(load.read) + READ_QUANTIZED.times(load.read_quantized)
     memory += _linked(QUANTIZING, rates).times(load.quantized)
     memory += _linked(TO_CARD, rates).times(load.to_card)
-    if SOURCES[source] is None:
+    rate = rates.disk or SOURCES[source] if source == NVME else SOURCES[source]
+    if rate is None:
         return memory
-    disk = (load.read + load.read_quantized) / SOURCES[source]
+    disk = (load.read + load.read_quantized) / rate
     return Range(max(disk, memory.low), MAPPED * disk + memory.high)
 
 

@@ -181,6 +181,7 @@ class Rates:
         convolution: FLOP/s of the VAE's convolutions in bf16.
         encoder: FLOP/s of matrix products in fp32, in which ComfyUI computes the text encoder.
         pcie: Bytes/s from pinned host memory.
+        disk: Bytes/s of the disk that the weights are on; None where nothing says.
         launches: Of the machine that the card is in.
     """
 
@@ -190,6 +191,7 @@ class Rates:
     convolution: float
     encoder: float
     pcie: float
+    disk: float | None = None
     launches: Launches = LAUNCHES
 
 
