@@ -128,13 +128,6 @@ def test_the_text_begins_with_the_answer(capsys):
     assert capsys.readouterr().out.startswith("Fits: ")
 
 
-def test_a_part_of_a_card(capsys):
-    whole = found(capsys, "--card", "H100 SXM")
-    part = found(capsys, "--card", "H100 SXM", "--vram", "60")
-    lost = known_cards()["H100 SXM"].memory_bytes / GIB - 60
-    assert whole["headroom_gib"] - part["headroom_gib"] == pytest.approx(lost, abs=0.01)
-
-
 def test_a_price_of_ones_own(capsys):
     cheap, dear = (
         found(capsys, "--card", "L40S", "--price", price)["usd_per_image"] for price in ("1", "3")

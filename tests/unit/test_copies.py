@@ -82,7 +82,6 @@ class Queue:
             pass
 
     def step(self):
-        """Whether the first of its work could run."""
         if not self.work or (isinstance(self.work[0], list) and not self.work[0]):
             return False
         first = self.work.pop(0)
@@ -129,7 +128,6 @@ class Streams(CpuOperations):
         stream.work.append(partial(super().copy, target, source, size, stream))
 
     def step(self):
-        """Advances one of the streams that can; whether there was one."""
         return any(queue.step() for queue in self.choose(self.queues))
 
 
