@@ -18,7 +18,7 @@ from ..optimizations.fallback import Fallback
 from ..optimizations.fused import TORCH, Ops, choose_ops
 from ..optimizations.linear import BACKENDS as GEMMS
 from ..optimizations.linear import choose_gemm
-from ..optimizations.reference import Modulation, QKNorm, Rotary, Tokens
+from ..optimizations.reference import Modulation, QKNorm, QuantizedRows, Rotary, Tokens
 from ..spec.formats import RowFormat
 from ..spec.transformer import TransformerShape
 from .measure import Fields, achieved, by_turns, times_ms
@@ -110,7 +110,9 @@ def _kernels(
     def norm(branch: bool, format: RowFormat | None, of: Ops | None) -> Call:
         ops, x, norms = of or _triton(device), _normal(rows, dim, on=device), modulation()
         added, gates = (_normal(rows, dim, on=device), modulation()) if branch else (None, None)
-        return lambda: ops.residual_norm(x, added, gates, norms, tokens, EPS, format)
+        out = torch.empty_like(x) if format is None else QuantizedRows.empty(x, format)
+        launch = ops.residual_norm(x, added, gates, norms, tokens, EPS, format, out)
+        return lambda: launch(x, gates, norms)
 
     def rotate(of: Ops | None) -> Call:
         ops, size = of or _triton(device), (tokens.batch, tokens.joint, shape.heads, shape.head_dim)
@@ -118,19 +120,23 @@ def _kernels(
         turned = torch.rand(tokens.joint, shape.head_dim // 2, device=device)
         rotary = Rotary(*(part.bfloat16()[None] for part in (turned.cos(), turned.sin())))
         q, k = _normal(*size, on=device), _normal(*size, on=device)
-        return lambda: ops.qk_norm_rope(q, k, norms, rotary, tokens, EPS)
+        launch = ops.qk_norm_rope(q, k, norms, rotary, tokens, EPS)
+        return lambda: launch(norms, rotary)
 
     def quantize(kernel: str, format: RowFormat, of: Ops | None) -> Call:
         ops, x = of or _triton(device), _normal(rows, width, on=device)
-        return lambda: getattr(ops, kernel)(x, format)
+        launch = getattr(ops, kernel)(x, format, QuantizedRows.empty(x, format))
+        return lambda: launch(x)
 
     def decode(of: Ops | None) -> Call:
         """Decodes a weight in 4 bits, with a scale for 16 of them."""
         ops = of or _triton(device)
         codes = torch.randint(-128, 128, (width, dim // 2), dtype=torch.int8, device=device)
         scale = torch.rand(width, dim // 16, device=device).to(torch.float8_e4m3fn)
-        codebook = torch.randn(16, device=device)
-        return lambda: ops.decode_weight(codes, scale.view(torch.uint8), codebook, 4)
+        packed = codes, scale.view(torch.uint8), torch.randn(16, device=device)
+        out = torch.empty(width, dim, dtype=torch.int8, device=device)
+        launch = ops.decode_weight(*packed, 4, out)
+        return lambda: launch(*packed)
 
     once = 2 * rows * dim
     yield "norm+modulate", partial(norm, False, None), 2 * once

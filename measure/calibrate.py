@@ -24,7 +24,7 @@ from ..optimizations.attention import Attention, AttentionRequest, choose_attent
 from ..optimizations.fallback import Fallback
 from ..optimizations.fused import Ops, choose_ops
 from ..optimizations.linear import choose_gemm, dense_linear
-from ..optimizations.reference import Modulation, Tokens
+from ..optimizations.reference import Modulation, QuantizedRows, Tokens
 from ..planning.rates import Rates
 from ..planning.times import Pass, norm_bytes, step_work
 from ..spec.formats import MULTIPLIED, OLDEST_CAPABILITY, QUANTIZED, RowFormat, format_gib, sm
@@ -203,7 +203,9 @@ def _between(
     x, branch = _random(2, work.rows, shape.dim, on=device)
     halves = Modulation(*_random(2, work.items, 3 * shape.dim, on=device))
     format = row_format(precision, shape.dim) if precision in QUANTIZED else None
-    norm = partial(ops.residual_norm, x, branch, halves, halves, tokens, EPS, format)
+    out = torch.empty_like(x) if format is None else QuantizedRows.empty(x, format)
+    norm = ops.residual_norm(x, branch, halves, halves, tokens, EPS, format, out)
+    norm = partial(norm, x, halves, halves)
     moved = work.rows * norm_bytes(shape.dim, format is not None)
     attention = MixPart(
         ATTENTION, partial(attend, q, k, v), 4 * work.items * work.joint**2 * shape.dim

@@ -2,178 +2,127 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
 from ..machine.card import first_line
 from ..spec.formats import RowFormat
 from . import attention_8bit, kernels, reference
-from .attention_8bit import Heads
 from .fallback import Fallback
-from .reference import HEAD_DIMS, Modulation, QKNorm, QuantizedRows, Rotary, RowOrder, Tokens
+from .reference import HEAD_DIMS, Modulation, QKNorm, QuantizedRows, Rotary, Tokens
 
 # What the Triton kernels hold in registers, and how `tl.split` pairs a head.
 WIDEST = 16384
 
 
+# Takes the tensors that differ from call to call, of the shapes and strides that it is for.
+Prepared = Callable[..., None]
+
+
 class Ops(NamedTuple):
-    """The kernels; `reference.py` says what each computes.
+    """The kernels, each as what prepares it for tensors like those that it is given, and for where
+    they are read and written; `reference.py` says what each computes.
 
     Attributes:
-        prepared: {name of a kernel: what prepares its launch}, as in the kernels' own files; empty
-            where each call looks at its arguments.
+        residual_norm: (x, branch, gates, norms, tokens, eps, format, out, plain=None); what it
+            makes takes x, gates and norms, and writes h into `out`.
+        qk_norm_rope: (q, k, norm, rotary, tokens, eps, into=None, first=0); takes norm and rotary.
+        gelu_quantize: (x, format, out, keep=False); takes x.
+        row_quantize: (x, format, out); takes x.
+        swiglu_quantize: (gate, up, format, out, keep=False); takes nothing.
+        low_rank_rows: (x, text_down, image_down, order, out); takes the first three.
+        decode_weight: (codes, group_scale, codebook, bits, out); takes the first three.
+        attention_8bit: (heads, v, mask, out); quantizes v where the form has it; takes the mask.
+        scaled_gemm: (a, b, scale_a, scale_b, bias, out, beside=None, gelu=False); takes b, scale_b,
+            bias, up and a. None where cuBLAS alone multiplies.
     """
 
     name: str
-    residual_norm: Callable[..., tuple[torch.Tensor | None, torch.Tensor | None]]
-    qk_norm_rope: Callable[..., None]
-    gelu_quantize: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    row_quantize: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    swiglu_quantize: Callable[..., tuple[torch.Tensor, torch.Tensor] | None]
-    low_rank_rows: Callable[..., torch.Tensor]
-    decode_weight: Callable[..., torch.Tensor]
-    quantize_values: Callable[..., None]
-    attention_8bit: Callable[..., None]
-    prepared: Mapping[str, Callable[..., Callable[..., None]]] = MappingProxyType({})
+    residual_norm: Callable[..., Prepared]
+    qk_norm_rope: Callable[..., Prepared]
+    gelu_quantize: Callable[..., Prepared]
+    row_quantize: Callable[..., Prepared]
+    swiglu_quantize: Callable[..., Prepared]
+    low_rank_rows: Callable[..., Prepared]
+    decode_weight: Callable[..., Prepared]
+    attention_8bit: Callable[..., Prepared]
+    scaled_gemm: Callable[..., Prepared] | None = None
 
-    def prepare_norm(
-        self,
-        x: torch.Tensor,
-        branch: torch.Tensor | None,
-        gates: Modulation | None,
-        norms: Modulation | None,
-        tokens: Tokens,
-        eps: float,
-        format: RowFormat | None,
-        out: torch.Tensor | QuantizedRows | None,
-        plain: torch.Tensor | None = None,
-    ) -> Callable[[torch.Tensor, Modulation | None, Modulation | None], None]:
-        """`residual_norm` of a branch into `out`, for x, gates and norms like these."""
-        if prepare := self.prepared.get("residual_norm"):
-            return prepare(x, branch, gates, norms, tokens, eps, format, out, plain)
 
-        also = {} if plain is None else {"plain": plain}
+def _residual_norm(
+    x: torch.Tensor,
+    branch: torch.Tensor | None,
+    gates: Modulation | None,
+    norms: Modulation | None,
+    tokens: Tokens,
+    eps: float,
+    format: RowFormat | None,
+    out: torch.Tensor | QuantizedRows | None,
+    plain: torch.Tensor | None = None,
+) -> Prepared:
+    def run(x: torch.Tensor, gates: Modulation | None, norms: Modulation | None) -> None:
+        h, scale = reference.residual_norm(x, branch, gates, norms, tokens, eps, format, plain)
+        if format is not None:
+            out.write(h, scale)
+        elif out is not None:
+            out.copy_(h)
 
-        def run(x: torch.Tensor, gates: Modulation | None, norms: Modulation | None) -> None:
-            h, scale = self.residual_norm(x, branch, gates, norms, tokens, eps, format, **also)
-            if format is not None:
-                out.write(h, scale)
-            elif out is not None:
-                out.copy_(h)
+    return run
 
-        return run
 
-    def prepare_rope(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        norm: QKNorm | None,
-        rotary: Rotary | None,
-        tokens: Tokens,
-        eps: float,
-        into: Heads | None = None,
-        first: int = 0,
-    ) -> Callable[[QKNorm | None, Rotary | None], None]:
-        """`qk_norm_rope` of these q and k, for a norm and a rotary like these."""
-        if prepare := self.prepared.get("qk_norm_rope"):
-            return prepare(q, k, norm, rotary, tokens, eps, into, first)
-        return lambda norm, rotary: self.qk_norm_rope(q, k, norm, rotary, tokens, eps, into, first)
-
-    def prepare_attention(
-        self, heads: Heads, v: torch.Tensor, mask: torch.Tensor | None, out: torch.Tensor
-    ) -> Callable[[torch.Tensor | None], None]:
-        """`attention_8bit` of these heads and values into `out`, for a mask like this."""
-        if prepare := self.prepared.get("attention_8bit"):
-            attend = prepare(heads, v, mask, out)
-        else:
-
-            def attend(mask: torch.Tensor | None) -> None:
-                self.attention_8bit(heads, v, mask, out)
-
-        if heads.v is None:
-            return attend
-        if prepare := self.prepared.get("quantize_values"):
-            quantize = prepare(v, heads)
-        else:
-
-            def quantize() -> None:
-                self.quantize_values(v, heads)
-
-        def run(mask: torch.Tensor | None) -> None:
-            quantize()
-            attend(mask)
-
-        return run
-
-    def prepare_quantizer(
-        self, name: str, x: torch.Tensor, format: RowFormat, out: QuantizedRows, **how: bool
-    ) -> Callable[[torch.Tensor], None]:
-        """`gelu_quantize` or `row_quantize` into `out`, of tensors like x; `how` is its own."""
-        if prepare := self.prepared.get(name):
-            return prepare(x, format, out, **how)
-        quantize = getattr(self, name)
+def _quantizer(
+    quantize: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+) -> Callable[..., Prepared]:
+    def prepare(_: torch.Tensor, format: RowFormat, out: QuantizedRows, **how: bool) -> Prepared:
         return lambda x: out.write(*quantize(x, format, **how))
 
-    def prepare_swiglu(
-        self,
-        gate: torch.Tensor,
-        up: torch.Tensor,
-        format: RowFormat | None,
-        out: QuantizedRows | None,
-        keep: bool,
-    ) -> Callable[[], None]:
-        """`swiglu_quantize` of gate and up into `out`."""
-        if prepare := self.prepared.get("swiglu_quantize"):
-            return prepare(gate, up, format, out, keep)
+    return prepare
 
-        def run() -> None:
-            found = self.swiglu_quantize(gate, up, format, keep)
-            if out is not None:
-                out.write(*found)
 
-        return run
+def _swiglu_quantize(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    format: RowFormat | None,
+    out: QuantizedRows | None,
+    keep: bool = False,
+) -> Prepared:
+    def run() -> None:
+        found = reference.swiglu_quantize(gate, up, format, keep)
+        if out is not None:
+            out.write(*found)
 
-    def prepare_decoder(
-        self,
-        codes: torch.Tensor,
-        group_scale: torch.Tensor,
-        codebook: torch.Tensor | None,
-        bits: int,
-        out: torch.Tensor,
-    ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], None]:
-        """`decode_weight` into `out`, of codes, scales and a codebook like these."""
-        if prepare := self.prepared.get("decode_weight"):
-            return prepare(codes, group_scale, codebook, bits, out)
-        return lambda *packed: out.copy_(self.decode_weight(*packed, bits))
+    return run
 
-    def prepare_low_rank(
-        self,
-        x: torch.Tensor,
-        text_down: torch.Tensor | None,
-        image_down: torch.Tensor | None,
-        order: RowOrder,
-        out: torch.Tensor,
-    ) -> Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor | None], None]:
-        """`low_rank_rows` into `out`, of tensors like these."""
-        if prepare := self.prepared.get("low_rank_rows"):
-            return prepare(x, text_down, image_down, order, out)
-        return lambda x, *downs: self.low_rank_rows(x, *downs, order, out)
+
+def _attention_8bit(
+    heads: attention_8bit.Heads, v: torch.Tensor, _: torch.Tensor | None, out: torch.Tensor
+) -> Prepared:
+    def run(mask: torch.Tensor | None) -> None:
+        if heads.v is not None:
+            attention_8bit.quantize_values(v, heads)
+        attention_8bit.attention_8bit(heads, v, mask, out)
+
+    return run
 
 
 TORCH = Ops(
     "plain torch: no card",
-    reference.residual_norm,
-    attention_8bit.qk_norm_rope,
-    reference.gelu_quantize,
-    reference.row_quantize,
-    reference.swiglu_quantize,
-    reference.low_rank_rows,
-    reference.decode_weight,
-    attention_8bit.quantize_values,
-    attention_8bit.attention_8bit,
+    _residual_norm,
+    lambda q, k, norm, rotary, *how: (
+        lambda norm, rotary: attention_8bit.qk_norm_rope(q, k, norm, rotary, *how)
+    ),
+    _quantizer(reference.gelu_quantize),
+    _quantizer(reference.row_quantize),
+    _swiglu_quantize,
+    lambda x, text, image, order, out: (
+        lambda x, text, image: reference.low_rank_rows(x, text, image, order, out)
+    ),
+    lambda codes, scale, codebook, bits, out: (
+        lambda *packed: out.copy_(reference.decode_weight(*packed, bits))
+    ),
+    _attention_8bit,
 )
 
 
@@ -203,41 +152,23 @@ def unsupported_shape(dim: int, head_dim: int, dtype: torch.dtype) -> Fallback |
 
 def _triton() -> Ops:
     from .kernels import attention_8bit as attention
-    from .kernels import (
-        decode_weight,
-        low_rank,
-        qk_norm_rope,
-        residual_norm,
-        rows,
-        scaled_gemm,
-        swiglu,
-    )
+    from .kernels import decode_weight, low_rank, qk_norm_rope, residual_norm, rows, scaled_gemm
     from .kernels.launch import not_direct
 
-    prepared = {
-        "residual_norm": residual_norm.prepare_residual_norm,
-        "qk_norm_rope": qk_norm_rope.prepare_qk_norm_rope,
-        "gelu_quantize": rows.prepare_gelu_quantize,
-        "row_quantize": rows.prepare_row_quantize,
-        "swiglu_quantize": swiglu.prepare_swiglu_quantize,
-        "low_rank_rows": low_rank.prepare_low_rank_rows,
-        "scaled_gemm": scaled_gemm.prepare_scaled_gemm,
-        "decode_weight": decode_weight.prepare_decode_weight,
-        "quantize_values": attention.prepare_quantize_values,
-        "attention_8bit": attention.prepare_attention_8bit,
-    }
+    def prepared(launch: Callable[..., Any]) -> Callable[..., Prepared]:
+        return lambda *like, **how: launch(*like, **how).prepared()
+
     return Ops(
         f"Triton; {not_direct()}" if not_direct() else "Triton",
-        residual_norm.residual_norm,
-        qk_norm_rope.qk_norm_rope,
-        rows.gelu_quantize,
-        rows.row_quantize,
-        swiglu.swiglu_quantize,
-        low_rank.low_rank_rows,
-        decode_weight.decode_weight,
-        attention.quantize_values,
-        attention.attention_8bit,
-        prepared,
+        residual_norm.prepare_residual_norm,
+        qk_norm_rope.prepare_qk_norm_rope,
+        prepared(rows.gelu_quantize),
+        prepared(rows.row_quantize),
+        prepared(rows.swiglu_quantize),
+        prepared(low_rank.low_rank_rows),
+        prepared(decode_weight.decode_weight),
+        attention.prepare_attention_8bit,
+        prepared(scaled_gemm.scaled_gemm),
     )
 
 
@@ -272,14 +203,15 @@ def _compare(ops: Ops, device: torch.device) -> bool:
     tokens = Tokens(1, 3, 5, 4)
     x, branch = random(8, 64), random(8, 64)
     halves = Modulation(random(1, 192), random(2, 192))
-    twin = x.clone()
-    h, _ = ops.residual_norm(x, branch, halves, halves, tokens, 1e-6)
+    twin, h = x.clone(), torch.empty_like(x)
+    like = x, branch, halves, halves, tokens, 1e-6, None, h
+    ops.residual_norm(*like)(x, halves, halves)
     expected, _ = reference.residual_norm(twin, branch, halves, halves, tokens, 1e-6)
     q, k = random(1, 8, 2, 32), random(1, 8, 2, 32)
     weights = QKNorm(random(32), random(32), random(32), random(32))
     rotary = Rotary(random(1, 8, 16), random(1, 8, 16))
     twins = q.clone(), k.clone()
-    ops.qk_norm_rope(q, k, weights, rotary, tokens, 1e-6)
+    ops.qk_norm_rope(q, k, weights, rotary, tokens, 1e-6)(weights, rotary)
     reference.qk_norm_rope(*twins, weights, rotary, tokens, 1e-6)
     pairs = ((x, twin), (h, expected), (q, twins[0]), (k, twins[1]))
     return all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in pairs)

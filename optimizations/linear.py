@@ -127,7 +127,9 @@ class Gemm:
             from .kernels.rows import WIDEST_ROW, row_quantize
 
             if x.shape[1] <= WIDEST_ROW:
-                return row_quantize(x, format)
+                out = reference.QuantizedRows.empty(x, format)
+                row_quantize(x if x.stride(1) == 1 else x.contiguous(), format, out).once()
+                return out.values, out.scale
         return reference.row_quantize(x, format)
 
     def linear_quantized(
@@ -162,7 +164,10 @@ class Gemm:
         if backend == "triton":
             from .kernels.scaled_gemm import scaled_gemm
 
-            return scaled_gemm(xq, weight, x_scale, scale, bias, out_dtype, out=out)
+            if out is None:
+                out = xq.new_empty(len(xq), len(weight), dtype=out_dtype)
+            scaled_gemm(xq, weight, x_scale, scale, bias, out).once()
+            return out
         if backend == "int_mm":
             return _int_mm(xq, x_scale, weight, scale, bias, out_dtype, out)
         fast = backend == FAST

@@ -1,7 +1,7 @@
 """The kernels in plain torch, and what they are given of a block's two streams.
 
-Every function has the name and the signature of the Triton kernel in `kernels/`: it defines what
-that computes, and runs where Triton does not.
+Every function has the name of the Triton kernel in `kernels/`: it defines what that computes, and
+runs where Triton does not.
 
 Text and image tokens of a batch are rows of one matrix, in stream order: the text tokens of item 0,
 of item 1 and so on, then the image tokens of item 0, of item 1 and so on. Each stream is then one
@@ -90,6 +90,12 @@ class QuantizedRows(NamedTuple):
     values: torch.Tensor
     scale: torch.Tensor
     cut: int
+
+    @classmethod
+    def empty(cls, rows: torch.Tensor, format: RowFormat) -> QuantizedRows:
+        """Room for rows like these, all of one stream."""
+        values = rows.new_empty(rows.shape, dtype=storage_of(format))
+        return cls(values, rows.new_empty(len(rows), 1, dtype=torch.float32), len(rows))
 
     @property
     def gap(self) -> int:
@@ -402,8 +408,8 @@ def low_rank_rows(
     text_down: torch.Tensor | None,
     image_down: torch.Tensor | None,
     order: RowOrder,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    out: torch.Tensor,
+) -> None:
     """What LoRAs make of the rows of both streams before their second matrix.
 
         t = x @ down.T
@@ -414,15 +420,9 @@ def low_rank_rows(
         x: (rows, K), bf16, fp16 or fp32.
         text_down, image_down: (R, K) in x's dtype, contiguous; None for a stream without LoRAs.
         order: Which rows are of which stream.
-        out: Where to write, (rows, R or more).
-
-    Returns:
-        (rows, the larger R) in x's dtype, or `out`. Columns from a stream's own R on are not
-        written.
+        out: Where to write, (rows, R or more); columns from a stream's own R on are not written.
     """
     downs = text_down, image_down
-    if out is None:
-        out = x.new_zeros(len(x), max(len(down) for down in downs if down is not None))
     begin = 0
     for _ in range(order.items):
         for length, down in zip(order[1:], downs, strict=True):
@@ -430,7 +430,6 @@ def low_rank_rows(
             if down is not None:
                 out[rows, : len(down)] = x[rows] @ down.t()
             begin += length
-    return out
 
 
 def largest_of(format: str) -> float:

@@ -90,7 +90,7 @@ def rehearse(
         rows, weight = (meta(it, k, dtype=storage_of(kind)) for it in (1, n))
         one, scale = (meta(it, 1, dtype=torch.float32) for it in (1, n))
         # As the host's own layers do, with which the first block is compared.
-        ops.prepare_quantizer("row_quantize", meta(1, k), kind, QuantizedRows(rows, one, 1))
+        ops.row_quantize(meta(1, k), kind, QuantizedRows(rows, one, 1))
         return Operand.of(weight, scale, bias)
 
     for text, image in TOKENS:

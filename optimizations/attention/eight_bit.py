@@ -13,6 +13,7 @@ import torch
 from ...spec.formats import OLDEST_CAPABILITY
 from .. import attention_8bit, kernels
 from ..attention_8bit import HEAD_DIMS, Heads
+from ..reference import Tokens
 from .backend import ANY, HALVES, AttentionRequest, Backend, Limits
 
 
@@ -28,16 +29,20 @@ def attend(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     mask = mask if mask is None or mask.stride(3) == 1 else mask.contiguous()
     if q.is_cuda:
-        from ..kernels.attention_8bit import attention_8bit as run
-        from ..kernels.attention_8bit import quantize_values
-        from ..kernels.qk_norm_rope import quantize_heads
+        from ..kernels.attention_8bit import attention_8bit as attention
+        from ..kernels.qk_norm_rope import qk_norm_rope
+
+        packed = k.shape[3], 1
+        q, k = (x if x.stride()[2:] == packed else x.contiguous() for x in (q, k))
+        tokens = Tokens(len(k), 0, k.shape[1], k.shape[1])
+        quantize = qk_norm_rope(q, k, None, None, tokens, 0.0, into)
+        for launch in (*quantize, *attention(into, v, mask, out)):
+            launch.once()
     else:
-        run, quantize_values = attention_8bit.attention_8bit, attention_8bit.quantize_values
-        quantize_heads = attention_8bit.quantize_heads
-    quantize_heads(q, k, into)
-    if into.v is not None:
-        quantize_values(v, into)
-    run(into, v, mask, out)
+        attention_8bit.quantize_heads(q, k, into)
+        if into.v is not None:
+            attention_8bit.quantize_values(v, into)
+        attention_8bit.attention_8bit(into, v, mask, out)
     return out.flatten(2)
 
 

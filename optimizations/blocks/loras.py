@@ -99,7 +99,7 @@ class LowRows:
             if rows is shape.mixed:
                 order = RowOrder(tokens.batch, tokens.text, tokens.image)
             out = self._out(reader)
-            launch = shape.ops.prepare_low_rank(rows.matrix, *downs, order, out)
+            launch = shape.ops.low_rank_rows(rows.matrix, *downs, order, out)
             self._launches[reader] = launch
         launch(rows.matrix, *downs)
 

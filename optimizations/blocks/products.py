@@ -207,7 +207,7 @@ def _dense_piece(out: torch.Tensor, low: torch.Tensor | None, gelu: bool, ops: O
     def run(operand: Operand, x: torch.Tensor) -> None:
         _dense(x, operand, out, gelu, low)
 
-    prepare = ops.prepared.get("scaled_gemm")
+    prepare = ops.scaled_gemm
     if prepare is None or low is None or len(out) < MANY_ROWS or out.dtype is torch.float32:
         return run
     beside = _triton(prepare, None, out, low, gelu)
@@ -313,7 +313,7 @@ class Decoder:
         key = bits, group_scale.shape, group_scale.dtype, codebook is None
         launch = self._launches.get(key)
         if launch is None:
-            launch = self._ops.prepare_decoder(*operand.weight, self._values)
+            launch = self._ops.decode_weight(*operand.weight, self._values)
             self._launches[key] = launch
         launch(codes, group_scale, codebook)
         return Operand.of(self._values, operand.scale, operand.bias, operand.up)
@@ -332,9 +332,9 @@ def _quantized(
     triton = gemm.backend == "triton" or (gemm.backend, gemm.row_quantizer) == ("kitchen", "triton")
     # Only Triton's epilogue adds LoRAs, which spares a pass over the output.
     if triton or (low is not None and gemm.row_quantizer == "triton"):
-        from ..kernels.scaled_gemm import prepare_scaled_gemm
+        from ..kernels.scaled_gemm import scaled_gemm
 
-        run_triton = _triton(prepare_scaled_gemm, x_scale, out, low)
+        run_triton = _triton(lambda *like: scaled_gemm(*like).prepared(), x_scale, out, low)
         return lambda operand: run_triton(operand, xq)
     if xq.is_meta:  # nothing is compiled, and torch cannot tell shapes of all that is called
         return lambda operand: None
@@ -373,7 +373,7 @@ def _triton(
     low: torch.Tensor | None,
     gelu: bool = False,
 ) -> Piece:
-    """Through `kernels.scaled_gemm.prepare_scaled_gemm`."""
+    """Through Triton's `scaled_gemm`."""
     launches: dict[torch.dtype | None, Callable[..., None]] = {}  # by the bias's dtype
 
     def run(operand: Operand, x: torch.Tensor) -> None:

@@ -197,7 +197,7 @@ class Shape:
                 if format is not None:
                     out = self.quantized(self.rows, self.width, format)
             branch = None if gates is None else self.branch
-            launch = self._norms[key] = self.ops.prepare_norm(
+            launch = self._norms[key] = self.ops.residual_norm(
                 x,
                 branch,
                 gates,

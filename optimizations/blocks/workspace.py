@@ -301,7 +301,7 @@ class Program:
             tokens, first = share.whole, share.first
             if share.cached:  # the keys before are normalized and rotated
                 k, tokens, first = k[:, tokens.text :], share.tokens, 0
-            rotate = shape.ops.prepare_rope(q, k, norms, rotary, tokens, eps, into, first)
+            rotate = shape.ops.qk_norm_rope(q, k, norms, rotary, tokens, eps, into, first)
             self._rotations[key] = rotate
         rotate(norms, rotary)
 
@@ -326,7 +326,7 @@ class Program:
         key = form, mask if mask is None else (mask.dtype, mask.stride(), len(mask))
         attend = self._attentions.get(key)
         if attend is None:
-            attend = self.shape.ops.prepare_attention(into, v, mask, q)
+            attend = self.shape.ops.attention_8bit(into, v, mask, q)
             self._attentions[key] = attend
         attend(mask)
         return q.flatten(2)
@@ -338,7 +338,7 @@ class Program:
             q, k, _ = self.heads
             share = self.shape.share
             tokens = Tokens(share.whole.batch, 0, share.whole.joint, share.whole.joint)
-            quantize = self.shape.ops.prepare_rope(q, k, None, None, tokens, 0.0, into, 0)
+            quantize = self.shape.ops.qk_norm_rope(q, k, None, None, tokens, 0.0, into, 0)
             self._rotations[id(into)] = quantize
         quantize(None, None)
 
@@ -393,9 +393,7 @@ class Program:
             return []
         like = shape.branch
         return [
-            shape.ops.prepare_quantizer(
-                "row_quantize", like, format, shape.quantized(rows, shape.width, format)
-            )
+            shape.ops.row_quantize(like, format, shape.quantized(rows, shape.width, format))
             for format in dict.fromkeys(form.format for form in forms)
             if format is not None
         ]
@@ -406,7 +404,7 @@ class Program:
         out = None
         if outer.format is not None:
             out = shape.quantized(shape.activated, shape.inner, outer.format)
-        return shape.ops.prepare_swiglu(*shape.hidden, outer.format, out, bool(outer.low))
+        return shape.ops.swiglu_quantize(*shape.hidden, outer.format, out, bool(outer.low))
 
     def _gelu(self) -> list[Callable[[], None]]:
         """What happens to the MLP's hidden rows, (rows, 4 D): GELU, quantization, or both."""
@@ -426,11 +424,11 @@ class Program:
                     start = where.start
                     values, scale = out.part(start, len(part))
                     out = QuantizedRows(values, scale, len(part))
-                name, how = "row_quantize", {}
                 if gelu:  # LoRAs read plain rows
-                    name = "gelu_quantize"
-                    how = {"keep": True} if any(form.low for form in outer) else {}
-                launch = shape.ops.prepare_quantizer(name, part, format, out, **how)
+                    keep = any(form.low for form in outer)
+                    launch = shape.ops.gelu_quantize(part, format, out, keep=keep)
+                else:
+                    launch = shape.ops.row_quantize(part, format, out)
                 steps.append(lambda launch=launch, part=part: launch(part))
             elif gelu:
                 steps.append(lambda part=part: torch.ops.aten.gelu_(part, approximate="tanh"))

@@ -93,7 +93,7 @@ class _Tail:
                     (values[self._cut :], scale[at:], 0),
                 ]
                 out = QuantizedRows(*parts[piece])
-            norm = self._norms[piece] = shape.ops.prepare_norm(
+            norm = self._norms[piece] = shape.ops.residual_norm(
                 x, branch, gates, norms, self._tokens[piece], self._program.form.eps, format, out
             )
         norm(x, gates, norms)

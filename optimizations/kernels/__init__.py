@@ -1,6 +1,8 @@
-"""Triton kernels, one per file; `reference.py` has the plain-torch twin of each.
+"""Triton kernels; `reference.py` has the plain-torch twin of each.
 
-Triton is optional: import a kernel's module only where `missing()` is empty.
+A function under a twin's name gives the `Launch` of its kernel, or launches in their order; one
+that begins with `prepare_` prepares them. Triton is optional: import a kernel's module only where
+`missing()` is empty.
 """
 
 from __future__ import annotations

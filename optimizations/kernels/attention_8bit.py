@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -18,7 +17,6 @@ from ..attention_8bit import (
     padded,
 )
 from ..reference import SMALLEST_ROW
-from . import on_card_of
 from .launch import Launch, PreparedLaunch
 from .rows import magnitude, round_to_step
 from .scaled_gemm import capability
@@ -266,55 +264,41 @@ def _values_kernel(
     tl.store(q_ptrs, tl.trans(v.to(q_ptr.dtype.element_ty)))
 
 
-def quantize_values(v: torch.Tensor, into: Heads) -> None:
-    """As `attention_8bit.quantize_values`; v has a contiguous last dimension."""
-    with on_card_of(v):
-        for launch in _value_launches(v, into):
-            launch.once()
-
-
-def prepare_quantize_values(v: torch.Tensor, into: Heads) -> Callable[[], None]:
-    """`quantize_values` of this v."""
-    largest, values = (launch.prepared() for launch in _value_launches(v, into))
-
-    def run() -> None:
-        largest(v)
-        values(v)
-
-    return run
-
-
-def _value_launches(v: torch.Tensor, into: Heads) -> tuple[Launch, Launch]:
+def _quantize_values(v: torch.Tensor, into: Heads) -> list[Launch]:
+    """As `attention_8bit.quantize_values`."""
     batch, tokens, heads, head_dim = v.shape
     length = padded(tokens)
     chunks = length // TOKENS_AT_ONCE
     strides = v.stride(0), v.stride(1), v.stride(2)
     constants = {"heads": heads, "head_dim": head_dim, "chunk": TOKENS_AT_ONCE}
-    fixed = (into.v_largest, *strides, tokens, chunks)
+    fixed = (v, into.v_largest, *strides, tokens, chunks)
     programs = batch * heads * chunks
-    largest = Launch(_largest_kernel, programs, (v,), fixed, constants, num_warps=4)
+    largest = Launch(_largest_kernel, programs, (), fixed, constants, num_warps=4)
     constants = {**constants, "largest_value": LARGEST_VALUE, "smallest": SMALLEST_ROW}
-    fixed = (into.v_largest, into.v, into.v_scale, *strides, tokens, length, chunks)
-    values = Launch(_values_kernel, programs, (v,), fixed, constants, num_warps=4)
-    return largest, values
-
-
-def attention_8bit(
-    heads: Heads, v: torch.Tensor, mask: torch.Tensor | None, out: torch.Tensor
-) -> None:
-    """As `attention_8bit.attention_8bit`; v, mask and out have a contiguous last dimension."""
-    with on_card_of(v):
-        _launch(heads, v, mask, out).once()
+    fixed = (v, into.v_largest, into.v, into.v_scale, *strides, tokens, length, chunks)
+    return [largest, Launch(_values_kernel, programs, (), fixed, constants, num_warps=4)]
 
 
 def prepare_attention_8bit(
     heads: Heads, v: torch.Tensor, mask: torch.Tensor | None, out: torch.Tensor
 ) -> PreparedLaunch:
     """`attention_8bit` of these tensors; takes a mask like this one, or None without one."""
-    return _launch(heads, v, mask, out).prepared()
+    *values, attend = (each.prepared() for each in attention_8bit(heads, v, mask, out))
+
+    def run(mask: torch.Tensor | None) -> None:
+        for quantize in values:
+            quantize()
+        attend(mask)
+
+    return run if values else attend
 
 
-def _launch(heads: Heads, v: torch.Tensor, mask: torch.Tensor | None, out: torch.Tensor) -> Launch:
+def attention_8bit(
+    heads: Heads, v: torch.Tensor, mask: torch.Tensor | None, out: torch.Tensor
+) -> list[Launch]:
+    """As `attention_8bit.attention_8bit`, after `quantize_values` where the form has them; v, mask
+    and out have a contiguous last dimension.
+    """
     batch, tokens, count, head_dim = v.shape
     queries = out.shape[1]
     length, q_length = padded(tokens), padded(queries)
@@ -353,15 +337,9 @@ def _launch(heads: Heads, v: torch.Tensor, mask: torch.Tensor | None, out: torch
         *(*out.stride()[:2], tokens, queries, length, q_length),
     )
     programs = batch * count * -(-queries // tile.queries)
-    return Launch(
-        _attention_kernel,
-        programs,
-        (mask,),
-        fixed,
-        constants,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
+    how = {"num_warps": tile.warps, "num_stages": tile.stages}
+    attend = Launch(_attention_kernel, programs, (mask,), fixed, constants, **how)
+    return [attend] if heads.v is None else [*_quantize_values(v, heads), attend]
 
 
 def choose_tile(form: str, masked: bool, sm: tuple[int, int]) -> Tile:

@@ -10,8 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from . import on_card_of
-from .launch import Launch, PreparedLaunch
+from .launch import Launch
 
 COLUMNS_AT_ONCE, WARPS = 2048, 4
 
@@ -68,38 +67,20 @@ def _from_e4m3(byte):
 
 @triton.jit
 def _to_step(x):
-    """Rounded to even, in the low byte of an int32; as `rows._round_to_step`."""
+    """Rounded to even, in the low byte of an int32; as `rows.round_to_step`."""
     return (tl.clamp(x, -127.0, 127.0) + 1.5 * 8388608.0).to(tl.int32, bitcast=True)
 
 
 def decode_weight(
-    codes: torch.Tensor, group_scale: torch.Tensor, codebook: torch.Tensor | None, bits: int
-) -> torch.Tensor:
-    """As `reference.decode_weight`."""
-    out = codes.new_empty(len(codes), codes.shape[1] * 8 // bits)
-    with on_card_of(codes):
-        _launch(codes, group_scale, codebook, bits, out).once()
-    return out
-
-
-def prepare_decode_weight(
-    codes: torch.Tensor,
-    group_scale: torch.Tensor,
-    codebook: torch.Tensor | None,
-    bits: int,
-    out: torch.Tensor,
-) -> PreparedLaunch:
-    """`decode_weight` into `out`, of these or of tensors like them, e4m3 scales as bytes."""
-    return _launch(codes, group_scale, codebook, bits, out).prepared()
-
-
-def _launch(
     codes: torch.Tensor,
     group_scale: torch.Tensor,
     codebook: torch.Tensor | None,
     bits: int,
     out: torch.Tensor,
 ) -> Launch:
+    """As `reference.decode_weight`, into `out`, (N, K) of int8, of these or of tensors like them,
+    e4m3 scales as bytes.
+    """
     rows, k = out.shape
     group = k // group_scale.shape[1]
     shapes = codes.shape == (rows, k * bits // 8) and group_scale.shape == (rows, k // group)
@@ -111,14 +92,12 @@ def _launch(
     unit = group & -group
     at_once = max(COLUMNS_AT_ONCE // unit, 1)
     constants = {"k": k, "group": group, "unit": unit, "at_once": at_once, "bits": bits}
-    is_e4m3 = group_scale.dtype == torch.float8_e4m3fn
-    scale = group_scale.view(torch.uint8) if is_e4m3 else group_scale
-    constants["is_e4m3"] = scale.dtype == torch.uint8
+    constants["is_e4m3"] = group_scale.dtype == torch.uint8
     units = rows * k // unit
     return Launch(
         _decode_weight_kernel,
         triton.cdiv(units, at_once),
-        (codes, scale, codebook),
+        (codes, group_scale, codebook),
         (out, units),
         constants,
         num_warps=WARPS,

@@ -17,7 +17,7 @@ import triton
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
-from . import interpreted
+from . import interpreted, on_card_of
 
 ALIGNMENT = 16  # bytes that an address is a multiple of, in what Triton compiles for it
 
@@ -55,16 +55,18 @@ class Launch:
         self._options = options
 
     def once(self, *varying: torch.Tensor | None) -> None:
-        """Launches it as Triton does, with these tensors or with those that it was made with."""
-        self._kernel[self._grid](
-            *(varying or self._varying), *self._fixed, **self._constants, **self._options
-        )
+        """Launches it as Triton does, with these tensors or with those that it was made with, on
+        their card.
+        """
+        arguments = *(varying or self._varying), *self._fixed
+        with on_card_of(next(x for x in arguments if isinstance(x, torch.Tensor))):
+            self._kernel[self._grid](*arguments, **self._constants, **self._options)
 
     def prepared(self) -> PreparedLaunch:
         """Compiles the kernel; what is returned launches it on the current stream of this card.
 
-        The fixed tensors have to live as long as that. With tensors on the meta device it is
-        compiled for aligned ones on the current card, and never launched.
+        It holds the fixed tensors. With tensors on the meta device it is compiled for aligned ones
+        on the current card, and never launched.
         """
         varying, self._varying = self._varying, ()  # which would live as long
         tensors = [x for x in (*varying, *self._fixed) if isinstance(x, torch.Tensor)]

@@ -9,8 +9,7 @@ import triton
 import triton.language as tl
 
 from ..reference import RowOrder
-from . import on_card_of
-from .launch import Launch, PreparedLaunch
+from .launch import Launch
 from .scaled_gemm import wide_dot
 
 
@@ -130,42 +129,9 @@ def low_rank_rows(
     text_down: torch.Tensor | None,
     image_down: torch.Tensor | None,
     order: RowOrder,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """As `reference.low_rank_rows`; x may have any row stride."""
-    if out is None:
-        downs = (down for down in (text_down, image_down) if down is not None)
-        out = x.new_zeros(len(x), max(map(len, downs)))
-    with on_card_of(x):
-        _launch(x, text_down, image_down, order, out)[0].once()
-    return out
-
-
-def prepare_low_rank_rows(
-    x: torch.Tensor,
-    text_down: torch.Tensor | None,
-    image_down: torch.Tensor | None,
-    order: RowOrder,
     out: torch.Tensor,
-) -> PreparedLaunch:
-    """`low_rank_rows` into `out`; takes x, text_down and image_down like these."""
-    launch, scratch = _launch(x, text_down, image_down, order, out)
-    prepared = launch.prepared()
-
-    def run(*varying: torch.Tensor | None, _held: object = scratch) -> None:
-        prepared(*varying)
-
-    return run
-
-
-def _launch(
-    x: torch.Tensor,
-    text_down: torch.Tensor | None,
-    image_down: torch.Tensor | None,
-    order: RowOrder,
-    out: torch.Tensor,
-) -> tuple[Launch, tuple[torch.Tensor | None, ...]]:
-    """The launch, and tensors that have to live as long as it does."""
+) -> Launch:
+    """As `reference.low_rank_rows`, of these or of tensors like them; x may have any row stride."""
     ranks = [0 if down is None else len(down) for down in (text_down, image_down)]
     tile, k = TILE, x.shape[1]
     programs = _programs(ranks, order, tile)
@@ -189,7 +155,7 @@ def _launch(
         "splits": splits,
     }
     strides = x.stride(0), out.stride(0), len(x) * max(ranks)
-    launch = Launch(
+    return Launch(
         _low_rank_rows_kernel,
         programs * splits,
         (x, text_down, image_down),
@@ -198,7 +164,6 @@ def _launch(
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    return launch, (part, ticket)
 
 
 def _programs(ranks: list[int], order: RowOrder, tile: LowRankTile) -> int:

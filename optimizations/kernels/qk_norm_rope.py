@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -10,7 +11,6 @@ import triton.language as tl
 
 from ..attention_8bit import SAMPLED, Heads, padded, score_scale
 from ..reference import HEAD_DIMS, SMALLEST_ROW, QKNorm, Rotary, Tokens
-from . import on_card_of
 from .launch import Launch
 from .rows import magnitude, round_to_step
 
@@ -168,36 +168,11 @@ def launch_shape(heads: int, head_dim: int) -> tuple[int, int]:
     return together, max(together * head_dim // (32 * ELEMENTS_PER_THREAD), 1)
 
 
-def qk_norm_rope(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    norm: QKNorm | None,
-    rotary: Rotary | None,
-    tokens: Tokens,
-    eps: float,
-    into: Heads | None = None,
-    first: int = 0,
-) -> None:
-    """As `attention_8bit.qk_norm_rope`; head_dim is one of `HEAD_DIMS`, heads lie side by side."""
-    with on_card_of(q):
-        for launch in _launches(q, k, norm, rotary, tokens, eps, into, first):
-            launch.once()
-
-
 def prepare_qk_norm_rope(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    norm: QKNorm | None,
-    rotary: Rotary | None,
-    tokens: Tokens,
-    eps: float,
-    into: Heads | None = None,
-    first: int = 0,
+    *given: Any,
 ) -> Callable[[QKNorm | None, Rotary | None], None]:
-    """`qk_norm_rope` of these q and k, for a norm and a rotary like these."""
-    launch, *means = (
-        found.prepared() for found in _launches(q, k, norm, rotary, tokens, eps, into, first)[::-1]
-    )
+    """`qk_norm_rope` of this q and k, for a norm and a rotary like these."""
+    *means, launch = (each.prepared() for each in qk_norm_rope(*given))
 
     def run(norm: QKNorm | None, rotary: Rotary | None) -> None:
         norms, turns = norm or (None,) * 4, rotary or (None,) * 2
@@ -208,26 +183,19 @@ def prepare_qk_norm_rope(
     return run
 
 
-def quantize_heads(q: torch.Tensor, k: torch.Tensor, into: Heads) -> None:
-    """As `attention_8bit.quantize_heads`."""
-    batch, tokens, _, head_dim = k.shape
-    q, k = (part if part.stride()[2:] == (head_dim, 1) else part.contiguous() for part in (q, k))
-    with on_card_of(q):
-        for launch in _launches(q, k, None, None, Tokens(batch, 0, tokens, tokens), 0.0, into, 0):
-            launch.once()
-
-
-def _launches(
+def qk_norm_rope(
     q: torch.Tensor,
     k: torch.Tensor,
     norm: QKNorm | None,
     rotary: Rotary | None,
     tokens: Tokens,
     eps: float,
-    into: Heads | None,
-    first: int,
+    into: Heads | None = None,
+    first: int = 0,
 ) -> list[Launch]:
-    """The mean of the keys, which int8 needs, and the rest."""
+    """As `attention_8bit.qk_norm_rope`: the mean of the keys, which int8 needs, and the rest;
+    head_dim is one of `HEAD_DIMS`, heads lie side by side.
+    """
     batch, joint, heads, _ = k.shape
     queries, head_dim = q.shape[1], q.shape[3]
     q_item, q_token, *q_packed = q.stride()

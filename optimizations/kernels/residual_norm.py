@@ -9,8 +9,7 @@ import triton
 import triton.language as tl
 
 from ...spec.formats import RowFormat
-from ..reference import Modulation, QuantizedRows, Tokens, check_rotation, storage_of
-from . import on_card_of
+from ..reference import Modulation, QuantizedRows, Tokens, check_rotation
 from .launch import Launch
 from .rows import (
     WIDEST_ROW,
@@ -116,28 +115,7 @@ def _subtract_mean(x, mean, width: tl.constexpr, part: tl.constexpr):
     return tl.where(tl.arange(0, part) < width, x - mean, 0.0)
 
 
-def residual_norm(
-    x: torch.Tensor,
-    branch: torch.Tensor | None,
-    gates: Modulation | None,
-    norms: Modulation | None,
-    tokens: Tokens,
-    eps: float,
-    format: RowFormat | None = None,
-    plain: torch.Tensor | None = None,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """As `reference.residual_norm`; x is contiguous and at most `WIDEST_ROW` wide."""
-    out = h = scale = None
-    if norms is not None:
-        out = h = torch.empty_like(x, dtype=None if format is None else storage_of(format))
-    if h is not None and format is not None:
-        scale = x.new_empty(len(x), 1, dtype=torch.float32)
-        out = QuantizedRows(h, scale, tokens.text_rows)
-    if branch is not None:
-        branch = branch.contiguous()
-    with on_card_of(x):
-        _launch(x, branch, gates, norms, tokens, eps, format, out, plain).once()
-    return h, scale
+NOTHING = (None, None)
 
 
 def prepare_residual_norm(
@@ -149,36 +127,16 @@ def prepare_residual_norm(
     eps: float,
     format: RowFormat | None,
     out: torch.Tensor | QuantizedRows | None,
-    plain: torch.Tensor | None,
+    plain: torch.Tensor | None = None,
 ) -> Callable[[torch.Tensor, Modulation | None, Modulation | None], None]:
-    """`residual_norm` of this branch into `out`, for x, gates and norms like these.
+    """`reference.residual_norm` of this branch into `out`, for x, gates and norms like these.
 
     Args:
+        x: Contiguous, at most `WIDEST_ROW` wide.
+        branch: Contiguous.
         out: (rows, D) in x's dtype, or quantized rows where there is a format; None without norms.
-        plain: As of `residual_norm`; it may be the branch.
+        plain: As of the twin; it may be the branch.
     """
-    launch = _launch(x, branch, gates, norms, tokens, eps, format, out, plain).prepared()
-
-    def run(x: torch.Tensor, gates: Modulation | None, norms: Modulation | None) -> None:
-        launch(x, *(gates or NOTHING), *(norms or NOTHING))
-
-    return run
-
-
-NOTHING = (None, None)
-
-
-def _launch(
-    x: torch.Tensor,
-    branch: torch.Tensor | None,
-    gates: Modulation | None,
-    norms: Modulation | None,
-    tokens: Tokens,
-    eps: float,
-    format: RowFormat | None,
-    out: torch.Tensor | QuantizedRows | None,
-    plain: torch.Tensor | None,
-) -> Launch:
     rows, width = x.shape
     if rows != tokens.rows or width > WIDEST_ROW or not x.is_contiguous():
         raise ValueError(
@@ -187,8 +145,11 @@ def _launch(
         )
     gate_strides = norm_strides = (0, 0)
     if branch is not None:
-        if branch.shape != x.shape:
-            raise ValueError(f"residual_norm adds {tuple(branch.shape)} to {tuple(x.shape)}")
+        if branch.shape != x.shape or not branch.is_contiguous():
+            raise ValueError(
+                f"residual_norm adds contiguous rows to {tuple(x.shape)}, got "
+                f"{tuple(branch.shape)} with strides {branch.stride()}"
+            )
         gate_strides = _strides(gates, tokens, width)
     if norms is not None:
         norm_strides = _strides(norms, tokens, width)
@@ -208,7 +169,13 @@ def _launch(
     }
     varying = (x, *(NOTHING if branch is None else gates), *(norms or NOTHING))
     fixed = (branch, h, scale, plain, *gate_strides, *norm_strides, *tokens, gap)
-    return Launch(_residual_norm_kernel, rows, varying, fixed, constants, num_warps=warps)
+    made = Launch(_residual_norm_kernel, rows, varying, fixed, constants, num_warps=warps)
+    launch = made.prepared()
+
+    def run(x: torch.Tensor, gates: Modulation | None, norms: Modulation | None) -> None:
+        launch(x, *(gates or NOTHING), *(norms or NOTHING))
+
+    return run
 
 
 def _strides(modulation: Modulation, tokens: Tokens, width: int) -> tuple[int, int]:

@@ -17,9 +17,8 @@ import triton
 import triton.language as tl
 
 from ...spec.formats import SMALLEST_SCALE, RowFormat
-from ..reference import SMALLEST_ROW, QuantizedRows, check_rotation, largest_of, storage_of
-from . import on_card_of
-from .launch import Launch, PreparedLaunch
+from ..reference import SMALLEST_ROW, QuantizedRows, check_rotation, largest_of
+from .launch import Launch
 
 # Wider rows would spill.
 WIDEST_ROW = 16384
@@ -216,8 +215,11 @@ def _quantizer(
         more: Further constants of the kernel.
     """
     rows, k = x.shape
-    if k > WIDEST_ROW:
-        raise ValueError(f"rows of at most {WIDEST_ROW} elements can be quantized, got {k}")
+    if k > WIDEST_ROW or (k > 1 and x.stride(1) != 1):
+        raise ValueError(
+            f"contiguous rows of at most {WIDEST_ROW} elements can be quantized, got {k} with "
+            f"strides {x.stride()}"
+        )
     if out.values.shape != x.shape:
         raise ValueError(f"{tuple(x.shape)} does not fit into {tuple(out.values.shape)}")
     if format.rotation:
@@ -232,19 +234,6 @@ def _quantizer(
     }
     fixed = (out.values, out.scale, x.stride(0), out.cut, out.gap)
     return Launch(kernel, rows, (x,), fixed, constants, num_warps=warps)
-
-
-def _quantize(
-    kernel: triton.JITFunction, x: torch.Tensor, format: RowFormat, **more: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """q and scale, as of `reference.row_quantize`."""
-    if x.stride(1) != 1:
-        x = x.contiguous()
-    q = x.new_empty(x.shape, dtype=storage_of(format))
-    scale = x.new_empty(len(x), 1, dtype=torch.float32)
-    with on_card_of(x):
-        _quantizer(kernel, x, format, QuantizedRows(q, scale, len(x)), **more).once()
-    return q, scale
 
 
 # Triton: per-row quantization in one pass over the rows.
@@ -277,19 +266,21 @@ def _row_quantize_kernel(
     tl.store(scale_ptr + row + tl.where(row >= cut, gap, 0), scale)
 
 
-def row_quantize(x: torch.Tensor, format: RowFormat) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `reference.row_quantize`; x (M, K) may have any row stride, K is at most `WIDEST_ROW`."""
-    return _quantize(_row_quantize_kernel, x, format, exact=False)
+def row_quantize(x: torch.Tensor, format: RowFormat, out: QuantizedRows) -> Launch:
+    """As `reference.row_quantize`, into `out`, of x or of tensors like it.
+
+    Args:
+        x: (M, K), with any row stride and contiguous rows; K is at most `WIDEST_ROW`.
+    """
+    return _quantizer(_row_quantize_kernel, x, format, out, exact=False)
 
 
 def quantize_weight(x: torch.Tensor, format: RowFormat) -> tuple[torch.Tensor, torch.Tensor]:
     """As `loaders.quantize.quantize_rows`, bit for bit; x as of `row_quantize`, of rows."""
-    return _quantize(_row_quantize_kernel, x, format, exact=True, smallest_row=SMALLEST_SCALE)
-
-
-def prepare_row_quantize(x: torch.Tensor, format: RowFormat, out: QuantizedRows) -> PreparedLaunch:
-    """`row_quantize` into `out`, of x or of tensors like it."""
-    return _quantizer(_row_quantize_kernel, x, format, out, exact=False).prepared()
+    out = QuantizedRows.empty(x, format)
+    more = {"exact": True, "smallest_row": SMALLEST_SCALE}
+    _quantizer(_row_quantize_kernel, x.contiguous(), format, out, **more).once()
+    return out.values, out.scale
 
 
 # Triton: tanh GELU and per-row quantization in one pass over the rows.
@@ -338,16 +329,88 @@ def gelu_tanh(x):
 
 
 def gelu_quantize(
-    x: torch.Tensor, format: RowFormat, keep: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `reference.gelu_quantize`; x (M, K) may have any row stride, K is at most `WIDEST_ROW`.
-    To keep the GELU its columns have to lie side by side.
-    """
-    return _quantize(_gelu_quantize_kernel, x, format, keep=keep)
-
-
-def prepare_gelu_quantize(
     x: torch.Tensor, format: RowFormat, out: QuantizedRows, keep: bool = False
-) -> PreparedLaunch:
-    """`gelu_quantize` into `out`, of x or of tensors like it."""
-    return _quantizer(_gelu_quantize_kernel, x, format, out, keep=keep).prepared()
+) -> Launch:
+    """As `reference.gelu_quantize`, into `out`; x as of `row_quantize`."""
+    return _quantizer(_gelu_quantize_kernel, x, format, out, keep=keep)
+
+
+# Triton: SwiGLU and per-row quantization in one pass over gate and up.
+
+
+@triton.jit(do_not_specialize=["cut", "gap"])
+def _swiglu_quantize_kernel(
+    gate_ptr,
+    up_ptr,
+    q_ptr,
+    scale_ptr,
+    stride,
+    cut,
+    gap,
+    k: tl.constexpr,
+    largest: tl.constexpr,
+    smallest_row: tl.constexpr,
+    to_integer: tl.constexpr,
+    rotation: tl.constexpr,
+    part: tl.constexpr,
+    parts: tl.constexpr,
+    keep: tl.constexpr,
+):
+    """As `quantize_row`, of gate / (1 + exp(-gate)) * up, which is written over the gate to
+    `keep` it; that alone where there is no q.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    a, b, c = load_row(gate_ptr + row * stride, k, part, parts)
+    up_a, up_b, up_c = load_row(up_ptr + row * stride, k, part, parts)
+    a = _silu(a) * up_a
+    b = _silu(b) * up_b
+    c = _silu(c) * up_c
+    if keep:
+        store_row(gate_ptr + row * stride, a, b, c, k, part, parts)
+    if q_ptr is not None:
+        a, b, c, scale = quantize_row(
+            a, b, c, largest, smallest_row, to_integer, rotation, part, parts
+        )
+        store_row(q_ptr + row * k, a, b, c, k, part, parts)
+        tl.store(scale_ptr + row + tl.where(row >= cut, gap, 0), scale)
+
+
+@triton.jit
+def _silu(x):
+    # exp2 is 0 or inf far out, and no NaN.
+    return x / (1.0 + tl.exp2(x * -1.4426950408889634))
+
+
+def swiglu_quantize(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    format: RowFormat | None,
+    out: QuantizedRows | None,
+    keep: bool = False,
+) -> Launch:
+    """As `reference.swiglu_quantize`, into `out`; gate and up (M, K) have one row stride and
+    contiguous rows, K is at most `WIDEST_ROW`.
+    """
+    rows, k = gate.shape
+    if k > WIDEST_ROW:
+        raise ValueError(f"rows of at most {WIDEST_ROW} elements can be activated, got {k}")
+    if gate.shape != up.shape or gate.stride() != up.stride() or gate.stride(1) != 1:
+        raise ValueError(
+            "swiglu_quantize takes gate and up of one shape and row stride, got "
+            f"{tuple(gate.shape)} of {gate.stride()} and {tuple(up.shape)} of {up.stride()}"
+        )
+    rotated = format is not None and format.rotation > 0
+    if rotated:
+        check_rotation(format.rotation, k)
+    part, parts, warps = launch_shape(k, rotated)
+    constants = {
+        "k": k,
+        **quantization(format),
+        "part": part,
+        "parts": parts,
+        "keep": keep or format is None,
+    }
+    written = (None, None) if out is None else (out.values, out.scale)
+    cut, gap = (rows, 0) if out is None else (out.cut, out.gap)
+    fixed = (gate, up, *written, gate.stride(0), cut, gap)
+    return Launch(_swiglu_quantize_kernel, rows, (), fixed, constants, num_warps=warps)

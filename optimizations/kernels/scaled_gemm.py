@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from . import interpreted, on_card_of
-from .launch import Launch, PreparedLaunch
+from . import interpreted
+from .launch import Launch
 from .rows import gelu_tanh
 
 
@@ -199,56 +199,13 @@ def scaled_gemm(
     scale_a: torch.Tensor | None,
     scale_b: torch.Tensor | None,
     bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    *,
-    beside: tuple[torch.Tensor, torch.Tensor] | None = None,
-    gelu: bool = False,
-    out: torch.Tensor | None = None,
-    tile: Tile | None = None,
-) -> torch.Tensor:
-    """As `reference.scaled_gemm`.
-
-    Args:
-        out: Where to write, (M, N), contiguous, in `out_dtype`.
-        tile: Overrides the choice, for measurements.
-    """
-    if out is None:
-        out = a.new_empty(len(a), len(b), dtype=out_dtype)
-    a, b, scale_a, scale_b, bias = (
-        None if part is None else part.contiguous() for part in (a, b, scale_a, scale_b, bias)
-    )
-    with on_card_of(a):
-        _launch(a, b, scale_a, scale_b, bias, out, beside, gelu, tile).once()
-    return out
-
-
-def prepare_scaled_gemm(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_a: torch.Tensor | None,
-    scale_b: torch.Tensor | None,
-    bias: torch.Tensor | None,
     out: torch.Tensor,
     beside: tuple[torch.Tensor, torch.Tensor] | None = None,
     gelu: bool = False,
-) -> PreparedLaunch:
-    """`scaled_gemm` of this scale_a and t into `out`; takes b, scale_b, bias, up and a like these,
-    all contiguous.
-    """
-    return _launch(a, b, scale_a, scale_b, bias, out, beside, gelu).prepared()
-
-
-def _launch(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_a: torch.Tensor | None,
-    scale_b: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    beside: tuple[torch.Tensor, torch.Tensor] | None,
-    gelu: bool,
-    tile: Tile | None = None,
 ) -> Launch:
+    """As `reference.scaled_gemm`, into `out`, (M, N); b, scale_b, bias, up and a may be others like
+    these. All are contiguous but for t.
+    """
     m, k = a.shape
     n = b.shape[0]
     scales = [0 if scale is None else scale.numel() for scale in (scale_a, scale_b)]
@@ -263,9 +220,8 @@ def _launch(
         raise ValueError(
             f"scaled_gemm takes t (M, R) and up (N, R), got {tuple(t.shape)} and {tuple(up.shape)}"
         )
-    if tile is None:
-        card = torch.cuda.current_device() if a.is_meta else a.get_device()
-        tile = choose_tile(m, capability(card), a.dtype)
+    card = torch.cuda.current_device() if a.is_meta else a.get_device()
+    tile = choose_tile(m, capability(card), a.dtype)
     # Rounded up; triton.cdiv takes 2 us of a launch for each of the two.
     tiles = -(-m // tile.m) * -(-n // tile.n)
     constants = {

@@ -74,19 +74,13 @@ def prepared(name):
     """A kernel's launch into what is there, as of the kernels' own files."""
 
     def prepare(*like, **how):
-        if name.endswith("quantize"):
-            return in_place(TORCH.prepare_quantizer(name, *like, **how))
-        if name == "residual_norm":
-            return in_place(TORCH.prepare_norm(*like))
-        if name == "low_rank_rows":
-            return in_place(TORCH.prepare_low_rank(*like))
-        return in_place(TORCH.prepare_rope(*like))
+        return in_place(getattr(TORCH, name)(*like, **how))
 
     return prepare
 
 
 NAMES = ("residual_norm", "qk_norm_rope", "gelu_quantize", "row_quantize", "low_rank_rows")
-KERNELS = TORCH._replace(prepared={name: prepared(name) for name in NAMES})
+KERNELS = TORCH._replace(**{name: prepared(name) for name in NAMES})
 host_attention = untracked(qwen.optimized_attention_masked)
 rotate = untracked(qwen.apply_rope1)
 

@@ -781,13 +781,17 @@ def test_a_wrong_kernel_is_noticed_in_the_first_step():
     clone = optimize(model, HOST_ATTENTION)
     right = fused.choose_ops(DEVICE)
 
-    def wrong(x, branch, gates, norms, tokens, eps, format=None):
-        result = right.residual_norm(x, branch, gates, norms, tokens, eps, format)
-        if branch is not None:
-            x *= 1.2
-        return result
+    def wrong(*like):
+        launch = right.residual_norm(*like)
 
-    changed = right._replace(residual_norm=wrong, prepared={})
+        def run(x, gates, norms):
+            launch(x, gates, norms)
+            if gates is not None:
+                x *= 1.2
+
+        return run
+
+    changed = right._replace(residual_norm=wrong)
     with mock.patch("qwen_l40s.optimizations.blocks.host.choose_ops", lambda device: changed):
         found = forward(clone)
     assert torch.equal(found, forward(model))
@@ -802,7 +806,7 @@ def test_a_kernel_that_raises_leaves_the_blocks_to_comfyui():
     def broken(*arguments):
         raise RuntimeError("ptxas failed\nwith a long log")
 
-    changed = right._replace(qk_norm_rope=broken, prepared={})
+    changed = right._replace(qk_norm_rope=broken)
     with mock.patch("qwen_l40s.optimizations.blocks.host.choose_ops", lambda device: changed):
         found = forward(clone)
     assert torch.equal(found, forward(model))
@@ -810,7 +814,7 @@ def test_a_kernel_that_raises_leaves_the_blocks_to_comfyui():
     # What is no fault of a kernel is passed on.
     for error in (torch.OutOfMemoryError, comfy.model_management.InterruptProcessingException):
         clone = optimize(model, HOST_ATTENTION)
-        raising = right._replace(qk_norm_rope=mock.Mock(side_effect=error), prepared={})
+        raising = right._replace(qk_norm_rope=mock.Mock(side_effect=error))
         changed = mock.patch(
             "qwen_l40s.optimizations.blocks.host.choose_ops", lambda device, ops=raising: ops
         )
@@ -914,12 +918,17 @@ def test_attention_in_8_bits_that_gives_nan_leaves_the_run_to_comfyui():
         calls = []
 
         def broken(heads, v, mask, out, at=at, calls=calls):
-            right.attention_8bit(heads, v, mask, out)
-            calls.append(1)
-            if len(calls) == at:
-                out[0, -1] = torch.nan
+            attend = right.attention_8bit(heads, v, mask, out)
 
-        changed = right._replace(attention_8bit=broken, prepared={})
+            def run(mask):
+                attend(mask)
+                calls.append(1)
+                if len(calls) == at:
+                    out[0, -1] = torch.nan
+
+            return run
+
+        changed = right._replace(attention_8bit=broken)
         chosen = "qwen_l40s.optimizations.blocks.host.choose_ops"
         clone = optimize(model, OptimizeSettings(attention="int8"))
         with mock.patch(chosen, lambda device, ops=changed: ops), logged() as lines:

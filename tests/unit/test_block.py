@@ -530,12 +530,18 @@ def test_each_activation_is_quantized_once(mix, expected):
     calls = []
 
     def counted(field):
-        def call(*args):
-            fused = field == "residual_norm" and isinstance(args[-1], RowFormat)
-            calls.append(names[field] + (f":{args[-1]}" if fused else ""))
-            return getattr(TORCH, field)(*args)
+        def prepare(*like, **how):
+            launch = getattr(TORCH, field)(*like, **how)
+            fused = field == "residual_norm" and isinstance(like[6], RowFormat)
+            name = names[field] + (f":{like[6]}" if fused else "")
 
-        return call
+            def run(*given):
+                calls.append(name)
+                launch(*given)
+
+            return run
+
+        return prepare
 
     run(
         block, case, Layers(block, MIXES.get(mix)), TORCH._replace(**{n: counted(n) for n in names})

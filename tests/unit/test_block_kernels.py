@@ -12,8 +12,11 @@ import torch.nn.functional as F
 
 from qwen_l40s import SettingError
 from qwen_l40s.optimizations import attention_8bit, kernels, reference
+from qwen_l40s.optimizations.fused import TORCH, choose_ops
 from qwen_l40s.optimizations.reference import Tokens
 from qwen_l40s.spec.formats import RowFormat
+
+TWINS = cases.Calls(TORCH)
 
 # ------------------------------------------------------------------------------- what the twins are
 
@@ -89,41 +92,40 @@ def test_gelu_quantize_is_the_tanh_form_quantized_by_rows(format):
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 def test_the_twin_of_residual_norm_rounds_once(dtype):
     for tokens in cases.TOKENS.values():
-        cases.check_residual_norm(reference.residual_norm, tokens, 96, dtype)
+        cases.check_residual_norm(TWINS.residual_norm, tokens, 96, dtype)
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 def test_the_twin_of_qk_norm_rope_rounds_once(dtype):
     tokens = cases.TOKENS["batch of two with a reference"]
     for heads in cases.HEADS.values():
-        cases.check_qk_norm_rope(reference.qk_norm_rope, tokens, *heads, dtype, items=2)
+        cases.check_qk_norm_rope(TWINS.qk_norm_rope, tokens, *heads, dtype, items=2)
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 def test_the_twin_of_gelu_quantize_computes_in_fp32(dtype):
-    cases.check_gelu_quantize(reference.gelu_quantize, cases.random(5, 1000, dtype=dtype) * 3)
+    cases.check_gelu_quantize(TWINS.gelu_quantize, cases.random(5, 1000, dtype=dtype) * 3)
 
 
 @pytest.mark.parametrize("form", attention_8bit.FORMS)
 def test_the_twin_of_attention_in_8_bits_is_near_exact_attention(form):
     for tokens, heads in cases.ATTENTION:
-        cases.check_attention_8bit(attention_8bit, tokens, *heads, form)
-    cases.check_attention_of_nan(attention_8bit, form)
-    cases.check_some_queries(attention_8bit, form)
-    check_gaussian_heads(attention_8bit, (1, 1000, 2, 128), form)
+        cases.check_attention_8bit(TWINS, tokens, *heads, form)
+    cases.check_attention_of_nan(TWINS, form)
+    cases.check_some_queries(TWINS, form)
+    check_gaussian_heads(TWINS, (1, 1000, 2, 128), form)
 
 
 def check_gaussian_heads(ops, shape, form, device="cpu"):
     """As they come, and with ten channels of every key apart."""
     q, k, v = cases.random(3, *shape, dtype=torch.bfloat16, device=device)
+    tokens = Tokens(shape[0], 0, shape[1], shape[1])
     for offset, most in ((0, cases.MOST_ERROR[form]), (30, 1.1 * cases.MOST_ERROR[form])):
         shifted = k.float()
         shifted[..., :10] += offset
         shifted = shifted.to(k.dtype)
         out, heads = torch.empty_like(q), cases.Heads.empty(form, q)
-        ops.quantize_heads(q, shifted, heads)
-        if form == "int8_fp8":
-            ops.quantize_values(v, heads)
+        ops.qk_norm_rope(q, shifted, None, None, tokens, 0.0, heads)
         ops.attention_8bit(heads, v, None, out)
         exact = F.scaled_dot_product_attention(
             *(x.transpose(1, 2).double() for x in (q, shifted, v))
@@ -169,6 +171,10 @@ REAL = {
 GELU_SHAPES = [(4296, 12288), (17, 3072), (9, 768), (7, 4096), (5, 123), (3, 16384)]
 
 
+def on_the_card():
+    return cases.Calls(choose_ops(torch.device("cuda")))
+
+
 def needs_e4m3():
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("Triton converts to e4m3 from compute capability 8.9 on")
@@ -177,54 +183,41 @@ def needs_e4m3():
 @on_card
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 def test_residual_norm_on_the_card(dtype):
-    from qwen_l40s.optimizations.kernels.residual_norm import residual_norm
-
     needs_e4m3()
     for tokens in REAL.values():
-        cases.check_residual_norm(residual_norm, tokens, 3072, dtype, device="cuda")
+        cases.check_residual_norm(on_the_card().residual_norm, tokens, 3072, dtype, device="cuda")
     for width in (123, 96, 768, 4096, 12288, 16384) if dtype == torch.bfloat16 else ():
-        cases.check_residual_norm(residual_norm, tokens, width, dtype, device="cuda")
+        cases.check_residual_norm(on_the_card().residual_norm, tokens, width, dtype, device="cuda")
 
 
 @on_card
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 def test_qk_norm_rope_on_the_card(dtype):
-    from qwen_l40s.optimizations.kernels.qk_norm_rope import qk_norm_rope
-
     for tokens in REAL.values():
-        cases.check_qk_norm_rope(qk_norm_rope, tokens, 24, 128, dtype, device="cuda")
+        cases.check_qk_norm_rope(on_the_card().qk_norm_rope, tokens, 24, 128, dtype, device="cuda")
 
 
 @on_card
 def test_qk_norm_rope_of_other_heads_on_the_card():
-    from qwen_l40s.optimizations.kernels.qk_norm_rope import qk_norm_rope
-
     tokens, half = REAL["batch of five, one text token"], torch.bfloat16
     for heads in cases.HEADS.values():
         for angles, items in ((half, 5), (torch.float32, 1)):
-            cases.check_qk_norm_rope(
-                qk_norm_rope, tokens, *heads, half, items=items, angles=angles, device="cuda"
-            )
+            how = {"items": items, "angles": angles, "device": "cuda"}
+            cases.check_qk_norm_rope(on_the_card().qk_norm_rope, tokens, *heads, half, **how)
 
 
 @on_card
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 def test_gelu_quantize_on_the_card(dtype):
-    from qwen_l40s.optimizations.kernels.rows import gelu_quantize
-
     needs_e4m3()
     for shape in GELU_SHAPES:
         x = cases.random(*shape, dtype=dtype, device="cuda") * 3
-        cases.check_gelu_quantize(gelu_quantize, x)
+        cases.check_gelu_quantize(on_the_card().gelu_quantize, x)
 
 
 @on_card
 def test_rows_past_2_to_the_31_elements():
     """Offsets of 64 bits: 8 images of 3072x3072 have that many elements in the MLP."""
-    from qwen_l40s.optimizations.kernels.qk_norm_rope import qk_norm_rope
-    from qwen_l40s.optimizations.kernels.residual_norm import residual_norm
-    from qwen_l40s.optimizations.kernels.rows import gelu_quantize
-
     if torch.cuda.mem_get_info()[0] < 24 * 2**30:
         pytest.skip("needs 24 GiB of free memory on the card")
     half = torch.bfloat16
@@ -233,7 +226,7 @@ def test_rows_past_2_to_the_31_elements():
     x = torch.zeros(2**31 // 12288 + 9, 12288, dtype=half, device="cuda")
     x[-8:] = last
     int8 = RowFormat("int8")
-    q, scale = gelu_quantize(x, int8)
+    q, scale = on_the_card().gelu_quantize(x, int8)
     cases.assert_quantized(q[-8:], scale[-8:], *reference.gelu_quantize(last.double(), int8))
     del x, q
 
@@ -241,7 +234,7 @@ def test_rows_past_2_to_the_31_elements():
     _, norms = cases.halves(tokens, 3072, half, "cuda")
     x = torch.zeros(tokens.rows, 3072, dtype=half, device="cuda")
     x[-8:] = last[:, :3072]
-    h, _ = residual_norm(x, None, None, norms, tokens, cases.EPS)
+    h, _ = on_the_card().residual_norm(x, None, None, norms, tokens, cases.EPS)
     few = Tokens(1, 0, 8, 0)
     exact, _ = reference.residual_norm(
         x[-8:].double(), None, None, cases.doubled(norms), few, cases.EPS
@@ -258,7 +251,7 @@ def test_rows_past_2_to_the_31_elements():
     end = type(rotary)(*(part[:, -8:] for part in rotary))
     exact_q, exact_k = (x[-1:, -8:].double() for x in (q, k))
     reference.qk_norm_rope(exact_q, exact_k, norm, end, Tokens(1, 0, 8, 0), cases.EPS)
-    qk_norm_rope(q, k, norm, rotary, tokens, cases.EPS)
+    on_the_card().qk_norm_rope(q, k, norm, rotary, tokens, cases.EPS)
     cases.assert_rounded(q[-1:, -8:], exact_q, 1e-5)
     cases.assert_rounded(k[-1:, -8:], exact_k, 1e-5)
 
@@ -280,8 +273,8 @@ def test_a_prompt_of_another_length_compiles_nothing():
         tokens = Tokens(1, text, 17 * text, 16 * text)
         gates, norms = cases.halves(tokens, 3072, half, "cuda")
         x = cases.random(tokens.rows, 3072, dtype=half, device="cuda")
-        residual_norm.residual_norm(x, x, gates, norms, tokens, cases.EPS)
-        cases.check_qk_norm_rope(qk_norm_rope.qk_norm_rope, tokens, 24, 128, half, device="cuda")
+        on_the_card().residual_norm(x, x, gates, norms, tokens, cases.EPS)
+        cases.check_qk_norm_rope(on_the_card().qk_norm_rope, tokens, 24, 128, half, device="cuda")
         seen.append(compiled())
     assert seen[0] == seen[-1]
 
@@ -291,7 +284,7 @@ def test_a_prompt_of_another_length_compiles_nothing():
 def test_attention_in_8_bits_on_the_card(form):
     if form == "int8_fp8":
         needs_e4m3()
-    ops = cases.attention_kernels()
+    ops = on_the_card()
     sizes = [*cases.ATTENTION, ((1, 200, 4096), (4, 128)), ((2, 77, 1024), (24, 128))]
     for tokens, heads in sizes:
         for dtype in cases.DTYPES[:2]:

@@ -983,18 +983,21 @@ def sabotaged(monkeypatch, **changes):
     monkeypatch.setattr(block_host, "choose_ops", lambda device: ops)
 
 
-def wrong_gate(x, branch, gates, *others):
-    gates = gates and gates._replace(image=gates.image * 1.5)
-    return TORCH.residual_norm(x, branch, gates, *others)
+def wrong_gate(*like):
+    launch = TORCH.residual_norm(*like)
+    return lambda x, gates, norms: launch(
+        x, gates and gates._replace(image=gates.image * 1.5), norms
+    )
 
 
-def wrong_rotation(q, k, norm, rotary, *others):
-    TORCH.qk_norm_rope(q, k, norm, rotary._replace(sin=-rotary.sin), *others)
+def wrong_rotation(*like):
+    launch = TORCH.qk_norm_rope(*like)
+    return lambda norm, rotary: launch(norm, rotary._replace(sin=-rotary.sin))
 
 
-def not_a_number(x, *others):
-    x.fill_(torch.nan)
-    return TORCH.residual_norm(x, *others)
+def not_a_number(*like):
+    launch = TORCH.residual_norm(*like)
+    return lambda x, *given: launch(x.fill_(torch.nan), *given)
 
 
 def raises(*args):

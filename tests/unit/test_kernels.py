@@ -12,9 +12,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import weight_cases as weights
+from block_kernel_cases import Calls
 
 from qwen_l40s import SettingError
 from qwen_l40s.optimizations import kernels, reference
+from qwen_l40s.optimizations.fused import choose_ops
 from qwen_l40s.spec.formats import RowFormat
 
 FORMATS = ("fp8", "int8")
@@ -165,6 +167,10 @@ print(gemm.linear(torch.ones(3, 16), weight, torch.ones(8, 1)).tolist()[2][7])
 # -------------------------------------------------------------------------------------- on the card
 
 
+def on_the_card():
+    return Calls(choose_ops(torch.device("cuda")))
+
+
 def runnable(format):
     """Skips what the card's tensor cores do not multiply."""
     if torch.cuda.get_device_capability() < {"fp8": (8, 9), "int8": (8, 0)}[format]:
@@ -176,13 +182,11 @@ def runnable(format):
 @quiet
 @pytest.mark.parametrize("format", FORMATS)
 def test_row_quantize_on_the_card_is_its_twin(format):
-    from qwen_l40s.optimizations.kernels.rows import row_quantize
-
     runnable(format)
     for shape in ROWS:
         x = random(*shape, device="cuda").to(torch.bfloat16)
         x[0] = 0
-        q, scale = row_quantize(x, RowFormat(format))
+        q, scale = on_the_card().row_quantize(x, RowFormat(format))
         twin_q, twin_scale = reference.row_quantize(x, RowFormat(format))
         assert torch.equal(scale, twin_scale)
         assert torch.equal(q.float(), twin_q.float())
@@ -205,14 +209,12 @@ def test_weights_are_rounded_on_the_card_to_the_bits_of_the_processor(format, co
 @quiet
 @pytest.mark.parametrize("format", FORMATS)
 def test_scaled_gemm_on_the_card_is_its_twin(format):
-    from qwen_l40s.optimizations.kernels.scaled_gemm import scaled_gemm
-
     runnable(format)
     for m, n, k in SHAPES:
         a, scale_a = reference.row_quantize(random(m, k, device="cuda"), RowFormat(format))
         b, scale_b = reference.row_quantize(random(n, k, device="cuda", seed=1), RowFormat(format))
         bias = random(n, device="cuda").to(torch.bfloat16)
-        out = scaled_gemm(a, b, scale_a, scale_b, bias, torch.float32)
+        out = on_the_card().scaled_gemm(a, b, scale_a, scale_b, bias, torch.float32)
         twin = reference.scaled_gemm(a, b, scale_a, scale_b, bias, torch.float32)
         # Hopper adds e4m3 products with fewer bits than fp32.
         most = 1e-6 if format == "int8" else 4e-3

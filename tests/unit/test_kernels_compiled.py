@@ -181,7 +181,7 @@ SWIGLU = [case(*row, usual=row[1] is ROTATED) for row in SWIGLU]
 
 @pytest.mark.parametrize(("sm", "format", "k"), SWIGLU, ids=str)
 def test_swiglu_holds_two_rows_in_registers(compile_kernel, sm, format, k):
-    from qwen_l40s.optimizations.kernels import rows, swiglu
+    from qwen_l40s.optimizations.kernels import rows
 
     part, parts, warps = rows.launch_shape(k, format is not None and format.rotation > 0)
     pointers = {"gate_ptr": "bf16", "up_ptr": "bf16"}
@@ -193,7 +193,7 @@ def test_swiglu_holds_two_rows_in_registers(compile_kernel, sm, format, k):
     numbers = {"stride": True, "cut": False, "gap": False}
     for keep in (True,) if format is None else (False, True):
         constants["keep"] = keep
-        kernel = swiglu._swiglu_quantize_kernel
+        kernel = rows._swiglu_quantize_kernel
         ptx = compile_kernel(kernel, sm, pointers, numbers, constants, warps)
         masked_at = None if part * parts == k else k
         assert_wide(ptx, format, masked_at=masked_at) if format else None

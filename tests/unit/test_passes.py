@@ -637,7 +637,7 @@ def test_a_graph_gives_what_launching_gives(graphs_here, mix):
 
 
 def test_graphs_outlive_a_run_with_kernels_that_are_found_anew(graphs_here, monkeypatch):
-    again = lambda _: fused.TORCH._replace(prepared={})  # noqa: E731
+    again = lambda _: fused.TORCH._replace()  # noqa: E731
     monkeypatch.setattr("qwen_l40s.optimizations.blocks.host.choose_ops", again)
     passes = Passes({}, {})
     for _ in range(3):

@@ -144,13 +144,13 @@ def launch(no_card):
 
 def prepare(device, columns=512):
     """Prepares one launch of a kernel for rows of so many columns."""
-    from qwen_l40s.optimizations.kernels.rows import prepare_row_quantize
+    from qwen_l40s.optimizations.kernels.rows import row_quantize
     from qwen_l40s.optimizations.reference import QuantizedRows
     from qwen_l40s.spec.formats import RowFormat
 
     x = torch.zeros(8, columns, dtype=torch.bfloat16, device=device)
     out = QuantizedRows(x.to(torch.int8), x.new_empty(8, 1, dtype=torch.float32), 8)
-    return prepare_row_quantize(x, RowFormat("int8"), out)
+    return row_quantize(x, RowFormat("int8"), out).prepared()
 
 
 def test_loads_compile_in_their_order_and_each_kernel_once(launch, monkeypatch):

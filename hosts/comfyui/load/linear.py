@@ -28,7 +28,7 @@ from ....loaders.quantize import COMFY_QUANT, dequantize_rows, quantize_rows
 from ....optimizations import reference
 from ....optimizations.blocks.products import PackedWeight
 from ....optimizations.fallback import Fallback
-from ....optimizations.fused import choose_ops
+from ....optimizations.fused import TORCH, choose_ops
 from ....optimizations.linear import known_gemm, quantized_linear
 
 LAYOUT = "QwenL40S_FP8Rows"
@@ -245,14 +245,20 @@ def _as_int8(weight: QuantizedTensor) -> QuantizedTensor:
         convrot_groupsize=own.convrot_groupsize,
     )
     compiling = torch.compiler.is_compiling()  # which cannot trace a launch
-    decode = reference.decode_weight if compiling else _decoder(scale.device)
-    return QuantizedTensor(decode(*packed), "TensorWiseINT8Layout", params)
+    if compiling or not _launches(scale.device):
+        return QuantizedTensor(reference.decode_weight(*packed), "TensorWiseINT8Layout", params)
+    from ....optimizations.kernels.decode_weight import decode_weight
+
+    values = torch.empty(own.orig_shape, dtype=torch.int8, device=scale.device)
+    decode_weight(*packed, values).once()
+    return QuantizedTensor(values, "TensorWiseINT8Layout", params)
 
 
 @functools.cache
-def _decoder(device: torch.device) -> Callable[..., torch.Tensor]:
+def _launches(device: torch.device) -> bool:
+    """Whether Triton decodes weights there."""
     ops = choose_ops(device)
-    return reference.decode_weight if isinstance(ops, Fallback) else ops.decode_weight
+    return not isinstance(ops, Fallback) and ops is not TORCH
 
 
 def rotation_of(params: Any) -> int:
