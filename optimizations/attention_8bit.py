@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import reference
-from .reference import SMALLEST_ROW, QKNorm, Rotary, Tokens
+from .reference import SMALLEST_ROW, QKNorm, Rotary, Tokens, wide_dtype
 
 FORMS = ("int8", "int8_fp8")
 HEAD_DIMS = (32, 64, 128)  # that the kernels take
@@ -110,21 +109,45 @@ def qk_norm_rope(
     into: Heads | None = None,
     first: int = 0,
 ) -> None:
-    """As `reference.qk_norm_rope`, or with the result in int8.
+    """Normalizes the heads of queries and keys and turns them by their position, in place or into
+    8 bits.
+
+        n = x / sqrt(mean(x * x) + eps) * weight;  (a, b) = (a cos - b sin, a sin + b cos)
+
+    with a and b the elements 2 i and 2 i + 1 of a head. Computed in fp32, or float64 for a float64
+    q, and rounded once.
 
     Args:
-        norm, rotary: None where q and k are normalized and rotated, for int8.
+        q: (B, queries, heads, head_dim), in joint order from token `first` on; batch and tokens
+            with any stride.
+        k: (B, joint, heads, head_dim), likewise.
+        norm: Weights of both streams.
+        rotary: Cosines and sines of every token; both None where q and k are normalized and
+            rotated, for int8.
+        tokens: How many of the tokens are text.
+        eps: Added to the mean square.
         into: Is written, and q and k stay as they are; None changes them in place.
     """
-    if norm is None:
+    if norm is not None:
+        if into is not None:
+            q, k = (part.to(torch.float32, copy=True) for part in (q, k))
+        wide = wide_dtype(q)
+        cos, sin = (part.to(wide).unsqueeze(2) for part in rotary)
+        for x, start, weights in (
+            (q, first, (norm.text_query, norm.query)),
+            (k, 0, (norm.text_key, norm.key)),
+        ):
+            stop = start + x.shape[1]
+            cut = min(max(tokens.text, start), stop)
+            for begin, end, weight in ((start, cut, weights[0]), (cut, stop, weights[1])):
+                here = slice(begin - start, end - start)
+                part = x[:, here].to(wide)
+                part = part * (part.square().mean(-1, keepdim=True) + eps).rsqrt()
+                a, b = (part * weight.to(wide)).unflatten(-1, (-1, 2)).unbind(-1)
+                c, s = cos[:, begin:end], sin[:, begin:end]
+                x[:, here] = torch.stack((a * c - b * s, a * s + b * c), dim=-1).flatten(-2)
+    if into is not None:
         quantize_heads(q, k, into)
-        return
-    if into is None:
-        reference.qk_norm_rope(q, k, norm, rotary, tokens, eps, first)
-        return
-    q, k = (part.to(torch.float32, copy=True) for part in (q, k))
-    reference.qk_norm_rope(q, k, norm, rotary, tokens, eps, first)
-    quantize_heads(q, k, into)
 
 
 def score_scale(head_dim: int) -> float:

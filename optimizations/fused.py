@@ -212,6 +212,6 @@ def _compare(ops: Ops, device: torch.device) -> bool:
     rotary = Rotary(random(1, 8, 16), random(1, 8, 16))
     twins = q.clone(), k.clone()
     ops.qk_norm_rope(q, k, weights, rotary, tokens, 1e-6)(weights, rotary)
-    reference.qk_norm_rope(*twins, weights, rotary, tokens, 1e-6)
+    attention_8bit.qk_norm_rope(*twins, weights, rotary, tokens, 1e-6)
     pairs = ((x, twin), (h, expected), (q, twins[0]), (k, twins[1]))
     return all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in pairs)

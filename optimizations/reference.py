@@ -206,7 +206,7 @@ def row_quantize(x: torch.Tensor, format: RowFormat) -> tuple[torch.Tensor, torc
     largest = largest_of(format.storage)
     wide = x.float()
     if format.rotation:
-        wide = rotate(x.to(_wide(x)), format.rotation).float()
+        wide = rotate(x.to(wide_dtype(x)), format.rotation).float()
     magnitude = wide.abs().amax(dim=-1, keepdim=True)
     # By a tensor: by a number, a card multiplies with the reciprocal, which is not the same.
     exact = magnitude / torch.full((), largest, device=x.device)
@@ -248,7 +248,7 @@ def residual_norm(
         h, (rows, D): in x's dtype, or quantized; None without `norms`.
         Its scale, (rows, 1), fp32; None where h is not quantized.
     """
-    wide = _wide(x)
+    wide = wide_dtype(x)
     width = x.shape[1]
     h = scale = None
     if norms is not None:
@@ -276,48 +276,6 @@ def residual_norm(
     return h, scale
 
 
-def qk_norm_rope(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    norm: QKNorm,
-    rotary: Rotary,
-    tokens: Tokens,
-    eps: float,
-    first: int = 0,
-) -> None:
-    """Normalizes the heads of queries and keys and turns them by their position, in place.
-
-        n = x / sqrt(mean(x * x) + eps) * weight;  (a, b) = (a cos - b sin, a sin + b cos)
-
-    with a and b the elements 2 i and 2 i + 1 of a head. Computed in fp32, or float64 for a float64
-    q, and rounded once.
-
-    Args:
-        q: (B, queries, heads, head_dim), in joint order from token `first` on; batch and tokens
-            with any stride.
-        k: (B, joint, heads, head_dim), likewise.
-        norm: Weights of both streams.
-        rotary: Cosines and sines of every token.
-        tokens: How many of the tokens are text.
-        eps: Added to the mean square.
-    """
-    wide = _wide(q)
-    cos, sin = (part.to(wide).unsqueeze(2) for part in rotary)
-    for x, start, weights in (
-        (q, first, (norm.text_query, norm.query)),
-        (k, 0, (norm.text_key, norm.key)),
-    ):
-        stop = start + x.shape[1]
-        cut = min(max(tokens.text, start), stop)
-        for begin, end, weight in ((start, cut, weights[0]), (cut, stop, weights[1])):
-            here = slice(begin - start, end - start)
-            part = x[:, here].to(wide)
-            part = part * (part.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.to(wide)
-            a, b = part.unflatten(-1, (-1, 2)).unbind(-1)
-            c, s = cos[:, begin:end], sin[:, begin:end]
-            x[:, here] = torch.stack((a * c - b * s, a * s + b * c), dim=-1).flatten(-2)
-
-
 def gelu_quantize(
     x: torch.Tensor, format: RowFormat, keep: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -331,7 +289,7 @@ def gelu_quantize(
     Returns:
         q, (M, K), and scale, (M, 1), as of `row_quantize`.
     """
-    activated = F.gelu(x.to(_wide(x)), approximate="tanh")
+    activated = F.gelu(x.to(wide_dtype(x)), approximate="tanh")
     if keep:
         x.copy_(activated)
     return row_quantize(activated, format)
@@ -350,7 +308,7 @@ def swiglu_quantize(
     Returns:
         q, (M, K), and scale, (M, 1), as of `row_quantize`; None without a format.
     """
-    wide = _wide(gate)
+    wide = wide_dtype(gate)
     activated = F.silu(gate.to(wide)) * up.to(wide)
     if keep or format is None:
         gate.copy_(activated)
@@ -454,7 +412,7 @@ def storage_of(format: RowFormat) -> torch.dtype:
     return STORAGE[format.storage]
 
 
-def _wide(x: torch.Tensor) -> torch.dtype:
+def wide_dtype(x: torch.Tensor) -> torch.dtype:
     """What is computed in: float64 of a float64 `x`, else fp32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 

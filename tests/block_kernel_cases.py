@@ -214,7 +214,7 @@ def check_qk_norm_rope(
     rotary = rotation(items, tokens.joint, head_dim, angles or torch.float32, device)
     norm = norm_weights(head_dim, dtype, device)
     exact_q, exact_k, values = q.double(), k.double(), v.clone()
-    reference.qk_norm_rope(exact_q, exact_k, doubled(norm), doubled(rotary), tokens, EPS)
+    attention_8bit.qk_norm_rope(exact_q, exact_k, doubled(norm), doubled(rotary), tokens, EPS)
     function(q, k, norm, rotary, tokens, EPS)
     assert_rounded(q, exact_q, 1e-5, truncated=truncated)
     assert_rounded(k, exact_k, 1e-5, truncated=truncated)
@@ -311,7 +311,7 @@ def check_attention_8bit(
         assert apart.max() <= 1  # e4m3's own step, where a reciprocal put it beyond a middle
         assert (apart > 0).float().mean() < 1e-3
     exact_q, exact_k = q.double(), k.double()
-    reference.qk_norm_rope(exact_q, exact_k, doubled(norm), doubled(rotary), tokens, EPS)
+    attention_8bit.qk_norm_rope(exact_q, exact_k, doubled(norm), doubled(rotary), tokens, EPS)
     mask = torch.zeros(batch, 1, 1, rows, dtype=dtype, device=device)
     mask[-1, ..., : rows // 3] = -torch.inf
     mask[0, ..., rows // 2 :: 5] = -1

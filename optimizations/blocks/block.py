@@ -33,9 +33,8 @@ from ..linear import Gemm
 from ..modulation import Entry
 from ..reference import LowRank, Modulation, QKNorm, Rotary, Tokens
 from .block_form import layout_of, part_of
-from .loras import LowForm, downs_of
 from .products import Operand, PackedOperand, PackedWeight, merged_product
-from .shape import Share
+from .shape import LowForm, Share, downs_of
 from .workspace import DENSE, BlockForm, LayerForm, Prefix, Program, Workspace, streams_of
 
 
@@ -133,7 +132,7 @@ class KnownBlock(NamedTuple):
         modules: The host's layers, and the RMSNorms of a `QKNorm`.
         form: Equal forms are the same object.
         ups: The second matrix of each layer's LoRAs, or None.
-        downs: As of `loras.downs_of`; empty where there are no LoRAs.
+        downs: As of `shape.downs_of`; empty where there are no LoRAs.
         operands: Of each layer, or its module where it runs itself; None where tensors may move.
         norms: Of queries and keys; None where they may move.
     """

@@ -17,9 +17,14 @@ from ..fallback import Fallback
 from ..fused import choose_ops
 from ..modulation import Entry
 from .block import KnownBlock, Layers, Step
-from .block_form import classes_of, token_layers, unknown_modulation, unsupported_block
+from .block_form import (
+    OwnCode,
+    classes_of,
+    token_layers,
+    unknown_modulation,
+    unsupported_block,
+)
 from .graphs import GraphFigures
-from .own_code import OwnCode
 from .self_check import FirstBlockCheck, Streams
 from .workspace import DENSE, Prefix
 

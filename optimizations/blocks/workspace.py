@@ -19,7 +19,6 @@ from ..fused import Ops
 from ..linear import Gemm
 from ..reference import Modulation, QKNorm, QuantizedRows, Rotary, Tokens
 from .block_form import GELU, SPLIT_SWIGLU
-from .loras import READERS, SPLIT_READERS, LowForm, LowRows, Readers
 from .products import (
     Decoder,
     PackedOperand,
@@ -33,7 +32,7 @@ from .products import (
     module_product,
     quantized_product,
 )
-from .shape import Shape, Share
+from .shape import READERS, SPLIT_READERS, LowForm, LowRows, Readers, Shape, Share
 
 DENSE = "dense"
 STREAMS = ("text", "image")

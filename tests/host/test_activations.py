@@ -20,8 +20,8 @@ from tracked_allocations import Allocations
 from qwen_l40s.hosts.comfyui.lora.bypass import Beside, BypassForward, BypassLayers, Matrices
 from qwen_l40s.hosts.comfyui.sample import attention, forward
 from qwen_l40s.optimizations import linear, reference
+from qwen_l40s.optimizations.blocks import block_form
 from qwen_l40s.optimizations.blocks import host as block_host
-from qwen_l40s.optimizations.blocks import own_code
 from qwen_l40s.optimizations.blocks.block import LayerTensors
 from qwen_l40s.optimizations.fused import TORCH
 from qwen_l40s.optimizations.modulation import compute_entry
@@ -165,9 +165,9 @@ def stand_ins():
         mock.patch.object(attention, "optimized_attention_masked", host_attention),
         mock.patch.object(qwen, "apply_rope1", rotate),
     ):
-        own_code.called_by.cache_clear()  # as if ComfyUI had been imported with them
+        block_form.called_by.cache_clear()  # as if ComfyUI had been imported with them
         yield
-    own_code.called_by.cache_clear()
+    block_form.called_by.cache_clear()
 
 
 def given_bytes(request):

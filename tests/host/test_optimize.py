@@ -40,7 +40,7 @@ from qwen_l40s.nodes.optimize import QwenL40SOptimize
 from qwen_l40s.optimizations import fused
 from qwen_l40s.optimizations.attention import BACKENDS, choice
 from qwen_l40s.optimizations.attention import Attention as ChosenBackend
-from qwen_l40s.optimizations.blocks import own_code
+from qwen_l40s.optimizations.blocks import block_form
 
 pytestmark = pytest.mark.each_device
 FOLDER = folder("optimize")
@@ -438,11 +438,11 @@ def test_an_argument_of_a_block_that_is_unknown_is_left_to_comfyui(monkeypatch):
         function.__code__ = function.__code__.replace(co_filename=own.__code__.co_filename)
     monkeypatch.setattr(QwenImageTransformerBlock, "forward", newer)
     monkeypatch.setattr(QwenImageTransformerBlock, "__call__", call, raising=False)
-    own_code.functions_of.cache_clear()
+    block_form.functions_of.cache_clear()
     try:
         clone = compare(stock(), fused_blocks=False, most=0)
     finally:
-        own_code.functions_of.cache_clear()
+        block_form.functions_of.cache_clear()
     assert "arguments that are unknown here" in report_of(clone)
 
 

@@ -36,8 +36,8 @@ from qwen_l40s.hosts.diffusers.settings import GenerateSettings
 from qwen_l40s.optimizations import run as runs
 from qwen_l40s.optimizations.attention import BACKENDS
 from qwen_l40s.optimizations.attention import backends as sdpa
+from qwen_l40s.optimizations.blocks import block_form
 from qwen_l40s.optimizations.blocks import host as block_host
-from qwen_l40s.optimizations.blocks import own_code
 from qwen_l40s.optimizations.blocks.block import BlockExecutor
 from qwen_l40s.optimizations.fallback import Fallback
 from qwen_l40s.optimizations.fused import TORCH
@@ -951,11 +951,11 @@ def test_block_arguments_that_are_not_known(change, reason, fused, monkeypatch, 
 
     tolerant.__code__ = tolerant.__code__.replace(co_filename=original.__code__.co_filename)
     monkeypatch.setattr(block_class, "forward", tolerant)
-    own_code.functions_of.cache_clear()
-    request.addfinalizer(own_code.functions_of.cache_clear)
+    block_form.functions_of.cache_clear()
+    request.addfinalizer(block_form.functions_of.cache_clear)
     for block in model.transformer_blocks:
         block.register_forward_pre_hook(change_arguments, with_kwargs=True)
-    for module in (runs, own_code):
+    for module in (runs, block_form):
         monkeypatch.setattr(module, "is_changed", lambda module: False)
     assert_host(model, given, fused, reason)
 
@@ -968,7 +968,7 @@ def test_embedding_that_is_changed_for_one_block_counts(fused, monkeypatch):
 
     model.transformer_blocks[1].register_forward_pre_hook(change, with_kwargs=True)
     expected = model(**given)[0]
-    for module in (runs, own_code):
+    for module in (runs, block_form):
         monkeypatch.setattr(module, "is_changed", lambda module: False)
     optimize(model)
     # The first block's last kernel has applied the table's row to what the second one reads.

@@ -20,9 +20,9 @@ from test_block import DIM, LAYERS, MIXES, Case, Layers, attend, new_block, rand
 from qwen_l40s.optimizations import fused, run
 from qwen_l40s.optimizations.attention import AttentionRequest, ChosenAttention
 from qwen_l40s.optimizations.attention_8bit import FORMS
-from qwen_l40s.optimizations.blocks import graphs, own_code, workspace
+from qwen_l40s.optimizations.blocks import block_form, graphs, workspace
 from qwen_l40s.optimizations.blocks.block import BlockExecutor
-from qwen_l40s.optimizations.blocks.block_form import is_changed, part_of
+from qwen_l40s.optimizations.blocks.block_form import OwnCode, is_changed, part_of
 from qwen_l40s.optimizations.blocks.graphs import (
     MOST_GRAPHS,
     GraphFigures,
@@ -31,7 +31,6 @@ from qwen_l40s.optimizations.blocks.graphs import (
     Work,
 )
 from qwen_l40s.optimizations.blocks.host import BlockInputs, DoubleStream
-from qwen_l40s.optimizations.blocks.own_code import OwnCode
 from qwen_l40s.optimizations.blocks.products import (
     Operand,
     Read,
@@ -873,8 +872,8 @@ def test_a_function_of_a_class_that_is_replaced_is_named(monkeypatch):
     monkeypatch.setattr(kind, "forward", lambda self: None)
     assert str(code.changed()) == f"another extension has changed {kind.__name__}.forward"
     # So is one that was replaced before this package was imported.
-    own_code.functions_of.cache_clear()
+    block_form.functions_of.cache_clear()
     assert OwnCode(blocks, (), lambda layers: False).changed()
     monkeypatch.undo()
-    own_code.functions_of.cache_clear()
+    block_form.functions_of.cache_clear()
     assert OwnCode(blocks, (), lambda layers: False).changed() is None

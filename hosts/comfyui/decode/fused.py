@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from comfy.ldm.wan import vae, vae2_2
 from torch import Tensor
 
-from ....optimizations.blocks.block_form import is_changed
-from ....optimizations.blocks.own_code import called_by, functions_of
+from ....optimizations.blocks.block_form import called_by, functions_of, is_changed
 from ....optimizations.vae import flat, tiles
 from ....optimizations.vae.pixels import choose_pixel_ops
 from ....optimizations.vae.tiles import Layer, Middle

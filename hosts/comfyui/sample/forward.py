@@ -18,9 +18,8 @@ import comfy.ops
 import torch
 
 from ....optimizations.blocks.block import Step
-from ....optimizations.blocks.block_form import blocks_of
+from ....optimizations.blocks.block_form import blocks_of, called_by
 from ....optimizations.blocks.host import BlockInputs, DoubleStream
-from ....optimizations.blocks.own_code import called_by
 from ....optimizations.blocks.self_check import Streams
 from ....optimizations.blocks.workspace import Prefix
 from ....optimizations.fallback import Fallback
