@@ -127,7 +127,7 @@ TORCH = Ops(
 
 
 def choose_ops(device: torch.device) -> Ops | Fallback:
-    """The kernels for a device, or why there are none."""
+    """Gives the kernels for a device, or why there are none."""
     if device.type == "cpu" and not kernels.interpreted():
         return TORCH
     if device.type != "cpu" and (device.type != "cuda" or torch.version.hip is not None):

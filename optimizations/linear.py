@@ -371,12 +371,11 @@ def _trial(gemm: Gemm, device: torch.device) -> str:
 
 
 def _expand(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """values * scale in one temporary; the product is rounded once."""
+    """Multiplies values by their scale in one temporary; the product is rounded once."""
     return values.to(dtype).mul_(scale)
 
 
 def _rotated(x: torch.Tensor, rotation: int) -> torch.Tensor:
-    """x with its last dimension rotated, rounded once to its dtype."""
     if not rotation:
         return x
     rows = x.reshape(-1, x.shape[-1]).float()
@@ -391,7 +390,6 @@ def _expanded(
 
 
 def _scaled_mm(xq, x_scale, weight, scale, bias, out_dtype, out, fast):
-    """Arguments and result of `Gemm.linear_quantized`, and whether sums may be rough."""
     rows = len(xq)
     if rows == 1:  # its only scale would be taken for one of the whole matrix
         xq, x_scale = F.pad(xq, (0, 0, 0, 15)), x_scale.expand(16, 1).contiguous()
@@ -417,7 +415,6 @@ def _scaled_mm(xq, x_scale, weight, scale, bias, out_dtype, out, fast):
 
 
 def _int_mm(xq, x_scale, weight, scale, bias, out_dtype, out):
-    """Arguments and result of `Gemm.linear_quantized`."""
     rows = xq.shape[0]
     if rows <= 16:  # CUDA refuses them
         xq = F.pad(xq, (0, 0, 0, 32 - rows))

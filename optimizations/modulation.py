@@ -41,7 +41,7 @@ class Entry:
     text: torch.Tensor
 
     def of(self, block: int) -> tuple[Modulation, Modulation]:
-        """The halves of one block: attention's and the MLP's."""
+        """Gives the halves of one block: attention's and the MLP's."""
         return self._halves[block]
 
     @cached_property
@@ -101,7 +101,6 @@ class TableFigures:
         self.timesteps, self.bytes = len(table), table.bytes
 
     def lines(self) -> list[str]:
-        """Lines about the run."""
         lines = []
         if self.direct:
             lines.append(
@@ -184,7 +183,6 @@ class ModulationTable:
         return self._entries[key]
 
     def drop(self) -> None:
-        """Frees all entries."""
         self._entries.clear()
         self.bytes = 0
 
@@ -233,7 +231,7 @@ def compute_entry(blocks: Sequence[torch.nn.Module], embedding: torch.Tensor, ba
 
 
 def _keys(embeddings: torch.Tensor, batch: int, state: Hashable) -> list[tuple[Hashable, ...]]:
-    """One key for each of (n, R, D) embeddings; the card is waited for once."""
+    """Makes one key for each of (n, R, D) embeddings; waits for the card once."""
     bits = embeddings.detach().cpu().contiguous().view(torch.uint8).numpy()
     form = state, batch, embeddings.device, embeddings.shape[1:], embeddings.dtype
     return [(*form, row.tobytes()) for row in bits]

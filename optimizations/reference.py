@@ -41,7 +41,6 @@ class Tokens(NamedTuple):
 
     @property
     def joint(self) -> int:
-        """Tokens of one item."""
         return self.text + self.image
 
     @property
@@ -51,7 +50,6 @@ class Tokens(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Rows of both streams."""
         return self.batch * self.joint
 
 
@@ -93,7 +91,7 @@ class QuantizedRows(NamedTuple):
 
     @classmethod
     def empty(cls, rows: torch.Tensor, format: RowFormat) -> QuantizedRows:
-        """Room for rows like these, all of one stream."""
+        """Makes room for rows like these, all of one stream."""
         values = rows.new_empty(rows.shape, dtype=storage_of(format))
         return cls(values, rows.new_empty(len(rows), 1, dtype=torch.float32), len(rows))
 
@@ -103,7 +101,7 @@ class QuantizedRows(NamedTuple):
         return len(self.scale) - len(self.values)
 
     def part(self, start: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Values and scales of `length` rows of one stream from `start` on."""
+        """Gives values and scales of `length` rows of one stream from `start` on."""
         shift = self.gap if start >= self.cut else 0
         return (
             self.values[start : start + length],
@@ -380,25 +378,21 @@ def low_rank_rows(
         order: Which rows are of which stream.
         out: Where to write, (rows, R or more); columns from a stream's own R on are not written.
     """
-    downs = text_down, image_down
-    begin = 0
-    for _ in range(order.items):
-        for length, down in zip(order[1:], downs, strict=True):
-            rows = slice(begin, begin + length)
-            if down is not None:
-                out[rows, : len(down)] = x[rows] @ down.t()
-            begin += length
+    lengths, downs = order.items * order[1:], order.items * (text_down, image_down)
+    for rows, written, down in zip(x.split(lengths), out.split(lengths), downs, strict=True):
+        if down is not None:
+            written[:, : len(down)] = rows @ down.t()
 
 
 def largest_of(format: str) -> float:
-    """The largest magnitude of a format; SettingError for a name that is none."""
+    """Gives the largest magnitude of a format; raises SettingError for a name that is none."""
     if format not in LARGEST:
         raise SettingError(f"there is no quantized format {format!r}: use {' or '.join(LARGEST)}")
     return LARGEST[format]
 
 
 def check_rotation(size: int, columns: int) -> None:
-    """SettingError for groups that do not fit rows of so many columns."""
+    """Raises SettingError for groups that do not fit rows of so many columns."""
     if not is_rotation(size, columns):
         raise SettingError(
             f"rows of {columns} columns cannot be rotated in groups of {size}: a group is a power "
@@ -407,18 +401,18 @@ def check_rotation(size: int, columns: int) -> None:
 
 
 def storage_of(format: RowFormat) -> torch.dtype:
-    """What quantized rows are stored as; SettingError for a format that there is not."""
+    """Gives the dtype of quantized rows; raises SettingError for a format that there is not."""
     largest_of(format.storage)
     return STORAGE[format.storage]
 
 
 def wide_dtype(x: torch.Tensor) -> torch.dtype:
-    """What is computed in: float64 of a float64 `x`, else fp32."""
+    """Says what is computed in: float64 of a float64 `x`, else fp32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _segments(tokens: Tokens) -> Iterator[tuple[slice, str, int]]:
-    """Rows that share a modulation: their place, their stream, and which row of its modulation."""
+    """Yields rows that share a modulation: their place, their stream, and its row of that."""
     begin = 0
     for item in range(tokens.batch):
         yield slice(begin, begin + tokens.text), "text", item

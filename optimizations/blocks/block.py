@@ -121,7 +121,6 @@ class Step(NamedTuple):
 
     @property
     def before(self) -> int:
-        """Tokens of the prefix."""
         return 0 if self.prefix is None else self.prefix.keys.shape[1]
 
 
@@ -280,7 +279,7 @@ class BlockExecutor:
     def _both(
         self, form: BlockForm, after: BlockForm, share: Share, x: torch.Tensor
     ) -> tuple[Program, Program]:
-        """The programs of two blocks, of the same buffers."""
+        """Finds the programs of two blocks, which share buffers."""
         programs = self._programs
         while True:
             changes = self._workspace.changes
@@ -299,7 +298,7 @@ class BlockExecutor:
         step: Step,
         halves: tuple[Modulation, Modulation],
     ) -> None:
-        """All of a block but its first norm and its last residual."""
+        """Runs all of a block but its first norm and its last residual."""
         self._multiply(program, here, 0, 6)
         self.go_to_last(program, here, x, step, halves)
         self._multiply(program, here, 10, 12)
@@ -312,7 +311,7 @@ class BlockExecutor:
         step: Step,
         halves: tuple[Modulation, Modulation],
     ) -> None:
-        """From q, k and v to what the MLP's last layers read."""
+        """Computes what the MLP's last layers read, from q, k and v."""
         attention, mlp = halves
         if step.prefix is not None:
             program.place(step.prefix)
@@ -329,7 +328,6 @@ class BlockExecutor:
         program.activate()
 
     def _multiply(self, program: Program, here: KnownBlock, first: int, last: int) -> None:
-        """Runs the products of the places from `first` on, without `last`."""
         self.compute_low(program, here, max(0, first // 2 - 2))
         if self._beside is None:
             self.multiply(program, here, range(first, last))
@@ -344,7 +342,7 @@ class BlockExecutor:
             current.wait_stream(self._beside)
 
     def compute_low(self, program: Program, here: KnownBlock, reader: int) -> None:
-        """What the LoRAs of a reader make of the rows that are there."""
+        """Computes what the LoRAs of a reader make of the rows that are there."""
         if here.downs and any(down is not None for down in here.downs[reader]):
             program.compute_low(reader, here.downs[reader])
 

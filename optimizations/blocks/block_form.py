@@ -65,7 +65,7 @@ class BlockLayout(NamedTuple):
 
     @property
     def head_norms(self) -> tuple[str, ...]:
-        """The RMSNorms of a `QKNorm`."""
+        """Names the RMSNorms of a `QKNorm`."""
         norms = self.spec.head_norms
         return norms if len(norms) == 4 else 2 * norms
 
@@ -88,15 +88,12 @@ FUSED_SINGLE = _single(FUSED_SINGLE_STREAM, (GATE_UP, GATE_UP), SWIGLU)
 
 
 class ModulationLayer(NamedTuple):
-    """One modulation layer: of which block, of which stream, and the host's module."""
-
     block: int
     stream: Literal["image", "text"]
     module: torch.nn.Module
 
 
 def blocks_of(transformer: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
-    """The blocks of a host's transformer, in order."""
     return tuple(transformer.transformer_blocks)
 
 
@@ -133,7 +130,6 @@ def head_norms(block: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def part_of(block: torch.nn.Module, name: str) -> torch.nn.Module:
-    """A submodule by its name."""
     # As get_submodule, which takes five times as long: a run asks for 960.
     for child in name.split("."):
         block = block._modules.get(child) or getattr(block, child)
@@ -141,7 +137,6 @@ def part_of(block: torch.nn.Module, name: str) -> torch.nn.Module:
 
 
 def modulation_layers(blocks: Sequence[torch.nn.Module]) -> Iterator[ModulationLayer]:
-    """The modulation layers of some blocks, in order."""
     for index, block in enumerate(blocks):
         for stream, name in MODULATION.items():
             yield ModulationLayer(index, stream, getattr(block, name))
@@ -273,18 +268,15 @@ class _Function(NamedTuple):
 
     @property
     def changed(self) -> bool:
-        """Whether another one is there."""
         return self.place.__dict__.get(self.name) is not self.own
 
     @property
     def label(self) -> str:
-        """What to call it."""
         return f"{self.place.__name__}.{self.name}"
 
 
 @cache
 def functions_of(kind: type) -> tuple[_Function, ...]:
-    """The functions of a module's class."""
     found = []
     for base in kind.__mro__[: kind.__mro__.index(torch.nn.Module)]:
         for name, value in vars(base).items():
@@ -345,7 +337,6 @@ class _Parts(NamedTuple):
 
     @classmethod
     def none(cls) -> _Parts:
-        """Of no modules."""
         return cls(*([] for _ in cls._fields))
 
     @property
@@ -407,7 +398,7 @@ def _parts(block: torch.nn.Module, multiplied: set[torch.nn.Module]) -> _Parts:
 def _path(
     block: torch.nn.Module, name: str
 ) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Module, str]]:
-    """The steps to a submodule: from a parent by a key to a child, with the child's path."""
+    """Yields a parent, a key and a child with its path for each step to a submodule."""
     parent, path = block, ""
     for key in filter(None, name.split(".")):
         child = part_of(parent, key)

@@ -104,12 +104,8 @@ class PassGraph:
     """A captured pass.
 
     Args:
-        graph: torch's.
         pool: What it allocated comes from.
-        inputs: What it reads.
-        weights: The token of where the weights are.
         workspaces: Whose buffers it uses.
-        borrowed: Of the work.
 
     Attributes:
         issued: When the processor had issued the last replay, by `time.perf_counter`.
@@ -120,13 +116,11 @@ class PassGraph:
         graph: torch.cuda.CUDAGraph,
         pool: tuple[int, int],
         inputs: Inputs,
-        weights: Hashable,
+        work: Work,
         workspaces: Sequence[Workspace],
-        borrowed: Sequence[Prefix] | None = None,
     ) -> None:
         self._graph, self._inputs = graph, inputs
-        self.pool, self.weights = pool, weights
-        self.borrowed = borrowed
+        self.pool, self.weights, self.borrowed = pool, work.weights, work.borrowed
         self.issued = 0.0
         self._buffers = [(workspace, workspace.changes) for workspace in workspaces]
 
@@ -138,14 +132,13 @@ class PassGraph:
     def replay(
         self, text: torch.Tensor, image: torch.Tensor, step: Step, entry: Entry
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Text and image after all blocks, new tensors."""
+        """Gives text and image after all blocks, new tensors."""
         self._inputs.copy(text, image, step, entry)
         self._graph.replay()
         self.issued = time.perf_counter()
         return streams_of(self._inputs.x.clone(), step.tokens)
 
     def reset(self) -> None:
-        """Frees what it holds."""
         if self._buffers:
             self._buffers, self.borrowed = [], None
             self._graph.reset()
@@ -208,11 +201,9 @@ class GraphFigures:
     reasons: dict[str, int] = field(default_factory=dict)
 
     def refuse(self, reason: str) -> None:
-        """Counts a pass without a graph."""
         self.reasons[reason] = self.reasons.get(reason, 0) + 1
 
     def lines(self) -> list[str]:
-        """Lines about the run."""
         lines = []
         if self.replayed:
             lines.append(
@@ -226,7 +217,7 @@ class GraphFigures:
 
 
 def recent(kept: dict[Hashable, _Kept], shape: Hashable, new: Callable[[], _Kept]) -> _Kept:
-    """What is kept of a shape; where it is one too many, the least recently used is dropped."""
+    """Gives what is kept of a shape; where it is one too many, drops the least recently used."""
     found = kept.pop(shape, None) or new()
     kept[shape] = found
     for old in list(kept)[:-MOST_SEEN]:  # a copy: threads of other cards add some
@@ -251,17 +242,15 @@ class PassMemory:
 
     @property
     def has_graphs(self) -> bool:
-        """Whether there is one."""
         return bool(self._graphs)
 
     def start_run(self) -> None:
-        """Counts passes anew."""
         for seen in self._seen.values():
             seen.runs += bool(seen.passes)
             seen.passes, seen.refusal = 0, ""
 
     def free_buffers(self) -> None:
-        """Where no graph needs them, and large ones with their graphs."""
+        """Frees buffers that no graph needs, and large ones with their graphs."""
         for key in [key for key, graph in self._graphs.items() if graph.borrowed is not None]:
             self._graphs.pop(key).reset()
         self.drop_void()
@@ -269,7 +258,6 @@ class PassMemory:
             self.release()
 
     def release(self) -> None:
-        """Frees everything."""
         for graph in self._graphs.values():
             graph.reset()
         self._graphs.clear()
@@ -277,11 +265,10 @@ class PassMemory:
         self.workspace = Workspace(self.workspace.ops)
 
     def seen(self, key: Hashable) -> Seen:
-        """The passes of a shape."""
         return recent(self._seen, key, Seen)
 
     def graph(self, work: Work) -> PassGraph | None:
-        """The graph of some work, where what it reads is where it was; others are dropped."""
+        """Gives the graph of some work, where what it reads is where it was; drops others."""
         self.drop_void()
         found = self._graphs.pop(work.key, None)
         if found is None:
@@ -321,7 +308,7 @@ class PassMemory:
         if [space.changes for space in spaces] != changes:
             graph.reset()
             return FIRST
-        found = PassGraph(graph, pool, inputs, work.weights, spaces, work.borrowed)
+        found = PassGraph(graph, pool, inputs, work, spaces)
         for memory in memories:  # each keeps the buffers as long as the graph is there
             memory._graphs[work.key] = found
         figures.captured += 1
@@ -354,7 +341,6 @@ class PassMemory:
         return self._pool
 
     def _pool_of(self, card: torch.device) -> torch.cuda.MemPool:
-        """For graphs that another card replays."""
         if self._lent is None:
             self._lent = pool_on(card)
         return self._lent

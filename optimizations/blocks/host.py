@@ -58,15 +58,13 @@ class DoubleStream:
     prefixes = None
 
     def lasting(self, capturing: bool = False) -> AbstractContextManager[None]:
-        """As of `HostPass`: a host may allocate as it likes."""
         return nullcontext()
 
     def failed(self, error: RuntimeError) -> Fallback | None:
-        """As of `HostPass`: no error is the host's."""
         return None
 
     def clean_up(self) -> None:
-        """As of `HostPass`: nothing is left open."""
+        """Does nothing: nothing is left open."""
 
     def unchanged(
         self,
@@ -75,7 +73,6 @@ class DoubleStream:
         arguments: dict[str, Any],
         inputs: tuple[torch.Tensor, torch.Tensor, object],
     ) -> bool:
-        """As of `HostPass`."""
         text, image, embedding = inputs
         return (
             not positional
@@ -85,7 +82,6 @@ class DoubleStream:
         )
 
     def output(self, streams: Streams) -> Streams:
-        """Text and image, as they are."""
         return streams
 
 
@@ -298,7 +294,6 @@ class PreparedModel:
         self._code = None
 
     def lines(self, host: str) -> list[str]:
-        """What ran, a line each."""
         total = self.fused + self.fallbacks.total()
         lines = []
         if self.fused:

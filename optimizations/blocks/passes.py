@@ -23,7 +23,7 @@ from ..reference import Modulation
 from .block import Attend, BlockExecutor
 from .graphs import FIRST, LAST_PART, MOST_ROWS, Inputs, PassGraph, PassMemory, Seen, Work, key_of
 from .host import BlockInputs, HostPass, PreparedModel
-from .self_check import TOKENS_AT_ONCE, Streams
+from .self_check import Streams, is_finite
 
 
 class ForwardPass:
@@ -88,7 +88,7 @@ class ForwardPass:
     def run(
         self, index: int, block: torch.nn.Module, positional: tuple, arguments: dict[str, Any]
     ) -> Any:
-        """One block; arguments and result are those of the host's block."""
+        """Runs one block; arguments and result are those of the host's block."""
         host = self._host
         if positional and host.names:
             arguments = {**dict(zip(host.names, positional, strict=False)), **arguments}
@@ -112,7 +112,7 @@ class ForwardPass:
         arguments: dict[str, Any],
         inputs: BlockInputs,
     ) -> Streams:
-        """One block, or all of them where it is the first."""
+        """Runs one block, or all of them where it is the first."""
         text, image, embedding, step, watched = inputs
         check, unsupported = self._prepared.check, self._prepared.unsupported
         if self._executor is None:
@@ -172,7 +172,7 @@ class ForwardPass:
         self._executor = self._new_executor(self._attend, self._form)
 
     def _compared(self, expected: Streams, *operands: Any) -> Streams:
-        """The block that is compared; where it gives NaN, once more with the host's attention."""
+        """Compares a block; where it gives NaN, once more with the host's attention."""
         _, text, image, step, *_ = operands
         check, attention = self._prepared.check, self._host.attention
         result = self._executor.run(*operands)
@@ -215,7 +215,7 @@ class ForwardPass:
     def _choice(
         self, attention: ChosenAttention, request: Callable[..., AttentionRequest], *given: Any
     ) -> Attention:
-        """What was chosen for the shapes of this pass; asked for once."""
+        """Asks once what is chosen for the shapes of this pass."""
         if attention is not self._asked:
             self._asked, self._chosen = attention, attention.choose(request(*given))
         return self._chosen
@@ -268,7 +268,6 @@ class ForwardPass:
     def _compare_shared(
         self, block: torch.nn.Module, given: Given, arguments: dict[str, Any], plan: SplitPlan
     ) -> bool:
-        """Whether a block on several cards is the host's own but for rounding."""
         figures, (text, image, step, _) = self._prepared.split, given
         self._free_buffers()
         expected = self._host.host_block(block, arguments)
@@ -306,7 +305,6 @@ class ForwardPass:
         return True
 
     def _work(self, given: Given) -> Work:
-        """The pass as a graph of one card computes it."""
         executor, blocks, prefixes = self._executor, self._host.blocks, self._host.prefixes
         beside = given[2].tokens.rows <= MOST_ROWS[self._prepared.quantized]
 
@@ -319,7 +317,6 @@ class ForwardPass:
         return Work(key, self._weights, parts, beside, lambda: launch, borrowed=prefixes)
 
     def _key(self, given: Given) -> tuple[Hashable, ...]:
-        """What two passes have in common that one graph can compute."""
         text, _, step, entry = given
         heads, tokens = self._host.blocks[0].attn.heads, step.tokens
         joint = step.before + tokens.joint
@@ -395,7 +392,7 @@ class ForwardPass:
         return self._host.no_graphs()
 
     def _hand_on(self, index: int, positional: tuple, arguments: dict[str, Any]) -> Streams:
-        """What a block returns whose result a graph has computed."""
+        """Gives what a block returns whose result a graph has computed."""
         (text, image), result = self._handed
         given = text, image, self._embedding
         unchanged = self._host.unchanged(index, positional, arguments, given)
@@ -416,19 +413,13 @@ class WatchedError(Exception):
 
 
 class _Watch:
-    """Finds out whether the card waits for the processor.
-
-    Args:
-        seen: Is told.
-        blocks: Of the pass.
-    """
+    """Finds out whether the card waits for the processor, and tells `seen`."""
 
     def __init__(self, seen: Seen, blocks: int) -> None:
         self._seen, self._blocks = seen, blocks
         self._event: torch.cuda.Event | None = None
 
     def after(self, index: int) -> None:
-        """A block has been launched."""
         if index + 1 == self._blocks - max(1, self._blocks // LAST_PART):
             self._event = torch.cuda.Event()
             self._event.record()
@@ -437,8 +428,6 @@ class _Watch:
 
 
 class _BoundForward:
-    """The `forward` of one block during one call."""
-
     __slots__ = ("_block", "_index", "_pass")
 
     def __init__(self, forward_pass: ForwardPass, index: int, block: torch.nn.Module) -> None:
@@ -453,13 +442,3 @@ class _BoundForward:
         if self._pass is None:
             return type(self._block).forward(self._block, *positional, **arguments)
         return self._pass.run(self._index, self._block, positional, arguments)
-
-
-def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether it holds neither NaN nor infinity; some rows at a time, which take little memory.
-
-    Args:
-        tensor: (..., rows, columns).
-    """
-    parts = tensor.split(TOKENS_AT_ONCE, -2)  # torch's isfinite takes 2.5 times a bf16 tensor
-    return all(bool(part.isfinite().all()) for part in parts)

@@ -74,7 +74,7 @@ class Operand(NamedTuple):
         bias: torch.Tensor | None,
         up: torch.Tensor | None = None,
     ) -> Operand | PackedOperand:
-        """With its views, where the weight can be read as it is."""
+        """Makes the views, where the weight can be read as it is."""
         if isinstance(weight, PackedWeight):
             return PackedOperand(weight, scale, bias, up)
         scale_t, up_t = (None if part is None else part.t() for part in (scale, up))
@@ -95,8 +95,17 @@ class StreamSlice(NamedTuple):
         return self.items == 1 or self.step == self.length
 
 
+def streams_of(x: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
+    """Splits a matrix in stream order into text and image, each (batch, tokens, columns)."""
+    cut, columns = tokens.text_rows, x.shape[1]
+    return (
+        x[:cut].view(tokens.batch, tokens.text, columns),
+        x[cut:].view(tokens.batch, tokens.image, columns),
+    )
+
+
 def in_stream_order(tokens: Tokens) -> tuple[StreamSlice, StreamSlice]:
-    """Text and image in a matrix of `tokens.rows` rows in stream order."""
+    """Gives text and image in a matrix of `tokens.rows` rows in stream order."""
     return (
         StreamSlice(0, tokens.batch, tokens.text, tokens.text),
         StreamSlice(tokens.text_rows, tokens.batch, tokens.image, tokens.image),
@@ -104,7 +113,7 @@ def in_stream_order(tokens: Tokens) -> tuple[StreamSlice, StreamSlice]:
 
 
 def in_joint_order(tokens: Tokens) -> tuple[StreamSlice, StreamSlice]:
-    """Text and image in a matrix of `tokens.rows` rows, item by item."""
+    """Gives text and image in a matrix of `tokens.rows` rows, item by item."""
     return (
         StreamSlice(0, tokens.batch, tokens.text, tokens.joint),
         StreamSlice(tokens.text, tokens.batch, tokens.image, tokens.joint),
@@ -128,7 +137,6 @@ class Rows:
         self.quantized: dict[RowFormat, QuantizedRows] = {}
 
     def plain(self, start: int, length: int) -> torch.Tensor:
-        """`length` rows from `start` on."""
         return self.matrix[start : start + length]
 
 
@@ -151,11 +159,10 @@ class Read(NamedTuple):
     low: torch.Tensor | None = None
 
     def low_of(self, start: int, length: int) -> torch.Tensor | None:
-        """`low` of `length` rows from `start` on."""
         return None if self.low is None else self.low[start : start + length]
 
     def pieces(self) -> list[tuple[int, int, torch.Tensor]]:
-        """First row, rows, and where their product goes, contiguous, of each product."""
+        """Gives first row, rows, and where the product goes, contiguous, of each product."""
         part, out = self.part, self.out
         if part.together and out.is_contiguous():
             return [(part.start, part.items * part.length, out.view(-1, out.shape[-1]))]
@@ -168,7 +175,7 @@ Product = Callable[[Any], None]
 
 
 def module_product(read: Read) -> Product:
-    """Of layers that run themselves."""
+    """Calls layers that run themselves."""
     rows, part, out, gelu, _ = read
 
     def run(module: torch.nn.Module) -> None:
@@ -181,7 +188,7 @@ def module_product(read: Read) -> Product:
 
 
 def dense_product(read: Read, ops: Ops) -> Product:
-    """Of weights in the dtype of the activations."""
+    """Multiplies by weights in the activations' dtype."""
     rows = read.rows
     pieces = [
         (start, length, _dense_piece(out, read.low_of(start, length), read.gelu, ops))
@@ -241,7 +248,7 @@ def _dense(
 
 
 def quantized_product(read: Read, format: RowFormat, gemm: Gemm) -> Product:
-    """Of quantized weights and rows."""
+    """Multiplies quantized rows by quantized weights."""
     source = read.rows.quantized[format]
     pieces = [
         _quantized(gemm, *source.part(start, length), out, read.low_of(start, length))
@@ -258,7 +265,7 @@ def quantized_product(read: Read, format: RowFormat, gemm: Gemm) -> Product:
 
 
 def expanded_product(read: Read, format: RowFormat, gemm: Gemm) -> Product:
-    """Of quantized weights that the card expands for rows that are not quantized."""
+    """Multiplies rows that are not quantized by quantized weights, which the card expands."""
     pieces, rows, gelu = read.pieces(), read.rows, read.gelu
 
     def run(operand: Operand) -> None:
@@ -308,7 +315,7 @@ class Decoder:
         self._launches: dict[Hashable, Callable[..., None]] = {}
 
     def decoded(self, operand: PackedOperand) -> Operand:
-        """With the weight in int8."""
+        """Gives the layer's tensors with the weight in int8."""
         codes, group_scale, codebook, bits = operand.weight
         key = bits, group_scale.shape, group_scale.dtype, codebook is None
         launch = self._launches.get(key)
@@ -373,7 +380,6 @@ def _triton(
     low: torch.Tensor | None,
     gelu: bool = False,
 ) -> Piece:
-    """Through Triton's `scaled_gemm`."""
     launches: dict[torch.dtype | None, Callable[..., None]] = {}  # by the bias's dtype
 
     def run(operand: Operand, x: torch.Tensor) -> None:

@@ -54,7 +54,6 @@ class Share(NamedTuple):
 
     @property
     def tokens(self) -> Tokens:
-        """Its own."""
         batch, text, _, zero_from = self.whole
         image = self.stop - self.start
         zero_from = min(max(zero_from - self.start, 0), image)
@@ -62,12 +61,12 @@ class Share(NamedTuple):
 
     @property
     def first(self) -> int:
-        """The first of its tokens in joint order; they follow one another."""
+        """Gives the first of its tokens in joint order; they follow one another."""
         return 0 if self.text else self.whole.text + self.start
 
     @property
     def image(self) -> slice:
-        """Its image tokens in joint order."""
+        """Gives its image tokens in joint order."""
         return slice(self.whole.text + self.start, self.whole.text + self.stop)
 
 
@@ -121,11 +120,10 @@ class Shape:
         self._norms: dict[tuple, Callable[..., None]] = {}
 
     def cut_wide(self, columns: int) -> torch.Tensor:
-        """(rows, columns) of the widest buffer."""
         return self.wide[: self.tokens.rows * columns].view(self.tokens.rows, columns)
 
     def heads(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q of the share, k and v of all, each (batch, tokens, D), in the widest buffer."""
+        """Cuts q of the share, k and v of all, each (batch, tokens, D), from the widest buffer."""
         sizes = self.tokens, self.share.whole, self.share.whole
         parts = self.wide[: sum(it.rows for it in sizes) * self.width].split(
             [it.rows * self.width for it in sizes]
@@ -136,7 +134,7 @@ class Shape:
         return q, k, v
 
     def received(self, share: Share, format: RowFormat | None) -> Rows:
-        """Where another card's normalized rows come to, in its stream order."""
+        """Makes room for another card's normalized rows, in its stream order."""
         tokens = share.tokens
         name, size = f"received {share.start}", (tokens.rows, self.width)
         if format is None:
@@ -146,7 +144,7 @@ class Shape:
         return rows
 
     def quantized(self, rows: Rows, columns: int, format: RowFormat) -> QuantizedRows:
-        """Where rows of a format go: all share one buffer, as each is read before the next."""
+        """Makes room for rows of a format: all in one buffer, as each is read before the next."""
         found = rows.quantized.get(format)
         if found is None:
             tokens = self.tokens
@@ -173,7 +171,6 @@ class Shape:
         return whole.flatten()[: n * k].view(n, k)
 
     def take(self, name: str, columns: int) -> torch.Tensor:
-        """A buffer of the workspace for all rows."""
         return self._workspace.take(name, (self.tokens.rows, columns), self.like)
 
     def norm(
@@ -211,7 +208,6 @@ class Shape:
         launch(x, gates, norms)
 
     def heads_8bit(self, form: str, keys: torch.Tensor) -> Heads:
-        """Where 8-bit attention has its operands, for keys like these."""
         queries = self.tokens.joint
         size = sum(Heads.sizes(form, keys.shape, queries))
         memory = self._workspace.take(form, (size,), self._of(torch.uint8))
@@ -245,7 +241,6 @@ class LowForm(NamedTuple):
 
     @classmethod
     def of(cls, low: LowRank | None) -> LowForm | None:
-        """None of none."""
         return None if low is None else cls(len(low.down), low.start, low.up.shape[1])
 
 
@@ -282,7 +277,7 @@ class LowRows:
         self._launches: dict[int, Callable[..., None]] = {}
 
     def of(self, place: int) -> torch.Tensor | None:
-        """(rows, R), what the second matrix of a layer reads; None without LoRAs."""
+        """Gives what the second matrix of a layer reads, (rows, R); None without LoRAs."""
         low = self._layers[place].low
         if low is None:
             return None

@@ -31,6 +31,7 @@ from .products import (
     in_stream_order,
     module_product,
     quantized_product,
+    streams_of,
 )
 from .shape import READERS, SPLIT_READERS, LowForm, LowRows, Readers, Shape, Share
 
@@ -89,7 +90,6 @@ class BlockForm(NamedTuple):
 
     @property
     def readers(self) -> Readers:
-        """The places that read the same rows."""
         return SPLIT_READERS if self.activation == SPLIT_SWIGLU else READERS
 
     @property
@@ -123,7 +123,6 @@ class Workspace:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the buffers."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def program(self, form: BlockForm, share: Share, x: torch.Tensor) -> Program:
@@ -148,7 +147,7 @@ class Workspace:
             self._shapes.clear()  # a larger buffer has made them void
 
     def take(self, name: str, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-        """A buffer's first bytes as a tensor of the shape, in the dtype of `like`, where it is."""
+        """Gives a buffer's first bytes as a tensor of the shape, of the dtype of `like`."""
         rows, *rest = shape
         needed = math.prod(shape) * like.dtype.itemsize
         with torch.inference_mode(False):  # a tensor of that mode cannot be written to outside
@@ -231,7 +230,6 @@ class Program:
         self._decoders: dict[int, Decoder] = {}  # by place
 
     def _read_first(self, place: int) -> Read:
-        """Of the MLP's first layers."""
         shape, tokens, activation = self.shape, self.shape.tokens, self.form.activation
         streams, index = in_stream_order(tokens), STREAMS.index(PLACES[place])
         if activation == GELU:
@@ -247,7 +245,7 @@ class Program:
     def _received(
         self, other: Share, parts: Sequence[torch.Tensor], forms: Sequence[LayerForm]
     ) -> tuple[Rows, list[tuple[int, Product]]]:
-        """Another card's rows, and what makes keys and values of them."""
+        """Makes room for another card's rows, and keys and values of them."""
         shape, streams = self.shape, in_stream_order(other.tokens)
         rows = shape.received(other, self.first_format)
         made = []
@@ -258,12 +256,12 @@ class Program:
         return rows, made
 
     def rows_of(self, other: Share) -> Rows:
-        """Where another card's rows come to."""
+        """Says where another card's rows come to."""
         shares = [share.start for share in self.shape.share.received]
         return self.received[shares.index(other.start)][0]
 
     def readable(self, place: int, operand: Any) -> Any:
-        """An operand as products read it: decoded, where its weight is in 4 or 6 bits."""
+        """Gives an operand as products read it: decoded, where its weight is in 4 or 6 bits."""
         if type(operand) is not PackedOperand:
             return operand
         decoder = self._decoders.get(place)
@@ -273,23 +271,21 @@ class Program:
         return decoder.decoded(operand)
 
     def weight_shape(self, place: int) -> tuple[int, int]:
-        """(N, K) of a place's weight."""
         shape = self.shape
         width, inner, first = shape.width, shape.inner, shape.first
         return (width, width) if place < 8 else (first, width) if place < 10 else (width, inner)
 
     def compute_low(self, reader: int, downs: tuple[torch.Tensor | None, ...]) -> None:
-        """What the LoRAs of a reader make of the rows that are there."""
         rows = (self.shape.rows, self.shape.mixed, self.shape.rows, self.shape.activated)[reader]
         self._low.compute(reader, rows, downs)
 
     def begin(self, x: torch.Tensor, norms: Modulation) -> None:
-        """The first norm of a block whose predecessor left nothing."""
+        """Runs the first norm of a block whose predecessor left nothing."""
         self.shape.norm(x, None, norms, self.form.eps, self.first_format, self.first_plain)
         self._quantize_first()
 
     def rotate(self, norms: QKNorm, rotary: Rotary, into: Heads | None = None) -> None:
-        """Norm and rotation of q and k, in place or into 8 bits."""
+        """Normalizes and rotates q and k, in place or into 8 bits."""
         cos = rotary.cos
         key = norms.query.dtype, cos.dtype, cos.shape[0], into and id(into)
         rotate = self._rotations.get(key)
@@ -312,7 +308,7 @@ class Program:
     def attend(
         self, form: str, norms: QKNorm, rotary: Rotary, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """Norm, rotation and attention in 8 bits; (batch, tokens, D), where q was."""
+        """Normalizes, rotates and attends in 8 bits; gives (batch, tokens, D), where q was."""
         q, k, v = self.heads
         into = self._heads_8bit.get(form)
         if into is None:
@@ -331,7 +327,6 @@ class Program:
         return q.flatten(2)
 
     def _quantize_heads(self, into: Heads) -> None:
-        """Queries and keys that are normalized and rotated."""
         quantize = self._rotations.get(id(into))
         if quantize is None:
             q, k, _ = self.heads
@@ -349,25 +344,25 @@ class Program:
             quantize(rows.matrix)
 
     def middle(self, x: torch.Tensor, gates: Modulation, norms: Modulation) -> None:
-        """From attention to the MLP."""
+        """Goes from attention to the MLP."""
         self.shape.mixed.matrix = None
         self.shape.norm(x, gates, norms, self.form.eps, self._inner_format, self._inner_plain)
         for quantize in self._inner:
             quantize(self.shape.branch)
 
     def activate(self) -> None:
-        """What the MLP's second layers read; the GELU is here where the first could not do it."""
+        """Makes what the MLP's second layers read; has the GELU where the first could not."""
         for activate in self._activations:
             activate()
 
     def end(self, x: torch.Tensor, gates: Modulation) -> None:
-        """The last residual of a block."""
+        """Adds the last residual of a block."""
         self.shape.norm(x, gates, None, self.form.eps)
 
     def go_on(
         self, x: torch.Tensor, gates: Modulation, norms: Modulation, following: Program
     ) -> None:
-        """The last residual, with the first norm of the next block, of the same shape."""
+        """Adds the last residual, with the first norm of the next block, of the same shape."""
         self.shape.norm(
             x,
             gates,
@@ -385,7 +380,7 @@ class Program:
     def _quantizers(
         self, rows: Rows, forms: Sequence[LayerForm], written: RowFormat | None
     ) -> list[Callable[[torch.Tensor], None]]:
-        """Launches for the formats that layers read and that are not `written` by a norm."""
+        """Prepares quantizers for the formats that layers read and that no norm has `written`."""
         shape = self.shape
         if written is not None:
             shape.quantized(rows, shape.width, written)
@@ -398,7 +393,6 @@ class Program:
         ]
 
     def _swiglu(self) -> Callable[[], None]:
-        """SiLU of the gate times up, over the gate, quantized, or both."""
         shape, outer = self.shape, self.form.layers[10]
         out = None
         if outer.format is not None:
@@ -406,7 +400,7 @@ class Program:
         return shape.ops.swiglu_quantize(*shape.hidden, outer.format, out, bool(outer.low))
 
     def _gelu(self) -> list[Callable[[], None]]:
-        """What happens to the MLP's hidden rows, (rows, 4 D): GELU, quantization, or both."""
+        """Prepares the GELU of the MLP's hidden rows, (rows, 4 D), their quantization, or both."""
         shape, cut = self.shape, self.shape.tokens.text_rows
         (hidden,) = shape.hidden
         inner, outer = self.form.layers[8:10], self.form.layers[10:12]
@@ -435,7 +429,6 @@ class Program:
 
 
 def product_of(read: Read, form: LayerForm, ops: Ops) -> Product:
-    """What multiplies the rows of a layer of this form."""
     if form.kind is None:
         return module_product(read)
     if form.kind == DENSE:
@@ -455,15 +448,5 @@ def _of_share(parts: Sequence[torch.Tensor], place: int, share: Share) -> torch.
 
 
 def _common(layers: Sequence[LayerForm]) -> RowFormat | None:
-    """The format that all read; None where they differ."""
     formats = {layer.format for layer in layers}
     return formats.pop() if len(formats) == 1 else None
-
-
-def streams_of(x: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
-    """Text and image of a matrix in stream order, each (batch, tokens, columns)."""
-    cut, columns = tokens.text_rows, x.shape[1]
-    return (
-        x[:cut].view(tokens.batch, tokens.text, columns),
-        x[cut:].view(tokens.batch, tokens.image, columns),
-    )

@@ -265,7 +265,6 @@ def _values_kernel(
 
 
 def _quantize_values(v: torch.Tensor, into: Heads) -> list[Launch]:
-    """As `attention_8bit.quantize_values`."""
     batch, tokens, heads, head_dim = v.shape
     length = padded(tokens)
     chunks = length // TOKENS_AT_ONCE

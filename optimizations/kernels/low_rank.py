@@ -167,7 +167,6 @@ def low_rank_rows(
 
 
 def _programs(ranks: list[int], order: RowOrder, tile: LowRankTile) -> int:
-    """How many tiles there are."""
     lengths = zip(ranks, order[1:], strict=True)
     rows = order.items * sum(-(-length // tile.m) for rank, length in lengths if rank)
     return rows * -(-max(ranks) // tile.n)

@@ -47,7 +47,7 @@ def launch_shape(k: int, rotated: bool = False) -> tuple[int, int, int]:
 
 @triton.jit
 def load_row(row_ptr, width: tl.constexpr, part: tl.constexpr, parts: tl.constexpr):
-    """The parts of a row as fp32, with zeros past its end."""
+    """Loads the parts of a row as fp32, with zeros past its end."""
     column = tl.arange(0, part)
     # The mask is true throughout, and compiled away, where the part is not wider than the row.
     a = tl.load(row_ptr + column, mask=column < width, other=0.0).to(tl.float32)
@@ -70,7 +70,6 @@ def store_row(row_ptr, a, b, c, width: tl.constexpr, part: tl.constexpr, parts: 
 
 @triton.jit
 def sum_row(a, b, c, parts: tl.constexpr):
-    """The sum over all elements of a row."""
     if parts == 3:
         a += b + c
     return tl.sum(a, axis=0)
@@ -149,7 +148,7 @@ def _rotate_digit(x, part: tl.constexpr, low: tl.constexpr, exact: tl.constexpr)
 
 @triton.jit
 def _neighbour(x, axis: tl.constexpr):
-    """x with the two entries of an axis exchanged."""
+    """Exchanges the two entries of an axis."""
     bits = x.to(tl.int32, bitcast=True)
     return (bits ^ tl.xor_sum(bits, axis=axis, keep_dims=True)).to(tl.float32, bitcast=True)
 
@@ -161,7 +160,7 @@ def _magnitude_bits(x):
 
 @triton.jit
 def magnitude(x, axis: tl.constexpr):
-    """The largest |x| along an axis; NaN where there is one."""
+    """Finds the largest |x| along an axis; NaN where there is one."""
     return tl.max(_magnitude_bits(x), axis=axis).to(tl.float32, bitcast=True)
 
 
@@ -189,7 +188,7 @@ def round_to_step(x, largest: tl.constexpr, to_integer: tl.constexpr, signed: tl
 
 
 def quantization(format: RowFormat | None) -> dict[str, float | bool | None]:
-    """The constants of a kernel that calls `quantize_row`, by name."""
+    """Gives the constants of a kernel that calls `quantize_row`, by name."""
     return {
         "largest": None if format is None else largest_of(format.storage),
         "smallest_row": SMALLEST_ROW,
