@@ -125,7 +125,6 @@ def _steps(q):
 
 
 def formats_of(width):
-    """Those that rows of a width can have."""
     return *FORMATS, *(RowFormat("int8", size) for size in ROTATIONS if width % size == 0)
 
 
@@ -150,7 +149,6 @@ def halves(tokens, width, dtype=torch.float32, device="cpu", seed=0):
 
 
 def doubled(values):
-    """A named tuple of tensors in float64."""
     return type(values)(*(value.double() for value in values))
 
 
@@ -205,7 +203,6 @@ def norm_weights(head_dim, dtype=torch.float32, device="cpu"):
 def check_qk_norm_rope(
     function, tokens, heads, head_dim, dtype, *, items=1, angles=None, device="cpu", truncated=False
 ):
-    """Queries and keys of a joint buffer that holds the values as well."""
     shape = tokens.joint, 3, heads, head_dim
     _, buffer = surrounded(tokens.batch, *shape, dtype=dtype, device=device)
     q, k, v = (buffer[1:-1, :, part] for part in range(3))

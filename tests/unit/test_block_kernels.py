@@ -147,7 +147,6 @@ def test_a_format_that_is_none():
 
 
 def on_card(test):
-    """Marks a test of Triton's kernels on a card."""
     for mark in (
         # Triton 3.9 announces another default with every kernel.
         pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),
@@ -265,7 +264,6 @@ def test_a_prompt_of_another_length_compiles_nothing():
         pytest.skip("this Triton keeps its compiled kernels elsewhere")
 
     def compiled():
-        """How many kernels of each there are."""
         return [sum(len(cache[0]) for cache in k.device_caches.values()) for k in watched]
 
     half, seen = torch.bfloat16, []

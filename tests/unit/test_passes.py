@@ -4,7 +4,6 @@ by what it would have captured.
 
 import gc
 import itertools
-import timeit
 import weakref
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -487,30 +486,14 @@ def test_a_pass_goes_on_upon_one_stream_where_a_capture_fails(monkeypatch):
         assert executor._beside is None
 
 
-def test_passes_are_counted_by_run():
-    memory = PassMemory(fused.TORCH)
-    memory.seen("a").passes, memory.seen("a").refusal = 4, "no room"
-    memory.seen("b")
-    memory.start_run()
-    assert memory.seen("a") == Seen(passes=0, runs=1)
-    assert memory.seen("b") == Seen(passes=0, runs=0)
-    for key in range(graphs.MOST_SEEN):
-        memory.seen(key)
-    assert memory.seen("a") == Seen()
-
-
 # --- a pass
 
 
 class OnCard(torch.Tensor):
-    """A tensor that says so."""
-
     is_cuda = True
 
 
 class Model(torch.nn.Module):
-    """A host's transformer, as its blocks see it."""
-
     def __init__(self, *mixes):
         super().__init__()
         self.chain = Chain(*mixes)
@@ -527,8 +510,6 @@ class Model(torch.nn.Module):
 
 
 class Attention(ChosenAttention):
-    """This package's, chosen."""
-
     used = False
 
     def choose(self, request):
@@ -540,8 +521,6 @@ attend.quantizes = False
 
 
 class Host(DoubleStream):
-    """One call of a `Model`."""
-
     peers = additions = ()
     in_turns = False
     state, dtype, device, attention = None, torch.float32, torch.device("cpu"), Attention("auto")
@@ -582,8 +561,6 @@ class Host(DoubleStream):
 
 
 class Passes:
-    """The passes of an optimized model."""
-
     def __init__(self, *mixes):
         self.model, self.optimization = Model(*mixes), run.Optimization(None)
         self.optimization.start_run()
@@ -771,7 +748,6 @@ def changed_passes():
 
 
 def plainly(passes):
-    """The same pass, each block by its own forward."""
     case = Case(SMALL)
     text, image = case.text, random(*case.image.shape, seed=100)
     for block in passes.model.blocks:
@@ -825,16 +801,6 @@ def test_a_wrapper_that_stays_on_a_block_outlives_the_pass_that_it_wrapped(graph
     assert block.forward is block.theirs
     assert_same(passes(), unchanged)
     assert "another extension has changed the blocks" in passes.optimization.report()
-
-
-def test_looking_at_a_block_takes_no_time():
-    blocks = dict(enumerate(new_block() for _ in range(60)))
-    layers = [part_of(block, name) for block in blocks.values() for name in LAYERS.values()]
-    code = OwnCode(blocks, layers, lambda layers: any(map(is_changed, layers)))
-    assert code.changed() is None and code.changed_in(7) is None
-    look = lambda: code.replaced() or code.changed_in(7)  # noqa: E731
-    taken = min(timeit.repeat(look, number=10, repeat=20)) / 10
-    assert taken < 1e-4  # 0.01 ms on an idle processor
 
 
 CHANGES = {

@@ -22,7 +22,7 @@ from qwen_l40s.loaders.quantize import (
     rotate,
     row_scales,
 )
-from qwen_l40s.spec.formats import QUANTIZED, is_rotation
+from qwen_l40s.spec.formats import QUANTIZED
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -296,10 +296,3 @@ def test_rotation_is_its_own_inverse_and_keeps_lengths(size):
     assert torch.allclose(rotate(rotated, size), original, atol=1e-6)
     lengths = rotated.reshape(3, -1, size).norm(dim=2)
     assert torch.allclose(lengths, original.reshape(3, -1, size).norm(dim=2), rtol=1e-5)
-
-
-def test_group_sizes():
-    assert [n for n in range(1, 2000) if is_rotation(n, 1024 * n)] == [4, 16, 64, 256, 1024]
-    assert not is_rotation(256, 3000)
-    assert not is_rotation(True, 4)
-    assert not is_rotation("256", 512)

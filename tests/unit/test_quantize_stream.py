@@ -1,8 +1,6 @@
 """Layers quantized one after the other: the same values, faults by name, nothing left behind."""
 
 import gc
-import threading
-import time
 import weakref
 from contextlib import nullcontext
 
@@ -52,10 +50,6 @@ def stream(weights, format, device=CPU, **options):
     return found
 
 
-def workers() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("quantize")]
-
-
 def same(found, expected):
     pairs = zip(found, expected, strict=True)
     return all(torch.equal(one.float(), other.float()) for one, other in pairs)
@@ -87,7 +81,6 @@ def test_every_layer_is_what_quantize_rows_makes_of_it(format, device, monkeypat
             assert same((values, scale), expected), (slab, layer)
             exact = relative_error(weight.cpu(), *expected, form.rotation)
             assert error == pytest.approx(exact, rel=1e-3 if on_card else 0, abs=0)
-    assert workers() == []
 
 
 def test_one_scale_for_the_whole_weight():
@@ -108,32 +101,13 @@ def test_nan_and_infinity_name_their_layer(format, bad, device, monkeypatch):
     with pytest.raises(CheckpointError) as error:
         stream(weights, format, device)
     assert str(error.value) == "transformer_blocks.3.attn.to_q.weight"
-    assert workers() == []
 
 
 class Cancelled(BaseException):
     """What ComfyUI raises is no Exception either."""
 
 
-def test_a_cancelled_stream_finishes_what_is_in_work_and_begins_nothing_else():
-    asked = []
-
-    def weight_of(layer):
-        asked.append(layer)
-        time.sleep(0.02)
-        return torch.ones(4, 4)
-
-    def take(rounded):
-        if rounded.layer == "1":
-            raise Cancelled
-
-    with pytest.raises(Cancelled):
-        stream(weight_of, "int8", names=map(str, range(50)), take=take)
-    assert len(asked) < 10
-    assert workers() == []
-
-
-def test_results_do_not_pile_up_and_are_taken_in_the_caller_s_thread():
+def test_results_do_not_pile_up():
     asked, taken = [], []
 
     def weight_of(layer):
@@ -141,12 +115,12 @@ def test_results_do_not_pile_up_and_are_taken_in_the_caller_s_thread():
         return torch.ones(4, 4)
 
     def take(rounded):
-        taken.append(threading.get_ident())
+        taken.append(rounded.layer)
         assert len(asked) <= len(taken) + 3
 
-    stream(weight_of, "int8", names=map(str, range(50)), take=take)
-    assert sorted(asked, key=int) == list(map(str, range(50)))
-    assert taken == [threading.get_ident()] * 50
+    names = list(map(str, range(50)))
+    stream(weight_of, "int8", names=names, take=take)
+    assert asked == taken == names
 
 
 def test_errors_reach_the_caller():
@@ -158,7 +132,6 @@ def test_errors_reach_the_caller():
     with pytest.raises(SettingError, match="fp8 or int8"):
         stream({"a": torch.ones(2, 2)}, "nvfp4")
     assert stream({}, "fp8", names=[]) == {}
-    assert workers() == []
 
 
 @pytest.mark.cuda
@@ -238,17 +211,18 @@ def test_without_pinned_memory_slabs_give_the_same(simulated, monkeypatch):
     assert all(same(found[it][1:3], expected[it][1:3]) for it in expected)
 
 
-def test_a_cancel_leaves_nothing_pinned_and_no_thread(simulated):
-    before = threading.active_count()
+def test_a_cancel_takes_no_other_layer_and_leaves_nothing_pinned(simulated):
+    taken = []
 
     def take(rounded):
+        taken.append(rounded.layer)
         raise Cancelled
 
     with pytest.raises(Cancelled):
         stream(layers(), "int8", torch.device("cuda"), take=take)
     gc.collect()
-    assert simulated and not any(pinned() is not None for pinned in simulated)
-    assert threading.active_count() == before
+    assert len(taken) == 1 and simulated
+    assert not any(pinned() is not None for pinned in simulated)
 
 
 def test_results_outlive_the_mode_of_a_prompt():

@@ -148,8 +148,6 @@ def new_block(fused, seed=0):
 
 
 class Layers(DoubleLayers):
-    """All layers of a block in one kind, with LoRAs beside some."""
-
     def __init__(self, block, kind=DENSE, ranks=None, weight_only=()):
         layers = {part_of(block, name): name for name in layout_of(block).places}
         self.kinds = dict.fromkeys(layers, kind)
@@ -206,7 +204,6 @@ class Case:
         return executor.run(block, self.x[:, :0], self.x, step, self.entry.of(0))[1]
 
     def expected(self, block, layers):
-        """From the block's definition."""
         scale1, gate1, scale2, gate2 = (row.unsqueeze(1) for row in self.rows)
         attn, mlp, prefix = block.attn, block.img_mlp, self.prefixes[0]
 
@@ -288,8 +285,6 @@ def test_all_blocks_at_once_are_one_after_the_other():
 
 
 class Model(torch.nn.Module):
-    """A host's transformer, as its blocks see it."""
-
     def __init__(self):
         super().__init__()
         self.blocks = torch.nn.ModuleList(new_block(True, seed) for seed in range(BLOCKS))
@@ -306,8 +301,6 @@ class Model(torch.nn.Module):
 
 
 class Pass(Host):
-    """One call of a `Model`."""
-
     names = ("x", "mod")
 
     def __init__(self, model, case):
