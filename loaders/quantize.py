@@ -75,20 +75,6 @@ def rotate(weight: torch.Tensor, size: int) -> torch.Tensor:
     return weight / size**0.5
 
 
-def row_scales(weight: torch.Tensor, format: str) -> torch.Tensor:
-    """Returns the scale of every row of a weight [N, K], float32 [N, 1]: 1 for a row of zeros, NaN
-    or infinity for a row that holds one.
-    """
-    # Divided by a tensor: by a number, a card multiplies with the reciprocal, and its scales would
-    # differ from the processor's in the last bit.
-    limit = torch.full((), LARGEST[_known(format)], device=weight.device)
-    scale = torch.ones((len(weight), 1), device=weight.device)
-    for rows in _pieces(weight):
-        amax = weight[rows].abs().amax(dim=1, keepdim=True).float()
-        scale[rows] = torch.where(amax == 0, 1.0, (amax / limit).clamp_(min=SMALLEST_SCALE))
-    return scale
-
-
 def quantize_rows(
     weight: torch.Tensor, format: str, *, rotation: int = 0, seed: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,14 +99,18 @@ def quantize_rows(
         SettingError: the format is not in `QUANTIZED`.
     """
     limit = LARGEST[_known(format)]
-    scale = torch.empty((len(weight), 1), device=weight.device)
+    # Divided by a tensor: by a number, a card multiplies with the reciprocal, and its scales would
+    # differ from the processor's in the last bit.
+    largest = torch.full((), limit, device=weight.device)
+    scale = torch.ones((len(weight), 1), device=weight.device)
     values = torch.empty(weight.shape, dtype=VALUE_DTYPES[format], device=weight.device)
     generator = None
     if seed is not None:
         generator = torch.Generator(weight.device).manual_seed(seed)
     for rows in _pieces(weight):
         piece = _rotated(weight[rows].float(), rotation)
-        scale[rows] = row_scales(piece, format)
+        amax = piece.abs().amax(dim=1, keepdim=True)
+        scale[rows] = torch.where(amax == 0, 1.0, (amax / largest).clamp_(min=SMALLEST_SCALE))
         scaled = piece / scale[rows]
         if generator is not None:
             _dither(scaled, format, generator)

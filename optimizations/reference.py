@@ -249,11 +249,10 @@ def residual_norm(
     wide = wide_dtype(x)
     width = x.shape[1]
     h = scale = None
-    if norms is not None:
-        dtype = x.dtype if format is None else storage_of(format)
-        h = torch.empty(x.shape, dtype=dtype, device=x.device)
-    if norms is not None and format is not None:
-        scale = torch.empty((len(x), 1), dtype=torch.float32, device=x.device)
+    if format is not None:
+        h, scale, _ = QuantizedRows.empty(x, format)
+    elif norms is not None:
+        h = torch.empty_like(x)
     for rows, stream, item in _segments(tokens):
         part = x[rows].to(wide)
         if branch is not None:

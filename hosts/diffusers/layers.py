@@ -126,7 +126,7 @@ def _is_plain(layer: torch.nn.Module) -> bool:
 
 
 class TransformerModulation:
-    """Implements `optimizations.blocks.host.RunModulation`."""
+    """Implements `HostPass.modulation`."""
 
     def __init__(self) -> None:
         self.figures = TableFigures()

@@ -354,7 +354,7 @@ class BlockExecutor:
                 if (product := products[place]) is not None:
                     product(program.readable(place, operands[place]))
             return
-        like = program.like
+        like = program.shape.like
         for place in places:
             product = products[place]
             if product is None:
@@ -421,7 +421,7 @@ class BlockExecutor:
         if kind is None:
             return LayerForm(None, None, None), None
         low = self._layers.low_rank(layer)
-        low_form = LowForm.of(low)
+        low_form = low and LowForm(len(low.down), low.start, low.up.shape[1])
         if kind == DENSE:
             return LayerForm(kind, None, None, low_form), low
         gemm = self._layers.gemm(kind.storage, device)

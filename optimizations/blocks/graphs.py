@@ -8,6 +8,7 @@ what the executor launches, kernel by kernel, so that its results are the same b
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -103,11 +104,8 @@ class Work(NamedTuple):
 class PassGraph:
     """A captured pass.
 
-    Args:
-        pool: What it allocated comes from.
-        workspaces: Whose buffers it uses.
-
     Attributes:
+        pool: What it allocated comes from.
         issued: When the processor had issued the last replay, by `time.perf_counter`.
     """
 
@@ -198,10 +196,7 @@ class GraphFigures:
     replayed: int = 0
     captured: int = 0
     seconds: float = 0.0
-    reasons: dict[str, int] = field(default_factory=dict)
-
-    def refuse(self, reason: str) -> None:
-        self.reasons[reason] = self.reasons.get(reason, 0) + 1
+    reasons: Counter[str] = field(default_factory=Counter)
 
     def lines(self) -> list[str]:
         lines = []
@@ -226,11 +221,7 @@ def recent(kept: dict[Hashable, _Kept], shape: Hashable, new: Callable[[], _Kept
 
 
 class PassMemory:
-    """What the passes of one model on one card and stream use again: buffers, and graphs.
-
-    Args:
-        ops: The kernels.
-    """
+    """What the passes of one model on one card and stream use again: buffers, and graphs."""
 
     def __init__(self, ops: Ops) -> None:
         self.workspace = Workspace(ops)
@@ -347,11 +338,7 @@ class PassMemory:
 
 
 def key_of(text: torch.Tensor, step: Step, entry: Entry, attention: object) -> tuple[Hashable, ...]:
-    """What two passes have in common that one graph can compute.
-
-    Args:
-        attention: What computes it.
-    """
+    """What two passes have in common that one graph can compute."""
     tokens: Tokens = step.tokens
     cos = step.rotary.cos
     mask = None if step.mask is None else (step.mask.shape, step.mask.stride())

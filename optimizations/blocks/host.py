@@ -85,16 +85,6 @@ class DoubleStream:
         return streams
 
 
-class RunModulation(Protocol):
-    """A host's modulation of one model, over its runs."""
-
-    def start_run(self) -> None:
-        """Begins the figures of another run."""
-
-    def lines(self) -> list[str]:
-        """Lines about the run."""
-
-
 class HostPass(Protocol):
     """A host's adapter: one call of its transformer.
 
@@ -105,7 +95,8 @@ class HostPass(Protocol):
         dtype, device: Of the activations.
         latents: What the call denoises.
         layers: Access to its layers.
-        modulation: Of the model.
+        modulation: Of the model, over its runs; has `start_run()`, which begins new figures, and
+            `lines()` about the run.
         attention: This package's, where it computes the attention of the block that runs.
         peers: Of cards that have nothing to do in this pass, each with its own copy of the model;
             they have no modulation of their own in it, and what the host gives blocks is here.
@@ -123,7 +114,7 @@ class HostPass(Protocol):
     device: torch.device
     latents: torch.Tensor
     layers: Layers
-    modulation: RunModulation
+    modulation: Any
     attention: ChosenAttention | None
     peers: Sequence[HostPass]
     in_turns: bool

@@ -340,7 +340,7 @@ class ForwardPass:
         figures, host, memory = self._prepared.graphs, self._host, self._memory
         refusal = self._no_graphs(clear, host.attention)
         if refusal:
-            figures.refuse(refusal)
+            figures.reasons[refusal] += 1
             return None
         work = work_of()
         seen = memory.seen(work.key)
@@ -349,7 +349,7 @@ class ForwardPass:
         if graph is not None:
             return graph
         if not compared:
-            figures.refuse(FIRST)
+            figures.reasons[FIRST] += 1
             return None
         if host.in_turns and seen.waited is not None:
             seen.waited = True
@@ -365,7 +365,7 @@ class ForwardPass:
             refusal = graph
             if graph != FIRST:  # which the next pass is not
                 seen.refusal = graph
-        figures.refuse(refusal)
+        figures.reasons[refusal] += 1
         if work.prepared:
             self._watch = _Watch(seen, len(host.blocks))
         return None

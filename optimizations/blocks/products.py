@@ -4,7 +4,7 @@ a call takes the layer's tensors alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -301,29 +301,6 @@ def merged_product(read: Read, format: RowFormat | None) -> Product:
             _dense(x, operand, out, read.gelu, read.low_of(start, length))
 
     return run
-
-
-class Decoder:
-    """Decodes weights of one place of a block into a buffer, which the next one overwrites.
-
-    Args:
-        values: int8, (N, K).
-    """
-
-    def __init__(self, ops: Ops, values: torch.Tensor) -> None:
-        self._ops, self._values = ops, values
-        self._launches: dict[Hashable, Callable[..., None]] = {}
-
-    def decoded(self, operand: PackedOperand) -> Operand:
-        """Gives the layer's tensors with the weight in int8."""
-        codes, group_scale, codebook, bits = operand.weight
-        key = bits, group_scale.shape, group_scale.dtype, codebook is None
-        launch = self._launches.get(key)
-        if launch is None:
-            launch = self._ops.decode_weight(*operand.weight, self._values)
-            self._launches[key] = launch
-        launch(codes, group_scale, codebook)
-        return Operand.of(self._values, operand.scale, operand.bias, operand.up)
 
 
 def _quantized(

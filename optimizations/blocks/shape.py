@@ -239,10 +239,6 @@ class LowForm(NamedTuple):
     start: int
     rank: int
 
-    @classmethod
-    def of(cls, low: LowRank | None) -> LowForm | None:
-        return None if low is None else cls(len(low.down), low.start, low.up.shape[1])
-
 
 def downs_of(
     lows: Sequence[LowRank | None], readers: Readers

@@ -20,7 +20,7 @@ from ..linear import Gemm
 from ..reference import Modulation, QKNorm, QuantizedRows, Rotary, Tokens
 from .block_form import GELU, SPLIT_SWIGLU
 from .products import (
-    Decoder,
+    Operand,
     PackedOperand,
     Product,
     Read,
@@ -105,9 +105,6 @@ class BlockForm(NamedTuple):
 class Workspace:
     """The buffers of a pass, and the programs that use them.
 
-    Args:
-        ops: The kernels.
-
     Attributes:
         changes: Counts how often a buffer was exchanged for a larger one: what was prepared or
             captured before that is void.
@@ -167,12 +164,7 @@ class Workspace:
 class Program:
     """What blocks of one form do in one shape.
 
-    Args:
-        shape: Its buffers and launches.
-        form: Of the blocks.
-
     Attributes:
-        form: Of the blocks.
         products: Of each layer; takes its operand, or its module where it runs itself; None of a
             stream that is on another card.
         received: Rows of other cards, and what makes keys and values of them: a place and a product
@@ -181,7 +173,6 @@ class Program:
         heads: q of the share's tokens, k and v of all, (batch, tokens, heads, head_dim).
         first_format: What the first layers read, where it is one format of all.
         first_plain: Whether LoRAs beside them read plain rows too.
-        like: An empty tensor of the dtype and on the device of the pass.
         tails: What `split` keeps for the program that follows, by its id.
     """
 
@@ -189,7 +180,6 @@ class Program:
         self.shape, self.form = shape, form
         forms, heads = form.layers, form.heads
         share, tokens = shape.share, shape.tokens
-        self.like = shape.like
         parts = shape.heads()
         self.heads = tuple(part.unflatten(2, (heads, -1)) for part in parts)
         self._low = LowRows(shape, forms, form.readers)
@@ -227,7 +217,7 @@ class Program:
         )
         self.received = [self._received(other, parts, forms) for other in share.received]
         self.tails: dict[int, Any] = {}
-        self._decoders: dict[int, Decoder] = {}  # by place
+        self._decoders: dict[tuple, tuple[torch.Tensor, Callable[..., None]]] = {}
 
     def _read_first(self, place: int) -> Read:
         shape, tokens, activation = self.shape, self.shape.tokens, self.form.activation
@@ -261,14 +251,21 @@ class Program:
         return self.received[shares.index(other.start)][0]
 
     def readable(self, place: int, operand: Any) -> Any:
-        """Gives an operand as products read it: decoded, where its weight is in 4 or 6 bits."""
+        """Gives an operand as products read it: where its weight is in 4 or 6 bits, decoded into a
+        buffer that the next one overwrites.
+        """
         if type(operand) is not PackedOperand:
             return operand
-        decoder = self._decoders.get(place)
+        codes, group_scale, codebook, bits = operand.weight
+        key = place, bits, group_scale.shape, group_scale.dtype, codebook is None
+        decoder = self._decoders.get(key)
         if decoder is None:
             values = self.shape.decoded(PLACES[place], *self.weight_shape(place))
-            decoder = self._decoders[place] = Decoder(self.shape.ops, values)
-        return decoder.decoded(operand)
+            decode = self.shape.ops.decode_weight(*operand.weight, values)
+            decoder = self._decoders[key] = values, decode
+        values, decode = decoder
+        decode(codes, group_scale, codebook)
+        return Operand.of(values, operand.scale, operand.bias, operand.up)
 
     def weight_shape(self, place: int) -> tuple[int, int]:
         shape = self.shape

@@ -204,15 +204,7 @@ def _quantizer(
     out: QuantizedRows,
     **more: float,
 ) -> Launch:
-    """A kernel that quantizes each row by its own magnitude, one program a row.
-
-    Args:
-        kernel: `_row_quantize_kernel`, or one with the same parameters.
-        x: Rows, (M, K), with any row stride; K is at most `WIDEST_ROW`.
-        format: How.
-        out: Of M rows.
-        more: Further constants of the kernel.
-    """
+    """Launches `_row_quantize_kernel`, or one with the same parameters and `more` constants."""
     rows, k = x.shape
     if k > WIDEST_ROW or (k > 1 and x.stride(1) != 1):
         raise ValueError(
