@@ -152,7 +152,7 @@ def unsupported_shape(dim: int, head_dim: int, dtype: torch.dtype) -> Fallback |
 
 def _triton() -> Ops:
     from .kernels import attention_8bit as attention
-    from .kernels import decode_weight, low_rank, qk_norm_rope, residual_norm, rows, scaled_gemm
+    from .kernels import low_rank, qk_norm_rope, residual_norm, rows, scaled_gemm
     from .kernels.launch import not_direct
 
     def prepared(launch: Callable[..., Any]) -> Callable[..., Prepared]:
@@ -166,7 +166,7 @@ def _triton() -> Ops:
         prepared(rows.row_quantize),
         prepared(rows.swiglu_quantize),
         prepared(low_rank.low_rank_rows),
-        prepared(decode_weight.decode_weight),
+        prepared(scaled_gemm.decode_weight),
         attention.prepare_attention_8bit,
         prepared(scaled_gemm.scaled_gemm),
     )

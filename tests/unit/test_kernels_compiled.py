@@ -202,17 +202,17 @@ def test_swiglu_holds_two_rows_in_registers(compile_kernel, sm, format, k):
 
 @pytest.mark.parametrize(("sm", "bits"), [case(89, 4), case(89, 6), case(80, 4)])
 def test_decode_weight_reads_and_writes_wide(compile_kernel, sm, bits):
-    from qwen_l40s.optimizations.kernels import decode_weight
+    from qwen_l40s.optimizations.kernels import scaled_gemm
 
     unit = 16
     pointers = {"codes_ptr": "i8", "scale_ptr": "u8", "out_ptr": "i8"}
     constants = {"k": 12288, "group": unit, "unit": unit, "bits": bits, "is_e4m3": True}
-    constants["at_once"] = decode_weight.COLUMNS_AT_ONCE // unit
+    constants["at_once"] = scaled_gemm.DECODED_AT_ONCE // unit
     if bits == 4:
         pointers["codebook_ptr"] = "fp32"
     else:
         constants["codebook_ptr"] = None
-    kernel, warps = decode_weight._decode_weight_kernel, decode_weight.WARPS
+    kernel, warps = scaled_gemm._decode_weight_kernel, scaled_gemm.DECODING_WARPS
     ptx = compile_kernel(kernel, sm, pointers, {"units": False}, constants, warps)
     assert "st.global.v4.b32" in ptx
     assert "ld.global.v2.b32" in ptx

@@ -247,7 +247,7 @@ def _as_int8(weight: QuantizedTensor) -> QuantizedTensor:
     compiling = torch.compiler.is_compiling()  # which cannot trace a launch
     if compiling or not _launches(scale.device):
         return QuantizedTensor(reference.decode_weight(*packed), "TensorWiseINT8Layout", params)
-    from ....optimizations.kernels.decode_weight import decode_weight
+    from ....optimizations.kernels.scaled_gemm import decode_weight
 
     values = torch.empty(own.orig_shape, dtype=torch.int8, device=scale.device)
     decode_weight(*packed, values).once()
