@@ -30,20 +30,12 @@ from qwen_l40s.optimizations.blocks.graphs import (
     Work,
 )
 from qwen_l40s.optimizations.blocks.host import BlockInputs, DoubleStream
-from qwen_l40s.optimizations.blocks.products import (
-    Operand,
-    Read,
-    Rows,
-    StreamSlice,
-    merged_product,
-)
 from qwen_l40s.optimizations.blocks.shape import Share
 from qwen_l40s.optimizations.blocks.workspace import Workspace
 from qwen_l40s.optimizations.modulation import compute_entry
-from qwen_l40s.optimizations.reference import QuantizedRows, Tokens, row_quantize
+from qwen_l40s.optimizations.reference import Tokens
 from qwen_l40s.planning.bytes import buffer_bytes, heads_bytes, step_bytes
 from qwen_l40s.planning.request import EIGHT_BIT, RunRequest, Setting
-from qwen_l40s.spec.formats import RowFormat
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -177,25 +169,6 @@ def test_buffers_go_at_once_and_nothing_holds_the_streams_of_a_pass():
         assert not any(buffer() is not None for buffer in buffers)
     finally:
         gc.enable()
-
-
-# --- a weight that turned out plain
-
-
-@pytest.mark.parametrize("fixed", [True, False])
-def test_a_merged_weight_reads_what_is_of_this_block(fixed):
-    rows, part = Rows(random(9, 8)), StreamSlice(2, 2, 3, 4)
-    rows.fixed = fixed
-    format = RowFormat("int8")
-    values, scale = row_quantize(random(9, 8, seed=1), format)
-    rows.quantized[format] = QuantizedRows(values, torch.cat([scale[:2], scale[:2], scale[2:]]), 2)
-    weight, bias, out = random(4, 8, seed=2), random(4, seed=3), torch.zeros(2, 5, 4)
-    merged_product(Read(rows, part, out[:, 1:4]), format)(Operand.of(weight, None, bias))
-    read = values.float() * scale if fixed else rows.matrix
-    for item, start in enumerate((2, 6)):
-        expected = read[start : start + 3] @ weight.t() + bias
-        torch.testing.assert_close(out[item, 1:4], expected)
-    assert not out[:, 0].any() and not out[:, 4].any()
 
 
 # --- launches
