@@ -11,11 +11,7 @@ from ..machine.card import first_line
 from ..spec.formats import RowFormat
 from . import attention_8bit, kernels, reference
 from .fallback import Fallback
-from .reference import HEAD_DIMS, Modulation, QKNorm, QuantizedRows, Rotary, Tokens
-
-# What the Triton kernels hold in registers, and how `tl.split` pairs a head.
-WIDEST = 16384
-
+from .reference import HEAD_DIMS, WIDEST_ROW, Modulation, QKNorm, QuantizedRows, Rotary, Tokens
 
 # Takes the tensors that differ from call to call, of the shapes and strides that it is for.
 Prepared = Callable[..., None]
@@ -143,8 +139,8 @@ def unsupported_shape(dim: int, head_dim: int, dtype: torch.dtype) -> Fallback |
     if dtype not in (torch.bfloat16, torch.float32):
         # Residuals of Qwen-Image exceed what fp16 holds: both hosts clip or refuse it.
         return Fallback(f"{dtype}: the fused blocks take bf16 and fp32")
-    if dim > WIDEST:
-        return Fallback(f"a width of {dim}, more than {WIDEST}", final=True)
+    if dim > WIDEST_ROW:
+        return Fallback(f"a width of {dim}, more than {WIDEST_ROW}", final=True)
     if head_dim not in HEAD_DIMS:
         return Fallback(f"heads of {head_dim}, not {', '.join(map(str, HEAD_DIMS))}", final=True)
     return None

@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from ..errors import SettingError
 from ..spec.formats import LARGEST, RowFormat, is_rotation
 
-HEAD_DIMS = (16, 32, 64, 128, 256)  # that the kernels take
+# What the kernels take: they hold a row in registers, and wider ones would spill.
+HEAD_DIMS, WIDEST_ROW = (16, 32, 64, 128, 256), 16384
 
 
 class Tokens(NamedTuple):

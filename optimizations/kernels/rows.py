@@ -17,11 +17,9 @@ import triton
 import triton.language as tl
 
 from ...spec.formats import SMALLEST_SCALE, RowFormat
-from ..reference import SMALLEST_ROW, QuantizedRows, check_rotation, largest_of
+from ..reference import SMALLEST_ROW, WIDEST_ROW, QuantizedRows, check_rotation, largest_of
 from .launch import Launch
 
-# Wider rows would spill.
-WIDEST_ROW = 16384
 # What a warp reads of bf16 at once, 16 bytes for each thread.
 NARROWEST_PART = 256
 
