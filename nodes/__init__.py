@@ -8,14 +8,11 @@ from comfy_api.latest import ComfyExtension, io
 
 from ..hosts.comfyui.contract import news_of_host, unsupported_host
 from .advise import QwenL40SAdviseGPU
-from .estimate import QwenL40SEstimateVRAM
-from .guidance import QwenL40SCFGNorm
+from .estimate import QwenL40SEstimateVRAM, QwenL40SReport
 from .loaders import QwenL40SLoad, QwenL40SLoadModel, QwenL40SLoadTextEncoder, QwenL40SLoadVAE
 from .lora import QwenL40SLoadLora
-from .optimize import QwenL40SOptimize
-from .report import QwenL40SReport
+from .optimize import QwenL40SCFGNorm, QwenL40SOptimize, QwenL40SSplitCards
 from .save import QwenL40SSaveImage, QwenL40SSaveQuantized
-from .split_cards import QwenL40SSplitCards
 from .step_cache import QwenL40SStepCache
 from .vae import QwenL40SVAEDecode, QwenL40SVAEEncode
 

@@ -1,4 +1,4 @@
-"""The node that predicts memory, time and cost of a run on a card."""
+"""The nodes that predict memory, time and cost of a run, and compare them with the measured."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from .common import (
     loader_settings,
     request_inputs,
     require_host,
+    said,
     setting_outputs,
+    shown_picture,
     with_picture,
 )
 
@@ -172,8 +174,7 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
         from ..charts.pictures import memory_chart
         from ..charts.words import estimate_text, summary_text
         from ..hosts.comfyui.estimate.cards import card_of
-        from ..hosts.comfyui.estimate.estimate import estimate_on
-        from ..hosts.comfyui.estimate.request import request_from
+        from ..hosts.comfyui.estimate.request import estimate_on, request_from
         from ..planning.estimate import DOES_NOT_FIT
 
         chosen = card_of(card)
@@ -206,3 +207,78 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
             *loader_settings(found),
             found.verdict,
         )
+
+
+class QwenL40SReport(io.ComfyNode):
+    """Reports the last run of a MODEL."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="QwenL40S_Report",
+            display_name="Report Qwen-Image Run",
+            category=CATEGORY,
+            description="After a run, compares the predicted and measured time and memory of each "
+            "phase and says which code path each part took. Measures MODELs from this pack's "
+            "loaders, and any MODEL behind Optimize Qwen-Image.",
+            search_aliases=[
+                "benchmark",
+                "timing",
+                "execution time",
+                "measured memory",
+                "peak vram",
+                "vram debug",
+                "profile",
+            ],
+            is_output_node=True,
+            inputs=[
+                io.Image.Input(
+                    "images",
+                    tooltip="The decoded images. They pass through, so the report comes after the "
+                    "run.",
+                ),
+                io.Model.Input("model", tooltip="The MODEL connected to the sampler."),
+                io.Clip.Input(
+                    "clip",
+                    optional=True,
+                    tooltip="The CLIP that encodes the prompts, from this pack's loaders.",
+                ),
+                io.Vae.Input(
+                    "vae",
+                    optional=True,
+                    tooltip="The VAE connected to this pack's VAE Decode and VAE Encode.",
+                ),
+            ],
+            outputs=[
+                io.Image.Output(display_name="images", tooltip="The images, unchanged."),
+                io.String.Output(
+                    display_name="report",
+                    tooltip="A summary of six lines, a table of the phases, and the code paths.",
+                ),
+                io.String.Output(
+                    display_name="json",
+                    tooltip="The same figures for programs, in seconds, milliseconds and GiB.",
+                ),
+                io.Image.Output(
+                    display_name="chart",
+                    tooltip="Measured and predicted figures in one picture, as shown on the node.",
+                ),
+            ],
+        )
+
+    @classmethod
+    def execute(
+        cls,
+        images: io.Image.Type,
+        model: io.Model.Type,
+        clip: io.Clip.Type | None = None,
+        vae: io.Vae.Type | None = None,
+    ) -> io.NodeOutput:
+        require_host()
+        from ..charts.run_chart import run_chart
+        from ..hosts.comfyui.report.table import report_run
+
+        report = report_run(model, clip, vae)
+        chart, shown = shown_picture(cls, run_chart(report.picture))
+        ui = shown | said(report.text, report.summary)
+        return io.NodeOutput(images, report.text, report.json(), chart, ui=ui)

@@ -1,4 +1,4 @@
-"""The node that makes a MODEL fast."""
+"""The nodes that change how a MODEL samples: faster, on several cards, guided as diffusers does."""
 
 from __future__ import annotations
 
@@ -104,3 +104,97 @@ class QwenL40SOptimize(io.ComfyNode):
         settings = OptimizeSettings(fused_blocks, attention, tf32, cudnn_benchmark, attention_error)
         optimized = optimize(model, settings)
         return with_report(optimized, report=report_of(optimized))
+
+
+class QwenL40SSplitCards(io.ComfyNode):
+    """Runs a Qwen-Image MODEL on several cards of one kind."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="QwenL40S_SplitCards",
+            display_name="Split Qwen-Image over Cards",
+            category=CATEGORY,
+            description="Paints one image on several cards of one kind, without NVLink. With CFG "
+            "above 1, each prompt runs on a card of its own, as with MultiGPU CFG Split. At CFG "
+            "1, or with more cards than prompts, the cards share the image rows of each pass. "
+            "For many images, one ComfyUI for each card makes more of them in an hour.",
+            search_aliases=[
+                "multi gpu",
+                "multigpu cfg split",
+                "two gpus",
+                "second gpu",
+                "parallel",
+                "raylight",
+                "xdit",
+                "tensor parallel",
+                "sequence parallel",
+            ],
+            has_intermediate_output=True,
+            inputs=[
+                io.Model.Input(
+                    "model", tooltip="From Optimize Qwen-Image, without which no rows are shared."
+                ),
+                io.Int.Input(
+                    "cards",
+                    default=2,
+                    min=1,
+                    max=16,
+                    tooltip="How many cards to use, the MODEL's own with them. Each holds all "
+                    "weights. 1: as without this node.",
+                ),
+            ],
+            outputs=[
+                io.Model.Output(tooltip="To the sampler."),
+                io.String.Output(
+                    display_name="report",
+                    tooltip="Which cards are used, and why others are not. Report Qwen-Image Run "
+                    "and ComfyUI's log say what a run did.",
+                ),
+            ],
+        )
+
+    @classmethod
+    def execute(cls, model: io.Model.Type, cards: int) -> io.NodeOutput:
+        require_host()
+        from ..hosts.comfyui.sample.cards import split_cards
+
+        split, report = split_cards(model, cards)
+        return with_report(split, report=report)
+
+
+class QwenL40SCFGNorm(io.ComfyNode):
+    """Makes KSampler guide a MODEL the way diffusers does."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="QwenL40S_CFGNorm",
+            display_name="CFG Norm Qwen-Image",
+            category=CATEGORY,
+            description="Guides a Qwen-Image MODEL as diffusers does: with CFG above 1, each token "
+            "of the guided prediction gets the norm it has in the positive prediction. No effect "
+            "at CFG 1.",
+            search_aliases=[
+                "cfg norm",
+                "cfg rescale",
+                "rescale cfg",
+                "true cfg",
+                "diffusers guidance",
+            ],
+            inputs=[
+                io.Model.Input(
+                    "model",
+                    tooltip="From any loader, LoRA loader or Optimize Qwen-Image. This node "
+                    "replaces a RescaleCFG before it; do not add CFGNorm as well.",
+                )
+            ],
+            outputs=[io.Model.Output(tooltip="To the sampler.")],
+        )
+
+    @classmethod
+    def execute(cls, model: io.Model.Type) -> io.NodeOutput:
+        require_host()
+        from ..hosts.comfyui.sample.guidance import rescale_by_token
+
+        return io.NodeOutput(rescale_by_token(model))

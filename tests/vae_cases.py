@@ -8,7 +8,7 @@ import comfy.sd
 import torch
 
 import nodes as core
-from qwen_l40s.hosts.comfyui.decode.stages import decoder_stages, encoder_stages
+from qwen_l40s.hosts.comfyui.decode.fused import decoder_stages, encoder_stages
 from qwen_l40s.optimizations.vae import tiles
 
 

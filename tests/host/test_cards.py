@@ -35,7 +35,7 @@ from qwen_l40s.hosts.comfyui.sample.optimize import optimize
 from qwen_l40s.hosts.comfyui.sample.run import ComfyOptimization
 from qwen_l40s.hosts.comfyui.sample.step_cache import cache_steps
 from qwen_l40s.machine import copies, links
-from qwen_l40s.nodes.split_cards import QwenL40SSplitCards
+from qwen_l40s.nodes.optimize import QwenL40SSplitCards
 from qwen_l40s.optimizations.blocks.block_form import blocks_of, token_layers
 from qwen_l40s.optimizations.cards import team
 from qwen_l40s.step_cache import cache_settings

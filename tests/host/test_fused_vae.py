@@ -24,8 +24,7 @@ from vae_cases import (
 
 from qwen_l40s.hosts.comfyui.decode import fused
 from qwen_l40s.hosts.comfyui.decode.decode import decode, encode
-from qwen_l40s.hosts.comfyui.decode.fused import FusedLayers
-from qwen_l40s.hosts.comfyui.decode.stages import decoder_stages, encoder_stages
+from qwen_l40s.hosts.comfyui.decode.fused import FusedLayers, decoder_stages, encoder_stages
 from qwen_l40s.nodes.vae import QwenL40SVAEDecode, QwenL40SVAEEncode
 from qwen_l40s.optimizations.vae import flat, tiles
 from qwen_l40s.optimizations.warm_up import warm_up

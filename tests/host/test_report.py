@@ -59,7 +59,7 @@ from qwen_l40s.hosts.comfyui.sample.run import OPTIMIZATION_KEY as OPTIMIZATION
 from qwen_l40s.hosts.comfyui.sample.run import STEP_CACHE_KEY as STEP_CACHE
 from qwen_l40s.hosts.comfyui.sample.step_cache import cache_steps
 from qwen_l40s.loaders.source import MICRO_ADVICE
-from qwen_l40s.nodes.report import QwenL40SReport
+from qwen_l40s.nodes.estimate import QwenL40SReport
 from qwen_l40s.planning.phases import Phase, Range
 from qwen_l40s.planning.request import DROPPED
 from qwen_l40s.spec.formats import GIB, CardFacts

@@ -15,7 +15,7 @@ from diffusers import QwenImagePipeline
 
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.hosts.comfyui.sample.guidance import token_norms
-from qwen_l40s.nodes.guidance import QwenL40SCFGNorm
+from qwen_l40s.nodes.optimize import QwenL40SCFGNorm
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 MICRO = ROOT / "models" / "micro"

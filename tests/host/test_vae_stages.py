@@ -16,8 +16,8 @@ from tracked_allocations import Allocations, fused_attention
 from vae_cases import decibels, held, random, random_weights, wan, wan_21
 
 from qwen_l40s.errors import SettingError
-from qwen_l40s.hosts.comfyui.decode.fused import FusedLayers
-from qwen_l40s.hosts.comfyui.decode.stages import (
+from qwen_l40s.hosts.comfyui.decode.fused import (
+    FusedLayers,
     OwnLayers,
     decoder_stages,
     encoder_stages,

@@ -18,9 +18,15 @@ from ....optimizations.vae.tiles import Progress
 from ....planning.vae import MOST_TOGETHER, VaePlan, plan_decode, plan_encode
 from ....spec.vae import VAE_21, VaeShape
 from ..record.phase import phase
-from . import fused
 from .batch import WHOLE, VaeBatch
-from .stages import OwnLayers, cuts_strips, decoder_stages, encoder_stages
+from .fused import (
+    FusedLayers,
+    OwnLayers,
+    cuts_strips,
+    decoder_stages,
+    encoder_stages,
+    not_fused,
+)
 
 
 def decode(
@@ -102,12 +108,12 @@ def _other_vae(vae: comfy.sd.VAE, ours: bool) -> tuple[str, str | None]:
     strips = cuts_strips(model)
     if not strips and type(model) is not comfy.ldm.wan.vae.WanVAE:
         return f"the VAE is a {type(model).__name__} and not Qwen-Image's", ""
-    why_own = fused.not_fused(model) if ours else ""
+    why_own = not_fused(model) if ours else ""
     if strips and why_own is not None:
         why = "it cuts the images of Qwen-Image-2.1 into exact strips"
         return f"{why_own}, and {why}" if why_own else why, ""
     try:
-        channels = fused.FusedLayers.shape(model).image_channels
+        channels = FusedLayers.shape(model).image_channels
     except SettingError:
         return "the VAE is a WanVAE whose layers differ from Qwen-Image's", ""
     if channels != vae.output_channels:
@@ -116,7 +122,7 @@ def _other_vae(vae: comfy.sd.VAE, ours: bool) -> tuple[str, str | None]:
 
 
 def _layers(vae: comfy.sd.VAE, why_own: str | None) -> OwnLayers:
-    return fused.FusedLayers(vae.device) if why_own is None else OwnLayers()
+    return FusedLayers(vae.device) if why_own is None else OwnLayers()
 
 
 def _check_channels(latents: torch.Tensor, channels: int | None, *, other: bool = False) -> None:

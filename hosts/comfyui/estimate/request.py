@@ -1,4 +1,4 @@
-"""A request from a node's settings and from what is wired into it, which wins."""
+"""A request from a node's settings and from what is wired into it, which wins; and its estimate."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ....errors import SettingError
+from ....machine.store import load_calibration
 from ....options import likely_family
+from ....planning.estimate import Estimate, estimate
 from ....planning.request import AUTO, EXACT, Parts, RunRequest
 from ....spec.families import FAMILIES, SINGLE_STREAM_FAMILY, TEXT_TO_IMAGE, Family, find_family
 from ....spec.transformer import SingleStreamShape
 from ....spec.vae import VaeShape
 from ....step_cache import OFF, CacheSettings, computed_with
+from .cards import ChosenCard
 from .sizes import (
     TrueClip,
     TrueLatent,
@@ -77,6 +80,19 @@ def request_from(
     if found is not None and found.cache is not None:
         request = _with_cache(request, found.cache, notes)
     return WiredRequest(request, tuple(notes), 1 if found is None else found.cards)
+
+
+def estimate_on(chosen: ChosenCard, wired: WiredRequest, usd_per_hour: float | None) -> Estimate:
+    """Estimates a request on a card, with what was measured on one of its name.
+
+    Raises:
+        SettingError: the price is negative or no number.
+        UnavailableError: nothing that the request allows runs on the card.
+    """
+    card = chosen.card
+    calibration = load_calibration(card)
+    found = estimate(wired.request, card, calibration=calibration, usd_per_hour=usd_per_hour)
+    return replace(found, notes=(*found.notes, *wired.notes), card_note=chosen.note)
 
 
 def _check_parts(family: Family, clip: TrueClip | None, vae: VaeShape | None) -> None:

@@ -33,7 +33,7 @@ from ....spec.transformer import (
 )
 from ....spec.vae import VAE_21, VaeShape
 from ....step_cache import CacheSettings
-from ..decode.stages import cuts_strips, vae_shape
+from ..decode.fused import cuts_strips, vae_shape
 from ..load.linear import LOADED_FORMATS, PACKED_LAYOUT
 from ..load.text_encoder import PlacedClip
 from ..load.weights import FLOAT_NAMES

@@ -18,8 +18,7 @@ from ....spec.families import FAMILIES, pixels_of
 from ....spec.formats import CardFacts
 from ....spec.transformer import REFERENCE_SIDE, whole_pixels
 from ..estimate.cards import THIS_CARD, ChosenCard, card_of
-from ..estimate.estimate import estimate_on
-from ..estimate.request import WiredRequest, request_from
+from ..estimate.request import WiredRequest, estimate_on, request_from
 from ..load.plan import card_facts
 
 # A reference that differs by more from one megapixel takes other memory and time.
