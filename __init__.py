@@ -21,8 +21,7 @@ __all__ = [
     "__version__",
 ]
 
-# What ComfyUI serves to its page: web/docs/<node id>.md is a node's help. Of the scripts, which the
-# page runs, qwen_l40s.js shows on a node what it says and templates.js brings a template into view.
+# What ComfyUI serves to its page: web/docs/<node id>.md is a node's help, and it runs qwen_l40s.js.
 WEB_DIRECTORY = "./web"
 
 if "folder_paths" in sys.modules:

@@ -1,7 +1,7 @@
 /**
  * Shows on the nodes of this pack what they say: the summary after a run, and the reason when
  * ComfyUI refuses a prompt or a node fails. Fills in the names of what they save. Nodes of other
- * packs are left alone.
+ * packs are left alone. A template of this pack opens with all of its graph in view.
  */
 
 import { api } from "../../scripts/api.js"
@@ -12,6 +12,8 @@ const BOX = "qwen_l40s"
 const MARGIN = 8
 /** The height of the box in pixels of the graph; a longer text scrolls. */
 const MOST_HEIGHT = 128
+/** What the page's bars cover, in pixels of the window. */
+const LEFT = 66, TOP = 92, RIGHT = 8, BOTTOM = 8
 
 const STYLE = `
 .qwen-l40s-box { box-sizing: border-box; padding: 4px 8px; border-radius: 4px; overflow: hidden;
@@ -203,6 +205,26 @@ function fillInName(node) {
     widget.serializeValue = () => applyTextReplacements(app.graph, String(widget.value))
 }
 
+/**
+ * Brings all of the graph into view, between the page's bars. The page itself leaves a quarter of the
+ * window free, and letters are too small to read.
+ */
+function fit() {
+    const { canvas } = app
+    const { graph, ds } = canvas
+    const boxes = [...graph.nodes, ...graph.groups].map((item) => item.boundingRect)
+    if (!boxes.length) return
+    const [left, top] = [0, 1].map((axis) => Math.min(...boxes.map((box) => box[axis])))
+    const [right, bottom] = [0, 1].map((axis) =>
+        Math.max(...boxes.map((box) => box[axis] + box[axis + 2])))
+    const { width, height } = canvas.canvas.getBoundingClientRect()
+    const room = [width - LEFT - RIGHT, height - TOP - BOTTOM]
+    ds.scale = Math.min(1, room[0] / (right - left), room[1] / (bottom - top))
+    ds.offset[0] = (LEFT + room[0] / 2) / ds.scale - (left + right) / 2
+    ds.offset[1] = TOP / ds.scale - top
+    canvas.setDirty(true, true)
+}
+
 /** Runs an action for the page; its errors go to the console. */
 function safely(action) {
     try {
@@ -259,5 +281,15 @@ app.registerExtension({
 
     loadedGraphNode(node) {
         if (isOurs(node)) safely(() => renameValues(node))
+    },
+
+    afterConfigureGraph() {
+        const { extra } = app.graph
+        if (!extra?.qwen_l40s?.fit) return
+        // Once: what is saved from now on opens where its user left it.
+        delete extra.qwen_l40s
+        fit()
+        // The newer page looks at all of the graph once more, when it has drawn it.
+        requestAnimationFrame(() => requestAnimationFrame(fit))
     },
 })

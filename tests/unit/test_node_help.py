@@ -65,7 +65,7 @@ def test_the_scripts_that_are_served():
     others = [
         file for file in WEB.rglob("*") if file.is_file() and file.suffix not in (".md", ".png")
     ]
-    assert sorted(others) == [WEB / "qwen_l40s.js", WEB / "templates.js"]
+    assert sorted(others) == [WEB / "qwen_l40s.js"]
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -26,8 +26,8 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "workflows"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
 NOTE = "MarkdownNote"
-# What web/templates.js leaves free for the page's bars, in pixels of the window.
-SCRIPT = (ROOT / "web" / "templates.js").read_text(encoding="utf-8")
+# What web/qwen_l40s.js leaves free for the page's bars, in pixels of the window.
+SCRIPT = (ROOT / "web" / "qwen_l40s.js").read_text(encoding="utf-8")
 BARS = {name: int(px) for name, px in re.findall(r"\b(LEFT|TOP|RIGHT|BOTTOM) = (\d+)", SCRIPT)}
 SIDES, ENDS = BARS["LEFT"] + BARS["RIGHT"], BARS["TOP"] + BARS["BOTTOM"]
 # In a window of 1600x1000 no letter may have less than 9 pixels: the smallest are those of notes

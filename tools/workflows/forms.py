@@ -54,7 +54,7 @@ def tidy(graph: Mapping[str, Any]) -> Graph:
             for frame in graph["groups"]
         ],
         "config": {},
-        # web/templates.js brings all of the graph into view once, and takes this mark away.
+        # web/qwen_l40s.js brings all of the graph into view once, and takes this mark away.
         "extra": {"qwen_l40s": {"fit": True}, **_kept(graph["extra"], VIEW)},
         "version": VERSION,
     }

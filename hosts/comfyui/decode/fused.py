@@ -1,6 +1,4 @@
-"""ComfyUI's Qwen-Image VAEs, 1.x and 2.1, in the pieces that a plan runs: by the host's layers, or by
-ours with their weights.
-"""
+"""ComfyUI's Qwen-Image VAEs, 1.x and 2.1, in pieces that a plan runs: its own layers, or ours."""
 
 from __future__ import annotations
 
