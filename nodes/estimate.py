@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 from comfy_api.latest import io
@@ -177,14 +178,14 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
         from ..hosts.comfyui.estimate.request import estimate_on, request_from
         from ..planning.estimate import DOES_NOT_FIT
 
-        chosen = card_of(card)
+        chosen, note = card_of(card)
         wired = request_from(
             request_settings(**todays(settings)), model=model, clip=clip, vae=vae, latent=latent
         )
         try:
-            found = estimate_on(chosen, wired, price_per_hour or None)
+            found = replace(estimate_on(chosen, wired, price_per_hour or None), card_note=note)
         except DoesNotFitError as error:
-            refusal = Refusal(chosen.card, wired.request, str(error), chosen.note)
+            refusal = Refusal(chosen, wired.request, str(error), note)
             return with_picture(
                 cls,
                 refusal.chart(),

@@ -268,9 +268,8 @@ def test_this_card_has_the_memory_that_it_shows():
     ):
         facts = CardFacts(name, memory, (8, 9))
         with mock.patch.object(this_card, "card_facts", return_value=facts):
-            chosen = this_card.card_of("this card")
-            assert (chosen.card.name, chosen.card.memory_bytes) == (listed, memory), chosen
-            assert not chosen.note
+            card, note = this_card.card_of("this card")
+            assert (card.name, card.memory_bytes, note) == (listed, memory, "")
             assert run()[3]["card"] == listed
 
 

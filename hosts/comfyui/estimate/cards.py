@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import comfy.model_management
@@ -40,16 +39,8 @@ def _changed(path: Path) -> int:
         return 0
 
 
-@dataclass(frozen=True)
-class ChosenCard:
-    """A card, and what there is to say of the choice; empty where it was named."""
-
-    card: Card
-    note: str = ""
-
-
-def card_of(name: str = THIS_CARD, device: torch.device | None = None) -> ChosenCard:
-    """The card of a choice.
+def card_of(name: str = THIS_CARD, device: torch.device | None = None) -> tuple[Card, str]:
+    """Finds the card of a choice, and what there is to say of the choice; empty where it was named.
 
     Args:
         name: `THIS_CARD`, or one of the list.
@@ -67,11 +58,11 @@ def card_of(name: str = THIS_CARD, device: torch.device | None = None) -> Chosen
         )
     cards = known_cards()
     if name != THIS_CARD:
-        return ChosenCard(find_card(name, cards, own_cards_path()))
+        return find_card(name, cards, own_cards_path()), ""
     device = device or comfy.model_management.get_torch_device()
     facts = card_facts(device)
     if facts is None:
         where = "the CPU" if device.type == "cpu" else f"{device.type}, not an NVIDIA card"
         note = f"ComfyUI runs on {where} here, so this is for one {DEFAULT_CARD}."
-        return ChosenCard(find_card(DEFAULT_CARD, cards), note)
-    return ChosenCard(card_by_driver(facts, cards))
+        return find_card(DEFAULT_CARD, cards), note
+    return card_by_driver(facts, cards), ""

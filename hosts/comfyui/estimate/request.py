@@ -9,13 +9,13 @@ from typing import Any
 from ....errors import SettingError
 from ....machine.store import load_calibration
 from ....options import likely_family
+from ....planning.cards import Card
 from ....planning.estimate import Estimate, estimate
 from ....planning.request import AUTO, EXACT, Parts, RunRequest
 from ....spec.families import FAMILIES, SINGLE_STREAM_FAMILY, TEXT_TO_IMAGE, Family, find_family
 from ....spec.transformer import SingleStreamShape
 from ....spec.vae import VaeShape
 from ....step_cache import OFF, CacheSettings, computed_with
-from .cards import ChosenCard
 from .sizes import (
     TrueClip,
     TrueLatent,
@@ -82,17 +82,16 @@ def request_from(
     return WiredRequest(request, tuple(notes), 1 if found is None else found.cards)
 
 
-def estimate_on(chosen: ChosenCard, wired: WiredRequest, usd_per_hour: float | None) -> Estimate:
+def estimate_on(card: Card, wired: WiredRequest, usd_per_hour: float | None) -> Estimate:
     """Estimates a request on a card, with what was measured on one of its name.
 
     Raises:
         SettingError: the price is negative or no number.
         UnavailableError: nothing that the request allows runs on the card.
     """
-    card = chosen.card
     calibration = load_calibration(card)
     found = estimate(wired.request, card, calibration=calibration, usd_per_hour=usd_per_hour)
-    return replace(found, notes=(*found.notes, *wired.notes), card_note=chosen.note)
+    return replace(found, notes=(*found.notes, *wired.notes))
 
 
 def _check_parts(family: Family, clip: TrueClip | None, vae: VaeShape | None) -> None:

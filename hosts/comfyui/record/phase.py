@@ -60,8 +60,7 @@ class MeasuredPhase:
         path: How it ran, in lines.
         off: Whether nothing is measured: no Report node asks, or measuring failed.
         counted: Whether the device's memory is counted: on CUDA only.
-        seconds: From `begin` to the end, without phases inside; None where the device does not tell
-            when it is done.
+        seconds: From `begin` to the end, without phases inside.
         waited_seconds: From the start to `begin`, while weights load; None where nothing began.
         loaded_bytes: The card's reading at `begin`.
         card_bytes: Highest reading of the card's memory in use, by every program.
@@ -83,7 +82,7 @@ class MeasuredPhase:
         self.asked, self.path = asked, path
         self.off = owner is None or device is None or prompt is None
         self.counted = device is not None and device.type == "cuda"
-        self.seconds: float | None = None
+        self.seconds = 0.0
         self.waited_seconds: float | None = None
         self.loaded_bytes = self.card_bytes = self.paged_bytes = 0
         self.allocated_bytes = self.working_bytes = 0
@@ -154,9 +153,9 @@ class MeasuredPhase:
         self._done = True
         with harmless(self):
             if not self.off:
-                done = _wait(self.device)
+                _wait(self.device)
                 seconds = time.perf_counter() - self._start - self._excluded
-                self.seconds = seconds - (self.waited_seconds or 0.0) if done else None
+                self.seconds = seconds - (self.waited_seconds or 0.0)
                 self.look()
                 self._fold(self)
             elif self._known is not None:
@@ -250,14 +249,8 @@ def paged_bytes() -> int:
     return 0 if control.lib is None else control.get_total_vram_usage()
 
 
-def _wait(device: torch.device) -> bool:
-    """Returns False where the device does not tell when it is done, as DirectML."""
+def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type != "cpu":
-        accelerator = getattr(torch, "accelerator", None)  # of torch 2.6
-        current = None if accelerator is None else accelerator.current_accelerator()
-        if current is None or current.type != device.type:
-            return False
-        accelerator.synchronize(device)
-    return True
+        torch.accelerator.synchronize(device)  # of torch 2.6; one that it does not know fails

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ....charts.notes import attention_notes
 from ....charts.words import BOUND
 from ....errors import QwenL40SError
 from ....options import request_settings
+from ....planning.estimate import Estimate
 from ....planning.phases import Phase, Range
 from ....planning.plan import attention_form
 from ....planning.request import EIGHT_BIT, EXACT, FAST, REFERENCE_WORDS, RunRequest
@@ -17,7 +18,7 @@ from ....planning.times import PROCESSOR
 from ....spec.families import FAMILIES, pixels_of
 from ....spec.formats import CardFacts
 from ....spec.transformer import REFERENCE_SIDE, whole_pixels
-from ..estimate.cards import THIS_CARD, ChosenCard, card_of
+from ..estimate.cards import THIS_CARD, card_of
 from ..estimate.request import WiredRequest, estimate_on, request_from
 from ..load.plan import card_facts
 
@@ -75,34 +76,31 @@ class Prediction:
     """What the estimator says of a run.
 
     Attributes:
-        request: None where there is no prediction.
-        phases: By name.
-        step: One evaluation of the sampler, with all its prompts.
-        bound: What bounds it, as of `RunTimes`; None without times.
-        whole: Whether all parts are known, so that the phases' `card_bytes` hold.
-        basis: What the times rest on.
         notes: What the prediction leaves out, or why there is none.
-        card: None where there is no prediction.
+        estimate: None where there is no prediction.
+        whole: Whether all parts are known, so that the phases' `card_bytes` hold.
     """
 
-    request: RunRequest | None = None
-    phases: Mapping[str, Phase] = field(default_factory=dict)
-    step: Range | None = None
-    bound: str | None = None
-    whole: bool = False
-    basis: str = ""
     notes: tuple[str, ...] = ()
-    card: ChosenCard | None = None
+    estimate: Estimate | None = None
+    whole: bool = False
 
-    def changed(self, **settings: Any) -> Mapping[str, Phase]:
-        """Predicts the phases with other settings; empty where they are not possible."""
-        if self.request is None:
+    @property
+    def step(self) -> Range | None:
+        """Seconds of one evaluation of the sampler, with all its prompts; None without times."""
+        return None if self.estimate is None else self.estimate.step_seconds
+
+    def phases(self, **settings: Any) -> Mapping[str, Phase]:
+        """Predicts the phases, with other settings where some are given; empty where nothing is
+        predicted or the settings are not possible.
+        """
+        if self.estimate is None:
             return {}
         try:
-            request = replace(self.request, **settings)
-            if request == self.request:
-                return self.phases
-            return estimate_on(self.card, WiredRequest(request), None).phases
+            request = replace(self.estimate.request, **settings)
+            if request == self.estimate.request:
+                return self.estimate.phases
+            return estimate_on(self.estimate.card, WiredRequest(request), None).phases
         except QwenL40SError:
             return {}
 
@@ -125,29 +123,21 @@ def predict(
         wired = request_from(_settings(asked, tiles), model=model, clip=clip, vae=vae)
         request = _with_tokens(wired.request, asked["text_tokens"])
         wired = replace(wired, request=replace(request, attention=_attention(path, facts)))
-        card = card_of(THIS_CARD, device)
+        card, _ = card_of(THIS_CARD, device)
         estimate = estimate_on(card, wired, None)
     except QwenL40SError as error:
         return Prediction(notes=(f"Nothing is predicted: {error}",))
     whole = clip is not None and vae is not None
-    return Prediction(
-        wired.request,
-        estimate.phases,
-        estimate.step_seconds,
-        estimate.bound,
-        whole,
-        estimate.basis.text,
-        # The estimate's own notes are about other runs and about money.
-        (
-            *wired.notes,
-            *([f"The predicted step is {BOUND}."] if estimate.bound == PROCESSOR else []),
-            *attention_notes(estimate),
-            *mismatches(asked, path, wired.request),
-            *_cards_note(model),
-            *([] if whole else [PARTS_MISSING]),
-        ),
-        card,
+    # The estimate's own notes are about other runs and about money.
+    notes = (
+        *wired.notes,
+        *([f"The predicted step is {BOUND}."] if estimate.bound == PROCESSOR else []),
+        *attention_notes(estimate),
+        *mismatches(asked, path, wired.request),
+        *_cards_note(model),
+        *([] if whole else [PARTS_MISSING]),
     )
+    return Prediction(notes, estimate, whole)
 
 
 def _settings(asked: Mapping[str, Any], tiles: int) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, reduce
+from functools import reduce
 from operator import add
 from typing import Any
 
@@ -66,65 +66,52 @@ class Row:
     """One phase that ran, once or several times: measured beside predicted.
 
     Attributes:
-        title: `text encode (2 times)`.
         phases: Measured, in order.
         predicted: The estimate of each that ran; fewer where there is none.
+        whole: Whether the estimate of the whole card holds.
         run: Which run it is of, in words; empty where all are of one.
-        seconds: Of all; None where one was not timed.
-        predicted_seconds: None where one has no prediction.
-        card, working: Bytes at the peak, measured and predicted; 0 where unknown.
     """
 
     name: str
-    title: str
     phases: Sequence[MeasuredPhase]
-    predicted: Sequence[Phase]
-    run: str
-    seconds: float | None
-    predicted_seconds: Range | None
-    card: tuple[int, int]
-    working: tuple[int, int]
+    predicted: Sequence[Phase] = ()
+    whole: bool = False
+    run: str = ""
 
-    @classmethod
-    def of(
-        cls,
-        name: str,
-        phases: Sequence[MeasuredPhase],
-        predicted: Sequence[Phase] = (),
-        whole: bool = False,
-        run: str = "",
-    ) -> Row:
-        """Adds up times and takes the maxima of memory.
+    @property
+    def title(self) -> str:
+        """Names it: `text encode (2 times)`."""
+        count = f"{len(self.phases)} times" if len(self.phases) > 1 else ""
+        which = ", ".join(filter(None, (count, self.run)))
+        return f"{ROW_NAMES[self.name]} ({which})" if which else ROW_NAMES[self.name]
 
-        Args:
-            whole: Whether the estimate of the whole card holds.
-        """
-        count = f"{len(phases)} times" if len(phases) > 1 else ""
-        which = ", ".join(filter(None, (count, run)))
-        seconds = [phase.seconds for phase in phases]
-        expected = [phase.seconds for phase in predicted]
-        known = expected and None not in expected and len(expected) == len(phases)
+    @property
+    def seconds(self) -> float:
+        """Adds up the measured times."""
+        return sum(phase.seconds for phase in self.phases)
+
+    @property
+    def predicted_seconds(self) -> Range | None:
+        """Adds up the predicted times; None where one has no prediction."""
+        expected = [phase.seconds for phase in self.predicted]
+        known = expected and None not in expected and len(expected) == len(self.phases)
+        return reduce(add, expected) if known else None
+
+    @property
+    def card(self) -> tuple[int, int]:
+        """Finds the bytes of the card at the peak, measured and predicted; 0 where unknown."""
+        predicted = max((phase.card_bytes for phase in self.predicted), default=0) * self.whole
+        return _most(self.phases, "card_bytes"), predicted
+
+    @property
+    def working(self) -> tuple[int, int]:
+        """Finds the bytes of working memory at the peak, as `card`."""
         # The tables' weights pass the card once.
-        working = [
-            phase.activations + phase.workspace + phase.weights * (name == "tables")
-            for phase in predicted
-        ]
-        card = max((phase.card_bytes for phase in predicted), default=0) * whole
-        return cls(
-            name,
-            f"{ROW_NAMES[name]} ({which})" if which else ROW_NAMES[name],
-            phases,
-            predicted,
-            run,
-            None if None in seconds else sum(seconds),
-            reduce(add, expected) if known else None,
-            (_most(phases, "card_bytes"), card),
-            (_most(phases, "working_bytes"), max(working, default=0)),
+        predicted = (
+            phase.activations + phase.workspace + phase.weights * (self.name == "tables")
+            for phase in self.predicted
         )
-
-    def time(self) -> str:
-        """Formats the measured time."""
-        return "not timed" if self.seconds is None else seconds_text(self.seconds)
+        return _most(self.phases, "working_bytes"), max(predicted, default=0)
 
     def path(self) -> list[str]:
         """Lists how it ran, each line once."""
@@ -132,7 +119,7 @@ class Row:
 
     def as_dict(self) -> dict[str, Any]:
         """Gives the figures for JSON, in seconds and GiB."""
-        found = {"seconds": None if self.seconds is None else figure(self.seconds)}
+        found = {"seconds": figure(self.seconds)}
         if any(phase.counted for phase in self.phases):
             found |= {
                 "card_gib": gib(self.card[0]),
@@ -166,37 +153,28 @@ def rows_of(ran: LastRun, predictions: Sequence[Prediction]) -> list[Row]:
     Args:
         predictions: of each sampling; the last is of the one that gave the images.
     """
-    last = predictions[-1]
-    prompts = 1 if last.request is None or last.request.cfg == "off" else 2
-
-    @cache
-    def estimates(*settings: tuple[str, int]) -> Mapping[str, Phase]:
-        return last.changed(**dict(settings))
-
-    def predicted(phase: MeasuredPhase) -> Phase | None:
-        found = estimates(*_settings(phase)).get(phase.name)
-        if found is not None and phase.name == "text" and found.seconds is not None:
-            return replace(found, seconds=found.seconds.times(1 / prompts))
-        return found
-
-    def row(name: str, phases: Sequence[MeasuredPhase], found: Sequence[Phase | None]) -> Row:
+    last, rows = predictions[-1], []
+    for name in ("load", *ORDER):
+        phases = _load(ran) if name == "load" else ran.of(name)
+        if not phases:
+            continue
+        by = predictions if name == "sampling" else [last] * len(phases)
+        found = [_predicted(phase, each) for phase, each in zip(phases, by, strict=True)]
         run = ""
         if not ran.this_run:
             run = "this run" if phases[-1].prompt == ran.now else "an earlier run"
-        return Row.of(name, phases, [it for it in found if it is not None], last.whole, run)
-
-    rows = []
-    if load := _load(ran):
-        rows.append(row("load", load, [last.phases.get("load") if last.whole else None]))
-    for name in ORDER:
-        if not (phases := ran.of(name)):
-            continue
-        if name == "sampling":
-            found = [each.phases.get(name) for each in predictions]
-        else:
-            found = list(map(predicted, phases))
-        rows.append(row(name, phases, found))
+        rows.append(Row(name, phases, [it for it in found if it is not None], last.whole, run))
     return rows
+
+
+def _predicted(phase: MeasuredPhase, prediction: Prediction) -> Phase | None:
+    if phase.name == "load" and not prediction.whole:
+        return None
+    found = prediction.phases(**_settings(phase)).get(phase.name)
+    if found is None or phase.name != "text" or found.seconds is None:
+        return found
+    prompts = 1 if prediction.estimate.request.cfg == "off" else 2
+    return replace(found, seconds=found.seconds.times(1 / prompts))
 
 
 def _load(ran: LastRun) -> list[MeasuredPhase]:
@@ -215,16 +193,15 @@ def _load(ran: LastRun) -> list[MeasuredPhase]:
     return [load]
 
 
-def _settings(phase: MeasuredPhase) -> tuple[tuple[str, int], ...]:
+def _settings(phase: MeasuredPhase) -> dict[str, int]:
     """Names the fields of a `RunRequest` in which a phase can differ from the sampling."""
-    asked: dict[str, int] = {}
     if phase.name == "decode" and "size" in phase.asked:
         images, *_, height, width = phase.asked["size"]
         asked = {name: whole_pixels(side) for name, side in (("width", width), ("height", height))}
-        asked |= {"batch": images, "layers": 0, "tiles": phase.asked["tiles"]}
-    elif phase.name == "tables":
-        asked = dict.fromkeys(("steps", "computed"), phase.asked["timesteps"])
-    return tuple(asked.items())
+        return asked | {"batch": images, "layers": 0, "tiles": phase.asked["tiles"]}
+    if phase.name == "tables":
+        return dict.fromkeys(("steps", "computed"), phase.asked["timesteps"])
+    return {}
 
 
 def ends(seconds: Range | None) -> list[float] | None:

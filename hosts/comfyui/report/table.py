@@ -14,18 +14,17 @@ from ....planning.phases import figure
 from ..record.phase import MeasuredPhase, harmless, measured
 from ..record.sampling import is_recorded
 from ..sample.optimize import unsupported_model
-from .picture import nothing_to_draw, report_picture
 from .predict import predict
 from .rows import LastRun, ends, last_run, rows_of, seconds_text
-from .words import FIRST_RUN, RunFacts, report_text, summary_lines
+from .words import FIRST_RUN, RunFacts, report_picture, report_text, summary_lines
 
 NO_RUN = (
     "Nothing was sampled with this MODEL since it was loaded: connect the MODEL that goes into the "
     "sampler."
 )
 NOT_MEASURED = (
-    "This MODEL's last run was not measured, because this node was not there: change the seed and "
-    "run again."
+    "This MODEL's last run was not measured, because this node was not there, or as ComfyUI's log "
+    "says: change the seed and run again."
 )
 EARLIER = (
     "Nothing was sampled in this run, because ComfyUI reused an earlier result. These figures are "
@@ -70,7 +69,8 @@ def report_run(model: ModelPatcher, clip: Any = None, vae: Any = None) -> RunRep
 
 
 def _sentence(text: str) -> RunReport:
-    return RunReport(text, text, nothing_to_draw(text), {"note": text})
+    picture = RunPicture("plain", "No run to report", lines=[text])
+    return RunReport(text, text, picture, {"note": text})
 
 
 def _report(model: ModelPatcher, clip: Any, vae: Any) -> RunReport:
@@ -108,7 +108,7 @@ def _beyond_steps(sampled: Sequence[MeasuredPhase]) -> float:
     total = steps = 0.0
     for run in sampled:
         step = run.asked["step_seconds"]
-        if run.seconds is None or step is None:
+        if step is None:
             return 0.0
         total += run.seconds
         steps += run.asked["evaluations"] * step
@@ -143,7 +143,7 @@ def _about_memory(last: MeasuredPhase) -> list[str]:
 
 def _data(facts: RunFacts) -> dict[str, Any]:
     step, prediction = facts.step, facts.prediction
-    times = [row.seconds for row in facts.rows if row.seconds is not None]
+    estimate = prediction.estimate
     return {
         "this_run": facts.ran.this_run,
         "phases": {row.name: row.as_dict() for row in facts.rows},
@@ -151,9 +151,9 @@ def _data(facts: RunFacts) -> dict[str, Any]:
             "predicted": None if prediction.step is None else ends(prediction.step.times(1000)),
             "measured": None if step is None else figure(1000 * step),
         },
-        "step_bound_by": prediction.bound,
-        "measured_seconds": figure(sum(times)),
+        "step_bound_by": estimate and estimate.bound,
+        "measured_seconds": figure(facts.seconds),
         "predicted_seconds": ends(facts.predicted),
-        "basis": prediction.basis or None,
+        "basis": estimate and estimate.basis.text,
         "notes": list(facts.notes),
     }

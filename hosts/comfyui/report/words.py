@@ -1,5 +1,5 @@
 """The report of a run in words: six lines, the answer first, then what was predicted of each phase
-and what was measured.
+and what was measured; and as a picture, in the layout of an estimate's.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from operator import add
 from typing import Any
 
 from ....charts.figures import duration, folded, table, tenths, usd
+from ....charts.run_chart import Bar, Figure, Limit, RunPicture
 from ....charts.words import usable_bytes
 from ....planning.estimate import usd_range
 from ....planning.phases import Range
@@ -21,6 +22,7 @@ from .rows import ROW_NAMES, LastRun, Row, seconds_text
 
 # A run that takes so much more or less than predicted is called slower or faster.
 LIKE_THE_PREDICTION = 0.15
+SIGNS = {"as predicted": "good", "faster than predicted": "good", "slower than predicted": "tight"}
 FIRST_RUN = "a first run also moves the model to the card, compiles kernels and tests attention"
 
 
@@ -39,37 +41,35 @@ class RunFacts:
     beyond: float = 0.0
 
     @property
-    def seconds(self) -> float | None:
-        """How long all phases took; None where one was not timed."""
-        times = [row.seconds for row in self.rows]
-        return None if None in times else sum(times)
+    def seconds(self) -> float:
+        """Adds up the measured times of all phases."""
+        return sum(row.seconds for row in self.rows)
 
     @property
     def predicted(self) -> Range | None:
-        """How long they take as predicted; None where a phase has no prediction."""
+        """Adds up the predicted times of all phases; None where one has no prediction."""
         times = [row.predicted_seconds for row in self.rows]
-        return None if None in times or not times else reduce(add, times)
+        return None if None in times else reduce(add, times)
 
     @property
     def step(self) -> float | None:
-        """Seconds of the last sampling's step."""
+        """Returns the seconds of the last sampling's step; None where it was not timed."""
         return self.ran.last.asked["step_seconds"]
 
     @property
     def usable(self) -> int:
-        """Bytes of the card that a run may use; 0 where the card is not known."""
-        card = self.prediction.card
-        return usable_bytes(card.card) if card else 0
+        """Counts the bytes of the card that a run may use; 0 where nothing is predicted."""
+        estimate = self.prediction.estimate
+        return usable_bytes(estimate.card) if estimate else 0
 
     def most(self) -> tuple[int, int]:
-        """(measured, predicted) bytes of the card in its fullest phase; 0 where unknown."""
+        """Finds the card's bytes in its fullest phase, measured and predicted; 0 where unknown."""
         measured, predicted = zip(*(row.card for row in self.rows), strict=True)
         return max(measured), max(predicted)
 
     def cost(self, seconds: Range | None) -> Range | None:
-        """USD for an image; None without a price."""
-        card = self.prediction.card and self.prediction.card.card
-        price = card and card.price()
+        """Counts the USD for an image; None without a price."""
+        price = self.prediction.estimate and self.prediction.estimate.card.price()
         if not price or seconds is None:
             return None
         images = self.ran.last.asked["latent"][0]
@@ -90,8 +90,6 @@ def summary_lines(facts: RunFacts) -> list[str]:
 
 def answer(facts: RunFacts) -> str:
     """Says how long it took, and whether that was predicted."""
-    if facts.seconds is None:
-        return f"Not timed on {facts.ran.last.device}"
     took = f"{'' if facts.ran.this_run else 'An earlier run '}took {seconds_text(facts.seconds)}"
     took = took[0].upper() + took[1:]
     if facts.predicted is None:
@@ -100,8 +98,8 @@ def answer(facts: RunFacts) -> str:
 
 
 def compared(facts: RunFacts) -> str:
-    """Compares the time of a run with its prediction; empty without either."""
-    if facts.seconds is None or facts.predicted is None:
+    """Compares the time of a run with its prediction; empty without one."""
+    if facts.predicted is None:
         return ""
     low, high = facts.predicted
     if facts.seconds > high * (1 + LIKE_THE_PREDICTION):
@@ -112,7 +110,7 @@ def compared(facts: RunFacts) -> str:
 
 
 def _times(facts: RunFacts) -> str:
-    each = [f"{ROW_NAMES[row.name]} {row.time()}" for row in facts.rows]
+    each = [f"{ROW_NAMES[row.name]} {seconds_text(row.seconds)}" for row in facts.rows]
     if facts.step is not None:
         each.append(f"a step {seconds_text(facts.step)}")
     return ", ".join(each)
@@ -128,7 +126,7 @@ def _memory(facts: RunFacts) -> str:
 
 
 def _cost(facts: RunFacts) -> str:
-    cost = facts.seconds and facts.cost(Range(facts.seconds, facts.seconds))
+    cost = facts.cost(Range(facts.seconds, facts.seconds))
     return f"{usd(cost)} an image" if cost else "unknown, without a price for this device"
 
 
@@ -152,7 +150,8 @@ def report_text(facts: RunFacts) -> str:
         for row in facts.rows
         for line in row.path()
     ]
-    basis = [f"Times: {facts.prediction.basis}"] if facts.prediction.basis else []
+    estimate = facts.prediction.estimate
+    basis = [f"Times: {estimate.basis.text}"] if estimate else []
     blocks = [
         summary_lines(facts),
         _table(facts),
@@ -167,12 +166,13 @@ def _table(facts: RunFacts) -> list[str]:
     rows = [["time and GiB", "time", "predicted", "card", "predicted", "working", "predicted"]]
     for row in facts.rows:
         memory = (*row.card, *row.working) if row.card[0] else (0, 0, 0, 0)
-        rows.append([row.title, row.time(), range_text(row.predicted_seconds), *map(_gib, memory)])
+        times = [seconds_text(row.seconds), range_text(row.predicted_seconds)]
+        rows.append([row.title, *times, *map(_gib, memory)])
         if row.name == "sampling" and facts.step is not None:
             step = [seconds_text(facts.step), range_text(facts.prediction.step)]
             rows.append(["  a step", *step, *[""] * 4])
-    total = "not timed" if facts.seconds is None else seconds_text(facts.seconds)
-    rows.append(["total", total, range_text(facts.predicted), *[""] * 4])
+    total = [seconds_text(facts.seconds), range_text(facts.predicted)]
+    rows.append(["total", *total, *[""] * 4])
     columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
     return table(list(zip(*columns, strict=True)), right=range(1, 7))
 
@@ -204,3 +204,59 @@ def heading(asked: Mapping[str, Any]) -> str:
     if asked["references"]:
         words.append(f"{len(asked['references'])} references")
     return f"Sampled: {', '.join(words)}"
+
+
+def report_picture(facts: RunFacts) -> RunPicture:
+    """Draws what was measured, with what was predicted in brackets and as a mark on each bar."""
+    peak, known = facts.most()
+    limit = None
+    if peak and facts.usable:
+        limit = Limit(peak, facts.usable, facts.prediction.estimate.card.memory_bytes, known)
+    step = ""
+    if facts.step is not None:
+        step = f"A step took {seconds_text(facts.step)}{_brackets(facts.prediction.step)}."
+    return RunPicture(
+        sign=SIGNS.get(compared(facts), "plain"),
+        answer=answer(facts).partition(" (")[0].partition(", without")[0],
+        basis="measured" if facts.predicted is None else "measured (predicted)",
+        lines=[f"{_where(facts)} {step}".strip()],
+        about=heading(facts.ran.last.asked),
+        figures=_figures(facts),
+        bars=[_bar(row, counted=bool(peak)) for row in facts.rows],
+        limit=limit,
+    )
+
+
+def _figures(facts: RunFacts) -> list[Figure]:
+    figures = []
+    peak, _ = facts.most()
+    if peak and facts.usable:
+        figures.append(Figure("card memory", f"{tenths(peak)} of {tenths(facts.usable)} GiB"))
+    took, predicted = seconds_text(facts.seconds), _brackets(facts.predicted).strip()
+    figures.append(Figure("in all", took, predicted))
+    if cost := facts.cost(Range(facts.seconds, facts.seconds)):
+        predicted = facts.cost(facts.predicted)
+        below = f"({usd(predicted)})" if predicted else ""
+        figures.append(Figure("cost of an image", usd(cost), below))
+    return figures
+
+
+def _brackets(seconds: Range | None) -> str:
+    return f" ({range_text(seconds)})" if seconds else ""
+
+
+def _where(facts: RunFacts) -> str:
+    estimate = facts.prediction.estimate
+    earlier = "" if facts.ran.this_run else ", in an earlier run"
+    if estimate is None:
+        return f"On {facts.ran.last.device}{earlier}, where nothing is predicted."
+    return f"On {estimate.card.name}{earlier}."
+
+
+def _bar(row: Row, *, counted: bool) -> Bar:
+    name, time = ROW_NAMES[row.name], seconds_text(row.seconds)
+    if counted:
+        count, expected = row.card
+        return Bar(name, {"measured": count}, f"{tenths(count)} GiB", time, expected)
+    expected = row.predicted_seconds.middle if row.predicted_seconds else 0
+    return Bar(name, {"measured": row.seconds}, "", time, expected)
