@@ -53,5 +53,5 @@ class QwenL40SExtension(ComfyExtension):
 
 
 async def comfy_entrypoint() -> ComfyExtension:
-    """What ComfyUI calls."""
+    """Gives ComfyUI the nodes; it looks for this name."""
     return QwenL40SExtension()

@@ -23,8 +23,6 @@ from .common import (
 
 
 class QwenL40SAdviseGPU(io.ComfyNode):
-    """Ranks rented cards by the cost of an image at a load."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         return io.Schema(

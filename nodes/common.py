@@ -37,7 +37,7 @@ def with_report(*outputs: object, report: str, summary: str | None = None) -> io
 
 
 def said(report: str, summary: str | None = None) -> dict[str, list[str]]:
-    """What a node says after a run, for the history and for web/qwen_l40s.js.
+    """Makes what a node says after a run, for the history and for web/qwen_l40s.js.
 
     Args:
         report: the whole text.
@@ -60,13 +60,13 @@ def with_picture(
 def shown_picture(
     node: type[io.ComfyNode], picture: Image.Image
 ) -> tuple[torch.Tensor, dict[str, object]]:
-    """(the picture as an IMAGE, what makes the page show it in the node)."""
+    """Returns the picture as an IMAGE, and what makes the page show it in the node."""
     image = torch.from_numpy(np.asarray(picture.convert("RGB"), np.float32) / 255).unsqueeze(0)
     return image, ui.PreviewImage(image, cls=node).as_dict()
 
 
 def setting_outputs() -> list[io.Output]:
-    """What `loader_settings` gives, for the widgets of the loaders."""
+    """Makes the outputs of `loader_settings`, for the widgets of the loaders."""
     model, encoder = "Load Qwen-Image Model", "Load Qwen-Image Text Encoder"
     return [
         io.Combo.Output(
@@ -77,7 +77,7 @@ def setting_outputs() -> list[io.Output]:
 
 
 def loader_settings(estimate: Estimate) -> tuple[str, str, str]:
-    """An estimate's precision, modulation and placement, as the loaders take them."""
+    """Returns an estimate's precision, modulation and placement, as the loaders take them."""
     setting = estimate.option.setting
     return setting.precision, setting.modulation, setting.text_encoder_place
 
@@ -85,7 +85,7 @@ def loader_settings(estimate: Estimate) -> tuple[str, str, str]:
 def request_inputs(
     *, rare: bool = False, added: bool = False, sockets: bool = True
 ) -> list[io.Input]:
-    """The inputs of the estimator's nodes that say what is to run.
+    """Makes the inputs of the estimator's nodes that say what is to run.
 
     Args:
         rare, added: as of `Option`.
@@ -95,7 +95,7 @@ def request_inputs(
 
 
 class Choices(list):
-    """A widget's choices. Older names of them pass ComfyUI's check too; the node rewrites them."""
+    """Lists a widget's choices. Older names pass ComfyUI's check too; the node rewrites them."""
 
     older: tuple[str, ...] = ()
 
@@ -104,7 +104,7 @@ class Choices(list):
 
 
 def choice_input(name: str, choices: Iterable[str], **about: Any) -> io.Combo.Input:
-    """A choice whose older names the page and `qwen-l40s submit` find in GET /object_info.
+    """Makes a choice whose older names the page and `qwen-l40s submit` find in GET /object_info.
 
     Its node has to accept all inputs, because ComfyUI drops those that are not declared.
     """
@@ -114,7 +114,6 @@ def choice_input(name: str, choices: Iterable[str], **about: Any) -> io.Combo.In
 
 
 def _older_names(name: str) -> dict[str, Any]:
-    """What GET /object_info says of an input besides: its older name and those of its values."""
     older = OLDER.get(name)
     return {} if older is None else {"older_name": older.name, "older": dict(older.values)}
 

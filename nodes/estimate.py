@@ -27,8 +27,6 @@ WIRES = ("model", "clip", "vae", "latent")
 
 
 class QwenL40SEstimateVRAM(io.ComfyNode):
-    """Says whether a run fits a card, how long it takes and what it costs."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         return io.Schema(
@@ -211,8 +209,6 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
 
 
 class QwenL40SReport(io.ComfyNode):
-    """Reports the last run of a MODEL."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         return io.Schema(

@@ -109,7 +109,7 @@ def _placement_input(*, advanced: bool | None) -> io.Combo.Input:
 
 
 def keep_input() -> io.String.Input:
-    """Layers that stay in bf16; `keep_patterns` reads what it holds."""
+    """Makes the input for layers that stay in bf16; `keep_patterns` reads what it holds."""
     return io.String.Input(
         "keep_in_bf16",
         default="",
@@ -150,8 +150,6 @@ def _vae_output() -> io.Vae.Output:
 
 
 class QwenL40SLoadModel(io.ComfyNode):
-    """Loads the transformer."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         return io.Schema(
@@ -207,8 +205,6 @@ class QwenL40SLoadModel(io.ComfyNode):
 
 
 class QwenL40SLoadTextEncoder(io.ComfyNode):
-    """Loads the text encoder."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         return io.Schema(
@@ -268,8 +264,6 @@ class QwenL40SLoadTextEncoder(io.ComfyNode):
 
 
 class QwenL40SLoadVAE(io.ComfyNode):
-    """Loads the VAE."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         return io.Schema(
@@ -316,8 +310,6 @@ class QwenL40SLoadVAE(io.ComfyNode):
 
 
 class QwenL40SLoad(io.ComfyNode):
-    """Loads all three parts from one choice."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         return io.Schema(
@@ -368,7 +360,6 @@ class QwenL40SLoad(io.ComfyNode):
     def _sources(
         cls, model: str, text_encoder: str, vae: str, *, look: bool = False
     ) -> list[Source]:
-        """The three parts, in the order of the outputs."""
         sources = [source_of(model, "transformer")]
         for name, role in ((text_encoder, "text_encoder"), (vae, "vae")):
             if name == AUTOMATIC:

@@ -25,8 +25,6 @@ def _path(name: str) -> Path:
 
 
 class QwenL40SLoadLora(io.ComfyNode):
-    """Applies a LoRA to a MODEL."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         return io.Schema(

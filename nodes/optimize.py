@@ -11,8 +11,6 @@ ATTENTION_CHOICES = ["auto", FAST, "comfyui", *BACKENDS]
 
 
 class QwenL40SOptimize(io.ComfyNode):
-    """Runs a Qwen-Image MODEL with fused blocks and the fastest attention of the card."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         return io.Schema(
@@ -107,8 +105,6 @@ class QwenL40SOptimize(io.ComfyNode):
 
 
 class QwenL40SSplitCards(io.ComfyNode):
-    """Runs a Qwen-Image MODEL on several cards of one kind."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         return io.Schema(
@@ -164,8 +160,6 @@ class QwenL40SSplitCards(io.ComfyNode):
 
 
 class QwenL40SCFGNorm(io.ComfyNode):
-    """Makes KSampler guide a MODEL the way diffusers does."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         return io.Schema(

@@ -18,7 +18,7 @@ OTHER_FORMATS = (*PICKLE_SUFFIXES, ".gguf", ".sft")
 
 
 def _destination(filename: str) -> Path:
-    """A path inside models/diffusion_models; a name cannot leave it."""
+    """Finds the path inside models/diffusion_models, which a name cannot leave."""
     name = PurePosixPath(filename.strip())
     outside = name.is_absolute() or ".." in name.parts or "\\" in filename or ":" in filename
     if outside or name.name in ("", ".safetensors"):
@@ -40,8 +40,6 @@ def _destination(filename: str) -> Path:
 
 
 class QwenL40SSaveQuantized(io.ComfyNode):
-    """Writes a MODEL in fp8 or int8."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         return io.Schema(
@@ -121,8 +119,6 @@ class QwenL40SSaveQuantized(io.ComfyNode):
 
 
 class QwenL40SSaveImage(io.ComfyNode):
-    """Images to PNG files."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         return io.Schema(

@@ -23,8 +23,6 @@ USUAL = CacheSettings()
 
 
 class QwenL40SStepCache(io.ComfyNode):
-    """Forecasts some of a sampler's steps from those that it computes."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         return io.Schema(

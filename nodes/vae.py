@@ -39,8 +39,6 @@ def _report_output() -> io.String.Output:
 
 
 class QwenL40SVAEDecode(io.ComfyNode):
-    """Latents to images."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         return io.Schema(
@@ -82,8 +80,6 @@ class QwenL40SVAEDecode(io.ComfyNode):
 
 
 class QwenL40SVAEEncode(io.ComfyNode):
-    """Images to latents."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         return io.Schema(

@@ -8,7 +8,7 @@ import json
 import math
 import threading
 import weakref
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from unittest import mock
 
@@ -69,6 +69,7 @@ pytestmark = pytest.mark.each_device
 FOLDER = folder("report")
 DEVICE = comfy.model_management.get_torch_device()
 CARD = MODE != "cpu"
+Interrupted = comfy.model_management.InterruptProcessingException
 MICRO = ROOT / "models" / "micro"
 PATH = narrow.write(FOLDER / "bf16.safetensors", narrow.weights())
 HOST_ATTENTION = OptimizeSettings(attention="comfyui")
@@ -106,7 +107,6 @@ NUMBERS = itertools.count()
 
 @contextmanager
 def running(prompt: str | None = None, report: bool = True):
-    """As ComfyUI executes a node of a prompt, a new one if none is named, with a Report node."""
     node = {"class_type": "QwenL40S_Report" if report else "KSampler", "inputs": {}}
     name = prompt or f"prompt {next(NUMBERS)}"
     reset_progress_state(name, DynamicPrompt({"node": node}))
@@ -115,13 +115,11 @@ def running(prompt: str | None = None, report: bool = True):
 
 
 def reported(model, *parts):
-    """As a Report node of the prompt that ran last."""
     with CurrentNodeContext(get_progress_state().prompt_id, "node"):
         return report_run(model, *parts)
 
 
 def phases(part) -> tuple[MeasuredPhase, ...]:
-    """Of the last prompt of a MODEL, CLIP or VAE."""
     return measured(getattr(part, "patcher", part)) or ()
 
 
@@ -131,12 +129,10 @@ def asked(model) -> dict:
 
 
 def row(report, name: str) -> str:
-    """The line of a phase."""
     return next(line for line in report.text.splitlines() if line.startswith(name))
 
 
 def guided(kind=comfy.samplers.CFGGuider, cfg=None, model=None, steps=3, conds=None, **extra):
-    """A run by a guider, as SamplerCustomAdvanced runs it."""
     model = load() if model is None else model
     guider = kind(model, **extra)
     if cfg is not None:
@@ -152,19 +148,18 @@ def guided(kind=comfy.samplers.CFGGuider, cfg=None, model=None, steps=3, conds=N
 
 
 def breaking(target, name: str):
-    """What measures fails."""
     return mock.patch.object(target, name, side_effect=RuntimeError("measuring broke"))
 
 
 def as_on(facts: CardFacts | None):
-    """Predicts as for a run on a card."""
-    stack = mock.patch.multiple(run_request, card_facts=lambda device: facts)
-    other = mock.patch.multiple(this_card, card_facts=lambda device: facts)
-    return stack, other
+    stack = ExitStack()
+    for module in (run_request, this_card):
+        stack.enter_context(mock.patch.object(module, "card_facts", lambda device: facts))
+    return stack
 
 
 def predicted(model, facts=L40S, **parts):
-    with as_on(facts)[0], as_on(facts)[1]:
+    with as_on(facts):
         return reported(model, parts.get("clip"), parts.get("vae"))
 
 
@@ -181,9 +176,7 @@ def test_what_was_asked_for():
         "steps": 3,
         "evaluations": 3,
         "passes": 3,
-        "items": 1,
-        "prompts": 1,
-        "guided": False,
+        "computed": 3,
         "text_tokens": 20,
         "references": [],
         "controlnet": False,
@@ -191,8 +184,8 @@ def test_what_was_asked_for():
     assert {name: found[name] for name in known} == known, found
     sample(model, cfg=2.5, batch=2)
     found = asked(model)
-    assert (found["passes"], found["evaluations"], found["guided"]) == (6, 3, True), found
-    assert (found["items"], found["latent"][0]) == (2, 2)
+    assert (found["passes"], found["evaluations"], found["computed"]) == (6, 3, 12), found
+    assert found["latent"][0] == 2
     # A method of second order evaluates the model twice in all steps but the last.
     sample(model, sampler="heun")
     found = asked(model)
@@ -202,7 +195,7 @@ def test_what_was_asked_for():
     assert asked(model)["references"] == [[4, 6], [8, 8]]
     sample(optimize(model, HOST_ATTENTION), cfg=2.5, texts=(20, 20))
     found = asked(model)
-    assert (found["passes"], found["prompts"], found["items"]) == (3, 2, 2), found
+    assert (found["passes"], found["computed"]) == (3, 6), found
 
 
 def test_times_add_up():
@@ -361,23 +354,26 @@ def test_steps_that_comfyui_skipped_count_nowhere():
         assert 6 < forward.call_count == found["passes"] == 2 * found["evaluations"] < 30, node
 
 
-def test_a_run_that_fails_is_not_recorded():
-    model = load()
+@pytest.mark.parametrize("error", [RuntimeError, Interrupted])
+def test_a_run_that_fails_is_not_recorded(error):
+    model = load(off_card=True)
     sample(model, steps=2)
-    with mock.patch.object(type(model.model), "_apply_model", side_effect=RuntimeError("broken")):
-        try:
-            sample(model, steps=3)
-        except RuntimeError as error:
-            assert "broken" in str(error)
-        else:
-            raise AssertionError("it did not fail")
-    assert asked(model)["steps"] == 2
+    kept, own = phases(model), type(model.model)._apply_model
+
+    def fail(*args, **options):
+        own(*args, **options)  # which makes the tables, a phase inside
+        raise error("broken")
+
+    broken = mock.patch.object(type(model.model), "_apply_model", fail)
+    with broken, pytest.raises(error):
+        sample(model, steps=3)
+    assert phases(model) == kept and not measuring._open
+    assert "\nSampled: 64x64, batch 1, 2 steps" in reported(model).text
     sample(model, steps=4)
-    assert asked(model)["steps"] == 4
+    assert [run.asked["steps"] for run in phases(model) if run.name == "sampling"] == [4]
 
 
 def test_forward_passes_of_several_threads_are_all_counted():
-    """As the cards that share a step call the model."""
     model = load()
 
     def several(executor, *args, **kwargs):
@@ -452,34 +448,6 @@ def test_copies_of_a_vae_and_clones_of_a_clip_share_the_phases():
     assert [run.name for run in phases(clip)] == ["text"]
     # What is of another kind has none.
     assert measured(None) is measured(SimpleNamespace()) is None
-
-
-def test_a_run_that_is_interrupted_leaves_the_records_of_the_last():
-    model = load(off_card=True)
-    sample(model, prompt="a")
-    kept = phases(model)
-
-    def interrupt(*args):
-        raise comfy.model_management.InterruptProcessingException
-
-    with mock.patch.object(type(model.model), "_apply_model", interrupt):
-        try:
-            sample(model, steps=5, prompt="b")
-        except comfy.model_management.InterruptProcessingException:
-            pass
-        else:
-            raise AssertionError("it was not interrupted")
-    assert phases(model) == kept and not measuring._open
-    # And when its tables are there.
-    noise, text = random(1, 16, 1, 8, 8), [[random(1, 20, narrow.SHAPE.joint_dim), {}]]
-    try:
-        with torch.inference_mode(), running("c"):
-            given = (5, 1.0, "euler", "simple", text, text, noise * 0)
-            comfy.sample.sample(model, noise, *given, disable_pbar=True, seed=0, callback=interrupt)
-    except comfy.model_management.InterruptProcessingException:
-        pass
-    assert phases(model) == kept
-    assert "\nSampled: 64x64, batch 1, 3 steps" in reported(model).text
 
 
 # --------------------------------------------------------------------- what measures breaks nothing
@@ -1008,7 +976,7 @@ def test_a_guider_that_asks_for_the_negative_prompt_on_its_own():
     extra = {"uncond_model_patcher": model.clone()}
     guided(Guider_DualModel, 4.0, model, **extra)
     found = asked(model)
-    assert (found["passes"], found["evaluations"], found["guided"]) == (6, 3, False), found
+    assert (found["passes"], found["evaluations"]) == (6, 3), found
     prediction = _prediction(model)
     assert prediction.estimate.request.cfg == "two passes"
     assert not any("forward passes" in note for note in prediction.notes)
@@ -1135,5 +1103,5 @@ def _asked(model) -> dict:
 
 def _prediction(model, found=None):
     run = next(run for run in phases(model) if run.name == "sampling")
-    with as_on(L40S)[0], as_on(L40S)[1]:
+    with as_on(L40S):
         return run_request.predict(found or run.asked, run.path, model, None, None, 0)

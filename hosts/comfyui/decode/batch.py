@@ -32,7 +32,7 @@ WHOLE = 1
 
 @dataclass
 class VaeBatch:
-    """Items on their way through the VAE.
+    """Runs items through the VAE.
 
     Args:
         what: such as "decode 2 images of 1328x1328".
@@ -108,7 +108,7 @@ class VaeBatch:
 
     @property
     def _kept(self) -> int:
-        """Bytes of the result where it stays on the VAE's device, which plans do not count."""
+        """Counts the result where it stays on the VAE's device, which plans do not."""
         same = self.vae.output_device.type == self.vae.device.type
         return self._result_bytes if same else 0
 
@@ -116,7 +116,7 @@ class VaeBatch:
         return self.plan(None if self.tiles == WHOLE else budget)
 
     def _attempt(self, plan: VaePlan, run: MeasuredPhase) -> bool:
-        """Whether the items that are left could be computed in the memory that there is."""
+        """Computes the items that are left; returns False where memory ran out."""
         left = -(-(self.size[0] - self._done) // plan.batch)
         bar = comfy.utils.ProgressBar(left * plan.count)
 
@@ -140,7 +140,7 @@ class VaeBatch:
         return True
 
     def _smaller(self, plan: VaePlan) -> VaePlan:
-        """A plan for half of what is free, or of what could be, and for less than was too much."""
+        """Plans for half of what is free, or of what could be, and for less than was too much."""
         comfy.model_management.soft_empty_cache()
         if self.tiles == WHOLE:
             raise self._out_of_memory(plan, "set tiles to 0")
@@ -177,12 +177,12 @@ def _how(plan: VaePlan, free: int, others: int) -> str:
 
 
 def on_processor(vae: comfy.sd.VAE) -> bool:
-    """Whether the VAE computes in host memory."""
+    """Tells whether the VAE computes in host memory."""
     return comfy.model_management.is_device_cpu(vae.device)
 
 
 def free_bytes(vae: comfy.sd.VAE) -> int:
-    """What activations can take while everything else stays where it is.
+    """Counts what activations can take while everything else stays where it is.
 
     On the processor this is host memory. The patcher's own `get_free_memory` would count the
     weights of other models that dynamic VRAM could evict.
@@ -195,7 +195,7 @@ def free_bytes(vae: comfy.sd.VAE) -> int:
 
 
 def waiting_bytes(vae: comfy.sd.VAE) -> int:
-    """Bytes of the VAE's own weights that are not on its device yet."""
+    """Counts the VAE's own weights that are not on its device yet."""
     patcher = vae.patcher
     if patcher.current_loaded_device() != vae.device:
         return patcher.model_size()
@@ -203,7 +203,7 @@ def waiting_bytes(vae: comfy.sd.VAE) -> int:
 
 
 def others_bytes(vae: comfy.sd.VAE) -> int:
-    """Bytes of other models' weights on the VAE's card, which ComfyUI can move off it."""
+    """Counts other models' weights on the VAE's card, which ComfyUI can move off it."""
     if on_processor(vae):
         return 0
     return sum(

@@ -98,8 +98,8 @@ def _by_host(
 
 
 def _other_vae(vae: comfy.sd.VAE, ours: bool) -> tuple[str, str | None]:
-    """Why a VAE goes the host's own way, empty for Qwen-Image's; and why at least its own layers
-    run, empty where nobody asked for ours, None where ours do.
+    """Says why a VAE goes the host's way, empty for Qwen-Image's; and why at least its layers run,
+    empty where nobody asked for ours, None where ours do.
     """
     for name in ("decode", "encode"):
         if getattr(getattr(vae, name), "__func__", None) is not getattr(comfy.sd.VAE, name):

@@ -26,7 +26,7 @@ HOMES, TORCH = {home.__name__ for home in (vae, vae2_2, comfy.ops)}, "torch.nn.m
 
 
 def vae_shape(model: vae.WanVAE) -> VaeShape:
-    """The sizes of a VAE's `first_stage_model`.
+    """Reads the sizes of a VAE's `first_stage_model`.
 
     Raises:
         SettingError: it is another network than Qwen-Image's.
@@ -46,29 +46,27 @@ def vae_shape(model: vae.WanVAE) -> VaeShape:
 
 
 def cuts_strips(model: torch.nn.Module | None) -> bool:
-    """Whether a VAE's `first_stage_model` is Qwen-Image-2.1's, which runs in exact strips."""
+    """Tells whether a `first_stage_model` is Qwen-Image-2.1's, which runs in exact strips."""
     # Of other models that have as many latent channels the class differs.
     return isinstance(model, vae2_2.WanVAE) and model.z_dim == VAE_21.latent_channels
 
 
 class OwnLayers:
-    """The host's modules as they are; its subclasses compute them otherwise."""
+    """Runs the host's modules as they are, on (B, C, 1, height, width); subclasses otherwise."""
 
     shape = staticmethod(vae_shape)
 
     def layer(self, module: torch.nn.Module) -> Layer:
-        """Of (B, C, 1, height, width)."""
         return module
 
     def middle(
         self, first: torch.nn.Module, attention: torch.nn.Module, last: torch.nn.Module
     ) -> Middle:
-        """The middle of a decoder or encoder."""
         return Middle.of(first, attention, last)
 
 
 def decoder_stages(model: vae.WanVAE, layers: OwnLayers) -> Stages:
-    """The decoder in layers.
+    """Takes the decoder apart into layers.
 
     Raises:
         SettingError: as `vae_shape`.
@@ -88,7 +86,7 @@ def decoder_stages(model: vae.WanVAE, layers: OwnLayers) -> Stages:
 
 
 def encoder_stages(model: vae.WanVAE, layers: OwnLayers) -> Stages:
-    """The encoder in layers.
+    """Takes the encoder apart into layers.
 
     Raises:
         SettingError: as `vae_shape`.
@@ -105,7 +103,7 @@ def encoder_stages(model: vae.WanVAE, layers: OwnLayers) -> Stages:
 
 
 def not_fused(model: torch.nn.Module) -> str | None:
-    """Why a VAE's own layers run, in one clause; None where ours do."""
+    """Says why a VAE's own layers run, in one clause; None where ours do."""
     if cuts_strips(model):
         known = list(model.dim_mult) == list(VAE_21.widths) and model.num_res_blocks == 2
         if not known or model.attn_scales or model.patch_size != 1:
@@ -141,13 +139,11 @@ def compile_ahead(decoder: comfy.sd.VAE) -> None:
 
 
 class FusedLayers(OwnLayers):
-    """The host's modules, computed by ours, as `not_fused` allows. Weights are taken as the host
-    casts them, each time.
-    """
+    """Computes the host's modules, as `not_fused` allows, with weights as the host casts them."""
 
     @staticmethod
     def shape(model: torch.nn.Module) -> VaeShape:
-        """The sizes of a VAE of 1.x or 2.1."""
+        """Reads the sizes of a VAE of 1.x or 2.1."""
         if not cuts_strips(model):
             return replace(vae_shape(model), fused=True)
         head = model.decoder.head
@@ -167,20 +163,18 @@ class FusedLayers(OwnLayers):
         }
 
     def layer(self, module: torch.nn.Module) -> Layer:
-        """Of (B, C, 1, height, width)."""
         run = self._kinds.get(type(module), self._convolve)
         return lambda x: run(module, x.squeeze(2)).unsqueeze(2)
 
     def middle(
         self, first: torch.nn.Module, attention: torch.nn.Module, last: torch.nn.Module
     ) -> Middle:
-        """The middle of a decoder or encoder."""
         norm = partial(self._norm, attention.norm, silu=False)
         qkv, project = (partial(self._convolve, it) for it in (attention.to_qkv, attention.proj))
         return Middle(self.layer(first), self.layer(last), norm, qkv, project, attend=flat.attend)
 
     def _take(self, module: torch.nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies: what the host moved to the card goes, or is written over, with the context."""
+        """Copies weights: what the host moved to the card goes with the context."""
         if x.is_meta:  # of `compile_ahead`
             weight, bias = module.weight.to(x), module.bias.to(x)
             weight = weight[:, :, -1] if weight.ndim == 5 else weight

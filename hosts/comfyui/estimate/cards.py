@@ -17,7 +17,7 @@ THIS_CARD = "this card"
 
 
 def card_choices() -> list[str]:
-    """The machine's own first, then those of the list; of the bundled one where the user's own is
+    """Lists the machine's own first, then those of the list; of the bundled one where the user's is
     damaged, which is an error when a node runs.
     """
     try:
@@ -32,7 +32,7 @@ def own_files_changed_at() -> tuple[int, int]:
 
 
 def _changed(path: Path) -> int:
-    """Nanoseconds; 0 where there is no file."""
+    """Reads when a file changed, in nanoseconds; 0 where there is none."""
     try:
         return path.stat().st_mtime_ns
     except OSError:

@@ -16,16 +16,7 @@ from ....spec.families import FAMILIES, SINGLE_STREAM_FAMILY, TEXT_TO_IMAGE, Fam
 from ....spec.transformer import SingleStreamShape
 from ....spec.vae import VaeShape
 from ....step_cache import OFF, CacheSettings, computed_with
-from .sizes import (
-    TrueClip,
-    TrueLatent,
-    TrueModel,
-    TrueVae,
-    clip_sizes,
-    latent_sizes,
-    model_sizes,
-    vae_sizes,
-)
+from .sizes import TrueClip, TrueModel, clip_sizes, latent_sizes, model_sizes, vae_sizes
 
 LAYERED = "qwen-image-layered"
 EDIT_2509, EDIT_TIMESTEP_ZERO = "qwen-image-edit-2509", "qwen-image-edit-2511"
@@ -35,7 +26,7 @@ NO_LATENT = {"width": 16, "height": 16, "batch": 1, "layers": 0}
 
 @dataclass(frozen=True)
 class WiredRequest:
-    """A request, sentences about what was taken from where, and how many cards the MODEL is on."""
+    """Holds a request, sentences on what was read where, and how many cards the MODEL is on."""
 
     request: RunRequest
     notes: tuple[str, ...] = ()
@@ -68,9 +59,9 @@ def request_from(
     if encoder is not None:
         sizes |= _take_clip(chosen, encoder)
     if vae is not None:
-        sizes |= _take_vae(vae_sizes(vae))
+        sizes["vae"], sizes["vae_bytes"] = vae_sizes(vae)
     if latent is not None:
-        _take_latent(chosen, latent_sizes(latent))
+        chosen |= latent_sizes(latent)
     wired = {"MODEL": model, "CLIP": clip, "VAE": vae, "LATENT": latent}
     if named := [name for name, part in wired.items() if part is not None]:
         notes.insert(0, f"Sizes are read from what is connected: {', '.join(named)}.")
@@ -95,7 +86,6 @@ def estimate_on(card: Card, wired: WiredRequest, usd_per_hour: float | None) -> 
 
 
 def _check_parts(family: Family, clip: TrueClip | None, vae: VaeShape | None) -> None:
-    """Refuses a text encoder or a VAE of the other generation."""
     wanted = family.text_encoder.name
     if clip is not None and clip.name != wanted:
         raise SettingError(
@@ -131,7 +121,6 @@ def _take_model(chosen: dict[str, Any], found: TrueModel, notes: list[str]) -> d
 
 
 def _with_cache(request: RunRequest, found: CacheSettings, notes: list[str]) -> RunRequest:
-    """The request with a MODEL's step cache; how many steps a past run computed is known."""
     cache = _agreed("cache", request.cache, found.name, "MODEL", OFF)
     if found.audit:
         notes.append("The MODEL's step cache computes every step, because audit is on.")
@@ -141,7 +130,6 @@ def _with_cache(request: RunRequest, found: CacheSettings, notes: list[str]) -> 
 
 
 def _form_note(found: TrueModel) -> str:
-    """What differs from weights and activations in bf16, or weights that this package quantized."""
     wide = found.computed == "fp32"
     if not (found.stored or wide):
         return ""
@@ -160,19 +148,6 @@ def _take_clip(chosen: dict[str, Any], found: TrueClip) -> dict[str, Any]:
     return {"text_encoder_bytes": found.bytes}
 
 
-def _take_vae(found: TrueVae) -> dict[str, Any]:
-    return {"vae": found.shape, "vae_bytes": found.bytes}
-
-
-def _take_latent(chosen: dict[str, Any], found: TrueLatent) -> None:
-    chosen |= {
-        "width": found.width,
-        "height": found.height,
-        "batch": found.batch,
-        "layers": found.frames - 1,
-    }
-
-
 def _agreed(name: str, asked: str, found: str | None, part: str, left: str = AUTO) -> str:
     """Takes what a part tells, else what was asked for; `left` leaves it to the part."""
     if found is None or asked == found:
@@ -186,7 +161,6 @@ def _agreed(name: str, asked: str, found: str | None, part: str, left: str = AUT
 
 
 def _family(chosen: Mapping[str, Any], found: TrueModel | None, notes: list[str]) -> str:
-    """Takes the family that was chosen, else the one that the MODEL and the settings tell."""
     asked = chosen["family"]
     if asked == AUTO:
         return _likely_family(chosen, found, notes)
@@ -200,7 +174,7 @@ def _family(chosen: Mapping[str, Any], found: TrueModel | None, notes: list[str]
 
 
 def _other_family(family: Family, found: TrueModel) -> str:
-    """What a MODEL is instead of a family; empty where it may be of it.
+    """Says what a MODEL is instead of a family; empty where it may be of it.
 
     An Edit-2511 without its marker can be set by a node to modulate as at timestep zero.
     """

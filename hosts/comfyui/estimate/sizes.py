@@ -98,24 +98,6 @@ class TrueClip:
     name: str
 
 
-@dataclass(frozen=True)
-class TrueVae:
-    """A VAE's shape, and its weights as they are stored, in bytes."""
-
-    shape: VaeShape
-    bytes: int
-
-
-@dataclass(frozen=True)
-class TrueLatent:
-    """What a LATENT asks for: pixels rounded up to whole tokens, as the model pads it."""
-
-    width: int
-    height: int
-    batch: int
-    frames: int
-
-
 def model_sizes(model: ModelPatcher) -> TrueModel:
     """Reads a MODEL.
 
@@ -160,7 +142,7 @@ def _attention(model: ModelPatcher) -> str | None:
 
 
 def transformer_shape(transformer: torch.nn.Module) -> TransformerShape:
-    """The sizes of a transformer's modules."""
+    """Reads the sizes of a transformer's modules."""
     blocks = transformer.transformer_blocks
     if not isinstance(transformer, QwenImageTransformer2DModel):
         heads, dim = blocks[0].attn.heads, transformer.inner_dim
@@ -214,15 +196,15 @@ def clip_sizes(clip: comfy.sd.CLIP) -> TrueClip:
     )
 
 
-def vae_sizes(vae: comfy.sd.VAE) -> TrueVae:
-    """Reads a VAE.
+def vae_sizes(vae: comfy.sd.VAE) -> tuple[VaeShape, int]:
+    """Reads a VAE's shape, and the bytes of its weights as they are stored.
 
     Raises:
         SettingError: it is another one than Qwen-Image's.
     """
     model = getattr(vae, "first_stage_model", None)
     if cuts_strips(model):
-        return TrueVae(VAE_21, comfy.model_management.module_size(model))
+        return VAE_21, comfy.model_management.module_size(model)
     try:
         shape = vae_shape(model)
     except SettingError as error:
@@ -230,11 +212,12 @@ def vae_sizes(vae: comfy.sd.VAE) -> TrueVae:
             f"the VAE is a {type(model).__name__} and not Qwen-Image's: connect Qwen-Image's VAE, "
             "or none."
         ) from error
-    return TrueVae(shape, comfy.model_management.module_size(model))
+    return shape, comfy.model_management.module_size(model)
 
 
-def latent_sizes(latent: Mapping[str, Any]) -> TrueLatent:
-    """Reads a LATENT; an empty one of another model counts as what ComfyUI's samplers make of it.
+def latent_sizes(latent: Mapping[str, Any]) -> dict[str, int]:
+    """Reads a LATENT's width, height, batch and layers, with sides rounded up to whole tokens, as
+    the model pads them. An empty one of another model counts as what ComfyUI's samplers make of it.
 
     Raises:
         SettingError: it holds something that is no latent of Qwen-Image's.
@@ -254,11 +237,11 @@ def latent_sizes(latent: Mapping[str, Any]) -> TrueLatent:
     ratio = ratio or pixels_of(samples.shape[1])
     height, width = (whole_pixels(round(side * ratio)) for side in samples.shape[-2:])
     frames = samples.shape[2] if samples.ndim == 5 else 1
-    return TrueLatent(width, height, len(samples), frames)
+    return {"width": width, "height": height, "batch": len(samples), "layers": frames - 1}
 
 
 def _is_qwen_image(encoder: Any) -> bool:
-    """Other models' text encoders are classes over Qwen-Image's, in modules of their own."""
+    # Other models' text encoders are classes over Qwen-Image's, in modules of their own.
     own = QwenImageTEModel.__module__
     others = (kind for kind in type(encoder).__mro__ if issubclass(kind, QwenImageTEModel))
     return isinstance(encoder, QwenImageTEModel) and not any(
@@ -267,7 +250,7 @@ def _is_qwen_image(encoder: Any) -> bool:
 
 
 def stored_in(module: torch.nn.Module) -> str:
-    """The form of most elements of weight matrices."""
+    """Names the form of most elements of weight matrices."""
     elements: Counter[str] = Counter()
     for _, weight in named_weights(module):
         if weight.ndim == 2:

@@ -38,12 +38,12 @@ def record_runs(patcher: ModelPatcher, key: str = SAMPLING_KEY) -> None:
 
 
 def is_recorded(patcher: ModelPatcher) -> bool:
-    """Whether the runs of a patcher are measured where a Report node asks."""
+    """Tells whether the runs of a patcher are measured where a Report node asks."""
     return measure_sampling in patcher.get_all_wrappers(WrappersMP.OUTER_SAMPLE)
 
 
 def measure_sampling(executor: Any, noise: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """OUTER_SAMPLE wrapper: one run."""
+    """Measures one run, as OUTER_SAMPLE wrapper."""
     guider = executor.class_obj
     patcher = getattr(guider, "model_patcher", None)
     run = phase("sampling", patcher, getattr(patcher, "load_device", None))
@@ -74,11 +74,8 @@ def measure_sampling(executor: Any, noise: torch.Tensor, *args: Any, **kwargs: A
 
 
 class _Pass(NamedTuple):
-    """What a forward pass was called with."""
-
     items: int
     text_tokens: int
-    prompts: Sequence[int]
     references: list[list[int]]
     controlled: bool
     steps: int | None
@@ -96,7 +93,7 @@ class _Counts:
         self._passes: list[_Pass] = []  # appended to by the threads of all cards
 
     def evaluate(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
-        """PREDICT_NOISE wrapper: one evaluation of a sampler, with all its prompts."""
+        """Counts an evaluation of a sampler with all its prompts, as PREDICT_NOISE wrapper."""
         if self._run.off:
             return executor(*args, **kwargs)
         if not self._evaluations:  # ComfyUI has loaded the model and prepared its conditions
@@ -112,7 +109,7 @@ class _Counts:
     def apply_model(
         self, executor: Any, x: torch.Tensor, t: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        """APPLY_MODEL wrapper: one forward pass, on any of the cards that share a step."""
+        """Counts a forward pass on any of the cards that share a step, as APPLY_MODEL wrapper."""
         output = executor(x, t, *args, **kwargs)
         with harmless(self._run):
             options = options_of(args, kwargs)
@@ -122,7 +119,6 @@ class _Counts:
                     _Pass(
                         len(x),
                         0 if context is None else context.shape[1],
-                        options.get("cond_or_uncond", ()),
                         [list(latent.shape[-2:]) for latent in kwargs.get("ref_latents") or ()],
                         control_of(args, kwargs) is not None,
                         None if sigmas is None else len(sigmas) - 1,
@@ -155,10 +151,7 @@ class _Counts:
             "step_seconds": statistics.median(seconds[1:]) if len(seconds) > 1 else None,
             "first_step_seconds": seconds[0] if seconds else None,
             "passes": len(passes),
-            "items": max((each.items for each in passes), default=0),
             "computed": sum(each.items for each in passes),
-            "prompts": max((len(each.prompts) for each in passes), default=0),
-            "guided": any(1 in each.prompts for each in passes),
             "text_tokens": max((each.text_tokens for each in passes), default=0),
             "references": max((each.references for each in passes), key=len, default=[]),
             "controlnet": any(each.controlled for each in passes),

@@ -73,7 +73,7 @@ def _cards_note(model: Any) -> list[str]:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the estimator says of a run.
+    """Holds what the estimator says of a run.
 
     Attributes:
         notes: What the prediction leaves out, or why there is none.
@@ -87,7 +87,7 @@ class Prediction:
 
     @property
     def step(self) -> Range | None:
-        """Seconds of one evaluation of the sampler, with all its prompts; None without times."""
+        """Predicts an evaluation of the sampler with all its prompts; None without times."""
         return None if self.estimate is None else self.estimate.step_seconds
 
     def phases(self, **settings: Any) -> Mapping[str, Phase]:

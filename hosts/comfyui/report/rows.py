@@ -24,7 +24,7 @@ ORDER = ("text", "encode", "tables", "sampling", "decode")
 
 @dataclass(frozen=True)
 class LastRun:
-    """What a report is of: the MODEL's last run, with what CLIP and VAE did for it or now.
+    """Holds what a report is of: the MODEL's last run, with what CLIP and VAE did for it or now.
 
     Attributes:
         phases: In order.
@@ -36,16 +36,13 @@ class LastRun:
 
     @property
     def last(self) -> MeasuredPhase:
-        """The last sampling."""
         return self.of("sampling")[-1]
 
     @property
     def this_run(self) -> bool:
-        """Whether this prompt sampled."""
         return self.last.prompt == self.now
 
     def of(self, name: str) -> tuple[MeasuredPhase, ...]:
-        """Finds the phases of one name."""
         return tuple(phase for phase in self.phases if phase.name == name)
 
 
@@ -63,7 +60,7 @@ def last_run(model: ModelPatcher, clip: Any, vae: Any) -> LastRun | None:
 
 @dataclass(frozen=True)
 class Row:
-    """One phase that ran, once or several times: measured beside predicted.
+    """Holds a phase that ran, once or several times: measured beside predicted.
 
     Attributes:
         phases: Measured, in order.
@@ -205,7 +202,6 @@ def _settings(phase: MeasuredPhase) -> dict[str, int]:
 
 
 def ends(seconds: Range | None) -> list[float] | None:
-    """Gives a range's ends, for JSON."""
     return None if seconds is None else [figure(seconds.low), figure(seconds.high)]
 
 

@@ -41,7 +41,7 @@ LONG_SECONDS, LONG_SHARE = 1.0, 0.25
 
 @dataclass(frozen=True)
 class RunReport:
-    """The report in words, its first lines, its picture, and the same for JSON."""
+    """Holds the report in words, its first lines, its picture, and the same for JSON."""
 
     text: str
     summary: str
@@ -49,7 +49,6 @@ class RunReport:
     data: dict[str, Any] = field(default_factory=dict)
 
     def json(self) -> str:
-        """Writes one object."""
         return json.dumps(self.data)
 
 

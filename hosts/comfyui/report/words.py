@@ -28,7 +28,7 @@ FIRST_RUN = "a first run also moves the model to the card, compiles kernels and 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """A run with its prediction: the rows, the last sampling's prediction, and notes on both.
+    """Holds a run with its prediction: the rows, the last sampling's prediction, notes on both.
 
     Attributes:
         beyond: Seconds of sampling that were not steps; 0 where they are few.
