@@ -128,7 +128,6 @@ PICTURE = """title => {
 
 
 def models_of(graph: dict[str, Any]) -> dict[str, str]:
-    """{file name: folder of models/} that the nodes of a graph load."""
     nodes = (node["_meta"].get("models", []) for node in graph.values())
     return {model["name"]: model["directory"] for models in nodes for model in models}
 
@@ -146,7 +145,6 @@ def put_files(base: Path) -> None:
 
 
 def take_files(base: Path) -> None:
-    """Removes the models again."""
     for graph in GRAPHS.values():
         for name, folder in models_of(graph).items():
             (base / "models" / folder / name).unlink(missing_ok=True)
@@ -233,7 +231,6 @@ class ComfyPage:
         self.problems.clear()
 
     def set(self, setting: str, value: Any) -> None:
-        """Changes a setting of the page."""
         change = "([setting, value]) => window.app.extensionManager.setting.set(setting, value)"
         self.page.evaluate(change, [setting, value])
 
@@ -252,21 +249,17 @@ class ComfyPage:
 
     @property
     def templates(self) -> Any:
-        """The template dialog."""
         bar = self.page.get_by_test_id("template-filter-bar")
         return self.page.get_by_role("dialog").filter(has=bar)
 
     def card(self, name: str) -> Any:
-        """A template's card in the dialog."""
         return self.templates.get_by_test_id(f"template-workflow-{name}")
 
     def open_templates(self, pack: str) -> None:
-        """Opens the template dialog at what one pack brings."""
         self.page.locator(".templates-tab-button").click()
         self.templates.get_by_text(pack, exact=True).click()
 
     def open_template(self, pack: str, name: str) -> None:
-        """Opens a template by a click on its card."""
         self.open_templates(pack)
         self.card(name).click()
         self.templates.wait_for(state="hidden")
@@ -285,7 +278,6 @@ class ComfyPage:
 
     @property
     def scale(self) -> float:
-        """Pixels of the screen for a unit of the graph."""
         return self.page.evaluate("() => window.app.canvas.ds.scale")
 
     def texts(self) -> list[dict[str, Any]]:
@@ -327,7 +319,6 @@ class ComfyPage:
         return self.page.evaluate("async () => (await window.app.graphToPrompt()).output")
 
     def empty(self) -> None:
-        """Removes all nodes and groups from the canvas."""
         self.page.evaluate(EMPTY)
 
     def add(self, node_id: str) -> None:

@@ -121,7 +121,6 @@ class Server(ComfyUIServer):
         raise AssertionError(f"no history of {prompt_id}")
 
     def image(self, run: Run, node: str) -> bytes:
-        """The first image that a SaveImage or PreviewImage node wrote."""
         entry = run.history["outputs"][node]["images"][0]
         answer = self.client.get("/view", params=entry)
         answer.raise_for_status()

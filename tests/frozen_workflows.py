@@ -172,6 +172,5 @@ def _replaced(old: Definition, new: Definition, rules: Mapping[str, Any]) -> lis
 
 
 def _older_names(node: Definition) -> dict[str, str]:
-    """{older name: that of today} of the inputs that have been renamed."""
     older = {known.options.get("older_name"): known.name for known in node.inputs}
     return {name: today for name, today in older.items() if name}

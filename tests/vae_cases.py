@@ -31,7 +31,6 @@ def wan(dim=16, channels=3, gives=None, **options):
 
 
 def wan_21(dim=8, decoder=12):
-    """Qwen-Image-2.1's."""
     return comfy.ldm.wan.vae2_2.WanVAE(
         dim=dim,
         dec_dim=decoder,
@@ -47,7 +46,6 @@ def wan_21(dim=8, decoder=12):
 
 
 def random_weights(model):
-    """Weights that neither fade nor grow."""
     weights = {}
     for seed, (name, weight) in enumerate(model.state_dict().items()):
         values = random(*weight.shape, seed=seed)

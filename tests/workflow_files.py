@@ -72,7 +72,6 @@ def models_named(graph: Graph) -> set[tuple[str, str]]:
 
 
 def images_named(graph: Graph) -> set[str]:
-    """The pictures of input/ that a graph's nodes choose."""
     return {node["inputs"]["image"] for node in graph.values() if node["class_type"] == "LoadImage"}
 
 
@@ -158,7 +157,6 @@ def picture(name: str) -> Image.Image:
 
 @functools.cache
 def _text_encoder_shapes() -> dict[str, tuple[int, ...]]:
-    """In the published file's names."""
     return {
         text_encoder_name_to_native(name): tuple(shape)
         for name, shape in published_shapes().items()
@@ -195,7 +193,6 @@ def _published(path: Path, kind: str) -> None:
 
 
 def _stored(tensors: Tensors, kind: str) -> Tensors:
-    """The tensors as a file of this kind has them."""
     if kind == "text_encoder_fp8":
         tensors = narrow_text_encoder.scaled_fp8(tensors)
     elif kind.endswith("_fp8"):
@@ -309,8 +306,6 @@ TITLE = 30  # above a node's position, as the page draws it
 
 
 class Box(NamedTuple):
-    """A rectangle."""
-
     x: int
     y: int
     width: int
@@ -318,7 +313,6 @@ class Box(NamedTuple):
 
 
 def overlap(one, other):
-    """Whether two boxes share area."""
     ends = ((box.x, box.x + box.width, box.y, box.y + box.height) for box in (one, other))
     (left, right, top, bottom), (its_left, its_right, its_top, its_bottom) = ends
     return left < its_right and its_left < right and top < its_bottom and its_top < bottom

@@ -29,7 +29,6 @@ sys.path.append(str(HERE.parent))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds where ComfyUI computes."""
     about = "where ComfyUI computes: the processor, a card, or a card with dynamic VRAM"
     parser.addoption("--mode", choices=MODES, default="cpu", help=about)
 
@@ -127,7 +126,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def has(name: str) -> bool:
-    """Whether this ComfyUI has what the dotted name stands for."""
     try:
         pkgutil.resolve_name(name)
     except (ImportError, AttributeError):

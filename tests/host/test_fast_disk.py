@@ -32,7 +32,6 @@ def disks():
 
 
 def sharded(name: str, *parts: str):
-    """A folder of the weights in files of these names."""
     return narrow.sharded(FOLDER / name, WEIGHTS, parts).parent
 
 

@@ -16,19 +16,16 @@ NODES = sorted(ENTRIES)
 
 
 def section(page: str, heading: str) -> str:
-    """What stands under a heading; empty where there is none."""
     found = re.search(rf"^## {heading}\n(.*?)(?=^## |\Z)", page, re.M | re.S)
     return found[1] if found else ""
 
 
 def inputs_on(page: str) -> list[tuple[list[str], str]]:
-    """(names, what is said of them) of the list of inputs."""
     lines = re.findall(r"^- ((?:\*\*`\w+`\*\*(?:, )?)+)(.+)$", section(page, "Choose"), re.M)
     return [(re.findall(r"`(\w+)`", names), words) for names, words in lines]
 
 
 def outputs_on(page: str) -> list[str]:
-    """Names in the table of outputs."""
     return re.findall(r"^\| `([^`]+)` \|", section(page, "Outputs"), re.M)
 
 
@@ -39,10 +36,6 @@ def node(request):
 
 def inputs_of(node: dict) -> dict[str, list]:
     return {**node["input"].get("required", {}), **node["input"].get("optional", {})}
-
-
-def test_comfyui_has_the_same_nodes():
-    assert list(PAGES) == NODES
 
 
 def test_everything_of_a_node_is_explained(node):
@@ -93,7 +86,6 @@ def brought_by(settings: dict) -> dict[str, dict[str, list]]:
 
 
 def shown_of(groups: dict[str, dict[str, list]]) -> dict[str, list]:
-    """Those that the page shows."""
     inputs = {name: entry for group in groups.values() for name, entry in group.items()}
     return {name: entry for name, entry in inputs.items() if not entry[1].get("hidden")}
 

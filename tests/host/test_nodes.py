@@ -50,13 +50,11 @@ MODELS = BASE / "models" / "diffusion_models"
 
 
 def written(name, tensors):
-    """The name of a file in models/diffusion_models."""
     narrow.write(MODELS / f"{name}.safetensors", tensors)
     return f"{name}.safetensors"
 
 
 def load(name, setting="auto", keep=""):
-    """What the node gives: the MODEL and the report."""
     output = QwenL40SLoadModel.execute(model=name, precision=setting, keep_in_bf16=keep)
     loaded, report = output.args
     assert output.ui["text"] == [report]

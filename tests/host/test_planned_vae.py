@@ -92,7 +92,6 @@ def as_on_a_card(free, others=0, reserved=0, kept=0):
 
 @contextlib.contextmanager
 def plans_run():
-    """The plans that decode or encode anything."""
     plans = []
     pieces = planned_vae.pieces
     with contextlib.ExitStack() as stack:

@@ -867,14 +867,12 @@ def test_predicted_beside_measured():
 
 
 def ran_in(seconds, name="sampling", **asked):
-    """A phase that was made up."""
     run = MeasuredPhase(name, None, torch.device("cuda:0"), **asked)
     run.seconds = seconds
     return run
 
 
 def told(*rows, prediction=None):
-    """A report of rows that were made up."""
     asked = {"latent": [1, 16, 1, 8, 8], "step_seconds": 0.5, "steps": 4, "evaluations": 4}
     asked |= {"passes": 4, "cfg": None, "text_tokens": 9, "references": []}
     ran = SimpleNamespace(last=ran_in(2.0, **asked), this_run=True)

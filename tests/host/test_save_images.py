@@ -36,7 +36,6 @@ PREFIXES = (
 
 @pytest.fixture(autouse=True)
 def output(tmp_path, monkeypatch):
-    """An empty output folder."""
     monkeypatch.setattr(folder_paths, "output_directory", str(tmp_path))
     return tmp_path
 
@@ -47,7 +46,6 @@ def without_links(monkeypatch):
 
 @pytest.fixture(params=[True, False])
 def links(request, monkeypatch):
-    """Once where links cannot be."""
     if not request.param:
         without_links(monkeypatch)
 

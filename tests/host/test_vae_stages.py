@@ -25,9 +25,9 @@ from qwen_l40s.hosts.comfyui.decode.fused import (
 )
 from qwen_l40s.hosts.comfyui.load.vae import load_vae
 from qwen_l40s.optimizations.vae import flat
-from qwen_l40s.optimizations.vae.tiles import decode, encode, sliced
+from qwen_l40s.optimizations.vae.tiles import decode, encode
 from qwen_l40s.planning import vae as vae_bytes
-from qwen_l40s.planning.vae import VaeShape, plan_decode, plan_encode
+from qwen_l40s.planning.vae import plan_decode, plan_encode
 
 newer = pytest.mark.host_has("comfy.model_base.QwenImage21")
 pytestmark = pytest.mark.each_device
@@ -44,7 +44,6 @@ def filled(model):
 
 
 def models():
-    """The bundled VAE, a random one, and one with an alpha channel."""
     bundled = load_vae(MICRO, "fp32")[0].first_stage_model.to(DEVICE, torch.float32)
     return [bundled, filled(wan()), filled(wan(dim=8, channels=4))]
 
@@ -72,13 +71,6 @@ def test_tiles_give_what_the_host_gives():
                     )
                     assert found.device.type == DEVICE.type
                     assert decibels(found, mean) >= EXACT_DB, way
-
-
-def test_the_shape():
-    assert vae_shape(wan(dim=8)) == VaeShape(dim=8)
-    layered = VaeShape(dim=16, image_channels=4)
-    assert vae_shape(wan(dim=16, channels=4)) == layered
-    assert decoder_stages(wan(dim=16, channels=4), OWN).shape == layered
 
 
 def test_other_vaes_are_refused():
@@ -146,27 +138,3 @@ def test_the_predicted_peak(build, ours, dtype):
         assert predicted(shape, made, size) == peak or rows < latent[0]
         peak = predicted(shape, made, size)
         assert tracked <= peak <= 1.25 * tracked, (made, peak / tracked)
-
-
-def test_the_predicted_peak_of_the_middle():
-    latent, size = (128, 120), 2
-    model = published(torch.bfloat16)
-    for direction, stages in (
-        ("decode", decoder_stages(model, OWN)),
-        ("encode", encoder_stages(model, OWN)),
-    ):
-        before, after = stages.around
-        for rows in (128, 16):
-            layers = (*before.layers, stages.middle.attention, *after.layers)
-            if rows < 128:
-                layers = sliced(stages.middle, before, after, rows)
-            made = Allocations(vae_bytes.CONVOLUTION_WORKSPACE)
-            with torch.no_grad(), fused_attention(), made:
-                channels = before.steps[0].channels_in
-                x = torch.empty(1, channels, 1, *latent, device="meta", dtype=torch.bfloat16)
-                for layer in layers:
-                    x = layer(x)
-            predicted = vae_bytes.middle_bytes(direction, VaeShape(), latent, size, rows)
-            # Latents are counted apart.
-            predicted += vae_bytes.latent_bytes(VaeShape(), latent, size)
-            assert made.peak <= predicted <= 1.25 * made.peak, (rows, predicted / made.peak)

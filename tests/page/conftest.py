@@ -44,7 +44,6 @@ def start(base: Path, *arguments: str) -> Any:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator:
-    """The server of A."""
     server = start(tmp_path_factory.mktemp("base"))
     yield server
     server.stop()
@@ -52,7 +51,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator:
 
 @pytest.fixture(scope="session")
 def modern_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator:
-    """The server of B."""
     frontend = modern_frontend()
     server = start(tmp_path_factory.mktemp("base"), "--front-end-root", str(frontend))
     yield server
@@ -96,12 +94,10 @@ def classic(classic_page: Any) -> Any:
 
 @pytest.fixture
 def modern(modern_page: Any) -> Any:
-    """B's page, tidied."""
     modern_page.tidy()
     return modern_page
 
 
 @pytest.fixture(params=["classic", "modern"])
 def page(request: pytest.FixtureRequest) -> Any:
-    """A's page, then B's."""
     return request.getfixturevalue(request.param)

@@ -224,7 +224,6 @@ def test_the_estimate_shows_its_picture_and_its_words(
 
 
 def plain(markdown: str) -> str:
-    """Markdown's words without its marks."""
     return re.sub(r"[`*_]", "", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", markdown)).strip()
 
 

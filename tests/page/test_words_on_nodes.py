@@ -44,7 +44,6 @@ SLOTS = """() => Object.fromEntries(window.app.graph.nodes.map(
 
 
 def words(page: ComfyPage) -> dict[str, str]:
-    """The words that stand on nodes: {title: text}."""
     found = """() => Object.fromEntries(window.app.graph.nodes.flatMap(node =>
         (node.widgets ?? []).filter(widget => widget.name === 'qwen_l40s')
             .map(widget => [node.title, widget.element.isConnected ? widget.value : '']))

@@ -21,7 +21,6 @@ ADDRESS = "127.0.0.1:8188"
 
 
 def blocks(page, language):
-    """The fenced blocks of one language."""
     text = (ROOT / page).read_text(encoding="utf-8")
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.M | re.S)
 
@@ -157,7 +156,6 @@ class Worker:
         assert self.process.poll() is None, self.log.read_text()[-4000:]
 
     def stop(self):
-        """Ends what is left of it, ComfyUI included."""
         try:
             os.killpg(self.process.pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -167,7 +165,6 @@ class Worker:
 
 @pytest.fixture
 def worker(tmp_path):
-    """Starts workers, and stops them."""
     started = []
 
     def start(*arguments, **environment):

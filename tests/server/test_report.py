@@ -75,11 +75,3 @@ def test_a_run_that_only_decodes_again_reports_its_decode(server: Server):
     text = run.text("report")
     assert "\nVAE decode (this run) " in text and "2 exact tiles" in text
     assert "\nsampling (an earlier run) " in text
-
-
-def test_images_order_it_and_outputs_are_explained(server: Server):
-    node = server.client.get("/object_info/QwenL40S_Report").json()["QwenL40S_Report"]
-    assert list(node["input"]["required"]) == ["images", "model"]
-    assert list(node["input"]["optional"]) == ["clip", "vae"]
-    assert node["output_name"] == ["images", "report", "json", "chart"]
-    assert all(node["output_tooltips"])

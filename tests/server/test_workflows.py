@@ -41,7 +41,6 @@ def done_by(file: Path) -> list[tuple[str, dict[str, Any]]]:
 
 
 def each(files: list[Path]) -> pytest.MarkDecorator:
-    """A test for each file, called by its folder and name."""
     names = ["/".join(file.relative_to(ROOT).with_suffix("").parts[1:]) for file in files]
     return pytest.mark.parametrize("file", files, ids=names)
 
@@ -56,7 +55,6 @@ TEXT_TO_IMAGE = [file for file in RUN if file.stem.startswith(PAINT)]
 
 @pytest.fixture(scope="module")
 def known(server: Server) -> dict[str, Any]:
-    """{class: what the server says of it}"""
     return server.client.get("/object_info").json()
 
 
@@ -64,18 +62,6 @@ def runs_here(known: dict[str, Any], file: Path) -> None:
     """Skips a file of Qwen-Image-2.1 where the host is older."""
     if "qwen_image_21" in file.stem and "TextEncodeQwenImage21" not in known:
         pytest.skip("this ComfyUI has no Qwen-Image-2.1: 0.37 or newer has")
-
-
-@each(SHIPPED)
-def test_each_node_exists_with_these_inputs(known: dict[str, Any], file: Path):
-    runs_here(known, file)
-    for name, node in read(file).items():
-        assert node["class_type"] in known, f"{name}: {node['class_type']}"
-        inputs = known[node["class_type"]]["input"]
-        required, optional = inputs.get("required", {}), inputs.get("optional", {})
-        given = {each.partition(".")[0] for each in node["inputs"]}  # of a list: images.image_1
-        assert not given - required.keys() - optional.keys(), name
-        assert not required.keys() - given, name
 
 
 @each(SHIPPED)
@@ -135,7 +121,6 @@ def test_a_workflow_without_its_file_is_refused(server: Server):
 
 
 def pictures(server: Server, run: Run, node: str) -> list[Image.Image]:
-    """What a node wrote, in order."""
     found = []
     for entry in run.history["outputs"][node]["images"]:
         answer = server.client.get("/view", params=entry)
@@ -145,7 +130,6 @@ def pictures(server: Server, run: Run, node: str) -> list[Image.Image]:
 
 
 def shows(image: Image.Image, prompt: str) -> bool:
-    """Whether a picture has the prompt's colours, places and shapes."""
     return adherence(np.asarray(image.convert("RGB")), parse_prompt(prompt)).score == 1.0
 
 

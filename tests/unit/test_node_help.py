@@ -32,28 +32,14 @@ PICTURE = re.compile(r"!\[([^\]]*)\]\(([^)]*)\)")
 OURS = ("ours bf16", "ours fp8", "ours int8")
 MOST_BYTES = 40_000
 LONGEST = 3_500  # characters: what is read in a narrow panel
-# Choices that are not the node's own: files on a disk, cards in a list.
-LISTS = {"model", "clip", "vae", "lora", "card"}
 HTML = {"br"}
 # What a node says is written here.
 SPEAKING = ("charts", "hosts", "loaders", "spec", "machine", "nodes", "optimizations", "planning")
 
 
 def section(page: str, heading: str) -> str:
-    """What stands under a heading; empty where there is none."""
     found = re.search(rf"^## {heading}\n(.*?)(?=^## |\Z)", page, re.M | re.S)
     return found[1] if found else ""
-
-
-def inputs_on(page: str) -> list[tuple[list[str], str]]:
-    """(names, what is said of them) of the list of inputs."""
-    lines = re.findall(r"^- ((?:\*\*`\w+`\*\*(?:, )?)+)(.+)$", section(page, "Choose"), re.M)
-    return [(re.findall(r"`(\w+)`", names), words) for names, words in lines]
-
-
-def outputs_on(page: str) -> list[str]:
-    """Names in the table of outputs."""
-    return re.findall(r"^\| `([^`]+)` \|", section(page, "Outputs"), re.M)
 
 
 def test_every_node_has_a_page_and_every_page_a_node():
