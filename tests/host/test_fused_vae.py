@@ -11,7 +11,7 @@ import comfy.model_management
 import comfy.sd
 import pytest
 import torch
-from comfyui_boot import MODE
+from comfyui_boot import MODE, ROOT
 from vae_cases import (
     assert_close,
     core_decode,
@@ -25,6 +25,8 @@ from vae_cases import (
 from qwen_l40s.hosts.comfyui.decode import fused
 from qwen_l40s.hosts.comfyui.decode.decode import decode, encode
 from qwen_l40s.hosts.comfyui.decode.fused import FusedLayers, decoder_stages, encoder_stages
+from qwen_l40s.hosts.comfyui.load.vae import load_vae
+from qwen_l40s.loaders.source import MICRO_ADVICE
 from qwen_l40s.nodes.vae import QwenL40SVAEDecode, QwenL40SVAEEncode
 from qwen_l40s.optimizations.vae import flat, tiles
 from qwen_l40s.optimizations.warm_up import warm_up
@@ -232,10 +234,16 @@ def test_decoding_compiles_nothing_that_is_not_compiled_ahead(build, monkeypatch
 def test_the_nodes():
     vae, latents = random_vae(), random(1, 16, 1, 6, 4)
     known = core_decode(vae, latents)
-    assert_near(QwenL40SVAEDecode.execute({"samples": latents}, vae).args[0], known)
+    output = QwenL40SVAEDecode.execute({"samples": latents}, vae)
+    assert_near(output.args[0], known)
+    assert output.ui["text"] == [output.args[1]] and MICRO_ADVICE not in output.args[1]
     off = QwenL40SVAEDecode.execute({"samples": latents}, vae, fused=False).args[0]
     assert torch.equal(off, known)
     encoded = core_encode_each(vae, known)
     assert_near(QwenL40SVAEEncode.execute(known, vae).args[0]["samples"], encoded)
     off = QwenL40SVAEEncode.execute(known, vae, fused=False).args[0]["samples"]
     assert torch.equal(off, encoded)
+    micro = load_vae(ROOT / "models" / "micro")[0]
+    output = QwenL40SVAEDecode.execute({"samples": latents}, micro, 4)
+    assert MICRO_ADVICE in output.args[1] and "4 exact tiles" in output.ui["qwen_l40s"][0]
+    assert MICRO_ADVICE not in decode(micro, random(1, 16, 1, 32, 32))[1]

@@ -187,19 +187,15 @@ def test_fp8_on_a_card_without_it_is_refused_before_anything_is_mapped():
 
 
 def test_too_little_host_memory_is_refused_before_anything_is_mapped():
-    name = written("plain", WEIGHTS)
+    plain = written("plain", WEIGHTS)
+    # e5m2 becomes bf16; e4m3 stays as it is mapped.
+    e5m2 = {name: tensor.to(torch.float8_e5m2) for name, tensor in WEIGHTS.items()}
+    e5m2 = written("e5m2", e5m2)
     with mock.patch.object(load_plan, "available_memory", return_value=1000), nothing_mapped():
-        for setting in ("auto", "int8"):
-            words = ("plain.safetensors in", "of host memory", "is available", "close other")
-            refused(UnavailableError, *words, run=lambda setting=setting: load(name, setting))
-
-
-def test_values_that_are_converted_take_host_memory_too():
-    """e5m2 becomes bf16; e4m3 stays as it is mapped."""
-    tensors = {name: tensor.to(torch.float8_e5m2) for name, tensor in WEIGHTS.items()}
-    name = written("e5m2", tensors)
-    with mock.patch.object(load_plan, "available_memory", return_value=1000), nothing_mapped():
-        refused(UnavailableError, "of host memory", run=lambda: load(name))
+        for name, setting in ((plain, "auto"), (plain, "int8"), (e5m2, "auto")):
+            words = (f"{name} in", "of host memory", "is available", "close other")
+            run = functools.partial(load, name, setting)
+            refused(UnavailableError, *words, run=run)
 
 
 def test_a_text_encoder_of_another_width_is_refused_from_its_header():

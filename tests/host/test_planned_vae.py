@@ -27,8 +27,6 @@ from qwen_l40s.hosts.comfyui.decode import batch as vae_batch
 from qwen_l40s.hosts.comfyui.decode import decode as planned_vae
 from qwen_l40s.hosts.comfyui.decode.decode import decode, encode
 from qwen_l40s.hosts.comfyui.load.vae import load_vae
-from qwen_l40s.loaders.source import MICRO_ADVICE
-from qwen_l40s.nodes.vae import QwenL40SVAEDecode, QwenL40SVAEEncode
 from qwen_l40s.spec.formats import GIB, MIB
 
 pytestmark = [
@@ -144,17 +142,14 @@ def test_decoding_is_the_host_s():
             assert images.min() >= 0 and images.max() <= 1 and images.std() > 0
 
 
-def test_latents_without_frames_are_images():
-    for vae in VAES.values():
-        for count in (1, 2):
-            latents = random(count, 16, 6, 4)
-            assert_same(decode(vae, latents)[0], core_decode(vae, latents.unsqueeze(2)))
-
-
-def test_latents_of_any_dtype_and_strides():
+def test_latents_of_any_form():
     latents = random(2, 16, 1, 6, 8)
     for other in (latents.half(), latents.transpose(3, 4), latents.expand(2, -1, -1, -1, -1)):
         assert_same(decode(VAES["micro"], other)[0], core_decode(VAES["micro"], other))
+    for vae in VAES.values():  # an image's may have no frames
+        assert_same(decode(vae, latents[:, :, 0])[0], core_decode(vae, latents))
+    nested = comfy.nested_tensor.NestedTensor([latents, random(2, 8, 3)])
+    assert_same(decode(VAES["micro"], nested)[0], core_decode(VAES["micro"], nested))
 
 
 def test_videos_and_layers_are_the_host_s():
@@ -170,11 +165,6 @@ def test_videos_and_layers_are_the_host_s():
     latents, report = encode(VAES["micro"], video)
     assert_same(latents, core_encode(VAES["micro"], video))
     assert report == "encode: ComfyUI's own, because the pixels are a video"
-
-
-def test_the_first_of_nested_latents():
-    latents = comfy.nested_tensor.NestedTensor([random(1, 16, 1, 4, 4), random(1, 8, 3)])
-    assert_same(decode(VAES["micro"], latents)[0], core_decode(VAES["micro"], latents))
 
 
 def test_encoding_is_the_host_s():
@@ -261,24 +251,6 @@ def test_a_wan_vae_that_is_not_qwen_image_s():
     assert "because the VAE, a VAE, has its own way to encode" in decode(altered, latents)[1]
 
 
-def test_the_nodes():
-    latents, pixels = random(1, 16, 1, 8, 8), random(1, 64, 64, 3).sigmoid()
-    output = QwenL40SVAEDecode.execute({"samples": latents}, VAES["micro"], fused=False)
-    images, report = output.args
-    assert_same(images, core_decode(VAES["micro"], latents))
-    assert output.ui["text"] == [report] and "whole" in report
-    assert MICRO_ADVICE in report and MICRO_ADVICE in output.ui["qwen_l40s"][0]
-    assert MICRO_ADVICE not in decode(VAES["micro"], random(1, 16, 1, 32, 32))[1]
-    output = QwenL40SVAEEncode.execute(pixels, VAES["micro"], 4)
-    encoded, report = output.args
-    assert encoded["samples"].shape == (1, 16, 1, 8, 8)
-    assert output.ui["text"] == [report] and "4 exact tiles" in report
-    for node in (QwenL40SVAEDecode, QwenL40SVAEEncode):
-        tiles, fused = node.GET_SCHEMA().inputs[-2:]
-        assert (tiles.id, tiles.default, tiles.optional) == ("tiles", 0, True)
-        assert (fused.id, fused.default, fused.optional) == ("fused", True, True)
-
-
 # ---------------------------------------------------------------------------------- tiles and room
 
 
@@ -296,21 +268,26 @@ def test_tiles_on_request():
     assert "6 exact tiles of " in report and "as requested" in report
 
 
-def test_what_is_free_decides():
-    latents = random(1, 16, 1, 32, 24)
-    known = core_decode(EXACT, latents)
+@pytest.mark.parametrize(
+    ("run", "by_core", "shape", "parts"),
+    [(decode, core_decode, (1, 16, 1, 32, 24), 2), (encode, core_encode, (1, 256, 200, 3), 1)],
+    ids=["decode", "encode"],
+)
+def test_what_is_free_decides(run, by_core, shape, parts):
+    source = random(*shape).sigmoid()
+    known = by_core(EXACT, source)
     with as_on_a_card(free=100 * GIB) as card, plans_run() as plans:
-        images, report = decode(EXACT, latents)
+        report = run(EXACT, source)[1]
     assert "whole, " in report and " of 100.0 GiB free" in report and "tile" not in report
     whole = plans[0].peak_bytes
     assert card.asked == [whole] and plans[0].whole
     with as_on_a_card(free=whole) as card, plans_run() as plans:
-        images, _ = decode(EXACT, latents)
+        run(EXACT, source)
     assert plans[0].whole
-    for least in (1, 2):
+    for least in range(1, parts + 1):
         with as_on_a_card(free=whole // least - 1) as card, plans_run() as plans:
-            images, report = decode(EXACT, latents)
-        assert_close(images, known)
+            found, report = run(EXACT, source)
+        assert_close(found, known)
         assert not plans[0].whole and plans[0].peak_bytes <= whole // least
         assert card.asked == [plans[0].peak_bytes]
         assert f"{plans[0].count} exact tiles of " in report, report
@@ -334,19 +311,6 @@ def test_weights_that_wait_and_a_reserve_take_room():
     )
     vae = SimpleNamespace(device=torch.device("cuda:0"), patcher=elsewhere)
     assert vae_batch.waiting_bytes(vae) == 7
-
-
-def test_encoding_keeps_to_what_is_free():
-    pixels = random(1, 256, 200, 3).sigmoid()
-    known = core_encode(EXACT, pixels)
-    with as_on_a_card(free=100 * GIB) as card, plans_run() as plans:
-        encode(EXACT, pixels)
-    whole = plans[0].peak_bytes
-    with as_on_a_card(free=whole - 1) as card, plans_run() as plans:
-        latents, report = encode(EXACT, pixels)
-    assert_close(latents, known)
-    assert not plans[0].whole and card.asked == [plans[0].peak_bytes]
-    assert " exact tiles of " in report
 
 
 def test_other_models_leave_only_where_no_plan_fits():
@@ -532,12 +496,9 @@ def test_an_image_too_small_for_tiles_is_not_tried_again():
 
 
 def test_other_failures_stay_what_they_are():
-    with mock.patch.object(planned_vae.pieces, "decode", side_effect=ZeroDivisionError):
-        try:
-            decode(EXACT, random(1, 16, 1, 8, 8))
-        except ZeroDivisionError:
-            return
-    raise AssertionError("the failure is lost")
+    broken = mock.patch.object(planned_vae.pieces, "decode", side_effect=ZeroDivisionError)
+    with broken, pytest.raises(ZeroDivisionError):
+        decode(EXACT, random(1, 16, 1, 8, 8))
 
 
 def test_more_than_host_memory_is_refused_before_anything_is_loaded():
@@ -580,14 +541,9 @@ def test_an_interruption_stops_it():
     latents = random(1, 16, 1, 24, 16)
     with plans_run() as plans:
         management.interrupt_current_processing(True)  # every layer of ComfyUI's asks for it
-        try:
+        with pytest.raises(management.InterruptProcessingException):
             decode(EXACT, latents, 6)
-        except management.InterruptProcessingException:
-            pass
-        else:
-            raise AssertionError("it went on")
-        finally:
-            management.interrupt_current_processing(False)
+        management.interrupt_current_processing(False)
     assert len(plans) == 1
 
 

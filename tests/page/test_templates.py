@@ -1,14 +1,10 @@
-"""The templates as both pages draw them: readable, nothing over another, nothing cut.
-
-`pytest tests/page/test_templates.py --screenshots FOLDER` also takes a picture of each.
-"""
+"""The templates as both pages draw them: readable, nothing over another, nothing cut."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,9 +68,7 @@ def overlapping(boxes: dict[str, list[float]]) -> list[tuple[str, str]]:
     ]
 
 
-def test_each_opens_readable(opened: ComfyPage, request: pytest.FixtureRequest):
-    folder: Path | None = request.config.getoption("--screenshots")
-    frontend = request.node.callspec.params["opened"]
+def test_each_opens_readable(opened: ComfyPage):
     for file in TEMPLATES:
         opened.open_as_template(file)
         opened.draw()
@@ -88,9 +82,6 @@ def test_each_opens_readable(opened: ComfyPage, request: pytest.FixtureRequest):
             inside = x > 0 and y > 0 and x + width < WINDOW[0] and y + height < WINDOW[1]
             assert inside, (file.stem, title)
         assert opened.page.evaluate(CUT) == [], file.stem
-        if folder:
-            folder.mkdir(parents=True, exist_ok=True)
-            opened.page.screenshot(path=folder / f"{frontend}_{file.stem}.png")
 
 
 def test_a_smaller_window_shows_all_of_it_too(browser: Any, server: Server):

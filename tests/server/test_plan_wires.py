@@ -52,12 +52,6 @@ def only_error(server: Server, **nodes: dict[str, Any]) -> str:
     return error["details"]
 
 
-def test_a_card_that_is_unknown_is_one_error(server: Server):
-    inputs = {**RUN, "card": "toaster", "lora_mode": "merged", "tables": "on"}
-    found = only_error(server, plan=node("QwenL40S_EstimateVRAM", **inputs))
-    assert "no card is named 'toaster'" in found
-
-
 def test_a_lora_that_is_none_is_one_error_before_the_run(server: Server):
     loras = server.base / "models" / "loras"
     loras.mkdir(parents=True, exist_ok=True)

@@ -64,14 +64,3 @@ def test_a_report_that_is_added_after_the_run_asks_for_another(server: Server):
     assert run.executed == ["report"]
     assert "was not measured, because this node was not there" in run.text("report")
     assert "Sampled: 64x64" in server.run(graph(9)).text("report")
-
-
-def test_a_run_that_only_decodes_again_reports_its_decode(server: Server):
-    assert server.run(graph(8)).status == "success"
-    nodes = graph(8)
-    nodes["decode"]["inputs"]["tiles"] = 2
-    run = server.run(nodes)
-    assert "sample" not in run.executed and "decode" in run.executed
-    text = run.text("report")
-    assert "\nVAE decode (this run) " in text and "2 exact tiles" in text
-    assert "\nsampling (an earlier run) " in text
