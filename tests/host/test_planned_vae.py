@@ -169,15 +169,23 @@ def test_videos_and_layers_are_the_host_s():
 
 def test_encoding_is_the_host_s():
     for vae in VAES.values():
-        for shape in ((64, 64, 3), (40, 56, 3), (70, 83, 3), (8, 8, 3), (48, 41, 4)):
-            pixels = random(1, *shape).sigmoid()
+        for count, *shape in (
+            (1, 64, 64, 3),
+            (1, 70, 83, 3),
+            (1, 8, 8, 3),
+            (1, 48, 41, 4),
+            (3, 40, 52, 3),
+        ):
+            pixels = random(count, *shape).sigmoid()
             before = pixels.clone()
             latents, report = encode(vae, pixels)
-            assert_same(latents, core_encode(vae, before))
+            assert_same(latents, core_encode_each(vae, before))
             assert torch.equal(pixels, before)
             height, width = shape[0] // 8, shape[1] // 8
-            assert latents.shape == (1, 16, 1, height, width)
-            assert report.startswith(f"encode 1 image of {8 * width}x{8 * height}: whole, ")
+            assert latents.shape == (count, 16, 1, height, width)
+            noun = "image" if count == 1 else "images"
+            words = f"encode {count} {noun} of {8 * width}x{8 * height}: whole, "
+            assert report.startswith(words)
 
 
 def test_the_encoder_is_given_the_strides_that_the_host_gives_it():
@@ -199,15 +207,6 @@ def test_the_encoder_is_given_the_strides_that_the_host_gives_it():
         encode(vae, pixels)
         core_encode(vae, pixels)
     assert len(seen) == 2 and seen[0] == seen[1], seen
-
-
-def test_each_image_of_a_batch_is_encoded_on_its_own():
-    for vae in VAES.values():
-        pixels = random(3, 40, 52, 3).sigmoid()
-        latents, report = encode(vae, pixels)
-        assert_same(latents, core_encode_each(vae, pixels))
-        assert latents.shape == (3, 16, 1, 5, 6)
-        assert report.startswith("encode 3 images of 48x40: whole, ")
 
 
 def test_other_vaes_are_the_host_s():
