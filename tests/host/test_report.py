@@ -68,7 +68,6 @@ pytestmark = pytest.mark.each_device
 FOLDER = folder("report")
 DEVICE = comfy.model_management.get_torch_device()
 CARD = MODE != "cpu"
-on_a_card = pytest.mark.skipif(not CARD, reason="nothing is counted on the processor")
 Interrupted = comfy.model_management.InterruptProcessingException
 MICRO = ROOT / "models" / "micro"
 PATH = narrow.write(FOLDER / "bf16.safetensors", narrow.weights())
@@ -674,7 +673,7 @@ def test_the_card_is_read_before_the_table_s_cache_is_emptied():
     assert seen == [1200, 100], seen
 
 
-@on_a_card
+@pytest.mark.cuda
 def test_what_a_card_counts():
     part = SimpleNamespace(clone_base_uuid="part", load_device=DEVICE)
     with running(), phase("sampling", part, DEVICE) as run:
@@ -690,7 +689,7 @@ def test_what_a_card_counts():
     del held
 
 
-@on_a_card
+@pytest.mark.cuda
 def test_a_card_s_run_is_counted():
     model = optimize(load(), HOST_ATTENTION)
     sample(model, cfg=2.5, steps=6, size=64)

@@ -83,7 +83,7 @@ def test_other_vaes_are_refused():
         torch.nn.Identity(),
     ]
     for model in others:
-        with pytest.raises(SettingError, match="load Qwen-Image's VAE.$"):
+        with pytest.raises(SettingError, match=r"load Qwen-Image's VAE\.$"):
             decoder_stages(model, OWN)
 
 
