@@ -47,9 +47,10 @@ from qwen_l40s.hosts.comfyui.report.table import (
     NO_RUN,
     NOT_MEASURED,
     UNWATCHED,
+    RunFacts,
     report_run,
+    report_text,
 )
-from qwen_l40s.hosts.comfyui.report.words import RunFacts, report_text
 from qwen_l40s.hosts.comfyui.sample import off_card as off_card_pass
 from qwen_l40s.hosts.comfyui.sample.call import options_of
 from qwen_l40s.hosts.comfyui.sample.forward import ComfyPass
