@@ -148,11 +148,8 @@ class Worker:
                 start_new_session=True,
             )
 
-    def wait_for(self, done):
-        until(done)
-
     def wait_until_ready(self):
-        self.wait_for(lambda: self.ready.exists() or self.process.poll() is not None)
+        until(lambda: self.ready.exists() or self.process.poll() is not None)
         assert self.process.poll() is None, self.log.read_text()[-4000:]
 
     def stop(self):
@@ -197,7 +194,7 @@ def test_a_worker_is_ready_when_it_has_painted(worker):
 @pytest.mark.xdist_group("workers")
 def test_a_worker_stops_when_its_comfyui_does(worker):
     running = worker("--no-such-flag")
-    running.wait_for(lambda: running.process.poll() is not None)
+    until(lambda: running.process.poll() is not None)
     assert running.process.returncode == 1
     assert not running.ready.exists()
 
@@ -205,7 +202,7 @@ def test_a_worker_stops_when_its_comfyui_does(worker):
 @pytest.mark.xdist_group("workers")
 def test_a_worker_stops_when_the_warm_up_fails(worker):
     running = worker(MODEL="not there.safetensors")
-    running.wait_for(lambda: running.process.poll() is not None)
+    until(lambda: running.process.poll() is not None)
     assert running.process.returncode == 2
     assert "not there.safetensors" in running.log.read_text()
     assert not running.ready.exists()

@@ -249,11 +249,13 @@ def test_a_controlnet_follows_the_picture_optimized_or_not(server: Server):
         assert np.abs(painted() - followed).max() > 8, name
 
 
-def test_the_estimate_is_text_and_picture(server: Server):
-    run = run_small(server, read(FOLDER / "estimate.json"))
-    assert sorted(run.executed) == ["estimate", "picture", "text"]
-    assert "L40S" in run.text("text")
-    (chart,) = pictures(server, run, "estimate")
+@pytest.mark.parametrize("name", ["estimate", "advise"])
+def test_an_estimate_and_advice_are_text_and_picture(server: Server, name: str):
+    graph = read(FOLDER / f"{name}.json")
+    run = run_small(server, graph)
+    assert sorted(run.executed) == sorted(graph)
+    assert run.text("text") == run.text(name) and "L40S" in run.text(name)
+    (chart,) = pictures(server, run, name)
     assert np.asarray(chart).std() > 1
 
 
@@ -281,13 +283,6 @@ def test_a_picture_comes_apart_into_layers_with_transparency(server: Server):
     assert len(found) == graph["size"]["inputs"]["layers"]
     assert {image.mode for image in found} == {"RGBA"}
     assert len({image.size for image in found}) == 1
-
-
-def test_the_advice_is_text_and_picture(server: Server):
-    run = run_small(server, read(FOLDER / "advise.json"))
-    assert run.text("text") == run.text("advise")
-    (chart,) = pictures(server, run, "advise")
-    assert np.asarray(chart).std() > 1
 
 
 def test_a_quantized_file_is_written_and_chosen(server: Server):
