@@ -189,6 +189,6 @@ class QwenL40SCFGNorm(io.ComfyNode):
     @classmethod
     def execute(cls, model: io.Model.Type) -> io.NodeOutput:
         require_host()
-        from ..hosts.comfyui.sample.guidance import rescale_by_token
+        from ..hosts.comfyui.sample.optimize import rescale_by_token
 
         return io.NodeOutput(rescale_by_token(model))

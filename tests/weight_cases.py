@@ -2,7 +2,7 @@
 
 import torch
 
-from qwen_l40s.hosts.rounding import round_weight
+from qwen_l40s.hosts.loading import round_weight
 from qwen_l40s.loaders.quantize import quantize_rows, row_format
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

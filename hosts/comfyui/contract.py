@@ -16,11 +16,14 @@ import inspect
 import textwrap
 from collections.abc import Mapping
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
+from ...errors import UnavailableError
 from ...machine.comfyui import COMFYUI_FLOOR, TESTED, is_newer_than_tested
 from ...machine.packages import release
 from ...optimizations.fallback import Fallback
+from ...spec.transformer import NEEDS_21
 
 # What ComfyUI's loop gives a block of Qwen-Image, all by name.
 BLOCK_ARGUMENTS = (
@@ -214,6 +217,12 @@ def knows_single_stream() -> bool:
         return False
     forward = _target(module, "QwenImage21TransformerBlock.forward")
     return tuple(inspect.signature(forward).parameters)[1:] == SINGLE_STREAM_ARGUMENTS
+
+
+def require_21(path: Path) -> None:
+    """Raises UnavailableError where this ComfyUI is older than Qwen-Image-2.1."""
+    if _fault("comfy.supported_models", "QwenImage21", ()):
+        raise UnavailableError(f"{NEEDS_21}, and this one is older: update ComfyUI.", path)
 
 
 @lru_cache(maxsize=1)

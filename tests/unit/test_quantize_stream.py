@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from qwen_l40s.errors import CheckpointError, SettingError
-from qwen_l40s.hosts.rounding import round_weight
+from qwen_l40s.hosts.loading import round_weight
 from qwen_l40s.loaders import quantize
 from qwen_l40s.loaders.quantize import quantize_layers, quantize_rows, relative_error, row_format
 from qwen_l40s.spec.formats import QUANTIZED, RowFormat

@@ -19,8 +19,8 @@ from comfy.text_encoders.qwen_image import QwenImageTokenizer
 
 from ....loaders.parts import QWEN3_VL
 from ....loaders.source import Source
-from .host_class import require_21
-from .tokenizer import FolderTokenizer, encoder_class, refuse_images
+from ..contract import require_21
+from .tokenizer import FolderTokenizer, encoder_class, is_token, refuse_images
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,7 @@ def kind_of(source: Source) -> EncoderKind:
     if not source.part.family.startswith(QWEN3_VL):
         return QWEN25
     require_21(source.path)
-    from .qwen3_vl import qwen3_vl
-
-    return qwen3_vl()
+    return _qwen3_vl()
 
 
 class TextOnly:
@@ -144,3 +142,47 @@ QWEN25 = EncoderKind(
     tokenizer=QwenImageTokenizer,
     own_encoder=encoder_class,
 )
+
+
+def _qwen3_vl() -> EncoderKind:
+    """Qwen3-VL in the sizes that ComfyUI has, since 0.37."""
+    from comfy.text_encoders import qwen3vl, qwen_image21
+
+    name = "qwen3vl_8b"
+    config = qwen3vl.QWEN3VL_CONFIGS[name]
+
+    class TextOnlyQwen3VL(TextOnly, qwen3vl.Qwen3VL):
+        """Stands in for ComfyUI's `Qwen3VL`."""
+
+        sizes = staticmethod(config)
+
+    def own_encoder(base: type, tokenizer: FolderTokenizer) -> type:
+        class Encoder(base):
+            def encode_token_weights(self, token_weight_pairs: dict[str, Any]) -> Any:
+                encode = comfy.sd1_clip.SD1ClipModel.encode_token_weights
+                out, pooled, extra = encode(self, token_weight_pairs)
+                ids = [pair[0] for pair in token_weight_pairs[name][0]]
+                starts = [at for at, token in enumerate(ids) if is_token(token, tokenizer.start)]
+                cut = starts[1] if len(starts) > 1 else 0
+                mask = extra.pop("attention_mask")[:, cut:]
+                if not mask.all():
+                    extra["attention_mask"] = mask
+                return out[:, cut:], pooled, extra
+
+        return Encoder
+
+    around = {"base": qwen_image21.QwenImage21Qwen3VLClipModel, "layer": "hidden", "layer_idx": -1}
+    return EncoderKind(
+        name=name,
+        title="Qwen3-VL 8B",
+        config=config,
+        fixed={"lm_head": False},
+        vision_width=qwen3vl.QWEN3VL_VISION[name]["hidden_size"],
+        model=qwen3vl.Qwen3VL,
+        text_only=TextOnlyQwen3VL,
+        text_only_clip=partial(text_only_class, TextOnlyQwen3VL, **around),
+        te=qwen_image21.te,
+        tokenizer=qwen_image21.QwenImage21Tokenizer,
+        own_encoder=own_encoder,
+        nested=True,
+    )

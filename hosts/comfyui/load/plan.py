@@ -1,5 +1,5 @@
-"""What is decided of a transformer before its weights are read: one `LoadPlan`, from the headers,
-the card and the memory.
+"""What is decided of a transformer before its weights are read, one `LoadPlan` from the headers,
+the card and the memory, and what a loader reports when they are.
 """
 
 from __future__ import annotations
@@ -7,7 +7,8 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import comfy.memory_management
@@ -16,6 +17,7 @@ import torch
 from comfy.quant_ops import QUANT_ALGOS
 
 from ....errors import UnavailableError
+from ....loaders.convert import check_complete
 from ....loaders.quantization import PACKED, STORAGE_ONLY, computed_precision
 from ....loaders.quantize import layers_to_quantize
 from ....loaders.sizes import loaded_bytes
@@ -26,10 +28,10 @@ from ....planning.estimate import STAGING_BYTES
 from ....planning.phases import KEPT_FREE_BYTES
 from ....planning.plan import check_tensor_cores
 from ....spec.formats import QUANTIZED, CardFacts, format_gib
-from ....spec.transformer import GATED, TransformerShape
+from ....spec.transformer import GATED, SingleStreamShape, TransformerShape
 from ...loading import LOADER_PRECISIONS, LoadDecision, check_requested, decide_load
+from ..contract import require_21
 from ..kept import KeptFile
-from .host_class import host_shape
 
 STORED = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
 
@@ -65,6 +67,53 @@ class LoadPlan:
     modulation_bytes: int
     packed: str = ""
     kept: KeptFile | None = None
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """One part as it was loaded.
+
+    Args:
+        what: the part in words, such as "text encoder".
+        path: what it was loaded from.
+        family: what its header says it is.
+        precision: how the weights are stored now, such as "bf16".
+        reason: why in that precision.
+        bytes: of all weights as they are stored now, less those that wait off the card.
+        why: the same in a few words.
+        where: in a few words what waits elsewhere; empty where nothing does.
+        notes: sentences about what was converted, refused or left out.
+        hint: the one of them that the node itself shows.
+    """
+
+    what: str
+    path: Path
+    family: str
+    precision: str
+    reason: str
+    bytes: int
+    why: str
+    where: str = ""
+    notes: tuple[str, ...] = ()
+    hint: str = ""
+
+    def text(self) -> str:
+        """Returns a few lines for a node, a log or a terminal."""
+        lines = [
+            f"{self.what}: {self.family} from {self.path}",
+            f"{self.precision}, {format_gib(self.bytes)} of weights ({self.reason})",
+            *self.notes,
+        ]
+        return "\n".join(lines)
+
+    def summary(self) -> str:
+        """Returns what was chosen and why, in at most three lines for the node."""
+        return "\n".join(filter(None, (self.chosen, self.why, self.hint)))
+
+    @property
+    def chosen(self) -> str:
+        """`bf16, 25.4 GiB, modulation off card (12.7 GiB in host memory)`."""
+        return ", ".join(filter(None, (self.precision, format_gib(self.bytes), self.where)))
 
 
 def plan_load(
@@ -146,6 +195,20 @@ def card_facts(device: torch.device) -> CardFacts | None:
         return None
     properties = torch.cuda.get_device_properties(device)
     return CardFacts(properties.name, properties.total_memory, (properties.major, properties.minor))
+
+
+def host_shape(source: Source) -> TransformerShape:
+    """A transformer's sizes as ComfyUI builds it: gate and up in one weight.
+
+    Raises:
+        CheckpointError: a tensor is missing or has another shape.
+        UnavailableError: this ComfyUI is older than the model.
+    """
+    shape = check_complete(source)
+    if not isinstance(shape, SingleStreamShape):
+        return shape
+    require_21(source.path)
+    return replace(shape, fused_mlp=True)
 
 
 def check_host_memory(needed: int, what: str) -> None:

@@ -26,10 +26,9 @@ from ....loaders.source import Source, open_source
 from ....planning.request import DROPPED, ON_PROCESSOR
 from ....spec.transformer import ON_CARD
 from ...loading import AS_STORED, LOADER_PRECISIONS
-from ..messages import LoadReport
 from ..record.phase import MeasuredPhase, harmless, phase, running
 from .encoder_kind import EncoderKind
-from .plan import STAGING_BYTES, check_host_memory
+from .plan import STAGING_BYTES, LoadReport, check_host_memory
 from .text_encoder_file import (
     LANGUAGE_LINEAR,
     VISION,

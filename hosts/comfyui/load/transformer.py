@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import comfy.memory_management
+import comfy.model_detection
 import comfy.model_management
 import comfy.model_patcher
 import comfy.supported_models
@@ -33,7 +34,7 @@ from ....optimizations.linear import choose_gemm
 from ....optimizations.step_cache import Later
 from ....optimizations.warm_up import warm_up
 from ....spec.formats import QUANTIZED, format_gib
-from ..messages import LoadReport
+from ....spec.transformer import SingleStreamShape
 from ..record.sampling import record_runs
 from ..sample.layers import compile_ahead
 from ..sample.modulation import MODULATION_KEY, ModelModulation
@@ -45,9 +46,8 @@ from ..sample.off_card import (
     take_off_card,
 )
 from ..sample.run import PARTS_KEY, check_parts
-from .host_class import model_config
 from .linear import quantized_operations
-from .plan import LoadPlan, joined_bytes, plan_load, require_less_memory
+from .plan import LoadPlan, LoadReport, joined_bytes, plan_load, require_less_memory
 from .weights import FLOAT_NAMES, transformer_tensors
 
 KEEP_DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -249,8 +249,22 @@ def _loaded_precision(patcher: ModelPatcher, precision: str) -> str:
 def _model_config(
     plan: LoadPlan, tensors: dict[str, torch.Tensor], device: torch.device
 ) -> comfy.supported_models.BASE:
-    """ComfyUI's configuration of the model, with the dtypes that its own loader would choose."""
-    config = model_config(plan.source, plan.shape, tensors)
+    """ComfyUI's configuration of the model: what it detects, completed by the sizes that it takes
+    for granted, with the dtypes that its own loader would choose.
+    """
+    shape = plan.shape
+    single = isinstance(shape, SingleStreamShape)
+    sizes: dict[str, Any] = comfy.model_detection.detect_unet_config(tensors, "")
+    if not single:  # of which it reads all
+        sizes.update(
+            num_attention_heads=shape.heads,
+            attention_head_dim=shape.head_dim,
+            joint_attention_dim=shape.joint_dim,
+            out_channels=shape.packed_out_channels // 4,
+        )
+    sizes.update(_rope_axes(plan.source, shape.head_dim))
+    known = comfy.supported_models
+    config = (known.QwenImage21 if single else known.QwenImage)(sizes)
     supported = config.supported_inference_dtypes
     quantized = any(name.endswith(".comfy_quant") for name in tensors)
     dtype = KEEP_DTYPE.get(plan.precision)
@@ -265,6 +279,20 @@ def _model_config(
     if quantized:
         config.custom_operations = quantized_operations(cast or dtype)
     return config
+
+
+def _rope_axes(source: Source, head_dim: int) -> dict[str, tuple[int, ...]]:
+    """The split of a head over time, height and width, which no tensor tells."""
+    axes = source.config.get("axes_dims_rope")
+    if axes is None and head_dim == 128:
+        return {}  # the published models: ComfyUI's default
+    if not isinstance(axes, list) or len(axes) != 3 or sum(axes) != head_dim:
+        raise CheckpointError(
+            f"axes_dims_rope is {axes} in config.json and must be three numbers that add up to "
+            f"{head_dim}: put the config.json of the model next to its weights.",
+            source.path,
+        )
+    return {"axes_dims_rope": tuple(axes)}
 
 
 # Notices NaN and infinity in a model's first run, and names where they come from.

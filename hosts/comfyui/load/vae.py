@@ -22,9 +22,9 @@ from ....loaders.header import PLAIN_DTYPES
 from ....loaders.parts import LATENT_CHANNELS, LATENT_CHANNELS_21
 from ....loaders.source import Source, open_source
 from ....spec.transformer import FAMILY_21
+from ..contract import require_21
 from ..decode.fused import compile_ahead
-from ..messages import LoadReport
-from .host_class import require_21
+from .plan import LoadReport
 from .weights import FLOAT_NAMES, map_tensors
 
 VAE_DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32}

@@ -25,7 +25,7 @@ from ....loaders.stored import PackedLayer, StoredLayer, canonical_tensors
 from ....optimizations.reference import decode_weight
 from ....spec.formats import QUANTIZED
 from ....spec.transformer import GATE_UP, GATED
-from ...rounding import round_weight
+from ...loading import round_weight
 from ..kept import SUFFIX
 from .plan import STAGING_BYTES, LoadPlan
 

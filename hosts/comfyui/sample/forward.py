@@ -25,7 +25,6 @@ from ....optimizations.blocks.workspace import Prefix
 from ....optimizations.fallback import Fallback
 from ....optimizations.modulation import Entry, shared_entry
 from ....optimizations.reference import Rotary, Tokens
-from .. import compiler
 from ..contract import (
     BLOCK_ARGUMENTS,
     SINGLE_STREAM_ARGUMENTS,
@@ -34,7 +33,14 @@ from ..contract import (
 )
 from ..lora.bypass import bypass_models
 from .attention import SLOT, SlotAttention, file_choice, host_attention, without_choice
-from .call import COMPUTED_STEPS, is_compiled, several_work
+from .call import (
+    COMPUTED_STEPS,
+    clean_up,
+    compiler_failed,
+    is_compiled,
+    several_work,
+    unrecorded,
+)
 from .held import HeldWeights
 from .layers import ComfyLayers
 from .modulation import ModelModulation
@@ -148,12 +154,12 @@ class ComfyPass(DoubleStream):
             return "ComfyUI runs with --disable-cuda-graphs"
         return ""
 
-    lasting = staticmethod(compiler.unrecorded)
-    failed = staticmethod(compiler.failed)
+    lasting = staticmethod(unrecorded)
+    failed = staticmethod(compiler_failed)
 
     def clean_up(self) -> None:
         """As of `HostPass`."""
-        compiler.clean_up(self.blocks)
+        clean_up(self.blocks)
 
     def fallback(self) -> Fallback | None:
         """Options that a node has set for the whole pass."""
