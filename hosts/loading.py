@@ -157,7 +157,9 @@ def decide_load(
         check_tensor_cores(requested, card, LOADER_PRECISIONS)
     name = stored if as_stored else None
     if as_stored and stored not in QUANTIZED:
-        sizes["bf16"] = sizes.get(stored) or _bytes_of(shape, stored)
+        counted = weight_bytes(shape, stored)
+        whole = TransformerBytes(counted.total, counted.modulation)
+        sizes["bf16"] = sizes.get(stored, whole)
     option = _recommended(card, request, stored, as_stored, sizes)
     reasons = {**option.reasons}
     place_reason = reasons.pop("modulation")
@@ -175,7 +177,6 @@ def decide_load(
 
 
 def _in_few_words(requested: str, stored: str, option: PlanOption | None) -> str:
-    """Why in that precision, and how much room is left."""
     if requested != "auto":
         words = requested if requested == AS_STORED else "as requested"
     elif option is None or stored in QUANTIZED:
@@ -208,7 +209,6 @@ def _recommended(
 
 
 def _on_processor(requested: str, modulation: str, stored: str) -> LoadDecision:
-    """There is no card to leave, and no room to be short of."""
     name = stored if requested in ("auto", AS_STORED) else requested
     if requested == "auto":
         why = (
@@ -228,11 +228,6 @@ def _on_processor(requested: str, modulation: str, stored: str) -> LoadDecision:
     )
 
 
-def _bytes_of(shape: TransformerShape, precision: str) -> TransformerBytes:
-    counted = weight_bytes(shape, precision)
-    return TransformerBytes(counted.total, counted.modulation)
-
-
 # What rounds weights: one Triton kernel where it runs, else torch, to the same bits.
 
 
@@ -249,7 +244,7 @@ def round_weight(
 def _kernel(
     device: torch.device, dtype: torch.dtype, form: RowFormat, columns: int
 ) -> Callable[[torch.Tensor, RowFormat], tuple[torch.Tensor, torch.Tensor]] | None:
-    """The kernel for such rows, if a trial of it gives the same bits."""
+    """Returns the kernel for such rows, if a trial of it gives the same bits."""
     if device.type == "cuda" and torch.version.hip is None:
         runs = torch.cuda.get_device_capability(device) >= OLDEST_CAPABILITY[form.storage]
     else:

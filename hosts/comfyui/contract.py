@@ -247,7 +247,7 @@ def unknown_attention_arguments() -> tuple[str, ...]:
 
 
 def _target(module: str, name: str) -> Any:
-    """What the name stands for; a part that ends in () is called for its result."""
+    """Finds what the name stands for; a part that ends in () is called for its result."""
     target = importlib.import_module(module)
     for part in name.split("."):
         target = getattr(target, part.removesuffix("()"))

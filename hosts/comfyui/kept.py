@@ -40,12 +40,7 @@ class KeptFile:
     """Where the kept file of a transformer is, or would be."""
 
     def __init__(self, source: Source, precision: str, keep: Sequence[str], wanted: bool) -> None:
-        """Reads what the original is now.
-
-        Args:
-            keep: shell patterns of layers that stay in bf16.
-            wanted: whether there shall be one.
-        """
+        """Reads what the original is now; `wanted` says whether there shall be such a file."""
         self._source, self._precision, self._keep = source, precision, list(keep)
         self.damaged = False  # what `open` gives, as its reader found: `write` replaces it
         original = source.shards.index or source.files[0]
@@ -122,7 +117,7 @@ class KeptFile:
             logger.warning("keep_quantized: %s is not kept: %s", self.path.name, error)
 
     def _now(self) -> str:
-        """What a file is made from: the original's sizes, times and headers, and the settings."""
+        # The original's sizes, times and headers, and the settings.
         states = [state[1:] for state in fingerprint(self._source.files)]
         headers = []
         for header in self._source.shards.headers:

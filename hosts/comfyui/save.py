@@ -272,8 +272,6 @@ def _as_loaded(
     """Returns the layer as it is loaded, if that is in `precision` and no patch changes it.
 
     Args:
-        weights: what `loaded_weights` returned.
-        precision: fp8 or int8.
         quantizable: whether e4m3 without scales stays, as ComfyUI's own loader has it.
     """
     name = f"{layer}.weight"
@@ -308,7 +306,7 @@ def _with_patches(
 
 
 def _dequantized(weight: QuantizedTensor) -> torch.Tensor:
-    """In float32: the host rounds to the dtype that the weight stands for, and rotates in it."""
+    # In float32: the host rounds to the dtype that the weight stands for, and rotates in it.
     if weight._layout_cls not in LOADED_FORMATS:
         return weight.dequantize()
     form = RowFormat(LOADED_FORMATS[weight._layout_cls], rotation_of(weight._params))
@@ -317,5 +315,4 @@ def _dequantized(weight: QuantizedTensor) -> torch.Tensor:
 
 
 def _row_scales(weight: QuantizedTensor) -> torch.Tensor:
-    """[N, 1] float32, also of a weight with one scale."""
     return weight._params.scale.float().reshape(-1, 1).expand(len(weight), 1).contiguous()

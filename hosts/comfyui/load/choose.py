@@ -70,7 +70,7 @@ def offered(role: str) -> dict[str, Any]:
 
 
 def _ranked(role: str) -> tuple[list[str], list[str]]:
-    """Choices that fit, the likeliest first, and the others; never an error.
+    """Returns choices that fit, the likeliest first, and the others; never an error.
 
     Of more than `LOOKED_AT` files only those that are named after Qwen are looked at.
     """
@@ -101,7 +101,6 @@ def _rank_of_file(name: str, role: str) -> tuple[bool, ...] | None:
 
 
 def _rank_of_folder(path: Path, role: str) -> tuple[bool, ...] | None:
-    """A folder of Qwen-Image comes after files."""
     try:
         if os.path.isfile(path / PIPELINE_INDEX):
             _, pipeline = read_index(path)
@@ -138,7 +137,6 @@ def resolve(name: str, role: str) -> Path:
 
 
 def _some(names: list[str]) -> str:
-    """The first of many and the last, which is the micro model."""
     *first, last = names if len(names) <= LISTED else (*names[: LISTED - 1], names[-1])
     return f"{', '.join(first)} or {last}" if first else last
 
@@ -279,7 +277,7 @@ def _files(role: str) -> list[str]:
 
 
 def _folders(role: str) -> dict[str, Path]:
-    """{name: path} of diffusers folders, and of component folders with a sharded part."""
+    """Finds diffusers folders, and component folders with a sharded part, by name."""
     found: dict[str, Path] = {}
     for root in _roots("diffusers", *FOLDERS[role]):
         for path in _subfolders(root, DEPTH):

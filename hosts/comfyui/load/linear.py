@@ -211,7 +211,7 @@ def _format(marker: torch.Tensor | None) -> str | None:
 
 
 def _format_of_product(layer: torch.nn.Module) -> str | None:
-    """ "fp8" or "int8" where the product is ours."""
+    """Returns "fp8" or "int8" where the product is ours."""
     layout = getattr(layer, "layout_type", None)
     if layout == PACKED_LAYOUT:
         return "int8" if is_packed_int8(layer.weight._params) else None
@@ -234,7 +234,7 @@ def packed_parts(weight: QuantizedTensor) -> tuple[PackedWeight, torch.Tensor]:
 
 
 def _as_int8(weight: QuantizedTensor) -> QuantizedTensor:
-    """A weight in 4 or 6 bits as the rotated int8 that it stands for."""
+    """Decodes a weight in 4 or 6 bits to the rotated int8 that it stands for."""
     packed, scale = packed_parts(weight)
     own = weight._params
     params = TensorWiseINT8Layout.Params(

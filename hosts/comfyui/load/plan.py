@@ -36,8 +36,8 @@ from ..kept import KeptFile
 STORED = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
 
 
-@dataclass(frozen=True)
-class LoadPlan:
+@dataclass(frozen=True, kw_only=True)
+class LoadPlan(LoadDecision):
     """A transformer as it is to be loaded; nothing in it is left to choose.
 
     Args:
@@ -46,9 +46,6 @@ class LoadPlan:
         keep: shell patterns of layers that stay in bf16 when the others are quantized.
         named: whether the user named a quantized precision: only then is one quantized format
             converted into another.
-        precision: what the weights are loaded in, and `reason` why.
-        off_card: whether the modulation waits in host memory, and `place_reason` why.
-        why: both reasons in a few words.
         modulation_bytes: of the modulation weights in that precision.
         packed: why weights of 4 and 6 bits stay so, and are int8 for the length of a product; empty
             where they become int8 on load.
@@ -59,11 +56,6 @@ class LoadPlan:
     shape: TransformerShape
     keep: tuple[str, ...]
     named: bool
-    precision: str
-    reason: str
-    off_card: bool
-    place_reason: str
-    why: str
     modulation_bytes: int
     packed: str = ""
     kept: KeptFile | None = None
@@ -140,7 +132,7 @@ def plan_load(
     """
     shape = host_shape(source)
     stored = _stored_precision(source)
-    sizes = _sizes(source, shape, stored, keep)
+    sizes = _bytes_by_precision(source, shape, stored, keep)
     card = card_facts(comfy.model_management.get_torch_device())
     decide = functools.partial(
         decide_load, requested, modulation, stored=stored, shape=shape, card=card
@@ -161,15 +153,11 @@ def plan_load(
         needed = 0 if kept.open() else needed  # a mapped file
     check_host_memory(needed, f"{source.path.name} in {name}")
     return LoadPlan(
+        **vars(decision),
         source=source,
         shape=shape,
         keep=tuple(keep),
         named=requested in QUANTIZED,
-        precision=name,
-        reason=decision.reason,
-        off_card=decision.off_card,
-        place_reason=decision.place_reason,
-        why=decision.why,
         modulation_bytes=sizes[name].modulation,
         packed=packed,
         kept=kept,
@@ -231,7 +219,6 @@ def check_host_memory(needed: int, what: str) -> None:
 
 
 def _stored_precision(source: Source) -> str:
-    """The precision that most of the weights are stored in."""
     layers = source.part.quantization.layers
     formats = [layers[layer] for layer in layers_to_quantize(layers)]
     if formats:  # others, such as e5m2, are converted
@@ -253,20 +240,17 @@ def _knows_packed(source: Source) -> bool:
 
 
 def _why_packed(decision: LoadDecision, needed: int) -> str:
-    """Why weights stay in 4 or 6 bits, in one clause; empty where they become int8.
-
-    Args:
-        needed: bytes of host memory that this would take.
+    """Says in one clause why weights stay in 4 or 6 bits; empty where they become int8, which takes
+    `needed` bytes of host memory.
     """
     if decision.option is not None and decision.option.setting.packed:
         return "in int8 they would not stay on the card"
     return "host memory has no room for them in int8" if needed > available_memory() else ""
 
 
-def _sizes(
+def _bytes_by_precision(
     source: Source, shape: TransformerShape, stored: str, keep: Sequence[str]
 ) -> dict[str, TransformerBytes]:
-    """{precision: bytes of the weights in it}"""
     layers = shape.quantizable_layers()
     kept = frozenset(layers) - layers_to_quantize(layers, keep)
     sizes = {
@@ -279,7 +263,7 @@ def _sizes(
 
 
 def _check_card(source: Source, decision: LoadDecision, card: CardFacts | None) -> None:
-    """Elsewhere the host offloads what does not fit; with --gpu-only or --highvram it cannot."""
+    # Elsewhere the host offloads what does not fit; with --gpu-only or --highvram it cannot.
     name, option = decision.precision, decision.option
     state = comfy.model_management.vram_state
     stays = state == comfy.model_management.VRAMState.HIGH_VRAM

@@ -27,7 +27,7 @@ from ....planning.request import DROPPED, ON_PROCESSOR
 from ....spec.transformer import ON_CARD
 from ...loading import AS_STORED, LOADER_PRECISIONS
 from ..record.phase import MeasuredPhase, harmless, phase, running
-from .encoder_kind import EncoderKind
+from .encoder_kind import EncoderKind, FolderTokenizer, find_tokenizer, tokenizer_class
 from .plan import STAGING_BYTES, LoadReport, check_host_memory
 from .text_encoder_file import (
     LANGUAGE_LINEAR,
@@ -37,7 +37,6 @@ from .text_encoder_file import (
     read_layout,
     text_encoder_tensors,
 )
-from .tokenizer import FolderTokenizer, find_tokenizer, tokenizer_class
 from .weights import map_tensors
 
 WHILE_THERE_IS_ROOM = "ComfyUI moves it to the card and leaves it there while there is room"
@@ -170,7 +169,8 @@ def load_text_encoder(
     devices = device_options(placement)
     source = open_source(path, "text_encoder")
     layout = read_layout(source)
-    tokenizer = _own_tokenizer(source, layout)
+    published = layout.vocabulary >= PUBLISHED_TOKENS  # which ComfyUI's own tokenizer fits
+    tokenizer = None if published else find_tokenizer(source, layout.vocabulary)
     # ComfyUI has no dynamic VRAM for what computes on the processor.
     mapped = (
         comfy.memory_management.aimdo_enabled and not disable_dynamic and placement != ON_PROCESSOR
@@ -179,10 +179,8 @@ def load_text_encoder(
     prepared = text_encoder_tensors(source, layout, map_tensors(source), precision)
     options = _model_options(layout, tokenizer, prepared) | devices
     clip = _build(source, layout.kind, tokenizer, prepared, options, disable_dynamic)
-    clip.patcher.cached_patcher_init = (
-        load_text_encoder_patcher,
-        (source, precision, placement),
-    )
+    arguments = source, precision, placement
+    clip.patcher.cached_patcher_init = load_text_encoder_patcher, arguments
     reason = {"auto": "auto: as stored", AS_STORED: AS_STORED}.get(precision, "requested")
     size = SIZES.get((source.part.dims["hidden"], source.part.blocks))
     return PlacedClip.over(clip, placement), LoadReport(
@@ -200,7 +198,6 @@ def load_text_encoder(
 
 
 def _stays(placement: str, device: torch.device) -> str:
-    """Where it computes and stays, in a few words."""
     if device.type == "cpu":
         return "on the CPU"
     return "leaves the card after each encoding" if placement == DROPPED else "on the card"
@@ -212,15 +209,8 @@ def load_text_encoder_patcher(
     """Loads the same text encoder once more, for ComfyUI's clones on other devices and without
     dynamic VRAM.
     """
-    return load_text_encoder(source, precision, placement, disable_dynamic=disable_dynamic)[
-        0
-    ].patcher
-
-
-def _own_tokenizer(source: Source, layout: TextEncoderLayout) -> FolderTokenizer | None:
-    """The tokenizer next to the file; None where ComfyUI's own fits."""
-    published = layout.vocabulary >= PUBLISHED_TOKENS
-    return None if published else find_tokenizer(source, layout.vocabulary)
+    clip, _ = load_text_encoder(source, precision, placement, disable_dynamic=disable_dynamic)
+    return clip.patcher
 
 
 def _model_options(
@@ -288,7 +278,8 @@ def _check_memory(source: Source, layout: TextEncoderLayout, precision: str, map
     """
     target = precision if precision in ("bf16", "fp8", "int8") else None
     needed = converted = 0
-    for name, info in layout.infos.items():
+    for name, stored in layout.names.items():
+        info = source.tensors[stored]
         rounded = target in ("fp8", "int8") and LANGUAGE_LINEAR.fullmatch(name)
         if rounded and STORED_KINDS.get(info.dtype) != target:
             converted += info.elements

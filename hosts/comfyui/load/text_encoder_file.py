@@ -12,7 +12,6 @@ import torch
 
 from ....errors import CheckpointError
 from ....loaders.convert import check_finite, check_names, shapes_of, text_encoder_name_to_native
-from ....loaders.header import TensorInfo
 from ....loaders.parts import SIZES
 from ....loaders.source import Source
 from ....loaders.stored import KINDS, StoredLayer, accompanies, stored_layers
@@ -33,7 +32,6 @@ class TextEncoderLayout:
     Args:
         kind: the class.
         names: {native name: name in the file, less its prefix} of what is loaded.
-        infos: {native name: header entry} of the same.
         config: the sizes that differ from the published 7B.
         vision: whether the vision tower is loaded.
         vocabulary: rows of the embedding.
@@ -42,7 +40,6 @@ class TextEncoderLayout:
 
     kind: EncoderKind
     names: Mapping[str, str]
-    infos: Mapping[str, TensorInfo]
     config: Mapping[str, Any]
     vision: bool
     vocabulary: int
@@ -62,7 +59,7 @@ def read_layout(source: Source) -> TextEncoderLayout:
     if other not in (None, "7B"):
         raise CheckpointError(f"This is the {other} of Qwen2.5-VL: {ONLY_7B}", source.path)
     config = _model_config(source, kind)
-    names, infos = _native_names(source)
+    names = _native_names(source)
     notes = []
     if any(name.startswith(HEAD) for name in names):
         notes.append(NO_HEAD)
@@ -82,12 +79,15 @@ def read_layout(source: Source) -> TextEncoderLayout:
     }
     model_class = kind.model if vision else kind.text_only
     model = model_class(config, torch.bfloat16, "meta", torch.nn)
-    shapes = {name: infos[name].shape for name in loaded if not accompanies(name)}
+    shapes = {
+        native: source.tensors[name].shape
+        for native, name in loaded.items()
+        if not accompanies(native)
+    }
     check_names(source.path, shapes, shapes_of(model), f"ComfyUI's {kind.title}")
     return TextEncoderLayout(
         kind=kind,
         names=loaded,
-        infos={name: infos[name] for name in loaded},
         config=config,
         vision=vision,
         vocabulary=int(dims["vocabulary"]),
@@ -95,10 +95,9 @@ def read_layout(source: Source) -> TextEncoderLayout:
     )
 
 
-def _native_names(source: Source) -> tuple[dict[str, str], dict[str, TensorInfo]]:
+def _native_names(source: Source) -> dict[str, str]:
     names: dict[str, str] = {}
-    infos: dict[str, TensorInfo] = {}
-    for name, info in source.tensors.items():
+    for name in source.tensors:
         native = text_encoder_name_to_native(name)
         if native in names:
             raise CheckpointError(
@@ -106,12 +105,11 @@ def _native_names(source: Source) -> tuple[dict[str, str], dict[str, TensorInfo]
                 "from the model's own source.",
                 source.path,
             )
-        names[native], infos[native] = name, info
-    return names, infos
+        names[native] = name
+    return names
 
 
 def _model_config(source: Source, kind: EncoderKind) -> dict[str, Any]:
-    """The sizes from the tensors, and from config.json what no tensor tells."""
     dims = source.part.dims
     nested = source.config.get("text_config")
     settings = {**source.config, **nested} if isinstance(nested, dict) else dict(source.config)
@@ -258,12 +256,11 @@ def _stored(
 
 
 def _fits_core(entry: StoredLayer) -> bool:
-    """Whether ComfyUI's own layers take it: their fp8 has one scale for the weight."""
+    # Their fp8 has one scale for the weight.
     return entry.weight.dtype == torch.int8 or entry.scale.dim() == 0
 
 
 def _plain(tensor: torch.Tensor, target: str | None) -> torch.Tensor:
-    """As stored, or in bf16 where that was asked for or the dtype is none to compute with."""
     keep = tensor.dtype in FLOAT_NAMES and target is None
     return tensor if keep else tensor.to(torch.bfloat16)
 

@@ -78,7 +78,8 @@ def load_model(
     """
     source = open_source(path, "transformer")
     plan = plan_load(source, precision, keep, modulation, keep_quantized)
-    if plan.precision in QUANTIZED:  # tried out while the weights are read
+    quantized = plan.precision in QUANTIZED
+    if quantized:  # tried out while the weights are read
         device = comfy.model_management.get_torch_device()
         warm_up(device, partial(choose_gemm, plan.precision, device))
     patcher, notes = _build(plan)
@@ -88,13 +89,13 @@ def load_model(
     licence = plan.source.part.licence or ""
     if licence:
         notes.append(f"{licence}.")
-    if plan.precision in QUANTIZED:
+    if quantized:
         notes.append(f"{choose_gemm(plan.precision, patcher.load_device)}.")
     report = LoadReport(
         what="transformer",
         path=plan.source.path,
         family=plan.source.part.family,
-        precision=_loaded_precision(patcher, plan.precision),
+        precision=plan.precision if quantized else FLOAT_NAMES[patcher.model.get_dtype()],
         reason=plan.reason,
         bytes=patcher.model_size(),
         why=plan.why,
@@ -202,7 +203,7 @@ def _fast_disk(
 
 
 def _what_is_not_quantized(dtype: torch.dtype, kept: Sequence[torch.Tensor]) -> list[str]:
-    """ComfyUI holds it in the dtype that the device computes in, on most processors fp32."""
+    # ComfyUI holds it in the dtype that the device computes in, on most processors fp32.
     notes = []
     name = FLOAT_NAMES.get(dtype, str(dtype))
     if kept:
@@ -218,7 +219,8 @@ def _what_is_not_quantized(dtype: torch.dtype, kept: Sequence[torch.Tensor]) -> 
 def _keep_off_card(patcher: ModelPatcher, quantized: bool) -> None:
     """Has ComfyUI count without the modulation, and run with its table."""
     model, device = patcher.model, patcher.load_device
-    patcher.size = _bytes_on_card(model)
+    off_card = sum(layer.nbytes for layer in off_card_layers(model))
+    patcher.size = comfy.model_management.module_size(model) - off_card
     if not patcher.is_dynamic() and not quantized:
         require_less_memory(model, patcher.size, device)
     for wrapper, function in (
@@ -229,21 +231,8 @@ def _keep_off_card(patcher: ModelPatcher, quantized: bool) -> None:
     patcher.add_callback_with_key(CallbacksMP.ON_DETACH, MODULATION_KEY, ModelModulation.on_detach)
 
 
-def _bytes_on_card(model: torch.nn.Module) -> int:
-    off_card = sum(layer.nbytes for layer in off_card_layers(model))
-    return comfy.model_management.module_size(model) - off_card
-
-
 def _in_dtype_of(model: torch.nn.Module, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(model.get_dtype()) if tensor.is_floating_point() else tensor
-
-
-def _loaded_precision(patcher: ModelPatcher, precision: str) -> str:
-    """The precision that the weights ended up in: ComfyUI has none of fp16 for this model."""
-    if precision in QUANTIZED:
-        return precision
-    names = {dtype: name for name, dtype in KEEP_DTYPE.items()}
-    return names.get(patcher.model.get_dtype(), precision)
 
 
 def _model_config(
@@ -282,7 +271,7 @@ def _model_config(
 
 
 def _rope_axes(source: Source, head_dim: int) -> dict[str, tuple[int, ...]]:
-    """The split of a head over time, height and width, which no tensor tells."""
+    # How a head is split over time, height and width, which no tensor tells.
     axes = source.config.get("axes_dims_rope")
     if axes is None and head_dim == 128:
         return {}  # the published models: ComfyUI's default

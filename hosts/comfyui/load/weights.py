@@ -43,7 +43,7 @@ def map_tensors(source: Source) -> dict[str, torch.Tensor]:
 
 
 def _load_kept(path: str) -> dict[str, torch.Tensor]:
-    """As `load_torch_file`, which takes a file of this name for a pickle."""
+    # Not `load_torch_file`, which takes a file of this name for a pickle.
     dynamic = comfy.memory_management.aimdo_enabled
     tensors = comfy.utils.load_safetensors(path)[0] if dynamic else load_file(path)
     annotate = getattr(getattr(comfy, "storage", None), "annotate_state_dict", None)
@@ -181,7 +181,6 @@ def _decoded(
     codebook: torch.Tensor | None,
     bits: int,
 ) -> torch.Tensor:
-    """`decode_weight` on a device, into host memory."""
     codebook = None if codebook is None else codebook.to(device)
     return decode_weight(codes.to(device), group_scale.to(device), codebook, bits).cpu()
 

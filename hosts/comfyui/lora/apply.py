@@ -208,14 +208,12 @@ def _check_family(model: ModelPatcher, part: CheckpointPart, path: Path) -> None
 
 
 def _name(key: Key) -> str:
-    """The weight that holds what a patch changes."""
     return key if isinstance(key, str) else key[0]
 
 
 def _known_as(module: str) -> Iterator[str]:
-    """Names that ComfyUI may map a module by: of Qwen-Image-2.1 it maps the halves of `gate_up` by
-    bare names and LyCORIS's, and the whole by others.
-    """
+    # Of Qwen-Image-2.1 ComfyUI maps the halves of `gate_up` by bare names and LyCORIS's, and the
+    # whole by others.
     yield from (module, f"diffusion_model.{module}", module.replace("lora_unet_", "lycoris_", 1))
 
 
@@ -296,7 +294,6 @@ def _check_shape(path: Path, key: str, patch: Patch, shape: tuple[int, ...]) -> 
 
 
 def _changed_shape(patch: Patch) -> tuple[int, ...]:
-    """The shape of the weight that a patch is for, from the shapes of its matrices alone."""
     if not isinstance(patch, WeightAdapterBase):
         return tuple(patch[1][0].shape)
     if isinstance(patch, LoKrAdapter):
@@ -330,7 +327,7 @@ def _beside(
     weights: Mapping[Key, torch.Tensor],
     strength: float,
 ) -> tuple[list[tuple[str, Matrices | Kronecker]], dict[Key, Patch]]:
-    """What is computed beside the layers, by their names, and what is merged all the same.
+    """Returns what is computed beside the layers, by their names, and what is merged all the same.
 
     Raises:
         SettingError: a change has no bypass.
@@ -378,7 +375,6 @@ def _choose_attention(clone: ModelPatcher, file: LoraFile) -> list[tuple[str, st
 
 
 def _list_names(not_applied: Sequence[tuple[str, str]]) -> str:
-    """The first names, each with its reason, and the number of the others."""
     names = [f"{name} ({reason})" for name, reason in not_applied[:LISTED]]
     more = len(not_applied) - len(names)
     return ", ".join(names) + (f" and {more} more" if more else "")

@@ -339,7 +339,7 @@ def _second_patcher(
 
 
 def _reader(name: str) -> str:
-    """Equal for layers that read the same rows."""
+    # Equal for layers that read the same rows.
     parent, _, last = name.rpartition(".")
     return next((f"{parent}.{it[0]}" for it in SAME_ROWS if last in it), name)
 

@@ -183,7 +183,6 @@ class FileAttention:
 
 
 def _asked(choice: torch.nn.Module) -> list[str]:
-    """The names in a block's config, in the order in which ComfyUI tries them."""
     configs = choice.config if isinstance(choice.config, list) else [choice.config or {}]
     return [str(config["attention"]) for config in configs if "attention" in config]
 

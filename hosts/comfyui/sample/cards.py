@@ -74,7 +74,7 @@ def split_cards(model: ModelPatcher, cards: int) -> tuple[ModelPatcher, str]:
 def _cards_like(
     own: torch.device, cards: int
 ) -> tuple[Sequence[torch.device] | Fallback, list[str]]:
-    """The first other cards that ComfyUI takes, as many as are like the MODEL's own, and notes."""
+    """Finds the first other cards that ComfyUI takes, as many as are like `own`; and notes."""
     if cards < 2:
         return Fallback("as asked for"), []
     visible = management.get_all_torch_devices()
@@ -120,7 +120,6 @@ def _are_alike(first: torch.device, second: torch.device) -> bool:
 
 
 def _cloned(model: ModelPatcher, cards: int) -> ModelPatcher | Fallback:
-    """With a copy for each further card."""
     try:
         from comfy.multigpu import create_multigpu_deepclones
     except ImportError:
@@ -141,7 +140,6 @@ def _cloned(model: ModelPatcher, cards: int) -> ModelPatcher | Fallback:
 
 
 def _tight(model: ModelPatcher, device: torch.device) -> list[str]:
-    """A line where a card has no room for the weights, whatever ComfyUI takes off it."""
     loaded = management.loaded_models()
     own = sum(it.loaded_size() for it in loaded if it is not None and it.load_device == device)
     free = management.get_free_memory(device) + own
@@ -204,7 +202,7 @@ def _working(
     timestep: torch.Tensor,
     cards: int,
 ) -> int:
-    """How many cards get conditionings: ComfyUI fills one after the other."""
+    """Counts the cards that get conditionings: ComfyUI fills one after the other."""
     given = [cond for prompts in conds if prompts is not None for cond in prompts]
     if any("default" in cond for cond in given):
         return cards  # which ComfyUI computes where others leave something

@@ -149,7 +149,6 @@ class ComfyPass(DoubleStream):
         return None if sigmas is None else len(sigmas) - 1
 
     def no_graphs(self) -> str:
-        """ComfyUI's own switch."""
         if getattr(comfy.cli_args.args, "disable_cuda_graphs", False):
             return "ComfyUI runs with --disable-cuda-graphs"
         return ""
@@ -162,7 +161,6 @@ class ComfyPass(DoubleStream):
         clean_up(self.blocks)
 
     def fallback(self) -> Fallback | None:
-        """Options that a node has set for the whole pass."""
         if is_compiled(self._options):
             return COMPILED
         if new := unknown_attention_arguments():
@@ -175,7 +173,6 @@ class ComfyPass(DoubleStream):
     def inputs(
         self, block: torch.nn.Module, positional: tuple, arguments: dict[str, Any]
     ) -> BlockInputs | Fallback:
-        """From what ComfyUI's loop calls a block with."""
         if arguments.keys() < ARGUMENTS:  # another pack's loop may be older
             arguments = {**_defaults(type(block)), **arguments}
         if positional or arguments.keys() != ARGUMENTS or arguments["image_rotary_emb"] is None:
@@ -197,7 +194,6 @@ class ComfyPass(DoubleStream):
         return BlockInputs(text, image, arguments["temb"], shared.step, bool(watched))
 
     def entry(self, embedding: torch.Tensor, batch: int) -> Entry:
-        """The modulation from the model's table."""
         return self.modulation.entry(embedding)
 
     def host_attend(
@@ -232,11 +228,10 @@ class SingleStreamPass(ComfyPass):
         self._prefixes: Sequence[Prefix] | None = None
 
     def fallback(self) -> Fallback | None:
-        """As of 1.x, or another ComfyUI than is known here."""
         return super().fallback() or (None if knows_single_stream() else OTHER_MODEL)
 
     def no_graphs(self) -> str:
-        """Where the cache is filled or moves, nobody knows what later blocks read."""
+        # Where the cache is filled or moves, nobody knows what later blocks read.
         if self._fills:
             return "ComfyUI fills its prefix cache"
         if self.prefixes is None:
@@ -246,7 +241,6 @@ class SingleStreamPass(ComfyPass):
     def inputs(
         self, block: torch.nn.Module, positional: tuple, arguments: dict[str, Any]
     ) -> BlockInputs | Fallback | None:
-        """From what ComfyUI's loop calls a block with; None of the rows that fill the cache."""
         if positional or arguments.keys() != ARGUMENTS_21:
             return OTHER_ARGUMENTS
         x, mod, pe, attend, before, options = map(arguments.get, SINGLE_STREAM_ARGUMENTS)
@@ -283,7 +277,6 @@ class SingleStreamPass(ComfyPass):
         )
 
     def output(self, streams: Streams) -> torch.Tensor:
-        """The image alone."""
         return streams[1]
 
     @property
@@ -320,13 +313,12 @@ if QWEN_IMAGE_21:
 
 @functools.cache
 def _defaults(block: type) -> dict[str, Any]:
-    """What a block's `forward` takes where one of the known arguments is left out."""
     known = (inspect.signature(block.forward).parameters[name] for name in BLOCK_ARGUMENTS)
     return {it.name: it.default for it in known if it.default is not it.empty}
 
 
 def _prefix_of(attend: Callable[..., torch.Tensor]) -> Prefix | None:
-    """The keys and values that ComfyUI's `prefix_cached_attention` has bound; None of others."""
+    """Reads what ComfyUI's `prefix_cached_attention` has bound; None of others."""
     # Calling it would join them with those of the image in new tensors.
     code = getattr(attend, "__code__", None)
     if code is None or not attend.__qualname__.startswith("prefix_cached_attention."):
@@ -338,12 +330,7 @@ def _prefix_of(attend: Callable[..., torch.Tensor]) -> Prefix | None:
 
 
 class _Shared:
-    """What ComfyUI gives every block of a pass, and the `Step` that is made from it once.
-
-    Args:
-        arguments: Of a block.
-        text, image: Its streams.
-    """
+    """Keeps what ComfyUI gives every block of a pass, and the `Step` that is made of it once."""
 
     __slots__ = ("_form", "_given", "step")
 
@@ -355,7 +342,6 @@ class _Shared:
         self.step = Step(tokens, _rotary(matrices), _mask(mask, tokens, image.dtype))
 
     def holds(self, arguments: dict[str, Any], text: torch.Tensor, image: torch.Tensor) -> bool:
-        """Whether a block got the same."""
         matrices, mask, zero = self._given
         return (
             arguments["image_rotary_emb"] is matrices

@@ -40,7 +40,7 @@ OTHER_NODES = "another node's, set after Optimize Qwen-Image"
 
 
 class _Run:
-    """One sampling run.
+    """Holds what is known of one sampling run.
 
     Attributes:
         files: What the files of its models say of attention, found out in the first pass.

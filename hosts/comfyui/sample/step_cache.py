@@ -160,7 +160,6 @@ def _reads_more(
 
 
 def _refusal(guider: Any) -> str:
-    """Why no step of a run may be skipped, in one clause; empty where some may."""
     # Patches of the model are not in place before the run has loaded it.
     if not isinstance(guider.model_patcher.get_model_object("model_sampling"), CONST):
         return NOT_A_FLOW
@@ -184,13 +183,11 @@ def _is_scheduled(cond: Mapping[str, Any]) -> bool:
 
 
 def _overlap(conds: Sequence[Mapping[str, Any]]) -> bool:
-    """Tells whether two prompts are active in the same steps."""
     spans = sorted((it.get("start_percent", 0.0), it.get("end_percent", 1.0)) for it in conds)
     return any(after[0] < before[1] for before, after in pairwise(spans))
 
 
 def _remembered_by(guider: Any) -> list[torch.Tensor]:
-    """Finds the tensors that a guider and the functions around its guidance hold."""
     functions = {name: guider.model_options.get(name) for name in AROUND_GUIDANCE}
     return [*_tensors_in(guider, 2), *_tensors_in(functions, 4)]
 
@@ -234,7 +231,6 @@ def _kept(guider: Any, sigmas: torch.Tensor) -> set[int]:
 
 
 def _percents(cond: Mapping[str, Any]) -> Iterator[float]:
-    """Finds where something of a prompt begins or ends, as a share of the schedule."""
     for name in ("start_percent", "end_percent"):
         if name in cond:
             yield cond[name]
