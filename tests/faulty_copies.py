@@ -94,6 +94,25 @@ class Late(Vanishing):
 FAULTS = Vanishing, Partial, Late
 
 
+def stand_in_cards(monkeypatch):
+    """Has "cpu", "cpu:1" and so on, whose tensors are the CPU's, copy to each other as cards do."""
+    from qwen_l40s.machine import copies, links
+
+    monkeypatch.setattr(copies, "CardOperations", CpuOperations)
+    monkeypatch.setattr(links, "_links", {})
+    monkeypatch.setattr(links, "MEASURED_BYTES", 4096)
+
+
+def split_always(monkeypatch):
+    """Has every pass split among cards that can be, whatever it gains here."""
+    from qwen_l40s.optimizations.cards import team
+
+    monkeypatch.setattr(team.SplitCost, "pays", True)
+    monkeypatch.setattr(team.Team, "_alone", lambda *_: 100.0)
+    monkeypatch.setattr(team.Team, "_of_text", lambda *_: 5.0)
+    monkeypatch.setattr(team.Team, "_together", lambda *_: 50.0)
+
+
 def between_cards(fault):
     """With copies through pinned host memory that lose nothing."""
 

@@ -6,7 +6,7 @@ Used inside ComfyUI's Python too; the package must be importable before this mod
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -110,6 +110,43 @@ def fp8_of_one_scale(weight: torch.Tensor) -> Tensors:
     scale = weight.abs().max().float() / 448
     values = (weight.float() / scale).to(torch.float8_e4m3fn)
     return {"weight": values, "weight_scale": scale, "input_scale": torch.tensor(0.02)}
+
+
+def lora(
+    tensors: Tensors, modules: Iterable[str], rank: int = 4, seed: int = 1, scale: float = 0.1
+) -> Tensors:
+    """A LoRA of some layers of a model with these weights, by bare names."""
+    generator = torch.Generator().manual_seed(seed)
+    found: Tensors = {}
+    for module in modules:
+        rows, columns = tensors[f"{module}.weight"].shape
+        for end, shape in (("down", (rank, columns)), ("up", (rows, rank))):
+            matrix = torch.randn(shape, generator=generator) * scale
+            found[f"{module}.lora_{end}.weight"] = matrix
+    return found
+
+
+def stock(tensors: Tensors, dtype: torch.dtype = torch.bfloat16, cast=torch.bfloat16):
+    """A MODEL by the calls of ComfyUI's own loader, which takes the published sizes for granted.
+
+    Args:
+        dtype: of the weights, as its menu has it; by default that of quantized files.
+        cast: that it computes in.
+    """
+    import comfy.model_management
+    import comfy.model_patcher
+    import comfy.supported_models
+    import comfy.utils
+
+    tensors, _ = comfy.utils.convert_old_quants(dict(tensors), "", metadata={})
+    config = comfy.supported_models.QwenImage(dict(CONFIG))
+    config.quant_config = comfy.utils.detect_layer_quantization(tensors, "")
+    config.set_inference_dtype(dtype, cast)
+    loaded = config.get_model(tensors, "")
+    devices = comfy.model_management.get_torch_device(), torch.device("cpu")
+    patcher = comfy.model_patcher.CoreModelPatcher(loaded, *devices)
+    loaded.load_model_weights(tensors, "", assign=patcher.is_dynamic())
+    return patcher
 
 
 def load_patcher(path, form="bf16", off_card=False, disable_dynamic=False):

@@ -19,7 +19,7 @@ import torch
 from comfy.patcher_extension import WrappersMP
 from comfy_extras.nodes_model_advanced import ModelSamplingAuraFlow
 from comfyui_boot import MODE, folder
-from faulty_copies import CpuOperations
+from faulty_copies import split_always, stand_in_cards
 from safetensors.torch import save_file
 
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
@@ -29,22 +29,22 @@ from qwen_l40s.hosts.comfyui.record.sampling import path_of
 from qwen_l40s.hosts.comfyui.sample import cards, layers, run
 from qwen_l40s.hosts.comfyui.sample.call import COMPILED, IDLE
 from qwen_l40s.hosts.comfyui.sample.cards import split_cards
-from qwen_l40s.hosts.comfyui.sample.forward import ComfyPass
 from qwen_l40s.hosts.comfyui.sample.layers import ComfyLayers
 from qwen_l40s.hosts.comfyui.sample.optimize import optimize
 from qwen_l40s.hosts.comfyui.sample.run import ComfyOptimization
 from qwen_l40s.hosts.comfyui.sample.step_cache import cache_steps
-from qwen_l40s.machine import copies, links
+from qwen_l40s.machine import links
 from qwen_l40s.nodes.optimize import QwenL40SSplitCards
 from qwen_l40s.optimizations.blocks.block_form import blocks_of, token_layers
-from qwen_l40s.optimizations.cards import team
 from qwen_l40s.step_cache import cache_settings
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 FOLDER = folder("cards")
 WEIGHTS = narrow.weights()
 PATH = narrow.write(FOLDER / "bf16.safetensors", WEIGHTS)
-LAYER = "transformer_blocks.1.attn.to_q"
+LAYER = narrow.LAYER
+LORA = FOLDER / "lora.safetensors"
+save_file(narrow.lora(WEIGHTS, [LAYER], scale=1.0), LORA)
 Patcher = comfy.model_patcher.ModelPatcher
 
 
@@ -63,21 +63,18 @@ def machine(monkeypatch: pytest.MonkeyPatch):
 
     if MODE == "cpu":
         visible(4)
-        monkeypatch.setattr(copies, "CardOperations", CpuOperations)
-        monkeypatch.setattr(links, "_links", {})
-        monkeypatch.setattr(links, "MEASURED_BYTES", 4096)
+        stand_in_cards(monkeypatch)
     yield visible
     comfy.model_management.unload_all_models()
 
 
 def prompt(tokens: int, **options: object) -> list:
-    generator = torch.Generator().manual_seed(tokens)
-    return [torch.randn(1, tokens, narrow.SHAPE.joint_dim, generator=generator), options]
+    return [narrow.random(1, tokens, narrow.SHAPE.joint_dim, seed=tokens), options]
 
 
 def sample(model: Patcher, cfg: float = 1.0, positive: list | None = None, **options: object):
     """Two Euler steps of 64 image tokens; prompts of different lengths never batch."""
-    noise = torch.randn(1, 16, 1, 16, 16, generator=torch.Generator().manual_seed(0))
+    noise = narrow.random(1, 16, 1, 16, 16)
     positive = [prompt(20)] if positive is None else positive
     return narrow.sample(model, positive, [prompt(7)], cfg=cfg, noise=noise, **options)
 
@@ -96,16 +93,6 @@ def watched():
 
     with mock.patch.object(ComfyOptimization, "run_pass", watch):
         yield passes, hosts
-
-
-def lora() -> str:
-    generator = torch.Generator().manual_seed(3)
-    tensors = {
-        f"{LAYER}.lora_{name}.weight": torch.randn(*shape, generator=generator)
-        for name, shape in (("A", (4, 128)), ("B", (128, 4)))
-    }
-    save_file(tensors, FOLDER / "lora.safetensors")
-    return FOLDER / "lora.safetensors"
 
 
 def test_cards_without_a_prompt_are_shared_out():
@@ -140,10 +127,7 @@ def test_cards_without_a_prompt_are_shared_out():
 @pytest.fixture
 def pays(monkeypatch: pytest.MonkeyPatch):
     """Has every pass split that can be, whatever it gains here."""
-    monkeypatch.setattr(team.SplitCost, "pays", True)
-    monkeypatch.setattr(team.Team, "_alone", lambda *_: 100.0)
-    monkeypatch.setattr(team.Team, "_of_text", lambda *_: 5.0)
-    monkeypatch.setattr(team.Team, "_together", lambda *_: 50.0)
+    split_always(monkeypatch)
     if MODE == "cpu":
         monkeypatch.setattr(links.Link, "gbps", 50.0)
 
@@ -177,7 +161,7 @@ def test_what_others_add_is_on_every_card_that_shares_rows(pays):
     plain = sample(model)
     changed = {
         "ControlNet": controlled(model),
-        "LoRA": apply_lora(model, lora(), 1.0, how="merge")[0],
+        "LoRA": apply_lora(model, LORA, 1.0, how="merge")[0],
     }
     for name, patcher in changed.items():
         expected = sample(patcher)
@@ -258,7 +242,7 @@ def test_a_lora_behind_the_node_is_on_every_card(mode):
     model = optimize(load_model(PATH, "bf16")[0])
     split = split_cards(model, 2)[0]
     plain = sample(split, 4.0)
-    changed, split = (apply_lora(it, lora(), 1.0, how=mode)[0] for it in (model, split))
+    changed, split = (apply_lora(it, LORA, 1.0, how=mode)[0] for it in (model, split))
     for cfg in (4.0, 1.0):
         with watched() as (_, hosts):
             found = sample(split, cfg)
@@ -280,7 +264,7 @@ def test_a_lora_behind_the_node_is_on_every_card(mode):
 def test_a_change_that_only_the_layer_knows_is_in_the_layers_of_peers():
     """As an APPLY_MODEL wrapper puts it into those of the model that runs."""
     model = optimize(load_model(PATH, "bf16")[0])
-    split = apply_lora(split_cards(model, 2)[0], lora(), 1.0, how="bypass")[0]
+    split = apply_lora(split_cards(model, 2)[0], LORA, 1.0, how="bypass")[0]
     seen = []
 
     def watch(self, host, call):
@@ -431,21 +415,6 @@ def test_another_model_passes_through():
     assert split is other and "not Qwen-Image (" in report
 
 
-def test_what_a_controlnet_adds_is_known_for_each_block():
-    model = load_model(PATH, "bf16")[0]
-    added = torch.ones(1, 4, 128)
-    for control, expected in (
-        (None, []),
-        ({}, [None, None]),
-        ({"input": [added]}, [added, None]),
-        ({"input": (None, added, added), "middle": []}, [None, added]),
-    ):
-        latents = torch.zeros(1, 16, 1, 8, 8)
-        host = ComfyPass(model.model, None, latents, {}, control)
-        assert all(map(lambda one, two: one is two, host.additions, expected))
-        assert len(host.additions) == len(expected)
-
-
 def test_copies_that_lose_data_are_told():
     """Whoever made the copies of the MODEL: ComfyUI's go between the same cards."""
     model = load_model(PATH, "bf16")[0].clone()
@@ -522,7 +491,7 @@ def test_two_real_cards(pays):
         pytest.skip("one card")
     for form in ("bf16", "int8"):
         model = optimize(load_model(PATH, form)[0])
-        changed = apply_lora(model, lora(), 1.0, how="auto")[0]
+        changed = apply_lora(model, LORA, 1.0, how="auto")[0]
         for patcher in (model, changed):
             expected = {cfg: sample(patcher, cfg) for cfg in (1.0, 4.0)}
             split, said = split_cards(patcher, 2)

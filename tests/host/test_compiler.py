@@ -7,11 +7,12 @@ from collections import Counter
 import comfy.model_prefetch
 import comfy.sample
 import comfy.sd
+import narrow_transformer as narrow
 import pytest
 import torch
 from comfy.cli_args import args
 from comfyui_boot import MODE, folder
-from narrow_21 import DIM, TEXT, random, weights_21
+from narrow_21 import TEXT, random, weights_21
 from safetensors.torch import save_file
 
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
@@ -43,14 +44,10 @@ def models():
 @pytest.fixture(scope="module")
 def lora():
     """The path of one on every block."""
-    tensors = {}
-    for block in range(BLOCKS):
-        for layer, rows, columns in (("attn.to_q", DIM, DIM), ("img_mlp.out", DIM, 3 * DIM)):
-            name = f"transformer_blocks.{block}.{layer}"
-            tensors[f"{name}.lora_A.weight"] = random(4, columns)
-            tensors[f"{name}.lora_B.weight"] = random(rows, 4)
+    blocks = [f"transformer_blocks.{block}" for block in range(BLOCKS)]
+    layers = [f"{block}.{layer}" for block in blocks for layer in ("attn.to_q", "img_mlp.out")]
     path = FOLDER / "lora.safetensors"
-    save_file(tensors, path)
+    save_file(narrow.lora(weights_21(BLOCKS), layers), path)
     return path
 
 

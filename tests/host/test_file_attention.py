@@ -59,6 +59,14 @@ def configs(*blocks) -> dict[str, torch.Tensor]:
     }
 
 
+def lora(*blocks):
+    """The path of one that changes a layer, and says this of the blocks."""
+    tensors = narrow.lora(WEIGHTS, [narrow.LAYER]) | configs(*blocks)
+    path = FOLDER / "lora.safetensors"
+    save_file({f"diffusion_model.{name}": tensor for name, tensor in tensors.items()}, path)
+    return path
+
+
 def model(*blocks, precision="bf16"):
     path = FOLDER / f"{len(list(FOLDER.iterdir()))}.safetensors"
     return load_model(narrow.write(path, WEIGHTS | configs(*blocks)), precision)[0]
@@ -155,13 +163,7 @@ def test_a_named_attention_and_another_node_win_over_the_file(calls):
 
 @pytest.mark.parametrize("first", [True, False])
 def test_a_lora_chooses_too(calls, first):
-    generator = torch.Generator().manual_seed(0)
-    name = "diffusion_model.transformer_blocks.0.attn.to_q"
-    tensors = {f"diffusion_model.{key}": text for key, text in configs(None, INT8).items()}
-    for end, shape in (("lora_A", (2, 128)), ("lora_B", (128, 2))):
-        tensors[f"{name}.{end}.weight"] = torch.randn(shape, generator=generator) / 10
-    path = FOLDER / "lora.safetensors"
-    save_file(tensors, path)
+    path = lora(None, INT8)
     stock = model(INT8, None)
     if first:
         changed, report = apply_lora(stock, path, 1.0, how="merge")
@@ -187,11 +189,7 @@ def test_each_run_reads_the_file_anew(calls):
         narrow.sample(patcher, prompt)
         return set(calls), report_of(patcher)
 
-    tensors = {f"diffusion_model.{name}": text for name, text in configs(INT8, None).items()}
-    for end, shape in (("lora_A", (2, 128)), ("lora_B", (128, 2))):
-        tensors[f"diffusion_model.{narrow.LAYER}.{end}.weight"] = torch.ones(shape)
-    path = FOLDER / "run.safetensors"
-    save_file(tensors, path)
+    path = lora(INT8, None)
     clone = optimize(model(None, INT8))
     behind, _ = apply_lora(clone, path, 1.0, how="merge")
     for patcher, blocks in ((clone, {1}), (behind, {0, 1}), (clone, {1})):

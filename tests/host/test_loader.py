@@ -23,7 +23,7 @@ from narrow_transformer import difference
 from safetensors.torch import load_file, save_file
 
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
-from qwen_l40s.loaders.quantize import comfy_quant_tensor, layers_to_quantize, quantize_rows
+from qwen_l40s.loaders.quantize import comfy_quant_tensor, quantize_rows
 from qwen_l40s.loaders.stored import rotate
 from qwen_l40s.spec.transformer import TransformerShape
 
@@ -37,17 +37,8 @@ FP8 = torch.float8_e4m3fn
 Tensors = dict[str, torch.Tensor]
 
 
-def quantized(weights: Tensors, layers: frozenset[str], change) -> Tensors:
-    """The tensors with every layer's weight replaced by what `change(layer, weight)` returns."""
-    rest = {name: w for name, w in weights.items() if name.removesuffix(".weight") not in layers}
-    for layer in layers:
-        entries = change(layer, weights[f"{layer}.weight"])
-        rest |= {f"{layer}.{end}": tensor for end, tensor in entries.items()}
-    return rest
-
-
 def by_row(precision: str):
-    def change(_layer: str, weight: torch.Tensor) -> Tensors:
+    def change(weight: torch.Tensor) -> Tensors:
         entries = narrow.rounded(weight, precision).tensors("")
         return {name[1:]: tensor for name, tensor in entries.items()}
 
@@ -55,7 +46,7 @@ def by_row(precision: str):
 
 
 def by_tensor(scale_name: str, marker: bool):
-    def change(_layer: str, weight: torch.Tensor) -> Tensors:
+    def change(weight: torch.Tensor) -> Tensors:
         scale = weight.abs().max().float() / 448
         entries = {"weight": (weight.float() / scale).to(FP8), scale_name: scale}
         if marker:
@@ -66,14 +57,14 @@ def by_tensor(scale_name: str, marker: bool):
     return change
 
 
-def rotated(_layer: str, weight: torch.Tensor) -> Tensors:
+def rotated(weight: torch.Tensor) -> Tensors:
     values, scale = quantize_rows(rotate(weight.float(), 256), "int8")
     settings = {"convrot": True, "convrot_groupsize": 256}
     marker = comfy_quant_tensor("int8", settings)
     return {"weight": values, "weight_scale": scale, "comfy_quant": marker}
 
 
-def in_four_bits(_layer: str, weight: torch.Tensor) -> Tensors:
+def in_four_bits(weight: torch.Tensor) -> Tensors:
     """As comfy-kitchen writes it."""
     parts = quantize_w4a8_int8_weight(weight.float())
     entries = dict(zip(("weight", "weight_s_rel", "weight_s_channel"), parts[:3], strict=True))
@@ -82,8 +73,9 @@ def in_four_bits(_layer: str, weight: torch.Tensor) -> Tensors:
     return entries | {"weight_codebook": parts[4], "comfy_quant": marker}
 
 
-def as_int8(entries: Tensors) -> Tensors:
+def as_int8(weight: torch.Tensor) -> Tensors:
     """The int8 ConvRot layer that comfy-kitchen decodes from one in four bits."""
+    entries = in_four_bits(weight)
     codes, groups, codebook = (entries[f"weight{end}"] for end in ("", "_s_rel", "_codebook"))
     values = _dequant_int4_grouped_to_int8(codes, groups, codebook, 16)
     marker = comfy_quant_tensor("int8", {"convrot": True, "convrot_groupsize": 256})
@@ -96,7 +88,6 @@ def files() -> None:
     """Every form, in FOLDER."""
     folder = FOLDER
     weights = narrow.weights(ONE_BLOCK)
-    layers = layers_to_quantize(name.removesuffix(".weight") for name in weights)
     save_file(weights, folder / "bf16.safetensors")
     marker = {"__index_timestep_zero__": torch.zeros(0)}
     save_file(weights | marker, folder / "edit_2511.safetensors")
@@ -108,28 +99,22 @@ def files() -> None:
     text = torch.tensor(list(b'{"attention": "comfy_kitchen_int8"}'), dtype=torch.uint8)
     prefixed["model.diffusion_model.transformer_blocks.0.attn.comfy_attention.config"] = text
     save_file(prefixed, folder / "prefixed.safetensors")
-    sharded = folder / "sharded"
-    sharded.mkdir()
-    names = sorted(weights)
-    files = {name: f"part-{i % 2}.safetensors" for i, name in enumerate(names)}
-    for file in set(files.values()):
-        save_file({n: weights[n] for n in names if files[n] == file}, sharded / file)
-    index = sharded / "diffusion_pytorch_model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": files}))
+    narrow.sharded(folder / "sharded", weights, config={"axes_dims_rope": [16, 56, 56]})
     for precision in ("int8", "fp8"):
-        tensors = quantized(weights, layers, by_row(precision))
+        tensors = narrow.quantized(weights, by_row(precision))
         save_file(tensors, folder / f"{precision}.safetensors")
-    scaled = quantized(weights, layers, by_tensor("weight_scale", True))
+    scaled = narrow.quantized(weights, by_tensor("weight_scale", True))
     save_file(scaled, folder / "scaled_fp8.safetensors")
-    old = quantized(weights, layers, by_tensor("scale_weight", False))
+    old = narrow.quantized(weights, by_tensor("scale_weight", False))
     # Two values: the older files' way to ask for products in full precision.
     old["scaled_fp8"] = torch.zeros(2, dtype=FP8)
     save_file(old, folder / "fp8_marker.safetensors")
-    save_file(quantized(weights, layers, rotated), folder / "convrot.safetensors")
-    modulations = {f"transformer_blocks.0.{stream}_mod.1" for stream in ("img", "txt")}
-    save_file(quantized(weights, layers | modulations, in_four_bits), folder / "w4a8.safetensors")
-    decoded = quantized(weights, layers | modulations, lambda *it: as_int8(in_four_bits(*it)))
-    save_file(decoded, folder / "w4a8_in_int8.safetensors")
+    save_file(narrow.quantized(weights, rotated), folder / "convrot.safetensors")
+    modulations = [f"transformer_blocks.0.{stream}_mod.1" for stream in ("img", "txt")]
+    layers = [*narrow.layers(weights), *modulations]
+    for name, change in (("w4a8", in_four_bits), ("w4a8_in_int8", as_int8)):
+        tensors = narrow.quantized(weights, change, only=layers)
+        save_file(tensors, folder / f"{name}.safetensors")
     unscaled = {name: weight.to(FP8) for name, weight in weights.items()}
     save_file(unscaled, folder / "unscaled_fp8.safetensors")
     exact = {name: weight.bfloat16() for name, weight in unscaled.items()}

@@ -5,7 +5,6 @@ Everything is sampled through ComfyUI's own sampler on the CPU.
 
 import contextlib
 import functools
-import json
 from pathlib import Path
 from unittest import mock
 
@@ -17,9 +16,10 @@ import comfy.sample
 import comfy.sd
 import comfy.supported_models
 import comfy.utils
+import comfyui_boot
+import narrow_transformer as narrow
 import pytest
 import torch
-from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
 from comfy.patcher_extension import WrappersMP
 from comfy_api.torch_helpers import set_torch_compile_wrapper
 from comfyui_boot import folder
@@ -32,15 +32,7 @@ from qwen_l40s.nodes import lora as nodes_lora
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 FOLDER = folder("lora")
-DIMS = {
-    "in_channels": 64,
-    "num_layers": 2,
-    "num_attention_heads": 4,
-    "attention_head_dim": 32,
-    "joint_attention_dim": 64,
-    "axes_dims_rope": (8, 12, 12),
-}
-LAYER = "transformer_blocks.1.attn.to_q"
+LAYER = narrow.LAYER
 MODULES = 28  # 14 a block: 8 of attention, 2 of each MLP, 2 of modulation
 PLAIN, INT8, FP8 = None, "int8_tensorwise", "float8_e4m3fn"
 # (module's name, names of its two matrices), with dots or with "_" for dots
@@ -70,62 +62,32 @@ Tensors = dict[str, torch.Tensor]
 Patcher = comfy.model_patcher.ModelPatcher
 
 
-@functools.cache
-def weights() -> Tensors:
-    """Random float32 weights of a size at which activations stay around 1."""
-    noise = torch.Generator().manual_seed(0)
-    model = QwenImageTransformer2DModel(
-        **DIMS, operations=comfy.ops.manual_cast, device="cpu", dtype=torch.float32
-    )
-    return {
-        name: torch.randn(weight.shape, generator=noise) * 0.5 / weight.shape[-1] ** 0.5
-        if weight.ndim == 2
-        else torch.ones_like(weight)
-        for name, weight in model.state_dict().items()
-    }
+WEIGHTS = {name: weight.float() for name, weight in narrow.weights().items()}
+# {module: weight} of everything that a LoRA changes.
+MATRICES = {
+    name.removesuffix(".weight"): weight
+    for name, weight in WEIGHTS.items()
+    if name.startswith("transformer_blocks.") and weight.ndim == 2
+}
 
 
-def matrices() -> Tensors:
-    """{module: weight} of everything that a LoRA changes."""
-    return {
-        name.removesuffix(".weight"): weight
-        for name, weight in weights().items()
-        if name.startswith("transformer_blocks.") and weight.ndim == 2
-    }
+def in_8_bits(form: str) -> Tensors:
+    """With core's own `.comfy_quant` layers, the rest in bf16."""
 
+    def rounded(weight: torch.Tensor) -> Tensors:
+        if form == FP8:
+            return narrow.fp8_of_one_scale(weight)
+        scale = weight.float().abs().amax(dim=1, keepdim=True) / 127
+        return {"weight": (weight / scale).round().to(torch.int8), "weight_scale": scale}
 
-def quantized(form: str) -> Tensors:
-    """The weights in bf16, with core's own `.comfy_quant` layers."""
-    state = {name: weight.to(torch.bfloat16) for name, weight in weights().items()}
-    for module, weight in matrices().items():
-        if "_mod." in module:
-            continue
-        if form == INT8:
-            scale = weight.abs().amax(dim=1, keepdim=True) / 127
-            values = (weight / scale).round().to(torch.int8)
-        else:
-            scale = weight.abs().amax() / 448
-            values = (weight / scale).to(torch.float8_e4m3fn)
-        state[f"{module}.weight"], state[f"{module}.weight_scale"] = values, scale
-        marker = json.dumps({"format": form}).encode()
-        state[f"{module}.comfy_quant"] = torch.tensor(list(marker), dtype=torch.uint8)
-    return state
+    return narrow.quantized(narrow.weights(), rounded, {"format": form})
 
 
 def build(form: str | None = PLAIN, disable_dynamic: bool = False) -> Patcher:
-    """A fresh MODEL, by the calls that ComfyUI's own loader makes."""
-    state = quantized(form) if form else {name: w.clone() for name, w in weights().items()}
-    dtype = torch.bfloat16 if form else torch.float32
-    config = comfy.supported_models.QwenImage({"image_model": "qwen_image", **DIMS})
-    config.quant_config = comfy.utils.detect_layer_quantization(state, "")
-    config.set_inference_dtype(dtype, dtype if form else None)
-    model = config.get_model(state, "")
-    patcher = comfy.model_patcher.CoreModelPatcher(
-        model,
-        load_device=comfy.model_management.get_torch_device(),
-        offload_device=comfy.model_management.unet_offload_device(),
-    )
-    model.load_model_weights(state, "", assign=patcher.is_dynamic())
+    """A fresh MODEL, as ComfyUI's own loader makes it."""
+    tensors = {name: weight.clone() for name, weight in WEIGHTS.items()}
+    plain = form is PLAIN
+    patcher = narrow.stock(tensors, torch.float32, None) if plain else narrow.stock(in_8_bits(form))
     patcher.cached_patcher_init = (build, (form,))
     return patcher
 
@@ -133,7 +95,7 @@ def build(form: str | None = PLAIN, disable_dynamic: bool = False) -> Patcher:
 def sample(model: Patcher, hooks: comfy.hooks.HookGroup | None = None) -> torch.Tensor:
     noise = torch.Generator().manual_seed(3)
     latent = torch.randn(1, 16, 1, 8, 8, generator=noise)
-    prompt = [[torch.randn(1, 5, DIMS["joint_attention_dim"], generator=noise), {}]]
+    prompt = [[torch.randn(1, 5, narrow.SHAPE.joint_dim, generator=noise), {}]]
     if hooks is not None:
         prompt = comfy.hooks.set_hooks_for_conditioning(prompt, hooks)
     settings = (model, latent, 1, 1.0, "euler", "simple", prompt, prompt, torch.zeros_like(latent))
@@ -142,14 +104,9 @@ def sample(model: Patcher, hooks: comfy.hooks.HookGroup | None = None) -> torch.
 
 def lora(seed: int = 1, rank: int = 4, alpha: float | None = 2.0) -> Tensors:
     """A LoRA of every matrix, with bare names."""
-    noise = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for module, weight in matrices().items():
-        rows, columns = weight.shape
-        tensors[f"{module}.lora_down.weight"] = torch.randn(rank, columns, generator=noise) / 10
-        tensors[f"{module}.lora_up.weight"] = torch.randn(rows, rank, generator=noise) / 10
-        if alpha is not None:
-            tensors[f"{module}.alpha"] = torch.tensor(alpha)
+    tensors = narrow.lora(WEIGHTS, MATRICES, rank, seed)
+    if alpha is not None:
+        tensors |= {f"{module}.alpha": torch.tensor(alpha) for module in MATRICES}
     return tensors
 
 
@@ -178,13 +135,9 @@ def applied(model: Patcher, tensors: Tensors, strength: float = 1.0, how: str = 
 def refused(
     tensors: Tensors, *words: str, how: str = "merge", error: type[Exception] = CheckpointError
 ) -> None:
-    try:
-        apply_lora(build(), saved(tensors, "refused"), 1.0, how=how)
-    except error as caught:
-        message = str(caught)
-        assert all(word in message for word in (*words, "refused.safetensors")), message
-    else:
-        raise AssertionError(f"nothing was wrong, although {words} is")
+    path = saved(tensors, "refused")
+    run = functools.partial(apply_lora, build(), path, 1.0, how=how)
+    comfyui_boot.refused(error, *words, path.name, run=run)
 
 
 def by_core(model: Patcher, tensors: Tensors, strength: float = 1.0) -> Patcher:
@@ -243,8 +196,8 @@ def test_beside_is_the_formula() -> None:
         scale = strength * (1.0 if alpha is None else alpha / len(down))
         change = scale * (x @ down.T @ up.T)
         if form is PLAIN:
-            bias = weights()[f"{LAYER}.bias"].double()
-            assert distance(without, x @ weights()[f"{LAYER}.weight"].double().T + bias) < 1e-5
+            bias = WEIGHTS[f"{LAYER}.bias"].double()
+            assert distance(without, x @ WEIGHTS[f"{LAYER}.weight"].double().T + bias) < 1e-5
         # bf16: the two matrices, the product between them and the sum are each rounded.
         tolerance = 1e-5 if form is PLAIN else 0.02 * change.abs().max()
         assert change.abs().max() > 0.05
@@ -336,7 +289,7 @@ def test_the_executor_runs_loras_beside() -> None:
         assert distance(known, expected) < (1e-4 if form is PLAIN else 0.3)
         own_way = "own way" in report_of(optimized)  # ComfyUI may expand 8 bits on a CPU
         assert not (own_way and form is PLAIN)
-        for loras in ([(1, 4, 0.7)], [(1, 4, -1.0), (2, 24, 0.5), (3, 1, 1.0)], [(4, 512, 0.1)]):
+        for loras in ([(1, 4, 0.7)], [(1, 4, -1.0), (2, 24, 0.5), (3, 1, 1.0)], [(4, 512, 10.0)]):
             merged, beside = base, optimized
             for seed, rank, strength in loras:
                 tensors = lora(seed, rank)
@@ -431,7 +384,7 @@ def test_a_failed_forward_leaves_nothing_behind() -> None:
 def test_lokr() -> None:
     noise = torch.Generator().manual_seed(4)
     tensors = {}
-    for index, (module, weight) in enumerate(matrices().items()):
+    for index, (module, weight) in enumerate(MATRICES.items()):
         rows, columns = (size // 8 for size in weight.shape)
         flat = f"lycoris_{module.replace('.', '_')}"
         tensors[f"{flat}.alpha"] = torch.tensor(3.0)
@@ -454,7 +407,7 @@ def test_lokr() -> None:
 
 def test_what_cannot_run_beside() -> None:
     loha, dora = {}, lora()
-    for module, weight in matrices().items():
+    for module, weight in MATRICES.items():
         rows, columns = weight.shape
         for factor in ("w1", "w2"):
             loha[f"{module}.hada_{factor}_a"] = torch.ones(rows, 2) / 10
@@ -484,12 +437,8 @@ def test_biases_and_norms() -> None:
                 assert distance(sample(model), expected) < 1e-5, (form, how)
             assert "transformer_blocks.1.attn.to_q.bias" in " ".join(model.patches), how
     weight = {**lora(), f"{LAYER}.diff": torch.ones(128, 128)}
-    try:
+    with pytest.raises(SettingError, match="merge"):
         apply_lora(build(INT8), saved(weight), 1.0, how="bypass")
-    except SettingError as error:
-        assert "merge" in str(error)
-    else:
-        raise AssertionError("a quantized weight was to be rounded beside")
 
 
 def test_what_is_not_applied_is_told() -> None:
@@ -557,31 +506,21 @@ def test_older_names_of_the_mode() -> None:
             ({"how": "merge"}, "merged into the weights"),
             ({}, "merged into the weights"),
         ):
-            assert (
-                words
-                in nodes_lora.QwenL40SLoadLora.execute(model, path.name, 1.0, **settings).args[1]
-            )
-        refused_settings = {"how": "beside", "lora_mode": "sideways"}
-        try:
-            nodes_lora.QwenL40SLoadLora.execute(model, path.name, 1.0, **refused_settings)
-        except SettingError as error:
-            assert "lora_mode is 'sideways', but how is 'beside'" in str(error)
-        else:
-            raise AssertionError("two modes were accepted")
+            found = nodes_lora.QwenL40SLoadLora.execute(model, path.name, 1.0, **settings)
+            assert words in found.args[1]
+        both = {"how": "beside", "lora_mode": "sideways"}
+        with pytest.raises(SettingError, match="lora_mode is 'sideways', but how is 'beside'"):
+            nodes_lora.QwenL40SLoadLora.execute(model, path.name, 1.0, **both)
 
 
 def test_wrong_settings() -> None:
     for strength, how in ((1.0, "sideways"), (float("nan"), "merge"), (float("inf"), "bypass")):
-        try:
+        with pytest.raises(SettingError, match=r"sideways|finite"):
             apply_lora(build(), saved(lora()), strength, how=how)
-        except SettingError as error:
-            assert "sideways" in str(error) or "finite" in str(error)
-        else:
-            raise AssertionError(f"{strength} and {how} were accepted")
 
 
 def test_wrong_files() -> None:
-    refused(weights(), "not a LoRA", "transformer", "move it to models/diffusion_models")
+    refused(WEIGHTS, "not a LoRA", "transformer", "move it to models/diffusion_models")
     refused({"a.b": torch.ones(3)}, "not a LoRA")
     text_encoder = {
         "lora_te1_layers_0_q.lora_down.weight": torch.ones(4, 8),

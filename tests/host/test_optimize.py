@@ -1,9 +1,7 @@
 """An optimized MODEL against ComfyUI's own code."""
 
-import contextlib
 import gc
 import itertools
-import logging
 import re
 from dataclasses import replace
 from unittest import mock
@@ -21,6 +19,7 @@ import pytest
 import torch
 from comfy.ldm.qwen_image.model import Attention, QwenImageTransformerBlock
 from comfy.patcher_extension import CallbacksMP, WrappersMP
+from comfy_api.torch_helpers import set_torch_compile_wrapper
 from comfyui_boot import MODE, folder
 from narrow_transformer import difference, random
 
@@ -98,16 +97,17 @@ def assert_same(known, found, most=SAME):
     assert difference(found, known) <= most, difference(found, known)
 
 
-@contextlib.contextmanager
-def logged():
-    """What this package logs meanwhile."""
-    lines, handler = [], logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("qwen_l40s").addHandler(handler)
-    try:
-        yield lines
-    finally:
-        logging.getLogger("qwen_l40s").removeHandler(handler)
+def by_core(tensors, **sizes):
+    """A MODEL of ComfyUI's own loader, which takes the published sizes for granted."""
+    told = mock.Mock(return_value=narrow.CONFIG | sizes)
+    with mock.patch("comfy.model_detection.detect_unet_config", told):
+        return comfy.sd.load_diffusion_model_state_dict(dict(tensors))
+
+
+def kernels(**others):
+    """Has blocks run with these in place of the device's."""
+    ops = fused.choose_ops(DEVICE)._replace(**others, prepared={})
+    return mock.patch("qwen_l40s.optimizations.blocks.host.choose_ops", lambda device: ops)
 
 
 def fused_in(model) -> bool:
@@ -206,12 +206,8 @@ def test_int8_of_other_programs_in_any_groups_and_plain():
     for size in (64, 16, 4, 0):
         tensors = narrow.quantized(WEIGHTS, *int8_rotated_by(size))
         known = {str(size): "24 of 24"} if size else {}
-        with mock.patch(
-            "comfy.model_detection.detect_unet_config", lambda *_, **__: dict(narrow.CONFIG)
-        ):
-            core = comfy.sd.load_diffusion_model_state_dict(dict(tensors))
         ours = load_model(narrow.write(FOLDER / "groups.safetensors", tensors))[0]
-        for model in (core, ours):  # core's layers quantize rows on a CPU too
+        for model in (by_core(tensors), ours):  # core's layers quantize rows on a CPU too
             clone = compare(model, most=0.02)
             assert rotated_layers(clone) == known, report_of(clone)
     marker = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 128}
@@ -228,14 +224,8 @@ def test_files_of_other_loaders():
         for name, weight in WEIGHTS.items()
     }
     for name, tensors in (("one_scale", fp8), ("unscaled", unscaled), ("plain", WEIGHTS)):
-        # ComfyUI's own loader takes the published widths for granted.
-        with mock.patch(
-            "comfy.model_detection.detect_unet_config", lambda *_, **__: dict(narrow.CONFIG)
-        ):
-            model = comfy.sd.load_diffusion_model_state_dict(dict(tensors))
-        assert model is not None
         # Core's scale for activations is one number of the file; ours is one for each token.
-        compare(model, most=0.05 if name == "one_scale" and MODE != "cpu" else SAME)
+        compare(by_core(tensors), most=0.05 if name == "one_scale" and MODE != "cpu" else SAME)
 
 
 def test_weights_in_four_bits():
@@ -270,38 +260,31 @@ def test_weights_in_four_bits():
     assert torch.equal(ours[0], ours[1]) and torch.equal(ours[0], ours[2])
     assert torch.equal(forward(decoded), forward(packed))
     assert "layers: int8 through" in report_of(clones[1])
-    with mock.patch(
-        "comfy.model_detection.detect_unet_config",
-        lambda *_, **__: narrow.CONFIG | {"num_attention_heads": 8},
-    ):
-        core = comfy.sd.load_diffusion_model_state_dict(dict(tensors))
+    core = by_core(tensors, num_attention_heads=8)
     # ComfyUI's own layers quantize activations on a CPU too.
     assert difference(forward(compare(core, most=2e-2)), ours[0]) < 2e-2
 
 
 def lora_file():
-    generator = torch.Generator().manual_seed(1)
-    lora = {}
-    for layer in (*narrow.layers(WEIGHTS), narrow.MODULATION):
-        rows, columns = WEIGHTS[f"{layer}.weight"].shape
-        lora[f"{layer}.lora_down.weight"] = torch.randn(4, columns, generator=generator) / 10
-        lora[f"{layer}.lora_up.weight"] = torch.randn(rows, 4, generator=generator) / 10
     path = FOLDER / "lora.safetensors"
-    narrow.save_file(lora, path)
+    narrow.save_file(narrow.lora(WEIGHTS, [*narrow.layers(WEIGHTS), narrow.MODULATION]), path)
     return path
 
 
-def test_a_lora_merged_into_rotated_weights():
+@pytest.mark.parametrize(("form", "bound"), [("int8", 0.05), ("fp8", 0.1)])
+def test_a_lora_merged_into_quantized_weights(form, bound):
     """ComfyUI rotates what it has merged as the weight was."""
     path = lora_file()
     strength = 5.0  # beside its change the rounding of bf16 on a card is small
     exact = forward(apply_lora(stock(), path, strength, how="merge")[0])
-    plain = stock("int8")
+    plain = stock(form)
+    own = forward(plain)
     known = rotated_layers(compare(plain, most=SAME if MODE == "cpu" else 2e-2))
     model = apply_lora(plain, path, strength, how="merge")[0]
     clone = compare(model, most=SAME if MODE == "cpu" else 2e-2)
-    assert rotated_layers(clone) == known != {}
-    assert difference(forward(clone), exact) < 0.05 * difference(forward(plain), exact)
+    assert rotated_layers(clone) == known and bool(known) == (form == "int8")
+    assert difference(forward(clone), exact) < bound * difference(own, exact)
+    assert torch.equal(forward(plain), own)
 
 
 def test_a_merged_lora_and_one_beside():
@@ -562,8 +545,6 @@ def test_gradients_leave_the_blocks_to_comfyui():
 
 
 def test_torch_compile_runs_comfyuis_own_blocks():
-    from comfy_api.torch_helpers import set_torch_compile_wrapper
-
     model = stock()
     clone = optimize(model, HOST_ATTENTION).clone(disable_dynamic=True)
     key = "diffusion_model.transformer_blocks.1"
@@ -582,34 +563,38 @@ def test_a_deep_copy():
     assert_same(forward(model), forward(copy))
 
 
-def test_a_partly_loaded_model():
+@pytest.mark.usefixtures("inference_mode")
+@pytest.mark.parametrize("form", ["int8", "fp8"])
+def test_quantized_layers_compiled_and_copied(form):
+    """ComfyUI's own blocks; on a processor the graph alone, without a C++ compiler."""
+    model = stock(form)
+    known, compiled = sample(model), model.clone(disable_dynamic=True)
+    backend = "eager" if MODE == "cpu" else "inductor"
+    keys = ["diffusion_model.transformer_blocks.1"]
+    set_torch_compile_wrapper(compiled, backend=backend, keys=keys)
+    # Inductor rounds between operations where eager code does not, and the reverse.
+    assert_same(known, sample(compiled), 0.0 if MODE == "cpu" else 0.02)
+    assert_same(known, sample(model.clone(force_deepcopy=True)), 0.0)
+
+
+@pytest.mark.parametrize("form", ["bf16", "fp8", "int8"])
+def test_a_partly_loaded_model(form):
     """Most weights left in host memory, as ComfyUI does on a small card."""
     if MODE != "card":
         return
-    for form in ("bf16", "fp8", "int8"):
-        comfy.model_management.unload_all_models()
-        model = stock(form)
-        known = forward(model)
-        model.detach()
-        partly = optimize(stock(form), HOST_ATTENTION)
+    comfy.model_management.unload_all_models()
+    model = stock(form)
+    known = forward(model)
+    model.detach()
+    for fast in (False, True):
+        partly = optimize(stock(form), HOST_ATTENTION) if fast else stock(form)
         with mock.patch("comfy.model_management.load_models_gpu", lambda models: None):
             partly.load(DEVICE, lowvram_model_memory=400_000)
             places = {str(weight.device) for weight in partly.model.diffusion_model.parameters()}
             assert "cpu" in places, places
-            assert_same(known, forward(partly), SAME if form == "bf16" else 2e-2)
-        assert fused_in(partly), report_of(partly)
+            assert_same(known, forward(partly), 2e-2 if fast and form != "bf16" else SAME)
+        assert fused_in(partly) == fast, report_of(partly)
         partly.detach()
-
-
-def test_two_cards():
-    if torch.cuda.device_count() < 2:
-        return
-    from comfy_extras.nodes_multigpu import MultiGPUCFGSplitNode
-
-    model = optimize(stock(), HOST_ATTENTION)
-    split = MultiGPUCFGSplitNode.execute(model, 2).result[0]
-    assert_same(sample(model, 2.5), sample(split, 2.5))
-    assert fused_in(split)
 
 
 # ------------------------------------------------------- what changes between two passes of one run
@@ -676,13 +661,7 @@ def test_a_timestep_that_changes_for_one_prompt(kind):
 
 def test_a_lora_that_is_switched_on_for_one_prompt():
     model = stock().clone(disable_dynamic=True)
-    generator = torch.Generator().manual_seed(1)
-    lora = {}
-    for end, shape in (
-        ("lora_down", (4, narrow.SHAPE.dim)),
-        ("lora_up", (6 * narrow.SHAPE.dim, 4)),
-    ):
-        lora[f"{narrow.MODULATION}.{end}.weight"] = torch.randn(shape, generator=generator) / 5
+    lora = narrow.lora(WEIGHTS, [narrow.MODULATION], scale=0.2)
     hooked, _, hooks = comfy.hooks.load_hook_lora_for_models(model, None, lora, 1.0, 0.0)
     known = guided(hooked, hooks)
     assert difference(known, guided(model)) > 1e-4
@@ -766,13 +745,9 @@ def test_nothing_is_left_on_the_model():
     before = {name: set(module.__dict__) for name, module in model.model.named_modules()}
     clone = optimize(model)
     forward(clone)
-    with mock.patch.object(ChosenBackend, "__call__", side_effect=KeyboardInterrupt):
-        try:
-            forward(clone)
-        except KeyboardInterrupt:
-            pass
-        else:
-            raise AssertionError("the executor did not run")
+    interrupted = mock.patch.object(ChosenBackend, "__call__", side_effect=KeyboardInterrupt)
+    with interrupted, pytest.raises(KeyboardInterrupt):
+        forward(clone)
     assert {name: set(module.__dict__) for name, module in model.model.named_modules()} == before
 
 
@@ -791,8 +766,7 @@ def test_a_wrong_kernel_is_noticed_in_the_first_step():
 
         return run
 
-    changed = right._replace(residual_norm=wrong)
-    with mock.patch("qwen_l40s.optimizations.blocks.host.choose_ops", lambda device: changed):
+    with kernels(residual_norm=wrong):
         found = forward(clone)
     assert torch.equal(found, forward(model))
     assert "differs by" in report_of(clone)
@@ -801,43 +775,16 @@ def test_a_wrong_kernel_is_noticed_in_the_first_step():
 def test_a_kernel_that_raises_leaves_the_blocks_to_comfyui():
     model = stock()
     clone = optimize(model, HOST_ATTENTION)
-    right = fused.choose_ops(DEVICE)
-
-    def broken(*arguments):
-        raise RuntimeError("ptxas failed\nwith a long log")
-
-    changed = right._replace(qk_norm_rope=broken)
-    with mock.patch("qwen_l40s.optimizations.blocks.host.choose_ops", lambda device: changed):
+    broken = mock.Mock(side_effect=RuntimeError("ptxas failed\nwith a long log"))
+    with kernels(qk_norm_rope=broken):
         found = forward(clone)
     assert torch.equal(found, forward(model))
     assert "raised ptxas failed" in report_of(clone)
     # What is no fault of a kernel is passed on.
     for error in (torch.OutOfMemoryError, comfy.model_management.InterruptProcessingException):
         clone = optimize(model, HOST_ATTENTION)
-        raising = right._replace(qk_norm_rope=mock.Mock(side_effect=error))
-        changed = mock.patch(
-            "qwen_l40s.optimizations.blocks.host.choose_ops", lambda device, ops=raising: ops
-        )
-        with changed, contextlib.suppress(error):
+        with kernels(qk_norm_rope=mock.Mock(side_effect=error)), pytest.raises(error):
             forward(clone)
-            raise AssertionError(f"{error.__name__} was swallowed")
-
-
-def test_attention_that_gives_nan_is_replaced_for_the_run():
-    model = stock()
-    clone = optimize(model)
-
-    def nan(self, q, k, v, mask=None):
-        return torch.full((*q.shape[:2], q.shape[2] * q.shape[3]), torch.nan, dtype=q.dtype).to(q)
-
-    with mock.patch.object(ChosenBackend, "__call__", nan), logged() as lines:
-        found = sample(clone)
-        assert " gave NaN" in report_of(clone), report_of(clone)
-        assert fused_in(clone)
-    assert_same(sample(model), found)
-    assert len(lines) == 1, lines
-    assert_same(sample(model), sample(clone))
-    assert "NaN" not in report_of(clone)
 
 
 def test_every_attention_that_runs_here():
@@ -912,7 +859,7 @@ def test_fast_measures_in_the_first_pass_and_says_what_it_found():
             assert fused_in(clone)
 
 
-def test_attention_in_8_bits_that_gives_nan_leaves_the_run_to_comfyui():
+def test_attention_in_8_bits_that_gives_nan_leaves_the_run_to_comfyui(caplog):
     model, right = stock(), fused.choose_ops(DEVICE)
     for at in (1, 4):  # blocks: of the first and of the second step
         calls = []
@@ -928,15 +875,14 @@ def test_attention_in_8_bits_that_gives_nan_leaves_the_run_to_comfyui():
 
             return run
 
-        changed = right._replace(attention_8bit=broken)
-        chosen = "qwen_l40s.optimizations.blocks.host.choose_ops"
         clone = optimize(model, OptimizeSettings(attention="int8"))
-        with mock.patch(chosen, lambda device, ops=changed: ops), logged() as lines:
+        caplog.clear()
+        with kernels(attention_8bit=broken):
             found = sample(clone, steps=4)
         assert_same(sample(model, steps=4), found, SAME if at == 1 else 0.02 + ON_A_CARD)
         assert "attention: ComfyUI's own: int8 gave NaN or infinity" in report_of(clone)
         assert fused_in(clone) and len(calls) == at
-        (line,) = lines
+        (line,) = [it.getMessage() for it in caplog.records if it.name.startswith("qwen_l40s")]
         assert line.endswith("gave NaN or infinity: ComfyUI's own attention runs from here.")
 
 
@@ -964,12 +910,8 @@ def test_the_node():
     assert torch.equal(forward(twice), forward(model))
     assert not twice.get_wrappers(WrappersMP.APPLY_MODEL, OPTIMIZATION_KEY)
     assert len(twice.callbacks[CallbacksMP.ON_DETACH][OPTIMIZATION_KEY]) == 1
-    try:
+    with pytest.raises(SettingError, match="auto"):
         QwenL40SOptimize.execute(model, "flash", True)
-    except SettingError as error:
-        assert "auto" in str(error)
-    else:
-        raise AssertionError("a name that is none has been taken")
 
 
 def test_flags_are_those_of_the_run():

@@ -42,37 +42,16 @@ def model(precision="bf16", tensors=WEIGHTS, config=None):
     return load_model(narrow.write(BASE / "source.safetensors", tensors, config), precision)[0]
 
 
-def stock(tensors, dtype=None):
-    """A MODEL by the calls that ComfyUI's own loader makes, with the sizes that it cannot know.
-
-    Args:
-        dtype: of the weights, as its menu has it; by default that of quantized files.
-    """
-    tensors, _ = comfy.utils.convert_old_quants(dict(tensors), "", metadata={})
-    config = comfy.supported_models.QwenImage(dict(narrow.CONFIG))
-    config.quant_config = comfy.utils.detect_layer_quantization(tensors, "")
-    config.set_inference_dtype(dtype or torch.bfloat16, torch.bfloat16)
-    loaded = config.get_model(tensors, "")
-    device = torch.device("cpu")
-    patcher = comfy.model_patcher.CoreModelPatcher(loaded, device, device)
-    loaded.load_model_weights(tensors, "", assign=patcher.is_dynamic())
-    return patcher
-
-
 @functools.cache
 def lora():
     """The name of a LoRA of every matrix in the blocks, and the change of each, in float32."""
-    generator = torch.Generator().manual_seed(1)
-    tensors, changes = {}, {}
-    for name, weight in WEIGHTS.items():
-        if not (name.startswith("transformer_blocks.") and weight.dim() == 2):
-            continue
-        layer = name.removesuffix(".weight")
-        down = torch.randn(RANK, weight.shape[1], generator=generator) / 10
-        up = torch.randn(weight.shape[0], RANK, generator=generator) / 10
-        tensors |= {f"{layer}.lora_down.weight": down, f"{layer}.lora_up.weight": up}
+    changed = [n for n, w in WEIGHTS.items() if "_blocks." in n and w.dim() == 2]
+    layers = [name.removesuffix(".weight") for name in changed]
+    tensors, changes = narrow.lora(WEIGHTS, layers, RANK), {}
+    for layer in layers:
+        down, up = (tensors[f"{layer}.lora_{end}.weight"] for end in ("down", "up"))
         tensors[f"{layer}.alpha"] = torch.tensor(ALPHA)
-        changes[name] = STRENGTH * (ALPHA / RANK) * (up @ down)
+        changes[f"{layer}.weight"] = STRENGTH * (ALPHA / RANK) * (up @ down)
     folder = BASE / "models" / "loras"
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "lora.safetensors")
@@ -123,8 +102,10 @@ def others_are(tensors, expected):
     return True
 
 
-def refused(error, *words, run):
+def refused(error, *words, run=None, precision="int8", **settings):
+    """Checks that a save, or `run`, is refused and writes nothing."""
     before = files_there()
+    run = run or functools.partial(save, precision=precision, **settings)
     comfyui_boot.refused(error, *words, run=run)
     assert files_there() == before
 
@@ -215,17 +196,6 @@ def test_weights_on_the_device_are_not_merged_twice():
         comfy.model_management.unload_all_models()
 
 
-def test_the_other_format_is_rounded_from_exact_values():
-    for held, precision in (("int8", "fp8"), ("fp8", "int8")):
-        exact = dict(WEIGHTS)
-        for layer in LAYERS:
-            stored = narrow.rounded(WEIGHTS[f"{layer}.weight"], held)
-            exact[f"{layer}.weight"] = stored.dequantized(torch.float32)
-        tensors, report = save(model(held), precision)
-        assert is_rounded_once(tensors, precision, exact) and others_are(tensors, WEIGHTS)
-        assert "24 layers were already quantized" in report
-
-
 def test_kept_layers_are_bf16_whatever_the_model_holds():
     for held in ("bf16", "int8", "fp8"):
         tensors, report = save(model(held), "int8", keep="transformer_blocks.0.*")
@@ -247,7 +217,7 @@ def test_kept_layers_are_bf16_whatever_the_model_holds():
 def test_core_fp8_keeps_its_values():
     marker = {"format": "float8_e4m3fn", "full_precision_matrix_mult": True}
     file = narrow.quantized(WEIGHTS, narrow.fp8_of_one_scale, marker, [*LAYERS, MODULATION])
-    tensors, report = save(stock(file), "fp8")
+    tensors, report = save(narrow.stock(file), "fp8")
     assert "25 layers in fp8" in report and "quantized again" not in report
     assert not [name for name in tensors if name.endswith("input_scale")]
     for layer in (*LAYERS, MODULATION):
@@ -266,27 +236,27 @@ def test_core_fp8_to_int8_starts_from_its_exact_values():
     exact = dict(WEIGHTS)
     for layer in LAYERS:
         exact[f"{layer}.weight"] = file[f"{layer}.weight"].float() * file[f"{layer}.weight_scale"]
-    tensors, report = save(stock(file), "int8")
+    tensors, report = save(narrow.stock(file), "int8")
     assert is_rounded_once(tensors, "int8", exact) and others_are(tensors, WEIGHTS)
     assert "24 layers were already quantized" in report
 
 
 def test_unscaled_fp8_keeps_its_values():
     file = {name: weight.to(FP8) for name, weight in WEIGHTS.items()}
-    for loaded in (stock(file, FP8), stock(WEIGHTS, FP8)):
+    for loaded in (narrow.stock(file, FP8), narrow.stock(WEIGHTS, FP8)):
         tensors, _ = save(loaded, "fp8")
         assert others_are(tensors, {name: weight.bfloat16() for name, weight in file.items()})
         for layer in LAYERS:
             assert torch.equal(dequantized(tensors, layer), file[f"{layer}.weight"].float())
     exact = {name: weight.float() for name, weight in file.items()}
-    assert is_rounded_once(save(stock(file, FP8), "int8")[0], "int8", exact)
+    assert is_rounded_once(save(narrow.stock(file, FP8), "int8")[0], "int8", exact)
 
 
 def test_every_dtype_of_comfyuis_menu():
     for dtype in (torch.float8_e5m2, torch.float16, torch.float32):
         exact = {name: weight.to(dtype).float() for name, weight in WEIGHTS.items()}
         for precision in QUANTIZED:
-            tensors, _ = save(stock(WEIGHTS, dtype), precision)
+            tensors, _ = save(narrow.stock(WEIGHTS, dtype), precision)
             assert is_rounded_once(tensors, precision, exact) and others_are(tensors, exact)
 
 
@@ -303,7 +273,7 @@ def test_core_int8_stays_as_it_is_rotated_or_with_one_scale():
     convrot = {**marker, "convrot": True, "convrot_groupsize": 64}
     for change, known, group in ((one_scale, marker, None), (rotated, convrot, 64)):
         file = narrow.quantized(WEIGHTS, change, known)
-        loaded = stock(file)
+        loaded = narrow.stock(file)
         tensors, report = save(loaded, "int8")
         assert "quantized again" not in report
         exact = dict(WEIGHTS)
@@ -389,8 +359,7 @@ def test_where_a_file_may_go():
     loaded = model()
     for filename in ("../x", "/x", "a/../../x", "C:x", "a\\x", "", "  ", ".safetensors", ".."):
         words = ("is not a name inside models/diffusion_models", "qwen_image_int8.safetensors")
-        run = functools.partial(save, loaded, "int8", filename=filename)
-        refused(SettingError, *words, run=run)
+        refused(SettingError, *words, saved=loaded, filename=filename)
     for suffix in ("ckpt", "PT", "gguf"):
         run = functools.partial(QwenL40SSaveQuantized.validate_inputs, f"x.{suffix}", False)
         refused(SettingError, f"ends in .{suffix}", "name it x.safetensors", run=run)
@@ -400,16 +369,17 @@ def test_where_a_file_may_go():
     run = functools.partial(QwenL40SSaveQuantized.validate_inputs, "deeper/and_deeper", False)
     refused(SettingError, "The file exists", "overwrite", run=run)
     (MODELS / "folder.safetensors").mkdir()
-    run = functools.partial(save, loaded, "int8", filename="folder")
-    refused(SettingError, "This is a folder", "folder.safetensors)", run=run)
-    run = functools.partial(save, loaded, "int8", filename="deeper/and_deeper.safetensors/x")
-    refused(UnavailableError, "The folder cannot be created", "choose another name", run=run)
+    refused(
+        SettingError, "This is a folder", "folder.safetensors)", saved=loaded, filename="folder"
+    )
+    words = ("The folder cannot be created", "choose another name")
+    refused(UnavailableError, *words, saved=loaded, filename="deeper/and_deeper.safetensors/x")
 
 
 def test_a_file_is_replaced_on_demand_only():
     first, _ = save(model(), "int8", filename="there")
-    run = functools.partial(save, model(), "fp8", filename="there", overwrite=False)
-    refused(SettingError, "The file exists", "overwrite", "there.safetensors)", run=run)
+    words = ("The file exists", "overwrite", "there.safetensors)")
+    refused(SettingError, *words, saved=model(), filename="there", overwrite=False)
     second, _ = save(model(), "fp8", filename="there")
     assert first[NAME].dtype == torch.int8 and second[NAME].dtype == FP8
     # Also the file that the model is mapped from.
@@ -431,25 +401,20 @@ def test_other_models_and_settings():
     cpu = torch.device("cpu")
     flux = comfy.model_patcher.ModelPatcher(other, cpu, cpu)
     words = ("The model is a Flux", "only Qwen-Image transformers", "connect a Qwen-Image MODEL")
-    run = functools.partial(save, flux, "int8", filename="new_folder/flux")
-    refused(CheckpointError, *words, run=run)
+    refused(CheckpointError, *words, saved=flux, filename="new_folder/flux")
     plain = model()
-    run = functools.partial(save, plain, "int4")
-    refused(SettingError, "precision 'int4' is unknown", "fp8 or int8", run=run)
+    refused(SettingError, "'int4' is unknown", "fp8 or int8", saved=plain, precision="int4")
     for keep, sentence in (("*.to_z", "matches no layer"), ("*", "leaves no layer to quantize")):
-        run = functools.partial(save, plain, "int8", keep=keep)
-        refused(SettingError, sentence, run=run)
+        refused(SettingError, sentence, saved=plain, keep=keep)
     bypassed, _ = comfy.sd.load_bypass_lora_for_models(
         model(), None, load_file(BASE / "models" / "loras" / lora()[0]), 1.0, 0
     )
     for beside in (with_lora(model(), "bypass"), bypassed):
-        run = functools.partial(save, beside, "int8")
-        refused(SettingError, "bypass LoRA", "merge it", run=run)
+        refused(SettingError, "bypass LoRA", "merge it", saved=beside)
     packed = model()
     module = packed.model.diffusion_model.get_submodule(LAYER)
     module.weight = torch.nn.Parameter(torch.zeros(3, dtype=torch.uint8), requires_grad=False)
-    run = functools.partial(save, packed, "int8")
-    refused(CheckpointError, NAME, "torch.uint8", "safetensors", run=run)
+    refused(CheckpointError, NAME, "torch.uint8", "safetensors", saved=packed)
 
 
 def test_a_failure_leaves_what_was_there():
@@ -460,8 +425,7 @@ def test_a_failure_leaves_what_was_there():
         change[1, 2] = torch.nan
         damaged.add_patches({f"diffusion_model.{name}": ("diff", (change,))})
         words = (f"'{name}'", "NaN or infinity", "LoRA")
-        run = functools.partial(save, damaged, "int8", filename="failing")
-        refused(CheckpointError, *words, run=run)
+        refused(CheckpointError, *words, saved=damaged, filename="failing")
 
     class Cancelled(BaseException):
         pass
@@ -475,10 +439,7 @@ def test_a_failure_leaves_what_was_there():
 
     failing, loaded = MODELS / "failing.safetensors", model()
     before = files_there()
-    try:
+    with pytest.raises(Cancelled):
         save_quantized(loaded, failing, "fp8", overwrite=True, progress=cancel)
-    except Cancelled:
-        assert calls == [(done, len(WEIGHTS)) for done in range(1, 31)]
-    else:
-        raise AssertionError("it was not cancelled")
+    assert calls == [(done, len(WEIGHTS)) for done in range(1, 31)]
     assert files_there() == before

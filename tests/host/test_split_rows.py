@@ -9,7 +9,7 @@ import narrow_transformer as narrow
 import pytest
 import torch
 from comfyui_boot import folder
-from faulty_copies import CpuOperations, Vanishing, between_cards
+from faulty_copies import Vanishing, between_cards, split_always, stand_in_cards
 
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.hosts.comfyui.record.sampling import path_of
@@ -17,7 +17,6 @@ from qwen_l40s.hosts.comfyui.sample import run
 from qwen_l40s.hosts.comfyui.sample.cards import split_cards
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize
 from qwen_l40s.machine import copies, links
-from qwen_l40s.optimizations.cards import team
 from qwen_l40s.optimizations.run import NotFiniteError, Optimization
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
@@ -34,18 +33,13 @@ def machine(monkeypatch):
     monkeypatch.setattr(
         comfy.model_management, "get_all_torch_devices", lambda exclude_current=False: CARDS
     )
-    monkeypatch.setattr(team.Team, "_alone", lambda *_: 100.0)
-    monkeypatch.setattr(team.Team, "_of_text", lambda *_: 5.0)
-    monkeypatch.setattr(team.Team, "_together", lambda *_: 50.0)
-    monkeypatch.setattr(team.SplitCost, "pays", True)
+    stand_in_cards(monkeypatch)
+    split_always(monkeypatch)
 
     def set_gbps(gbps):
         monkeypatch.setattr(links.Link, "gbps", gbps)
 
     set_gbps(50.0)
-    monkeypatch.setattr(copies, "CardOperations", CpuOperations)
-    monkeypatch.setattr(links, "_links", {})
-    monkeypatch.setattr(links, "MEASURED_BYTES", 4096)
     monkeypatch.setattr(run, "VERIFIED", {"cpu"})
     yield set_gbps
     comfy.model_management.unload_all_models()

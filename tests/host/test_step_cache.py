@@ -9,6 +9,7 @@ import comfy.controlnet
 import comfy.hooks
 import comfy.samplers
 import comfy.sd
+import narrow_transformer as narrow
 import node_helpers
 import pytest
 import torch
@@ -61,6 +62,11 @@ class Run(NamedTuple):
 @functools.cache
 def model():
     return load_model(MICRO)[0]
+
+
+def lora():
+    weights = model().model.diffusion_model.state_dict()
+    return narrow.lora(weights, ["transformer_blocks.0.attn.to_q"])
 
 
 @functools.cache
@@ -171,12 +177,7 @@ def test_it_is_the_same_up_to_the_first_skip_and_near_after():
 
 
 def test_its_place_among_other_nodes_does_not_matter():
-    layer = "transformer_blocks.0.attn.to_q"
-    rows, columns = model().model.diffusion_model.get_submodule(layer).weight.shape
-    weights = {
-        f"{layer}.lora_down.weight": torch.randn(4, columns) / 10,
-        f"{layer}.lora_up.weight": torch.randn(rows, 4) / 10,
-    }
+    weights = lora()
 
     def with_lora(patcher):
         return comfy.sd.load_lora_for_models(patcher, None, weights, 1.0, 0)[0]
@@ -271,12 +272,7 @@ def test_steps_around_the_edge_of_a_prompt_or_a_controlnet_are_computed():
 
 
 def test_what_it_steps_aside_for():
-    layer = "transformer_blocks.0.attn.to_q"
-    rows, columns = model().model.diffusion_model.get_submodule(layer).weight.shape
-    weights = {
-        f"{layer}.lora_down.weight": torch.ones(4, columns) / 10,
-        f"{layer}.lora_up.weight": torch.ones(rows, 4) / 10,
-    }
+    weights = lora()
     patched, _, hooks = comfy.hooks.load_hook_lora_for_models(model(), None, weights, 1.0, 0.0)
     frames = comfy.hooks.HookKeyframeGroup()
     frames.add(comfy.hooks.HookKeyframe(1.0))

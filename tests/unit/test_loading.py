@@ -76,15 +76,9 @@ def on_card(found):
             ["auto: the file holds fp8, and expanding it would gain nothing"],
         ),
         ("auto", A100, "fp8", "fp8", ["sm_80 has no fp8 tensor cores (they need sm_89)"]),
-        (
-            *("auto", None, "bf16", "bf16"),
-            ["auto on the CPU: the file holds bf16"],
-        ),
+        ("auto", None, "bf16", "bf16", ["auto on the CPU: the file holds bf16"]),
         ("auto", None, "fp32", "fp32", ["auto on the CPU: the file holds fp32"]),
-        (
-            *("auto", None, "fp8", "fp8"),
-            ["the CPU computes in full precision from the fp8 weights"],
-        ),
+        ("auto", None, "fp8", "fp8", ["the CPU computes in full precision from the fp8 weights"]),
         (
             *("bf16", L40S, "bf16", "bf16"),
             ["requested: the file holds bf16; 25.4 GiB of weights stay on"],
@@ -97,10 +91,7 @@ def on_card(found):
         ),
         ("bf16", None, "int8", "bf16", ["expanded to bf16, which does not restore what int8 lost"]),
         ("fp8", L40S, "bf16", "fp8", ["the file's bf16 is quantized to fp8 on load; 25.4 GiB"]),
-        (
-            *("fp8", L40S, "int8", "fp8"),
-            ["int8 is quantized again to fp8, and both errors add up"],
-        ),
+        ("fp8", L40S, "int8", "fp8", ["int8 is quantized again to fp8, and both errors add up"]),
         ("int8", A100, "fp8", "int8", ["fp8 is quantized again to int8"]),
         (
             *("int8", None, "bf16", "int8"),
@@ -121,12 +112,7 @@ def test_precisions_and_reasons(requested, card, stored, name, reasons):
 @pytest.mark.parametrize(
     ("requested", "card", "stored", "why"),
     [
-        (
-            "auto",
-            L40S,
-            "bf16",
-            "auto: the most exact that fits; 2.9 GiB to spare on NVIDIA L40S",
-        ),
+        ("auto", L40S, "bf16", "auto: the most exact that fits; 2.9 GiB to spare on NVIDIA L40S"),
         ("auto", RTX_4090, "bf16", "auto: bf16 does not fit; "),
         ("auto", RTX_3060, "bf16", "GiB moves to RTX 3060 in every pass"),
         ("auto", A100, "fp8", "auto: the file holds fp8; "),
