@@ -13,6 +13,7 @@ import comfy.ldm.qwen_image.controlnet as controlnet
 import comfy.ldm.qwen_image.model as qwen
 import comfy.ops
 import comfy.text_encoders.llama as llama
+import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from tracked_allocations import Allocations
@@ -159,7 +160,6 @@ def filled(made):
 
 @contextmanager
 def stand_ins():
-    """ComfyUI's attention and rotation as one kernel each."""
     with (
         mock.patch.object(qwen, "optimized_attention_masked", host_attention),
         mock.patch.object(attention, "optimized_attention_masked", host_attention),
@@ -171,7 +171,6 @@ def stand_ins():
 
 
 def given_bytes(request):
-    """What is there before a pass begins, of all that is counted."""
     rows = TokenRows.of(request)
     sampler = SAMPLER_LATENTS * FP32 * 64 * request.batch * rows.painted // rows.items
     return sampler + 2 * 64 * rows.image + 2 * SHAPE.joint_dim * rows.text
@@ -227,8 +226,6 @@ class Base(torch.nn.Module):
 
 
 class Modulation:
-    """Whose table is filled."""
-
     def __init__(self, blocks, items):
         self._blocks, self._items, self._entries = blocks, items, {}
 
@@ -247,7 +244,6 @@ class Modulation:
 
 
 def followed(request, setting):
-    """(bytes at the worst moment of the first pass of a run, of the second)"""
     transformer = model()
     base = Base(transformer)
     if request.loras.count:
@@ -315,19 +311,11 @@ def requests():
     yield RunRequest(height=256, family="qwen-image-edit-2511", references=1, **narrow)
 
 
-def test_bf16():
+@pytest.mark.parametrize("precision", ["bf16", "int8", "int8, expanded"])
+def test_a_pass_of_the_transformer(precision):
+    name, _, expanded = precision.partition(", ")
     for request in requests():
-        agrees(request, Setting())
-
-
-def test_int8():
-    for request in requests():
-        agrees(request, Setting(precision="int8"))
-
-
-def test_int8_that_is_expanded():
-    for request in requests():
-        agrees(request, Setting(precision="int8", weight_only=True))
+        agrees(request, Setting(precision=name, weight_only=bool(expanded)))
 
 
 def test_loras_beside():

@@ -126,7 +126,6 @@ def test_cards_without_a_prompt_are_shared_out():
 
 @pytest.fixture
 def pays(monkeypatch: pytest.MonkeyPatch):
-    """Has every pass split that can be, whatever it gains here."""
     split_always(monkeypatch)
     if MODE == "cpu":
         monkeypatch.setattr(links.Link, "gbps", 50.0)
@@ -486,7 +485,6 @@ def test_weights_that_nobody_uses_are_brought_once_a_run():
 
 @pytest.mark.cuda
 def test_two_real_cards(pays):
-    """In each mode of ComfyUI's memory; needs two cards."""
     if torch.cuda.device_count() < 2:
         pytest.skip("one card")
     for form in ("bf16", "int8"):

@@ -88,7 +88,6 @@ def known():
 
 
 def encode(clip, prompt=PROMPT, **options):
-    """What CLIPTextEncode does."""
     [[conditioning, extra]] = clip.encode_from_tokens_scheduled(clip.tokenize(prompt, **options))
     assert "attention_mask" not in extra
     assert conditioning.dtype == torch.float32

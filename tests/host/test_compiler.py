@@ -34,7 +34,6 @@ EAGER = CacheSettings(budget=1, head=0, tail=0, longest=8)
 
 @pytest.fixture(scope="module")
 def models():
-    """{precision: a small model}, all from one file."""
     path = FOLDER / "qwen_image_2.1.safetensors"
     weights = {name: each.bfloat16() for name, each in weights_21(BLOCKS).items()}
     save_file(weights, path)
@@ -43,7 +42,6 @@ def models():
 
 @pytest.fixture(scope="module")
 def lora():
-    """The path of one on every block."""
     blocks = [f"transformer_blocks.{block}" for block in range(BLOCKS)]
     layers = [f"{block}.{layer}" for block in blocks for layer in ("attn.to_q", "img_mlp.out")]
     path = FOLDER / "lora.safetensors"
@@ -52,7 +50,6 @@ def lora():
 
 
 def sample(model, height=64, width=64, steps=STEPS):
-    """Two prompts of different length."""
     prompts = [[[random(1, tokens, TEXT).to(torch.bfloat16), {}]] for tokens in (30, 9)]
     latent = torch.zeros(1, 64, height, width)
     settings = (random(*latent.shape), steps, 3.0, "euler", "simple", *prompts, latent)

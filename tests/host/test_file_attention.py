@@ -49,7 +49,6 @@ def calls(monkeypatch):
 
 
 def configs(*blocks) -> dict[str, torch.Tensor]:
-    """The entries of a file, by what each of its blocks says."""
     return {
         f"transformer_blocks.{index}.attn.comfy_attention.config": torch.tensor(
             list(json.dumps(said).encode()), dtype=torch.uint8
@@ -96,7 +95,6 @@ def forward(patcher, calls, masked=False):
 
 
 def said_in_saved(patcher):
-    """What Save Quantized writes of attention."""
     QwenL40SSaveQuantized.execute(patcher, "int8", "said", True, "")
     entries = {name: t for name, t in load_file(SAVED).items() if "comfy_attention" in name}
     return {name: json.loads(bytes(t.tolist())) for name, t in entries.items()}

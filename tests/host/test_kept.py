@@ -57,7 +57,6 @@ def original(models):
 
 
 def load(name="qwen.safetensors", precision="int8", keep_quantized=True, keep=""):
-    """What the node gives, when nothing is being written any more."""
     values = {"model": name, "precision": precision, "keep_in_bf16": keep}
     output = QwenL40SLoadModel.execute(**values, keep_quantized=keep_quantized)
     written()
@@ -71,7 +70,6 @@ def written():
 
 
 def taken(**settings):
-    """A load that quantizes nothing."""
     with mock.patch.object(weights, "quantize_shown", side_effect=AssertionError):
         model, report = load(**settings)
     assert TAKEN in report
@@ -79,7 +77,6 @@ def taken(**settings):
 
 
 def same(*models):
-    """The same dtypes, shapes and bits."""
     first, second = (
         {name: it for name, it in model.model.diffusion_model.state_dict().items() if it.numel()}
         for model in models
@@ -162,7 +159,6 @@ def test_off_or_in_bf16_nothing_is_written_or_taken(models, original):
 
 
 def test_the_node_for_all_three_parts_has_it_too():
-    """On a copy of the micro model."""
     folder = Path(folder_paths.models_dir) / "diffusers" / "copy"
     shutil.copytree(ROOT / "models" / "micro", folder)
     try:
@@ -445,7 +441,6 @@ print(kept.write(tensors), flush=True)
 
 
 def process(original, count, then):
-    """A process that writes `count` tensors, and what it says first."""
     values = {"tests": str(ROOT / "tests"), "path": str(original), "count": count, "then": then}
     command = [sys.executable, "-c", PROCESS.format(**values)]
     started = subprocess.Popen(command, cwd=BASE, stdout=subprocess.PIPE, text=True)

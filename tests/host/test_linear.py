@@ -26,7 +26,6 @@ def random(*shape, scale=1.0):
 
 
 def layers(format):
-    """Our Linear, and core's own of the same values in bf16."""
     weight, bias = random(N, K, scale=K**-0.5), random(N)
     state = {"weight": weight, "bias": bias}
     if format:

@@ -111,7 +111,6 @@ def kernels(**others):
 
 
 def fused_in(model) -> bool:
-    """Whether the last forward passes ran fused, by the report."""
     return report_of(model).startswith("blocks: fused, ")
 
 
@@ -202,7 +201,6 @@ def int8_rotated_by(size):
 
 
 def test_int8_of_other_programs_in_any_groups_and_plain():
-    """Through ComfyUI's own loader, and through ours."""
     for size in (64, 16, 4, 0):
         tensors = narrow.quantized(WEIGHTS, *int8_rotated_by(size))
         known = {str(size): "24 of 24"} if size else {}
@@ -579,7 +577,6 @@ def test_quantized_layers_compiled_and_copied(form):
 
 @pytest.mark.parametrize("form", ["bf16", "fp8", "int8"])
 def test_a_partly_loaded_model(form):
-    """Most weights left in host memory, as ComfyUI does on a small card."""
     if MODE != "card":
         return
     comfy.model_management.unload_all_models()

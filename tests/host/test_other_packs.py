@@ -308,7 +308,6 @@ def test_a_change_between_two_runs_is_heeded(name):
 
 
 def compares(patcher, text=20):
-    """Whether a run compares a block with ComfyUI's, as the first run does."""
     sample(patcher, text=text)
     report = report_of(patcher)
     assert "blocks: fused, 4 of 4" in report

@@ -35,14 +35,12 @@ def load(placement="auto", precision="auto", path=MICRO):
 
 
 def encode(clip, prompt=PROMPT, **options):
-    """What CLIPTextEncode does."""
     [[conditioning, extra]] = clip.encode_from_tokens_scheduled(clip.tokenize(prompt, **options))
     assert extra["pooled_output"] is None
     return conditioning
 
 
 def plain(clip):
-    """ComfyUI's own CLIP over the same model."""
     own = comfy.sd.CLIP(no_init=True)
     vars(own).update(vars(clip))
     return own

@@ -100,7 +100,6 @@ def in_bf16(weights):
 
 
 def stored(model):
-    """{name: what is stored}, of quantized weights the values and the scales."""
     found = {}
     for name, weight in model.model.diffusion_model.state_dict().items():
         if not name.endswith("comfy_quant"):

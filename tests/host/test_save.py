@@ -38,7 +38,6 @@ FP8 = torch.float8_e4m3fn
 
 
 def model(precision="bf16", tensors=WEIGHTS, config=None):
-    """A MODEL of this package's loader."""
     return load_model(narrow.write(BASE / "source.safetensors", tensors, config), precision)[0]
 
 
@@ -65,7 +64,6 @@ def with_lora(base, how="merge"):
 
 
 def save(saved, precision, keep="", filename="saved", overwrite=True):
-    """The tensors of the file that the node writes, and its report."""
     output = QwenL40SSaveQuantized.execute(saved, precision, filename, overwrite, keep)
     (report,) = output.args
     path = MODELS / f"{filename}.safetensors"
@@ -83,7 +81,6 @@ def dequantized(tensors, layer):
 
 
 def is_rounded_once(tensors, precision, exact):
-    """Whether every layer is what rounding the exact weight once gives."""
     for layer in LAYERS:
         stored = narrow.rounded(exact[f"{layer}.weight"], precision)
         for name, tensor in stored.tensors(layer).items():

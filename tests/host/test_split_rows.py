@@ -46,7 +46,6 @@ def machine(monkeypatch):
 
 
 def sample(model, cfg=1.0, references=0, batch=1, callback=None):
-    """Three Euler steps of 256x192 pixels."""
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(batch, 16, 1, 24, 32, generator=generator)
     extra = {}

@@ -82,7 +82,6 @@ def between(start: float, end: float, conds=None):
 
 
 def schedule(steps: int = STEPS, denoise: float = 1.0, patcher=None) -> torch.Tensor:
-    """A KSampler's."""
     cpu = torch.device("cpu")
     return comfy.samplers.KSampler(patcher or model(), steps, cpu, denoise=denoise).sigmas
 

@@ -140,35 +140,6 @@ def test_auto_is_what_the_plan_recommends():
                 assert (clause in reason) == (what != "text encoder")
 
 
-def test_auto_takes_bf16_exactly_where_it_stays():
-    """The border, to the byte: sampling without the text encoder, and what stays free."""
-    lowest, highest = 20 * GIB, 40 * GIB  # int8 below, bf16 above
-    while highest - lowest > 1:
-        middle = (lowest + highest) // 2
-        found = decide("auto", "bf16", CardFacts("card", middle, (9, 0)))
-        lowest, highest = (lowest, middle) if found.precision == "bf16" else (middle, highest)
-    option = plan(CardFacts("card", highest, (9, 0)), RunRequest())[0]
-    assert option.setting.precision == "bf16"
-    assert option.headroom_bytes == highest - KEPT_FREE_BYTES - option.peak_bytes >= 0
-    assert plan(CardFacts("card", lowest, (9, 0)), RunRequest())[0].setting.precision == "int8"
-    assert 26 * GIB < highest < 29 * GIB
-
-
-@given(
-    total=st.integers(3 * GIB, 100 * GIB),
-    more=st.integers(0, 30 * GIB),
-    stored=st.sampled_from(FIDELITY),
-    capability=st.sampled_from([(7, 5), (8, 0), (8, 9), (9, 0), (12, 0)]),
-)
-@settings(max_examples=15, deadline=None)
-def test_more_memory_is_never_less_faithful(total, more, stored, capability):
-    small, large = (
-        decide("auto", stored, CardFacts("card", size, capability)).precision
-        for size in (total, total + more)
-    )
-    assert FIDELITY.index(small) <= FIDELITY.index(large)
-
-
 def test_true_sizes_decide():
     """Of files that are taken over as they are, and with layers that stay in bf16."""
     found = decide("auto", "int8", RTX_4090, sizes={"int8": TransformerBytes(30 * GIB, 6 * GIB)})
