@@ -5,7 +5,7 @@ transformer's modulation waits, and what rounds them then.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -79,10 +79,7 @@ def choose_precision(
     Raises:
         SettingError: `requested` is no known name.
     """
-    if requested not in PIPELINE_PRECISIONS:
-        raise SettingError(
-            f"precision {requested!r} is unknown: choose {', '.join(PIPELINE_PRECISIONS)}."
-        )
+    check_known("precision", requested, PIPELINE_PRECISIONS)
     if requested != "auto":
         return PrecisionChoice(requested, "requested")
     if device != "cpu":
@@ -98,12 +95,11 @@ def choose_precision(
     )
 
 
-def check_requested(requested: str) -> None:
-    """Raises SettingError for a precision that no loader has."""
-    if requested not in LOADER_PRECISIONS:
-        raise SettingError(
-            f"precision {requested!r} is unknown: choose {', '.join(LOADER_PRECISIONS)}."
-        )
+def check_known(setting: str, value: str, known: Iterable[str]) -> None:
+    """Raises SettingError where a setting has another value than the known ones."""
+    known = tuple(known)
+    if value not in known:
+        raise SettingError(f"{setting} {value!r} is unknown: choose {', '.join(known)}.")
 
 
 def decide_load(
@@ -136,7 +132,7 @@ def decide_load(
         UnavailableError: fp8 or int8 was demanded by name of a card that does not multiply it, or
             the card is too small even for a small image.
     """
-    check_requested(requested)
+    check_known("precision", requested, LOADER_PRECISIONS)
     check_stored(stored)
     as_stored = requested == AS_STORED
     family = family_of(shape)

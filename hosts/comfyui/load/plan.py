@@ -29,7 +29,7 @@ from ....planning.phases import KEPT_FREE_BYTES
 from ....planning.plan import check_tensor_cores
 from ....spec.formats import QUANTIZED, CardFacts, format_gib
 from ....spec.transformer import GATED, SingleStreamShape, TransformerShape
-from ...loading import LOADER_PRECISIONS, LoadDecision, check_requested, decide_load
+from ...loading import LOADER_PRECISIONS, LoadDecision, check_known, decide_load
 from ..contract import require_21
 from ..kept import KeptFile
 
@@ -170,7 +170,7 @@ def check_settings(source: Source, requested: str, keep: Sequence[str]) -> None:
     Raises:
         CheckpointError, SettingError, UnavailableError: as of `plan_load`.
     """
-    check_requested(requested)
+    check_known("precision", requested, LOADER_PRECISIONS)
     layers_to_quantize(host_shape(source).quantizable_layers(), keep)
     card = card_facts(comfy.model_management.get_torch_device())
     if card is not None and requested in QUANTIZED:

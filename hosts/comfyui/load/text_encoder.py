@@ -20,12 +20,12 @@ import folder_paths
 import torch
 from comfy.model_patcher import ModelPatcher
 
-from ....errors import CheckpointError, SettingError
+from ....errors import CheckpointError
 from ....loaders.parts import SIZES
 from ....loaders.source import Source, open_source
 from ....planning.request import DROPPED, ON_PROCESSOR
 from ....spec.transformer import ON_CARD
-from ...loading import AS_STORED, LOADER_PRECISIONS
+from ...loading import AS_STORED, LOADER_PRECISIONS, check_known
 from ..record.phase import MeasuredPhase, harmless, phase, running
 from .encoder_kind import EncoderKind, FolderTokenizer, find_tokenizer, tokenizer_class
 from .plan import STAGING_BYTES, LoadReport, check_host_memory
@@ -55,8 +55,7 @@ def device_options(placement: str) -> dict[str, torch.device]:
     Raises:
         SettingError: the placement is unknown.
     """
-    if placement not in PLACEMENTS:
-        raise SettingError(f"placement {placement!r} is unknown: choose {', '.join(PLACEMENTS)}.")
+    check_known("placement", placement, PLACEMENTS)
     cpu = torch.device("cpu")
     if placement == ON_PROCESSOR:
         return {"load_device": cpu, "offload_device": cpu}
@@ -161,11 +160,7 @@ def load_text_encoder(
         SettingError: the precision or the placement is unknown.
         UnavailableError: host memory does not suffice, or this ComfyUI is older than the model.
     """
-    if precision not in LOADER_PRECISIONS:
-        raise SettingError(
-            f"text encoder precision {precision!r} is unknown: choose "
-            f"{', '.join(LOADER_PRECISIONS)}."
-        )
+    check_known("text encoder precision", precision, LOADER_PRECISIONS)
     devices = device_options(placement)
     source = open_source(path, "text_encoder")
     layout = read_layout(source)

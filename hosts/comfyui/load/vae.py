@@ -10,7 +10,7 @@ import comfy.model_patcher
 import comfy.sd
 import torch
 
-from ....errors import CheckpointError, SettingError
+from ....errors import CheckpointError
 from ....loaders.convert import (
     check_finite,
     check_names,
@@ -22,6 +22,7 @@ from ....loaders.header import PLAIN_DTYPES
 from ....loaders.parts import LATENT_CHANNELS, LATENT_CHANNELS_21
 from ....loaders.source import Source, open_source
 from ....spec.transformer import FAMILY_21
+from ...loading import check_known
 from ..contract import require_21
 from ..decode.fused import compile_ahead
 from .plan import LoadReport
@@ -46,10 +47,7 @@ def load_vae(
         SettingError: the precision is unknown.
         UnavailableError: this ComfyUI is older than the model.
     """
-    if precision not in VAE_DTYPES:
-        raise SettingError(
-            f"VAE precision {precision!r} is unknown: choose {', '.join(VAE_DTYPES)}."
-        )
+    check_known("VAE precision", precision, VAE_DTYPES)
     source = open_source(path, "vae")
     if _is_21(source):
         require_21(source.path)

@@ -28,6 +28,7 @@ from ....loaders.detect import FOREIGN_STACKS
 from ....planning.request import LORA_MODES
 from ....spec.formats import format_gib
 from ....spec.transformer import FAMILY_21
+from ...loading import check_known
 from ..sample.forward import QWEN_IMAGE_21
 from ..sample.optimize import unsupported_model
 from .bypass import Kronecker, Matrices, add_bypass, bypass_change, in_rows
@@ -126,8 +127,7 @@ def apply_lora(
         SettingError: `strength` or `how` is invalid, this kind of LoRA can only be merged, or the
             model is not Qwen-Image or keeps what the LoRA changes in other rows than its own.
     """
-    if how not in LORA_MODES:
-        raise SettingError(f"lora_mode {how!r} is unknown: choose {', '.join(LORA_MODES)}.")
+    check_known("lora_mode", how, LORA_MODES)
     if not math.isfinite(strength):
         raise SettingError(f"LoRA strength must be a finite number, got {strength}.")
     path = Path(path)

@@ -39,19 +39,6 @@ VERIFIED = {"cuda"}  # kinds of cards whose links are
 OTHER_NODES = "another node's, set after Optimize Qwen-Image"
 
 
-class _Run:
-    """Holds what is known of one sampling run.
-
-    Attributes:
-        files: What the files of its models say of attention, found out in the first pass.
-        brought: Models on cards that share a pass, whose weights were asked for.
-    """
-
-    def __init__(self) -> None:
-        self.files: WeakKeyDictionary[Any, FileAttention] = WeakKeyDictionary()
-        self.brought: WeakSet[Any] = WeakSet()
-
-
 class ComfyOptimization(Optimization):
     """The attachment that `optimize` puts on a patcher; clones of the patcher share it.
 
@@ -77,7 +64,8 @@ class ComfyOptimization(Optimization):
         self._flags = tf32, cudnn_benchmark
         self.file: FileAttention | None = None
         self._instead = ""  # whose attention ran in the last pass where none was chosen
-        self._run: _Run | None = None  # that goes on
+        # Models on cards that share a pass, whose weights a run has asked for; None outside of one.
+        self._brought: WeakSet[Any] | None = None
         self._weights: WeakKeyDictionary[Any, HeldWeights] = WeakKeyDictionary()  # where they are
 
     @property
@@ -89,14 +77,8 @@ class ComfyOptimization(Optimization):
         """Looks at what the file says, which a LoRA may change, where nothing in the slot wins."""
         filled = options.get(SLOT)
         free = filled is None or (filled is self.attention and filled.name == "auto")
-        file = self.file = self._file_of(model) if free else None
-        return file
-
-    def _file_of(self, model: Any) -> FileAttention:
-        known = {} if self._run is None else self._run.files
-        if model not in known:
-            known[model] = FileAttention(blocks_of(model.diffusion_model))
-        return known[model]
+        self.file = FileAttention(blocks_of(model.diffusion_model)) if free else None
+        return self.file
 
     def attention_lines(self) -> list[str]:
         """Which attention ran, a line each."""
@@ -108,7 +90,7 @@ class ComfyOptimization(Optimization):
     def outer_sample(self, executor: Any, noise: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """OUTER_SAMPLE wrapper: one run."""
         self.start_run()
-        before, self._run = self._run, _Run()
+        before, self._brought = self._brought, WeakSet()
         self.begins_again = True
         for weights in self._weights.values():
             weights.start_run()
@@ -116,7 +98,7 @@ class ComfyOptimization(Optimization):
             with flags_for_a_run(*self._flags):
                 output = self._sample(executor, noise, args, kwargs)
         finally:
-            self._run = before
+            self._brought = before
             self.begins_again = before is not None
             if before is None:
                 self.end_run()
@@ -156,7 +138,7 @@ class ComfyOptimization(Optimization):
         others = not isinstance(options.get(SLOT), SlotAttention | None)
         self._instead = OTHER_NODES if others else "ComfyUI's own"
         own = options.pop(SLOT, None) if file is not None and file.runs else None
-        weights = None if self._run is None else self._weights
+        weights = None if self._brought is None else self._weights
         control = control_of(args, kwargs)
         idle = idle_models(options, model) if self._blocks else ()
         pass_class = PASSES[type(model)]
@@ -185,9 +167,9 @@ class ComfyOptimization(Optimization):
 
     def _bring(self, host: HostPass) -> None:
         """Has the weights of a card that shares a pass brought, once a run."""
-        if self._run is None or host.owner in self._run.brought:
+        if self._brought is None or host.owner in self._brought:
             return
-        self._run.brought.add(host.owner)
+        self._brought.add(host.owner)
         # Without room for them they wait in host memory, and the pass runs on one card.
         with cuda_device_context(host.device), suppress(torch.OutOfMemoryError):
             host.layers.bring(host.blocks, torch.empty(0, dtype=host.dtype, device=host.device))
