@@ -106,7 +106,7 @@ def by_core(tensors, **sizes):
 
 def kernels(**others):
     """Has blocks run with these in place of the device's."""
-    ops = fused.choose_ops(DEVICE)._replace(**others, prepared={})
+    ops = fused.choose_ops(DEVICE)._replace(**others)
     return mock.patch("qwen_l40s.optimizations.blocks.host.choose_ops", lambda device: ops)
 
 
