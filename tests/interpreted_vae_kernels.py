@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from qwen_l40s.optimizations.kernels import vae_pixels
-from qwen_l40s.optimizations.vae import pixels
+from qwen_l40s.optimizations.vae import flat
 
 LAST = torch.channels_last
 # The interpreter casts to bf16 without rounding, and the twin rounds after each step.
@@ -45,9 +45,9 @@ def test_norm_is_its_twin(dtype):
             for silu in (True, False):
                 found = vae_pixels.norm(x, gamma, silu=silu)
                 assert found.is_contiguous(memory_format=LAST)
-                assert_close(found, pixels.norm(x, gamma, silu=silu))
+                assert_close(found, flat.norm(x, gamma, silu=silu))
         twin, again = whole.clone(), whole.clone()
-        known = pixels.norm(twin, gamma, bias, out=twin)
+        known = flat.norm(twin, gamma, bias, out=twin)
         assert vae_pixels.norm(again, gamma, bias, out=again) is again
         assert_close(again, known)
 
@@ -55,7 +55,7 @@ def test_norm_is_its_twin(dtype):
 def test_norm_of_nothing_and_of_nan():
     x = random(1, 96, 2, 2)
     x[..., 0, 0], x[0, 5, 1, 1] = 0, torch.nan
-    for of in (vae_pixels, pixels):
+    for of in (vae_pixels, flat):
         found = of.norm(x, torch.ones(96))
         assert (found[..., 0, 0] == 0).all()
         assert found[..., 1, 1].isnan().all()
@@ -69,12 +69,12 @@ def test_add_is_its_twin(dtype):
         other = cut(whole)
         for given in (other, None):
             x = random(*other.shape, dtype=dtype)
-            known = pixels.add(x.clone(), bias, given, torch.empty_like(x))
+            known = flat.add(x.clone(), bias, given, torch.empty_like(x))
             assert_close(vae_pixels.add(x, bias, given, torch.empty_like(x)), known)
             assert_close(vae_pixels.add(x, bias, given, x), known)
         rows = random(1, channels, 6, 8, dtype=dtype)  # of a strip, with what it reads
         out, known = torch.zeros_like(whole), torch.zeros_like(whole)
-        for of, to in ((vae_pixels, out), (pixels, known)):
+        for of, to in ((vae_pixels, out), (flat, known)):
             of.add(rows[:, :, 2:5].clone(), bias, whole[1:, :, :3], to[1:, :, 4:7])
         assert_close(out, known)
 
@@ -90,6 +90,6 @@ def test_spread_is_its_twin(dtype):
             (parts[:1, :, 1:5], None if other is None else other[:1, :, 1:4]),
         ):
             shape = (len(x), channels, 2 * x.shape[2] - 2, 8)
-            known = pixels.add(x, bias, around, random(*shape, dtype=dtype), frames)
+            known = flat.add(x, bias, around, random(*shape, dtype=dtype), frames)
             found = vae_pixels.add(x, bias, around, random(*shape, dtype=dtype), frames)
             assert_close(found, known)

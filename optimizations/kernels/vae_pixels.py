@@ -37,7 +37,7 @@ def _norm_kernel(
     each: tl.constexpr,
     silu: tl.constexpr,
 ):
-    """As `pixels.norm`, of a pixel."""
+    """As `flat.norm`, of a pixel."""
     pixel = tl.program_id(0) * each + tl.arange(0, each)
     channel = tl.arange(0, block)
     inside = (pixel < pixels)[:, None] & (channel < channels)[None, :]
@@ -77,7 +77,7 @@ def _sum_kernel(
     shared: tl.constexpr,
     last: tl.constexpr,
 ):
-    """As `pixels.add`, of a pixel of `out`; `shared` is what shares a channel of `other`."""
+    """As `flat.add`, of a pixel of `out`; `shared` is what shares a channel of `other`."""
     pixel = tl.program_id(0) * each + tl.arange(0, each)
     channel = tl.arange(0, block)
     inside = (pixel < pixels)[:, None] & (channel < channels)[None, :]
@@ -113,14 +113,14 @@ def norm(
     silu: bool = True,
     out: Tensor | None = None,
 ) -> Tensor:
-    """As `pixels.norm`."""
+    """As `flat.norm`."""
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device, memory_format=LAST)
     return _launch(_norm_kernel, (x, gamma, bias, out), (x,), silu=silu)
 
 
 def add(x: Tensor, bias: Tensor, other: Tensor | None, out: Tensor, frames: int = 1) -> Tensor:
-    """As `pixels.add`."""
+    """As `flat.add`."""
     channels = out.shape[1]
     shared = 4 * frames * channels // (channels if other is None else other.shape[1])
     how = {"doubled": x.shape[1] > channels, "shared": shared, "last": frames - 1}

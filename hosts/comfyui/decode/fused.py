@@ -15,7 +15,6 @@ from torch import Tensor
 from ....errors import SettingError
 from ....optimizations.blocks.block_form import called_by, functions_of, is_changed
 from ....optimizations.vae import flat, tiles
-from ....optimizations.vae.pixels import choose_pixel_ops
 from ....optimizations.vae.tiles import Layer, Middle, Stages
 from ....optimizations.warm_up import warm_up
 from ....planning.vae import plan_decode
@@ -151,7 +150,7 @@ class FusedLayers(OwnLayers):
         return replace(VAE_21, **sizes, image_channels=head[-1].out_channels, fused=True)
 
     def __init__(self, device: torch.device) -> None:
-        self._ops = choose_pixel_ops(device)
+        self._ops = flat.choose_pixel_ops(device)
         self._kinds = {
             torch.nn.Sequential: self._head,
             vae.ResidualBlock: self._residual,
