@@ -1,13 +1,12 @@
 """Joint attention over text and image tokens: every way to compute it, and which one is chosen.
 
-`backends`, `eight_bit` and `sage` hold them, `registry` lists them and says why one cannot run,
-`choice` picks one, `fast` measures what quantized ones cost in accuracy.
+`backends` and `quantized` hold them, `registry` lists them and says why one cannot run, `choice`
+picks one, `chosen` keeps it for a run and measures what quantized ones cost in accuracy.
 """
 
-from .backend import AttentionRequest
-from .backends import aligned_mask
-from .choice import Attention, ChosenAttention, choose_attention, is_lossy
-from .fast import FAST, MOST_ERROR
+from .backends import AttentionRequest, aligned_mask
+from .choice import FAST, Attention, choose_attention, is_lossy
+from .chosen import MOST_ERROR, ChosenAttention
 from .registry import BACKENDS, check_backends, refusal
 
 __all__ = [

@@ -1,7 +1,8 @@
-"""Attention backends: PyTorch's kernels one at a time, exact slices, FlashAttention 2 and 3.
+"""What a backend of attention is, and those of PyTorch: its kernels one at a time, and slices.
 
 Left alone, PyTorch takes the first kernel that fits. On an H200 that is FlashAttention-2, 0.800 ms
-for 24 heads x 128 and 4296 tokens in bf16, where cuDNN takes 0.454.
+for 24 heads x 128 and 4296 tokens in bf16, where cuDNN takes 0.454. FlashAttention 2 and 3 as
+packages are here as well.
 """
 
 from __future__ import annotations
@@ -10,14 +11,134 @@ import functools
 import importlib
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ...machine.packages import FLASH_ATTENTION_2, FLASH_ATTENTION_3
+from ...machine.packages import FLASH_ATTENTION_2, FLASH_ATTENTION_3, Package
 from ..kernels import on_card_of
-from .backend import ANY, HALVES, AttentionRequest, Backend, Limits
+
+HALVES = frozenset({torch.bfloat16, torch.float16})
+FLOATS = HALVES | {torch.float32}
+
+
+@dataclass(frozen=True)
+class AttentionRequest:
+    """The attention of one block.
+
+    Attributes:
+        dtype: Of q, k, v, the mask and the result.
+        tokens: Text and image tokens of one item together.
+        masked: Whether an additive mask comes with it.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    batch: int
+    heads: int
+    head_dim: int
+    tokens: int
+    masked: bool = False
+
+    @classmethod
+    def of(cls, q: torch.Tensor, mask: torch.Tensor | None) -> AttentionRequest:
+        """The request of a call with q, (batch, tokens, heads, head_dim), and mask."""
+        batch, tokens, heads, head_dim = q.shape
+        return cls(q.device, q.dtype, batch, heads, head_dim, tokens, mask is not None)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a backend takes on one kind of device.
+
+    Attributes:
+        oldest: The compute capability that it needs at least.
+        cards: The only compute capabilities that it has code for; empty: every one from `oldest`.
+        widest: The most elements of a head.
+        head_bytes: What the bytes of a head are a multiple of.
+        masks: Whether it takes an additive mask.
+    """
+
+    oldest: tuple[int, int] = (0, 0)
+    cards: tuple[tuple[int, int], ...] = ()
+    dtypes: frozenset[torch.dtype] = FLOATS
+    widest: int = 2**16
+    head_bytes: int = 1
+    masks: bool = True
+
+    def refusal(self, request: AttentionRequest, sm: tuple[int, int] | None) -> str:
+        """Why a request is outside, in one clause; empty when it is inside."""
+        if sm is not None and self.cards and sm not in self.cards:
+            return f"{sm_name(sm)}, has code for {', '.join(map(sm_name, self.cards))}"
+        if sm is not None and sm < self.oldest:
+            return f"{sm_name(sm)}, needs {sm_name(self.oldest)} or newer"
+        if request.dtype not in self.dtypes:
+            taken = " and ".join(sorted(dtype_name(dtype) for dtype in self.dtypes))
+            return f"takes {taken}, not {dtype_name(request.dtype)}"
+        if request.head_dim > self.widest:
+            return f"takes heads of at most {self.widest}, not {request.head_dim}"
+        if request.head_dim * request.dtype.itemsize % self.head_bytes:
+            multiple = self.head_bytes // request.dtype.itemsize
+            return f"takes heads of a multiple of {multiple}, not {request.head_dim}"
+        return "takes no mask" if request.masked and not self.masks else ""
+
+
+ANY = Limits()
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to compute attention.
+
+    Attributes:
+        attend: Takes q, k, v, each (B, tokens, heads, head_dim) with any strides but a contiguous
+            last dimension, and None or the mask, (B, 1, 1, tokens), which is added to the scores;
+            gives (B, tokens, heads * head_dim), contiguous, in memory of its own.
+        exact: Whether nothing is quantized: the result is as near to the true one as the dtype
+            allows.
+        card: Its limits on an NVIDIA card; None where it does not run on one.
+        cpu: The same on a processor.
+        other: The same on any other device.
+        package: What has to be installed; None for PyTorch's own.
+        unproven: Where the package's own code was never run for this project, in one clause. Its
+            calls are tested against the published signature, with a module that stands in for it.
+        whole_scores: Whether it writes the matrix of scores to memory: never the fastest.
+        further: Gives what else speaks against a request.
+        quantizes: Whether the fused blocks make its operands where they normalize q and k.
+    """
+
+    name: str
+    attend: Callable[..., torch.Tensor]
+    exact: bool = True
+    card: Limits | None = None
+    cpu: Limits | None = None
+    other: Limits | None = None
+    package: Package | None = None
+    unproven: str = ""
+    whole_scores: bool = False
+    further: Callable[[AttentionRequest], str] | None = None
+    quantizes: bool = False
+
+
+def sm_of(device: torch.device) -> tuple[int, int] | None:
+    """Compute capability of an NVIDIA card; None for any other device."""
+    usable = device.type == "cuda" and torch.cuda.is_available() and torch.version.hip is None
+    return torch.cuda.get_device_capability(device) if usable else None
+
+
+def sm_name(sm: tuple[int, int]) -> str:
+    return f"sm_{sm[0]}{sm[1]}"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# PyTorch's own kernels: each by its operator, called as F.scaled_dot_product_attention calls it.
+# Choosing among them with `sdpa_kernel` takes 20 us a call, and sets flags of the whole process
+# that another thread may be setting for its own card. In a torch whose operators are others, the
+# trial fails and says so.
 
 # The efficient kernel reads the mask 8 elements at a time.
 MASK_ALIGNMENT = 8
@@ -25,75 +146,39 @@ MASK_ALIGNMENT = 8
 FLASH_ALIGNMENT = 8
 
 
-# PyTorch's own kernels: each by its operator, called as F.scaled_dot_product_attention calls it.
-# Choosing among them with `sdpa_kernel` takes 20 us a call, and sets flags of the whole process
-# that another thread may be setting for its own card.
-
-
-def _operator(name: str, given: tuple[str, ...], named: str) -> Callable[..., tuple] | None:
-    """An operator of PyTorch; None where it does not take what it is called with here.
-
-    Args:
-        given: The names of its first arguments; those that follow have defaults.
-        named: Another argument of it.
-    """
-    try:
-        arguments = getattr(torch.ops.aten, name).default._schema.arguments
-        call = getattr(torch, name)  # which takes 1 us less than torch.ops
-    except AttributeError:
-        return None
-    names = tuple(argument.name for argument in arguments)
-    known = names[: len(given)] == given and named in names[len(given) :]
-    rest = arguments[len(given) :]
-    return call if known and all(argument.has_default_value() for argument in rest) else None
-
-
-_QKV = ("query", "key", "value")
-_BIASED = (*_QKV, "attn_bias", "compute_log_sumexp")
-_FLASH = _operator("_scaled_dot_product_flash_attention", _QKV, "scale")
-_FLASH_ON_CPU = _operator("_scaled_dot_product_flash_attention_for_cpu", _QKV, "attn_mask")
-_CUDNN = _operator("_scaled_dot_product_cudnn_attention", _BIASED, "scale")
-_EFFICIENT = _operator("_scaled_dot_product_efficient_attention", _BIASED, "scale")
-_MATH = _operator("_scaled_dot_product_attention_math", _QKV, "attn_mask")
-
-
 def _flash(q, k, v, mask):
     if q.is_cpu:
-        return _FLASH_ON_CPU(q, k, v, attn_mask=mask)[0]
+        return torch._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask)[0]
     width = q.shape[-1]
     if width % FLASH_ALIGNMENT == 0:
-        return _FLASH(q, k, v)[0]
+        return torch._scaled_dot_product_flash_attention(q, k, v)[0]
     q, k, v = (F.pad(x, (0, -width % FLASH_ALIGNMENT)) for x in (q, k, v))
-    return _FLASH(q, k, v, scale=1 / math.sqrt(width))[0][..., :width]
+    scale = 1 / math.sqrt(width)
+    return torch._scaled_dot_product_flash_attention(q, k, v, scale=scale)[0][..., :width]
 
 
 def _cudnn(q, k, v, mask):
-    return _CUDNN(q, k, v, mask, _has_gradient(q, k, v))[0]
+    gradient = _has_gradient(q, k, v)
+    return torch._scaled_dot_product_cudnn_attention(q, k, v, mask, gradient)[0]
 
 
 def _efficient(q, k, v, mask):
     if mask is not None:
         mask = aligned_mask(mask).expand(*q.shape[:-1], k.shape[-2])
-    return _EFFICIENT(q, k, v, mask, _has_gradient(q, k, v))[0]
+    gradient = _has_gradient(q, k, v)
+    return torch._scaled_dot_product_efficient_attention(q, k, v, mask, gradient)[0]
 
 
 def _math(q, k, v, mask):
     if q.is_cpu or q.is_cuda:
-        return _MATH(q, k, v, attn_mask=mask)[0]
-    return _selected("MATH", q, k, v, mask)  # Apple's has an operator of its own
+        return torch._scaled_dot_product_attention_math(q, k, v, attn_mask=mask)[0]
+    # Apple's has an operator of its own.
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
 def _has_gradient(q, k, v) -> bool:
     """Whether the backward pass needs the log-sum-exp."""
     return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-
-
-def _selected(kernel, q, k, v, mask):
-    """What PyTorch calls itself, for operators and devices that are not known here."""
-    if kernel == "EFFICIENT_ATTENTION" and mask is not None:
-        mask = aligned_mask(mask)
-    with sdpa_kernel(getattr(SDPBackend, kernel)):
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
 def _attend(
@@ -106,15 +191,6 @@ def _attend(
     # The kernels lay their result out as q is: transposed back, it is contiguous without a copy.
     out = compute(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
     return out.transpose(1, 2).flatten(2)
-
-
-def _by(
-    kernel: str, compute: Callable[..., torch.Tensor], *operators: Callable | None
-) -> Callable[..., torch.Tensor]:
-    """`Backend.attend` by a kernel of PyTorch, directly where its operators are known."""
-    if None in operators:
-        compute = functools.partial(_selected, kernel)
-    return functools.partial(_attend, compute)
 
 
 def aligned_mask(mask: torch.Tensor) -> torch.Tensor:
@@ -144,24 +220,24 @@ def _against_cudnn(request: AttentionRequest) -> str:
 # Its CPU kernel, unlike the one for cards, takes masks.
 SDPA_FLASH = Backend(
     "sdpa_flash",
-    _by("FLASH_ATTENTION", _flash, _FLASH, _FLASH_ON_CPU),
+    functools.partial(_attend, _flash),
     card=Limits(oldest=(8, 0), dtypes=HALVES, widest=256, masks=False),
     cpu=ANY,
 )
 SDPA_CUDNN = Backend(
     "sdpa_cudnn",
-    _by("CUDNN_ATTENTION", _cudnn, _CUDNN),
+    functools.partial(_attend, _cudnn),
     card=Limits(oldest=(8, 0), dtypes=HALVES, widest=128, head_bytes=16),
     further=_against_cudnn,
 )
 SDPA_EFFICIENT = Backend(
     "sdpa_efficient",
-    _by("EFFICIENT_ATTENTION", _efficient, _EFFICIENT),
+    functools.partial(_attend, _efficient),
     card=Limits(oldest=(5, 0), head_bytes=16),
 )
 MATH = Backend(
     "math",
-    _by("MATH", _math, _MATH),
+    functools.partial(_attend, _math),
     card=ANY,
     cpu=ANY,
     other=ANY,

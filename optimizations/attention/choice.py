@@ -1,25 +1,24 @@
-"""Which attention backend computes a request, and why."""
+"""Which attention backend computes a request, and why: on a card, by timing those that run."""
 
 from __future__ import annotations
 
 import functools
-import math
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
 from ...errors import SettingError, UnavailableError
-from ...machine.card import read_cards
+from ...machine.card import first_line, read_cards
 from ...machine.store import AttentionTimings, load_attention, save_attention
-from ..fallback import Fallback
-from .backend import AttentionRequest, dtype_name, sm_of
-from .fast import FAST, MOST_ERROR, MeasuredErrors, lossy_backends
+from ..kernels import on_card_of
+from .backends import AttentionRequest, dtype_name, sm_of
 from .registry import BACKENDS, limits_of, refusal
-from .timing import measure
 
+FAST = "fast"
 VARIABLE = "QWEN_L40S_ATTENTION"
 # From the fastest on: those that are not named come last. sm_90: measured on an H200 in bf16 with
 # 24 heads x 128 at 4296 tokens: cuDNN 0.454 ms, FlashAttention 3 0.497, flash 0.800, efficient
@@ -32,6 +31,15 @@ ORDER: dict[tuple[int, int] | None, tuple[str, ...]] = {
 # order is one from 4,300 to 16,600 tokens, and a measurement takes 0.09 s of a new size's run.
 BUCKET = 512
 
+# No further backend is begun after so long; the first call of one can take some tenths.
+BUDGET_S = 1.2
+# One backend's runs after the first two: at most so many, and so many milliseconds of them.
+REPEATS, SHARE_MS = 6, 200
+# A backend whose first run takes so many times the best is not run again.
+HOPELESS = 3
+# More work than this is cut to fewer items and heads, not tokens: every card is full long before.
+MOST_FLOP = 4e12
+
 _measured: dict[str, AttentionTimings] = {}
 
 
@@ -42,13 +50,11 @@ class Attention:
     Attributes:
         name: A key of `BACKENDS`.
         reason: Why this one, in one clause, with the milliseconds where it was measured.
-        exact: Whether nothing is quantized.
         masked: Whether it was chosen for requests with a mask.
     """
 
     name: str
     reason: str
-    exact: bool
     masked: bool = False
     _attend: Callable[..., torch.Tensor] = field(init=False, repr=False, compare=False)
 
@@ -59,9 +65,6 @@ class Attention:
     def quantizes(self) -> bool:
         """Whether the fused blocks make its operands where they normalize q and k."""
         return BACKENDS[self.name].quantizes
-
-    def __reduce__(self) -> tuple:
-        return Attention, (self.name, self.reason, self.exact, self.masked)
 
     def __str__(self) -> str:
         return f"{self.name}: {self.reason}"
@@ -111,17 +114,17 @@ def choose_attention(request: AttentionRequest, name: str = "auto") -> Attention
         request = replace(request, device=torch.device("cuda", torch.cuda.current_device()))
     sm = sm_of(request.device)
     launches = _may_launch(sm, request.device)
-    refuse = refusal if launches else _declared_refusal
+    refuse = refusal if launches else limits_of
     asked = asked_name(name)
     if asked not in ("auto", FAST):
         _check_asked(asked, request, refuse)
         by = f" by {VARIABLE}" if name == "auto" else ""
-        return _attention(asked, f"asked for{by}", request)
+        return Attention(asked, f"asked for{by}", request.masked)
     order = _order(sm)
     if not launches:
         runs = [key for key in order if not refuse(key, request) and not BACKENDS[key].package]
         reason = "predicted: nothing is measured while torch compiles or captures a graph"
-        return _attention(runs[0], reason, request)
+        return Attention(runs[0], reason, request.masked)
     on_card, tried = sm is not None and request.device.type == "cuda", frozenset()
     if on_card and (known := load_attention(measurement_key(request))):
         tried = known.ms.keys() | {key for key in order if BACKENDS[key].whole_scores}
@@ -136,41 +139,17 @@ def choose_attention(request: AttentionRequest, name: str = "auto") -> Attention
     if not runs:
         raise UnavailableError(f"no attention runs on {request.device}: {'; '.join(not_here)}")
     if sm is None:
-        return _attention(runs[0], "no card to measure on: the first that runs", request)
+        return Attention(runs[0], "no card to measure on: the first that runs", request.masked)
     if len(quick) < 2:
         only = "the only one that runs here without all scores in memory"
         reason = only if quick else "every attention that runs here keeps all scores in memory"
-        return _attention(runs[0], "; ".join([reason, *not_here]), request)
-    measurement, without = _measurement(request, quick)
-    if measurement is None:
-        return _attention(quick[0], "; ".join(["predicted", *without, *not_here]), request)
-    return _attention(
-        measurement.fastest, "; ".join([_figures(measurement), *without, *not_here]), request
-    )
+        return Attention(runs[0], "; ".join([reason, *not_here]), request.masked)
+    timings, without = measurement(request, quick)
+    name, found = (timings.fastest, _figures(timings)) if timings else (quick[0], "predicted")
+    return Attention(name, "; ".join([found, *without, *not_here]), request.masked)
 
 
-def choose_fast(request: AttentionRequest, errors: MeasuredErrors) -> Attention:
-    """The fastest of the best exact backend and the quantized ones within the bound.
-
-    Raises:
-        UnavailableError: Nothing computes the request.
-    """
-    exact = choose_attention(request)
-    allowed = [name for name in errors.allowed if not refusal(name, request)]
-    found = "; ".join(errors.clause(name) for name in lossy_backends())
-    found = f"fast: {found}; at most {errors.most:g} allowed"
-    if not allowed or sm_of(request.device) is None:
-        return replace(exact, reason=f"{exact.reason}; {found}")
-    measurement, without = _measurement(request, [exact.name, *allowed], "quantized")
-    if measurement is None:
-        return replace(exact, reason="; ".join([exact.reason, *without, found]))
-    name = min((exact.name, *allowed), key=lambda name: measurement.ms.get(name, math.inf))
-    times = ", ".join(f"{name} {ms:.2f} ms" for name, ms in measurement.ms.items())
-    reason = "; ".join([f"fastest at {measurement.tokens} tokens: {times}", *without, found])
-    return _attention(name, reason, request)
-
-
-def _measurement(
+def measurement(
     request: AttentionRequest, quick: list[str], kind: str = ""
 ) -> tuple[AttentionTimings | None, list[str]]:
     """The times of the backends that run: known, read, or measured now.
@@ -232,11 +211,11 @@ def _version(distribution: str) -> str:
         return "none"
 
 
-def _figures(measurement: AttentionTimings) -> str:
-    (_, best), *others = measurement.ms.items()
+def _figures(timings: AttentionTimings) -> str:
+    (_, best), *others = timings.ms.items()
     times = "".join(f", {name} {ms:.2f}" for name, ms in others)
     count = f"fastest exact of {len(others) + 1}" if others else "the only exact one measured"
-    return f"{count} on this card at {measurement.tokens} tokens: {best:.2f} ms{times}"
+    return f"{count} on this card at {timings.tokens} tokens: {best:.2f} ms{times}"
 
 
 def _order(sm: tuple[int, int] | None) -> list[str]:
@@ -252,14 +231,6 @@ def _may_launch(sm: tuple[int, int] | None, device: torch.device) -> bool:
         return False
     on_card = sm is not None and device.type == "cuda"
     return not (on_card and torch.cuda.is_current_stream_capturing())
-
-
-def _declared_refusal(name: str, request: AttentionRequest) -> str:
-    return limits_of(BACKENDS[name], request)
-
-
-def _attention(name: str, reason: str, request: AttentionRequest) -> Attention:
-    return Attention(name, reason, BACKENDS[name].exact, request.masked)
 
 
 def _check_asked(
@@ -296,115 +267,93 @@ def is_lossy(
     if asked in ("auto", FAST):
         return asked == FAST
     request = AttentionRequest(device, dtype, 1, heads, head_dim, 4096 + 200)
-    return not choose_attention(request, name).exact
+    return not BACKENDS[choose_attention(request, name).name].exact
 
 
-class ChosenAttention:
-    """Attention by the backend that is chosen for the shapes at hand, each once in a run.
+def measure(
+    names: Iterable[str], request: AttentionRequest
+) -> tuple[AttentionTimings | None, list[str]]:
+    """Milliseconds of each backend for one request.
 
     Args:
-        name: "auto", "fast", or the name of a backend.
-        lossy: Whether that backend differs from exact attention by more than rounding.
-        most_error: What "fast" allows.
+        names: What to time, the one that is expected to be the fastest first.
 
-    Attributes:
-        host: Whose attention stands in for it, in the genitive.
-        fallback: Why that happens; final for the run where a backend gave NaN.
+    Returns:
+        The times, None when there is none; and for each backend without one "not NAME: why".
     """
+    request = cut(request)
+    times: dict[str, float] = {}
+    without = []
+    end = time.monotonic() + BUDGET_S
+    try:
+        inputs = _inputs(request)
+        flushed = torch.empty(_l2_bytes(request.device), dtype=torch.int8, device=request.device)
+    except torch.cuda.OutOfMemoryError:
+        return None, ["no memory is free to measure"]
+    with on_card_of(flushed), torch.no_grad():
+        for name in names:
+            if times and time.monotonic() > end:
+                without.append(f"not {name}: the time to measure was up")
+                continue
+            best = min(times.values(), default=float("inf"))
+            try:
+                times[name] = _median_ms(BACKENDS[name].attend, inputs, flushed, best)
+            except Exception as error:  # as in a trial: a shape can be what a kernel fails at
+                without.append(f"not {name}: {first_line(error)}")
+    if not times:
+        return None, without
+    ordered = dict(sorted(times.items(), key=lambda entry: entry[1]))
+    return AttentionTimings(request.tokens, ordered), without
 
-    host = "the host's"
 
-    def __init__(self, name: str, lossy: bool = False, most_error: float = MOST_ERROR) -> None:
-        self.name = name
-        self.lossy = lossy
-        self.fallback: Fallback | None = None
-        self._errors = MeasuredErrors(most_error)
-        # By the request, and whether errors were measured beside it.
-        self._chosen: dict[tuple[AttentionRequest, bool], Attention] = {}
+def cut(request: AttentionRequest) -> AttentionRequest:
+    """The request with so few items and heads that one call does no more than `MOST_FLOP`."""
+    flop = 4 * request.head_dim * request.tokens**2  # of one head
+    pairs = max(int(MOST_FLOP / flop), 1)
+    if pairs >= request.batch * request.heads:
+        return request
+    return replace(request, batch=1, heads=min(request.heads, pairs))
 
-    def start_run(self) -> None:
-        """Forgets the last run: what was chosen, and what went wrong."""
-        self._chosen.clear()
-        self._errors = MeasuredErrors(self._errors.most)
-        self.fallback = None
 
-    def start_blocks(self, blocks: int) -> None:
-        """Begins a pass over so many blocks: "fast" measures errors in the first one."""
-        if asked_name(self.name) == FAST:
-            self._errors.start_pass(blocks)
+def _median_ms(call: Callable, inputs: tuple, flushed: torch.Tensor, best: float) -> float:
+    call(*inputs)  # cuDNN makes its plan for the shape, packages load their code
+    first = timed_ms(call, inputs, flushed)
+    if first > HOPELESS * best:
+        return first
+    repeats = min(REPEATS, int(SHARE_MS / first))
+    times = [first, *(timed_ms(call, inputs, flushed) for _ in range(repeats))]
+    return sorted(times)[len(times) // 2]
 
-    @property
-    def measuring(self) -> bool:
-        """Whether exact attention runs in this pass, because errors are measured beside it."""
-        return self._errors.measuring
 
-    @property
-    def used(self) -> bool:
-        """Whether anything was chosen in this run, and is not given up."""
-        return bool(self._chosen) and self.fallback is None
+def timed_ms(call: Callable, inputs: tuple, flushed: torch.Tensor) -> float:
+    """The card's time for one call, without the inputs in its L2 cache.
 
-    def give_up(self) -> None:
-        """Leaves the rest of the run to the host's own attention, after NaN or infinity."""
-        names = sorted({attention.name for attention in self._found()}) or [self.name]
-        self.fallback = Fallback(f"{' and '.join(names)} gave NaN or infinity", final=True)
-        self.fallback.log(f"{self.host} own attention runs from here")
+    Writing `flushed` also takes longer than launching what is timed after it.
+    """
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    flushed.zero_()
+    begin.record()
+    call(*inputs)
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
 
-    def lines(self) -> list[str]:
-        """What was chosen and why, a line each."""
-        if self.fallback:
-            return [f"attention: {self.host} own: {self.fallback}"]
-        found = {f"attention: {chosen}" for chosen in self._found()}
-        return sorted(found) or [f"attention: {self.name}, chosen in the first step"]
 
-    def choose(self, request: AttentionRequest) -> Attention:
-        """What computes a request in this run: asked once a pass, it serves all blocks of the pass.
+def _inputs(request: AttentionRequest) -> tuple:
+    """q, k, v and the mask; torch's own random numbers, which a seed is for, are left alone."""
+    generator = torch.Generator(request.device).manual_seed(0)
+    shape = (3, request.batch, request.tokens, request.heads, request.head_dim)
+    about = {"dtype": request.dtype, "device": request.device}
+    q, k, v = torch.randn(shape, generator=generator, **about)
+    if not request.masked:
+        return q, k, v, None
+    mask = torch.zeros(request.batch, 1, 1, request.tokens, **about)
+    mask[..., : request.tokens // 100] = -torch.inf
+    return q, k, v, mask
 
-        Whether a `fallback` takes its place is for the caller to look at.
 
-        Raises:
-            UnavailableError: Nothing computes the request.
-        """
-        key = request, self.measuring
-        chosen = self._chosen.get(key)
-        if chosen is None:
-            chosen = self._chosen[key] = self._choose(request)
-        return chosen
-
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Attention of q, k and v, (batch, joint, heads, head_dim), as `Attention` computes it."""
-        out = self.choose(AttentionRequest.of(q, mask))(q, k, v, mask)
-        self.look(q, k, v, mask, out)
-        return out
-
-    def look(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: torch.Tensor | None,
-        out: torch.Tensor,
-    ) -> None:
-        """Measures errors against what attention gave, where they are not known yet."""
-        if self.measuring:
-            self._errors.add(q, k, v, mask, out)
-
-    def _found(self) -> list[Attention]:
-        return list(self._chosen.values())  # a copy: a run on another card may be choosing
-
-    def _choose(self, request: AttentionRequest) -> Attention:
-        if self.measuring:
-            chosen = choose_attention(request)
-            return replace(chosen, reason=f"in the first pass, to compare with; {chosen.reason}")
-        if self._errors.complete:
-            return choose_fast(request, self._errors)
-        try:
-            return choose_attention(request, self.name)
-        except UnavailableError as error:
-            if self.name == "auto":
-                raise
-            # The name was checked for images of the usual size; a mask or a few tokens may be too
-            # much for it in the middle of a run.
-            chosen = choose_attention(request)
-            return replace(chosen, reason=f"{chosen.reason}; {error}")
+def _l2_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    # An L40S has 96 MiB; torch tells since 2.6.
+    return getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 96 * 2**20)

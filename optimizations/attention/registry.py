@@ -9,7 +9,6 @@ import torch
 
 from ...machine.card import Capability, InstalledCards, State, first_line
 from ...machine.packages import Package, check_package
-from .backend import AttentionRequest, Backend, Limits, sm_of
 from .backends import (
     FLASH_ATTN_2,
     FLASH_ATTN_3,
@@ -18,10 +17,11 @@ from .backends import (
     SDPA_EFFICIENT,
     SDPA_FLASH,
     SLICED,
-    flash_attention_3,
+    AttentionRequest,
+    Backend,
+    sm_of,
 )
-from .eight_bit import INT8, INT8_FP8
-from .sage import SAGE_2
+from .quantized import INT8, INT8_FP8, SAGE_2
 
 BACKENDS = {
     backend.name: backend
@@ -41,12 +41,12 @@ EXACT_ERROR = {torch.bfloat16: 0.01, torch.float16: 0.002, torch.float32: 0.002}
 LOSSY_ERROR = 0.08
 
 
-def limits_of(backend: Backend, request: AttentionRequest) -> str:
-    """Why the request is outside the backend's limits, in one clause; launches nothing."""
-    sm = sm_of(request.device)
-    limits = _limits_on(backend, request.device, sm)
+def limits_of(name: str, request: AttentionRequest) -> str:
+    """Why the request is outside a backend's limits, in one clause; launches nothing."""
+    backend, sm = BACKENDS[name], sm_of(request.device)
+    on_cpu = request.device.type == "cpu"
+    limits = backend.card if sm is not None else backend.cpu if on_cpu else backend.other
     if limits is None:
-        on_cpu = request.device.type == "cpu"
         other = f"{request.device} is not an NVIDIA card that torch can use"
         return "needs an NVIDIA card" if on_cpu else other
     return limits.refusal(request, sm)
@@ -60,7 +60,7 @@ def refusal(name: str, request: AttentionRequest, tried: bool = False) -> str:
     where backends were `tried` here for such a request before.
     """
     backend = BACKENDS[name]
-    reason = limits_of(backend, request)
+    reason = limits_of(name, request)
     if not reason and backend.package is not None:
         reason = _missing(backend.package)
     if not reason and backend.further is not None:
@@ -71,12 +71,6 @@ def refusal(name: str, request: AttentionRequest, tried: bool = False) -> str:
         return _trial(name, request.device, request.dtype, request.head_dim, request.masked)
     except torch.cuda.OutOfMemoryError:  # which may not last: nothing is remembered
         return "no memory is free for a trial"
-
-
-def forget() -> None:
-    """Asks everything anew, as after a package was installed."""
-    for remembered in (_missing, _trial, flash_attention_3):
-        remembered.cache_clear()
 
 
 def check_backends(cards: InstalledCards) -> tuple[Capability, ...]:
@@ -105,12 +99,6 @@ def _capability(backend: Backend, device: torch.device) -> Capability:
     if backend.unproven:
         clauses.append(f"{backend.unproven}, agrees here with PyTorch in a trial")
     return Capability(name, State.LIMITED if masked else State.USABLE, "; ".join(clauses))
-
-
-def _limits_on(backend: Backend, device: torch.device, sm: tuple[int, int] | None) -> Limits | None:
-    if sm is not None:
-        return backend.card
-    return backend.cpu if device.type == "cpu" else backend.other
 
 
 @functools.cache

@@ -13,6 +13,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from published_attention import forget
+
 from qwen_l40s import SettingError, UnavailableError
 from qwen_l40s.machine import store
 from qwen_l40s.machine.store import AttentionTimings, load_attention, save_attention
@@ -23,8 +25,8 @@ from qwen_l40s.optimizations.attention import (
     ChosenAttention,
     choice,
     choose_attention,
+    chosen,
     registry,
-    timing,
 )
 
 CPU = torch.device("cpu")
@@ -37,9 +39,9 @@ def nothing_remembered(monkeypatch, tmp_path):
     monkeypatch.setenv("QWEN_L40S_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(choice, "_measured", {})
     monkeypatch.setattr(store, "_logged", set())
-    registry.forget()
+    forget()
     yield
-    registry.forget()
+    forget()
 
 
 @pytest.fixture
@@ -54,7 +56,7 @@ def card(monkeypatch):
         refused = refused or {}
 
         def refuse(key, request, tried=False):
-            declared = registry.limits_of(BACKENDS[key], request)
+            declared = registry.limits_of(key, request)
             return declared or ("" if key in ms else refused.get(key, "not installed"))
 
         def timed_ms(call, *_):
@@ -69,7 +71,7 @@ def card(monkeypatch):
             monkeypatch.setattr(module, "sm_of", lambda device: sm)
         monkeypatch.setattr(choice, "refusal", refuse)
         monkeypatch.setattr(choice, "_machine", lambda device: name)
-        monkeypatch.setattr(timing, "timed_ms", timed_ms)
+        monkeypatch.setattr(choice, "timed_ms", timed_ms)
         for key in ms:  # the call that is not timed
             backend = BACKENDS[key]
             monkeypatch.setitem(BACKENDS, key, replace(backend, attend=lambda *x, key=key: key))
@@ -94,7 +96,7 @@ def test_without_a_card_the_first_that_runs_is_taken(monkeypatch):
     for dtype, masked in ((torch.bfloat16, False), (torch.float32, True)):
         attention = choose_attention(request(dtype=dtype, masked=masked))
         assert attention == Attention(
-            "sdpa_flash", "no card to measure on: the first that runs", True, masked
+            "sdpa_flash", "no card to measure on: the first that runs", masked
         )
     assert not os.path.exists(os.environ["QWEN_L40S_CACHE"])
 
@@ -113,7 +115,7 @@ def test_names_that_are_none():
 
 
 def test_a_backend_that_is_asked_for_runs_or_raises():
-    assert choose_attention(request(), "sliced") == Attention("sliced", "asked for", True)
+    assert choose_attention(request(), "sliced") == Attention("sliced", "asked for")
     with pytest.raises(UnavailableError) as caught:
         choose_attention(request(), "sdpa_cudnn")
     assert str(caught.value).startswith(
@@ -150,7 +152,7 @@ def test_what_is_chosen_once_serves_every_call_of_its_kind(monkeypatch):
     assert AttentionRequest.of(q, q) == replace(asked, masked=True)
     found = attention.choose(asked)
     assert attention.used and attention.lines() == ["attention: sliced: asked for"]
-    monkeypatch.setattr(choice, "choose_attention", None)
+    monkeypatch.setattr(chosen, "choose_attention", None)
     assert attention.choose(AttentionRequest.of(q, None)) is found
     assert torch.equal(attention.attend(q, k, v, None), found(q, k, v))
     attention.give_up()
@@ -197,7 +199,7 @@ def test_what_is_three_times_slower_is_run_once(card):
     timed = card({**SDPA, "sdpa_efficient": 3.0}, sm=(9, 0))
     choose_attention(request())
     assert timed.count("sdpa_efficient") == 1
-    assert timed.count("sdpa_cudnn") == timed.count("sdpa_flash") == 1 + timing.REPEATS
+    assert timed.count("sdpa_cudnn") == timed.count("sdpa_flash") == 1 + choice.REPEATS
 
 
 def test_long_runs_are_repeated_less(card):
@@ -218,7 +220,7 @@ def test_one_slow_run_does_not_decide(card):
 def test_no_backend_is_begun_when_the_time_is_up(card, monkeypatch):
     timed = card(SDPA, sm=(9, 0))
     now = iter(range(0, 100, 2))
-    monkeypatch.setattr(timing.time, "monotonic", lambda: next(now))
+    monkeypatch.setattr(choice.time, "monotonic", lambda: next(now))
     attention = choose_attention(request())
     assert set(timed) == {"sdpa_cudnn"}
     assert attention.name == "sdpa_cudnn"
@@ -304,7 +306,7 @@ def test_work_is_cut_to_what_fits_the_time():
         ((1, 24, 200000), (1, 1)),
     ):
         asked = AttentionRequest(CPU, torch.bfloat16, batch, heads, 128, tokens)
-        found = timing.cut(asked)
+        found = choice.cut(asked)
         assert (found.batch, found.heads, found.tokens) == (*expected, tokens)
 
 
@@ -490,13 +492,13 @@ def test_a_card_is_measured_in_under_two_seconds(masked):
     quick = [name for name in names if not BACKENDS[name].whole_scores]
     torch.cuda.synchronize()
     begin = time.monotonic()
-    measurement, without = timing.measure(quick, asked)
+    measurement, without = choice.measure(quick, asked)
     assert time.monotonic() - begin < 2
     assert without == [] and set(measurement.ms) == set(quick)
     begin = time.monotonic()
     attention = choose_attention(asked)
     print(attention)
-    assert attention.exact and not BACKENDS[attention.name].unproven
+    assert BACKENDS[attention.name].exact and not BACKENDS[attention.name].unproven
     assert choose_attention(asked) == attention
     (key,) = kept()
     assert torch.cuda.get_device_name(CARD) in key and torch.__version__ in key
@@ -510,8 +512,8 @@ def test_fast_takes_the_fastest_within_its_bound(monkeypatch, most, name):
     """Exact attention in the first pass, in which the errors of three blocks are measured."""
     q, k, v = torch.randn(3, 1, 400, 2, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     times = AttentionTimings(400, {"int8_fp8": 0.5, "int8": 0.6, "sdpa_flash": 0.8})
-    monkeypatch.setattr(choice, "sm_of", lambda device: (8, 9))
-    monkeypatch.setattr(choice, "_measurement", lambda *_: (times, []))
+    monkeypatch.setattr(chosen, "sm_of", lambda device: (8, 9))
+    monkeypatch.setattr(chosen, "measurement", lambda *_: (times, []))
     exact = BACKENDS["sdpa_flash"].attend(q, k, v)
     expected = BACKENDS[name].attend(q, k, v) if name else exact
     attention = ChosenAttention("fast", True, most)
@@ -532,7 +534,7 @@ def test_fast_takes_the_fastest_within_its_bound(monkeypatch, most, name):
 def test_fast_counts_the_blocks_of_each_card_for_itself(monkeypatch):
     """Each computes a prompt in a thread; the second begins in the pass of the first."""
     q, k, v = torch.randn(3, 1, 200, 2, 64).bfloat16()
-    monkeypatch.setattr(choice, "sm_of", lambda device: (8, 9))
+    monkeypatch.setattr(chosen, "sm_of", lambda device: (8, 9))
     measured, block, turn = [], threading.local(), threading.Barrier(2, timeout=20)
 
     def attend(*given, attend=BACKENDS["int8"].attend):
@@ -575,7 +577,7 @@ def test_fast_keeps_exact_attention_where_one_gives_nan(monkeypatch):
     q, k, v = torch.randn(3, 1, 200, 2, 64).bfloat16()
     nan = replace(BACKENDS["int8"], attend=lambda q, *_: torch.full_like(q, torch.nan).flatten(2))
     monkeypatch.setitem(BACKENDS, "int8", nan)
-    monkeypatch.setattr(choice, "sm_of", lambda device: (8, 9))
+    monkeypatch.setattr(chosen, "sm_of", lambda device: (8, 9))
     attention = ChosenAttention("fast", True)
     for _ in range(2):
         attention.start_blocks(1)

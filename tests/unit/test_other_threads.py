@@ -13,7 +13,7 @@ from test_block import Case
 from test_passes import SMALL, Host, Model
 
 from qwen_l40s.optimizations import run
-from qwen_l40s.optimizations.attention import BACKENDS, fast
+from qwen_l40s.optimizations.attention import BACKENDS, chosen
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -60,9 +60,9 @@ def test_passes_of_models_that_are_new(name):
 
 
 def test_errors_of_backends_that_are_new(monkeypatch):
-    monkeypatch.setattr(fast, "refusal", lambda *_: "")
-    monkeypatch.setattr(fast, "lossy_backends", lambda: names)
-    errors, names = fast.MeasuredErrors(0.02), []
+    monkeypatch.setattr(chosen, "refusal", lambda *_: "")
+    monkeypatch.setattr(chosen, "lossy_backends", lambda: names)
+    errors, names = chosen.MeasuredErrors(0.02), []
     q = torch.ones(1, 4, 1, 2)
 
     def measure():
@@ -74,6 +74,6 @@ def test_errors_of_backends_that_are_new(monkeypatch):
         errors.add(q, q, q, None, q)
 
     measure()
-    found = between_bytecodes([fast], measure, lambda: errors.errors)
+    found = between_bytecodes([chosen], measure, lambda: errors.errors)
     assert found.items() <= dict.fromkeys(names, 1.0).items()
     assert len(names) > 10

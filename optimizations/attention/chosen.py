@@ -1,0 +1,238 @@
+"""Attention over a run: one choice for each shape, and what `fast` measures of the quantized ones.
+
+`fast` is the fastest backend whose error, measured in the run, stays below a bound.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from dataclasses import replace
+
+import torch
+
+from ...errors import UnavailableError
+from ..fallback import Fallback
+from .backends import AttentionRequest, sm_of
+from .choice import FAST, Attention, asked_name, choose_attention, measurement
+from .registry import BACKENDS, refusal
+
+# Relative, of one call. On Gaussian q, k and v int8 is off by 0.010, int8_fp8 by 0.038 (H200).
+MOST_ERROR = 0.02
+
+
+class _Pass(threading.local):
+    calls = 0
+    wanted = frozenset[int]()
+
+
+class MeasuredErrors:
+    """How far quantized backends are from exact attention, on the run's own queries, keys and
+    values of a first, a middle and the last block.
+
+    Cards that each compute a prompt do so in threads: a pass counts the blocks of its own thread.
+
+    Args:
+        most: The largest relative error that is allowed.
+
+    Attributes:
+        complete: Whether the last block of a pass was measured.
+    """
+
+    def __init__(self, most: float) -> None:
+        self.most = most
+        self.complete = False
+        self._pass = _Pass()
+        self._found: dict[str, list[torch.Tensor]] = {}
+        self._refused: dict[str, str] = {}
+
+    def start_pass(self, blocks: int) -> None:
+        """Begins to count blocks, which are measured unless those of another pass were."""
+        self._pass.calls = 0
+        self._pass.wanted = frozenset(() if self.complete else (0, blocks // 2, blocks - 1))
+
+    @property
+    def measuring(self) -> bool:
+        """Whether blocks of this pass are still to be measured."""
+        return self._pass.calls <= max(self._pass.wanted, default=-1)
+
+    def add(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        exact: torch.Tensor,
+    ) -> None:
+        """Measures where this is one of the blocks.
+
+        Args:
+            q, k, v, mask: As `Backend.attend`.
+            exact: What exact attention gave of them.
+        """
+        if self._pass.calls in self._pass.wanted:
+            request, size = AttentionRequest.of(q, mask), exact.float().norm()
+            for name in lossy_backends():
+                self._refused[name] = refusal(name, request)
+                if not self._refused[name]:
+                    off = BACKENDS[name].attend(q, k, v, mask).sub_(exact).float().norm()
+                    self._found.setdefault(name, []).append(off / size)
+        self._pass.calls += 1
+        self.complete = self.complete or not self.measuring
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """The largest error of each backend that runs; NaN where one gave NaN."""
+        # Copies, since another card may be measuring; one by one, since its errors are there.
+        return {
+            name: torch.tensor([error.item() for error in list(found)]).max().item()
+            for name, found in list(self._found.items())
+        }
+
+    @property
+    def allowed(self) -> list[str]:
+        """The backends within the bound."""
+        return [name for name, error in self.errors.items() if error <= self.most]
+
+    def clause(self, name: str) -> str:
+        """What was found of a backend."""
+        if name in self.errors:
+            return f"{name} error {self.errors[name]:.2g}"
+        return f"not {name}: {self._refused.get(name, 'it did not run')}"
+
+
+def lossy_backends() -> list[str]:
+    """The names of those that quantize."""
+    return [name for name, backend in BACKENDS.items() if not backend.exact]
+
+
+def choose_fast(request: AttentionRequest, errors: MeasuredErrors) -> Attention:
+    """The fastest of the best exact backend and the quantized ones within the bound.
+
+    Raises:
+        UnavailableError: Nothing computes the request.
+    """
+    exact = choose_attention(request)
+    allowed = [name for name in errors.allowed if not refusal(name, request)]
+    found = "; ".join(errors.clause(name) for name in lossy_backends())
+    found = f"fast: {found}; at most {errors.most:g} allowed"
+    if not allowed or sm_of(request.device) is None:
+        return replace(exact, reason=f"{exact.reason}; {found}")
+    timings, without = measurement(request, [exact.name, *allowed], "quantized")
+    if timings is None:
+        return replace(exact, reason="; ".join([exact.reason, *without, found]))
+    name = min((exact.name, *allowed), key=lambda name: timings.ms.get(name, math.inf))
+    times = ", ".join(f"{name} {ms:.2f} ms" for name, ms in timings.ms.items())
+    reason = "; ".join([f"fastest at {timings.tokens} tokens: {times}", *without, found])
+    return Attention(name, reason, request.masked)
+
+
+class ChosenAttention:
+    """Attention by the backend that is chosen for the shapes at hand, each once in a run.
+
+    Args:
+        name: "auto", "fast", or the name of a backend.
+        lossy: Whether that backend differs from exact attention by more than rounding.
+        most_error: What "fast" allows.
+
+    Attributes:
+        host: Whose attention stands in for it, in the genitive.
+        fallback: Why that happens; final for the run where a backend gave NaN.
+    """
+
+    host = "the host's"
+
+    def __init__(self, name: str, lossy: bool = False, most_error: float = MOST_ERROR) -> None:
+        self.name = name
+        self.lossy = lossy
+        self.fallback: Fallback | None = None
+        self._errors = MeasuredErrors(most_error)
+        # By the request, and whether errors were measured beside it.
+        self._chosen: dict[tuple[AttentionRequest, bool], Attention] = {}
+
+    def start_run(self) -> None:
+        """Forgets the last run: what was chosen, and what went wrong."""
+        self._chosen.clear()
+        self._errors = MeasuredErrors(self._errors.most)
+        self.fallback = None
+
+    def start_blocks(self, blocks: int) -> None:
+        """Begins a pass over so many blocks: "fast" measures errors in the first one."""
+        if asked_name(self.name) == FAST:
+            self._errors.start_pass(blocks)
+
+    @property
+    def measuring(self) -> bool:
+        """Whether exact attention runs in this pass, because errors are measured beside it."""
+        return self._errors.measuring
+
+    @property
+    def used(self) -> bool:
+        """Whether anything was chosen in this run, and is not given up."""
+        return bool(self._chosen) and self.fallback is None
+
+    def give_up(self) -> None:
+        """Leaves the rest of the run to the host's own attention, after NaN or infinity."""
+        names = sorted({attention.name for attention in self._found()}) or [self.name]
+        self.fallback = Fallback(f"{' and '.join(names)} gave NaN or infinity", final=True)
+        self.fallback.log(f"{self.host} own attention runs from here")
+
+    def lines(self) -> list[str]:
+        """What was chosen and why, a line each."""
+        if self.fallback:
+            return [f"attention: {self.host} own: {self.fallback}"]
+        found = {f"attention: {chosen}" for chosen in self._found()}
+        return sorted(found) or [f"attention: {self.name}, chosen in the first step"]
+
+    def choose(self, request: AttentionRequest) -> Attention:
+        """What computes a request in this run: asked once a pass, it serves all blocks of the pass.
+
+        Whether a `fallback` takes its place is for the caller to look at.
+
+        Raises:
+            UnavailableError: Nothing computes the request.
+        """
+        key = request, self.measuring
+        chosen = self._chosen.get(key)
+        if chosen is None:
+            chosen = self._chosen[key] = self._choose(request)
+        return chosen
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Attention of q, k and v, (batch, joint, heads, head_dim), as `Attention` computes it."""
+        out = self.choose(AttentionRequest.of(q, mask))(q, k, v, mask)
+        self.look(q, k, v, mask, out)
+        return out
+
+    def look(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> None:
+        """Measures errors against what attention gave, where they are not known yet."""
+        if self.measuring:
+            self._errors.add(q, k, v, mask, out)
+
+    def _found(self) -> list[Attention]:
+        return list(self._chosen.values())  # a copy: a run on another card may be choosing
+
+    def _choose(self, request: AttentionRequest) -> Attention:
+        if self.measuring:
+            chosen = choose_attention(request)
+            return replace(chosen, reason=f"in the first pass, to compare with; {chosen.reason}")
+        if self._errors.complete:
+            return choose_fast(request, self._errors)
+        try:
+            return choose_attention(request, self.name)
+        except UnavailableError as error:
+            if self.name == "auto":
+                raise
+            # The name was checked for images of the usual size; a mask or a few tokens may be too
+            # much for it in the middle of a run.
+            chosen = choose_attention(request)
+            return replace(chosen, reason=f"{chosen.reason}; {error}")
