@@ -37,7 +37,7 @@ from qwen_l40s.loaders.quantize import quantize_rows
 from qwen_l40s.machine.store import AttentionTimings
 from qwen_l40s.nodes.optimize import QwenL40SOptimize
 from qwen_l40s.optimizations import fused
-from qwen_l40s.optimizations.attention import BACKENDS, choice
+from qwen_l40s.optimizations.attention import BACKENDS, chosen
 from qwen_l40s.optimizations.attention import Attention as ChosenBackend
 from qwen_l40s.optimizations.blocks import block_form
 
@@ -842,8 +842,8 @@ def test_fast_measures_in_the_first_pass_and_says_what_it_found():
         return
     times = AttentionTimings(300, {"int8_fp8": 0.5, "int8": 0.6, "sdpa_flash": 0.8})
     with (
-        mock.patch.object(choice, "sm_of", lambda device: (8, 9)),
-        mock.patch.object(choice, "_measurement", lambda *_: (times, [])),
+        mock.patch.object(chosen, "sm_of", lambda device: (8, 9)),
+        mock.patch.object(chosen, "measurement", lambda *_: (times, [])),
     ):
         for most, name in ((0.001, "sdpa_flash"), (0.02, "int8"), (0.1, "int8_fp8")):
             clone = optimize(model, OptimizeSettings(attention="fast", attention_error=most))
