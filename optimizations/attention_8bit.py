@@ -52,7 +52,7 @@ class Heads(NamedTuple):
 
     @classmethod
     def empty(cls, form: str, keys: torch.Tensor, queries: int | None = None) -> Heads:
-        """Room for keys like these, (batch, tokens, heads, head_dim), and as many queries, or
+        """Makes room for keys like these, (batch, tokens, heads, head_dim), and as many queries, or
         `queries` of them, in one piece of memory.
         """
         size = sum(cls.sizes(form, keys.shape, queries))
@@ -66,14 +66,14 @@ class Heads(NamedTuple):
         memory: torch.Tensor,
         queries: int | None = None,
     ) -> Heads:
-        """In memory of `sum(sizes(form, shape, queries))` bytes, (bytes,), uint8."""
+        """Lays them out in memory of `sum(sizes(form, shape, queries))` bytes, (bytes,), uint8."""
         parts = memory.split(cls.sizes(form, shape, queries))
         tensors = zip(parts, _tensors(form, shape, queries), strict=True)
         return cls(*(part.view(dtype).view(size) for part, (dtype, size) in tensors))
 
     @staticmethod
     def sizes(form: str, shape: tuple[int, ...], queries: int | None = None) -> list[int]:
-        """Bytes of each tensor, for keys of this shape, (batch, tokens, heads, head_dim)."""
+        """Counts each tensor's bytes, for keys of this shape, (batch, tokens, heads, head_dim)."""
         tensors = _tensors(form, shape, queries)
         return [dtype.itemsize * math.prod(size) for dtype, size in tensors]
 
@@ -81,7 +81,6 @@ class Heads(NamedTuple):
 def _tensors(
     form: str, shape: tuple[int, ...], queries: int | None
 ) -> list[tuple[torch.dtype, tuple[int, ...]]]:
-    """Dtype and shape of each tensor of `Heads`, in order."""
     batch, tokens, heads, head_dim = shape
     pair, length = (batch, heads), padded(tokens)
     channels = (*pair, head_dim)
@@ -95,7 +94,7 @@ def _tensors(
 
 
 def padded(tokens: int) -> int:
-    """The next multiple of `TOKENS_AT_ONCE`."""
+    """Rounds up to a multiple of `TOKENS_AT_ONCE`."""
     return -(-tokens // TOKENS_AT_ONCE) * TOKENS_AT_ONCE
 
 
@@ -151,12 +150,12 @@ def qk_norm_rope(
 
 
 def score_scale(head_dim: int) -> float:
-    """What queries are multiplied by, for weights that are powers of two."""
+    """Gives what queries are multiplied by, for weights that are powers of two."""
     return math.log2(math.e) / math.sqrt(head_dim)
 
 
 def quantize_heads(q: torch.Tensor, k: torch.Tensor, into: Heads) -> None:
-    """Queries and keys in int8, by the largest magnitude of each head of each token.
+    """Quantizes queries and keys to int8, by the largest magnitude of each head of each token.
 
         scale = max(|row|) / 127, or 1 for a zero row;  q = round_to_even(row / scale)
 
@@ -180,12 +179,12 @@ def quantize_heads(q: torch.Tensor, k: torch.Tensor, into: Heads) -> None:
 
 
 def sampled(tokens: int, device: torch.device | None = None) -> torch.Tensor:
-    """The tokens that the mean of the keys is taken of, (SAMPLED,), int64."""
+    """Gives the tokens that the mean of the keys is taken of, (SAMPLED,), int64."""
     return torch.arange(SAMPLED, device=device) * tokens // SAMPLED
 
 
 def quantize_values(v: torch.Tensor, into: Heads) -> None:
-    """Values in e4m3, transposed, by the largest magnitude of each channel.
+    """Quantizes values to e4m3, transposed, by the largest magnitude of each channel.
 
     Args:
         v: (batch, tokens, heads, head_dim).
@@ -208,7 +207,7 @@ def _scale(largest: torch.Tensor, steps: float) -> torch.Tensor:
 def attention_8bit(
     heads: Heads, v: torch.Tensor, mask: torch.Tensor | None, out: torch.Tensor
 ) -> None:
-    """softmax(q @ k.T + mask) @ v of heads in 8 bits; some queries at a time.
+    """Computes softmax(q @ k.T + mask) @ v of heads in 8 bits; some queries at a time.
 
     Args:
         heads: With values in e4m3 where weights are to be multiplied in it.

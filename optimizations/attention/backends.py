@@ -43,7 +43,7 @@ class AttentionRequest:
 
     @classmethod
     def of(cls, q: torch.Tensor, mask: torch.Tensor | None) -> AttentionRequest:
-        """The request of a call with q, (batch, tokens, heads, head_dim), and mask."""
+        """Describes a call with q, (batch, tokens, heads, head_dim), and mask."""
         batch, tokens, heads, head_dim = q.shape
         return cls(q.device, q.dtype, batch, heads, head_dim, tokens, mask is not None)
 
@@ -68,7 +68,7 @@ class Limits:
     masks: bool = True
 
     def refusal(self, request: AttentionRequest, sm: tuple[int, int] | None) -> str:
-        """Why a request is outside, in one clause; empty when it is inside."""
+        """Says why a request is outside, in one clause; empty when it is inside."""
         if sm is not None and self.cards and sm not in self.cards:
             return f"{sm_name(sm)}, has code for {', '.join(map(sm_name, self.cards))}"
         if sm is not None and sm < self.oldest:
@@ -122,7 +122,7 @@ class Backend:
 
 
 def sm_of(device: torch.device) -> tuple[int, int] | None:
-    """Compute capability of an NVIDIA card; None for any other device."""
+    """Gives the compute capability of an NVIDIA card; None for any other device."""
     usable = device.type == "cuda" and torch.cuda.is_available() and torch.version.hip is None
     return torch.cuda.get_device_capability(device) if usable else None
 
@@ -140,33 +140,30 @@ def dtype_name(dtype: torch.dtype) -> str:
 # that another thread may be setting for its own card. In a torch whose operators are others, the
 # trial fails and says so.
 
-# The efficient kernel reads the mask 8 elements at a time.
-MASK_ALIGNMENT = 8
-# FlashAttention takes heads of whole eights.
-FLASH_ALIGNMENT = 8
+# The efficient kernel reads the mask, and FlashAttention heads, 8 elements at a time.
+ALIGNMENT = 8
 
 
 def _flash(q, k, v, mask):
     if q.is_cpu:
         return torch._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask)[0]
     width = q.shape[-1]
-    if width % FLASH_ALIGNMENT == 0:
+    if width % ALIGNMENT == 0:
         return torch._scaled_dot_product_flash_attention(q, k, v)[0]
-    q, k, v = (F.pad(x, (0, -width % FLASH_ALIGNMENT)) for x in (q, k, v))
+    q, k, v = (F.pad(x, (0, -width % ALIGNMENT)) for x in (q, k, v))
     scale = 1 / math.sqrt(width)
     return torch._scaled_dot_product_flash_attention(q, k, v, scale=scale)[0][..., :width]
 
 
 def _cudnn(q, k, v, mask):
-    gradient = _has_gradient(q, k, v)
-    return torch._scaled_dot_product_cudnn_attention(q, k, v, mask, gradient)[0]
+    return torch._scaled_dot_product_cudnn_attention(q, k, v, mask, _needs_log_sum_exp(q, k, v))[0]
 
 
 def _efficient(q, k, v, mask):
     if mask is not None:
         mask = aligned_mask(mask).expand(*q.shape[:-1], k.shape[-2])
-    gradient = _has_gradient(q, k, v)
-    return torch._scaled_dot_product_efficient_attention(q, k, v, mask, gradient)[0]
+    with_lse = _needs_log_sum_exp(q, k, v)
+    return torch._scaled_dot_product_efficient_attention(q, k, v, mask, with_lse)[0]
 
 
 def _math(q, k, v, mask):
@@ -176,8 +173,7 @@ def _math(q, k, v, mask):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
-def _has_gradient(q, k, v) -> bool:
-    """Whether the backward pass needs the log-sum-exp."""
+def _needs_log_sum_exp(q, k, v) -> bool:
     return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
 
 
@@ -194,7 +190,7 @@ def _attend(
 
 
 def aligned_mask(mask: torch.Tensor) -> torch.Tensor:
-    """The mask with rows that start at multiples of 8 elements, as the efficient kernel wants them.
+    """Starts a mask's rows at multiples of 8 elements, as the efficient kernel reads them.
 
     What is aligned already comes back as it is: aligned once per forward, it is copied in no block.
 
@@ -202,10 +198,10 @@ def aligned_mask(mask: torch.Tensor) -> torch.Tensor:
         mask: (B, 1, 1, tokens).
     """
     *strides, last = mask.stride()
-    if last == 1 and all(stride % MASK_ALIGNMENT == 0 for stride in strides):
+    if last == 1 and all(stride % ALIGNMENT == 0 for stride in strides):
         return mask
     tokens = mask.shape[-1]
-    return F.pad(mask.contiguous(), (0, -tokens % MASK_ALIGNMENT))[..., :tokens]
+    return F.pad(mask.contiguous(), (0, -tokens % ALIGNMENT))[..., :tokens]
 
 
 def _against_cudnn(request: AttentionRequest) -> str:
@@ -252,7 +248,7 @@ SCORE_BYTES = 2**28
 
 
 def slices(heads: int, tokens: int, score_bytes: int = SCORE_BYTES) -> tuple[int, int]:
-    """How many heads and queries to take at once.
+    """Says how many heads and queries to take at once.
 
     Whole heads while one fits, else queries of one head; at least one query, whatever it takes.
     """
@@ -265,7 +261,7 @@ def slices(heads: int, tokens: int, score_bytes: int = SCORE_BYTES) -> tuple[int
 def sliced(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Softmax of q @ k.T / sqrt(head_dim) + mask, times v, in fp32 with one rounding at the end."""
+    """Computes `Backend.attend` in fp32, with one rounding at the end."""
     batch, tokens, heads, head_dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     heads_at_once, rows = slices(heads, tokens)
@@ -301,7 +297,7 @@ def _version_2(q, k, v, mask=None):
 
 @functools.cache
 def flash_attention_3() -> Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]:
-    """The function of version 3, whose module has a name in each distribution."""
+    """Finds the function of version 3, whose module has a name in each distribution."""
     return importlib.import_module(FLASH_ATTENTION_3.present.module).flash_attn_func
 
 

@@ -15,7 +15,7 @@ from ...errors import SettingError, UnavailableError
 from ...machine.card import first_line, read_cards
 from ...machine.store import AttentionTimings, load_attention, save_attention
 from ..kernels import on_card_of
-from .backends import AttentionRequest, dtype_name, sm_of
+from .backends import AttentionRequest, dtype_name, sm_name, sm_of
 from .registry import BACKENDS, limits_of, refusal
 
 FAST = "fast"
@@ -35,8 +35,6 @@ BUCKET = 512
 BUDGET_S = 1.2
 # One backend's runs after the first two: at most so many, and so many milliseconds of them.
 REPEATS, SHARE_MS = 6, 200
-# A backend whose first run takes so many times the best is not run again.
-HOPELESS = 3
 # More work than this is cut to fewer items and heads, not tokens: every card is full long before.
 MOST_FLOP = 4e12
 
@@ -94,7 +92,7 @@ class Attention:
 
 
 def choose_attention(request: AttentionRequest, name: str = "auto") -> Attention:
-    """The backend for a request.
+    """Chooses the backend for a request.
 
     "auto" takes the exact backend that is the fastest, on a card by a measurement that is kept on
     disk: under two seconds for a card, driver, torch and shape that are new. Quantized backends
@@ -113,7 +111,7 @@ def choose_attention(request: AttentionRequest, name: str = "auto") -> Attention
     if device.type == "cuda" and device.index is None and torch.cuda.is_available():
         request = replace(request, device=torch.device("cuda", torch.cuda.current_device()))
     sm = sm_of(request.device)
-    launches = _may_launch(sm, request.device)
+    launches = _may_launch(sm, request.device)  # trials and timings
     refuse = refusal if launches else limits_of
     asked = asked_name(name)
     if asked not in ("auto", FAST):
@@ -152,7 +150,7 @@ def choose_attention(request: AttentionRequest, name: str = "auto") -> Attention
 def measurement(
     request: AttentionRequest, quick: list[str], kind: str = ""
 ) -> tuple[AttentionTimings | None, list[str]]:
-    """The times of the backends that run: known, read, or measured now.
+    """Finds the times of the backends that run: known, read, or measured now.
 
     Args:
         kind: Of the measurement, where it is not of exact backends.
@@ -170,7 +168,7 @@ def measurement(
 
 
 def measurement_key(request: AttentionRequest) -> str:
-    """What a measurement holds for: card, software and shape."""
+    """Names what a measurement holds for: card, software and shape."""
     bucket = max(BUCKET, 1 << (request.tokens - 1).bit_length())
     shape = f"{request.batch}x{bucket}x{request.heads}x{request.head_dim}"
     masked = "masked" if request.masked else "unmasked"
@@ -185,16 +183,9 @@ def _machine(device: torch.device) -> str:
         for backend in BACKENDS.values()
         if backend.exact and backend.package is not None
     ]
-    return "|".join(
-        (
-            torch.cuda.get_device_name(device),
-            f"sm_{sm[0]}{sm[1]}",
-            f"driver {read_cards(torch).driver}",
-            f"torch {torch.__version__}",
-            f"cuDNN {_cudnn()}",
-            *packages,
-        )
-    )
+    name, driver = torch.cuda.get_device_name(device), read_cards(torch).driver
+    software = f"driver {driver}", f"torch {torch.__version__}", f"cuDNN {_cudnn()}"
+    return "|".join((name, sm_name(sm), *software, *packages))
 
 
 def _cudnn() -> int | None:
@@ -219,14 +210,12 @@ def _figures(timings: AttentionTimings) -> str:
 
 
 def _order(sm: tuple[int, int] | None) -> list[str]:
-    """Every exact backend, the one that is expected to be the fastest first."""
     exact = [name for name, backend in BACKENDS.items() if backend.exact]
     named = ORDER.get(sm, ORDER[None])
     return [*named, *(name for name in exact if name not in named)]
 
 
 def _may_launch(sm: tuple[int, int] | None, device: torch.device) -> bool:
-    """Whether trials and timings can run now: not while code is traced or a CUDA graph captured."""
     if torch.compiler.is_compiling():
         return False
     on_card = sm is not None and device.type == "cuda"
@@ -249,7 +238,7 @@ def _check_asked(
 
 
 def asked_name(name: str) -> str:
-    """The backend, "auto" or "fast": the environment's where the name is "auto"."""
+    """Gives the backend, "auto" or "fast": the environment's where the name is "auto"."""
     return os.environ.get(VARIABLE, "auto") if name == "auto" else name
 
 
@@ -273,7 +262,7 @@ def is_lossy(
 def measure(
     names: Iterable[str], request: AttentionRequest
 ) -> tuple[AttentionTimings | None, list[str]]:
-    """Milliseconds of each backend for one request.
+    """Times each backend for one request, in milliseconds.
 
     Args:
         names: What to time, the one that is expected to be the fastest first.
@@ -295,9 +284,8 @@ def measure(
             if times and time.monotonic() > end:
                 without.append(f"not {name}: the time to measure was up")
                 continue
-            best = min(times.values(), default=float("inf"))
             try:
-                times[name] = _median_ms(BACKENDS[name].attend, inputs, flushed, best)
+                times[name] = _median_ms(BACKENDS[name].attend, inputs, flushed)
             except Exception as error:  # as in a trial: a shape can be what a kernel fails at
                 without.append(f"not {name}: {first_line(error)}")
     if not times:
@@ -307,7 +295,7 @@ def measure(
 
 
 def cut(request: AttentionRequest) -> AttentionRequest:
-    """The request with so few items and heads that one call does no more than `MOST_FLOP`."""
+    """Takes so few items and heads of a request that one call does no more than `MOST_FLOP`."""
     flop = 4 * request.head_dim * request.tokens**2  # of one head
     pairs = max(int(MOST_FLOP / flop), 1)
     if pairs >= request.batch * request.heads:
@@ -315,23 +303,18 @@ def cut(request: AttentionRequest) -> AttentionRequest:
     return replace(request, batch=1, heads=min(request.heads, pairs))
 
 
-def _median_ms(call: Callable, inputs: tuple, flushed: torch.Tensor, best: float) -> float:
+def _median_ms(call: Callable, inputs: tuple, flushed: torch.Tensor) -> float:
     call(*inputs)  # cuDNN makes its plan for the shape, packages load their code
     first = timed_ms(call, inputs, flushed)
-    if first > HOPELESS * best:
-        return first
     repeats = min(REPEATS, int(SHARE_MS / first))
     times = [first, *(timed_ms(call, inputs, flushed) for _ in range(repeats))]
     return sorted(times)[len(times) // 2]
 
 
 def timed_ms(call: Callable, inputs: tuple, flushed: torch.Tensor) -> float:
-    """The card's time for one call, without the inputs in its L2 cache.
-
-    Writing `flushed` also takes longer than launching what is timed after it.
-    """
+    """Times one call on the card, without the inputs in its L2 cache."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    flushed.zero_()
+    flushed.zero_()  # takes longer than launching what is timed after it
     begin.record()
     call(*inputs)
     end.record()
@@ -340,7 +323,7 @@ def timed_ms(call: Callable, inputs: tuple, flushed: torch.Tensor) -> float:
 
 
 def _inputs(request: AttentionRequest) -> tuple:
-    """q, k, v and the mask; torch's own random numbers, which a seed is for, are left alone."""
+    # Torch's own random numbers, which a seed is for, are left alone.
     generator = torch.Generator(request.device).manual_seed(0)
     shape = (3, request.batch, request.tokens, request.heads, request.head_dim)
     about = {"dtype": request.dtype, "device": request.device}

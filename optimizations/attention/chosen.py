@@ -27,8 +27,8 @@ class _Pass(threading.local):
 
 
 class MeasuredErrors:
-    """How far quantized backends are from exact attention, on the run's own queries, keys and
-    values of a first, a middle and the last block.
+    """Measures how far quantized backends are from exact attention, on the run's own queries, keys
+    and values of a first, a middle and the last block.
 
     Cards that each compute a prompt do so in threads: a pass counts the blocks of its own thread.
 
@@ -64,12 +64,7 @@ class MeasuredErrors:
         mask: torch.Tensor | None,
         exact: torch.Tensor,
     ) -> None:
-        """Measures where this is one of the blocks.
-
-        Args:
-            q, k, v, mask: As `Backend.attend`.
-            exact: What exact attention gave of them.
-        """
+        """Measures where this is one of the blocks, of which exact attention gave `exact`."""
         if self._pass.calls in self._pass.wanted:
             request, size = AttentionRequest.of(q, mask), exact.float().norm()
             for name in lossy_backends():
@@ -82,40 +77,38 @@ class MeasuredErrors:
 
     @property
     def errors(self) -> dict[str, float]:
-        """The largest error of each backend that runs; NaN where one gave NaN."""
+        """Gives the largest error of each backend that runs; NaN where one gave NaN."""
         # Copies, since another card may be measuring; one by one, since its errors are there.
         return {
             name: torch.tensor([error.item() for error in list(found)]).max().item()
             for name, found in list(self._found.items())
         }
 
-    @property
-    def allowed(self) -> list[str]:
-        """The backends within the bound."""
-        return [name for name, error in self.errors.items() if error <= self.most]
-
-    def clause(self, name: str) -> str:
-        """What was found of a backend."""
-        if name in self.errors:
-            return f"{name} error {self.errors[name]:.2g}"
-        return f"not {name}: {self._refused.get(name, 'it did not run')}"
+    def refused(self, name: str) -> str:
+        """Says why a backend was not measured, in one clause."""
+        return self._refused.get(name, "it did not run")
 
 
 def lossy_backends() -> list[str]:
-    """The names of those that quantize."""
     return [name for name, backend in BACKENDS.items() if not backend.exact]
 
 
-def choose_fast(request: AttentionRequest, errors: MeasuredErrors) -> Attention:
-    """The fastest of the best exact backend and the quantized ones within the bound.
+def choose_fast(request: AttentionRequest, measured: MeasuredErrors) -> Attention:
+    """Chooses the fastest of the best exact backend and the quantized ones within the bound.
 
     Raises:
         UnavailableError: Nothing computes the request.
     """
-    exact = choose_attention(request)
-    allowed = [name for name in errors.allowed if not refusal(name, request)]
-    found = "; ".join(errors.clause(name) for name in lossy_backends())
-    found = f"fast: {found}; at most {errors.most:g} allowed"
+    exact, errors = choose_attention(request), measured.errors
+    within = [name for name, error in errors.items() if error <= measured.most]
+    allowed = [name for name in within if not refusal(name, request)]
+    found = "; ".join(
+        f"{name} error {errors[name]:.2g}"
+        if name in errors
+        else f"not {name}: {measured.refused(name)}"
+        for name in lossy_backends()
+    )
+    found = f"fast: {found}; at most {measured.most:g} allowed"
     if not allowed or sm_of(request.device) is None:
         return replace(exact, reason=f"{exact.reason}; {found}")
     timings, without = measurement(request, [exact.name, *allowed], "quantized")
@@ -178,14 +171,14 @@ class ChosenAttention:
         self.fallback.log(f"{self.host} own attention runs from here")
 
     def lines(self) -> list[str]:
-        """What was chosen and why, a line each."""
+        """Says what was chosen and why, a line each."""
         if self.fallback:
             return [f"attention: {self.host} own: {self.fallback}"]
         found = {f"attention: {chosen}" for chosen in self._found()}
         return sorted(found) or [f"attention: {self.name}, chosen in the first step"]
 
     def choose(self, request: AttentionRequest) -> Attention:
-        """What computes a request in this run: asked once a pass, it serves all blocks of the pass.
+        """Chooses for a request in this run: asked once a pass, it serves all blocks of the pass.
 
         Whether a `fallback` takes its place is for the caller to look at.
 
@@ -201,7 +194,7 @@ class ChosenAttention:
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """Attention of q, k and v, (batch, joint, heads, head_dim), as `Attention` computes it."""
+        """Attends with q, k and v, (batch, joint, heads, head_dim), as `Attention` does."""
         out = self.choose(AttentionRequest.of(q, mask))(q, k, v, mask)
         self.look(q, k, v, mask, out)
         return out

@@ -28,7 +28,6 @@ def _in_8_bits(
     v: torch.Tensor,
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `Backend.attend`, by the form "int8" or "int8_fp8"."""
     into = Heads.empty(form, k, q.shape[1])
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     mask = mask if mask is None or mask.stride(3) == 1 else mask.contiguous()
@@ -76,7 +75,7 @@ CARDS = ((8, 0), (8, 6), (8, 9), (9, 0))
 
 
 def kernel_for(sm: tuple[int, int], cuda: str) -> tuple[str, str]:
-    """The function of the package for a card, and how it is to sum weights times values.
+    """Names the package's function for a card, and how it is to sum weights times values.
 
     Args:
         cuda: torch.version.cuda; the fp16 sums of Ada's fp8 instruction came with CUDA 12.8.
@@ -134,7 +133,7 @@ def sage(
 
 
 def _with_lse(q, k, v) -> tuple[torch.Tensor, torch.Tensor]:
-    """Exact attention, (B, queries, heads, head_dim), and its log-sum-exp, (B, heads, queries)."""
+    # (B, queries, heads, head_dim) exactly, and its log-sum-exp, (B, heads, queries).
     name = "_scaled_dot_product_flash_attention" + ("" if q.is_cuda else "_for_cpu")
     out, lse = getattr(torch.ops.aten, name)(*(x.transpose(1, 2) for x in (q, k, v)))[:2]
     return out.transpose(1, 2), lse

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from dataclasses import replace
 
 import torch
 
@@ -42,7 +43,7 @@ LOSSY_ERROR = 0.08
 
 
 def limits_of(name: str, request: AttentionRequest) -> str:
-    """Why the request is outside a backend's limits, in one clause; launches nothing."""
+    """Says why a request is outside a backend's limits, in one clause; launches nothing."""
     backend, sm = BACKENDS[name], sm_of(request.device)
     on_cpu = request.device.type == "cpu"
     limits = backend.card if sm is not None else backend.cpu if on_cpu else backend.other
@@ -53,7 +54,7 @@ def limits_of(name: str, request: AttentionRequest) -> str:
 
 
 def refusal(name: str, request: AttentionRequest, tried: bool = False) -> str:
-    """Why a backend cannot run a request, in one clause; empty when it can.
+    """Says why a backend cannot run a request, in one clause; empty when it can.
 
     The last thing asked is a trial against float64, once per card, dtype, head and mask: which
     builds, compilers and drivers can, and which packages work, is declared nowhere. None is needed
@@ -74,9 +75,8 @@ def refusal(name: str, request: AttentionRequest, tried: bool = False) -> str:
 
 
 def check_backends(cards: InstalledCards) -> tuple[Capability, ...]:
-    """What can be done with each backend on the first card, or on the processor without one.
-
-    Asked for Qwen-Image's heads in bf16.
+    """Says what each backend does for Qwen-Image's heads in bf16, on the first card, or without one
+    on the processor.
     """
     device = torch.device("cuda", 0) if cards.usable else torch.device("cpu")
     return tuple(_capability(backend, device) for backend in BACKENDS.values())
@@ -89,9 +89,7 @@ def _capability(backend: Backend, device: torch.device) -> Capability:
     if reason:
         unproven = f"; {backend.unproven}" if backend.unproven else ""
         return Capability(name, State.NOT_USABLE, f"{reason}{unproven}")
-    masked = refusal(
-        backend.name, AttentionRequest(device, torch.bfloat16, 1, 24, 128, 4096, masked=True)
-    )
+    masked = refusal(backend.name, replace(request, masked=True))
     clauses = ["exact" if backend.exact else "quantized, by name or with fast"]
     clauses.append(f"not with a mask: {masked}" if masked else "with and without a mask")
     if backend.package is not None:
@@ -109,9 +107,8 @@ def _missing(package: Package) -> str:
 
 @functools.cache
 def _trial(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, masked: bool) -> str:
-    """Runs the backend once on a small random input and compares with float64."""
     backend = BACKENDS[name]
-    q, k, v, mask = trial_inputs(dtype, head_dim, masked)
+    q, k, v, mask = _trial_inputs(dtype, head_dim, masked)
     expected = attend_float64(q, k, v, mask)
     try:
         with warnings.catch_warnings(), torch.no_grad():
@@ -134,10 +131,9 @@ def _trial(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, m
     return "" if error <= most else f"a trial was off by {error:.2g} of the result"
 
 
-def trial_inputs(
+def _trial_inputs(
     dtype: torch.dtype, head_dim: int, masked: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """q, k, v and the mask of a batch of two with two heads, on the CPU, always the same."""
     generator = torch.Generator().manual_seed(0)
     shape = (3, 2, TRIAL_TOKENS, 2, head_dim)
     q, k, v = torch.randn(shape, generator=generator).to(dtype)
@@ -152,7 +148,7 @@ def trial_inputs(
 def attend_float64(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """What every backend computes, (B, tokens, heads * head_dim), written down plainly."""
+    """Computes what every backend does, (B, tokens, heads * head_dim), written down plainly."""
     q, k, v = (x.transpose(1, 2).double() for x in (q, k, v))
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
     if mask is not None:

@@ -75,7 +75,6 @@ class Run:
 
 
 def part(x: torch.Tensor, tile: Tile) -> torch.Tensor:
-    """A view of a tile's rows and columns."""
     rows, columns = tile
     return x[..., slice(*rows), slice(*columns)]
 
@@ -109,11 +108,10 @@ class Middle:
     def of(
         cls, first: torch.nn.Module, attention: torch.nn.Module, last: torch.nn.Module
     ) -> Middle:
-        """A host's own modules."""
         return cls(first, last, attention.norm, attention.to_qkv, attention.proj, attention)
 
     def see(self, hidden: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """The attention of some pixels, (1, C, 1, rows, columns), to (1, 1, pixels, C)."""
+        """Attends from some pixels, (1, C, 1, rows, columns), to (1, 1, pixels, C)."""
         query = self._split(hidden)[0].contiguous()
         seen = (self.attend or F.scaled_dot_product_attention)(query, keys, values)
         seen = seen.transpose(-1, -2).reshape(hidden.shape)
@@ -128,19 +126,6 @@ class Middle:
     def _split(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
         together = self.qkv(self.norm(hidden.squeeze(2))).flatten(2).transpose(1, 2)
         return together[:, None].chunk(3, dim=-1)
-
-
-def sliced(middle: Middle, before: Run, after: Run, rows: int) -> tuple[Layer, Layer, Layer]:
-    """The attention and what directly precedes and follows it, in slices of so many rows.
-
-    Each layer takes and gives a whole (1, channels, 1, height, width), up to rounding the host's;
-    the attention works in place.
-    """
-    return (
-        partial(_in_strips, before, rows),
-        partial(_attend_in_strips, middle, rows),
-        partial(_in_strips, after, rows),
-    )
 
 
 def _in_strips(run: Run, rows: int, source: torch.Tensor) -> torch.Tensor:
@@ -251,13 +236,13 @@ def decode(
     if out is not None and tuple(out.shape) != wanted:
         raise SettingError(f"the images are {wanted} and `out` is {tuple(out.shape)}.")
     if plan.whole:
-        layers = (*_middle_layers(stages, plan), *stages.outer)
+        layers = (*middle_layers(stages, plan), *stages.outer)
         return _in_batches(partial(_chain, layers), latents, plan, out, progress)
     if out is None:
         out = latents.new_empty(wanted)
     report = _counter(progress, len(latents) * plan.count)
     for item, image in zip(latents.split(1), out.split(1), strict=True):
-        hidden = _chain(_middle_layers(stages, plan), item)
+        hidden = _chain(middle_layers(stages, plan), item)
         for tile in _tiles(plan, shape.pixels):
             part(image, tile).copy_(stages.rest.tile(hidden, tile))
             report()
@@ -295,7 +280,7 @@ def encode(
     _check_plan(plan, "encode", pixels, shape.image_channels, shape.pixels)
     device, dtype = torch.device(device or pixels.device), dtype or pixels.dtype
     if plan.whole:
-        layers = (*stages.outer, *_middle_layers(stages, plan))
+        layers = (*stages.outer, *middle_layers(stages, plan))
         return _in_batches(
             lambda batch: _chain(layers, batch.to(device, dtype)), pixels, plan, None, progress
         )
@@ -307,19 +292,24 @@ def encode(
         for tile in _tiles(plan, 1):
             part(hidden, tile).copy_(stages.rest.tile(item, tile, device, dtype))
             report()
-        for layer in _middle_layers(stages, plan):
+        for layer in middle_layers(stages, plan):
             hidden = layer(hidden)
         mean.copy_(hidden)
         del hidden
     return out
 
 
-def _middle_layers(stages: Stages, plan: VaePlan) -> tuple[Layer, ...]:
-    """The middle with what directly precedes and follows it."""
+def middle_layers(stages: Stages, plan: VaePlan) -> tuple[Layer, ...]:
+    """Gives the middle with what directly precedes and follows it, in slices if the plan says so.
+
+    Each layer takes and gives a whole (1, channels, 1, height, width), up to rounding the host's;
+    our attention works in place.
+    """
     before, after = stages.around
+    rows = plan.middle_rows if plan.sliced else plan.latent[0]
+    ours = partial(_attend_in_strips, stages.middle, rows)
     if plan.sliced:
-        return sliced(stages.middle, before, after, plan.middle_rows)
-    ours = partial(_attend_in_strips, stages.middle, plan.latent[0])
+        return partial(_in_strips, before, rows), ours, partial(_in_strips, after, rows)
     return *before.layers, stages.middle.attention or ours, *after.layers
 
 
@@ -361,7 +351,6 @@ def _in_batches(
 
 
 def _counter(progress: Progress | None, total: int) -> Callable[[], object]:
-    """Tells `progress` of one more part."""
     done = count(1)
     return lambda: progress and progress(next(done), total)
 

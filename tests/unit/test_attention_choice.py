@@ -195,13 +195,6 @@ def test_a_package_is_taken_once_it_has_passed_its_trial(card):
     assert choose_attention(request()).name == "sdpa_cudnn"
 
 
-def test_what_is_three_times_slower_is_run_once(card):
-    timed = card({**SDPA, "sdpa_efficient": 3.0}, sm=(9, 0))
-    choose_attention(request())
-    assert timed.count("sdpa_efficient") == 1
-    assert timed.count("sdpa_cudnn") == timed.count("sdpa_flash") == 1 + choice.REPEATS
-
-
 def test_long_runs_are_repeated_less(card):
     timed = card({"sdpa_flash": 90, "sdpa_cudnn": 150, "sdpa_efficient": 250})
     choose_attention(request())

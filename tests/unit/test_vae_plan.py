@@ -301,15 +301,14 @@ def test_the_predicted_peak_of_the_middle(published, direction, rows):
     from tracked_allocations import Allocations, fused_attention
 
     from qwen_l40s.hosts.diffusers.decode import decoder_stages
-    from qwen_l40s.optimizations.vae.tiles import sliced
+    from qwen_l40s.optimizations.vae.tiles import middle_layers
 
     stages = (decoder_stages if direction == "decode" else encoder_stages)(published)
     latent, size = (200, 128), published.dtype.itemsize
-    before, after = stages.around
-    layers = (*before.layers, stages.middle.attention, *after.layers)
-    if rows < latent[0]:
-        layers = sliced(stages.middle, before, after, rows)
-    channels = before.steps[0].channels_in
+    plan_of = plan_decode if direction == "decode" else plan_encode
+    whole = plan_of(stages.shape, *latent, budget=None)
+    layers = middle_layers(stages, replace(whole, middle_rows=rows))
+    channels = stages.around[0].steps[0].channels_in
     made = Allocations(CONVOLUTION_WORKSPACE)
     with torch.no_grad(), fused_attention(), made:
         x = torch.empty(1, channels, 1, *latent, device="meta", dtype=published.dtype)
