@@ -32,7 +32,7 @@ PASSED_BY = Fallback("another extension runs the transformer its own way")
 
 
 class NotFiniteError(Exception):
-    """Attention gave NaN in an earlier pass; the run has to begin again, with the host's."""
+    """Says that attention gave NaN in an earlier pass: the run begins again, with the host's."""
 
 
 class Optimization:
@@ -102,7 +102,7 @@ class Optimization:
         if self._last is not None:  # the report outlives the model, whose modules the others hold
             self._last = copy.copy(self._last)
             self._last.let_go()
-        for prepared in self._all_prepared():
+        for prepared in _values(self._prepared):
             prepared.known(None)
         for memory in self._all_memories():
             memory.free_buffers()
@@ -117,7 +117,7 @@ class Optimization:
             memory.drop_void()
 
     def run_pass(self, host: HostPass, call: Callable[[], Any]) -> Any:
-        """One call of the transformer, which `call` makes.
+        """Makes one call of the transformer, by `call`.
 
         Where attention gives NaN, the pass or the run is made once more, with the host's: waiting
         for what each pass gives would leave the card without work.
@@ -144,7 +144,6 @@ class Optimization:
         return self._run_once(host, call)
 
     def _settle(self, doubts: list[Later]) -> None:
-        """Looks at what the card tells of earlier passes."""
         if any(any(doubt.read()) for doubt in doubts):
             self._doubts = WeakKeyDictionary()
             self.attention.give_up()
@@ -157,7 +156,7 @@ class Optimization:
             PASSED_BY.log(f"{self.host} own blocks run")
 
     def report(self) -> str:
-        """Which path every part took, a line each."""
+        """Says which path every part took, a line each."""
         if not self._blocks:
             lines = [f"blocks: {self.host} own, as asked for"]
         elif self._passed_by:
@@ -169,7 +168,7 @@ class Optimization:
         return "\n".join([*lines, *self.attention_lines()])
 
     def attention_lines(self) -> list[str]:
-        """Which attention ran, a line each."""
+        """Says which attention ran, a line each."""
         if self.attention is None:
             return [f"attention: {self.host} own, or what another node has set"]
         return self.attention.lines()
@@ -235,10 +234,6 @@ class Optimization:
         prepared.fused += forward_pass.fused
         return output
 
-    def _member(self, prepared: PreparedModel, host: HostPass, stack: ExitStack) -> Member:
-        memory = stack.enter_context(self._memory(prepared, host))
-        return Member(host, prepared, memory, _hold(prepared, host, stack))
-
     def _team(self, first: Member, stack: ExitStack) -> Team | None:
         figures = first.prepared.split
         if figures.refusal:
@@ -252,7 +247,8 @@ class Optimization:
                 if fallback:
                     figures.refuse(f"{peer.device}: {fallback}")
                     return None
-                members.append(self._member(prepared, peer, stack))
+                memory = stack.enter_context(self._memory(prepared, peer))
+                members.append(Member(peer, prepared, memory, _hold(prepared, peer, stack)))
         devices = [member.host.device for member in members]
         try:
             links = {
@@ -266,9 +262,7 @@ class Optimization:
 
     @contextmanager
     def _memory(self, prepared: PreparedModel, host: HostPass) -> Iterator[PassMemory]:
-        """The buffers and graphs for a pass on the current stream, which another pass there may
-        use afterwards.
-        """
+        # Of the current stream: the next pass there may use it.
         key: Hashable = host.device
         if host.device.type == "cuda":
             key = host.device, torch.cuda.current_stream(host.device).cuda_stream
@@ -286,15 +280,11 @@ class Optimization:
             memory.taken = False
 
     def _drop_graphs(self, owner: Any) -> bool:
-        """Frees the graphs of a model and their buffers; whether there were any."""
         memories = self._memories.get(owner, {}).values()
         found = [it for it in list(memories) if it.has_graphs and not it.taken]
         for memory in found:
             memory.release()
         return bool(found)
-
-    def _all_prepared(self) -> list[PreparedModel]:
-        return _values(self._prepared)
 
     def _all_memories(self) -> list[PassMemory]:
         return _values(self._memories)
@@ -315,31 +305,29 @@ class Optimization:
 
 
 def _values(known: WeakKeyDictionary[Any, dict[Hashable, _Value]]) -> list[_Value]:
-    """All values, while threads of other cards add some."""
-    owners = [ref() for ref in known.keyrefs()]  # as dict.values() below, copied in one go
+    # Threads of other cards add some: what keyrefs() and values() give is copied in one go.
+    owners = [ref() for ref in known.keyrefs()]
     found = [known.get(owner, {}) for owner in owners if owner is not None]
     return [value for each in found for value in list(each.values())]
 
 
 def _current(device: torch.device) -> AbstractContextManager:
-    """Makes a card the current one: kernels are compiled for that one, and launch on it alone."""
+    # Kernels are compiled for the current card, and launch on it alone.
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _hold(prepared: PreparedModel, host: HostPass, stack: ExitStack) -> Hashable | None:
-    """The token of held weights, which is another one where layers have another form."""
+    # A graph is of the layers' forms, too.
     token = stack.enter_context(host.layers.hold(host.blocks))
     return None if token is None else (token, *prepared.read)
 
 
 def _holds(host: HostPass) -> bool:
-    """Whether the next pass holds the weights, also after memory ran out."""
     with host.layers.hold(host.blocks) as weights:
         return weights is not None
 
 
 def _whole_pass_fallback(prepared: PreparedModel, host: HostPass) -> Fallback | None:
-    """Why the host's own blocks run in a whole pass."""
     if isinstance(prepared.ops, Fallback):
         return prepared.ops
     if prepared.check.failed:

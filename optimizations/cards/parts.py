@@ -37,7 +37,7 @@ class Card(NamedTuple):
     device: torch.device
 
     def current(self) -> AbstractContextManager:
-        """Makes it the current card, as launches of kernels need."""
+        # Kernels launch on the current card.
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
 
@@ -76,7 +76,6 @@ class _Tail:
     def run(
         self, piece: int, operand: Any, x: torch.Tensor, gates: Modulation, norms: Modulation
     ) -> None:
-        """The image's product, residual and norm of the first or the second piece."""
         self._products[piece](self._program.readable(IMAGE_LAST, operand))
         x = self._of(x, piece)
         norm = self._norms[piece]
@@ -99,7 +98,6 @@ class _Tail:
         norm(x, gates, norms)
 
     def rows(self, pairs: Pairs, piece: int) -> Pairs:
-        """Of rows and their scales, those of a piece."""
         (values, _), *scales = pairs
         gaps = [len(scale) - len(values) for scale, _ in scales]
         cuts = [self._cut, *(self._cut + gap for gap in gaps)]
@@ -141,16 +139,16 @@ class Part:
         self.program.begin(self.x, self._entry.of(first)[0])
 
     def begin(self) -> None:
-        """What the LoRAs beside the first layers make of the card's rows."""
+        """Computes what the LoRAs beside the first layers make of the card's rows."""
         self.card.executor.compute_low(self.program, self._known, 0)
 
     def multiply(self, *places: tuple[int, ...]) -> None:
-        """`QUERIES`, `KEYS` or `VALUES` of the card's own rows."""
+        """Makes `QUERIES`, `KEYS` or `VALUES` of the card's own rows."""
         for these in places:
             self.card.executor.multiply(self.program, self._known, these)
 
     def go_to_last(self, index: int) -> None:
-        """Of a block, once everything has come, all to what the MLP's last layers read."""
+        """Computes all up to what the MLP's last layers read, once everything has come."""
         executor, known, program = self.card.executor, self._known, self.program
         for _, products in program.received:
             for place, product in products:
@@ -159,7 +157,7 @@ class Part:
         executor.compute_low(program, known, 3)
 
     def finish_first(self, index: int) -> None:
-        """What is left of a block, with the next one's norm, for the first piece of the rows."""
+        """Ends a block and begins the next one for the first piece of the rows."""
         known, program = self._known, self.program
         self._known, self.program = self._blocks[index + 1]
         tail = program.tails.get(id(self.program))
@@ -171,16 +169,11 @@ class Part:
         tail.run(0, *self._ending[1])
 
     def finish_second(self) -> None:
-        """The same for the second."""
         tail, given = self._ending
         tail.run(1, *given)
 
     def finish(self, index: int, added: torch.Tensor | None) -> None:
-        """What is left of a block, and the next one's norm.
-
-        Args:
-            added: To the image after the block.
-        """
+        """Ends a block and begins the next one, between which `added` is added to the image."""
         known, program = self._known, self.program
         self.card.executor.multiply(program, known, (TEXT_LAST, IMAGE_LAST))
         gates = self._entry.of(index)[1]
@@ -198,16 +191,14 @@ class Part:
         self.program.begin(self.x, norms)
 
     def heads_to(self, other: Part, which: int) -> Pairs:
-        """Keys (1) or values (2) here, and where they go to on the other card."""
+        """Gives keys (1) or values (2) here, and where they go to on the other card."""
         cut = slice(0 if self.share.text else self.share.image.start, self.share.image.stop)
         mine, theirs = self.program.heads[which], other.program.heads[which]
         items = zip(mine.split(1), theirs.split(1), strict=True)
         return [(here[:, cut], there[:, cut]) for here, there in items]
 
     def rows_to(self, other: Part, piece: int | None) -> Pairs:
-        """Normalized rows here, and where they go to on the other card; those of a piece alone
-        where one is named.
-        """
+        """Gives normalized rows here, or a piece's, and where they go to on the other card."""
         program, format = self.program, self.program.first_format
         there = other.program.rows_of(self.share)
         if format is None:

@@ -42,10 +42,10 @@ class Timed:
             self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         self._times = [0.0, 0.0]
 
-    def start(self) -> None:
+    def __enter__(self) -> None:
         self._mark(0)
 
-    def stop(self) -> None:
+    def __exit__(self, *_: object) -> None:
         self._mark(1)
 
     def _mark(self, which: int) -> None:
@@ -55,7 +55,7 @@ class Timed:
 
     @property
     def milliseconds(self) -> float:
-        """Waits for the second point."""
+        """Waits for the second point, and gives the time between them."""
         if not self._events:
             return 1000 * (self._times[1] - self._times[0])
         start, stop = self._events
@@ -133,9 +133,7 @@ class Split:
         """Runs the blocks from `first` on, without `last`.
 
         Args:
-            text: (batch, text tokens, D), on the first card.
-            image: (batch, image tokens, D), there too.
-            step: What the pass is about.
+            text, image: (batch, tokens, D), on the first card.
             entry: The modulation of all blocks.
             after: Is called with the index of each block that was launched.
 
@@ -149,9 +147,8 @@ class Split:
         self._sent.clear()
         try:
             parts = self._begin(text, image, step, entry, first, last)
-            self.timed.start()
-            self._run(parts, first, last, after)
-            self.timed.stop()
+            with self.timed:
+                self._run(parts, first, last, after)
             result = self._gather(parts, torch.empty_like(image, memory_format=CONTIGUOUS))
             self.issued = time.perf_counter()
         except BaseException:  # nobody copies from or to what is freed next
@@ -183,7 +180,7 @@ class Split:
             for part in parts:
                 with part.card.current():
                     part.begin()
-            self._exchange_first(parts, piece)
+            self._make_and_send_qkv(parts, piece)
             for here, part in enumerate(parts):
                 with part.card.current():
                     self._arrive(here)
@@ -256,8 +253,7 @@ class Split:
         own = Entry(modulation, modulation[:, : entry.text.shape[1]])
         return Part(card, share, x, Step(share.tokens, rotary, mask), own)
 
-    def _exchange_first(self, parts: Sequence[Part], piece: int | None) -> None:
-        """Makes q, k and v of all cards' own rows, and sends what others need of them."""
+    def _make_and_send_qkv(self, parts: Sequence[Part], piece: int | None) -> None:
         if self._shares[0].received:
             self._exchange(parts, Part.rows_to, piece)
             self._multiply(parts, QUERIES, KEYS, VALUES)
@@ -289,7 +285,7 @@ class Split:
         return self._early and not added and index + 1 < last
 
     def _arrive(self, here: int) -> None:
-        """Has a card wait for what it gets, and for what it sends, which it then overwrites."""
+        # Also for what it sends, which it then overwrites.
         for (source, target), route in self._routes.items():
             if target == here:
                 route.arrive()
@@ -325,6 +321,6 @@ class Split:
 
 
 def _place(card: Card, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Where a tensor comes to on a card: a number is a row, as buffers have 256 rows at least."""
+    # A number is a row, as buffers have 256 rows at least.
     like = torch.empty(0, dtype=tensor.dtype, device=card.device)
     return card.workspace.take(name, (tensor.numel(),), like).view(tensor.shape)

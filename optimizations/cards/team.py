@@ -33,30 +33,6 @@ AHEAD = 20_000_000  # cycles of a card, about 10 ms
 Given = tuple[torch.Tensor, torch.Tensor, Step, Entry]  # text, image, step, modulation
 
 
-class CardAttention:
-    """What was chosen for a card's attention in one pass; asked for once."""
-
-    def __init__(self, attention: ChosenAttention) -> None:
-        self._attention = attention
-        self._chosen: Attention | None = None
-
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:
-        """As `block.Attend`, with fewer queries than keys."""
-        return self._choice(k, mask)(q, k, v, mask)
-
-    def form(self, k: torch.Tensor, mask: torch.Tensor | None) -> str | None:
-        """The form of 8-bit attention, as `BlockExecutor` takes it."""
-        chosen = self._choice(k, mask)
-        return chosen.name if chosen.quantizes else None
-
-    def _choice(self, k: torch.Tensor, mask: torch.Tensor | None) -> Attention:
-        if self._chosen is None:
-            self._chosen = self._attention.choose(AttentionRequest.of(k, mask))
-        return self._chosen
-
-
 class SplitPlan(NamedTuple):
     """How a pass is split.
 
@@ -87,18 +63,32 @@ class Member(NamedTuple):
     weights: Hashable | None
 
     def refusal(self) -> str:
-        """Why it takes no share, in one clause; empty where it does."""
+        """Says why it takes no share, in one clause; empty where it does."""
         if self.weights is None:
             return f"{self.host.device}: {self.host.layers.moving}"
         found = next(filter(None, self.prepared.unsupported), None)
         return "" if found is None else f"{self.host.device}: some blocks do not run fused: {found}"
 
     def card(self, attention: ChosenAttention) -> Card:
-        """What computes its share."""
-        own, workspace = CardAttention(attention), self.memory.workspace
-        known = self.prepared.known(self.weights)
+        """Makes what computes its share, with attention that is chosen once in a pass."""
+        found: list[Attention] = []
+
+        def choice(k: torch.Tensor, mask: torch.Tensor | None) -> Attention:
+            if not found:
+                found.append(attention.choose(AttentionRequest.of(k, mask)))
+            return found[0]
+
+        def attend(q: torch.Tensor, *operands: torch.Tensor | None) -> torch.Tensor:
+            k, _, mask = operands  # there may be more of them than queries
+            return choice(k, mask)(q, *operands)
+
+        def form(k: torch.Tensor, mask: torch.Tensor | None) -> str | None:
+            chosen = choice(k, mask)
+            return chosen.name if chosen.quantizes else None
+
+        known, workspace = self.prepared.known(self.weights), self.memory.workspace
         ops, layers = self.prepared.ops, self.host.layers
-        executor = BlockExecutor(layers, ops, own.attend, workspace, known, own.form)
+        executor = BlockExecutor(layers, ops, attend, workspace, known, form)
         return Card(executor, workspace, self.host.blocks, self.host.device)
 
 
@@ -134,7 +124,7 @@ class SplitFigures:
             self.refusal = reason
 
     def lines(self) -> list[str]:
-        """Lines about the run."""
+        """Tells the run, a line each."""
         lines = []
         if self.passes:
             rows = " + ".join(map(str, self.plan.images))
@@ -246,7 +236,6 @@ class Team:
         return plan
 
     def split(self, plan: SplitPlan, step: Step) -> Split:
-        """Makes the pass itself."""
         return self._split(plan, step, self._routes)
 
     def work(self, plan: SplitPlan, key: tuple[Hashable, ...]) -> Work:
@@ -317,13 +306,14 @@ class Team:
         text, image, step, entry = given
         first = self._members[:1]
         blocks = first[0].host.blocks[:TRIED]
-        for _ in range(2):  # the first compiles
-            x = torch.cat([it.reshape(-1, it.shape[-1]) for it in (text, image)])
-            self._get_ahead(first)
-            timed = Timed(x.device)
-            timed.start()
-            executor.run_all(blocks, x, step, entry)
-            timed.stop()
+        x = torch.cat([it.reshape(-1, it.shape[-1]) for it in (text, image)])
+        timed = Timed(x.device)
+
+        def run() -> None:
+            with timed:
+                executor.run_all(blocks, x, step, entry)
+
+        self._twice(first, run)
         return timed.milliseconds / len(blocks)
 
     def _of_text(self, executor: BlockExecutor, given: Given) -> float:
@@ -339,30 +329,33 @@ class Team:
         rows = text.new_empty((step.tokens.rows, text.shape[2]))
         known = [executor.look(block, rows) for block in blocks]
         programs = [workspace.program(it.form, share, rows) for it in known]
-        for _ in range(2):
-            self._get_ahead(first)
-            timed = Timed(text.device)
-            timed.start()
-            for program, it in zip(programs, known, strict=True):
-                program.mix(program.heads[0].flatten(2))
-                executor.multiply(program, it, TEXT_PLACES)
-            timed.stop()
+        timed = Timed(text.device)
+
+        def run() -> None:
+            with timed:
+                for program, it in zip(programs, known, strict=True):
+                    program.mix(program.heads[0].flatten(2))
+                    executor.multiply(program, it, TEXT_PLACES)
+
+        self._twice(first, run)
         return timed.milliseconds / len(blocks)
 
     def _together(self, split: Split, given: Given) -> float:
         blocks = min(TRIED, len(self._members[0].host.blocks))
-        for _ in range(2):
-            self._get_ahead(self._members)
-            split.run(*given, 0, blocks)
+        self._twice(self._members, lambda: split.run(*given, 0, blocks))
         return split.timed.milliseconds / blocks
 
-    def _get_ahead(self, members: Sequence[Member]) -> None:
-        """Keeps cards waiting until some blocks are launched, as a graph launches them."""
+    def _twice(self, members: Sequence[Member], launch: Callable[[], object]) -> None:
+        """Launches a second time what the first compiles; cards wait until some of it is launched,
+        as a graph launches it.
+        """
         host = members[0].host
-        if host.device.type == "cuda" and not (host.additions or host.no_graphs()):
-            for member in members:
-                with torch.cuda.device(member.host.device):
-                    torch.cuda._sleep(AHEAD)
+        for _ in range(2):
+            if host.device.type == "cuda" and not (host.additions or host.no_graphs()):
+                for member in members:
+                    with torch.cuda.device(member.host.device):
+                        torch.cuda._sleep(AHEAD)
+            launch()
 
     def release(self) -> None:
         """Frees what other cards than the first keep for passes."""
