@@ -24,5 +24,5 @@ class Fallback:
         return self.reason
 
     def log(self, instead: str) -> None:
-        """The one line of it: `instead` says what runs."""
+        """Logs it, and what runs `instead`."""
         logger.warning("Qwen-Image L40S: %s: %s.", self.reason, instead)

@@ -42,7 +42,7 @@ class Computed(NamedTuple):
 
 
 class Later:
-    """Numbers that the card is still computing, copied to the host without waiting.
+    """Reads numbers that the card is still computing, copied to the host without waiting.
 
     Args:
         step: After whose beginning the card computes them.
@@ -62,11 +62,11 @@ class Later:
 
     @property
     def ready(self) -> bool:
-        """Whether reading them takes no wait."""
+        """Says whether reading them takes no wait."""
         return self._event is None or self._event.query()
 
     def read(self) -> list[float]:
-        """The numbers, once the card has come that far."""
+        """Waits until the card has come that far, and gives them."""
         if self._event is not None:
             self._event.synchronize()
         return self._values.tolist()
@@ -109,7 +109,7 @@ class CacheFigures:
 
     @property
     def computed(self) -> int:
-        """Steps that called the transformer."""
+        """Counts the steps that called the transformer."""
         return self.steps - len(self.skipped)
 
     def lines(self) -> list[str]:
@@ -196,18 +196,18 @@ class CachedRun:
 
     @property
     def computed_steps(self) -> int:
-        """How many steps call the transformer, as far as it is known before the run."""
+        """Says how many steps call the transformer, as far as it is known before the run."""
         return self.figures.steps if self._reason or self.settings.audit else self._plan.computed
 
     @property
     def is_over(self) -> bool:
-        """Whether all steps were asked for."""
+        """Says whether all steps were asked for."""
         return self._calls >= self.figures.steps
 
     def forecast(
         self, x: torch.Tensor, sigma: torch.Tensor, key: Hashable = None
     ) -> torch.Tensor | None:
-        """The velocity of a step that is skipped; None for one that is to be computed.
+        """Gives the velocity of a step that is skipped; None for one that is to be computed.
 
         Args:
             x: The latent, of any shape.
@@ -234,12 +234,7 @@ class CachedRun:
         return velocity
 
     def computed(self, x: torch.Tensor, velocity: torch.Tensor) -> None:
-        """The model was called after `forecast` had none.
-
-        Args:
-            x: The latent.
-            velocity: Guided, in the latent's shape.
-        """
+        """Takes the guided velocity that the model gave at x after `forecast` had none."""
         if self._reason:
             return
         step = self._calls - 1
@@ -249,7 +244,7 @@ class CachedRun:
         self._expect(step, x, velocity)
 
     def audited(self, velocity: torch.Tensor) -> None:
-        """The model was called although `forecast` had a velocity, and gave this one."""
+        """Takes the velocity that the model gave although `forecast` had one."""
         self._audited.append(self._miss(self._calls - 1, velocity))
 
     def stop(self, reason: str) -> None:
@@ -285,7 +280,6 @@ class CachedRun:
         self._unread, self._refusing = len(self._misses), False
 
     def _watch(self, step: int, x: torch.Tensor, sigma: torch.Tensor) -> None:
-        """Has the card look where the sampler has gone, and at which sigma it asks."""
         found = sigma.flatten()[0].to(x.device, non_blocking=True)
         astray = torch.zeros_like(found, dtype=torch.float32)
         if self._expected is not None:
@@ -295,7 +289,6 @@ class CachedRun:
         self._watched.append(Later(step, astray, found))
 
     def _astray(self) -> bool:
-        """Whether a sampler goes elsewhere than the velocity leads, by what the card has told."""
         last = self._history[-1].step if self._history else -1
         while self._watched and self._watched[0].step <= last:
             later = self._watched.pop(0)
@@ -327,12 +320,8 @@ class CachedRun:
         return not self._refusing
 
     def _missed_too_much(self) -> bool:
-        """Whether a forecast that the card has compared since the last look missed by too much.
-
-        That of the last computed step is left for the next look: the card still computes it.
-        """
-        last = self._history[-1].step
-        found = False
+        # That of the last computed step is for the next look: the card still computes it.
+        last, found = self._history[-1].step, False
         while self._unread < len(self._misses) and self._misses[self._unread][0].step < last:
             miss, size = self._misses[self._unread][0].read()
             found |= not miss <= MOST_MISSED * size  # NaN misses
@@ -346,7 +335,6 @@ class CachedRun:
         return torch.lerp(last.velocity, before.velocity, -min(factor, 1.0))
 
     def _compare(self, step: int, velocity: torch.Tensor) -> None:
-        """Has the card compare what would have been forecast with what was computed."""
         # An error grows with the distance from the last computed step.
         last, here = self._history[-1].sigma, self._sigmas[step]
         weight = sum(
@@ -357,12 +345,11 @@ class CachedRun:
         self._since = []
 
     def _miss(self, step: int, velocity: torch.Tensor) -> Later:
-        """Has the card compute |forecast - computed| and |computed|."""
         guess = self._extrapolated(self._sigmas[step])
         return Later(step, self._norm(guess.float() - velocity.float()), self._norm(velocity))
 
     def _expect(self, step: int, x: torch.Tensor, velocity: torch.Tensor) -> None:
-        """Where the next call's latent is, if the sampler takes an Euler step."""
+        # Where the next call's latent is, if the sampler takes an Euler step.
         change = (self._sigmas[step + 1] - self._sigmas[step]) * velocity.float()
         there = x.float() + change
         self._expected = there, self._norm(change)
@@ -370,12 +357,10 @@ class CachedRun:
             self._final = Later(step, self._norm(there))
 
     def _norm(self, x: torch.Tensor) -> torch.Tensor:
-        """Measures what the sampler follows, in float32."""
         return (x.float() if self._followed is None else x.float() * self._followed).norm()
 
 
 def _relative(misses: Iterable[Sequence[float]]) -> list[float]:
-    """Divides misses by their sizes, and drops what is not finite."""
     return [part for miss, size in misses if math.isfinite(part := miss / max(size, TINY))]
 
 

@@ -28,20 +28,20 @@ Strip = tuple[slice, slice, slice, slice]
 
 
 def channels_last(x: Tensor) -> Tensor:
-    """x itself, which may be rows and columns of a whole, where its channels come last."""
+    """Gives x itself, which may be rows and columns of a whole, where its channels come last."""
     if x.stride(1) == 1 and (x.shape[3] == 1 or x.stride(3) == x.shape[1]):
         return x
     return x.contiguous(memory_format=torch.channels_last)
 
 
 def empty(x: Tensor, channels: int, height: int, width: int) -> Tensor:
-    """Room for as many items as x has."""
+    """Makes room for as many items as x has."""
     shape, like = (len(x), channels, height, width), {"dtype": x.dtype, "device": x.device}
     return torch.empty(shape, **like, memory_format=torch.channels_last)
 
 
 def strips(x: Tensor, channels: int, margin: int) -> Iterator[Strip]:
-    """All of x at once, or rows of one item after those of another, which read `margin` more."""
+    """Cuts x into rows of one item after another, which read `margin` more, unless it is small."""
     items, given, height, width = x.shape
     most = max(given, channels)
     if items * most * height * width <= STRIP:
@@ -58,14 +58,14 @@ def strips(x: Tensor, channels: int, margin: int) -> Iterator[Strip]:
 
 
 def convolve(x: Tensor, weight: Tensor, stride: int = 1, padding: int | None = None) -> Tensor:
-    """A convolution without its bias, which keeps the size by default."""
+    """Convolves without the bias, which keeps the size by default."""
     padding = weight.shape[-1] // 2 if padding is None else padding
     return channels_last(F.conv2d(channels_last(x), weight, None, stride, padding))
 
 
 def doubled(weight: Tensor) -> Tensor:
-    """The weight, (4 out, in, 2, 2), that gives from a pixel's neighbours what the weight, (out,
-    in, 3, 3), gives four times from their copies in an image of twice the size.
+    """Makes a weight, (4 out, in, 2, 2), that gives from a pixel's neighbours what this one, (out, in,
+    3, 3), gives four times from their copies in an image of twice the size.
     """
     sums = weight.float()
     for axis in (2, 3):
@@ -78,7 +78,7 @@ def doubled(weight: Tensor) -> Tensor:
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Attention of one head, (1, 1, pixels, channels) each, in slices.
+    """Attends with one head, (1, 1, pixels, channels) each, in slices.
 
     Its head is as wide as the middle; cards' fused attention takes none of more than 256.
     """
@@ -99,7 +99,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 
 def choose_pixel_ops(device: torch.device) -> ModuleType:
-    """The kernels where they run, which the trial of the blocks' kernels tells; or this module."""
+    """Chooses the kernels where the trial of the blocks' kernels says they run; or this module."""
     on_processor = device.type == "cpu" and not kernels.interpreted()
     if on_processor or isinstance(choose_ops(device), Fallback):
         return sys.modules[__name__]
@@ -116,7 +116,7 @@ def norm(
     silu: bool = True,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Each pixel over its length, times sqrt(C) gamma, and SiLU.
+    """Divides each pixel by its length, times sqrt(C) gamma, and applies SiLU.
 
     Args:
         bias: added before; x is then `out`.
@@ -133,7 +133,7 @@ def norm(
 
 
 def add(x: Tensor, bias: Tensor, other: Tensor | None, out: Tensor, frames: int = 1) -> Tensor:
-    """x + bias + other into `out`, which is dense and may be x.
+    """Writes x + bias + other into `out`, which is dense and may be x.
 
     Where x has four parts of C channels, an image of twice the size: part 2 a + b, for row 2 i + a
     and column 2 j + b of the output, is at row i + a and column j + b. Of `other` each pixel and

@@ -80,7 +80,7 @@ def part(x: torch.Tensor, tile: Tile) -> torch.Tensor:
 
 
 def stage(layers: tuple[Layer, ...], shortcut: Layer) -> Layer:
-    """Layers with a shortcut around them, whose sum takes the place of what the layers give."""
+    """Adds what a shortcut gives to what the layers around which it goes give, in its place."""
     return lambda x: _chain(layers, x).add_(shortcut(x))
 
 
@@ -186,7 +186,7 @@ class Stages:
 
     @property
     def around(self) -> tuple[Run, Run]:
-        """What directly precedes and what directly follows the attention."""
+        """Gives what directly precedes and what directly follows the attention."""
         before, after = (self.middle.first,), (self.middle.last,)
         if self.direction == "decode":
             before = self.end, *before
@@ -199,7 +199,7 @@ class Stages:
 
     @property
     def rest(self) -> Run:
-        """What follows the middle, or precedes it."""
+        """Gives what follows the middle, or precedes it."""
         steps = up_steps if self.direction == "decode" else down_steps
         return Run(steps(self.shape), self.outer)
 
