@@ -64,8 +64,8 @@ def convolve(x: Tensor, weight: Tensor, stride: int = 1, padding: int | None = N
 
 
 def doubled(weight: Tensor) -> Tensor:
-    """Makes a weight, (4 out, in, 2, 2), that gives from a pixel's neighbours what this one, (out, in,
-    3, 3), gives four times from their copies in an image of twice the size.
+    """Makes a weight, (4 out, in, 2, 2), that gives from a pixel's neighbours what this one, (out,
+    in, 3, 3), gives four times from their copies in an image of twice the size.
     """
     sums = weight.float()
     for axis in (2, 3):
