@@ -186,12 +186,6 @@ def test_a_function_that_became_something_else(host):
     assert "has comfy.lora.load_lora as a int" in sentence()
 
 
-def test_it_is_looked_at_once(host):
-    assert unsupported_host() is None
-    host["comfyui_version"].__version__ = "0.1.0"
-    assert unsupported_host() is None
-
-
 def test_what_is_replaced_in_the_model_and_called_in_a_block_of_qwen_image_21(monkeypatch):
     module = ModuleType("comfy.ldm.qwen_image21.model")
     monkeypatch.setitem(sys.modules, module.__name__, module)

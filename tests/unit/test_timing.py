@@ -138,11 +138,6 @@ def test_a_pass_takes_as_long_as_the_longer_of_card_and_processor(
     assert getattr(found, found.bound) == found.seconds
 
 
-def test_a_machine_that_was_not_calibrated_launches_every_precision():
-    assert LAUNCHES.block.keys() == set(PRECISIONS)
-    assert LAUNCHES.graph < min(LAUNCHES.block.values()) * FULL_SIZE.blocks / 10
-
-
 def test_eight_bits_are_faster_where_the_card_multiplies_them_and_slower_where_not():
     request = RunRequest()
     bf16 = forward_seconds(request, "bf16", AMPERE)

@@ -19,7 +19,6 @@ from test_block import DIM, HEAD_DIM, LAYERS, Layers, attend, new_block
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from qwen_l40s.machine.packages import release
 from qwen_l40s.optimizations import fused, kernels, warm_up
 from qwen_l40s.optimizations.blocks.block import BlockExecutor, LayerTensors, Step
 from qwen_l40s.optimizations.kernels import scaled_gemm
@@ -205,25 +204,6 @@ def test_a_process_that_ends_compiles_nothing_that_is_queued():
     done = subprocess.run([sys.executable, "-c", ENDS, here], capture_output=True, text=True)
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
     assert "ends" in done.stdout and done.stdout.count("compiles") <= 4
-
-
-@pytest.mark.skipif(release(triton.__version__) < (3, 8), reason="Triton knows it when it is done")
-def test_a_kernel_that_is_needed_meanwhile_is_compiled_once(launch, monkeypatch, no_card):
-    known, go_on, compile_kernel = threading.Event(), threading.Event(), triton.compiler.compile
-
-    def slowly(source, **how):
-        assert go_on.wait(60)
-        return compile_kernel(source, **how)
-
-    monkeypatch.setattr("triton.compiler.compile", slowly)
-    ahead = warm_up.warm_up(CARD, lambda: (launch("meta"), known.set()))
-    assert known.wait(60)
-    needs = threading.Thread(target=launch, args=["cpu"])
-    needs.start()
-    go_on.set()
-    needs.join()
-    ahead.result()
-    assert no_card == ["_row_quantize_kernel"]
 
 
 def test_a_kernel_that_two_threads_compile_stays_as_long_as_it_is_launched(launch, monkeypatch):
