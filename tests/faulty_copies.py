@@ -8,8 +8,6 @@ import torch
 
 
 class Now:
-    """A stream and an event that are never waited for."""
-
     def record(self, stream):
         pass
 
@@ -69,8 +67,6 @@ class Vanishing(CpuOperations):
 
 
 class Partial(Vanishing):
-    """Leaves out the last byte."""
-
     def lose(self, target, source, size):
         ctypes.memmove(target, source, size - 1)
 

@@ -27,7 +27,6 @@ def random(*shape, dtype=torch.float32):
 
 
 def cut(x):
-    """Rows and columns of a whole, as tiles and strips are."""
     return x[:, :, 1:-2, 2:-1]
 
 

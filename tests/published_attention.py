@@ -96,7 +96,6 @@ def _sage(q, k, v, tensor_layout, is_causal, sm_scale, smooth_k, return_lse):
 
 
 def never(*_, **__):
-    """For functions that must not be called."""
     raise AssertionError("paints black images")
 
 

@@ -53,7 +53,6 @@ def chosen(name, device, dtype=torch.bfloat16, *, shape, masked=False):
 
 
 def random(*shape, device=CPU, dtype=torch.bfloat16):
-    """q, k and v as views of one tensor."""
     batch, tokens, heads, head_dim = shape
     joint = torch.randn(
         (batch, tokens, 3, heads, head_dim), generator=torch.Generator().manual_seed(tokens)
@@ -62,7 +61,6 @@ def random(*shape, device=CPU, dtype=torch.bfloat16):
 
 
 def padding(batch, tokens, padded, device=CPU, dtype=torch.bfloat16):
-    """The additive mask that leaves the last `padded` tokens of the last item out."""
     mask = torch.zeros(batch, 1, 1, tokens, device=device, dtype=dtype)
     mask[-1, ..., tokens - padded :] = -torch.inf
     return mask
@@ -82,7 +80,6 @@ def most(attention, dtype=torch.bfloat16):
 
 @on_each
 def test_result_is_the_softmax_of_the_scores_times_the_values(name, device):
-    """In each dtype, masked or not, of any number of tokens and any width of head."""
     cases = [(dtype, masked, (2, 300, 3, 64)) for dtype in FLOATS for masked in (False, True)]
     cases += [(torch.bfloat16, False, (1, tokens, 2, 128)) for tokens in (1, 2, 17, 127, 129, 640)]
     cases += [(torch.bfloat16, False, (1, 150, 2, width)) for width in (8, 20, 96, 256)]
@@ -170,8 +167,6 @@ def test_operators_of_torch_give_the_bits_of_its_public_function(monkeypatch, na
 
 
 class Copies(TorchDispatchMode):
-    """Counts what copies a whole tensor."""
-
     def __init__(self):
         super().__init__()
         self.count = 0

@@ -17,7 +17,7 @@ from published_attention import forget
 
 from qwen_l40s import SettingError, UnavailableError
 from qwen_l40s.machine import store
-from qwen_l40s.machine.store import AttentionTimings, load_attention, save_attention
+from qwen_l40s.machine.store import AttentionTimings, save_attention
 from qwen_l40s.optimizations.attention import (
     BACKENDS,
     Attention,
@@ -323,7 +323,6 @@ def test_a_measurement_is_made_once_in_a_process_and_once_on_a_machine(card, mon
 
 @pytest.mark.parametrize("driver", ["the same", "another"])
 def test_what_another_process_has_measured_needs_no_trial(card, monkeypatch, driver):
-    """Of any backend; those of another driver or torch are tried again."""
     card(SDPA, name="NVIDIA L40S, the same driver")
     asked, tried = replace(request(), device=CARD), []
     key = choice.measurement_key(asked)
@@ -401,7 +400,7 @@ DAMAGED = {
 }
 
 
-def test_a_damaged_file_is_measured_over(card, monkeypatch):
+def test_a_damaged_file_is_told_once_and_measured_over(card, monkeypatch, caplog):
     card(SDPA)
     key = choice.measurement_key(request())
     path().parent.mkdir()
@@ -410,14 +409,6 @@ def test_a_damaged_file_is_measured_over(card, monkeypatch):
         path().write_bytes(text if isinstance(text, bytes) else text.replace("KEY", key).encode())
         assert choose_attention(request()).name == "sdpa_cudnn"
         assert key in kept()
-
-
-def test_a_damaged_file_is_told_once(caplog):
-    path().parent.mkdir()
-    path().write_text("{")
-    with caplog.at_level(logging.WARNING):
-        assert load_attention("a") is None
-        assert load_attention("b") is None
     (record,) = caplog.records
     assert str(path()) in record.message and "measured again" in record.message
 
@@ -475,7 +466,6 @@ def test_a_card_is_measured_in_under_two_seconds(masked):
 
 @pytest.mark.parametrize(("most", "name"), [(0.005, ""), (0.02, "int8"), (0.045, "int8_fp8")])
 def test_fast_takes_the_fastest_within_its_bound(monkeypatch, most, name):
-    """Exact attention in the first pass, in which the errors of three blocks are measured."""
     q, k, v = torch.randn(3, 1, 400, 2, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     times = AttentionTimings(400, {"int8_fp8": 0.5, "int8": 0.6, "sdpa_flash": 0.8})
     monkeypatch.setattr(chosen, "sm_of", lambda device: (8, 9))

@@ -104,18 +104,6 @@ def test_flash_attention_is_taken_where_it_is_fastest(
     assert len(calls) == 1
 
 
-def test_the_call_of_sage_fits_the_published_signature(monkeypatch, card):
-    card((8, 9))
-    calls = published.install(monkeypatch, "sageattention", published.SAGE)
-    attention = choose_attention(request(), "sage_2")
-    assert attention.reason == "asked for"
-    q, k, v = random(300)
-    out = attention(q, k, v)
-    assert out.shape == (2, 300, 3 * 64) and out.is_contiguous()
-    assert distance(out, q, k, v) < 8e-3
-    assert len(calls) == 2  # the trial's and this one
-
-
 def test_sage_calls_the_kernel_of_the_card(monkeypatch, card):
     q, k, v = random(300)
     for sm, cuda, function, sums in (
@@ -205,7 +193,6 @@ def test_a_package_that_computes_wrongly(monkeypatch, card, name):
 
 
 def scaled(result, factor):
-    """A result, with its log-sum-exp or without, whose values are wrong."""
     if isinstance(result, tuple):
         return result[0] * factor, result[1]
     return result * factor

@@ -66,29 +66,32 @@ def euler(x, sigma, following, velocity):
     return x + (x - denoised) / sigma * (following - sigma)
 
 
-def sample(settings, sigmas=FIFTY, *, velocity=None, move=euler, x=None, keys=None, **others):
-    """(the figures, (step, latent, velocity, whether forecast) of each call, the last latent)."""
-    x = noise() if x is None else x
-    velocity = velocity or flow()
-    run = CachedRun(settings, sigmas, **others)
-    calls = []
+def play(run, sigmas, x, velocity=None, move=euler, keys=None):
+    """((step, latent, velocity, whether forecast) of each call, the last latent)."""
+    velocity, calls = velocity or flow(), []
     for i, (sigma, following) in enumerate(pairwise(sigmas)):
         key = None if keys is None else keys[i]
         v = run.forecast(x, torch.tensor([sigma, sigma]), key)
         forecast = v is not None
-        if v is None or settings.audit:
+        if v is None or run.settings.audit:
             Card.queued += 1
             found = velocity(x, sigma)
             run.computed(x, found) if v is None else run.audited(found)
             v = found if v is None else v
         calls.append((i, x, v, forecast))
         x = move(x, sigma, following, v)
+    return calls, x
+
+
+def sample(settings, sigmas=FIFTY, *, velocity=None, move=euler, x=None, keys=None, **others):
+    """The figures of a run, and what `play` gives of it."""
+    run = CachedRun(settings, sigmas, **others)
+    calls, last = play(run, sigmas, noise() if x is None else x, velocity, move, keys)
     Card.queued += 1
-    return run.finish(), calls, x
+    return run.finish(), calls, last
 
 
 def alone(sigmas=FIFTY, velocity=None, x=None):
-    """The latents before each step without a cache, and the last."""
     xs, velocity = [noise() if x is None else x], velocity or flow()
     for sigma, following in pairwise(sigmas):
         xs.append(euler(xs[-1], sigma, following, velocity(xs[-1], sigma)))
@@ -164,7 +167,6 @@ def test_the_estimate_is_near_the_true_distance():
 
 
 def switched(step):
-    """Another picture from a step on."""
     before, after = flow(1), flow(7)
     return lambda x, sigma: (before if sigma > FIFTY[step] else after)(x, sigma)
 
@@ -212,23 +214,13 @@ def test_calls_that_the_schedule_lacks():
     heun = [sigma for pair in pairwise(FIFTY[:-1]) for sigma in pair]
     for asked in (twice, heun, [sigma * 1.01 for sigma in FIFTY[:-1]]):
         run = CachedRun(PRESETS["fast"], FIFTY)
-        x = noise()
-        for sigma, following in pairwise(asked):
-            assert run.forecast(x, torch.tensor([sigma])) is None
-            Card.queued += 1
-            run.computed(x, flow()(x, sigma))
-            x = euler(x, sigma, following, flow()(x, sigma))
+        calls, _ = play(run, asked, noise())
+        assert not any(forecast for *_, forecast in calls)
         assert "the sampler calls the model at sigma" in run.finish().lines()[0]
 
     run = CachedRun(PRESETS["fast"], FIFTY[:21])
-    x = noise()
-    for sigma, following in pairwise(FIFTY[:21]):
-        v = run.forecast(x, torch.tensor([sigma]))
-        if v is None:
-            Card.queued += 1
-            v = flow()(x, sigma)
-            run.computed(x, v)
-        x = euler(x, sigma, following, v)
+    calls, x = play(run, FIFTY[:21], noise())
+    v = calls[-1][2]
     for _ in range(3):
         assert run.forecast(x, torch.tensor([FIFTY[20]])) is None
         Card.queued += 1

@@ -428,33 +428,6 @@ def test_every_product_of_a_block_is_measured_once(module):
     assert flops == forward_work(replace(SMALL, blocks=1), inputs).flops
 
 
-@pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("precision", MULTIPLIED)
-def test_what_is_launched_is_the_executors_blocks(module, monkeypatch, precision):
-    """As many as are asked for, each announced to the one before it."""
-    import torch
-
-    from qwen_l40s.measure import timing
-    from qwen_l40s.spec.transformer import SMALL
-
-    sizes, cpu, seen = module.small_sizes(SMALL), torch.device("cpu"), []
-
-    class Executor(timing.BlockExecutor):
-        def run(self, block, text, image, step, halves, following=None):
-            seen.append((block, following and following[0]))
-            return super().run(block, text, image, step, halves, following)
-
-    monkeypatch.setattr(timing, "BlockExecutor", Executor)
-    operands = module._ops(cpu), module._attention(sizes.work, cpu), cpu
-    with torch.inference_mode():
-        blocks = timing.LaunchedBlocks(SMALL, precision, *operands)
-        text, image = blocks.run(3)
-    assert (text.shape, image.shape) == ((1, 8, SMALL.dim), (1, 64, SMALL.dim))
-    assert text.isfinite().all() and image.isfinite().all()
-    assert [after for _, after in seen] == [block for block, _ in seen[1:]] + [None]
-    assert len({block for block, _ in seen}) == 3
-
-
 def test_a_graph_counts_as_its_slowest_and_what_was_not_timed_as_elsewhere(module):
     from qwen_l40s.measure.timing import Launched, launches_of
 

@@ -41,14 +41,12 @@ class FolderPaths(ModuleType):
 
 @pytest.fixture
 def models(tmp_path, monkeypatch):
-    """The models folder."""
     monkeypatch.setitem(sys.modules, "folder_paths", FolderPaths(tmp_path))
     return tmp_path
 
 
 @pytest.fixture
 def choices(models, monkeypatch):
-    """The module, which imports `folder_paths`."""
     monkeypatch.delitem(sys.modules, "qwen_l40s.hosts.comfyui.load.choose", raising=False)
     module = importlib.import_module("qwen_l40s.hosts.comfyui.load.choose")
     monkeypatch.delitem(sys.modules, "qwen_l40s.hosts.comfyui.load.choose")

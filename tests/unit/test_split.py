@@ -190,28 +190,7 @@ def test_the_second_card_holds_no_more_than_is_counted_of_one(mix, exchange, mon
     assert 0 < over._cards[1].workspace.bytes <= counted
 
 
-def test_what_the_host_adds_between_blocks_is_added_to_every_share():
-    tokens, images = SHAPES["two items"]
-    chain, case = Chain({}, {}, {}), Case(tokens)
-    entry = compute_entry(chain.blocks, case.temb, tokens.batch)
-    # ControlNet's may be shorter than the image with its references, and of one item.
-    additions = [random(2, 20, DIM, seed=8), random(1, 13, DIM, seed=9)]
-    streams = case.text, case.image
-    for index, block in enumerate(chain.blocks):
-        runs = BlockExecutor(chain.layers, fused.TORCH, attend)
-        text, image = runs.run(block, *streams, case.step, entry.of(index))
-        if index < len(additions):
-            image = image.clone()
-            image[:, : additions[index].shape[1]] += additions[index]
-        streams = text, image
-    for exchange in (KEYS, ROWS):
-        over, _ = split(chain, shares_of(tokens, images, exchange), additions=additions)
-        ours = over.run(case.text, case.image, case.step, entry, 0, 3)
-        assert_close(ours, streams)
-
-
 def test_an_error_waits_for_the_copies():
-    """Nobody copies from or to what is freed then."""
     tokens, images = SHAPES["one item"]
     chain, case = Chain({}), Case(tokens)
 
@@ -235,8 +214,6 @@ def test_shares_are_all_of_the_image():
 
 
 class PassHost(Host):
-    """One call of a `Model` on the first of several cards."""
-
     attention = Attention("auto")
 
     def __init__(self, model, peers=(), additions=(), watched=False, weights="here"):
@@ -254,8 +231,6 @@ class PassHost(Host):
 
 
 class Known(Link):
-    """A link whose speed is given."""
-
     gbps = None
 
     def measure(self, peer):
@@ -263,8 +238,6 @@ class Known(Link):
 
 
 class Passes:
-    """The passes of a model on two cards that are the CPU."""
-
     def __init__(self, monkeypatch, gbps=250.0, mix="all int8", operations=None):
         self.link = Known(CPU, CPU, operations or CpuOperations())
         self.link.gbps = gbps

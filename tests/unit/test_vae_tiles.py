@@ -38,27 +38,23 @@ GRIDS = [
 
 @pytest.fixture(scope="module")
 def micro():
-    """The bundled VAE, 8 channels wide."""
     return diffusers.AutoencoderKLQwenImage.from_pretrained(bundled_micro_folder() / "vae").eval()
 
 
 @pytest.fixture(scope="module")
 def wide():
-    """One with random weights, 16 wide."""
     torch.manual_seed(0)
     return diffusers.AutoencoderKLQwenImage(base_dim=16).eval()
 
 
 @pytest.fixture(scope="module")
 def layered():
-    """One with 4 channels, as Qwen-Image-Layered has it."""
     torch.manual_seed(0)
     return diffusers.AutoencoderKLQwenImage(base_dim=8, input_channels=4).eval()
 
 
 @pytest.fixture(scope="module")
 def of_21():
-    """Qwen-Image-2.1's with random weights, as wide as its micro model's."""
     torch.manual_seed(0)
     return diffusers.AutoencoderKLQwenImage21(base_dim=4, decoder_base_dim=8).eval()
 
@@ -81,12 +77,10 @@ def latents_of(vae, batch: int, height: int, width: int) -> torch.Tensor:
 
 
 def collect(seen: list):
-    """A `progress` that keeps what it is told."""
     return lambda done, total: seen.append((done, total))
 
 
 def decibels(found: torch.Tensor, known: torch.Tensor) -> float:
-    """Peak signal-to-noise ratio over the range of `known`."""
     error = float((found.double() - known.double()).square().mean())
     return 10 * math.log10(float(known.max() - known.min()) ** 2 / error) if error else math.inf
 

@@ -75,8 +75,6 @@ def put_card(monkeypatch):
 
 
 class OnDevice(Layers):
-    """All layers of one kind, by a GEMM of the package."""
-
     def __init__(self, block, kind, device, gemm):
         super().__init__(block, dict.fromkeys(LAYERS, kind))
         self.gemms = {gemm.format: gemm} if gemm else {}
@@ -90,8 +88,6 @@ class OnDevice(Layers):
 
 
 class Chain:
-    """The layers of several blocks."""
-
     def __init__(self, parts):
         self._parts = {layer: part for part in parts for layer in part.kinds}
         self.gemm = parts[0].gemm
@@ -102,7 +98,6 @@ class Chain:
 
 
 def first_pass(layers, blocks, ops, device, text):
-    """Of a picture of 768x768."""
     tokens = Tokens(1, text, 2304, 2304)
 
     def empty(*shape):
@@ -142,7 +137,6 @@ def launch(no_card):
 
 
 def prepare(device, columns=512):
-    """Prepares one launch of a kernel for rows of so many columns."""
     from qwen_l40s.optimizations.kernels.rows import row_quantize
     from qwen_l40s.optimizations.reference import QuantizedRows
     from qwen_l40s.spec.formats import RowFormat
