@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -29,8 +30,6 @@ from ..blocks.workspace import streams_of
 from ..modulation import Entry
 from ..reference import Rotary, Tokens
 from .parts import KEYS, QUERIES, VALUES, Card, Pairs, Part
-
-CONTIGUOUS = torch.contiguous_format
 
 
 class Timed:
@@ -68,16 +67,10 @@ def shares_of(tokens: Tokens, images: Sequence[int], exchange: str) -> list[Shar
 
     Args:
         images: Image tokens of an item for each card; the first has the text as well.
-
-    Raises:
-        ValueError: They are not all image tokens, or a card has none.
     """
-    if sum(images) != tokens.image or min(images) < 1:
-        raise ValueError(f"{tokens.image} image tokens cannot be shared as {list(images)}")
-    stops = [sum(images[: index + 1]) for index in range(len(images))]
     alone = [
         Share(tokens, not index, stop - count, stop)
-        for index, (count, stop) in enumerate(zip(images, stops, strict=True))
+        for index, (count, stop) in enumerate(zip(images, accumulate(images), strict=True))
     ]
     if exchange == split_cost.KEYS:
         return alone
@@ -114,7 +107,7 @@ class Split:
     ) -> None:
         self._early = early and shares[0].whole.batch == 1 and bool(shares[0].received)
         self._cards, self._shares, self._routes = cards, shares, routes
-        self._additions = additions
+        self._additions = {block: it for block, it in enumerate(additions) if it is not None}
         self._kept: list[Pairs] = []  # that copies read
         self._sent: dict[Hashable, Pairs] = {}  # in blocks
         self.timed = Timed(cards[0].device)
@@ -149,7 +142,7 @@ class Split:
             parts = self._begin(text, image, step, entry, first, last)
             with self.timed:
                 self._run(parts, first, last, after)
-            result = self._gather(parts, torch.empty_like(image, memory_format=CONTIGUOUS))
+            result = self._gather(parts, image.new_empty(image.shape))
             self.issued = time.perf_counter()
         except BaseException:  # nobody copies from or to what is freed next
             for route in self._routes.values():
@@ -281,8 +274,7 @@ class Split:
             route.copy(pairs)
 
     def _leaves_early(self, index: int, last: int) -> bool:
-        added = index < len(self._additions) and self._additions[index] is not None
-        return self._early and not added and index + 1 < last
+        return self._early and index not in self._additions and index + 1 < last
 
     def _arrive(self, here: int) -> None:
         # Also for what it sends, which it then overwrites.
@@ -293,10 +285,8 @@ class Split:
                 route.departed()
 
     def _added(self, index: int, here: int) -> torch.Tensor | None:
-        if index >= len(self._additions) or self._additions[index] is None:
-            return None
-        added = self._additions[index]
-        if not here:
+        added = self._additions.get(index)
+        if added is None or not here:
             return added
         there = _place(self._cards[here], "added", added)
         self._copy(0, here, [(added.contiguous(), there)])
