@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from qwen_l40s.bench.rows import Inputs, forward_work
 from qwen_l40s.planning.files import QUANTIZING, SOURCES, Load, load_seconds
-from qwen_l40s.planning.rates import LAUNCHES, Launches, Rates, measured
+from qwen_l40s.planning.rates import Launches, Rates, measured
 from qwen_l40s.planning.request import Loras, RunRequest
 from qwen_l40s.planning.times import (
     Pass,
