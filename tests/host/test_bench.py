@@ -108,14 +108,12 @@ def test_step_caches_are_compared_by_the_nodes_themselves(tmp_path):
     file = tmp_path / "rules.json"
     arguments = ["--prompts", "1", "--steps", "20", "--device", "cpu", "--output", str(file)]
     step_cache.main(arguments)
-    none, *rows = json.loads(file.read_text())["rows"]
-    assert none["right"] == 100
+    rows = json.loads(file.read_text())["rows"]
     for ours, easycache, fewer in (rows[:3], rows[3:]):
         # A forecast after one that missed is refused.
         assert ours["planned"] == fewer["computed"] <= ours["computed"] < 20
         assert abs(easycache["computed"] - ours["planned"]) <= 1
         assert 0 < ours["mean"] < easycache["mean"] < fewer["mean"] < 0.2
-        assert 0 < ours["estimate_by_error"]["median"] < 10
 
 
 # --- the random weights of whole files

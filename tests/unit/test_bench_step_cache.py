@@ -1,41 +1,14 @@
-"""The step caches that bench/step_cache.py compares: its table in the docs, and what is refused."""
+"""What docs/step_cache.md says of step caches is what was measured."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from qwen_l40s.bench.step_cache import THRESHOLDS, main, table
+from qwen_l40s.bench.step_cache import THRESHOLDS
 from qwen_l40s.optimizations.step_cache import MOST_ASTRAY
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def test_the_table_says_where_a_rule_computes_another_number_of_steps():
-    row = {"steps": 50, "preset": "fast", "planned": 20, "mean": 0.01234, "worst_decile": 0.1}
-    rows = [{"rule": "none", "steps": 50}]
-    rows += [
-        {**row, "rule": name, "computed": computed}
-        for name, computed in (("ours", 20.4), ("TeaCache", 19.4))
-    ]
-    assert table({"rows": rows}).splitlines() == [
-        "| rule | 20 of 50, `fast` |",
-        "| --- | --- |",
-        "| ours | 1.23 / 10.00 |",
-        "| TeaCache | 1.23 / 10.00 (19.4) |",
-    ]
-
-
-def test_rules_that_went_are_refused_by_name(capsys, tmp_path):
-    arguments = ["--output", str(tmp_path / "out.json"), "--only", "TeaCache"]
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    assert ended.value.code == 2
-    told = capsys.readouterr().err
-    assert "TeaCache" in told and "EasyCache" in told and "fewer steps" in told
-    with pytest.raises(SystemExit):
-        main([])
-    assert "--output FILE is needed" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +19,13 @@ def results():
 
 def test_docs_hold_the_table_of_the_results(results):
     docs = (ROOT / "docs" / "step_cache.md").read_text(encoding="utf-8")
-    assert f"-->\n{table(results)}\n<!--" in docs
     cached = [row for row in results["rows"] if "preset" in row]
+    for row in cached:
+        shown = f"{100 * row['mean']:.2f} / {100 * row['worst_decile']:.2f}"
+        if abs(row["computed"] - row["planned"]) >= 0.5:
+            shown += f" ({row['computed']:.1f})"
+        (line,) = [line for line in docs.splitlines() if line.startswith(f"| {row['rule']} |")]
+        assert f" {shown} |" in line
     for row in (row for row in cached if row["rule"] == "EasyCache"):
         known = THRESHOLDS[row["steps"]][row["preset"]]
         assert known == pytest.approx(row["threshold"], rel=0.01)
