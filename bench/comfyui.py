@@ -24,8 +24,7 @@ from comfy.text_encoders.llama import Qwen25_7BVLI
 
 from ..hosts.comfyui.load.linear import quantized_operations
 from ..hosts.comfyui.load.vae import vae_shapes
-from ..hosts.comfyui.lora.bypass import Matrices, add_bypass
-from ..hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of
+from ..hosts.comfyui.sample.optimize import report_of
 from ..hosts.comfyui.sample.run import OPTIMIZATION_KEY
 from ..loaders.convert import shapes_of
 from ..loaders.quantize import layers_to_quantize, quantize_rows, row_format
@@ -39,14 +38,11 @@ from .forward import (
     ForwardProgram,
     InputTensors,
     Measured,
-    quantizable_weights,
     random_tensor,
-    random_tensors,
 )
 from .prompt import TEXT_ENCODER, TEXT_WIDTH, TRANSFORMER, VAE
-from .rows import Row, rope_axes
+from .rows import rope_axes
 
-LORA_RANK = 64
 Tensors = dict[str, torch.Tensor]
 Shapes = dict[str, tuple[int, ...]]
 VOCABULARY = 152_064
@@ -69,26 +65,24 @@ def quantized_model(
     Args:
         weights: "comfyui fp8" or "comfyui int8" as ComfyUI's own files and operations have it (fp8
             with one scale a tensor, int8 as ConvRot); "ours fp8" or "ours int8" as this package's
-            loader does (one scale a row); with "plain" behind it, not rotated.
+            loader does (one scale a row).
     """
-    program, precision, *plain = weights.split()
+    program, precision = weights.split()
     stock = program == "comfyui"
-    chosen = quantizable_weights(shape)
+    shapes = shape.tensors()
+    layers = (name.removesuffix(".weight") for name in shapes if name.endswith(".weight"))
+    chosen = {f"{layer}.weight" for layer in layers_to_quantize(layers)}
     tensors: Tensors = {}
-    for name, tensor in random_tensors(shape, device):
+    for name, size in shapes.items():
+        tensor = random_tensor(name, size, device)
         if name not in chosen:
             tensors[name] = tensor
             continue
-        form = RowFormat(precision) if plain else row_format(precision, tensor.shape[1])
+        form = row_format(precision, tensor.shape[1])
         quantize = _core_quantized if stock else _quantized
         tensors |= quantize(tensor, form).tensors(name.removesuffix(".weight"))
     operations = None if stock else quantized_operations(torch.bfloat16)
     return _patcher(shape, tensors, device, edit, build_on=device, operations=operations)
-
-
-def forget_models() -> None:
-    """Makes ComfyUI forget its models, whose memory is free once nobody refers to them."""
-    comfy.model_management.unload_all_models()
 
 
 def _quantized(weight: torch.Tensor, form: RowFormat) -> StoredLayer:
@@ -140,32 +134,6 @@ def _patcher(
     model.device = device
     model.load_model_weights(tensors, "", assign=build_on == "meta")
     return CoreModelPatcher(model, load_device=device, offload_device=device)
-
-
-def prepared(patcher: ModelPatcher, row: Row) -> ModelPatcher:
-    """Optimizes a model for a row; raises UnavailableError where its attention cannot run."""
-    if not row.ours:
-        return patcher
-    clone = patcher.clone()
-    for number in range(row.loras):
-        add_bypass(clone, _random_lora(clone, number).items())
-    return optimize(clone, OptimizeSettings(attention=row.attention))
-
-
-def _random_lora(patcher: ModelPatcher, number: int) -> dict[str, Matrices]:
-    """Makes matrices beside each layer of attention and MLP that give a twentieth of its output."""
-    changes = {}
-    transformer = patcher.model.diffusion_model
-    names = (name for name, part in transformer.named_modules() if hasattr(part, "in_features"))
-    for name in sorted(layers_to_quantize(names)):
-        layer = transformer.get_submodule(name)
-        sizes = {"up": (layer.out_features, LORA_RANK), "down": (LORA_RANK, layer.in_features)}
-        up, down = (
-            random_tensor(f"{name}.{number}.{part}", size, patcher.load_device).cpu()
-            for part, size in sizes.items()
-        )
-        changes[f"diffusion_model.{name}"] = Matrices(up * 0.1, down)
-    return changes
 
 
 @torch.inference_mode()  # as execution.py runs every prompt

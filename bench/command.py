@@ -20,13 +20,12 @@ from ..cli.bench import SHAPES, check_width, torch_device
 from ..cli.output import check_target, require_packages
 from ..errors import SettingError, UnavailableError
 from ..hosts.comfyui.contract import unsupported_host
-from ..hosts.diffusers.settings import SIZE_STEP
 from ..machine.card import first_line, read_cards
 from ..machine.comfyui import check_comfyui, find_comfyui
 from ..machine.packages import STANDALONE, check_package
 from ..planning.bytes import weight_bytes
 from ..spec.formats import format_gib
-from .rows import COMFYUI, FORWARD, IMAGE, BenchSetup, Inputs, Row, select
+from .rows import COMFYUI, DIFFUSERS, FORWARD, IMAGE, BenchSetup, Inputs, Row, select
 
 ROWS = {"forward": FORWARD, "image": IMAGE, "ops": ()}
 MOST_LAYERS = 60  # of the published models
@@ -45,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     if args.what != "ops":
         rows, left_out, comfyui = runnable(setup)
         if not rows:
-            raise UnavailableError(f"nothing can be measured here: {by_reason(left_out)}")
+            raise UnavailableError(f"nothing can be measured here: {_listed(left_out)}")
         setup = replace(setup, rows=rows)
     about = {
         "what": args.what,
@@ -62,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         "left_out": left_out,
     }
     if left_out:
-        print(f"Left out: {by_reason(left_out)}.")
+        print(f"Left out: {_listed(left_out)}.")
     software = ", ".join(f"{name} {found}" for name, found in about["software"].items())
     print(f"{about['card']}; {software}")
     if setup.device.type == "cpu":
@@ -95,21 +94,9 @@ def _setup(args: argparse.Namespace) -> BenchSetup:
     elif args.references:
         raise SettingError("--references goes with `forward`, not with `image`.")
     layers = MOST_LAYERS if args.layers is None else args.layers
-    if not 1 <= layers <= MOST_LAYERS:
-        raise SettingError(
-            f"--layers must be 1 to {MOST_LAYERS}, which the published models have, got {layers}."
-        )
-    for name, lowest in (
-        *(("batch", 1), ("text", 1), ("references", 0)),
-        *(("repeats", 1), ("warm_up", 1), ("steps", 1), ("free_gib", 1)),
-    ):
-        value = getattr(args, name)
-        if value is not None and not value >= lowest:
-            option = name.replace("_", "-")
-            raise SettingError(f"--{option} must be at least {lowest}, got {value}.")
+    if layers > MOST_LAYERS:
+        raise SettingError(f"--layers {layers}: the published models have {MOST_LAYERS}.")
     sizes = dict.fromkeys(args.size or [(1024, 1024)])
-    for size in sizes:
-        _check_size(*size)
     rows = ROWS[args.what]
     names = select([row.name for row in rows], args.only) if rows else ()
     if args.json:
@@ -121,8 +108,8 @@ def _setup(args: argparse.Namespace) -> BenchSetup:
             "bench image times prompts in ComfyUI servers: name a folder for random models of 58 "
             "GB with --models."
         )
-    if args.free_gib and device.type == "cpu":
-        raise SettingError("--free-gib is of a card's memory: leave it out on a CPU.")
+    if args.free_gib is not None and (device.type == "cpu" or not args.free_gib >= 1):
+        raise SettingError("--free-gib is of a card's memory, and at least 1.")
     shape = replace(SHAPES[args.width], blocks=layers)
     inputs = tuple(
         Inputs(width, height, args.batch, args.text, args.references) for width, height in sizes
@@ -147,15 +134,6 @@ def _setup(args: argparse.Namespace) -> BenchSetup:
     )
 
 
-def _check_size(width: int, height: int) -> None:
-    nearest = [max(SIZE_STEP, SIZE_STEP * round(side / SIZE_STEP)) for side in (width, height)]
-    if nearest != [width, height]:
-        raise SettingError(
-            f"--size {width}x{height}: both sides must be divisible by {SIZE_STEP}: use "
-            f"{'x'.join(map(str, nearest))}."
-        )
-
-
 def runnable(setup: BenchSetup) -> tuple[tuple[Row, ...], dict[str, str], str]:
     """Sorts out what can run.
 
@@ -169,26 +147,30 @@ def runnable(setup: BenchSetup) -> tuple[tuple[Row, ...], dict[str, str], str]:
     left_out: dict[str, str] = {}
     reasons: dict[str, str] = {}
     comfyui = ""
-    for host in {row.host for row in setup.rows}:
-        try:
-            found = _import_host(host, setup.device)
-            comfyui = found if host == COMFYUI else comfyui
-        except UnavailableError as error:
-            reasons[host] = str(error)
+    hosts = {row.host for row in setup.rows}
+    # Packages greet on stdout when imported; the last line there has to be ours.
+    with contextlib.redirect_stdout(sys.stderr):
+        if COMFYUI in hosts:
+            try:
+                comfyui = import_comfyui(cpu=setup.device.type == "cpu")
+            except UnavailableError as error:
+                reasons[COMFYUI] = str(error)
+        if DIFFUSERS in hosts:
+            # Not its pipelines, which import transformers too.
+            found, _ = check_package(replace(STANDALONE[0], needs="QwenImageTransformer2DModel"))
+            if not found.usable:
+                reasons[DIFFUSERS] = f"{found.name} {found.reason}"
     free = available_bytes(str(setup.device))
     for row in setup.rows:
         needed = weight_bytes(setup.shape, row.precision).total
         if row.host in reasons:
             left_out[row.name] = reasons[row.host]
-        elif row.needs_card and setup.device.type != "cuda":
-            left_out[row.name] = "needs an NVIDIA card"
         elif needed > free:
             left_out[row.name] = f"needs {format_gib(needed)} and {format_gib(free)} are free"
     return tuple(row for row in setup.rows if row.name not in left_out), left_out, comfyui
 
 
-def by_reason(left_out: dict[str, str]) -> str:
-    """Lists the rows that are left out by reason, in one line."""
+def _listed(left_out: dict[str, str]) -> str:
     names: dict[str, list[str]] = {}
     for name, reason in left_out.items():
         names.setdefault(reason, []).append(name)
@@ -225,19 +207,6 @@ def conditions(device: Any, comfyui: str = "") -> dict[str, Any]:
     }
 
 
-def _import_host(host: str, device: Any) -> str:
-    # Packages greet on stdout when imported; the last line there has to be ours.
-    with contextlib.redirect_stdout(sys.stderr):
-        if host == COMFYUI:
-            return import_comfyui(cpu=device.type == "cpu")
-        # Not its pipelines, which import transformers too.
-        needed = replace(STANDALONE[0], needs="QwenImageTransformer2DModel")
-        capability, _ = check_package(needed)
-        if not capability.usable:
-            raise UnavailableError(f"{capability.name} {capability.reason}")
-        return ""
-
-
 def import_comfyui(*, cpu: bool, keep_on_card: bool = True) -> str:
     """Imports ComfyUI as a library: one that is importable already, else the one `doctor` finds.
 
@@ -254,14 +223,12 @@ def import_comfyui(*, cpu: bool, keep_on_card: bool = True) -> str:
         UnavailableError: There is none, it is too old, or a package is missing that it imports.
     """
     started = "comfy.model_management" in sys.modules
-    added = None
     if not started and find_spec("comfy") is None:
         folder = find_comfyui()
         found = check_comfyui(folder)
         if not found.usable:
             raise UnavailableError(f"ComfyUI: {found.reason}; {found.remedy}")
-        added = str(Path(folder).resolve())
-        sys.path.insert(0, added)
+        sys.path.insert(0, str(Path(folder).resolve()))
     try:
         if not started:
             arguments = importlib.import_module("comfy.cli_args").args
@@ -269,8 +236,6 @@ def import_comfyui(*, cpu: bool, keep_on_card: bool = True) -> str:
         importlib.import_module("comfy.sample")  # imports all that a run needs
         found_version = str(importlib.import_module("comfyui_version").__version__)
     except (ImportError, RuntimeError) as error:
-        if added:
-            sys.path.remove(added)
         raise UnavailableError(
             f"ComfyUI cannot be imported here ({first_line(error)}): use its own Python"
         ) from error

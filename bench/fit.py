@@ -37,7 +37,7 @@ TIMED = ("gemm_bf16", "gemm_fp8", "gemm_int8", "attention", "convolution")
 START = dict.fromkeys(TIMED, 0.5) | {"convolution": 0.15}
 # The negative prompt of bench/matrix.py, for which its guided runs take a second pass.
 NEGATIVE_TOKENS = 20
-OURS = " ours triton"
+OURS = " ours"
 DIGITS = 5
 
 

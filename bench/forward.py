@@ -7,9 +7,8 @@ from __future__ import annotations
 import gc
 import itertools
 import math
-import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -17,12 +16,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import UnavailableError
-from ..loaders.quantize import layers_to_quantize
 from ..spec.formats import GIB
 from ..spec.transformer import REFERENCE_SIDE, TransformerShape
 from . import measure
-from .measure import Fields, achieved, by_turns
-from .rows import BASELINE, COMFYUI, BenchSetup, Inputs, Row, forward_work, rope_axes
+from .measure import Fields, by_turns
+from .rows import BASELINE, COMFYUI, BenchSetup, Inputs, Row, rope_axes
 
 DENSE = "bf16"
 STEPS = 20
@@ -30,8 +28,8 @@ SHIFT = 1.15  # of ComfyUI's Qwen-Image
 # The timestep at which outputs are compared, one of the schedule's.
 CHECKED = 6
 LATENT_SIDE = 8  # pixels to a latent's side
-# Of diffusers: the rotation's base, the scheduler's timestep for a sigma of 1, and a token's side.
-THETA, TIMESTEPS, PATCH = 10000, 1000, 2
+# Of diffusers: the rotation's base, and a token's side.
+THETA, PATCH = 10000, 2
 
 
 class InputTensors(NamedTuple):
@@ -120,22 +118,16 @@ def measure_forward(
 
     gc.collect()
     resting = torch.cuda.memory_allocated(device) if on_card else 0
-    start = time.perf_counter()
-    call()
-    if on_card:
-        torch.cuda.synchronize(device)
-    row: Fields = {"first_ms": (time.perf_counter() - start) * 1e3}
-    for _ in range(setup.warm_up - 1):
+    for _ in range(setup.warm_up):
         call()
-    row["samples_ms"] = measure.times_ms(call, device, repeats)
+    row: Fields = {"samples_ms": measure.times_ms(call, device, repeats)}
     if again:
         return row, None
     if on_card:
         torch.cuda.empty_cache()  # the memory by which do_bench empties the card's cache
         torch.cuda.reset_peak_memory_stats(device)
         call()
-        peak = torch.cuda.max_memory_allocated(device)
-        row |= {"peak_gib": peak / GIB, "extra_gib": (peak - resting) / GIB}
+        row["extra_gib"] = (torch.cuda.max_memory_allocated(device) - resting) / GIB
         row["kernel_ms"] = measure.kernel_ms(call, device)
     seen: list[torch.Tensor] = []
 
@@ -160,18 +152,12 @@ def relative_error(found: torch.Tensor, known: torch.Tensor | None) -> float | N
     return float(norm(found - known) / norm(known))
 
 
-def random_tensors(
-    shape: TransformerShape, device: torch.device
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, bf16 tensor) of every parameter, each by its name and device alone, so that a
-    quantized model can be made tensor by tensor. Activations stay finite through 60 blocks.
-    """
-    for name, size in shape.tensors().items():
-        yield name, random_tensor(name, size, device)
-
-
 def random_tensor(name: str, size: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Draws bf16: deviation 0.5 / sqrt(K) for weights [N, K, ...], 0.02 for biases; norms are 1."""
+    """Draws bf16: deviation 0.5 / sqrt(K) for weights [N, K, ...], 0.02 for biases; norms are 1.
+
+    By name and device alone, so that a quantized model can be made tensor by tensor. Activations
+    stay finite through 60 blocks.
+    """
     tensor = torch.empty(size, dtype=torch.bfloat16, device=device)
     fan_in = math.prod(size[1:])
     if name.endswith("bias"):
@@ -182,13 +168,6 @@ def random_tensor(name: str, size: tuple[int, ...], device: torch.device) -> tor
         deviation = 0.5 / math.sqrt(fan_in)
     generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
     return tensor.normal_(0.0, deviation, generator=generator)
-
-
-def quantizable_weights(shape: TransformerShape) -> frozenset[str]:
-    """Names the weights that fp8 and int8 models hold quantized."""
-    weights = (name for name in shape.tensors() if name.endswith(".weight"))
-    layers = layers_to_quantize(name.removesuffix(".weight") for name in weights)
-    return frozenset(f"{layer}.weight" for layer in layers)
 
 
 # --- through diffusers
@@ -228,10 +207,8 @@ def build_transformer(
 
 
 @torch.inference_mode()
-def in_diffusers(
-    model: torch.nn.Module, tensors: InputTensors, body: Body, *, ours: bool
-) -> Measured:
-    """Calls `body` with the model's forward pass, as a pipeline or, where ours, `generate` does."""
+def in_diffusers(model: torch.nn.Module, tensors: InputTensors, body: Body) -> Measured:
+    """Calls `body` with the model's forward pass as a pipeline does."""
     pictures = [tensors.latents.bfloat16(), *tensors.references]
     packed = torch.cat([_pack(picture) for picture in pictures], dim=1)
     sides = [(1, part.shape[-2] // PATCH, part.shape[-1] // PATCH) for part in pictures]
@@ -246,13 +223,7 @@ def in_diffusers(
             return_dict=False,
         )[0]
 
-    if not ours:
-        return body(ForwardProgram(call, model.norm_out))
-    from ..hosts.diffusers.patch import optimize
-
-    timesteps = [sigma[0] * TIMESTEPS for sigma in tensors.sigmas]
-    with optimize(model) as optimized, optimized.run(lambda: timesteps):
-        return body(ForwardProgram(call, model.norm_out, optimized.report))
+    return body(ForwardProgram(call, model.norm_out))
 
 
 def _pack(latents: torch.Tensor) -> torch.Tensor:
@@ -269,28 +240,32 @@ def measure_row(
     row: Row, setup: BenchSetup, tensors: InputTensors, built: dict[Any, Any], body: Body
 ) -> Measured:
     """Calls `body` with a row's forward pass; `built` is what rows of the same weights share."""
-    key = row.host, row.needs_card
     if row.weights == DENSE and DENSE not in built:
-        built[DENSE] = dict(random_tensors(setup.shape, setup.device))
+        sizes = setup.shape.tensors().items()
+        built[DENSE] = {name: random_tensor(name, size, setup.device) for name, size in sizes}
     if row.host != COMFYUI:
-        if key not in built:
+        if row.host not in built:
+            on_card = setup.device.type == "cuda"
             about = setup.shape, setup.edit
-            built[key] = build_transformer(built[DENSE], *about, compiled=row.needs_card)
-        return in_diffusers(built[key], tensors, body, ours=row.ours)
-    from .comfyui import bf16_model, in_comfyui, prepared, quantized_model
+            built[row.host] = build_transformer(built[DENSE], *about, compiled=on_card)
+        return in_diffusers(built[row.host], tensors, body)
+    from ..hosts.comfyui.sample.optimize import OptimizeSettings, optimize
+    from .comfyui import bf16_model, in_comfyui, quantized_model
 
-    if key not in built:
+    if row.host not in built:
         weights, build = row.weights, quantized_model
         if weights == DENSE:
             weights, build = built[DENSE], bf16_model
-        built[key] = build(weights, setup.shape, setup.device, setup.edit)
-    return in_comfyui(prepared(built[key], row), tensors, body)
+        built[row.host] = build(weights, setup.shape, setup.device, setup.edit)
+    patcher = built[row.host]
+    if row.ours:
+        patcher = optimize(patcher, OptimizeSettings(attention=row.attention))
+    return in_comfyui(patcher, tensors, body)
 
 
 def run_forward(setup: BenchSetup, add: Callable[[Fields], None]) -> None:
-    """Measures whole passes; the error with LoRAs is that of the same LoRAs beside bf16."""
-    known: dict[tuple[Inputs, int], torch.Tensor] = {}
-    stock: dict[Inputs, float] = {}
+    """Measures whole passes; errors are relative to stock ComfyUI in bf16."""
+    known: dict[Inputs, torch.Tensor] = {}
     tensors = {inputs: input_tensors(setup.shape, inputs, setup.device) for inputs in setup.inputs}
 
     def one(built: dict[Any, Any], inputs: Inputs, row: Row, repeats: int, again: bool) -> Fields:
@@ -300,38 +275,23 @@ def run_forward(setup: BenchSetup, add: Callable[[Fields], None]) -> None:
         fields, stream = measure_row(row, setup, tensors[inputs], built, body)
         if stream is None:
             return {"samples_ms": fields["samples_ms"]}
-        if row.name == BASELINE or (row.loras and row.precision == DENSE):
-            known[inputs, row.loras] = stream
-        error = relative_error(stream, known.get((inputs, row.loras)))
-        return fields | {"rel_error_blocks": error}
-
-    def finish(row: Row, inputs: Inputs, fields: Fields) -> Fields:
-        about = {"name": row.name, "size": inputs.size, "batch": inputs.batch}
-        if "error" in fields:
-            return about | fields
         if row.name == BASELINE:
-            stock[inputs] = fields["ms"]
-        if inputs in stock:
-            about["x_stock"] = fields["ms"] / stock[inputs]
-        work = forward_work(setup.shape, inputs, row.precision)
-        return about | fields | achieved(work, fields["ms"])
+            known[inputs] = stream
+        return fields | {"rel_error_blocks": relative_error(stream, known.get(inputs))}
 
-    gc.collect()
-    gc.freeze()  # going through what the hosts have imported takes half a second
     for _, same in groupby(setup.rows, key=lambda row: row.weights):
         built: dict[Any, Any] = {}
         rows = list(same)
         for inputs in setup.inputs:
             torch._dynamo.reset()  # or a second size would be compiled for any size
             for row, fields in by_turns(rows, partial(one, built, inputs), setup):
-                add(finish(row, inputs, fields))
+                add({"name": row.name, "size": inputs.size, "batch": inputs.batch} | fields)
         built.clear()
         torch._dynamo.reset()  # which keeps compiled models
         if COMFYUI in {row.host for row in rows}:
-            from .comfyui import forget_models
+            from comfy.model_management import unload_all_models
 
-            forget_models()
+            unload_all_models()  # whose memory is free once nobody refers to them
         gc.collect()
         if setup.device.type == "cuda":
             torch.cuda.empty_cache()
-    gc.unfreeze()

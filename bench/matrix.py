@@ -1,13 +1,13 @@
 """Measures what the estimator predicts: weights, peaks and times of many settings on one card.
 
-    python -m qwen_l40s.bench.matrix --models FOLDER --json FILE [--precisions bf16,fp8]
+    python -m qwen_l40s.bench.matrix --models FOLDER --json FILE
 
 Runs in the Python that runs ComfyUI. FOLDER gets random weights of the published sizes, 58 GB,
 unless they are there. Each model is loaded by this package's loader and optimized by its node; then
 real sampling runs (euler, simple) of every case, decoding and encoding whole and in tiles, and
 prompts. A run whose steps differ by more than a quarter is done again. FILE is rewritten after each
-run, in the form of planning/measured.json; a file that is there is continued. Each run says for
-which half it is: the estimator is fitted to one and tested on the other.
+run, in the form of planning/measured.json. Each run says for which half it is: the estimator is
+fitted to one and tested on the other.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
-import json
 import random
 import statistics
 import time
 import timeit
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -29,7 +28,7 @@ from typing import Any
 import torch
 
 from .command import conditions, import_comfyui
-from .measure import Fields, NvmlCard, RowWriter
+from .measure import Fields, RowWriter, used_bytes
 from .prompt import PROMPT, TEXT_ENCODER, TEXT_WIDTH, TRANSFORMER
 
 PRECISIONS = ("bf16", "int8", "fp8")
@@ -88,16 +87,7 @@ def tokens_of(case: Fields) -> int:
 
 
 class Matrix(RowWriter):
-    """Holds the runs so far, and shares those of each kind out to the halves."""
-
-    def __init__(self, path: Path, about: Fields) -> None:
-        before: list[Fields] = []
-        if path.exists():
-            known = json.loads(path.read_text(encoding="utf-8"))
-            if known["conditions"]["card"] != about["card"]:
-                raise SystemExit(f"{path} was measured on {known['conditions']['card']}")
-            before = known["runs"]
-        super().__init__(about, path, "runs", before)
+    """Shares the runs of each kind out to the halves."""
 
     def add(self, row: Fields) -> None:
         runs = [*self.rows, row]
@@ -106,9 +96,6 @@ class Matrix(RowWriter):
         for number, run in enumerate(runs, 1):
             run |= {"id": number, "half": next(names[run["kind"]])}
         super().add(row)
-
-    def has(self, case: Fields) -> bool:
-        return any(case.items() <= run.items() for run in self.rows)
 
 
 def halves(count: int) -> list[str]:
@@ -169,32 +156,25 @@ def sample(patcher: Any, case: Fields, used: Callable[[], int]) -> Fields:
         seed=0,
     )
     samples = [(end - begin) * 1e3 for begin, end in pairwise(moments)]
-    tables = ModelModulation.of(patcher.model).passes
     return {
         "weights_bytes": weights_bytes,
         **peaks(used),
         "steps": steps,
-        "first_ms": samples[0],
         "step_ms": statistics.median(samples[1:]),
         "samples_ms": samples[1:],
-        "tables_seconds": tables.seconds if tables.passes else None,
     }
 
 
 @torch.inference_mode()  # as execution.py runs every prompt
-def measure_sampling(
-    folder: Path, precisions: Sequence[str], matrix: Matrix, used: Callable[[], int]
-) -> None:
+def measure_sampling(folder: Path, matrix: Matrix, used: Callable[[], int]) -> None:
     """Measures every case of every model."""
     import comfy.model_management
 
     from ..hosts.comfyui.load.transformer import load_model
     from ..hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of
 
-    for precision, place in itertools.product(precisions, PLACES):
-        wanted = [case for case in cases(precision, place) if not matrix.has(case)]
-        if not wanted:
-            continue
+    for precision, place in itertools.product(PRECISIONS, PLACES):
+        wanted = cases(precision, place)
         patcher, _ = load_model(folder / "diffusion_models" / TRANSFORMER, precision, (), place)
         optimized = optimize(patcher, OptimizeSettings())
         comfy.model_management.load_models_gpu([optimized])
@@ -236,8 +216,6 @@ def measure_vae(matrix: Matrix, used: Callable[[], int]) -> None:
     comfy.model_management.load_models_gpu([vae.patcher])
     for direction, (width, height), tiles in itertools.product(("decode", "encode"), SIZES, TILES):
         about = {"kind": direction, "width": width, "height": height, "batch": 1, "tiles": tiles}
-        if matrix.has(about):
-            continue
         given = torch.rand(1, height, width, 3)
         if direction == "decode":
             given = torch.randn(1, 16, 1, height // 8, width // 8)
@@ -257,19 +235,15 @@ def measure_text(folder: Path, matrix: Matrix, used: Callable[[], int]) -> None:
     from ..hosts.comfyui.load.text_encoder import load_text_encoder
 
     for precision in ("bf16", "fp8"):
-        each = [{"kind": "text", "precision": precision, "references": it} for it in (0, 1, 3)]
-        wanted = [about for about in each if not matrix.has(about)]
-        if not wanted:
-            continue
         clip, _ = load_text_encoder(folder / "text_encoders" / TEXT_ENCODER, precision, "auto")
         comfy.model_management.load_models_gpu([clip.patcher])
-        for about in wanted:
-            references = about["references"]
+        for references in (0, 1, 3):
             images = [torch.rand(1, 384, 384, 3) for _ in range(references)]
             marks = "<|vision_start|><|image_pad|><|vision_end|>" * references
             tokens = clip.tokenize(marks + PROMPT, images=images)
             # Not the loader's own, which remembers.
             call = partial(comfy.sd.CLIP.encode_from_tokens, clip, tokens)
+            about = {"kind": "text", "precision": precision, "references": references}
             about["text_tokens"] = call().shape[1]
             matrix.add(about | measured(call, used))
         comfy.model_management.unload_all_models()
@@ -281,13 +255,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", type=Path, required=True)
     parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--precisions", default=",".join(PRECISIONS))
     args = parser.parse_args()
-    driver = NvmlCard()
-    before = driver.used()  # asked before CUDA is
+    driver = used_bytes()
+    before = driver()  # asked before CUDA is
 
     def used() -> int:
-        return driver.used() - before
+        return driver() - before
 
     comfyui = import_comfyui(cpu=False, keep_on_card=False)
     torch.zeros(1, device=CARD)
@@ -304,10 +277,10 @@ def main() -> None:
     from .comfyui import write_models
 
     write_models(args.models)
-    matrix = Matrix(args.json, about)
+    matrix = Matrix(about, args.json, "runs")
     measure_vae(matrix, used)
     measure_text(args.models, matrix, used)
-    measure_sampling(args.models, args.precisions.split(","), matrix, used)
+    measure_sampling(args.models, matrix, used)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -28,8 +29,6 @@ LEAST_MS = 25
 TURNS = 2
 READ_SECONDS = 0.005
 SIGNIFICANT = 5
-# {field that names a row: its width}
-COLUMNS = {"name": 34, "size": 11}
 
 
 def times_ms(call: Callable[[], Any], device: torch.device, repeats: int) -> list[float]:
@@ -53,12 +52,6 @@ def times_ms(call: Callable[[], Any], device: torch.device, repeats: int) -> lis
     return do_bench(call, warmup=0, rep=whole, return_mode="all")
 
 
-def time_fields(samples: Sequence[float]) -> Fields:
-    parts = torch.tensor((0.5, 0.1, 0.9), dtype=torch.float64)
-    found = torch.tensor(samples, dtype=torch.float64).quantile(parts).tolist()
-    return dict(zip(("ms", "ms_p10", "ms_p90"), found, strict=True)) | {"samples_ms": list(samples)}
-
-
 def kernel_ms(call: Callable[[], Any], device: torch.device) -> float | None:
     """Returns what all kernels of a call take under torch's profiler; None where it sees none."""
     from torch.autograd import DeviceType
@@ -76,12 +69,6 @@ def kernel_ms(call: Callable[[], Any], device: torch.device) -> float | None:
     return sum(event.self_device_time_total for event in kernels) / 1e3 or None
 
 
-def achieved(work: Any, ms: float) -> dict[str, float | None]:
-    """Returns TFLOP/s and GB/s of counted work (`flops`, `bytes`); None of what is not computed."""
-    found = {"tflops": work.flops / 1e9, "gbs": work.bytes / 1e6}
-    return {name: amount / ms if amount and ms > 0 else None for name, amount in found.items()}
-
-
 def by_turns(
     things: Sequence[Any], one: Callable[[Any, int, bool], Fields], setup: BenchSetup
 ) -> Iterator[tuple[Any, Fields]]:
@@ -92,7 +79,7 @@ def by_turns(
             raises is the thing's "error".
 
     Yields:
-        Each thing and its fields, with median and spread of the samples of all turns.
+        Each thing and its fields, with the samples of all turns and their median.
     """
     found: list[Fields] = [{"samples_ms": []} for _ in things]
     turns = min(TURNS, setup.repeats)
@@ -109,66 +96,48 @@ def by_turns(
                 continue
             fields |= more | {"samples_ms": [*fields["samples_ms"], *more.get("samples_ms", ())]}
     for fields, thing in zip(found, things, strict=True):
-        samples = fields.pop("samples_ms")
+        samples = fields["samples_ms"]
         if "error" in fields:
             yield thing, {"error": fields["error"]}
         else:
-            yield thing, (time_fields(samples) if samples else {}) | fields
+            yield thing, ({"ms": median(samples)} if samples else {}) | fields
 
 
-class NvmlCard:
-    """Asks NVIDIA's driver about the first card, of all processes together.
+def used_bytes() -> Callable[[], int]:
+    """Returns a call that asks the driver how much of the first card is in use, by all processes.
 
     Raises:
-        UnavailableError: nvidia-ml-py is not installed, or there is no driver.
+        UnavailableError: nvidia-ml-py is not installed.
     """
-
-    def __init__(self) -> None:
-        try:
-            import pynvml
-
-            self._nvml = pynvml
-            pynvml.nvmlInit()
-        except ModuleNotFoundError as error:
-            raise UnavailableError(
-                "this measures through nvidia-ml-py, not installed here: run "
-                "`pip install nvidia-ml-py`."
-            ) from error
-        except pynvml.NVMLError as error:
-            raise UnavailableError(f"the driver does not answer: {error}.") from error
-        self._card = pynvml.nvmlDeviceGetHandleByIndex(0)
-
-    def used(self) -> int:
-        return self._nvml.nvmlDeviceGetMemoryInfo(self._card).used
+    try:
+        import pynvml
+    except ModuleNotFoundError as error:
+        raise UnavailableError(
+            "nvidia-ml-py, which measures memory, is missing: run `pip install nvidia-ml-py`."
+        ) from error
+    pynvml.nvmlInit()  # not torch's function, which starts CUDA
+    card = pynvml.nvmlDeviceGetHandleByIndex(0)
+    return lambda: pynvml.nvmlDeviceGetMemoryInfo(card).used
 
 
 class PeakReader(threading.Thread):
     """Reads every 5 ms how much of a card is in use, more than at the beginning."""
 
-    def __init__(self, card: NvmlCard) -> None:
+    def __init__(self, used: Callable[[], int]) -> None:
         super().__init__(daemon=True)
-        self._card, self._baseline = card, card.used()
-        self._seen, self._failure = [self._baseline], ""
+        self._used, self._baseline = used, used()
+        self._seen = [self._baseline]
         self.start()
 
     def run(self) -> None:
-        while not self._failure:
+        while True:
             time.sleep(READ_SECONDS)
-            try:
-                self._seen.append(self._card.used())
-            except Exception as error:  # what NVML raises once the driver is gone
-                self._failure = str(error)
+            self._seen.append(self._used())
 
     def peak_gib(self) -> float:
-        """Returns the peak over the baseline since this was asked last.
-
-        Raises:
-            UnavailableError: the driver stopped answering.
-        """
-        if self._failure:
-            raise UnavailableError(f"the driver stopped answering: {self._failure}.")
+        """Returns the peak over the baseline since this was asked last."""
         seen, self._seen = self._seen, [self._baseline]
-        return (max(*seen, self._card.used()) - self._baseline) / GIB
+        return (max(*seen, self._used()) - self._baseline) / GIB
 
 
 class RowWriter:
@@ -176,13 +145,10 @@ class RowWriter:
 
     Args:
         key: Of the rows in the file.
-        rows: Measured before.
     """
 
-    def __init__(
-        self, conditions: Fields, path: Path | None, key: str = "rows", rows: Sequence[Fields] = ()
-    ) -> None:
-        self.conditions, self.rows = conditions, list(rows)
+    def __init__(self, conditions: Fields, path: Path | None, key: str = "rows") -> None:
+        self.conditions, self.rows = conditions, []
         self._path, self._key = path, key
 
     def add(self, row: Fields) -> None:
@@ -193,28 +159,16 @@ class RowWriter:
 
     def results(self) -> Fields:
         """Returns the file's contents, floats with five digits."""
-        return rounded({"conditions": self.conditions, self._key: self.rows})
+        whole = json.dumps({"conditions": self.conditions, self._key: self.rows})
+        return json.loads(whole, parse_float=lambda text: float(f"{float(text):.{SIGNIFICANT}g}"))
 
 
 def line(row: Fields) -> str:
-    """Formats a row's name and figures; those of one kind of row stand in the same columns."""
-    shown = [f"{row[name]:{width}}" for name, width in COLUMNS.items() if name in row]
-    texts = []
+    """Formats a row's figures; its lists and texts of many lines are in the JSON alone."""
+    shown = []
     for name, value in row.items():
-        if isinstance(value, str) and "\n" in value:
-            texts += ["", f"{name}:", *value.splitlines()]
-        elif name in COLUMNS or value is None or isinstance(value, (list, dict)):
-            continue
-        elif isinstance(value, float):
+        if isinstance(value, float):
             shown.append(f"{name} {value:<8.4g}")
-        else:
-            shown.append(f"{name} {value}")
-    return "\n  ".join(["  ".join(shown).rstrip(), *texts])
-
-
-def rounded(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.{SIGNIFICANT}g}")
-    if isinstance(value, dict):
-        return {name: rounded(entry) for name, entry in value.items()}
-    return [rounded(entry) for entry in value] if isinstance(value, (list, tuple)) else value
+        elif isinstance(value, (int, str)) and "\n" not in str(value):
+            shown.append(f"{value:34}" if name == "name" else f"{name} {value}")
+    return "  ".join(shown).rstrip()

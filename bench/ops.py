@@ -15,13 +15,13 @@ from ..optimizations import reference
 from ..optimizations.attention import BACKENDS as ATTENTION
 from ..optimizations.attention import AttentionRequest, choose_attention
 from ..optimizations.fallback import Fallback
-from ..optimizations.fused import TORCH, Ops, choose_ops
+from ..optimizations.fused import Ops, choose_ops
 from ..optimizations.linear import BACKENDS as GEMMS
 from ..optimizations.linear import choose_gemm
 from ..optimizations.reference import Modulation, QKNorm, QuantizedRows, Rotary, Tokens
 from ..spec.formats import RowFormat
 from ..spec.transformer import TransformerShape
-from .measure import Fields, achieved, by_turns, times_ms
+from .measure import Fields, by_turns, times_ms
 from .rows import BenchSetup, Inputs
 
 EPS = 1e-6
@@ -51,13 +51,8 @@ class OpCase(NamedTuple):
 
 def op_cases(shape: TransformerShape, inputs: Inputs, device: torch.device) -> list[OpCase]:
     """Lists every case for the tokens of one forward pass, nothing of it made yet."""
-    with_flops = [*_gemms(shape, inputs, device), *_attentions(shape, inputs, device)]
-    kernels = [
-        OpCase(task, program, partial(make, of), 0, moved)
-        for task, make, moved in _kernels(shape, inputs, device)
-        for program, of in (("ours torch", TORCH), ("ours triton", None))
-    ]
-    return [*with_flops, *kernels, _copy(device)]
+    parts = (_gemms, _attentions, _kernels)
+    return [case for part in parts for case in part(shape, inputs, device)] + [_copy(device)]
 
 
 def _gemms(shape: TransformerShape, inputs: Inputs, device: torch.device) -> Iterator[OpCase]:
@@ -97,25 +92,23 @@ def _attentions(shape: TransformerShape, inputs: Inputs, device: torch.device) -
         yield OpCase("attention", name, partial(make, name), flops, moved)
 
 
-def _kernels(
-    shape: TransformerShape, inputs: Inputs, device: torch.device
-) -> Iterator[tuple[str, Callable[[Ops | None], Call], int]]:
-    """Yields (task, what makes the call of some Ops, bytes); None are those of the device."""
+def _kernels(shape: TransformerShape, inputs: Inputs, device: torch.device) -> Iterator[OpCase]:
+    """Lists the kernels between products, of which the estimator's bandwidth is fitted."""
     tokens = Tokens(inputs.batch, inputs.text, inputs.stream_tokens, inputs.stream_tokens)
     dim, rows, width = shape.dim, tokens.rows, 4 * shape.dim
 
     def modulation() -> Modulation:
         return Modulation(*(0.1 * _normal(tokens.batch, 3 * dim, on=device) for _ in range(2)))
 
-    def norm(branch: bool, format: RowFormat | None, of: Ops | None) -> Call:
-        ops, x, norms = of or _triton(device), _normal(rows, dim, on=device), modulation()
+    def norm(branch: bool, format: RowFormat | None) -> Call:
+        ops, x, norms = _ops(device), _normal(rows, dim, on=device), modulation()
         added, gates = (_normal(rows, dim, on=device), modulation()) if branch else (None, None)
         out = torch.empty_like(x) if format is None else QuantizedRows.empty(x, format)
         launch = ops.residual_norm(x, added, gates, norms, tokens, EPS, format, out)
         return lambda: launch(x, gates, norms)
 
-    def rotate(of: Ops | None) -> Call:
-        ops, size = of or _triton(device), (tokens.batch, tokens.joint, shape.heads, shape.head_dim)
+    def rotate() -> Call:
+        ops, size = _ops(device), (tokens.batch, tokens.joint, shape.heads, shape.head_dim)
         norms = QKNorm(*(1 + 0.1 * _normal(shape.head_dim, on=device) for _ in range(4)))
         turned = torch.rand(tokens.joint, shape.head_dim // 2, device=device)
         rotary = Rotary(*(part.bfloat16()[None] for part in (turned.cos(), turned.sin())))
@@ -123,31 +116,23 @@ def _kernels(
         launch = ops.qk_norm_rope(q, k, norms, rotary, tokens, EPS)
         return lambda: launch(norms, rotary)
 
-    def quantize(kernel: str, format: RowFormat, of: Ops | None) -> Call:
-        ops, x = of or _triton(device), _normal(rows, width, on=device)
+    def quantize(kernel: str, format: RowFormat) -> Call:
+        ops, x = _ops(device), _normal(rows, width, on=device)
         launch = getattr(ops, kernel)(x, format, QuantizedRows.empty(x, format))
         return lambda: launch(x)
 
-    def decode(of: Ops | None) -> Call:
-        """Decodes a weight in 4 bits, with a scale for 16 of them."""
-        ops = of or _triton(device)
-        codes = torch.randint(-128, 128, (width, dim // 2), dtype=torch.int8, device=device)
-        scale = torch.rand(width, dim // 16, device=device).to(torch.float8_e4m3fn)
-        packed = codes, scale.view(torch.uint8), torch.randn(16, device=device)
-        out = torch.empty(width, dim, dtype=torch.int8, device=device)
-        launch = ops.decode_weight(*packed, 4, out)
-        return lambda: launch(*packed)
-
     once = 2 * rows * dim
-    yield "norm+modulate", partial(norm, False, None), 2 * once
-    yield "residual+norm+modulate", partial(norm, True, None), 4 * once
-    yield "residual+norm+modulate+fp8", partial(norm, True, RowFormat("fp8")), 7 * once // 2
-    yield "qk norm+rope", rotate, 4 * once
+    found = [
+        ("norm+modulate", partial(norm, False, None), 2 * once),
+        ("residual+norm+modulate", partial(norm, True, None), 4 * once),
+        ("residual+norm+modulate+fp8", partial(norm, True, RowFormat("fp8")), 7 * once // 2),
+        ("qk norm+rope", rotate, 4 * once),
+    ]
     for format in (*map(RowFormat, reference.STORAGE), RowFormat("int8", 256)):
         for task, kernel in (("gelu+quantize", "gelu_quantize"), ("quantize", "row_quantize")):
-            yield f"{task} {format}", partial(quantize, kernel, format), 3 * rows * width
-    moved = width * dim // 2 + width * dim // 16 + width * dim
-    yield f"decode {width}x{dim} int4", decode, moved
+            found.append((f"{task} {format}", partial(quantize, kernel, format), 3 * rows * width))
+    for task, make, moved in found:
+        yield OpCase(task, "ours", make, 0, moved)
 
 
 def _copy(device: torch.device) -> OpCase:
@@ -161,10 +146,10 @@ def _copy(device: torch.device) -> OpCase:
     return OpCase("copy", "torch", make, 0, 2 * count)
 
 
-def _triton(device: torch.device) -> Ops:
+def _ops(device: torch.device) -> Ops:
     ops = choose_ops(device)
-    if isinstance(ops, Fallback) or ops is TORCH:
-        raise UnavailableError(str(ops) if isinstance(ops, Fallback) else ops.name)
+    if isinstance(ops, Fallback):
+        raise UnavailableError(str(ops))
     return ops
 
 
@@ -183,9 +168,10 @@ def run_ops(setup: BenchSetup, add: Callable[[Fields], None]) -> None:
         chosen = [case for case in cases if case.name in setup.names]
         for _, same in groupby(chosen, key=lambda case: case.task):
             for case, fields in by_turns(list(same), partial(_time_op, setup, {}), setup):
+                fields.pop("samples_ms", None)  # of short calls there are hundreds
                 if "ms" in fields:
-                    fields |= achieved(case, fields["ms"])
-                    del fields["samples_ms"]  # of short calls there are hundreds
+                    fields |= {"gbs": case.bytes / fields["ms"] / 1e6}
+                    fields |= {"tflops": case.flops / fields["ms"] / 1e9} if case.flops else {}
                 add({"name": case.name, "size": inputs.size, "batch": inputs.batch} | fields)
 
 

@@ -24,7 +24,7 @@ import torch
 from ..errors import UnavailableError
 from ..machine.comfyui import find_comfyui
 from ..spec.formats import GIB
-from .measure import Fields, NvmlCard, PeakReader, time_fields
+from .measure import Fields, PeakReader, used_bytes
 from .rows import BASELINE, BenchSetup, Inputs, Row
 from .server import ComfyUIServer, ComfyUIServerError
 
@@ -61,7 +61,7 @@ def run_prompts(setup: BenchSetup, add: Callable[[Fields], None]) -> None:
         write_models(setup.models)
         torch.cuda.empty_cache()
         held = hold_all_but(setup.free_gib)
-        reader = PeakReader(NvmlCard())
+        reader = PeakReader(used_bytes())
     found: dict[tuple[Row, Inputs], dict[str, list[float]]]
     found = {key: defaultdict(list) for key in product(rows, setup.inputs)}
     failed: dict[Row, str] = {}
@@ -78,19 +78,15 @@ def run_prompts(setup: BenchSetup, add: Callable[[Fields], None]) -> None:
         except (ComfyUIServerError, OSError) as error:
             failed[row] = " ".join(str(error).split())
     del held
-    stock: dict[Inputs, float] = {}
     for (row, inputs), values in found.items():
         fields: Fields = {"name": row.name, "size": inputs.size, "batch": inputs.batch}
         if row in failed:
             add(fields | {"error": failed[row]})
             continue
-        if row.name == BASELINE:
-            stock[inputs] = median(values["ms"])
-        fields |= time_fields(values.pop("ms"))
-        fields["x_stock"] = fields["ms"] / stock[inputs] if inputs in stock else None
+        samples = {"samples_ms": values["ms"]}
         for name, each in values.items():
             fields[name] = max(each) if name == "peak_gib" else median(each)
-        add(fields)
+        add(fields | samples)
 
 
 def hold_all_but(free_gib: float | None) -> torch.Tensor | None:
@@ -117,12 +113,9 @@ def _prompts(setup: BenchSetup, row: Row, repeats: int) -> Iterator[tuple[Inputs
             Path(folder, "models").symlink_to(setup.models.resolve(), target_is_directory=True)
         more = (*(() if on_card else ("--cpu",)), *setup.server_args)
         with ComfyUIServer(find_comfyui(), sys.executable, Path(folder), *more) as server:
-            known = server.get_json("/object_info")
 
             def run(inputs: Inputs, shift: int = 0) -> float:
-                return run_graph(
-                    server, fill(graph_of(setup, row, inputs, next(seeds), shift), known)
-                )
+                return run_graph(server, graph_of(setup, row, inputs, next(seeds), shift))
 
             for number, inputs in enumerate(setup.inputs):
                 yield inputs, "resized_ms" if number else "first_ms", run(inputs)
@@ -173,7 +166,8 @@ def graph_of(setup: BenchSetup, row: Row, inputs: Inputs, seed: int, shift: int 
     )
     if ours:
         model = add("model", "QwenL40S_LoadModel", model=transformer, precision=row.precision)
-        model = add("optimize", "QwenL40S_Optimize", model=model)
+        how = {"attention": "auto", "fused_blocks": True}
+        model = add("optimize", "QwenL40S_Optimize", model=model, **how)
         if cfg:
             model = add("cache", "QwenL40S_StepCache", model=model, cache=CACHE)
         clip = add("clip", "QwenL40S_LoadTextEncoder", text_encoder=encoder, precision="bf16")
@@ -200,16 +194,6 @@ def graph_of(setup: BenchSetup, row: Row, inputs: Inputs, seed: int, shift: int 
     )
     decoder = "QwenL40S_VAEDecode" if ours else "VAEDecode"
     images = add("decode", decoder, samples=sampled, vae=vae)
-    add("save", "QwenL40S_SaveImage" if ours else "SaveImage", images=images)
+    saver = "QwenL40S_SaveImage" if ours else "SaveImage"
+    add("save", saver, images=images, filename_prefix="bench")
     return nodes
-
-
-def fill(graph: ApiGraph, known: dict[str, Any]) -> ApiGraph:
-    """Adds the required inputs that a graph leaves out, by what the server says at /object_info."""
-    for node in graph.values():
-        for name, entry in known[node["class_type"]]["input"].get("required", {}).items():
-            kind, options = entry[0], entry[1] if len(entry) > 1 else {}
-            if name not in node["inputs"]:
-                choices = kind if isinstance(kind, list) else options.get("options", [None])
-                node["inputs"][name] = options.get("default", choices[0])
-    return graph

@@ -1,22 +1,15 @@
-"""The rows of `qwen-l40s bench`: what each one runs, at which sizes, and how much work that is."""
+"""The rows of `qwen-l40s bench`: what each one runs, and at which sizes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from fnmatch import filter as matching
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import SettingError
-from ..planning.times import TEXT_LAYERS, Work
-from ..spec.formats import BYTES_PER_SCALE, QUANTIZED
-from ..spec.transformer import (
-    BLOCK_GEMMS,
-    PIXELS_PER_TOKEN_SIDE,
-    REFERENCE_TOKENS,
-    TransformerShape,
-)
+from ..spec.transformer import PIXELS_PER_TOKEN_SIDE, REFERENCE_TOKENS, TransformerShape
 
 if TYPE_CHECKING:
     import torch
@@ -31,14 +24,10 @@ class Row:
     Args:
         name: as results call it; program and precision are its first words.
         attention: as the node Optimize takes it, of "ours".
-        loras: how many of rank 64 are beside all layers of attention and MLP.
-        needs_card: whether it has nothing to run on a CPU.
     """
 
     name: str
     attention: str = "auto"
-    loras: int = 0
-    needs_card: bool = False
 
     @property
     def host(self) -> str:
@@ -58,33 +47,23 @@ class Row:
         """Which random model it needs: "bf16", of all programs, or such as "comfyui fp8". Rows of
         one model stand together, so that it is built once and its rows are timed by turns.
         """
-        plain = " plain" if self.name.endswith("plain") else ""
         of_all = self.precision == "bf16"
-        return self.precision if of_all else f"{self.name.split()[0]} {self.precision}{plain}"
+        return self.precision if of_all else f"{self.name.split()[0]} {self.precision}"
 
 
 BASELINE = "comfyui bf16"
 FORWARD = (
     Row(BASELINE),
     Row("ours bf16"),
-    Row("ours bf16, 1 LoRA", loras=1),
-    Row("ours bf16, 3 LoRAs", loras=3),
-    Row("diffusers bf16 eager"),
-    Row("ours bf16 in diffusers"),
-    Row("diffusers bf16 compiled", needs_card=True),
+    Row("diffusers bf16"),
     Row("comfyui fp8"),
     Row("ours fp8"),
-    Row("ours fp8, 1 LoRA", loras=1),
-    Row("ours fp8, 3 LoRAs", loras=3),
     Row("comfyui int8"),
-    Row("ours int8 plain"),
     Row("ours int8"),
     Row("ours int8, attention int8", "int8"),
     Row("ours int8, attention int8_fp8", "int8_fp8"),
     # The best exact attention of an L40S.
-    Row("ours int8, attention sdpa_flash", "sdpa_flash", needs_card=True),
-    Row("ours int8, 1 LoRA", loras=1),
-    Row("ours int8, 3 LoRAs", loras=3),
+    Row("ours int8, attention sdpa_flash", "sdpa_flash"),
 )
 # Of prompts in a server.
 IMAGE = tuple(
@@ -98,17 +77,16 @@ def select(names: Sequence[str], patterns: Sequence[str]) -> tuple[str, ...]:
     Raises:
         SettingError: A pattern matches none.
     """
+    chosen: set[str] = set()
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
+        found = matching(names, pattern)
+        if not found:
             raise SettingError(
                 f"--only {pattern!r} names no row: choose from {', '.join(map(repr, names))}, or "
                 "a pattern such as 'ours *'."
             )
-    return tuple(
-        name
-        for name in names
-        if not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
-    )
+        chosen.update(found)
+    return tuple(name for name in names if not patterns or name in chosen)
 
 
 @dataclass(frozen=True)
@@ -134,13 +112,10 @@ class Inputs:
         return f"{self.width}x{self.height}"
 
     @property
-    def image_tokens(self) -> int:
-        return self.width // PIXELS_PER_TOKEN_SIDE * (self.height // PIXELS_PER_TOKEN_SIDE)
-
-    @property
     def stream_tokens(self) -> int:
         """Counts one item's image stream, with the tokens of its references."""
-        return self.image_tokens + self.references * REFERENCE_TOKENS
+        sides = self.width // PIXELS_PER_TOKEN_SIDE, self.height // PIXELS_PER_TOKEN_SIDE
+        return sides[0] * sides[1] + self.references * REFERENCE_TOKENS
 
 
 def rope_axes(head_dim: int) -> tuple[int, int, int]:
@@ -148,29 +123,6 @@ def rope_axes(head_dim: int) -> tuple[int, int, int]:
     frame = head_dim // 8
     side = (head_dim - frame) // 2
     return frame, side, side
-
-
-def forward_work(shape: TransformerShape, inputs: Inputs, precision: str = "bf16") -> Work:
-    """Counts the blocks of one forward pass.
-
-    Each product and attention reads its inputs and weights once and writes its output once, in
-    bf16 or, where the precision is fp8 or int8, reads one byte a value. What lies between them is
-    not counted, and neither are the modulation's linears: their outputs depend on the timestep
-    alone and can be kept.
-    """
-    size = 1 if precision in QUANTIZED else 2
-    flops = moved = 0
-    for name, (rows, columns) in BLOCK_GEMMS.items():
-        n, k = rows * shape.dim, columns * shape.dim
-        tokens = inputs.text if name.startswith(TEXT_LAYERS) else inputs.stream_tokens
-        m = inputs.batch * tokens
-        flops += 2 * m * n * k
-        moved += (n * k + m * k) * size + 2 * m * n
-        moved += BYTES_PER_SCALE * (n + m) if precision in QUANTIZED else 0
-    joint = inputs.text + inputs.stream_tokens
-    flops += 4 * inputs.batch * joint * joint * shape.dim
-    moved += 4 * 2 * inputs.batch * joint * shape.dim
-    return Work(shape.blocks * flops, shape.blocks * moved)
 
 
 @dataclass(frozen=True)

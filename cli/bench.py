@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SettingError, UnavailableError, plain_write_errors
+from ..hosts.diffusers.settings import SIZE_STEP
 from ..machine.card_list import known_cards
 from ..machine.store import CALIBRATION, Calibration, cache_folder, with_calibration
 from ..planning.cards import Card, find_card
@@ -19,6 +20,7 @@ from .output import check_target, require_packages, write_whole
 
 # Not by its import name: an editable install beside a wheel would find its own.
 BENCHMARKS = Path(__file__).resolve().parents[1] / "bench" / "__init__.py"
+MOST_REFERENCES = 3  # of Edit-2511
 SHAPES = {"full": FULL_SIZE, "small": SMALL}
 WHAT = {
     "ops": "each operation of a block, through everything that computes it",
@@ -59,25 +61,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--size",
-        type=parse_size,
+        type=_size,
         action="append",
         metavar="WxH",
         help="pixels; repeat it for more; default: 1024x1024",
     )
     parser.add_argument(
-        "--batch", type=int, default=1, metavar="N", help="images in one pass; default: 1"
+        "--batch", type=_positive, default=1, metavar="N", help="images in one pass; default: 1"
     )
     parser.add_argument(
-        "--text", type=int, default=200, metavar="N", help="text tokens; default: 200"
+        "--text", type=_positive, default=200, metavar="N", help="text tokens; default: 200"
     )
     parser.add_argument(
         "--references",
         type=int,
+        choices=range(MOST_REFERENCES + 1),
         default=0,
         metavar="N",
         help="reference images of 1024x1024, as in Edit-2511; default: 0",
     )
-    parser.add_argument("--layers", type=int, metavar="N", help="blocks; default: 60")
+    parser.add_argument("--layers", type=_positive, metavar="N", help="blocks; default: 60")
     parser.add_argument(
         "--width", default="full", metavar="NAME", help="full (3072) or small (128, for a CPU)"
     )
@@ -89,12 +92,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="only these rows, by name or pattern, such as 'ours bf16' 'comfyui *'",
     )
-    parser.add_argument("--repeats", type=int, metavar="N", help="number of measured calls")
+    parser.add_argument("--repeats", type=_positive, metavar="N", help="number of measured calls")
     parser.add_argument(
-        "--warm-up", type=int, metavar="N", help="number of calls before the measured ones"
+        "--warm-up", type=_positive, metavar="N", help="number of calls before the measured ones"
     )
     parser.add_argument(
-        "--steps", type=int, default=20, metavar="N", help="steps of `image`; default: 20"
+        "--steps", type=_positive, default=20, metavar="N", help="steps of `image`; default: 20"
     )
     parser.add_argument(
         "--models",
@@ -119,6 +122,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="also write the results as JSON")
     parser.add_argument("--plot", help=argparse.SUPPRESS)
     parser.add_argument("--profile", action="store_true", help=argparse.SUPPRESS)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+    return int(text)
+
+
+def _size(text: str) -> tuple[int, int]:
+    sides = parse_size(text)
+    nearest = [max(SIZE_STEP, SIZE_STEP * round(side / SIZE_STEP)) for side in sides]
+    if nearest != [*sides]:
+        raise argparse.ArgumentTypeError(
+            f"{text}: both sides must be divisible by {SIZE_STEP}: use "
+            f"{'x'.join(map(str, nearest))}"
+        )
+    return sides
 
 
 def run(args: argparse.Namespace) -> int:

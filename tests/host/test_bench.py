@@ -20,8 +20,7 @@ from qwen_l40s.spec.transformer import FULL_SIZE
 SMALL = ["--device", "cpu", "--width", "small", "--text", "5", "--repeats", "2", "--warm-up", "1"]
 RUNS = {
     "forward": "forward --size 64x32 --layers 2 --batch 2",
-    "edit": "forward --size 32x32 --layers 1 --references 1 --repeats 1 --only *?bf16 "
-    "*diffusers *eager",
+    "edit": "forward --size 32x32 --layers 1 --references 1 --repeats 1 --only *?bf16",
     "image": "image --size 256x256 --layers 1 --steps 11 --repeats 1 --only *?bf16",
 }
 
@@ -48,24 +47,21 @@ def rows_of(in_comfyui, name):
 
 def test_every_row_of_a_forward_pass_is_measured(in_comfyui):
     rows = rows_of(in_comfyui, "forward")
-    on_a_card = {row.name for row in FORWARD if row.needs_card}
-    assert set(rows) == {row.name for row in FORWARD} - on_a_card
+    assert set(rows) == {row.name for row in FORWARD}
     conditions = in_comfyui["forward"][1]["conditions"]
-    assert set(conditions["left_out"]) == on_a_card
+    assert conditions["left_out"] == {}
     assert conditions["card"] == "CPU"
     assert conditions["software"]["ComfyUI"] and conditions["commit"]
     assert conditions["layers"] == 2
     for row in rows.values():
         assert (row["size"], row["batch"]) == ("64x32", 2)
         assert len(row["samples_ms"]) == 2
-        assert min(row["samples_ms"]) <= row["ms_p10"] <= row["ms"] <= row["ms_p90"]
-        assert row["x_stock"] == pytest.approx(row["ms"] / rows["comfyui bf16"]["ms"], rel=1e-3)
+        assert min(row["samples_ms"]) <= row["ms"] <= max(row["samples_ms"])
 
 
 def test_errors_are_those_of_the_same_weights_and_inputs(in_comfyui):
     rows = rows_of(in_comfyui, "forward")
-    limits = {"comfyui bf16": 0, "ours bf16": 0.004}
-    limits |= {"diffusers bf16 eager": 0.01, "ours bf16 in diffusers": 0.01}
+    limits = {"comfyui bf16": 0, "ours bf16": 0.004, "diffusers bf16": 0.01}
     limits |= {row.name: 0.03 for row in FORWARD if row.precision != "bf16" and row.name in rows}
     for name, limit in limits.items():
         assert rows[name]["rel_error_blocks"] <= limit
@@ -77,10 +73,9 @@ def test_ours_ran_fused_with_tables(in_comfyui):
     for name, row in rows.items():
         if not name.startswith("ours"):
             assert "paths" not in row
-        elif "diffusers" not in name:
+        else:
             # The first call, a repetition, and the one whose output is read.
             assert "blocks: fused, 6 of 6 in 3 forward passes" in row["paths"]
-    assert "modulation: 20 timesteps" in rows["ours bf16 in diffusers"]["paths"]
     assert "attention: int8_fp8" in rows["ours int8, attention int8_fp8"]["paths"]
     table = r"modulation: (\d+) timesteps in a table .*, (\d+) computed in this run"
     known, computed = map(int, re.search(table, rows["ours bf16"]["paths"]).groups())
@@ -89,8 +84,7 @@ def test_ours_ran_fused_with_tables(in_comfyui):
 
 def test_references_are_modulated_as_at_timestep_zero_in_both_hosts(in_comfyui):
     rows = rows_of(in_comfyui, "edit")
-    hosts = {"comfyui bf16", "ours bf16", "diffusers bf16 eager", "ours bf16 in diffusers"}
-    assert set(rows) == hosts
+    assert set(rows) == {"comfyui bf16", "ours bf16", "diffusers bf16"}
     for row in rows.values():
         assert row["rel_error_blocks"] <= 0.01
 

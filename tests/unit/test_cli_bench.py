@@ -42,25 +42,24 @@ def test_what_cannot_run_is_left_out_in_one_line(without_comfyui, capsys, tmp_pa
     lines = capsys.readouterr().out.splitlines()
     left_out, _, cpu = lines[:3]
     assert re.match(r"Left out: comfyui bf16, .*\(ComfyUI: .*; set COMFYUI_PATH", left_out)
-    assert "diffusers bf16 compiled (needs an NVIDIA card)" in left_out
     assert cpu.startswith("These are CPU figures")
     results = json.loads(lines[-1])
     assert json.loads(file.read_text()) == results
     rows = {row["name"]: row for row in results["rows"]}
-    assert set(rows) == {"diffusers bf16 eager", "ours bf16 in diffusers"}
-    for row in rows.values():
-        assert row["ms"] > 0
-        assert row["rel_error_blocks"] is None  # without stock ComfyUI
-    assert "blocks: fused" in rows["ours bf16 in diffusers"]["paths"]
-    assert len(results["conditions"]["left_out"]) == len(FORWARD) - 2
+    assert set(rows) == {"diffusers bf16"}
+    assert rows["diffusers bf16"]["ms"] > 0
+    assert rows["diffusers bf16"]["rel_error_blocks"] is None  # without stock ComfyUI
+    assert len(results["conditions"]["left_out"]) == len(FORWARD) - 1
 
 
 def test_operations_are_measured_or_left_out_with_a_reason(without_comfyui, capsys):
-    assert bench("ops", *SMALL_RUN, "--only", "*torch", "gemm 128x512*", "attention *") == 0
+    assert (
+        bench("ops", *SMALL_RUN, "--only", "* ours", "copy *", "gemm 128x512*", "att*") == 0
+    )
     rows = {row["name"]: row for row in last_line(capsys)["rows"]}
     assert rows["gemm 128x512 bf16"]["tflops"] > 0
-    assert rows["residual+norm+modulate ours torch"]["gbs"] > 0
-    assert rows["residual+norm+modulate ours torch"]["tflops"] is None
+    assert rows["residual+norm+modulate ours"]["gbs"] > 0
+    assert "tflops" not in rows["residual+norm+modulate ours"]
     assert rows["copy torch"]["gbs"] > 0
     assert rows["attention math"]["ms"] > 0
     assert "needs an NVIDIA card" in rows["attention sdpa_cudnn"]["left_out"]
@@ -72,7 +71,7 @@ def test_a_row_that_fails_is_one_line_and_the_others_go_on(without_comfyui, caps
         raise RuntimeError("out of order\nmore")
 
     monkeypatch.setattr(forward, "measure_row", broken)
-    arguments = ["forward", *SMALL_RUN, "--size", "32x32", "--only", "diffusers bf16 eager"]
+    arguments = ["forward", *SMALL_RUN, "--size", "32x32", "--only", "diffusers bf16"]
     assert bench(*arguments) == 1
     output = capsys.readouterr().out
     assert output.count("error RuntimeError: out of order\n") == 2
@@ -89,15 +88,8 @@ def test_a_row_that_fails_is_one_line_and_the_others_go_on(without_comfyui, caps
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--size", "1000x1024"], "--size 1000x1024: both sides must be divisible by 16: use 992x"),
-        (["--size", "0x16"], "divisible by 16"),
-        (["--layers", "0"], "--layers must be 1 to 60, which the published models have, got 0"),
-        (["--layers", "61"], "got 61"),
+        (["--layers", "61"], "--layers 61: the published models have 60"),
         (["--width", "wide"], "--width 'wide' is unknown: choose full or small"),
-        (["--batch", "0"], "--batch must be at least 1, got 0"),
-        (["--text", "0"], "--text must be at least 1"),
-        (["--references", "-1"], "--references must be at least 0"),
-        (["--repeats", "0"], "--repeats must be at least 1"),
         (["--only", "ours fp4"], "--only 'ours fp4' names no row: choose from 'comfyui bf16', "),
         (["--json", "nowhere/results.json"], "(nowhere)"),
         (["--json", "."], "--json names a folder"),
@@ -120,12 +112,25 @@ def test_bad_input_is_one_sentence(
     assert len(output.err.splitlines()) == 1
 
 
-def test_a_size_without_two_sides_is_refused(capsys):
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--size", "big"], "must be WIDTHxHEIGHT in pixels"),
+        (["--size", "1000x1024"], "1000x1024: both sides must be divisible by 16: use 992x1024"),
+        (["--size", "0x16"], "divisible by 16"),
+        (["--layers", "0"], "--layers: '0' must be a whole number of at least 1"),
+        (["--batch", "0"], "--batch: '0' must be a whole number of at least 1"),
+        (["--text", "none"], "--text: 'none' must be a whole number"),
+        (["--repeats", "-1"], "--repeats: '-1' must be"),
+        (["--references", "4"], "--references: invalid choice: 4"),
+    ],
+)
+def test_an_argument_out_of_range_is_one_sentence(capsys, arguments, sentence):
     with pytest.raises(SystemExit) as ended:
-        bench("forward", "--size", "big")
+        bench("forward", *arguments)
     error = capsys.readouterr().err
     assert (ended.value.code, len(error.splitlines())) == (2, 1)
-    assert "must be WIDTHxHEIGHT in pixels" in error
+    assert sentence in error
 
 
 @pytest.mark.parametrize(
@@ -134,8 +139,7 @@ def test_a_size_without_two_sides_is_refused(capsys):
         ("ops", ["--only", "gemm 1x1"], "'gemm 128x128 bf16'"),
         ("block", [], "bench block is gone: `bench forward --layers 1` and `--layers 2`"),
         ("image", ["--references", "1"], "--references goes with `forward`"),
-        ("image", ["--free-gib", "0"], "--free-gib must be at least 1"),
-        ("image", ["--free-gib", "8"], "--free-gib is of a card's memory"),
+        ("image", ["--free-gib", "8"], "--free-gib is of a card's memory, and at least 1"),
     ],
 )
 def test_what_another_benchmark_takes_is_refused(capsys, what, arguments, sentence):
@@ -164,7 +168,7 @@ def test_the_memory_that_is_needed_is_told_before_anything_is_built(
     from qwen_l40s.machine import device
 
     monkeypatch.setattr(device, "available_bytes", lambda _: 2**30)
-    assert bench("forward", "--device", "cpu", "--only", "diffusers bf16 eager") == 2
+    assert bench("forward", "--device", "cpu", "--only", "diffusers bf16") == 2
     # 40.9 GB of weights are 38.1 GiB.
     assert "needs 38.1 GiB and 1.0 GiB are free" in capsys.readouterr().err
 
@@ -195,20 +199,16 @@ def test_every_thing_is_measured_once_before_any_is_measured_again():
 class FakeNvml(SimpleNamespace):
     """Stands for nvidia-ml-py with one card."""
 
-    NVMLError = RuntimeError
-    used, started = 5 * GIB, True
+    used = 5 * GIB
 
     def nvmlInit(self):
-        if not self.started:
-            raise RuntimeError("Driver Not Loaded")
+        pass
 
     def nvmlDeviceGetHandleByIndex(self, index):
         return "card"
 
     def nvmlDeviceGetMemoryInfo(self, card):
-        if self.used is None:
-            raise RuntimeError("GPU is lost")
-        return SimpleNamespace(used=self.used)
+        return self
 
 
 @pytest.fixture
@@ -218,27 +218,20 @@ def nvml(monkeypatch):
     return fake
 
 
-def test_a_reader_finds_the_peak_and_tells_when_the_driver_is_gone(nvml):
-    reader = measure.PeakReader(measure.NvmlCard())
+def test_a_reader_finds_the_peak(nvml):
+    reader = measure.PeakReader(measure.used_bytes())
     nvml.used = 7 * GIB
     assert reader.peak_gib() == 2.0
     nvml.used = 9 * GIB
     waiting.until(lambda: max(reader._seen) == nvml.used)
     nvml.used = 6 * GIB
     assert (reader.peak_gib(), reader.peak_gib()) == (4.0, 1.0)
-    nvml.used = None
-    reader.join(timeout=60)
-    with pytest.raises(UnavailableError, match="stopped answering: GPU is lost"):
-        reader.peak_gib()
 
 
-def test_a_missing_package_or_driver_is_one_sentence(nvml, monkeypatch):
-    nvml.started = False
-    with pytest.raises(UnavailableError, match="does not answer: Driver Not Loaded"):
-        measure.NvmlCard()
+def test_a_missing_package_is_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     with pytest.raises(UnavailableError, match="run `pip install nvidia-ml-py`"):
-        measure.NvmlCard()
+        measure.used_bytes()
 
 
 def test_more_than_is_free_cannot_stay_free(monkeypatch):
@@ -258,8 +251,8 @@ def test_more_than_is_free_cannot_stay_free(monkeypatch):
 
 @pytest.mark.cuda
 def test_a_card_s_kernels_and_memory_are_seen(without_comfyui, capsys):
-    arguments = ["forward", "--layers", "2", "--size", "256x256", "--only", "diffusers bf16 eager"]
+    arguments = ["forward", "--layers", "2", "--size", "256x256", "--only", "diffusers bf16"]
     assert bench(*arguments) == 0
     (row,) = last_line(capsys)["rows"]
     assert 0 < row["kernel_ms"] <= 1.2 * row["ms"]
-    assert row["peak_gib"] > row["extra_gib"] > 0
+    assert row["extra_gib"] > 0

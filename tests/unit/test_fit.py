@@ -96,7 +96,7 @@ def test_a_matrix_with_a_hole_is_refused(card, made_up, keep, words):
 def test_the_command_rewrites_the_file_with_constants_and_errors(made_up, tmp_path, capsys):
     path, kernels = tmp_path / "measured.json", tmp_path / "kernels.json"
     path.write_text(json.dumps({**made_up, "kernels": [], "loads": [1]}))
-    names = ("norm ours triton", "norm ours torch")
+    names = ("norm ours", "gemm 128x128 bf16")
     rows = [{"name": name, "size": "1024x1024", "gbs": 3456} for name in names]
     kernels.write_text(json.dumps({"rows": rows}))
     arguments = ["--file", str(path)]

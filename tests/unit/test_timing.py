@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qwen_l40s.bench.rows import Inputs, forward_work
 from qwen_l40s.planning.files import QUANTIZING, SOURCES, Load, load_seconds
 from qwen_l40s.planning.rates import Launches, Rates, measured
 from qwen_l40s.planning.request import Loras, RunRequest
@@ -66,8 +65,9 @@ def slower(rates, factor):
 
 def test_arithmetic_is_what_a_forward_pass_is_counted_to_have():
     rates = replace(FREE, gemm={"bf16": 1e12}, attention=1e12)
-    flops = forward_work(FULL_SIZE, Inputs(1024, 1024)).flops
     work = Pass(FULL_SIZE, 1, 200, 4096)
+    dim = FULL_SIZE.dim  # a token meets 4 products of D x D in attention and 8 in the MLP
+    flops = 60 * (2 * 12 * work.joint * dim**2 + 4 * work.joint**2 * dim)
     found = pass_times(work, "bf16", rates).card * 1e12
     assert flops < found < 1.001 * flops  # the layers around the blocks
 
