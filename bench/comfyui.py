@@ -204,7 +204,7 @@ def text_encoder_shapes() -> Shapes:
     return shapes_of(model) | {"lm_head.weight": (VOCABULARY, TEXT_WIDTH)}
 
 
-def write_models(folder: Path, device: torch.device | None = None) -> None:
+def write_models(folder: Path) -> None:
     """Writes a Qwen-Image of the published sizes with random weights: 58 GB, made on the card.
 
     The folder gets diffusion_models, text_encoders and vae, each with one file in bf16 and in
@@ -215,7 +215,7 @@ def write_models(folder: Path, device: torch.device | None = None) -> None:
         (folder / "text_encoders" / TEXT_ENCODER, text_encoder_shapes()),
         (folder / "vae" / VAE, vae_shapes(PUBLISHED_DIM)),
     ):
-        write_random(path, shapes, device or torch.device("cuda"))
+        write_random(path, shapes, torch.device("cuda"))
 
 
 def write_random(path: Path, shapes: Shapes, device: torch.device) -> None:

@@ -30,7 +30,6 @@ from .rows import COMFYUI, DIFFUSERS, FORWARD, IMAGE, BenchSetup, Inputs, Row, s
 ROWS = {"forward": FORWARD, "image": IMAGE, "ops": ()}
 MOST_LAYERS = 60  # of the published models
 REPEATS = {"ops": 20, "forward": 8, "image": 10}
-WARM_UP = {"ops": 3, "forward": 2, "image": 1}
 PACKAGES = ("triton", "comfy-kitchen", "diffusers")
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -55,7 +54,6 @@ def run(args: argparse.Namespace) -> int:
         "references": args.references,
         "steps": args.steps if args.what == "image" else None,
         "free_gib": args.free_gib,
-        "warm_up": setup.warm_up,
         "repeats": setup.repeats,
         "weights": "random",
         "left_out": left_out,
@@ -124,7 +122,6 @@ def _setup(args: argparse.Namespace) -> BenchSetup:
         rows=tuple(row for row in rows if row.name in names),
         names=names,
         inputs=inputs,
-        warm_up=args.warm_up or WARM_UP[args.what],
         repeats=args.repeats or REPEATS[args.what],
         steps=args.steps,
         debug=args.debug,

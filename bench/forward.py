@@ -101,7 +101,7 @@ def input_tensors(shape: TransformerShape, inputs: Inputs, device: torch.device)
 def measure_forward(
     program: ForwardProgram, setup: BenchSetup, tensors: InputTensors, repeats: int, again: bool
 ) -> Measured:
-    """Warms a program up and times it, with the schedule's next timestep in each call.
+    """Times a program, with the schedule's next timestep in each call.
 
     Returns:
         Times in milliseconds and memory in GiB, and the image stream in fp32 on the CPU; `again`
@@ -118,8 +118,6 @@ def measure_forward(
 
     gc.collect()
     resting = torch.cuda.memory_allocated(device) if on_card else 0
-    for _ in range(setup.warm_up):
-        call()
     row: Fields = {"samples_ms": measure.times_ms(call, device, repeats)}
     if again:
         return row, None

@@ -19,7 +19,8 @@ import random
 import statistics
 import time
 import timeit
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -41,8 +42,9 @@ RUNS_ON_CARD = ((1024, 1024), 1, 0), ((1328, 1328), 2, 1), ((2048, 2048), 1, 3)
 GUIDED = ((1328, 1328), 1, 0), ((1024, 1024), 1, 3)
 TEXT_TOKENS, LONG_TEXT, VISION_TOKENS = 200, 800, 196
 TILES = (1, 4)
-# Drawn once; which run is in which half must not follow from its place in the list.
-SEED = 7
+FIT, TEST = "fit", "test"
+SEED = 7  # which run is in which half must not follow from its place in the list
+Add = Callable[[Fields], None]
 CARD = torch.device("cuda")
 STEPS, STEPS_OF_LARGE = 5, 3
 LARGE = 16_000  # tokens of one item
@@ -86,23 +88,11 @@ def tokens_of(case: Fields) -> int:
     return case["width"] // 16 * (case["height"] // 16) + case["references"] * 4096
 
 
-class Matrix(RowWriter):
-    """Shares the runs of each kind out to the halves."""
-
-    def add(self, row: Fields) -> None:
-        runs = [*self.rows, row]
-        kinds = [run["kind"] for run in runs]
-        names = {kind: iter(halves(kinds.count(kind))) for kind in kinds}
-        for number, run in enumerate(runs, 1):
-            run |= {"id": number, "half": next(names[run["kind"]])}
-        super().add(row)
-
-
-def halves(count: int) -> list[str]:
-    """Draws "fit" or "test" for each of so many runs, as many of one as of the other."""
-    names = (["fit", "test"] * (count // 2 + 1))[:count]
-    random.Random(SEED).shuffle(names)
-    return names
+def halves() -> Iterator[str]:
+    """Draws for which half each run is, as many for one as for the other."""
+    draw = random.Random(SEED)
+    while True:
+        yield from draw.sample((FIT, TEST), 2)
 
 
 def start_run() -> int:
@@ -166,7 +156,7 @@ def sample(patcher: Any, case: Fields, used: Callable[[], int]) -> Fields:
 
 
 @torch.inference_mode()  # as execution.py runs every prompt
-def measure_sampling(folder: Path, matrix: Matrix, used: Callable[[], int]) -> None:
+def measure_sampling(folder: Path, add: Add, used: Callable[[], int]) -> None:
     """Measures every case of every model."""
     import comfy.model_management
 
@@ -186,7 +176,7 @@ def measure_sampling(folder: Path, matrix: Matrix, used: Callable[[], int]) -> N
             again = 0
             while max(found["samples_ms"]) > SPREAD * min(found["samples_ms"]) and again < REPEATS:
                 found, again = sample(optimized, case, used), again + 1
-            matrix.add({"kind": "sampling", **case, **found, "repeated": again})
+            add({"kind": "sampling", **case, **found, "repeated": again})
         print(report_of(optimized), flush=True)
         comfy.model_management.unload_all_models()
         del patcher, optimized
@@ -205,7 +195,7 @@ def measured(call: Callable[[], Any], used: Callable[[], int]) -> Fields:
 
 
 @torch.inference_mode()
-def measure_vae(matrix: Matrix, used: Callable[[], int]) -> None:
+def measure_vae(add: Add, used: Callable[[], int]) -> None:
     """Decodes and encodes, from and to host memory as the nodes do."""
     import comfy.model_management
 
@@ -222,12 +212,12 @@ def measure_vae(matrix: Matrix, used: Callable[[], int]) -> None:
         call = partial(getattr(planned_vae, direction), vae, given, tiles)
         for _ in range(WARM_UP):
             call()
-        matrix.add(about | measured(call, used))
+        add(about | measured(call, used))
     comfy.model_management.unload_all_models()
 
 
 @torch.inference_mode()
-def measure_text(folder: Path, matrix: Matrix, used: Callable[[], int]) -> None:
+def measure_text(folder: Path, add: Add, used: Callable[[], int]) -> None:
     """Encodes prompts, alone and with reference images as Edit-2509 and 2511 hand them over."""
     import comfy.model_management
     import comfy.sd
@@ -245,7 +235,7 @@ def measure_text(folder: Path, matrix: Matrix, used: Callable[[], int]) -> None:
             call = partial(comfy.sd.CLIP.encode_from_tokens, clip, tokens)
             about = {"kind": "text", "precision": precision, "references": references}
             about["text_tokens"] = call().shape[1]
-            matrix.add(about | measured(call, used))
+            add(about | measured(call, used))
         comfy.model_management.unload_all_models()
         del clip, call
         start_run()
@@ -277,10 +267,14 @@ def main() -> None:
     from .comfyui import write_models
 
     write_models(args.models)
-    matrix = Matrix(about, args.json, "runs")
-    measure_vae(matrix, used)
-    measure_text(args.models, matrix, used)
-    measure_sampling(args.models, matrix, used)
+    writer, names = RowWriter(about, args.json, "runs"), defaultdict(halves)
+
+    def add(run: Fields) -> None:
+        writer.add({"id": len(writer.rows) + 1, **run, "half": next(names[run["kind"]])})
+
+    measure_vae(add, used)
+    measure_text(args.models, add, used)
+    measure_sampling(args.models, add, used)
 
 
 if __name__ == "__main__":

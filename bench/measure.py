@@ -27,12 +27,13 @@ Fields = dict[str, Any]
 LEAST_MS = 25
 # Every row of a model or an operation is measured once before any is measured again.
 TURNS = 2
+WARM_UP = 2
 READ_SECONDS = 0.005
 SIGNIFICANT = 5
 
 
 def times_ms(call: Callable[[], Any], device: torch.device, repeats: int) -> list[float]:
-    """Times a call that has been warmed up, by `triton.testing.do_bench` on a card.
+    """Calls twice without measuring, then times by `triton.testing.do_bench` on a card.
 
     do_bench empties the card's L2 cache before each call and times from event to event; of short
     calls it takes more than `repeats`. Where Triton is missing, and on a CPU, it is the time until
@@ -43,6 +44,7 @@ def times_ms(call: Callable[[], Any], device: torch.device, repeats: int) -> lis
     def by_clock(count: int) -> list[float]:
         return [1e3 * s for s in timeit.repeat(call, timer=timer, repeat=count, number=1)]
 
+    by_clock(WARM_UP)
     if device.type != "cuda" or find_spec("triton") is None:
         return by_clock(repeats)
     from triton.testing import do_bench

@@ -185,6 +185,4 @@ def _time_op(
         except UnavailableError as error:
             # Without the advice what to use instead.
             return {"left_out": str(error).partition("; use ")[0]}
-    for _ in range(setup.warm_up):
-        made[case.name]()
     return {"samples_ms": times_ms(made[case.name], setup.device, repeats)}

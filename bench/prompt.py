@@ -119,8 +119,7 @@ def _prompts(setup: BenchSetup, row: Row, repeats: int) -> Iterator[tuple[Inputs
 
             for number, inputs in enumerate(setup.inputs):
                 yield inputs, "resized_ms" if number else "first_ms", run(inputs)
-                for _ in range(setup.warm_up):
-                    run(inputs)
+                run(inputs)
                 for _ in range(repeats):
                     yield inputs, "ms", run(inputs)
                 yield inputs, "text_ms", run(inputs, number + 1)

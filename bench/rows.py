@@ -139,7 +139,6 @@ class BenchSetup:
     rows: tuple[Row, ...]
     names: tuple[str, ...]
     inputs: tuple[Inputs, ...]
-    warm_up: int
     repeats: int
     steps: int
     debug: bool

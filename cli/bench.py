@@ -33,11 +33,12 @@ BLOCK_GONE = (
     "`bench ops` times its operations."
 )
 GONE = {
-    "plot": "--plot is gone: the table shows the figures, and --json FILE keeps every sample.",
-    "profile": "--profile is gone: `kernel_ms` sums the kernels up, and `nsys profile` lists them.",
+    "--plot": "--plot is gone: the table shows the figures, and --json FILE keeps every sample.",
+    "--profile": "--profile is gone: `kernel_ms` sums the kernels up, `nsys profile` lists them.",
+    "--warm-up": "--warm-up is gone: two calls come before the measured ones.",
 }
 # Options of WHAT, whose sizes --calibrate fixes.
-FOREIGN = ("size", "references", "layers", "only", "repeats", "warm_up", "models")
+FOREIGN = ("size", "references", "layers", "only", "repeats", "models")
 FOREIGN += ("free_gib", "server_args")
 
 
@@ -94,9 +95,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--repeats", type=_positive, metavar="N", help="number of measured calls")
     parser.add_argument(
-        "--warm-up", type=_positive, metavar="N", help="number of calls before the measured ones"
-    )
-    parser.add_argument(
         "--steps", type=_positive, default=20, metavar="N", help="steps of `image`; default: 20"
     )
     parser.add_argument(
@@ -120,8 +118,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", default="auto", metavar="NAME", help="auto (default), cpu, cuda or cuda:N"
     )
     parser.add_argument("--json", metavar="FILE", help="also write the results as JSON")
-    parser.add_argument("--plot", help=argparse.SUPPRESS)
-    parser.add_argument("--profile", action="store_true", help=argparse.SUPPRESS)
+    for option in GONE:
+        parser.add_argument(option, nargs="?", const=True, dest=option, help=argparse.SUPPRESS)
 
 
 def _positive(text: str) -> int:

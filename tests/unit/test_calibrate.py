@@ -231,7 +231,7 @@ def calibrate(*arguments):
     [
         (["forward"], "bench forward and --calibrate are two measurements"),
         (["--size", "512x512"], "--size does not go with --calibrate"),
-        (["--warm-up", "3"], "--warm-up does not go"),
+        (["--repeats", "3"], "--repeats does not go"),
         (["--only", "ours *"], "--only does not go"),
         (["--models", "models"], "--models does not go"),
         (["--width", "wide"], "--width 'wide' is unknown"),

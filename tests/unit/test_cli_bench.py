@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
 SMALL_RUN = ["--device", "cpu", "--width", "small", "--layers", "1", "--size", "64x32"]
-SMALL_RUN += ["--text", "5", "--repeats", "2", "--warm-up", "1"]
+SMALL_RUN += ["--text", "5", "--repeats", "2"]
 
 
 @pytest.fixture
@@ -53,9 +53,7 @@ def test_what_cannot_run_is_left_out_in_one_line(without_comfyui, capsys, tmp_pa
 
 
 def test_operations_are_measured_or_left_out_with_a_reason(without_comfyui, capsys):
-    assert (
-        bench("ops", *SMALL_RUN, "--only", "* ours", "copy *", "gemm 128x512*", "att*") == 0
-    )
+    assert bench("ops", *SMALL_RUN, "--only", "* ours", "copy *", "gemm 128x512*", "att*") == 0
     rows = {row["name"]: row for row in last_line(capsys)["rows"]}
     assert rows["gemm 128x512 bf16"]["tflops"] > 0
     assert rows["residual+norm+modulate ours"]["gbs"] > 0
@@ -95,6 +93,7 @@ def test_a_row_that_fails_is_one_line_and_the_others_go_on(without_comfyui, caps
         (["--json", "."], "--json names a folder"),
         (["--plot", "chart.png"], "--plot is gone: the table shows the figures, and --json FILE"),
         (["--profile"], "--profile is gone: `kernel_ms` sums the kernels up"),
+        (["--warm-up", "1"], "--warm-up is gone: two calls come before the measured ones"),
         (["--device", "tpu"], "device 'tpu' is unknown"),
         (["--models", "models"], "--models goes with `image` alone"),
         (["--free-gib", "44.4"], "--free-gib goes with `image` alone"),
