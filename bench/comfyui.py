@@ -7,7 +7,7 @@ patches, wrappers and callbacks apply as they do in a workflow.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,18 +49,11 @@ VOCABULARY = 152_064
 PUBLISHED_DIM = 96
 
 
-def bf16_model(
-    weights: Mapping[str, torch.Tensor], shape: TransformerShape, device: torch.device, edit: bool
-) -> ModelPatcher:
-    """Builds ComfyUI's own model over tensors that are on the device already, without a copy."""
-    return _patcher(shape, dict(weights), device, edit, build_on="meta")
-
-
 @torch.inference_mode()  # as loader nodes run: quantized tensors cannot enter it later
 def quantized_model(
     weights: str, shape: TransformerShape, device: torch.device, edit: bool
 ) -> ModelPatcher:
-    """Makes the same weights in fp8 or int8, tensor by tensor.
+    """Makes the random weights in fp8 or int8, tensor by tensor.
 
     Args:
         weights: "comfyui fp8" or "comfyui int8" as ComfyUI's own files and operations have it (fp8
@@ -71,18 +64,17 @@ def quantized_model(
     stock = program == "comfyui"
     shapes = shape.tensors()
     layers = (name.removesuffix(".weight") for name in shapes if name.endswith(".weight"))
-    chosen = {f"{layer}.weight" for layer in layers_to_quantize(layers)}
+    chosen = layers_to_quantize(layers)
     tensors: Tensors = {}
     for name, size in shapes.items():
-        tensor = random_tensor(name, size, device)
-        if name not in chosen:
+        tensor, layer = random_tensor(name, size, device), name.removesuffix(".weight")
+        if layer in chosen:
+            quantize = _core_quantized if stock else _quantized
+            tensors |= quantize(tensor, row_format(precision, size[1])).tensors(layer)
+        else:
             tensors[name] = tensor
-            continue
-        form = row_format(precision, tensor.shape[1])
-        quantize = _core_quantized if stock else _quantized
-        tensors |= quantize(tensor, form).tensors(name.removesuffix(".weight"))
     operations = None if stock else quantized_operations(torch.bfloat16)
-    return _patcher(shape, tensors, device, edit, build_on=device, operations=operations)
+    return random_model(tensors, shape, device, edit, build_on=device, operations=operations)
 
 
 def _quantized(weight: torch.Tensor, form: RowFormat) -> StoredLayer:
@@ -103,16 +95,21 @@ def _core_quantized(weight: torch.Tensor, form: RowFormat) -> StoredLayer:
     return StoredLayer.rounded(stored._qdata, stored._params.scale, form)
 
 
-def _patcher(
-    shape: TransformerShape,
+def random_model(
     tensors: Tensors,
+    shape: TransformerShape,
     device: torch.device,
     edit: bool,
     *,
-    build_on: torch.device | str,
+    build_on: torch.device | str = "meta",
     operations: type | None = None,
 ) -> ModelPatcher:
-    """Does as `load_diffusion_model_state_dict` in comfy/sd.py, but not over host memory."""
+    """Does as `load_diffusion_model_state_dict` in comfy/sd.py, but not over host memory.
+
+    Args:
+        tensors: emptied, so that none is held twice.
+        build_on: "meta" takes the tensors, which are on the device, without a copy.
+    """
     about: dict[str, Any] = {
         "image_model": "qwen_image",
         "in_channels": shape.in_channels,

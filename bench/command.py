@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..cli.bench import SHAPES, check_width, torch_device
+from ..cli.bench import SHAPES, torch_device
 from ..cli.output import check_target, require_packages
 from ..errors import SettingError, UnavailableError
 from ..hosts.comfyui.contract import unsupported_host
@@ -83,7 +83,6 @@ def _setup(args: argparse.Namespace) -> BenchSetup:
         SettingError: an argument breaks its rule.
         UnavailableError: a package or a card is missing, or a file cannot be written.
     """
-    check_width(args.width)
     image = args.what == "image"
     if not image:
         for option in ("models", "free_gib", "server_args"):

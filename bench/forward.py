@@ -248,12 +248,12 @@ def measure_row(
             built[row.host] = build_transformer(built[DENSE], *about, compiled=on_card)
         return in_diffusers(built[row.host], tensors, body)
     from ..hosts.comfyui.sample.optimize import OptimizeSettings, optimize
-    from .comfyui import bf16_model, in_comfyui, quantized_model
+    from .comfyui import in_comfyui, quantized_model, random_model
 
     if row.host not in built:
-        weights, build = row.weights, quantized_model
-        if weights == DENSE:
-            weights, build = built[DENSE], bf16_model
+        dense = row.weights == DENSE
+        build = random_model if dense else quantized_model
+        weights = dict(built[DENSE]) if dense else row.weights
         built[row.host] = build(weights, setup.shape, setup.device, setup.edit)
     patcher = built[row.host]
     if row.ours:

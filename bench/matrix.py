@@ -255,14 +255,10 @@ def main() -> None:
     comfyui = import_comfyui(cpu=False, keep_on_card=False)
     torch.zeros(1, device=CARD)
     torch.manual_seed(0)
-    properties = torch.cuda.get_device_properties(0)
     about = {
         **conditions(torch.device("cuda", 0), comfyui),
-        "memory_bytes": properties.total_memory,
-        "l2_bytes": properties.L2_cache_size,
         "weights": "random, of the published sizes",
         "sampler": "euler, simple; median of the steps behind the first",
-        "context_bytes": used() - torch.cuda.memory_reserved(),
     }
     from .comfyui import write_models
 

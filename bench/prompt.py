@@ -133,13 +133,13 @@ def run_graph(server: ComfyUIServer, graph: ApiGraph) -> float:
     """
     deadline = time.monotonic() + SECONDS
     try:
-        posted = server.post_json("/prompt", {"prompt": graph})
+        posted = server.ask("/prompt", {"prompt": graph})
     except urllib.error.HTTPError as error:
         raise ComfyUIServerError(
             f"ComfyUI refuses the graph: {error.read().decode()[:2000]}"
         ) from None
     prompt = posted["prompt_id"]
-    while not (entry := server.get_json(f"/history/{prompt}").get(prompt)):
+    while not (entry := server.ask(f"/history/{prompt}").get(prompt)):
         server.check_alive()
         if time.monotonic() > deadline:
             raise ComfyUIServerError(f"no answer in {SECONDS} s:\n{server.tail()}")

@@ -86,12 +86,13 @@ class ComfyUIServer:
             self.process.kill()
             self.process.wait()
 
-    def get_json(self, path: str) -> Any:
-        """What a route answers; raises OSError where the server does not answer."""
-        return self._send(path, None)
-
-    def post_json(self, path: str, data: Any) -> Any:
-        return self._send(path, json.dumps(data).encode())
+    def ask(self, path: str, data: Any = None) -> Any:
+        """Gets what a route answers, or posts to it; raises OSError where nobody answers."""
+        body = None if data is None else json.dumps(data).encode()
+        address = f"http://127.0.0.1:{self.port}{path}"
+        request = urllib.request.Request(address, body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.loads(answer.read())
 
     def tail(self) -> str:
         return self.log.read_text(errors="replace")[-4000:]
@@ -106,18 +107,11 @@ class ComfyUIServer:
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             with contextlib.suppress(OSError):
-                self.get_json("/system_stats")
+                self.ask("/system_stats")
                 return
             self.check_alive()
             time.sleep(0.2)
         raise ComfyUIServerError(f"ComfyUI did not start in {START_SECONDS} s:\n{self.tail()}")
-
-    def _send(self, path: str, body: bytes | None) -> Any:
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}{path}", body, {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return json.loads(answer.read() or b"{}")
 
 
 def _free_port() -> int:

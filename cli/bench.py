@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--layers", type=_positive, metavar="N", help="blocks; default: 60")
     parser.add_argument(
-        "--width", default="full", metavar="NAME", help="full (3072) or small (128, for a CPU)"
+        "--width", choices=SHAPES, default="full", help="full (3072) or small (128, for a CPU)"
     )
     parser.add_argument(
         "--only",
@@ -164,11 +164,6 @@ def run(args: argparse.Namespace) -> int:
     return run_benchmark(args)
 
 
-def check_width(name: str) -> None:
-    if name not in SHAPES:
-        raise SettingError(f"--width {name!r} is unknown: choose {' or '.join(SHAPES)}.")
-
-
 def torch_device(name: str, small: str) -> Any:
     """Makes the torch.device of `--device`.
 
@@ -217,7 +212,6 @@ def calibrate_card(args: argparse.Namespace) -> int:
             written.
     """
     _check_alone(args)
-    check_width(args.width)
     if args.json:
         check_target("--json", args.json)
     require_packages("bench", ["torch"])

@@ -234,7 +234,6 @@ def calibrate(*arguments):
         (["--repeats", "3"], "--repeats does not go"),
         (["--only", "ours *"], "--only does not go"),
         (["--models", "models"], "--models does not go"),
-        (["--width", "wide"], "--width 'wide' is unknown"),
         (["--device", "tpu"], "device 'tpu' is unknown"),
         (["--device", "cpu"], "add --width small"),
         (["--json", "."], "name a file in it"),

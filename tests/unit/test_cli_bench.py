@@ -87,7 +87,6 @@ def test_a_row_that_fails_is_one_line_and_the_others_go_on(without_comfyui, caps
     ("arguments", "sentence"),
     [
         (["--layers", "61"], "--layers 61: the published models have 60"),
-        (["--width", "wide"], "--width 'wide' is unknown: choose full or small"),
         (["--only", "ours fp4"], "--only 'ours fp4' names no row: choose from 'comfyui bf16', "),
         (["--json", "nowhere/results.json"], "(nowhere)"),
         (["--json", "."], "--json names a folder"),
@@ -122,6 +121,7 @@ def test_bad_input_is_one_sentence(
         (["--text", "none"], "--text: 'none' must be a whole number"),
         (["--repeats", "-1"], "--repeats: '-1' must be"),
         (["--references", "4"], "--references: invalid choice: 4"),
+        (["--width", "wide"], "--width: invalid choice: 'wide'"),
     ],
 )
 def test_an_argument_out_of_range_is_one_sentence(capsys, arguments, sentence):
