@@ -18,7 +18,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 
 from ..machine.comfyui import check_comfyui, find_comfyui
 
@@ -26,9 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TABLE = Path(__file__).with_suffix(".txt")
 AT_ONCE = 2
 HOST = "tests/host"
-# pytest's lines.
-FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", re.MULTILINE)
-ENDED = re.compile(r"\d+ (passed|failed|errors?)\b.* in ")
+FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", re.MULTILINE)  # a line of pytest's
 
 
 @dataclass
@@ -65,13 +62,12 @@ def main() -> int:
     """Returns 1 where a fault is not caught, or its text is not there."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="*", help="faults whose name or file this pattern fits")
-    parser.add_argument("--list", action="store_true", help="print the faults and run nothing")
     options = parser.parse_args()
     faults = read_faults(TABLE.read_text(encoding="utf-8"))
-    chosen = [it for it in faults if any(fits(part, options.only) for part in (it.name, it.file))]
-    if options.list:
-        print(*(f"{it.file:40} {it.name}" for it in chosen), sep="\n")
-        return 0
+    pattern = f"*{options.only}*"
+    chosen = [
+        it for it in faults if any(fnmatch.fnmatch(part, pattern) for part in (it.name, it.file))
+    ]
     found = check_comfyui(find_comfyui())
     if not found.usable:
         chosen = [it for it in chosen if not it.tests[0].startswith(HOST)]
@@ -85,32 +81,18 @@ def main() -> int:
     return int(bool(missed))
 
 
-def fits(text: str, pattern: str) -> bool:
-    """Whether a pattern fits a part of the text."""
-    return fnmatch.fnmatch(text, f"*{pattern}*")
-
-
 def run_all(faults: list[Fault]) -> Iterator[tuple[Fault, bool, str]]:
     """Yields each fault in turn, whether it is caught, and by what."""
-    with (
-        tempfile.TemporaryDirectory(prefix="qwen-l40s-faults-") as folder,
-        ThreadPoolExecutor(AT_ONCE) as pool,
-    ):
-        free: SimpleQueue[Path] = SimpleQueue()
-        for number in range(AT_ONCE):
-            copy = Path(folder, str(number), "qwen_l40s")
+
+    def run(fault: Fault) -> tuple[Fault, bool, str]:
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="qwen-l40s-faults-") as folder:
+            copy = Path(folder, "qwen_l40s")
             copy_checkout(copy)
-            free.put(copy)
+            caught, words = run_one(copy, fault)
+        return fault, caught, f"{words} ({time.monotonic() - began:.0f} s)"
 
-        def run(fault: Fault) -> tuple[Fault, bool, str]:
-            copy = free.get()
-            began = time.monotonic()
-            try:
-                caught, words = run_one(copy, fault)
-            finally:
-                free.put(copy)
-            return fault, caught, f"{words} ({time.monotonic() - began:.0f} s)"
-
+    with ThreadPoolExecutor(AT_ONCE) as pool:
         yield from pool.map(run, faults)
 
 
@@ -127,20 +109,16 @@ def copy_checkout(target: Path) -> None:
 
 
 def run_one(copy: Path, fault: Fault) -> tuple[bool, str]:
-    """Runs the tests of a fault; whether they catch it, and what to say of it."""
+    """Plants a fault and runs its tests; whether they catch it, and what to say of it."""
     path = copy / fault.file
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     if text.count(fault.old) != 1:
         return False, f"TEXT NOT FOUND once, but {text.count(fault.old)} times"
-    try:
-        _put(path, text.replace(fault.old, fault.new))
-        code, output = run_tests(copy, ("-x", *fault.tests))
-    finally:
-        if path.is_file():
-            _put(path, text)
+    path.write_text(text.replace(fault.old, fault.new), encoding="utf-8")
+    code, output = run_tests(copy, ("-x", *fault.tests))
     failed = FAILED.search(output)
     if code != 1 or failed is None:  # what cannot be collected has another code
-        return False, f"NOT CAUGHT: {_last_line(output)}"
+        return False, f"NOT CAUGHT: {(output.splitlines() or ['no output'])[-1]}"
     return True, f"caught by {failed[1]}"
 
 
@@ -166,18 +144,6 @@ def run_tests(copy: Path, arguments: Sequence[str]) -> tuple[int, str]:
         errors="replace",
     )
     return done.returncode, done.stdout
-
-
-def _last_line(output: str) -> str:
-    lines = output.strip().splitlines() or ["no output"]
-    return (list(filter(ENDED.search, lines)) or lines)[-1].strip("= ")
-
-
-def _put(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
-    # Python takes what it has compiled of a file that has the same size in the same second.
-    for compiled in path.parent.glob(f"__pycache__/{path.stem}.*"):
-        compiled.unlink()
 
 
 if __name__ == "__main__":

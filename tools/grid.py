@@ -1,6 +1,7 @@
 """One hash a case of 2,000 plans and 1,300 estimates: which answers does a change change?
 
-Compares with grid.txt, prints the cases that differ, and ends with 1 where one does. A case is
+Compares with grid.txt, prints the cases that differ, and ends with 1 where one does; `--answer`
+prints what a case is, so that two checkouts' answers can be compared by diff. A case is
 drawn from its name alone and asks public functions. Its hash is of canonical JSON: bytes, times to
 nine digits, settings; no name of a type, no sentence. No card and no cache folder take part.
 """
@@ -9,7 +10,6 @@ import argparse
 import hashlib
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -108,7 +108,7 @@ class Draw:
         return stand_ins.opened(self("file", stand_ins.FILES), Path(_folder.name))
 
 
-# What counts of an answer: an attribute, or key=attribute where the code has renamed it.
+# What counts of an answer.
 SETTING = (
     "recommended setting.precision setting.weight_only setting.packed setting.text_encoder "
     "setting.attention setting.modulation setting.text_encoder_place setting.resident"
@@ -124,8 +124,7 @@ TOGETHER = "links prompts gain alone together per_hour first_bytes other_bytes"
 
 
 def pick(it: Any, names: str) -> Any:
-    pairs = (name.rpartition("=") for name in names.split())
-    return it and {key or path: attrgetter(path)(it) for key, _, path in pairs}
+    return it and {name: attrgetter(name)(it) for name in names.split()}
 
 
 def of_option(it: plan.PlanOption | None) -> Any:
@@ -249,24 +248,15 @@ def answer(name: str) -> Any:
     return json.loads(found, parse_float=lambda it: f"{float(it):.9g}", parse_int=str)
 
 
-def flat(found: Any, where: str = "") -> dict[str, Any]:
-    """{where a number or a word is: what it is}"""
-    if not isinstance(found, dict | list):
-        return {where: found}
-    pairs = found.items() if isinstance(found, dict) else enumerate(found)
-    return {place: it for key, each in pairs for place, it in flat(each, f"{where}/{key}").items()}
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--against", type=Path, metavar="PATH", help="another checkout")
     parser.add_argument("--write", action="store_true", help="store today's hashes")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="each Nth case alone")
-    parser.add_argument("--answer", nargs="+", metavar="CASE", help="print what counts, as JSON")
+    parser.add_argument("--answer", nargs="+", metavar="CASE", help="print what counts")
     args = parser.parse_args()
     os.environ |= {"QWEN_L40S_CACHE": _folder.name, "CUDA_VISIBLE_DEVICES": ""}
     if args.answer:
-        print(json.dumps({name: answer(name) for name in args.answer if name in NAMES}))
+        print(json.dumps({name: answer(name) for name in args.answer}, indent=1))
         return 0
     found = {}
     for name in NAMES[:: args.every]:
@@ -280,18 +270,8 @@ def main() -> int:
     known = {f"{group}-{at}": it for group, *hashes in lines for at, it in enumerate(hashes)}
     different = [name for name, it in found.items() if known.get(name) != it]
     different += sorted({*known} - {*NAMES})
-    there = {}
-    if args.against and different:
-        Path(_folder.name, "qwen_l40s").symlink_to(args.against.resolve())
-        command = [sys.executable, "-m", "qwen_l40s.tools.grid", "--answer", *different]
-        there = json.loads(subprocess.check_output(command, cwd=_folder.name))
     for name in different:
         print(name)
-        both = name in there and name in found
-        old, new = (flat(there[name]), flat(answer(name))) if both else ({}, {})
-        for place in sorted({*old, *new}):
-            if old.get(place) != new.get(place):
-                print(f"    {place}: {old.get(place)} -> {new.get(place)}")
     print(f"{len(found)} cases, {len(different)} differ")
     return bool(different)
 

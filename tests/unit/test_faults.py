@@ -33,7 +33,7 @@ def test_a_fault_of_the_table(fault):
     ("code", "output", "expected"),
     [
         (1, "FAILED tests/unit/test_a.py::test_b - assert 2 == 1\n1 failed in 0.1s", "caught by "),
-        (0, "3 passed in 0.1s\na thread says this", "NOT CAUGHT: 3 passed in 0.1s"),
+        (0, "..\n3 passed in 0.1s\n", "NOT CAUGHT: 3 passed in 0.1s"),
         (4, "ERROR: not found: test_a.py\n\nno tests ran in 0.1s", "NOT CAUGHT: no tests ran"),
     ],
 )
@@ -48,7 +48,6 @@ def test_what_pytest_says(tmp_path, monkeypatch, code, output, expected):
     monkeypatch.setattr(faults, "run_tests", run_tests)
     caught, words = faults.run_one(tmp_path, FAULT)
     assert caught == (code == 1) and words.startswith(expected)
-    assert path.read_text() == TEXT
 
 
 @pytest.mark.parametrize("text", ["", TEXT + TEXT, None])
