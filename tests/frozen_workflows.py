@@ -28,7 +28,7 @@ def node_changes(frozen: Nodes, today: Nodes) -> list[str]:
 
     A node that is gone is for `replacement_changes`.
     """
-    before, now = parse(frozen), parse(today)
+    before, now = _ours(frozen), parse(today)
     found = []
     for name in (name for name in before if name in now):
         found += [f"{name}: {sentence}" for sentence in _inputs(before[name], now[name])]
@@ -42,7 +42,7 @@ def replacement_changes(frozen: Nodes, today: Nodes, replacements: Replacements)
     Args:
         replacements: the answer of GET /node_replacements; ComfyUI uses the first of a class.
     """
-    before, now = parse(frozen), parse(today)
+    before, now = _ours(frozen), parse(today)
     found = []
     for name in (name for name in before if name not in now):
         if not replacements.get(name):
@@ -92,6 +92,10 @@ def file_changes(graph: Mapping[str, Any], today: Nodes) -> list[str]:
         if given != kind or taken not in (kind, "*"):
             found.append(f"{ends[0]} {output} -> {ends[1]}.{name}: {given} into {taken}")
     return found
+
+
+def _ours(frozen: Nodes) -> dict[str, Definition]:
+    return {name: node for name, node in parse(frozen).items() if node.is_ours}
 
 
 def _inputs(before: Definition, now: Definition) -> list[str]:

@@ -42,7 +42,10 @@ def test_what_was_released_is_not_changed(release: str):
 
 def test_every_release_is_kept():
     assert {folder.name for folder in FROZEN.iterdir()} == set(RELEASES)
-    assert __version__ in RELEASES, "python -m qwen_l40s.tools.workflows --freeze"
+    assert __version__ in RELEASES, (
+        f"copy workflows/*.json to tests/workflows/{__version__}/ui, workflows/api there, and "
+        "tools/workflows/definitions.json as nodes.json; put their hash into RELEASES"
+    )
 
 
 @pytest.mark.parametrize("release", RELEASES)

@@ -17,7 +17,6 @@ import pytest
 from PIL import Image
 from workflow_files import TITLE, Box, overlap
 
-from qwen_l40s import __version__
 from qwen_l40s.spec.families import find_family
 from qwen_l40s.tools.workflows import __main__ as command
 from qwen_l40s.tools.workflows import definitions
@@ -71,9 +70,8 @@ def node_of(graph: dict[str, Any], title: str) -> dict[str, Any]:
     return found
 
 
-def test_writing_the_files_again_changes_nothing(capsys: pytest.CaptureFixture):
-    assert command.main(["--check"]) == command.main([]) == 0
-    assert capsys.readouterr().out == 2 * "workflows are up to date\n"
+def test_the_files_are_as_they_would_be_written(capsys: pytest.CaptureFixture):
+    assert (command.main([]), capsys.readouterr().out) == (0, "")
 
 
 def test_it_tells_what_differs(copied: Path, capsys: pytest.CaptureFixture):
@@ -82,12 +80,10 @@ def test_it_tells_what_differs(copied: Path, capsys: pytest.CaptureFixture):
     )
     change(copied / "api" / "layered.json", lambda graph: graph["size"].update(inputs={}))
     (copied / "api" / "inpaint.json").unlink()
-    (copied / "api" / "old.json").write_text("{}\n")
     assert command.main([]) == 1
     assert capsys.readouterr().out.splitlines() == [
-        "workflows/api/inpaint.json is missing.",
+        "workflows/api/inpaint.json differs.",
         "workflows/api/layered.json differs.",
-        "workflows/api/old.json is made by nothing.",
         "workflows/lora.json differs.",
     ]
 
@@ -166,14 +162,6 @@ def value(title: str, index: int, other: Any) -> Callable[[dict[str, Any]], Any]
     return of(title, lambda node: node["widgets_values"].__setitem__(index, other))
 
 
-def crossed(graph: dict[str, Any]) -> None:
-    """Takes the first wire, of CLIP, from the loader's MODEL."""
-    wire, outputs = graph["links"][0], node_of(graph, LOADER)["outputs"]
-    outputs[wire[2]]["links"].remove(wire[0])
-    outputs[0]["links"].append(wire[0])
-    wire[2] = 0
-
-
 def without_words_below(text: str) -> str:
     return re.sub(
         r"(\*\*(Files|What it takes)\*\*).*?(?=^\*\*)", r"\1\n\n", text, flags=re.M | re.S
@@ -199,8 +187,6 @@ def test_headings_of_a_note_are_enough(copied: Path):
             lambda graph: graph.clear(),
             "it is no graph of version 0.4: export it from ComfyUI's page",
         ),
-        (value(SAMPLER, 2, 1.5), "KSampler.steps takes INT, got 1.5"),
-        (value(SAMPLER, 2, True), "KSampler.steps takes INT, got True"),
         (value(SAMPLER, 1, "fixed"), "KSampler.control_after_generate must be 'randomize', got"),
         (value(LOADER, 1, "int2"), "Load Qwen-Image.precision: 'int2' is none of auto, bf16"),
         (value(LOADER, 0, "mine.safetensors"), "mine.safetensors has no row in docs/models.md"),
@@ -216,18 +202,13 @@ def test_headings_of_a_note_are_enough(copied: Path):
             of("CLIP Text Encode (Prompt)", lambda node: node.update(title=SAMPLER)),
             "KSampler: 2 nodes are called so",
         ),
-        (of(SAMPLER, lambda node: node["outputs"].clear()), "is not listed at both ends"),
         (
             of(SAMPLER, lambda node: node["inputs"][0].update(link=99)),
-            "there is no wire 99",
+            "KSampler: there is no wire 99",
         ),
         (
-            of(SAMPLER, lambda node: node["outputs"][0].update(links=[])),
-            "is not listed at both ends",
-        ),
-        (
-            crossed,
-            "CLIP Text Encode (Prompt).clip takes CLIP, got MODEL",
+            lambda graph: graph["nodes"].remove(node_of(graph, LOADER)),
+            "VAE Decode Qwen-Image: there is no wire ",
         ),
         (lambda graph: graph["nodes"].pop(0), "it has 0 notes: keep one MarkdownNote"),
         (value("Read me", 0, "## No heading"), "its note needs the heading **Files**"),
@@ -251,27 +232,6 @@ def test_a_workflow_that_is_wrong_is_told_and_nothing_is_written(
         assert any(words in line for line in lines), lines
         assert all(line.startswith("workflows/text_to_image_bf16.json: ") for line in lines)
     assert file.read_bytes() == before
-
-
-@pytest.mark.parametrize("flags", [["--draw"], ["--thumbnail", "lora", "lora.png"]])
-def test_flags_that_are_gone_name_what_is_to_be_done(
-    copied: Path, capsys: pytest.CaptureFixture, flags: list[str]
-):
-    with pytest.raises(SystemExit):
-        command.main(flags)
-    assert "put a JPEG of 512x512 at workflows/NAME.jpg" in capsys.readouterr().err
-
-
-def test_a_version_is_kept_once(copied: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(command, "FROZEN", copied.parent / "frozen")
-    assert command.main(["--freeze"]) == 0
-    kept = copied.parent / "frozen" / __version__
-    assert {path.stem for path in kept.glob("ui/*.json")} == set(NAMES)
-    assert json.loads((kept / "api" / "lora.json").read_text("utf-8")) == api("lora")
-    nodes = json.loads((kept / "nodes.json").read_text("utf-8"))
-    assert nodes and all(node.startswith("QwenL40S_") for node in nodes)
-    with pytest.raises(SystemExit, match="a released version stays as it is"):
-        command.main(["--freeze"])
 
 
 def test_each_has_both_forms_and_its_picture():

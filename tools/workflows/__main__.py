@@ -3,26 +3,30 @@
 python -m qwen_l40s.tools.workflows                      what is wrong, and what is to be written
 python -m qwen_l40s.tools.workflows --write              figures in notes, API forms, tidied files
 python -m qwen_l40s.tools.workflows --definitions FILE   takes nodes from GET /object_info
-python -m qwen_l40s.tools.workflows --freeze             keeps this version for the tests
+
+That values and wires are of the right types is left to ComfyUI: its page makes the files, and
+tests/server posts them to a server.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ... import __version__
 from . import definitions, notes
-from .check import problems
-from .forms import api_form, note_of, tidy
+from .forms import Graph, api_form, nodes_that_run, note_of, tidy
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "workflows"
-FROZEN = ROOT / "tests" / "workflows"
+MODEL_FILE = re.compile(r"\.(safetensors|sft|ckpt|pt|gguf)$")
+WRITTEN = "filename"  # names a file that the node writes
+RUNS = 0  # a node's mode: neither muted nor bypassed
 
 
 def files() -> dict[Path, str]:
@@ -54,14 +58,41 @@ def files() -> dict[Path, str]:
     return written
 
 
-def differences(expected: Mapping[Path, str]) -> list[str]:
-    """Names each file that is not what it is to be, in a sentence."""
-    present = {*FOLDER.glob("*.json"), *FOLDER.glob("api/*.json")}
-    held = {path: path.read_text(encoding="utf-8") for path in present & expected.keys()}
-    found = [(path, "is made by nothing") for path in present - expected.keys()]
-    found += [(path, "is missing") for path in expected.keys() - present]
-    found += [(path, "differs") for path, text in held.items() if text != expected[path]]
-    return sorted(f"{path.relative_to(ROOT)} {what}." for path, what in found)
+def problems(graph: Graph) -> Iterator[str]:
+    """Yields a sentence for what keeps a graph that `tidy` gave from opening or running."""
+    nodes = {node["id"]: (node, definition) for node, definition in nodes_that_run(graph)}
+    titles = Counter(node["title"] for node, _ in nodes.values())
+    yield from (
+        f"{title}: {count} nodes are called so" for title, count in titles.items() if count > 1
+    )
+    wires = {link for link, origin, *_ in graph["links"] if origin in nodes}
+    for node, definition in nodes.values():
+        title, shown = node["title"], definition.title.partition(" (")[0]
+        if title.partition(" (")[0] != shown:
+            yield f"{title}: call it {shown}, as the search does, with what tells it apart in (...)"
+        if node["mode"] != RUNS:
+            yield f"{title} is muted or bypassed"
+        wired = {each["name"]: each["link"] for each in node["inputs"] if each["link"] is not None}
+        yield from (f"{title}: there is no wire {link}" for link in {*wired.values()} - wires)
+        for known in definition.inputs:
+            if known.name not in wired:
+                yield from (f"{title}.{what}" for what in _unwired(known, node))
+
+
+def _unwired(known: definitions.Input, node: Graph) -> Iterator[str]:
+    if not known.widget:
+        if not known.optional:
+            yield f"{known.name} is missing"
+        return
+    values = node["widgets_values_named"]
+    value = values[known.name]
+    if known.choices is not None and value not in known.choices:
+        yield f"{known.name}: {value!r} is none of {', '.join(known.choices)}"
+    if known.name != WRITTEN and MODEL_FILE.search(str(value)) and value not in notes.published():
+        yield f"{known.name}: {value} has no row in docs/models.md"
+    for name, expected in definitions.companions(known).items():
+        if values[name] != expected:
+            yield f"{name} must be {expected!r}, got {values[name]!r}"
 
 
 def refresh_definitions(answer: Path) -> None:
@@ -71,20 +102,6 @@ def refresh_definitions(answer: Path) -> None:
     definitions.FILE.write_text(_text(definitions.subset(info, names)), encoding="utf-8")
 
 
-def freeze(files: Mapping[Path, str]) -> None:
-    """Keeps both forms of this version and the nodes that they were made with, once and for all."""
-    folder = FROZEN / __version__
-    if folder.exists():
-        raise SystemExit(f"{folder.relative_to(ROOT)} is there: a released version stays as it is")
-    for path, text in files.items():
-        form = "api" if path.parent.name == "api" else "ui"
-        (folder / form).mkdir(parents=True, exist_ok=True)
-        (folder / form / path.name).write_text(text, encoding="utf-8")
-    nodes = _read(definitions.FILE)
-    ours = {name: node for name, node in nodes.items() if name.startswith(definitions.OURS)}
-    (folder / "nodes.json").write_text(_text(ours), encoding="utf-8")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns 1 where a workflow is wrong or, unless written, not up to date."""
     parser = argparse.ArgumentParser(
@@ -92,14 +109,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--check", action="store_true", help="what it does without --write")
     parser.add_argument("--write", action="store_true", help="notes' figures and API forms")
     parser.add_argument("--definitions", type=Path, metavar="FILE", help="of GET /object_info")
-    parser.add_argument("--freeze", action="store_true", help="keep this version for the tests")
-    parser.add_argument("--draw", "--thumbnail", nargs="*", help=argparse.SUPPRESS)  # of 0.1.0
     options = parser.parse_args(arguments)
-    if options.draw is not None:
-        parser.error("nothing draws thumbnails: put a JPEG of 512x512 at workflows/NAME.jpg")
     if options.definitions:
         refresh_definitions(options.definitions)
         return 0
@@ -108,17 +120,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(error)
         return 1
-    if options.freeze:
-        freeze(expected)
-    elif options.write:
-        for path, text in expected.items():
+    stale = {
+        path: text
+        for path, text in expected.items()
+        if not path.is_file() or path.read_text(encoding="utf-8") != text
+    }
+    for path, text in stale.items():
+        if options.write:
             path.parent.mkdir(exist_ok=True)
             path.write_text(text, encoding="utf-8")
-    else:
-        found = differences(expected)
-        print("\n".join(found) or "workflows are up to date")
-        return 1 if found else 0
-    return 0
+        else:
+            print(f"{path.relative_to(ROOT)} differs.")
+    return int(bool(stale) and not options.write)
 
 
 def _read(path: Path) -> Any:

@@ -27,13 +27,7 @@ WIDGET_TYPES = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO", DYNAMIC_COMBO}
 # What of an input's options changes which values and wires fit. Tooltips may change at any time.
 KEPT_OPTIONS = ("min", "max", "control_after_generate", "image_upload", "older_name", "older")
 # Choices that differ from machine to machine: files, and cards of the user's own list.
-OF_THE_MACHINE = {
-    *(("QwenL40S_Load", name) for name in ("model", "text_encoder", "vae")),
-    *(("QwenL40S_LoadModel", "model"), ("QwenL40S_LoadTextEncoder", "text_encoder")),
-    *(("QwenL40S_LoadVAE", "vae"), ("QwenL40S_LoadLora", "lora")),
-    *(("QwenL40S_EstimateVRAM", "card"), ("LoadImage", "image")),
-    ("ControlNetLoader", "control_net_name"),
-}
+OF_THE_MACHINE = {"model", "text_encoder", "vae", "lora", "control_net_name", "image", "card"}
 # The page changes a seed after a run, so that the first run paints the picture that the file's seed
 # gives, and the next one another. With "fixed" a second press of Run would do nothing: ComfyUI runs
 # no node whose inputs did not change.
@@ -104,7 +98,7 @@ def subset(object_info: Mapping[str, Any], names: Iterable[str]) -> dict[str, An
     Raises:
         KeyError: a node is missing there.
     """
-    return {name: _node(name, object_info[name]) for name in sorted(names)}
+    return {name: _node(object_info[name]) for name in sorted(names)}
 
 
 def parse(kept: Mapping[str, Any]) -> dict[str, Definition]:
@@ -125,12 +119,12 @@ def definitions() -> dict[str, Definition]:
     return parse(json.loads(FILE.read_text(encoding="utf-8")))
 
 
-def _node(name: str, info: Mapping[str, Any]) -> dict[str, Any]:
+def _node(info: Mapping[str, Any]) -> dict[str, Any]:
     inputs = [
         entry
         for section in ("required", "optional")
         for input_name in info["input_order"].get(section, [])
-        for entry in _inputs(name, input_name, info["input"][section][input_name], section)
+        for entry in _inputs(input_name, info["input"][section][input_name], section)
     ]
     outputs = [
         {"name": output_name, "type": output_type}
@@ -139,15 +133,15 @@ def _node(name: str, info: Mapping[str, Any]) -> dict[str, Any]:
     return {"display_name": info.get("display_name"), "inputs": inputs, "outputs": outputs}
 
 
-def _inputs(node: str, name: str, entry: list[Any], section: str) -> list[dict[str, Any]]:
+def _inputs(name: str, entry: list[Any], section: str) -> list[dict[str, Any]]:
     if entry[0] != AUTOGROW:
-        return [_input(node, name, entry, section == "optional")]
+        return [_input(name, entry, section == "optional")]
     template = entry[1]["template"]
     (grown,) = template["input"]["required"].values()
-    return [_input(node, f"{name}.{each}", grown, True) for each in template["names"][:GROWN]]
+    return [_input(f"{name}.{each}", grown, True) for each in template["names"][:GROWN]]
 
 
-def _input(node: str, name: str, entry: list[Any], optional: bool) -> dict[str, Any]:
+def _input(name: str, entry: list[Any], optional: bool) -> dict[str, Any]:
     kind, options = entry[0], entry[1] if len(entry) > 1 else {}
     choices = options.get("options")
     if isinstance(kind, list):  # ComfyUI's older way to say COMBO
@@ -158,7 +152,7 @@ def _input(node: str, name: str, entry: list[Any], optional: bool) -> dict[str, 
         "widget": kind in WIDGET_TYPES and not options.get("forceInput", False),
         "optional": optional,
     }
-    if kind == "COMBO" and (node, name) not in OF_THE_MACHINE:
+    if kind == "COMBO" and name not in OF_THE_MACHINE:
         found["choices"] = choices
     if kind == DYNAMIC_COMBO:
         found["choices"] = [option["key"] for option in choices]

@@ -7,7 +7,7 @@ first view, which the page leaves out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ... import __version__
@@ -18,9 +18,7 @@ COMFYUI = "0.33.0"
 VERSION = 0.4
 PACK = "comfyui-qwen-image-l40s"
 NOTE = "MarkdownNote"
-# What is kept of nodes, sockets and frames, in the order of the files.
-NODE = ("id", "type", "pos", "size", "flags", "order", "mode", "inputs", "outputs", "title")
-NODE += ("properties", "widgets_values", "widgets_values_named", "color", "bgcolor")
+# What is kept of sockets, the view and frames, in the order of the files.
 SOCKET = ("name", "label", "shape", "type", "widget", "link")
 VIEW = ("ds", "frontendVersion")
 FRAME = ("id", "title", "bounding", "color", "flags")
@@ -132,35 +130,38 @@ def _node(node: Mapping[str, Any]) -> Graph:
             f"{node['type']} is not in tools/workflows/definitions.json: definitions.py says how a "
             "node gets there; subgraphs, reroutes and primitives do not"
         )
-    written = {"title": title, **node}
-    for key in ("pos", "size"):
-        written[key] = [round(each) for each in node[key]]
+    given = node.get("widgets_values", ())
+    if len(given) != len(names):
+        called = node.get("title", title)
+        raise ValueError(f"{called} has {len(given)} values for {', '.join(names)}")
+    values = {
+        name: float(value) if kind == "FLOAT" and type(value) is int else value
+        for (name, kind), value in zip(names.items(), given, strict=True)
+    }
     sockets = [
         _kept(each, SOCKET)
         for each in node.get("inputs", ())
         if "widget" not in each or each["link"] is not None
     ]
-    written["inputs"] = sorted(sockets, key=lambda each: "widget" in each)
-    written["outputs"] = [
-        {"name": each["name"], "type": each["type"], "links": each["links"] or None}
-        for each in node.get("outputs", ())
-    ]
-    kinds = [*names.values(), *[""] * len(node.get("widgets_values", ()))]
-    values = [
-        float(value) if kind == "FLOAT" and type(value) is int else value
-        for value, kind in zip(node.get("widgets_values", ()), kinds, strict=False)
-    ]
-    if values:
-        written["widgets_values"] = values
-        written["widgets_values_named"] = dict(zip(names, values, strict=False))
-    else:
-        written.pop("widgets_values", None)
-        written.pop("widgets_values_named", None)
-    written["properties"] = {} if node["type"] == NOTE else _properties(node["type"], values)
-    return _kept(written, NODE)
+    named = {"widgets_values": [*values.values()], "widgets_values_named": values}
+    return {
+        **_kept(node, ("id", "type")),
+        "pos": [round(each) for each in node["pos"]],
+        "size": [round(each) for each in node["size"]],
+        **_kept(node, ("flags", "order", "mode")),
+        "inputs": sorted(sockets, key=lambda each: "widget" in each),
+        "outputs": [
+            {"name": each["name"], "type": each["type"], "links": each["links"] or None}
+            for each in node.get("outputs", ())
+        ],
+        "title": node.get("title", title),
+        "properties": {} if node["type"] == NOTE else _properties(node["type"], values.values()),
+        **(named if values else {}),
+        **_kept(node, ("color", "bgcolor")),
+    }
 
 
-def _properties(class_type: str, values: list[Any]) -> Graph:
+def _properties(class_type: str, values: Iterable[Any]) -> Graph:
     ours = definitions()[class_type].is_ours
     properties: Graph = {
         "cnr_id": PACK if ours else "comfy-core",

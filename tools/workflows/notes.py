@@ -175,12 +175,10 @@ def takes(request: RunRequest, also: Sequence[RunRequest] = ()) -> str:
         *(_time(other, estimate(other, _l40s())) for other in also),
     ]
     sentences += step_cache_lines(found)
-    return " ".join(sentence for sentence in sentences if sentence)
+    return " ".join(sentences)
 
 
 def _time(request: RunRequest, found: Estimate) -> str:
-    if found.image_seconds is None:
-        return ""
     size = f"{request.width}x{request.height} in {request.steps} steps"
     if request.batch > 1:
         whole = duration(found.image_seconds.times(request.batch))
