@@ -19,8 +19,6 @@ real arithmetic, since the compiler does not fuse complex numbers: train in a pr
 from __future__ import annotations
 
 import contextlib
-import importlib
-import json
 import math
 import shutil
 from collections.abc import Iterator
@@ -28,15 +26,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, ModelMixin
+from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, ModelMixin
 from diffusers.models.transformers import transformer_qwenimage, transformer_qwenimage21
-from transformers import PreTrainedModel, Qwen2TokenizerFast
+from transformers import PreTrainedModel, Qwen2Tokenizer
 
+from ...hosts.diffusers.load import load_pipeline
 from ...loaders.source import TEMPLATE_PREFIX, bundled_micro_folder
 
-INDEX = "model_index.json"
 TRAINED = ("transformer", "text_encoder")
 USER = "<|im_start|>user\n"
 SYSTEM_21 = "<|im_start|>system\nComprehend and analyze the provided prompt.<|im_end|>\n"
@@ -73,13 +70,6 @@ def half_timesteps(transformer: torch.nn.Module) -> Iterator[None]:
 
 class DualStream:
     """Runs Qwen-Image to 2512: text and image in streams of their own, modulated in each block."""
-
-    @staticmethod
-    def zero_at_start(transformer: torch.nn.Module) -> list[torch.nn.Linear]:
-        """Names the layers that start at zero, as adaLN-zero has it."""
-        blocks = transformer.transformer_blocks
-        modulations = [layer for b in blocks for layer in (b.img_mod[1], b.txt_mod[1])]
-        return [transformer.norm_out.linear, transformer.proj_out, *modulations]
 
     @staticmethod
     def real_rotation(transformer: torch.nn.Module) -> None:
@@ -124,10 +114,6 @@ class SingleStream:
     A batch has prompts of many lengths, padded behind. Each image stands where its own text ends,
     as in a pipeline of one prompt.
     """
-
-    @staticmethod
-    def zero_at_start(transformer: torch.nn.Module) -> list[torch.nn.Linear]:
-        return [transformer.norm_out.linear, transformer.proj_out, transformer.modulation[1]]
 
     @staticmethod
     def real_rotation(transformer: torch.nn.Module) -> None:
@@ -202,19 +188,6 @@ class Family:
     def folder(self) -> Path:
         return bundled_micro_folder(self.name)
 
-    @property
-    def index(self) -> dict[str, Any]:
-        """Reads {part: [library, class]}, and `_class_name` of the pipeline."""
-        return json.loads((self.folder / INDEX).read_text(encoding="utf-8"))
-
-    @property
-    def pipeline(self) -> type[diffusers.DiffusionPipeline]:
-        return getattr(diffusers, self.index["_class_name"])
-
-    def part_class(self, part: str) -> type[ModelMixin] | type[PreTrainedModel]:
-        library, name = self.index[part]
-        return getattr(importlib.import_module(library), name)
-
 
 QWEN_IMAGE = Family("1.x", DualStream, TEMPLATE_PREFIX, "")
 QWEN_IMAGE_21 = Family("2.1", SingleStream, SYSTEM_21, USER)
@@ -226,46 +199,34 @@ class MicroModel:
     """Holds the parts of a pipeline that training reads or changes; the VAE is the bundled one."""
 
     family: Family
+    pipeline: type[DiffusionPipeline]
     transformer: ModelMixin
     text_encoder: PreTrainedModel
     vae: ModelMixin
-    tokenizer: Qwen2TokenizerFast
+    tokenizer: Qwen2Tokenizer
     scheduler: FlowMatchEulerDiscreteScheduler
 
     def save(self, folder: Path) -> None:
-        """Writes a diffusers folder: what is trained in bf16, all else as in the bundled one."""
-        copy = build(family=self.family)  # what is trained stays in fp32, and may be compiled
+        """Makes bf16 of what is trained and writes it, and all else as in the bundled folder."""
+        ignore = shutil.ignore_patterns("*.md")
+        shutil.copytree(self.family.folder, folder, ignore=ignore, dirs_exist_ok=True)
         for name in TRAINED:
-            part = getattr(copy, name)
-            part.load_state_dict(getattr(self, name).state_dict())
-            part.bfloat16().save_pretrained(folder / name)
-        for part in self.family.folder.iterdir():
-            if part.is_dir():
-                others = shutil.ignore_patterns(*["*.safetensors"] * (part.name in TRAINED))
-                shutil.copytree(part, folder / part.name, ignore=others, dirs_exist_ok=True)
-        shutil.copy(self.family.folder / INDEX, folder)
+            getattr(self, name).bfloat16().save_pretrained(folder / name)
 
 
 def build(seed: int = 0, family: Family = QWEN_IMAGE) -> MicroModel:
     """Builds a model in fp32 on the CPU, untrained but for its VAE, the same for the same seed."""
-    parts: dict[str, Any] = {}
+    bundled = load_pipeline(family.folder, device="cpu", precision="fp32")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        for name in TRAINED:
-            kind, folder = family.part_class(name), family.folder / name
-            if issubclass(kind, PreTrainedModel):
-                config = kind.config_class.from_pretrained(folder, local_files_only=True)
-                parts[name] = kind(config).float()
-            else:
-                parts[name] = kind.from_config(kind.load_config(folder, local_files_only=True))
-    vae = family.part_class("vae").from_pretrained(family.folder / "vae", local_files_only=True)
-    words = family.folder / ("tokenizer" if "tokenizer" in family.index else "processor")
+        transformer = type(bundled.transformer).from_config(bundled.transformer.config)
+        text_encoder = type(bundled.text_encoder)(bundled.text_encoder.config)
     return MicroModel(
         family,
-        **parts,
-        vae=vae.float().requires_grad_(False),
-        tokenizer=Qwen2TokenizerFast.from_pretrained(words, local_files_only=True),
-        scheduler=FlowMatchEulerDiscreteScheduler.from_pretrained(
-            family.folder / "scheduler", local_files_only=True
-        ),
+        bundled.family.pipeline,
+        transformer,
+        text_encoder,
+        bundled.vae.requires_grad_(False),
+        getattr(bundled.words, "tokenizer", bundled.words),
+        bundled.scheduler,
     )

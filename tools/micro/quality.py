@@ -17,7 +17,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
@@ -31,7 +31,7 @@ from ...hosts.diffusers.quantized import quantize_transformer
 from ...hosts.diffusers.sample import generate
 from ...loaders.source import bundled_micro_folder
 from ...measure.fidelity import psnr
-from ...micro.judge import Adherence, adherence
+from ...micro.judge import adherence
 from ...micro.scene import HELD_OUT_PAIRS, Scene, sample_prompts
 from ...spec.formats import QUANTIZED
 from .painter import IMAGE_SIDE
@@ -40,20 +40,6 @@ COLOURS_AND_POSITION_BAR, SHAPE_BAR = 0.95, 0.90
 LARGEST_DROP = 0.02  # of a share, from bf16 to fp8 or int8
 STEPS, CFG = 20, 4.0
 Prompts = Sequence[tuple[str, Scene]]
-
-
-def summarize(results: list[Adherence]) -> dict[str, float]:
-    """Returns the shares of images in which each check, and all of them, hold."""
-
-    def share(check: Callable[[Adherence], bool]) -> float:
-        return round(sum(map(check, results)) / len(results), 4)
-
-    return {
-        "colours_and_position": share(lambda r: r.colours and r.position),
-        "shape": share(lambda r: r.shape),
-        "all": share(lambda r: r.score == 1),
-        "size": share(lambda r: r.size),
-    }
 
 
 def paint(pipeline: LoadedPipeline, prompts: Prompts) -> list[Image.Image]:
@@ -74,13 +60,22 @@ def paint(pipeline: LoadedPipeline, prompts: Prompts) -> list[Image.Image]:
 
 
 def judge(images: Sequence[Image.Image], prompts: Prompts) -> dict[str, float]:
-    """Returns shares as `summarize` does; lists images that are not fully right on stderr."""
+    """Returns the shares of images in which each check, and all of them, hold.
+
+    Lists images that are not fully right on stderr.
+    """
     results = []
     for index, (image, (prompt, scene)) in enumerate(zip(images, prompts, strict=True)):
         results.append(adherence(image, scene))
         if results[-1].score < 1:
             print(f"{index}: {prompt!r}: {results[-1].as_dict()}", file=sys.stderr)
-    return summarize(results)
+    checks = {
+        "colours_and_position": [it.colours and it.position for it in results],
+        "shape": [it.shape for it in results],
+        "all": [it.score == 1 for it in results],
+        "size": [it.size for it in results],
+    }
+    return {name: round(sum(held) / len(held), 4) for name, held in checks.items()}
 
 
 def psnr_summary(

@@ -15,8 +15,10 @@ import itertools
 import logging
 import math
 import random
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 
@@ -37,6 +39,8 @@ LOG_SECONDS = 10.0
 UNCONDITIONAL = (" ", "")
 DROPOUT = 0.1
 WORDINGS = 3
+# What adaLN-zero starts at zero: the last layers and the modulations.
+ZERO_AT_START = re.compile(r"norm_out\.linear\.|proj_out\.|(.+_mod|modulation)\.1\.")
 
 
 class Muon(torch.optim.Optimizer):
@@ -164,25 +168,12 @@ def draw_prompts(count: int, scenes: torch.Tensor, generator: torch.Generator) -
     return torch.where(dropped, unconditional, scenes * WORDINGS + rand(WORDINGS))
 
 
-@contextlib.contextmanager
-def image_convolutions() -> Iterator[None]:
-    """Runs every causal 3-D convolution as the 2-D convolution that it is for one frame."""
-    stock = QwenImageCausalConv3d.forward
-
-    def forward(
-        self: QwenImageCausalConv3d, x: torch.Tensor, cache_x: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        if x.shape[2] != 1 or cache_x is not None:
-            return stock(self, x, cache_x)
-        padding = (self._padding[2], self._padding[0])
-        weight, stride = self.weight[:, :, -1], self.stride[1:]
-        return F.conv2d(x[:, :, 0], weight, self.bias, stride, padding)[:, :, None]
-
-    QwenImageCausalConv3d.forward = forward
-    try:
-        yield
-    finally:
-        QwenImageCausalConv3d.forward = stock
+def image_convolution(conv: QwenImageCausalConv3d, x: torch.Tensor) -> torch.Tensor:
+    """Runs a causal 3-D convolution as the 2-D convolution that it is for one frame."""
+    padding = (conv._padding[2], conv._padding[0])
+    return F.conv2d(x[:, :, 0], conv.weight[:, :, -1], conv.bias, conv.stride[1:], padding)[
+        :, :, None
+    ]
 
 
 @torch.no_grad()
@@ -194,11 +185,14 @@ def encode_dataset(
     Returns:
         Packed normalized latents (N, 256, 64), bf16.
     """
-    vae, packed, pack = model.vae, [], model.family.pipeline._pack_latents
+    vae, packed, pack = model.vae, [], model.pipeline._pack_latents
     # Mean and deviation that both hosts assume, each (1, z, 1, 1, 1).
     both = torch.tensor([vae.config.latents_mean, vae.config.latents_std], device=generator.device)
     mean, std = both.view(2, 1, -1, 1, 1, 1)
-    with image_convolutions(), torch.autocast(generator.device.type, torch.bfloat16):
+    for conv in vae.modules():
+        if isinstance(conv, QwenImageCausalConv3d):
+            conv.forward = partial(image_convolution, conv)
+    with torch.autocast(generator.device.type, torch.bfloat16):
         for chunk in codes.split(256):
             images = paint(chunk, generator=generator) / 127.5 - 1
             channels = vae.encoder.conv_in.in_channels - 3  # a fourth one is opaque
@@ -226,11 +220,11 @@ def prepare_for_training(model: MicroModel, *, compile_blocks: bool) -> None:
     The residual stream stays fp32. Patches diffusers' rotary embedding for the whole process, so
     train in a process of its own.
     """
-    transformer, stream = model.transformer, model.family.stream
-    for layer in stream.zero_at_start(transformer):
-        for weight in layer.parameters():
+    transformer = model.transformer
+    for name, weight in transformer.named_parameters():
+        if ZERO_AT_START.match(name):
             torch.nn.init.zeros_(weight)
-    stream.real_rotation(transformer)
+    model.family.stream.real_rotation(transformer)
     if compile_blocks:
         transformer.compile_repeated_blocks(fullgraph=True)
     device = transformer.device.type
