@@ -149,22 +149,6 @@ def test_the_loss_is_zero_for_the_velocity_that_the_scheduler_integrates(untrain
 # --- steps and folders
 
 
-def test_muon_takes_the_steps_of_torchs():
-    shapes = [(16, 16), (16, 16), (48, 16), (16, 48)]
-    ours = [torch.randn(shape, generator=generator(1)).requires_grad_() for shape in shapes]
-    theirs = [weight.detach().clone().requires_grad_() for weight in ours]
-    still = torch.ones(4, 4, requires_grad=True)  # has no gradient
-    stock = torch.optim.Muon(theirs, 2e-3, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
-    for optimizer in (train.Muon([*ours, still], 2e-3), stock):
-        for step in range(3):
-            for weight in optimizer.param_groups[0]["params"][:4]:
-                weight.grad = torch.randn(weight.shape, generator=generator(step))
-            optimizer.step()
-    for found, known in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(found, known, atol=1e-4, rtol=0)
-    assert (still == 1).all()
-
-
 def test_a_stage_ends_by_steps_or_by_time():
     assert list(train.progress(0, 4)) == [0, 0.25, 0.5, 0.75]
     done = list(train.progress(0.05))
