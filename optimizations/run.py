@@ -56,7 +56,8 @@ class Optimization:
         self._blocks = blocks
         self._prepared: WeakKeyDictionary[Any, dict[Hashable, PreparedModel]]
         self._prepared = WeakKeyDictionary()
-        self._earlier = self._prepared  # of the last run
+        self._earlier: WeakKeyDictionary[Any, dict[Hashable, PreparedModel]]
+        self._earlier = WeakKeyDictionary()  # of the last run
         self._memories: WeakKeyDictionary[Any, dict[Hashable, PassMemory]] = WeakKeyDictionary()
         self._last: PreparedModel | None = None
         self._of_cards: dict[Hashable, ShapeFigures] = {}

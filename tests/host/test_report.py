@@ -3,11 +3,10 @@
 import copy
 import dataclasses
 import gc
-import itertools
 import json
 import math
 import weakref
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from types import SimpleNamespace
 from unittest import mock
 
@@ -20,12 +19,10 @@ import narrow_transformer as narrow
 import pytest
 import torch
 from comfy.patcher_extension import WrappersMP
-from comfy_execution.graph import DynamicPrompt
-from comfy_execution.progress import get_progress_state, reset_progress_state
-from comfy_execution.utils import CurrentNodeContext
 from comfy_extras.nodes_easycache import EasyCacheNode, LazyCacheNode
 from comfyui_boot import MODE, ROOT, folder
 from narrow_transformer import random
+from reported_runs import reported, running
 
 from qwen_l40s.hosts.comfyui.decode.batch import VaeBatch
 from qwen_l40s.hosts.comfyui.decode.decode import decode, encode
@@ -100,23 +97,6 @@ def sample(
     conds = [[[text, dict(condition)]] for text in texts]
     with running(prompt, report):
         return narrow.sample(model, *conds, steps=steps, cfg=cfg, sampler=sampler, noise=noise)
-
-
-NUMBERS = itertools.count()
-
-
-@contextmanager
-def running(prompt: str | None = None, report: bool = True):
-    node = {"class_type": "QwenL40S_Report" if report else "KSampler", "inputs": {}}
-    name = prompt or f"prompt {next(NUMBERS)}"
-    reset_progress_state(name, DynamicPrompt({"node": node}))
-    with CurrentNodeContext(name, "node"):
-        yield
-
-
-def reported(model, *parts):
-    with CurrentNodeContext(get_progress_state().prompt_id, "node"):
-        return report_run(model, *parts)
 
 
 def phases(part) -> tuple[MeasuredPhase, ...]:

@@ -7,9 +7,9 @@ import pytest
 import torch
 from comfy.patcher_extension import WrappersMP
 from narrow_21 import TEXT, model_21, random
+from reported_runs import reported, running
 
 from qwen_l40s.hosts.comfyui.contract import knows_single_stream
-from qwen_l40s.hosts.comfyui.report.table import report_run
 from qwen_l40s.hosts.comfyui.sample import forward
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of
 
@@ -110,8 +110,9 @@ def test_a_comfyui_whose_model_has_no_inner_forward_runs_its_own_blocks(monkeypa
 
 def test_a_report_says_what_ran():
     model = optimize(model_21())
-    sample(model, references=[random(1, 64, 4, 6)], image_slots=[3])
-    text = report_run(model, None, None).text
+    with running():
+        sample(model, references=[random(1, 64, 4, 6)], image_slots=[3])
+    text = reported(model, None, None).text
     assert "Sampled: 128x128, batch 1, 3 steps" in text
     assert "blocks: fused, 6 of 6 in 3 forward passes" in text
 
