@@ -35,7 +35,7 @@ PYTEST = $(RUN) -n $(WORKERS) --dist $(DIST) --durations=15 --durations-min=5
 help:
 	@echo "make demo           paint the default prompt with the bundled micro model into out/"
 	@echo "make test           run the tests that need no ComfyUI and seconds each (CPU, 4 minutes)"
-	@echo "make test-all       run all tests, inside ComfyUI and against its server too (CPU, 15 minutes)"
+	@echo "make test-all       run all tests, inside ComfyUI and against its server too (CPU, half an hour)"
 	@echo "make test-next      run them with the newest torch, ComfyUI packages and ComfyUI's code; print what broke"
 	@echo "make test-cuda      run the tests that need a card (4 minutes; CUDA_PYTHON= names a Python that has all)"
 	@echo "make lint           check style"
