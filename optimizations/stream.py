@@ -9,7 +9,8 @@ of its own 0.44 and 0.32 s.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -19,6 +20,7 @@ CHUNK_BYTES = 32 * MIB
 PINNED_BYTES = 128 * MIB
 # Where a tensor may start in the memory of its layer: as torch aligns what it allocates on a card.
 ALIGNMENT = 512
+UNPINNED = "No host memory could be pinned: uploads are slower without it."
 
 
 class WeightStream:
@@ -57,7 +59,9 @@ class WeightStream:
         # The layer that is computed with, and the one that is on its way; more made it no faster.
         cards = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(2)]
         free: list[torch.cuda.Event | None] = [None, None]
-        uploads = _Uploads(self._pin(), self._chunk, side)
+        buffers = _pinned(self._buffers, self._chunk)
+        self.note = UNPINNED if len(buffers) < self._buffers else ""
+        uploads = _Uploads(buffers, self._chunk, side)
         side.wait_stream(home)  # the allocator gives out memory that queued kernels may yet use
         try:
             for index, layer in enumerate(self._layers):
@@ -70,7 +74,7 @@ class WeightStream:
                         given.append(tensor)
                         continue
                     place = card[start : start + tensor.nbytes]
-                    uploads.put(tensor.detach().contiguous().view(-1).view(torch.uint8), place)
+                    uploads.put(_bytes(tensor), place)
                     given.append(place.view(tensor.dtype).view(tensor.shape))
                     self.bytes += tensor.nbytes
                 ready.record(side)
@@ -81,15 +85,33 @@ class WeightStream:
         finally:
             home.wait_stream(side)  # before the card's memory goes back to the allocator
 
-    def _pin(self) -> list[torch.Tensor]:
-        try:
-            return [
-                torch.empty(self._chunk, dtype=torch.uint8, pin_memory=True)
-                for _ in range(self._buffers)
-            ]
-        except RuntimeError:  # torch.OutOfMemoryError among them
-            self.note = "No host memory could be pinned: uploads are slower without it."
-            return []
+
+@contextmanager
+def uploads_to(device: torch.device) -> Iterator[Callable[[torch.Tensor, torch.Tensor], None]]:
+    """Gives what copies tensors of host memory into memory of a device; what is queued on its
+    current stream afterwards finds them there.
+    """
+    if device.type == "cpu":
+        yield lambda source, target: target.copy_(source)
+        return
+    home, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    side.wait_stream(home)
+    put = _Uploads(_pinned(PINNED_BYTES // CHUNK_BYTES, CHUNK_BYTES), CHUNK_BYTES, side).put
+    try:
+        yield lambda source, target: put(_bytes(source), _bytes(target))
+    finally:
+        home.wait_stream(side)
+
+
+def _pinned(count: int, chunk: int) -> list[torch.Tensor]:
+    try:
+        return [torch.empty(chunk, dtype=torch.uint8, pin_memory=True) for _ in range(count)]
+    except RuntimeError:  # torch.OutOfMemoryError among them
+        return []
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 class _Uploads:

@@ -22,7 +22,6 @@ from qwen_l40s.hosts.comfyui.load import plan as load_plan
 from qwen_l40s.hosts.comfyui.load import weights as loader
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.hosts.comfyui.lora.apply import apply_lora
-from qwen_l40s.hosts.comfyui.sample import modulation
 from qwen_l40s.hosts.comfyui.sample import off_card as off_card_pass
 from qwen_l40s.hosts.comfyui.sample.modulation import ModelModulation
 from qwen_l40s.hosts.comfyui.sample.off_card import (
@@ -463,23 +462,6 @@ def test_a_layer_is_brought_once_for_all_timesteps():
         sample(model, steps=5)
     assert len(ModelModulation.of(model.model).table) == 5
     assert brought == off_card_layers(model.model)
-
-
-@pytest.mark.skipif(MODE != "dynamic", reason="weights wait under dynamic VRAM: --mode dynamic")
-def test_the_first_schedules_pin_no_weights():
-    """Weights that are to be on the card: the host brings them from the third schedule on."""
-    with mock.patch.object(modulation, "PAST_HOST", 0):
-        host = optimize(load(off_card=False), HOST_ATTENTION)
-        known = [sample(host, steps=steps) for steps in (3, 5, 4)]
-    ours = optimize(load(off_card=False), HOST_ATTENTION)
-    layer = ours.model.diffusion_model.transformer_blocks[-1].img_mod[1]
-    for index, steps in enumerate((3, 5, 4)):
-        assert torch.equal(sample(ours, steps=steps), known[index])
-        assert (layer._v_signature is None) == (index < 2)
-    patched = apply_lora(optimize(load(off_card=False), HOST_ATTENTION), MODULATION_LORA, 1.0)[0]
-    with mock.patch.object(modulation, "PAST_HOST", 0):
-        known = sample(apply_lora(host, MODULATION_LORA, 1.0)[0])
-    assert torch.equal(sample(patched), known)
 
 
 def test_the_table_leaves_with_the_model():

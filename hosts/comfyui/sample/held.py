@@ -51,6 +51,9 @@ class ReadLayers(Protocol):
     def kind(self, layer: torch.nn.Module) -> str | RowFormat | None:
         """As of `block.Layers`."""
 
+    def stream(self, blocks: Sequence[torch.nn.Module], device: torch.device) -> None:
+        """Brings weights that wait."""
+
 
 class Pages(NamedTuple):
     """A stretch of dynamic VRAM, as comfy_aimdo takes it; `address` and `size` in bytes."""
@@ -151,6 +154,7 @@ class HeldWeights:
         if dynamic and not known:
             self._pages = _pages(blocks)
             if not _all_resident(self._pages):
+                read.stream(blocks, model.device)
                 return PARTIAL
         signatures = self._pin(pins)
         if signatures is None or (known and signatures != self._signatures):

@@ -8,20 +8,26 @@ ComfyUI's own cast context; everything else runs itself.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Hashable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import comfy.memory_management
+import comfy.model_management
 import comfy.ops
+import comfy_aimdo.torch
 import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.quant_ops import QuantizedTensor
+from comfy_aimdo import model_vbar
 
 from ....optimizations.blocks.block import DENSE, LayerTensors
-from ....optimizations.blocks.block_form import blocks_of, token_layers
+from ....optimizations.blocks.block_form import MODULATION, blocks_of, token_layers
 from ....optimizations.fallback import Fallback
 from ....optimizations.linear import Gemm, known_gemm
 from ....optimizations.reference import LowRank
+from ....optimizations.stream import uploads_to
 from ....optimizations.warm_up import rehearse, warm_up
 from ....spec.formats import RowFormat, is_rotation
 from ..load import linear as operations
@@ -36,6 +42,7 @@ FORMAT_BY_LAYOUT = {
     "TensorCoreFP8Layout": "fp8",
     "TensorCoreFP8E4M3Layout": "fp8",
 }
+TENSORS = ("weight", "bias")
 # Made once: every layer is asked in every forward pass.
 _row_format = functools.cache(RowFormat)
 NOT_YET = Fallback("no fused block has asked for the weights")
@@ -115,6 +122,40 @@ class ComfyLayers:
             return nullcontext(_tensors(*stored(layer), row_scale(layer)))
         return _Cast(layer, like)
 
+    @staticmethod
+    def stream(blocks: Sequence[torch.nn.Module], device: torch.device) -> None:
+        """Brings the weights that dynamic VRAM has room for, each straight from where it is.
+
+        ComfyUI first copies each into memory that it pins for it, half of the 16 s of an int8
+        model's first prompt on an H200's host. Those that have such a copy, or change on their way
+        by a LoRA, are left to it.
+        """
+        layers = [layer for block in blocks for layer in token_layers(block)]
+        for block, name in itertools.product(blocks, MODULATION.values()):
+            layers += list(getattr(block, name, ()))[1:]
+        with uploads_to(device) as put:
+            for layer in layers:
+                if not _waits_as_it_is(layer):
+                    continue
+                own = layer.__dict__
+                signature = model_vbar.vbar_fault(own["_v"])
+                if signature is None:
+                    return  # the rest passes through the card as it is needed
+                try:
+                    if model_vbar.vbar_signature_compare(signature, own.get("_v_signature")):
+                        continue
+                    tensors = [layer._parameters[name] for name in TENSORS]
+                    place = comfy_aimdo.torch.aimdo_to_tensor(own["_v"], device)
+                    kinds = comfy.memory_management.tensors_to_geometries(tensors)
+                    there = comfy.memory_management.interpret_gathered_like(kinds, place)
+                    for part, target in zip(*(_parts(it) for it in (tensors, there)), strict=True):
+                        comfy.model_management.mark_mmap_dirty(part.untyped_storage())
+                        put(part, target)
+                    layer._v_weight, layer._v_bias = there
+                    layer._v_signature = signature
+                finally:
+                    model_vbar.vbar_unpin(own["_v"])
+
     def bring(self, blocks: Sequence[torch.nn.Module], like: torch.Tensor) -> None:
         """Brings what dynamic VRAM brings when a layer is first used, before any is.
 
@@ -123,6 +164,7 @@ class ComfyLayers:
         """
         if not waits(blocks):
             return
+        self.stream(blocks, like.device)
         for layer in (layer for block in blocks for layer in token_layers(block)):
             if self.kind(layer) is None:
                 layer(like.new_zeros((1, layer.in_features)))
@@ -202,6 +244,32 @@ def _tensors(
         one = scale.reshape(1, 1).expand(rows, 1)
         scale = one.contiguous() if row_scale is None else row_scale
     return LayerTensors(weight._qdata, scale, bias)
+
+
+def _waits_as_it_is(layer: torch.nn.Module) -> bool:
+    """Whether a layer in pages has no copy that ComfyUI has pinned, and goes there unchanged."""
+    own = layer.__dict__
+    changes = (f"{name}{end}" for name in TENSORS for end in ("_function", "_lowvram_function"))
+    if "_v" not in own or any(map(own.get, changes)):
+        return False
+    if any("pin" in pins for pins in own.get("_pins", {}).values()):
+        return False
+    tensors = [it for it in map(layer._parameters.get, TENSORS) if it is not None]
+    return all(
+        it.is_cpu
+        and (isinstance(it, QuantizedTensor) or it.dtype == getattr(it, "_model_dtype", it.dtype))
+        for it in tensors
+    )
+
+
+def _parts(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    found = []
+    for tensor in tensors:
+        if isinstance(tensor, QuantizedTensor):
+            found += [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        elif tensor is not None:
+            found.append(tensor)
+    return found
 
 
 def compile_ahead(model: ModelPatcher) -> None:

@@ -21,17 +21,9 @@ from ....spec.formats import format_gib
 from ..lora.bypass import bypass_models, is_foreign, is_of_comfyui
 from ..record.phase import inner_phase
 from .call import options_of
-from .off_card import (
-    OffCardLinear,
-    PassFigures,
-    compute_off_card,
-    compute_past_host,
-    off_card_layers,
-)
+from .off_card import OffCardLinear, PassFigures, compute_off_card, off_card_layers
 
 MODULATION_KEY = "qwen_l40s_modulation"
-# Who has used so many schedules may use more: the host then keeps the weights on the card.
-PAST_HOST = 2
 
 
 class Call(NamedTuple):
@@ -263,10 +255,6 @@ class ModelModulation:
         if self._off_card_bytes:
             with inner_phase("tables", self.patcher, timesteps=len(embeddings)):
                 return compute_off_card(self._blocks, embeddings, batch, self.patcher, self.passes)
-        if self.table.passes < PAST_HOST and not self.figures.fallback:
-            found = compute_past_host(self._blocks, embeddings, batch)
-            if found is not None:
-                return found
         return compute_entries(self._blocks, embeddings, batch)
 
 

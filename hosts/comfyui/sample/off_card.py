@@ -7,7 +7,6 @@ these are none. They are in `state_dict()`, by which LoRA keys map and files are
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,6 @@ from typing import Any
 
 import comfy.model_management
 import torch
-import torch.nn.functional as F
 from comfy.model_patcher import ModelPatcher, ModelPatcherDynamic
 from comfy.quant_ops import QuantizedTensor
 
@@ -354,55 +352,6 @@ def _walk(
         for layer, parts in zip(modulation_layers(blocks), on_card, strict=True):
             with layer.module[1].on_card(parts, patcher):
                 yield layer
-
-
-def compute_past_host(
-    blocks: Sequence[torch.nn.Module], embeddings: Sequence[torch.Tensor], batch: int
-) -> list[Entry] | None:
-    """`compute_entries` of weights that dynamic VRAM has not brought to the card yet.
-
-    They pass the card once, from where they are mapped; the host would pin 12.7 GiB for it, and
-    takes 2.1 s on an H200 with PCIe 5, where this takes 0.4.
-
-    Returns:
-        None where a layer is not as it was loaded, or the card has no room for two.
-    """
-    like, layers = embeddings[0], [layer.module[1] for layer in modulation_layers(blocks)]
-    if not (layers and like.is_cuda and all(_waits_as_it_is(layer, like) for layer in layers)):
-        return None
-    stream = WeightStream([[layer.weight, layer.bias] for layer in layers], like.device)
-    try:
-        return compute_entries(blocks, embeddings, batch, _past_host(blocks, stream))
-    except torch.OutOfMemoryError:
-        return None
-
-
-def _waits_as_it_is(layer: torch.nn.Module, like: torch.Tensor) -> bool:
-    own = layer.__dict__
-    if own.get("_v") is None or own.get("_v_signature") is not None:
-        return False
-    changes = (f"{name}{end}" for name in TENSORS for end in ("_function", "_lowvram_function"))
-    tensors = [layer._parameters[name] for name in TENSORS]
-    return not any(own.get(change) for change in changes) and all(
-        tensor is not None
-        and not isinstance(tensor, QuantizedTensor)
-        and tensor.is_cpu
-        and {tensor.dtype, getattr(tensor, "_model_dtype", like.dtype)} == {like.dtype}
-        for tensor in tensors
-    )
-
-
-def _past_host(blocks: Sequence[torch.nn.Module], stream: WeightStream) -> Iterator[Any]:
-    with closing(iter(stream)) as on_card:
-        for layer, parts in zip(modulation_layers(blocks), on_card, strict=True):
-            run = functools.partial(_linear_of, layer.module[0], *parts)
-            yield layer._replace(module=run)
-
-
-def _linear_of(
-    activation: torch.nn.Module, weight: torch.Tensor, bias: torch.Tensor, x: torch.Tensor
-) -> torch.Tensor:
-    return F.linear(activation(x), weight, bias)
 
 
 def _make_room(needed: int, device: torch.device) -> None:
