@@ -350,19 +350,33 @@ def _lasting_refusal(backend: str, format: str, device: torch.device) -> str:
     return _trial(Gemm(format, backend, "", "triton" if backend == "triton" else "torch"), device)
 
 
+def prepare_trial(format: str) -> None:
+    """Compiles what a trial of a format launches, for the current card and without its memory."""
+    from .kernels.rows import row_quantize
+    from .kernels.scaled_gemm import scaled_gemm
+
+    x, weight, scale, bias, rotation = _operands(format, torch.device("meta"))
+    rows = reference.QuantizedRows.empty(x, RowFormat(format, rotation))
+    row_quantize(x, RowFormat(format, rotation), rows).prepared()
+    scaled_gemm(rows.values, weight, rows.scale, scale, bias, x.new_empty(32, 32)).prepared()
+
+
+def _operands(format: str, device: torch.device) -> tuple[Any, ...]:
+    """With columns and rotation of Qwen-Image, that nothing is compiled for a trial alone."""
+    small = device.type == "cpu"
+    columns, rotation = 64 if small else 3072, 256 if format == "int8" and not small else 0
+    # Rotated, ones are ones. Of more than 64 an e4m3 sum may be rounded.
+    x = torch.ones(32, columns, dtype=torch.bfloat16, device=device)
+    weight = torch.zeros(32, columns, device=device)
+    weight[:, :64] = 1
+    weight = weight.to(reference.STORAGE[format])
+    return x, weight, torch.full((32, 1), 0.5, device=device), x[0, :32], rotation
+
+
 def _trial(gemm: Gemm, device: torch.device) -> str:
     """Multiplies once: which builds of torch, compilers and drivers can is declared nowhere."""
-    # With columns and rotation of Qwen-Image, that nothing is compiled for this alone.
-    on_card = device.type == "cuda"
-    columns, rotation = 3072 if on_card else 64, 256 if on_card and gemm.format == "int8" else 0
     try:
-        # Rotated, ones are ones. Of more than 64 an e4m3 sum may be rounded.
-        x = torch.ones(32, columns, dtype=torch.bfloat16, device=device)
-        weight = torch.zeros(32, columns, device=device)
-        weight[:, :64] = 1
-        weight = weight.to(reference.STORAGE[gemm.format])
-        scale = torch.full((32, 1), 0.5, device=device)
-        right = bool((gemm.linear(x, weight, scale, x[0, :32], rotation) == 33).all())
+        right = bool((gemm.linear(*_operands(gemm.format, device)) == 33).all())
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # torch, Triton and C compilers raise anything

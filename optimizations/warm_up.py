@@ -41,18 +41,21 @@ def warm_up(device: torch.device, work: Callable[[], object]) -> Future | None:
     fails here fails again there, and is told there.
 
     Args:
-        work: Called in another thread; what is returned is done with it. None: nothing is compiled.
+        work: Called in another thread, where it takes no memory of the card; what is returned is
+            done with it. None: nothing is compiled.
     """
     if device.type != "cuda" or kernels.interpreted() or kernels.missing():
         return None
 
     def run() -> None:
+        nonlocal work
         with suppress(Exception):  # compilers, drivers and packages raise anything
             from triton import AsyncCompileMode  # since 3.5
 
             pool = SimpleNamespace(submit=partial(_compilers.submit, _compile))
             with torch.cuda.device(device), AsyncCompileMode(pool, ignore_errors=True):
                 work()
+                work = None  # a model goes while its kernels are compiled
 
     return _passes.submit(run)
 

@@ -4,8 +4,10 @@ import itertools
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +21,7 @@ from test_block import DIM, HEAD_DIM, LAYERS, Layers, attend, new_block
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from qwen_l40s.optimizations import fused, kernels, warm_up
+from qwen_l40s.optimizations import fused, kernels, linear, warm_up
 from qwen_l40s.optimizations.blocks.block import BlockExecutor, LayerTensors, Step
 from qwen_l40s.optimizations.kernels import scaled_gemm
 from qwen_l40s.optimizations.linear import Gemm, choose_gemm
@@ -165,6 +167,28 @@ def test_loads_compile_in_their_order_and_each_kernel_once(launch, monkeypatch):
     assert (sorted(compiled[:3]), compiled[3:]) == ([512, 1024, 2048], [4096, 8192])
 
 
+def test_what_is_compiled_for_is_not_kept_alive_meanwhile(launch, monkeypatch):
+    compiling, go_on, model = threading.Event(), threading.Event(), torch.nn.Linear(1024, 1)
+    kernel = SimpleNamespace(src=None, metadata=None)
+
+    def compile_kernel(*_, **__):
+        compiling.set()
+        assert go_on.wait(60)
+        return kernel
+
+    monkeypatch.setattr("triton.compiler.compile", compile_kernel)
+    known = weakref.ref(model)
+    load = warm_up.warm_up(CARD, partial(lambda of: launch("meta", of.in_features), model))
+    del model
+    assert compiling.wait(60)
+    until = time.monotonic() + 60
+    while known() is not None and time.monotonic() < until:
+        time.sleep(0.01)
+    assert known() is None and not load.done()
+    go_on.set()
+    load.result()
+
+
 ENDS = """
 import sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
@@ -246,23 +270,47 @@ def test_nothing_is_compiled_without_a_card():
     assert warm_up.warm_up(torch.device("cpu"), None) is None
 
 
-@pytest.mark.cuda
-@pytest.mark.parametrize("kind", BACKENDS)
-def test_a_card_compiles_nothing_in_its_first_pass(kind):
+@pytest.fixture
+def compiled():
     from triton import knobs
 
+    found = []
+    knobs.runtime.jit_post_compile_hook = lambda **of: found.append(of["repr"])
+    yield found
+    knobs.runtime.jit_post_compile_hook = None
+
+
+def taken(device):
+    """How often torch has taken memory of a card: what takes none in another thread."""
+    return torch.cuda.memory_stats(device)["allocation.all.allocated"]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+def test_a_trial_launches_what_is_compiled_ahead_without_memory(monkeypatch, compiled, format):
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.ones(1, device=device)
+    before = taken(device)
+    warm_up.warm_up(device, lambda: linear.prepare_trial(format)).result()
+    assert taken(device) == before
+    compiled.clear()
+    monkeypatch.setattr(linear, "_refusals", {})
+    assert choose_gemm(format, device, backend="triton").row_quantizer == "triton"
+    assert compiled == []
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_a_card_compiles_nothing_in_its_first_pass(kind, compiled):
     device = torch.device("cuda", torch.cuda.current_device())
     blocks = [new_block(0, torch.bfloat16), new_block(1, torch.bfloat16)]
     gemm = BACKENDS[kind] and choose_gemm(BACKENDS[kind][0], device)
     chain = Chain([OnDevice(block, kind, device, gemm) for block in blocks])
-    given = chain, blocks, torch.bfloat16, device
+    given, before = (chain, blocks, torch.bfloat16, device), taken(device)
     warm_up.warm_up(device, lambda: warm_up.rehearse(*given)).result()
-    compiled = []
-    knobs.runtime.jit_post_compile_hook = lambda **found: compiled.append(found["repr"])
-    try:
-        for text in (90, 20):
-            first_pass(chain, blocks, fused.choose_ops(device), device, text)
-        torch.cuda.synchronize()
-    finally:
-        knobs.runtime.jit_post_compile_hook = None
+    assert taken(device) == before
+    compiled.clear()
+    for text in (90, 20):
+        first_pass(chain, blocks, fused.choose_ops(device), device, text)
+    torch.cuda.synchronize()
     assert compiled == []

@@ -30,7 +30,7 @@ from ....errors import CheckpointError, UnavailableError
 from ....loaders.convert import is_finite, not_finite
 from ....loaders.quantized_file import MARKER_2511
 from ....loaders.source import MICRO_ADVICE, MICRO_TRANSFORMER, Source, open_source
-from ....optimizations.linear import choose_gemm
+from ....optimizations.linear import choose_gemm, prepare_trial
 from ....optimizations.step_cache import Later
 from ....optimizations.warm_up import warm_up
 from ....spec.formats import QUANTIZED, format_gib
@@ -79,9 +79,9 @@ def load_model(
     source = open_source(path, "transformer")
     plan = plan_load(source, precision, keep, modulation, keep_quantized)
     quantized = plan.precision in QUANTIZED
-    if quantized:  # tried out while the weights are read
-        device = comfy.model_management.get_torch_device()
-        warm_up(device, partial(choose_gemm, plan.precision, device))
+    if quantized:
+        prepare = partial(prepare_trial, plan.precision)
+        warm_up(comfy.model_management.get_torch_device(), prepare)
     patcher, notes = _build(plan)
     compile_ahead(patcher)  # while the text is encoded, not while the host brings the weights
     if plan.place_reason:

@@ -275,6 +275,11 @@ def _parts(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
 def compile_ahead(model: ModelPatcher) -> None:
     """Begins to compile what the blocks of a model launch."""
     inner, device = model.model, model.load_device
-    given = ComfyLayers(inner, torch.Size()), blocks_of(inner.diffusion_model)
-    work = functools.partial(rehearse, *given, inner.get_dtype_inference(), device)
+    layers, blocks = ComfyLayers(inner, torch.Size()), blocks_of(inner.diffusion_model)
+    # Tried here: memory of the card that another thread takes can stop both for ever, where
+    # comfy-aimdo logs it (in Python, while torch's allocator is locked).
+    for kind in {layers.kind(layer) for block in blocks for layer in token_layers(block)}:
+        if isinstance(kind, RowFormat):
+            layers.gemm(kind.storage, device)
+    work = functools.partial(rehearse, layers, blocks, inner.get_dtype_inference(), device)
     warm_up(device, work)
