@@ -244,7 +244,8 @@ def _load(option: PlanOption, *, quantized_file: bool = False) -> Load:
     request, setting, phase = option.request, option.setting, option.phases["load"]
     files = disk(request, setting, quantized_file=quantized_file)
     made = made_on_load(request, setting) and not quantized_file
-    ready = files.transformer_bytes if setting.precision in QUANTIZED and not made else 0
+    eight_bits = setting.precision in QUANTIZED
+    ready = files.transformer_bytes if eight_bits and not made else 0
     quantized = weight_bytes(request.transformer, "bf16").gemm if made else 0
     if encoder_made_on_load(request, setting):
         encoder = request.member.text_encoder
@@ -253,7 +254,9 @@ def _load(option: PlanOption, *, quantized_file: bool = False) -> Load:
         read=files.files_bytes - ready,
         read_quantized=ready,
         quantized=quantized,
-        to_card=phase.weights + sum(phase.resident.values()),
+        brought=0 if eight_bits else phase.weights,
+        brought_8_bits=phase.weights if eight_bits else 0,
+        to_card=sum(phase.resident.values()),
     )
 
 

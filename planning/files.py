@@ -158,14 +158,18 @@ SOURCES: dict[str, float | None] = {PAGE_CACHE: None, NVME: 3e9, NETWORK: 0.4e9}
 # A mapped file that is not in memory is read in the order in which it is asked for: 1.04 times as
 # long as from end to end in bf16, 1.3 in int8 (a disk of 2.1 GB/s at an H200).
 MAPPED = 1.3
-# Seconds a byte on the host of an H200, of whole files and of `loads` in `measured.json`: of a file
-# in memory in full precision, or quantized; and from there to the card, where pages are mapped and
-# copied one by one, so that the link is not what limits it.
-READ, READ_QUANTIZED = Range(2.0 / 40.9e9, 0.48 / 6.88e9), Range(0.3 / 27.3e9, 0.3 / 27.3e9)
-TO_CARD = Range(5.2 / 40.9e9, 4.2 / 27.3e9)
-# What `first_prompts` of `measured.json` took besides: 27.2 GB of bf16 that were quantized on load,
-# to fp8 and to int8.
-QUANTIZING = Range(2.2 / 27.2e9, 2.8 / 27.2e9)
+# Seconds a byte on the host of an H200, of whole files, `loads` and `first_prompts` of
+# `measured.json`: of a file in memory in full precision, or quantized; and from there to the card,
+# where ComfyUI maps and copies pages one by one, so that the link is not what limits it. A file of
+# 27.3 GB in int8 that is only mapped takes 4.5 s with that way, 1.0 more than its short end.
+READ, READ_QUANTIZED = Range(1.47 / 57.7e9, 0.48 / 6.88e9), Range(1.0 / 27.3e9, 2.6 / 27.3e9)
+TO_CARD = Range(5.2 / 40.9e9, 2.9 / 15.5e9)
+# Of `first_prompts` alone. Of a transformer, which this package brings past ComfyUI's pinned
+# copies, in bf16 or in 8 bits: how much longer sampling takes than in the next prompt, with its
+# checks and choices (the next takes 1.03 s in bf16, 0.87 in int8, and in fp8 0.8, predicted from
+# int8's). And how much longer the load takes of 27.2 GB of bf16 that become fp8 or int8.
+BRINGING, BRINGING_8_BITS = Range(2.8 / 40.9e9, 2.8 / 40.9e9), Range(2.6 / 27.3e9, 3.4 / 27.3e9)
+QUANTIZING = Range(2.7 / 27.2e9, 2.8 / 27.2e9)
 # ComfyUI until it answers: interpreter, torch, its nodes and this package (eight starts on the
 # host of an H200, files in its page cache). A machine's first run also compiles the kernels, which
 # takes some seconds more.
@@ -179,12 +183,16 @@ class Load(NamedTuple):
         read: Of the files that hold full precision.
         read_quantized: Of the files that are quantized already.
         quantized: In bf16, of the weights that are quantized on load.
-        to_card: As loaded, of the weights that go to the card.
+        brought: Of the transformer's weights that go to the card, in full precision.
+        brought_8_bits: Of those of a transformer in 8 bits, as loaded.
+        to_card: As loaded, of the others.
     """
 
     read: int
     read_quantized: int = 0
     quantized: int = 0
+    brought: int = 0
+    brought_8_bits: int = 0
     to_card: int = 0
 
 
@@ -200,6 +208,8 @@ def load_seconds(load: Load, rates: Rates, source: str = PAGE_CACHE) -> Range:
     """
     memory = READ.times(load.read) + READ_QUANTIZED.times(load.read_quantized)
     memory += _linked(QUANTIZING, rates).times(load.quantized)
+    memory += _linked(BRINGING, rates).times(load.brought)
+    memory += _linked(BRINGING_8_BITS, rates).times(load.brought_8_bits)
     memory += _linked(TO_CARD, rates).times(load.to_card)
     rate = rates.disk or SOURCES[source] if source == NVME else SOURCES[source]
     if rate is None:

@@ -13,7 +13,8 @@ taken for every machine.
     times.TABLE_FACTOR, rates.MEASURED_LINK             what copies reach of the link
     times.HOST_BYTES_PER_SECOND                         copies that are not pinned
     times.TILE_STEP_SECONDS                             what a further tile launches and copies
-    files.READ, READ_QUANTIZED, TO_CARD, QUANTIZING     files from memory to the card
+    files.READ, READ_QUANTIZED, TO_CARD                 files from memory to the card
+    files.BRINGING, BRINGING_8_BITS, QUANTIZING         the same of a transformer
     files.MAPPED, files.START                           files from a disk; ComfyUI's start
 
 Predicted and not measured are times.PROCESSOR_FLOPS, files.SOURCES, and in `rates` the shares of

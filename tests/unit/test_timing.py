@@ -46,6 +46,8 @@ FREE = replace(H200, bandwidth=1e30)
 PRECISIONS = ("bf16", "fp8", "int8")
 # Bytes of a bf16 transformer, of its layers that are quantized, and of it with these in 8 bits.
 WHOLE, LAYERS, EIGHT_BITS = 40_900_000_000, 27_200_000_000, 27_300_000_000
+# Of the text encoder on the card, and of its file and the VAE's.
+TEXT_ENCODER, OTHERS = 15_500_000_000, 16_800_000_000
 sizes = st.integers(1, 128).map(lambda side: 16 * side)
 
 
@@ -295,7 +297,7 @@ def test_prompts_are_encoded_in_fp32_each_by_itself():
 
 @given(count=st.integers(MIB, 2**37))
 def test_slower_sources_take_longer(count):
-    load = Load(read=count, to_card=count)
+    load = Load(read=count, brought=count, to_card=count)
     seconds = [load_seconds(load, H200, source) for source in SOURCES]
     cache, nvme, network = seconds
     for low, high in seconds:
@@ -326,13 +328,30 @@ def test_whole_files_are_within_the_range(load, seconds):
     assert 0.9 * low <= seconds <= high
 
 
+@pytest.mark.parametrize(
+    "run", measured()["first_prompts"], ids=lambda run: f"{run['what']} of {run['file']}"
+)
+def test_the_parts_of_first_prompts_are_within_the_range(run):
+    ready = EIGHT_BITS if run["file"] == "int8" else 0
+    made = LAYERS if run["file"] != run["what"] else 0
+    read = load_seconds(Load(OTHERS if ready else WHOLE + OTHERS, ready, made), H200)
+    assert 0.95 * read.low <= run["load_seconds"] <= read.high
+    text = load_seconds(Load(read=0, to_card=TEXT_ENCODER), H200)
+    assert text.low <= run["text_seconds"] <= 1.05 * text.high
+    bf16, eight_bits = (WHOLE, 0) if run["what"] == "bf16" else (0, EIGHT_BITS)
+    brought = load_seconds(Load(read=0, brought=bf16, brought_8_bits=eight_bits), H200)
+    assert brought.low <= run["sampling_seconds"] <= brought.high + 1.1  # and the four steps
+
+
 def test_quantizing_takes_time_and_what_stays_off_the_card_none():
-    plain = Load(read=WHOLE, to_card=EIGHT_BITS)
+    plain = Load(read=WHOLE, brought_8_bits=EIGHT_BITS, to_card=TEXT_ENCODER)
     for source in SOURCES:
         seconds = load_seconds(plain, H200, source)
         made = load_seconds(plain._replace(quantized=LAYERS), H200, source)
-        here = load_seconds(plain._replace(to_card=0), H200, source)
         assert made.high - seconds.high == pytest.approx(QUANTIZING.high * LAYERS)
-        assert here.high < seconds.high
+        for left in ("brought_8_bits", "to_card"):
+            here = load_seconds(plain._replace(**{left: 0}), H200, source)
+            assert here.high < seconds.high
     slow_link = replace(H200, pcie=1e9)
-    assert load_seconds(plain, slow_link).low >= EIGHT_BITS / 1e9
+    for way in ("brought", "brought_8_bits", "to_card"):
+        assert load_seconds(Load(read=0, **{way: WHOLE}), slow_link).low >= WHOLE / 1e9
