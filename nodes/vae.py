@@ -26,8 +26,8 @@ def _settings() -> tuple[io.Int.Input, io.Boolean.Input]:
         default=True,
         optional=True,
         advanced=True,
-        tooltip="On: 2-D convolutions with fused kernels between them, in less than half the time "
-        "and memory, the same up to rounding. Off: ComfyUI's own layers, bit for bit.",
+        tooltip="On: 2-D convolutions with fused kernels between them, in about half the time and "
+        "memory or less, the same up to rounding. Off: ComfyUI's own layers, bit for bit.",
     )
     return tiles, fused
 
