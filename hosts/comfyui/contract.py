@@ -95,6 +95,10 @@ HOOKS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "ModelPatcher._load_list": ("for_dynamic", "default_device"),
         "ModelPatcher.patch_weight_to_device": ("key", "device_to", "return_weight"),
     },
+    "comfy.memory_management": {
+        "interpret_gathered_like": ("tensors", "gathered"),
+        "tensors_to_geometries": ("tensors",),
+    },
     "comfy.model_management": {
         "cuda_device_context": (),
         "extra_reserved_memory": (),
