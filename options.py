@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import SettingError
+from .families.qwen_image import TEXT_TO_IMAGE
+from .families.registry import find_member, members
 from .planning.request import (
     ATTENTIONS,
     AUTO,
@@ -19,7 +21,6 @@ from .planning.request import (
     TEXT_ENCODER_PRECISIONS,
     Loras,
 )
-from .spec.families import FAMILIES, SINGLE_STREAM_FAMILY, TEXT_TO_IMAGE
 from .spec.formats import GB, GIB
 from .spec.transformer import OFF_CARD, ON_CARD, PLACES
 from .step_cache import CHOICES, OFF
@@ -63,7 +64,7 @@ OPTIONS = (
         "family",
         AUTO,
         "The model. auto: qwen-image, or qwen-image-edit-2511 if there are references.",
-        choices=(AUTO, *FAMILIES),
+        choices=(AUTO, *members()),
         wired="With a MODEL connected, auto takes the MODEL's.",
     ),
     Option(
@@ -80,7 +81,7 @@ OPTIONS = (
             side,
             0,
             "In pixels, a multiple of 16. Time grows faster than the area. 0: the family's, "
-            f"{TEXT_TO_IMAGE.side}, or {SINGLE_STREAM_FAMILY.side} of 2.1.",
+            f"{TEXT_TO_IMAGE.side}, or {find_member('qwen-image-2.1').side} of 2.1.",
             most=MOST_PIXELS,
             step=16,
             wired="A connected LATENT replaces it.",
@@ -114,7 +115,7 @@ OPTIONS = (
         0,
         "Reference images of an edit, one megapixel each. Each adds as many tokens as a 1024x1024 "
         "image.",
-        most=max(family.most_references for family in FAMILIES.values()),
+        most=max(family.most_references for family in members().values()),
     ),
     Option(
         "layers",
@@ -303,10 +304,3 @@ def request_settings(**given: Any) -> dict[str, Any]:
     for name in ("width", "height", "steps"):
         settings[name] = settings[name] or None
     return settings
-
-
-def likely_family(references: int, layers: int) -> str:
-    """Chooses the family of `AUTO` where nothing but the request tells it."""
-    if layers:
-        return "qwen-image-layered"
-    return "qwen-image-edit-2511" if references else TEXT_TO_IMAGE.name

@@ -21,8 +21,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from .errors import SettingError
+from .families.qwen_image import BLOCK_GEMMS
 from .spec.formats import BYTES_PER_SCALE
-from .spec.transformer import BLOCK_GEMMS
 
 KEYS, ROWS = "keys", "rows"
 # A split has to be so many times as fast as one card; below that it steps aside.

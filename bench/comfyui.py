@@ -22,17 +22,17 @@ import torch
 from comfy.model_patcher import CoreModelPatcher, ModelPatcher
 from comfy.text_encoders.llama import Qwen25_7BVLI
 
+from ..families.qwen_image import FULL_SIZE, MARKER_2511
+from ..hosts.comfyui.decode.wan import build_wan21
 from ..hosts.comfyui.load.linear import quantized_operations
-from ..hosts.comfyui.load.vae import vae_shapes
 from ..hosts.comfyui.sample.optimize import report_of
 from ..hosts.comfyui.sample.run import OPTIMIZATION_KEY
 from ..loaders.convert import shapes_of
 from ..loaders.quantize import layers_to_quantize, quantize_rows, row_format
-from ..loaders.quantized_file import MARKER_2511
 from ..loaders.stored import StoredLayer
 from ..loaders.writer import SafetensorsLayout, write_safetensors
 from ..spec.formats import LARGEST, RowFormat
-from ..spec.transformer import FULL_SIZE, TransformerShape
+from ..spec.transformer import TransformerShape
 from .forward import (
     Body,
     ForwardProgram,
@@ -188,8 +188,14 @@ def _forward_pass(model: Any, model_options: dict[str, Any], tensors: InputTenso
     return call
 
 
+def vae_shapes() -> dict[str, tuple[int, ...]]:
+    """Lists the tensors of the published VAE."""
+    with torch.device("meta"):
+        return shapes_of(build_wan21({"dim": PUBLISHED_DIM}))
+
+
 def random_vae(device: torch.device) -> comfy.sd.VAE:
-    shapes = vae_shapes(PUBLISHED_DIM).items()
+    shapes = vae_shapes().items()
     vae = comfy.sd.VAE(sd={name: random_tensor(name, size, device).cpu() for name, size in shapes})
     vae.throw_exception_if_invalid()
     return vae
@@ -210,7 +216,7 @@ def write_models(folder: Path) -> None:
     for path, shapes in (
         (folder / "diffusion_models" / TRANSFORMER, FULL_SIZE.tensors()),
         (folder / "text_encoders" / TEXT_ENCODER, text_encoder_shapes()),
-        (folder / "vae" / VAE, vae_shapes(PUBLISHED_DIM)),
+        (folder / "vae" / VAE, vae_shapes()),
     ):
         write_random(path, shapes, torch.device("cuda"))
 

@@ -21,13 +21,13 @@ from typing import Any
 from scipy.optimize import least_squares
 
 from ..errors import SettingError
+from ..families.registry import find_member
 from ..machine.card_list import known_cards
 from ..planning.bytes import step_bytes, table_bytes, weight_bytes
 from ..planning.cards import Card, find_card
 from ..planning.rates import CONSTANT_NAMES, MEASURED, Constants, Rates, rates_by
 from ..planning.request import RunRequest, Setting
 from ..planning.times import Pass, pass_times, prompt_seconds, vae_seconds
-from ..spec.families import find_family
 from ..spec.vae import PIXELS_PER_LATENT, PUBLISHED_VAE
 from .rows import Inputs
 
@@ -46,7 +46,7 @@ def half(runs: Iterable[MeasuredRun], name: str, *kinds: str) -> list[MeasuredRu
 
 
 def passes_of(run: MeasuredRun) -> list[Pass]:
-    family = find_family(run["family"])
+    family = find_member(run["family"])
     inputs = Inputs(run["width"], run["height"], references=run["references"])
     texts = [run["text_tokens"]]
     if run["cfg"] == "two passes":
@@ -59,7 +59,7 @@ def seconds_of(run: MeasuredRun, rates: Rates) -> float:
     if run["kind"] == "sampling":
         return sum(pass_times(work, run["precision"], rates).seconds for work in passes_of(run))
     if run["kind"] == "text":
-        vision = run.get("references", 0) * find_family("qwen-image-edit-2511").vision_tokens
+        vision = run.get("references", 0) * find_member("qwen-image-edit-2511").vision_tokens
         return prompt_seconds(
             run["text_tokens"], rates, precision=run["precision"], vision_tokens=vision
         )
@@ -73,7 +73,7 @@ def measured_seconds(run: MeasuredRun) -> float:
 
 def request_of(run: MeasuredRun) -> RunRequest:
     """Makes the request of a sampling run, whose `text_tokens` hold those of references."""
-    vision = run["references"] * find_family(run["family"]).vision_tokens
+    vision = run["references"] * find_member(run["family"]).vision_tokens
     return RunRequest(
         family=run["family"],
         width=run["width"],
@@ -95,7 +95,7 @@ def counted_bytes(run: MeasuredRun) -> int:
 
 def counted_weights(run: MeasuredRun) -> int:
     """Counts the bytes of the transformer that stay on the card."""
-    found = weight_bytes(find_family(run["family"]).transformer, run["precision"])
+    found = weight_bytes(find_member(run["family"]).transformer, run["precision"])
     return found.total - (found.modulation if run["modulation"] == "off card" else 0)
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from ..families.names import APACHE
 from ..planning.cards import STARTING
 from ..planning.files import NETWORK, NVME, PAGE_CACHE, SOURCES
 from ..planning.phases import Range
 from ..planning.rates import GEMM, attention_share, constants, measured
 from ..planning.request import DROPPED, EXACT, FAST, ON_PROCESSOR
-from ..spec.families import APACHE
 from ..spec.formats import GIB, QUANTIZED, format_gib, sm
 from .figures import dollars, duration, many
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SettingError, UnavailableError, plain_write_errors
+from ..families.qwen_image import FULL_SIZE, SMALL
 from ..hosts.diffusers.settings import SIZE_STEP
 from ..machine.card_list import known_cards
 from ..machine.store import CALIBRATION, Calibration, cache_folder, with_calibration
 from ..planning.cards import Card, find_card
 from ..spec.formats import MULTIPLIED
-from ..spec.transformer import FULL_SIZE, SMALL
 from .generate import parse_size
 from .output import check_target, require_packages, write_whole
 

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError
+from ..families.registry import micro_folders
 from ..hosts.diffusers.settings import GenerateSettings
-from ..loaders.source import MICRO_FOLDERS, MICRO_SIDE, MICRO_STEPS
+from ..loaders.source import MICRO, MICRO_SIDE, MICRO_STEPS
 from .generate import (
     MAKING,
     PACKAGES,
@@ -42,8 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_prompt(parser, required=False)
     parser.add_argument(
         "--family",
-        choices=MICRO_FOLDERS,
-        default=next(iter(MICRO_FOLDERS)),
+        choices=micro_folders(),
+        default=MICRO,
         help="the micro Qwen-Image (default) or the micro Qwen-Image-2.1",
     )
     add_run_arguments(parser, output_help="default: the next free demo_00001.png here")

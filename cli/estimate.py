@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from ..charts.figures import folded, table
 from ..errors import DoesNotFitError, SettingError
+from ..families.qwen_image import TEXT_TO_IMAGE
+from ..families.registry import find_member, likely_member
 from ..machine.card_list import card_notes
-from ..options import OLDER, OPTIONS, Option, likely_family, request_settings, todays
+from ..options import OLDER, OPTIONS, Option, request_settings, todays
 from ..planning.cards import DEFAULT_CARD
 from ..planning.request import AUTO, CFG_MODES, OtherModel, Parts, RunRequest
-from ..spec.families import SINGLE_STREAM_FAMILY, TEXT_TO_IMAGE
 from ..spec.formats import GIB, MULTIPLIED
 from ..split_cost import check_link
 from .output import check_plot, print_text, write_plot
@@ -252,11 +253,12 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
         help="take the sizes from your checkpoint: a transformer, a full checkpoint or a diffusers "
         "folder; only headers are read",
     )
+    newest = find_member("qwen-image-2.1")
     group.add_argument(
         "--size",
         metavar="WxH",
         help=f"pixels; default: the family's, {TEXT_TO_IMAGE.side}x{TEXT_TO_IMAGE.side}, of "
-        f"qwen-image-2.1 {SINGLE_STREAM_FAMILY.side}x{SINGLE_STREAM_FAMILY.side}",
+        f"{newest.name} {newest.side}x{newest.side}",
     )
     for option in OPTIONS:
         if option.flag is not None:
@@ -303,7 +305,7 @@ def request_of(args: argparse.Namespace) -> RunRequest:
         )
         settings["steps"] = settings["steps"] or sizes.steps or None
     elif family == AUTO:
-        family = likely_family(settings["references"], settings["layers"])
+        family = likely_member(settings["references"], settings["layers"]).name
     if args.size is not None:
         settings["width"], settings["height"] = _size(args.size)
     return RunRequest(**{**settings, "family": family}, parts=parts)

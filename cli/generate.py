@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from .. import __version__
 from ..errors import CheckpointError
+from ..families.qwen_image import TEXT_TO_IMAGE
+from ..families.registry import FAMILIES, find_member, micro_folders, pipeline_family
 from ..hosts.diffusers.settings import GenerateSettings
 from ..loaders.source import MICRO_ADVICE, MICRO_SIDE, MICRO_STEPS
-from ..spec.families import SINGLE_STREAM_FAMILY, TEXT_TO_IMAGE
 from ..step_cache import CHOICES, OFF
 from .output import (
     ImageTarget,
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 MAKING = "making images"
 PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "safetensors", "PIL", "psutil")
 
+NEWEST = find_member("qwen-image-2.1")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Makes images with a Qwen-Image diffusers folder, and says where they are."
@@ -48,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=parse_size,
         metavar="WxH",
         help=f"pixels; default: {TEXT_TO_IMAGE.side}x{TEXT_TO_IMAGE.side}, with Qwen-Image-2.1 "
-        f"{SINGLE_STREAM_FAMILY.side}x{SINGLE_STREAM_FAMILY.side}, with a bundled model "
+        f"{NEWEST.side}x{NEWEST.side}, with a bundled model "
         f"{MICRO_SIDE}x{MICRO_SIDE}",
     )
     parser.add_argument(
@@ -88,7 +91,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, *, output_help: str) -> N
         type=int,
         metavar="N",
         help=f"default: the model card's, {TEXT_TO_IMAGE.steps}, of Qwen-Image-2.1 "
-        f"{SINGLE_STREAM_FAMILY.steps}, of a Turbo folder its own; in `demo` {MICRO_STEPS}",
+        f"{NEWEST.steps}, of a Turbo folder its own; in `demo` {MICRO_STEPS}",
     )
     parser.add_argument(
         "--cfg",
@@ -185,7 +188,7 @@ def run(args: argparse.Namespace) -> int:
 
 def side_of(model: str | Path) -> int:
     """Returns the side in pixels of the images that a model is trained for."""
-    from ..loaders.checkpoint import PIPELINE_21, read_index
+    from ..loaders.checkpoint import read_index
 
     folder = Path(model)
     if _is_micro(folder):
@@ -194,19 +197,19 @@ def side_of(model: str | Path) -> int:
         _, pipeline = read_index(folder)
     except CheckpointError:  # the loader says what is wrong with it
         pipeline = ""
-    return (SINGLE_STREAM_FAMILY if pipeline == PIPELINE_21 else TEXT_TO_IMAGE).side
+    return (pipeline_family(pipeline) or FAMILIES[0]).members[0].side
 
 
 def _is_micro(folder: Path) -> bool:
     """Knows a copy of it too, as in the clone from which the command was installed."""
     from ..loaders.header import read_object
-    from ..loaders.source import MICRO_FOLDERS, bundled_micro_folder
+    from ..loaders.source import bundled_micro_folder
 
     def config(folder: Path) -> dict[str, Any]:
         return read_object(folder / "transformer" / "config.json", "a transformer's sizes")
 
     try:
-        return config(folder) in map(config, map(bundled_micro_folder, MICRO_FOLDERS))
+        return config(folder) in map(config, map(bundled_micro_folder, micro_folders()))
     except CheckpointError:  # as above; and the micro model of 2.1 need not be there
         return False
 

@@ -20,7 +20,6 @@ from ..planning.bytes import TransformerBytes, weight_bytes
 from ..planning.plan import LEAST_SIDE, PlanOption, check_stored, check_tensor_cores, plan
 from ..planning.reasons import kept_precision, requested_precision, weight_only
 from ..planning.request import Parts, RunRequest
-from ..spec.families import family_of
 from ..spec.formats import (
     BYTES_PER_WEIGHT,
     OLDEST_CAPABILITY,
@@ -135,12 +134,12 @@ def decide_load(
     check_known("precision", requested, LOADER_PRECISIONS)
     check_stored(stored)
     as_stored = requested == AS_STORED
-    family = family_of(shape)
+    member = shape.family.members[0]
     request = RunRequest(
-        family=family.name,
+        family=member.name,
         precision="auto" if as_stored else requested,
-        width=family.side,
-        height=family.side,
+        width=member.side,
+        height=member.side,
         modulation=modulation,
         parts=Parts(transformer=shape, packed=packed),
     )

@@ -15,10 +15,11 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, TypeVar
 
 from ..errors import CheckpointError
+from ..families.protocol import Identity, Tensors
+from ..families.registry import family_titled, pipeline_family, title_by_pipeline
 from ..files import parse_object
 from .detect import Slice, file_name_hint, identify, split_parts
 from .header import NUMBERED, Header, Shards, open_regular, read_object, read_shards
-from .parts import Identity, Tensors
 from .quantization import (
     ATTENTION_CONFIG,
     MAX_COMFY_QUANT_BYTES,
@@ -28,17 +29,8 @@ from .quantization import (
     parse_attention,
 )
 
-# {role: {key in config.json: name in Identity.dims, or "blocks"}}
+# {role: {key in config.json: name in Identity.dims, or "blocks"}}; families have a transformer's.
 SAME = {
-    "transformer": {
-        "attention_head_dim": "head_dim",
-        "num_attention_heads": "heads",
-        "joint_attention_dim": "joint_dim",
-        "in_channels": "in_channels",
-        "context_in_dim": "joint_dim",
-        "out_channels": "out_channels",
-        "num_layers": "blocks",
-    },
     "vae": {"base_dim": "dim", "z_dim": "latent_channels", "input_channels": "image_channels"},
     "text_encoder": {
         "hidden_size": "hidden",
@@ -59,10 +51,13 @@ def _contradictions(identity: Identity, config: Mapping[str, Any], tensors: Tens
     nested = config.get("text_config")
     values = {**config, **(nested if isinstance(nested, dict) else {})}
     dims = {**identity.dims, "blocks": identity.blocks}
-    found = {key: dims.get(name) for key, name in SAME.get(identity.role, {}).items()}
-    if identity.role == "transformer":
-        values["use_additional_t_cond"] = bool(config.get("use_additional_t_cond"))
-        found["use_additional_t_cond"] = "time_text_embed.addition_t_embedding.weight" in tensors
+    family = family_titled(identity.family) if identity.role == "transformer" else None
+    keys = family.config if family else SAME.get(identity.role, {})
+    found = {key: dims.get(name) for key, name in keys.items()}
+    for key, fact in (family.config_facts(tensors) if family else {}).items():
+        found[key] = fact
+        if isinstance(fact, bool):  # a switch that is not there is off
+            values[key] = bool(config.get(key))
     return [
         f"config.json says {key} is {values[key]!r} but the tensors say {actual}: take config.json "
         "and weights from one source."
@@ -71,13 +66,6 @@ def _contradictions(identity: Identity, config: Mapping[str, Any], tensors: Tens
     ]
 
 
-PIPELINES = {
-    "QwenImagePipeline": "Qwen-Image or 2512",
-    "QwenImageEditPipeline": "Qwen-Image-Edit",
-    "QwenImageEditPlusPipeline": "Qwen-Image-Edit-2509",
-    "QwenImageLayeredPipeline": "Qwen-Image-Layered",
-}
-PIPELINE_21 = "QwenImage21Pipeline"
 # Ends of the class names of components without weights
 WEIGHTLESS = ("Scheduler", "Tokenizer", "TokenizerFast", "Processor", "FeatureExtractor")
 
@@ -231,14 +219,15 @@ def sample_sigmas(index: Mapping[str, Any], path: Path) -> list[float]:
     Raises:
         CheckpointError: they are no sigmas.
     """
-    found = index.get("sample_sigmas") if index.get("_class_name") == PIPELINE_21 else None
+    family = pipeline_family(str(index.get("_class_name")))
+    found = index.get(family.sigmas) if family else None
     if found is None:
         return []
     numbers = isinstance(found, list) and all(type(sigma) in (int, float) for sigma in found)
     if numbers and found and all(a > b for a, b in pairwise((*found, 0))) and found[0] <= 1:
         return [float(sigma) for sigma in found]
     raise CheckpointError(
-        "Its sample_sigmas are not numbers that fall from at most 1 and stay above 0: download "
+        f"Its {family.sigmas} are not numbers that fall from at most 1 and stay above 0: download "
         "the file again.",
         path,
     )
@@ -281,7 +270,9 @@ def _config_of(folder: Path) -> dict[str, Any]:
 
 def _part(name: str, part: Slice, shards: Shards, config: Mapping[str, Any]) -> CheckpointPart:
     tensors = part.tensors
-    identity = _family_from_config(identify(tensors), config)
+    identity = identify(tensors)
+    if family := family_titled(identity.family):
+        identity = family.from_config(identity, config)
     quantization = find_quantization(
         tensors,
         _metadata_layers(shards, part.prefix),
@@ -314,19 +305,12 @@ def _part(name: str, part: Slice, shards: Shards, config: Mapping[str, Any]) -> 
     )
 
 
-def _family_from_config(identity: Identity, config: Mapping[str, Any]) -> Identity:
-    # Edit-2511 differs from Edit-2509 by one setting, which diffusers keeps in config.json and
-    # ComfyUI in a marker.
-    if identity.family == "Qwen-Image" and config.get("zero_cond_t") is True:
-        return replace(identity, family="Qwen-Image-Edit-2511", variant=None)
-    return identity
-
-
 def named_by_pipeline(part: CheckpointPart, pipeline: str) -> CheckpointPart:
-    """Names Qwen-Image, Edit or Edit-2509, which have the same tensors, by the pipeline's class."""
-    if part.family != "Qwen-Image" or pipeline not in PIPELINES:
+    """Names a transformer whose tensors leave its member open by the pipeline's class."""
+    title = title_by_pipeline(part.family, pipeline)
+    if title is None:
         return part
-    return replace(part, family=PIPELINES[pipeline], variant=f"by the pipeline class {pipeline}")
+    return replace(part, family=title, variant=f"by the pipeline class {pipeline}")
 
 
 def _with_matching_widths(parts: list[CheckpointPart]) -> list[CheckpointPart]:

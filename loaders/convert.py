@@ -1,5 +1,4 @@
-"""Tensor names of the VAE, the text encoder and LoRAs as ComfyUI has them, and whether a file has
-all of them.
+"""Tensor names of the text encoder and LoRAs as ComfyUI has them, and whether a file has all.
 
 The transformer needs no conversion: both hosts use the same names. Every rule maps one name to one
 name and no tensor changes its shape.
@@ -8,86 +7,16 @@ name and no tensor changes its shape.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from ..errors import CheckpointError
+from ..families.registry import shape_from_header
 from ..spec.transformer import TransformerShape
 from .quantization import unpacked_shape
 from .source import Source
-
-_RESNET = {
-    "norm1": "residual.0",
-    "conv1": "residual.2",
-    "norm2": "residual.3",
-    "conv2": "residual.6",
-    "conv_shortcut": "shortcut",
-}
-_ENDS = {"conv_in": "conv1", "norm_out": "head.0", "conv_out": "head.2"}
-_QUANT = {"quant_conv": "conv1", "post_quant_conv": "conv2"}
-# {pattern in the encoder or the decoder: native name, of its groups}
-_MIDDLE = {
-    r"mid_block\.resnets\.0": "middle.0".format,
-    r"mid_block\.attentions\.0": "middle.1".format,
-    r"mid_block\.resnets\.1": "middle.2".format,
-}
-# Each of the decoder's up blocks holds three residual blocks and, except the last, one upsampler;
-# natively they form one list.
-_STAGES = {
-    **_MIDDLE,
-    r"down_blocks\.(\d+)": "downsamples.{}".format,
-    r"up_blocks\.(\d+)\.resnets\.(\d+)": lambda i, j: f"upsamples.{4 * int(i) + int(j)}",
-    r"up_blocks\.(\d+)\.upsamplers\.\d+": lambda i: f"upsamples.{4 * int(i) + 3}",
-}
-# ComfyUI's class of 2.1 has the layers of Wan 2.2 for one frame.
-_STAGES_21 = {
-    **_MIDDLE,
-    r"down_blocks\.(\d)\.resnets\.(\d)": "downsamples.{}.downsamples.{}".format,
-    r"down_blocks\.(\d)\.downsampler": "downsamples.{}.downsamples.2".format,
-    r"up_blocks\.(\d)\.resnets\.(\d)": "upsamples.{}.upsamples.{}".format,
-    r"up_blocks\.(\d)\.upsampler": "upsamples.{}.upsamples.3".format,
-}
-
-
-def vae_name_to_native(name: str) -> str:
-    """Maps a tensor name of `AutoencoderKLQwenImage` to the name ComfyUI's Wan VAE has for it.
-
-    Raises:
-        CheckpointError: the name is not one of a Qwen-Image VAE in diffusers form.
-    """
-    return _vae_name(name, _STAGES, "a Qwen-Image VAE")
-
-
-def vae_21_name_to_native(name: str) -> str:
-    """Maps a tensor name of `AutoencoderKLQwenImage21` in the same way.
-
-    Raises:
-        CheckpointError: the name is not one of Qwen-Image-2.1's VAE in diffusers form.
-    """
-    return _vae_name(name, _STAGES_21, "Qwen-Image-2.1's VAE")
-
-
-def _vae_name(name: str, stages: Mapping[str, Callable[..., str]], what: str) -> str:
-    half, _, rest = name.partition(".")
-    if half in _QUANT and rest:
-        return f"{_QUANT[half]}.{rest}"
-    if half in ("encoder", "decoder"):
-        stem, _, end = rest.partition(".")
-        if stem in _ENDS:
-            return f"{half}.{_ENDS[stem]}.{end}"
-        for pattern, native in stages.items():
-            if match := re.fullmatch(rf"{pattern}\.(.+)", rest):
-                *where, inner = match.groups()
-                stem, _, end = inner.partition(".")
-                inner = f"{_RESNET[stem]}.{end}" if stem in _RESNET else inner
-                return f"{half}.{native(*where)}.{inner}"
-    raise CheckpointError(
-        f"The tensor {name!r} is not one of {what} in diffusers form: give the vae/ folder of its "
-        "diffusers folder."
-    )
-
 
 # transformers 5 nests the language model and the vision tower in `model`. ComfyUI keeps the flat
 # names of the published folder, with the unused head inside `model`.
@@ -241,7 +170,7 @@ def check_complete(source: Source) -> TransformerShape:
     """
     part = source.part
     try:
-        shape = TransformerShape.from_dims(part.dims, part.blocks, part.family)
+        shape = shape_from_header(part.family, part.dims, part.blocks)
     except CheckpointError as error:
         raise CheckpointError(error, source.path) from error
     found = {

@@ -16,9 +16,9 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..families.protocol import Tensors
 from ..files import parse_json
 from .header import TensorInfo
-from .parts import Tensors
 
 MAX_COMFY_QUANT_BYTES = 4096  # the longest that ComfyUI 0.33 writes is under 200
 # What ComfyUI 0.40 reads of a block's attention, JSON as uint8 too: no weight, and kept as it is.

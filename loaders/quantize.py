@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import mmap
-import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -19,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import SettingError
+from ..families.registry import is_quantizable
 from ..spec.formats import LARGEST, MIB, QUANTIZED, SMALLEST_SCALE, RowFormat
-from ..spec.transformer import BLOCKS
 
 VALUE_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 # What `.comfy_quant` calls them. Core ComfyUI has no fp8 with one scale a row: it refuses our name
@@ -28,16 +27,6 @@ VALUE_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 COMFY_QUANT = {"fp8": "float8_e4m3fn_rowwise", "int8": "int8_tensorwise"}
 # Values in a piece: small enough for a processor's cache, large enough to fill a card.
 PIECE = {"cpu": 2**19, "cuda": 2**24}
-
-
-def _in_a_block(names: Iterable[str]) -> re.Pattern[str]:
-    ends = "|".join(re.escape(name) for name in dict.fromkeys(names))
-    return re.compile(rf"transformer_blocks\.[0-9]+\.({ends})")
-
-
-_QUANTIZED = _in_a_block(name for block in BLOCKS for name in block.gemms)
-_MODULATION = _in_a_block(f"{it}.1" for block in BLOCKS for it in block.modulation.values())
-
 
 # Groups of columns that int8 is rotated in: the first that divides the columns. ComfyUI's own files
 # have 256.
@@ -173,7 +162,7 @@ def layers_to_quantize(layers: Iterable[str], keep: Sequence[str] = ()) -> froze
     Raises:
         SettingError: a pattern matches none of the layers that can be quantized.
     """
-    candidates = frozenset(filter(_QUANTIZED.fullmatch, layers))
+    candidates = frozenset(filter(is_quantizable, layers))
     kept: set[str] = set()
     for pattern in keep:
         matching = {layer for layer in candidates if fnmatchcase(layer, pattern)}
@@ -185,11 +174,6 @@ def layers_to_quantize(layers: Iterable[str], keep: Sequence[str] = ()) -> froze
             )
         kept |= matching
     return candidates - kept
-
-
-def is_modulation(layer: str) -> bool:
-    """Whether a layer computes a block's modulation, from the timestep alone."""
-    return _MODULATION.fullmatch(layer) is not None
 
 
 def comfy_quant_tensor(format: str, settings: Mapping[str, Any] | None = None) -> torch.Tensor:
@@ -320,7 +304,7 @@ def quantize_layers(
         slabs: deque[_Slab] = deque()  # the first is the one that began first
         for layer in layers:
             weight, form, rows = weight_of(layer), RowFormat(format), 0
-            if per_row and _QUANTIZED.fullmatch(layer):
+            if per_row and is_quantizable(layer):
                 form = row_format(format, weight.shape[1])
             if per_row and device.type == "cuda" and weight.is_cpu and weight.numel():
                 rows = SLAB_BYTES // (weight.shape[1] * max(weight.itemsize, 2))

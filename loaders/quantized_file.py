@@ -17,6 +17,7 @@ from safetensors import safe_open
 
 from .. import __version__
 from ..errors import CheckpointError, SettingError, UnavailableError
+from ..families.registry import member_titled
 from ..spec.formats import METADATA_KEY, QUANTIZED
 from .convert import check_complete, check_finite, not_finite
 from .header import Header, TensorInfo
@@ -35,8 +36,6 @@ from .writer import SAFETENSORS_DTYPES, SafetensorsLayout, Specs, write_safetens
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
-# ComfyUI's files say with this tensor what diffusers says with `zero_cond_t` in config.json.
-EDIT_2511_FAMILY, MARKER_2511 = "Qwen-Image-Edit-2511", "__index_timestep_zero__"
 # Settings that no tensor tells, and that a single file would lose: how a head is split over time,
 # height and width.
 CONFIG = ("axes_dims_rope",)
@@ -45,6 +44,12 @@ READERS = {
     "fp8": "this package only: ComfyUI's own fp8 has one scale for a whole weight, and this file "
     "has one for every row",
 }
+
+
+def marker_of(source: Source) -> str:
+    """Names the tensor by which files for ComfyUI tell a transformer's member; empty for none."""
+    member = member_titled(source.part.family)
+    return member.marker if member else ""
 
 
 # What every writer of a quantized file shares.
@@ -215,8 +220,8 @@ def plan_quantized(
             if layer
             else {name: (kept_dtype, info.shape)}
         )
-    if source.part.family == EDIT_2511_FAMILY:
-        specs.setdefault(MARKER_2511, ("F32", (0,)))
+    if marker := marker_of(source):
+        specs.setdefault(marker, ("F32", (0,)))
     metadata: dict[str, str] = {}
     for header in source.shards.headers:
         metadata |= header.metadata
@@ -270,8 +275,9 @@ def write_quantized(
                 f"{device} has no room for one weight and its copy: free its memory or choose the "
                 "device cpu."
             ) from error
-        if MARKER_2511 in plan.layout.tensors and MARKER_2511 not in source.tensors:
-            file.write(MARKER_2511, torch.empty(0))
+        marker = marker_of(source)
+        if marker and marker not in source.tensors:
+            file.write(marker, torch.empty(0))
     worst = max(errors, key=errors.__getitem__)
     return QuantizedFile(
         path=destination,

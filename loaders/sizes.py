@@ -4,33 +4,25 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import CheckpointError, SettingError
+from ..families.registry import (
+    is_modulation,
+    may_be,
+    member_titled,
+    shape_from_header,
+    vae_titled,
+)
 from ..planning.bytes import TransformerBytes, part_bytes
 from ..planning.request import TEXT_ENCODER, TRANSFORMER, VAE, Parts
-from ..spec.families import SINGLE_STREAM_FAMILY
 from ..spec.formats import QUANTIZED
-from ..spec.transformer import FAMILY_21, TransformerShape
-from ..spec.vae import VAE_21, VaeShape
+from ..spec.transformer import TransformerShape
+from ..spec.vae import VaeShape
 from .checkpoint import CheckpointPart, inspect_checkpoint, read_index, sample_sigmas
 from .quantization import DECODING, PACKED, computed_precision, unpacked_shape
 from .source import PIPELINE_INDEX, Source, open_source
-
-MODULATION_WEIGHT = re.compile(r"\.(img|txt)_mod\.1\.")
-LAYERED, EDIT_2511 = "qwen-image-layered", "qwen-image-edit-2511"
-# What a header or a pipeline class tells; "Qwen-Image" alone may also be 2512, Edit or Edit-2509.
-FAMILY_BY_CLASS = {
-    "Qwen-Image-Layered": LAYERED,
-    "Qwen-Image-Edit-2511": EDIT_2511,
-    "Qwen-Image-Edit-2509": "qwen-image-edit-2509",
-    "Qwen-Image-Edit": "qwen-image-edit",
-    FAMILY_21: SINGLE_STREAM_FAMILY.name,
-}
-# Their tensors, or the marker among them, tell these from the rest of the family.
-FAMILIES_OF_TENSORS = (LAYERED, EDIT_2511, SINGLE_STREAM_FAMILY.name)
 
 
 @dataclass(frozen=True)
@@ -39,7 +31,7 @@ class CheckpointSizes:
 
     Attributes:
         path: As it was named.
-        family: A name in `spec.families.FAMILIES`; None where the tensors leave it open.
+        family: A name in `families.registry.members`; None where the tensors leave it open.
         shape: Of the transformer.
         transformer: What its header says.
         loaded: Bytes of the transformer that is loaded as stored.
@@ -64,11 +56,10 @@ class CheckpointSizes:
         Raises:
             SettingError: another one was asked for than the tensors tell.
         """
+        found = self.family or self.shape.family.members[0].name
         if requested is None:
-            return self.family or "qwen-image"
-        found = self.family or "qwen-image"
-        own = LAYERED, SINGLE_STREAM_FAMILY.name  # whose tensors no other family has
-        if requested != found and ({requested, found} & {*own} or found in FAMILIES_OF_TENSORS):
+            return found
+        if not may_be(requested, found):
             raise SettingError(
                 f"family is {requested!r} and the file's tensors are those of {found}: leave "
                 "--family out, or name a file of that family.",
@@ -121,7 +112,7 @@ def read_sizes(path: str | os.PathLike[str]) -> CheckpointSizes:
     transformer = open_source(path, "transformer")
     part = transformer.part
     try:
-        shape = TransformerShape.from_dims(part.dims, part.blocks, part.family)
+        shape = shape_from_header(part.family, part.dims, part.blocks)
     except CheckpointError as error:
         raise CheckpointError(error, transformer.path) from error
     roles = {other.role for other in inspect_checkpoint(path).parts}
@@ -132,7 +123,7 @@ def read_sizes(path: str | os.PathLike[str]) -> CheckpointSizes:
     index = Path(path) / PIPELINE_INDEX
     return CheckpointSizes(
         path=str(path),
-        family=FAMILY_BY_CLASS.get(part.family),
+        family=member.name if (member := member_titled(part.family)) else None,
         shape=shape,
         transformer=part,
         loaded=loaded_bytes(transformer),
@@ -163,8 +154,7 @@ def vae_shape(part: CheckpointPart) -> VaeShape:
         raise CheckpointError(
             "The tensors do not give the VAE's sizes: get it from the model's own source."
         )
-    is_21 = part.dims["latent_channels"] == VAE_21.latent_channels
-    return VAE_21 if is_21 else VaeShape(*numbers)
+    return vae_titled(part.family).read_shape(part.dims)
 
 
 def _text_encoder(part: CheckpointPart, requested: str) -> tuple[str, int]:
@@ -196,5 +186,5 @@ def loaded_bytes(source: Source, packed: bool = False) -> TransformerBytes:
             elif name.endswith(DECODING):
                 count = 0
         total += count
-        modulation += count if MODULATION_WEIGHT.search(name) else 0
+        modulation += count if is_modulation(name.rpartition(".")[0]) else 0
     return TransformerBytes(total, modulation)

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
+from ..families.others import told
+from ..families.registry import family_titled, micro_folders
 from ..files import parse_object
 from ..spec.formats import METADATA_KEY
 from .checkpoint import (
@@ -25,6 +27,7 @@ from .checkpoint import (
 )
 from .header import NUMBERED, STEMS, Shards, TensorInfo, read_object, read_shards
 
+MICRO = next(iter(micro_folders()))  # of the first family
 MICRO_SIDE = 256  # the only size that the micro model was trained at
 MICRO_STEPS = 20  # that it is judged at
 MICRO_ADVICE = f"micro is trained at {MICRO_SIDE}x{MICRO_SIDE}: paint at that size"
@@ -32,12 +35,9 @@ MICRO_ADVICE = f"micro is trained at {MICRO_SIDE}x{MICRO_SIDE}: paint at that si
 MICRO_TRANSFORMER, MICRO_VAE = (6, 512), 8
 
 
-MICRO_FOLDERS = {"1.x": "micro", "2.1": "micro_21"}  # {family: folder in models/}
-
-
-def bundled_micro_folder(family: str = "1.x") -> Path:
+def bundled_micro_folder(name: str = MICRO) -> Path:
     """Returns the micro model of a family, a diffusers folder; that of 2.1 need not be there."""
-    return Path(__file__).resolve().parents[1] / "models" / MICRO_FOLDERS[family]
+    return Path(__file__).resolve().parents[1] / "models" / micro_folders()[name]
 
 
 # What Qwen-Image puts before every prompt, and cuts off again after encoding.
@@ -174,7 +174,10 @@ def _part_of(path: Path, role: str, shards: Shards, checkpoint: Checkpoint) -> S
     faults = [*part.errors, *_cannot_run(part)]
     if faults:
         raise CheckpointError(faults[0], path)
-    return Source(path, role, part, shards, _settings(path, shards))
+    settings = _settings(path, shards)
+    if family := family_titled(part.family):
+        part = family.from_config(part, settings)
+    return Source(path, role, part, shards, settings)
 
 
 def _settings(path: Path, shards: Shards) -> dict[str, Any]:
@@ -217,7 +220,7 @@ def _wrong(role: str, parts: tuple[CheckpointPart, ...], count: int) -> str:
 
 
 def _fact(part: CheckpointPart) -> str:
-    name = part.family.removeprefix("not Qwen-Image: ")
+    name = told(part.family)
     if name.startswith("looks like"):
         return f"This {name}, not Qwen-Image"
     if part.role == "other":

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..errors import CheckpointError
+from ..families.registry import is_modulation
 from ..spec.formats import RowFormat, is_rotation
 from .convert import is_finite
 from .quantization import (
@@ -29,7 +30,7 @@ from .quantization import (
     STORAGE_ONLY,
     Quantization,
 )
-from .quantize import comfy_quant_tensor, dequantize_rows, is_modulation, layers_to_quantize, rotate
+from .quantize import comfy_quant_tensor, dequantize_rows, layers_to_quantize, rotate
 
 DEFAULT_GROUP = 256
 SCALES = (".weight_scale", ".scale_weight", ".weight_s_channel")

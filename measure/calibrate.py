@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from ..errors import UnavailableError
+from ..families.qwen_image import BLOCK_GEMMS
 from ..loaders.quantize import row_format
 from ..machine.card import first_line, read_cards
 from ..machine.store import Calibration
@@ -28,7 +29,7 @@ from ..optimizations.reference import Modulation, QuantizedRows, Tokens
 from ..planning.rates import Rates
 from ..planning.times import Pass, norm_bytes, step_work
 from ..spec.formats import MULTIPLIED, OLDEST_CAPABILITY, QUANTIZED, RowFormat, format_gib, sm
-from ..spec.transformer import BLOCK_GEMMS, TransformerShape
+from ..spec.transformer import TransformerShape
 from ..spec.vae import VaeLayer
 from .timing import (
     Launched,

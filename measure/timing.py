@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import Linear, Module, ModuleList
 
+from ..families.qwen_image import BLOCK_GEMMS
 from ..loaders.quantize import row_format
 from ..machine.card import first_line
 from ..optimizations import reference
@@ -29,7 +30,7 @@ from ..optimizations.linear import Gemm, choose_gemm
 from ..optimizations.reference import Modulation, Rotary, Tokens
 from ..planning.rates import LAUNCHES, Launches
 from ..spec.formats import QUANTIZED, RowFormat
-from ..spec.transformer import BLOCK_GEMMS, TransformerShape
+from ..spec.transformer import TransformerShape
 
 # The part of the time in which clocks settle, which does not count.
 SETTLING = 0.3

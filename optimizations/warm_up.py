@@ -14,10 +14,11 @@ from types import SimpleNamespace
 
 import torch
 
+from ..families.registry import spec_of
 from ..spec.formats import RowFormat
 from . import kernels
 from .blocks.block import BlockExecutor, KnownBlock, Layers, Step
-from .blocks.block_form import GELU
+from .blocks.block_form import query_layer
 from .blocks.products import Operand
 from .blocks.shape import Share
 from .blocks.workspace import DENSE, Workspace
@@ -76,18 +77,18 @@ def rehearse(
     ops, like = choose_ops(device), torch.empty(0, dtype=dtype, device=device)
     if not isinstance(ops, Ops):
         return
-    asked, width = BlockExecutor(layers, ops, None), blocks[0].attn.to_q.out_features
+    asked, width = BlockExecutor(layers, ops, None), query_layer(blocks[0]).in_features
     forms = tuple(asked.look(block, like).form for block in blocks)
     if (device, dtype, width, forms) in _rehearsed:
         return
     _rehearsed.add((device, dtype, width, forms))
-    double, head = forms[0].activation == GELU, width // forms[0].heads
+    spec, head = spec_of(blocks[0]), width // forms[0].heads
 
     def meta(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     def operand(kind: RowFormat | str, n: int, k: int) -> Operand:
-        bias = meta(n) if double else None
+        bias = meta(n) if spec.biases else None
         if kind == DENSE:
             return Operand.of(meta(n, k), None, bias)
         rows, weight = (meta(it, k, dtype=storage_of(kind)) for it in (1, n))
@@ -97,7 +98,8 @@ def rehearse(
         return Operand.of(weight, scale, bias)
 
     for text, image in TOKENS:
-        tokens, workspace, known = Tokens(1, text * double, image, image), Workspace(ops), {}
+        tokens = Tokens(1, text * bool(spec.text_layers), image, image)
+        workspace, known = Workspace(ops), {}
         x = meta(tokens.rows, width)
         for form in forms:
             shape_of = workspace.program(form, Share.all(tokens), x).weight_shape

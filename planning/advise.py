@@ -320,7 +320,7 @@ def _refusal(option: PlanOption, cards: int) -> str:
         return ""
     if not option.resident:
         return "its weights do not stay there"
-    if request.member.cached_prefix:
+    if not request.member.family.split_rows:
         return f"the rows of {request.family} are not shared"
     return "it has fewer image tokens than cards" if request.image_tokens < cards else ""
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..errors import SettingError
-from ..spec.families import QWEN25_VL, TextEncoder
+from ..families.protocol import TextEncoder
+from ..families.text_encoders import QWEN25_VL
 from ..spec.formats import BYTES_PER_SCALE, BYTES_PER_WEIGHT, MIB, QUANTIZED
 from ..spec.transformer import REFERENCE_TOKENS, TransformerShape
 from ..step_cache import OFF

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ..spec.formats import GIB, MIB, QUANTIZED
-from ..spec.transformer import FAMILY_21, ON_CARD, SHAPE_21
+from ..spec.transformer import ON_CARD
 from ..step_cache import OFF
 from .bytes import BF16, FP32, text_encoder_bytes, weight_bytes
 from .cards import SECONDS_PER_HOUR, Card, UnlistedCard, check_price, is_named
@@ -151,8 +151,8 @@ def not_measured(request: RunRequest, setting: Setting) -> Iterator[str]:
         yield f"a side above {MOST_SIDE} pixels"
     if request.items > MOST_ITEMS:
         yield f"more than {MOST_ITEMS} images in a pass"
-    if request.member.transformer == SHAPE_21:
-        yield FAMILY_21
+    if request.member.family.untimed:
+        yield request.member.family.untimed
     elif request.transformer != request.member.transformer:
         yield "a transformer of this shape"
 

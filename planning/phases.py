@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ..errors import UnavailableError
-from ..spec.families import find_family
+from ..families.registry import find_member
 from ..spec.formats import GIB, MIB, format_gib
 from ..spec.transformer import ON_CARD, REFERENCE_SIDE
 from .bytes import (
@@ -232,7 +232,7 @@ def others_bytes(request: RunRequest, setting: Setting) -> dict[str, int]:
     member, found = request.member, {}
     encoders, vaes = {member.text_encoder}, {member.vae}
     for family, precision in request.others:
-        other = find_family(family)
+        other = find_member(family)
         count = weight_bytes(other.transformer, precision).total
         if other.text_encoder not in encoders:
             count += encoder_bytes(other.text_encoder, setting.text_encoder)

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..errors import SettingError
-from ..spec.families import Family, find_family
+from ..families.protocol import Member, StepTokens
+from ..families.qwen_image import EDIT_2511 as NEWEST_EDIT
+from ..families.registry import find_member
 from ..spec.formats import QUANTIZED
 from ..spec.transformer import (
     OFF_CARD,
@@ -37,8 +39,6 @@ ATTENTIONS = (EXACT, *EIGHT_BIT, FAST)
 TRANSFORMER, TEXT_ENCODER, VAE = "transformer", "text encoder", "VAE"
 MOST_TOKENS = 2**20
 MOST_PIXELS = 2**20
-REFERENCE_WORDS = 6  # around a reference in 2.1's prompt: "<image1>" and the marks of vision
-NEWEST_EDIT = "qwen-image-edit-2511"  # the newest of the families that take the most references
 
 
 @dataclass(frozen=True)
@@ -90,24 +90,11 @@ class Parts:
     file_bytes: tuple[tuple[str, int], ...] = ()
 
 
-class StepTokens(NamedTuple):
-    """Tokens of one item in a forward pass.
-
-    Attributes:
-        text, image: That are computed; references are among the image's.
-        prefix: Before them, whose keys and values are cached.
-    """
-
-    text: int
-    image: int
-    prefix: int = 0
-
-
 class OtherModel(NamedTuple):
     """A model that stays on the card beside the one that runs, with its text encoder and VAE.
 
     Attributes:
-        family: A name in `spec.families.FAMILIES`.
+        family: A name in `families.registry.members`.
         precision: Of its transformer: bf16, fp8 or int8.
     """
 
@@ -120,7 +107,7 @@ class RunRequest:
     """A run to plan. "auto" and 0 tiles leave a choice to the plan.
 
     Args:
-        family: a name in `spec.families.FAMILIES`.
+        family: a name in `families.registry.members`.
         precision: of the transformer, one of `PRECISIONS`.
         width, height: pixels, divisible by 16; None is the family's side.
         batch: images that are sampled together.
@@ -169,7 +156,7 @@ class RunRequest:
     parts: Parts = field(default_factory=Parts)
 
     def __post_init__(self) -> None:
-        family = find_family(self.family)
+        family = find_member(self.family)
         cfg = "off" if family.cfg == 1 else "two passes"
         own = {"width": family.side, "height": family.side, "steps": family.steps, "cfg": cfg}
         for name, value in own.items():
@@ -179,7 +166,7 @@ class RunRequest:
         self._check_numbers()
         self._check_family(family)
         for other in self.others:
-            find_family(other.family)
+            find_member(other.family)
             if other.precision not in LOADED_PRECISIONS:
                 raise SettingError(
                     f"{other.precision!r} is no precision of a model that stays on the card: "
@@ -187,9 +174,9 @@ class RunRequest:
                 )
 
     @property
-    def member(self) -> Family:
+    def member(self) -> Member:
         """Finds the published model of the family's name."""
-        return find_family(self.family)
+        return find_member(self.family)
 
     @property
     def transformer(self) -> TransformerShape:
@@ -223,17 +210,11 @@ class RunRequest:
         return self.painted_tokens + self.references * REFERENCE_TOKENS
 
     @property
-    def prefix_tokens(self) -> int:
-        """Counts the tokens of one item before those denoised, of a family that caches them."""
-        words = REFERENCE_WORDS * self.references
-        return self.text_tokens + words + self.references * REFERENCE_TOKENS
-
-    @property
     def step_tokens(self) -> StepTokens:
         """Counts the tokens of one item in a forward pass."""
-        if self.member.cached_prefix:
-            return StepTokens(0, self.painted_tokens, self.prefix_tokens)
-        return StepTokens(self.prompt_tokens, self.image_tokens)
+        words = self.text_tokens + self.references * self.member.reference_words
+        references = self.references * REFERENCE_TOKENS
+        return self.member.family.step_tokens(words, self.painted_tokens, references)
 
     @property
     def passes(self) -> int:
@@ -300,13 +281,13 @@ class RunRequest:
                 f"estimate takes at most {MOST_TOKENS:,}: choose {fewer}a smaller size or batch."
             )
 
-    def _check_family(self, family: Family) -> None:
+    def _check_family(self, family: Member) -> None:
         if self.references > family.most_references:
             takes = f"{family.most_references or 'no'} reference image"
             takes += "s" * (family.most_references != 1)
-            most = find_family(NEWEST_EDIT).most_references
+            most = NEWEST_EDIT.most_references
             helps = self.references <= most and not self.layers
-            other = f"{NEWEST_EDIT} for up to {most}, or " if helps else ""
+            other = f"{NEWEST_EDIT.name} for up to {most}, or " if helps else ""
             raise SettingError(
                 f"family {family.name!r} takes {takes}, got {self.references} references: choose "
                 f"{other}fewer references."

@@ -10,9 +10,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..spec.families import QWEN25_VL, TextEncoder
+from ..families.protocol import TextEncoder
+from ..families.text_encoders import QWEN25_VL
 from ..spec.formats import BYTES_PER_SCALE, BYTES_PER_WEIGHT, QUANTIZED
-from ..spec.transformer import DOUBLE_STREAM, OFF_CARD, ON_CARD, REFERENCE_SIDE, TransformerShape
+from ..spec.transformer import OFF_CARD, ON_CARD, REFERENCE_SIDE, TransformerShape
 from ..spec.vae import (
     Interval,
     VaeLayer,
@@ -29,7 +30,6 @@ from .rates import Rates
 from .request import EXACT, INT8_FP8, ON_PROCESSOR, RunRequest
 from .vae import Direction, Size, in_pixels
 
-TEXT_LAYERS = DOUBLE_STREAM.text_layers
 WIDE = 2  # bytes of a bf16 number
 ROTATION = 4  # of an fp32 cosine or sine
 # Expanding a quantized weight to bf16: read and written once, then scaled in place.
@@ -55,11 +55,6 @@ class Work(NamedTuple):
 
     flops: int
     bytes: int
-
-
-# Layers that read the same rows: the first, and those that come with it.
-FIRST_OF_THREE = ("to_q", "add_q_proj")
-OTHERS_OF_THREE = ("to_k", "to_v", "add_k_proj", "add_v_proj")
 
 
 @dataclass(frozen=True)
@@ -95,13 +90,15 @@ class Pass:
         return self.items * self.joint
 
     def products(self, layer: str) -> tuple[int, int]:
-        """Counts (how many, rows of each) of the matrix products of a layer of `BLOCK_GEMMS`.
+        """Counts (how many, rows of each) of the matrix products of one of the block's layers.
 
         Attention wants text and image of an item side by side, and what it reads and gives is
         multiplied item by item; the MLPs take a stream at once.
         """
-        tokens = self.text if layer.startswith(TEXT_LAYERS) else self.image
-        return (self.items, tokens) if layer.startswith("attn.") else (1, self.items * tokens)
+        block = self.shape.block
+        tokens = self.text if layer.startswith(block.text_layers) else self.image
+        attends = layer.startswith(f"{block.attention}.")
+        return (self.items, tokens) if attends else (1, self.items * tokens)
 
 
 def block_bytes(
@@ -270,7 +267,7 @@ def block_seconds(work: Pass, precision: str, rates: Rates, attention: str = EXA
         seconds = product_seconds(m, n, k, multiplied, rates, count)
         if expanded:
             seconds += count * EXPAND * n * k / rates.bandwidth
-        products[layer.startswith(TEXT_LAYERS)] += seconds
+        products[layer.startswith(shape.block.text_layers)] += seconds
     joint = attention_seconds(work, rates) + moved / rates.bandwidth
     return BlockSeconds(image=products[False], text=products[True], joint=joint)
 
@@ -304,13 +301,15 @@ def _lora_seconds(work: Pass, rank: int, precision: str, rates: Rates) -> float:
     # rows, which q, k and v share, and which a quantizing norm then writes too. The second one is
     # in the epilogue of a quantized product; cuBLAS has no such epilogue: in bf16 the output is
     # written and read once more, and the GELU is apart.
-    block = 0.0
-    for layer, (rows, columns) in work.shape.block.gemms.items():
+    block, spec = 0.0, work.shape.block
+    for layer, (rows, columns) in spec.gemms.items():
         n, k = rows * work.shape.dim, columns * work.shape.dim
         count, m = work.products(layer)
-        first, inner = layer.endswith(FIRST_OF_THREE), rows > columns
-        if not layer.endswith(OTHERS_OF_THREE):
-            block += product_seconds(m, (3 if first else 1) * rank, k, "bf16", rates, count)
+        first = layer in spec.first_readers
+        inner = rows > columns and not first
+        if layer not in spec.other_readers:
+            width = 3 * rank if first and spec.other_readers else rank
+            block += product_seconds(m, width, k, "bf16", rates, count)
         if precision in QUANTIZED:
             again = m * k * WIDE if first or inner else 0
         else:
@@ -388,9 +387,6 @@ CONVOLVED, NORM, SILU, SUM = 3, 8, 2, 3
 PIXEL_BYTES, HOST_BYTES_PER_SECOND = 4, 5.3e9
 # Our layers, of ComfyUI's time: 0.35 to 0.43 of it to decode 1024x1024 to 2048x2048 (H200).
 FUSED = 0.4
-# Of 2.1, operations of convolutions and bytes read and written for a pixel in ComfyUI's strips,
-# counted in bf16 on tensors without memory.
-STRIPS = {"decode": (17_700_000, 90_700), "encode": (3_050_000, 29_900)}
 # What each step of a further tile costs besides its arithmetic: launches, and copies of its margins
 # (H200: 2 to 3.7 ms for each tile to decode, 1.3 to 3.4 to encode).
 TILE_STEP_SECONDS = 0.0002
@@ -431,8 +427,8 @@ def vae_seconds(
     rows, columns = (shape.pixels * side for side in latent)
     moved = PIXEL_BYTES * shape.image_channels * rows * columns
     copied = moved / min(HOST_BYTES_PER_SECOND, rates.pcie)
-    if shape.shortcut_frames:
-        operations, moved = STRIPS[direction]
+    if shape.strips:
+        operations, moved = getattr(shape.strips, direction)
         seconds = operations / rates.convolution + moved / rates.bandwidth
         return copied + share * rows * columns * seconds
     return copied + share * _seconds(direction, shape, latent, tiles, rates)

@@ -90,11 +90,11 @@ def largest_tile(latent: Size, grid: Size) -> Size:
 def encode_peak_bytes(shape: VaeShape, height: int, width: int, itemsize: int) -> int:
     """Counts the peak of encoding one item whole in ComfyUI; height and width are latent pixels.
 
-    Of 2.1 it cuts each layer into strips of rows that read what they need of their neighbours: an
-    H200 took 3.41 GiB at 2048x2048.
+    Strips of rows read what they need of their neighbours.
     """
-    if shape.shortcut_frames:
-        return 116_100_000 + 845 * shape.pixels**2 * height * width
+    if shape.strips:
+        always, pixel = shape.strips.encode_bytes
+        return always + pixel * shape.pixels**2 * height * width
     latent = (height, width)
     return latent_bytes(shape, latent, itemsize) + whole_bytes("encode", shape, latent, itemsize)
 
@@ -131,9 +131,8 @@ def plan_vae(
     for name, value in named.items():
         if value < 1:
             raise SettingError(f"{name} must be at least 1, got {value}.")
-    # The last layers of 2.1 hold so much at once that two tiles take half of what ComfyUI's strips
-    # take, for 5 to 11 % more arithmetic to decode 2048x2048 and 1024x1024.
-    least = tiles or min(2 if shape.fused and shape.shortcut_frames else 1, height * width)
+    own = shape.strips.least_tiles if shape.fused and shape.strips else 1
+    least = tiles or min(own, height * width)
     if not 1 <= least <= height * width:
         raise SettingError(
             f"the number of tiles must be 0 (automatic) or at most the {height * width} latent "

@@ -4,9 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 PIXELS_PER_LATENT = 8
+
+
+class Strips(NamedTuple):
+    """Counts what ComfyUI takes for an image whose layers it cuts into strips of rows.
+
+    Attributes:
+        decode, encode: Operations of convolutions, and bytes read and written, for a pixel in bf16.
+        encode_bytes: Its peak, of any image and for a pixel.
+        least_tiles: In which the fused layers take half of that.
+    """
+
+    decode: tuple[int, int]
+    encode: tuple[int, int]
+    encode_bytes: tuple[int, int]
+    least_tiles: int
 
 
 @dataclass(frozen=True)
@@ -24,6 +39,8 @@ class VaeShape:
         widths: channels of each stage from full to latent resolution, in multiples of those.
         shortcut_frames: of each halving from full resolution, the frames that the shortcut around
             its stage spreads one image over; empty where no shortcut leads around a stage.
+        strips: what ComfyUI's own code takes, where it cuts each layer into strips of rows; None
+            where it runs layers whole.
         fused: whether its layers run as `optimizations/vae/flat.py` computes them.
     """
 
@@ -34,6 +51,7 @@ class VaeShape:
     encoder_dim: int | None = None
     widths: tuple[int, ...] = (1, 2, 4, 4)
     shortcut_frames: tuple[int, ...] = ()
+    strips: Strips | None = None
     fused: bool = False
 
     @property
@@ -52,14 +70,6 @@ class VaeShape:
 
 
 PUBLISHED_VAE = VaeShape()
-VAE_21 = VaeShape(
-    dim=144,
-    latent_channels=64,
-    image_channels=4,
-    encoder_dim=96,
-    widths=(1, 2, 4, 8, 8),
-    shortcut_frames=(1, 2, 2, 2),
-)
 
 
 # The layers of Qwen-Image's VAE as tiles see them: how far each one reads.

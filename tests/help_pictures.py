@@ -20,25 +20,25 @@ COLOURS = 128  # of the palette; fewer make one of two that a legend tells apart
 def estimate_picture():
     """What one image takes of an L40S, as the node draws it."""
     from qwen_l40s.charts.pictures import memory_chart
+    from qwen_l40s.families.registry import find_member
     from qwen_l40s.machine.card_list import BUNDLED, known_cards
     from qwen_l40s.planning.cards import find_card
     from qwen_l40s.planning.estimate import estimate
     from qwen_l40s.planning.request import RunRequest
-    from qwen_l40s.spec.families import find_family
 
     card = find_card("L40S", known_cards(BUNDLED))
-    return memory_chart(estimate(RunRequest(steps=find_family(FAMILY).steps), card)).reduce(2)
+    return memory_chart(estimate(RunRequest(steps=find_member(FAMILY).steps), card)).reduce(2)
 
 
 def advise_picture():
     """What an image costs on the cards of the list, as the node draws it."""
     from qwen_l40s.charts.pictures import cost_chart
+    from qwen_l40s.families.registry import find_member
     from qwen_l40s.machine.card_list import BUNDLED, known_cards
     from qwen_l40s.planning.advise import advise
     from qwen_l40s.planning.request import RunRequest
-    from qwen_l40s.spec.families import find_family
 
-    request = RunRequest(steps=find_family(FAMILY).steps)
+    request = RunRequest(steps=find_member(FAMILY).steps)
     return cost_chart(advise(LOAD, request, known_cards(BUNDLED).values())).reduce(2)
 
 

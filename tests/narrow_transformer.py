@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from qwen_l40s.families.qwen_image import QwenImageShape
 from qwen_l40s.loaders.quantize import layers_to_quantize, quantize_rows, row_format
 from qwen_l40s.loaders.stored import StoredLayer
-from qwen_l40s.spec.transformer import TransformerShape
 
-SHAPE = TransformerShape(
+SHAPE = QwenImageShape(
     blocks=2, dim=128, heads=4, head_dim=32, joint_dim=64, in_channels=64, packed_out_channels=64
 )
 AXES = [8, 12, 12]
@@ -38,7 +38,7 @@ MARKER_2511 = "__index_timestep_zero__"
 Tensors = dict[str, torch.Tensor]
 
 
-def weights(shape: TransformerShape = SHAPE) -> Tensors:
+def weights(shape: QwenImageShape = SHAPE) -> Tensors:
     """Random bf16 weights of a size at which activations stay around 1."""
     generator = torch.Generator().manual_seed(0)
     found: Tensors = {}

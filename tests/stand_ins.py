@@ -13,13 +13,14 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from qwen_l40s.families.qwen_image import FULL_SIZE, LAYERED_SHAPE
+from qwen_l40s.families.qwen_image_21 import SHAPE as SHAPE_21
 from qwen_l40s.loaders.sizes import CheckpointSizes, read_sizes
 from qwen_l40s.loaders.source import Source, bundled_micro_folder, open_source
 from qwen_l40s.loaders.writer import SafetensorsLayout
 from qwen_l40s.planning.rates import Rates
 from qwen_l40s.planning.request import OtherModel, Parts
 from qwen_l40s.spec.formats import GIB, CardFacts
-from qwen_l40s.spec.transformer import FULL_SIZE, LAYERED_SHAPE, SHAPE_21
 
 BESIDE = (OtherModel("qwen-image-2.1", "int8"), OtherModel("qwen-image-edit-2511", "bf16"))
 PARTS = (

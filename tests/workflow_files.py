@@ -25,18 +25,17 @@ from PIL import Image, ImageDraw
 from published_text_encoder import published_shapes
 from safetensors.torch import load_file, save_file
 
+from qwen_l40s.families.qwen_image import MARKER_2511, QwenImageShape
+from qwen_l40s.families.vaes import vae_name_to_native
 from qwen_l40s.loaders.convert import (
     text_encoder_name_to_native,
-    vae_name_to_native,
 )
-from qwen_l40s.loaders.quantized_file import MARKER_2511
 from qwen_l40s.loaders.writer import SAFETENSORS_DTYPES, SafetensorsLayout
-from qwen_l40s.spec.transformer import TransformerShape
 
 Graph = dict[str, dict[str, Any]]
 Tensors = dict[str, torch.Tensor]
 MICRO = Path(__file__).resolve().parent.parent / "models" / "micro"
-PUBLISHED = TransformerShape(60, 3072, 24, 128, 3584, 64, 64)
+PUBLISHED = QwenImageShape(60, 3072, 24, 128, 3584, 64, 64)
 # {(class, input): the folder of models/ that it chooses from}
 MODEL_INPUTS = {
     ("QwenL40S_Load", "model"): "diffusion_models",

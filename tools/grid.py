@@ -20,12 +20,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from .. import errors
+from ..families.registry import find_member, members
 from ..hosts.loading import decide_load
 from ..loaders.sizes import stored_precision
 from ..machine.card_list import known_cards
 from ..options import request_settings
 from ..planning import advise, cards, estimate, plan, request, vae
-from ..spec.families import FAMILIES
 from ..spec.formats import GIB, CardFacts
 from ..step_cache import CHOICES, PRESETS, CacheSettings, plan_steps, usual_sigmas
 
@@ -40,7 +40,7 @@ BOTH, ANY, PRICES = (True, False), ("auto", "auto", "auto"), (None, None, 0.0, 0
 SIDES = (0, 272, 512, 768, 1024, 1024, 1024, 1328, 1328, 1328, 1536, 1664, 2048)
 PRECISIONS = (*ANY, "bf16", "int8", "int8", "fp8")
 RUN = {
-    **{"family": FAMILIES, "width": SIDES, "height": SIDES, "batch": (1, 1, 1, 1, 1, 2, 4)},
+    **{"family": members(), "width": SIDES, "height": SIDES, "batch": (1, 1, 1, 1, 1, 2, 4)},
     **{"steps": (0, 0, 1, 4, 8, 12, 20, 30, 50), "text_tokens": (200, 200, 1, 37, 900, 4000)},
     **{"references": (0, 0, 1, 2, 3, 10), "layers": (0, 1, 3, 8), "tiles": (0, 0, 0, 0, 1, 7)},
     **{"loras": (0, 0, 0, 1, 4), "lora_rank": (8, 32, 128), "controlnet_gib": (0,) * 6 + (3.3,)},
@@ -77,7 +77,7 @@ class Draw:
 
     def request(self, **fixed: Any) -> request.RunRequest:
         asked = {**self.all(RUN), **fixed}
-        family = FAMILIES[asked["family"]]
+        family = find_member(asked["family"])
         for side in ("width", "height"):
             asked[side] -= asked[side] % family.size_step
         asked["references"] = min(asked["references"], family.most_references)
@@ -154,7 +154,7 @@ def plan_case(draw: Draw, odd: bool | None = None, known: bool = False) -> Any:
 
 
 def tiles_case(draw: Draw) -> Any:
-    shape, way = FAMILIES[draw("family", FAMILIES)].vae, draw("way", ("decode", "encode"))
+    shape, way = find_member(draw("family", members())).vae, draw("way", ("decode", "encode"))
     fused, planner = draw("fused", BOTH) and way == "decode", getattr(vae, f"plan_{way}")
     latent = [draw(side, (8, 33, 64, 96, 128, 171, 280)) for side in ("height", "width")]
     it = planner(replace(shape, fused=fused), *latent, **draw.all(TILES))

@@ -20,18 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import UnavailableError
+from ...families.protocol import Family
 from ...machine.comfyui import COMFYUI_FLOOR, TESTED, is_newer_than_tested
 from ...machine.packages import release
 from ...optimizations.fallback import Fallback
-from ...spec.transformer import NEEDS_21
 
 # What ComfyUI's loop gives a block of Qwen-Image, all by name.
 BLOCK_ARGUMENTS = (
     *("hidden_states", "encoder_hidden_states", "encoder_hidden_states_mask", "temb"),
     *("image_rotary_emb", "timestep_zero_index", "transformer_options"),
 )
-# And a block of Qwen-Image-2.1, by place.
-SINGLE_STREAM_ARGUMENTS = ("x", "mod", "pe", "attn_fn", "prefix_len", "transformer_options")
 # What a block gives attention by name, as far as the fused blocks give it too.
 ATTENTION_ARGUMENTS = ("mask", "transformer_options", "skip_reshape", "preferred_attention")
 
@@ -213,20 +211,27 @@ def news_of_host() -> list[str]:
     return news
 
 
-@lru_cache(maxsize=1)
-def knows_single_stream() -> bool:
-    """Whether ComfyUI's Qwen-Image-2.1 and its block are called as this package knows it."""
-    module = "comfy.ldm.qwen_image21.model"
-    if _fault(module, "QwenImage21Transformer2DModel._forward", ()):
+def is_known(replaced: tuple[str, str], block: tuple[str, str], arguments: tuple[str, ...]) -> bool:
+    """Whether ComfyUI has what is replaced in a transformer, and calls its block as is known here.
+
+    Args:
+        replaced, block: Modules, and the methods in them.
+        arguments: What the block is called with, by place.
+    """
+    if _fault(*replaced, ()):
         return False
-    forward = _target(module, "QwenImage21TransformerBlock.forward")
-    return tuple(inspect.signature(forward).parameters)[1:] == SINGLE_STREAM_ARGUMENTS
+    forward = _target(*block)
+    return tuple(inspect.signature(forward).parameters)[1:] == arguments
 
 
-def require_21(path: Path) -> None:
-    """Raises UnavailableError where this ComfyUI is older than Qwen-Image-2.1."""
-    if _fault("comfy.supported_models", "QwenImage21", ()):
-        raise UnavailableError(f"{NEEDS_21}, and this one is older: update ComfyUI.", path)
+def require(family: Family, path: Path) -> None:
+    """Raises UnavailableError where this ComfyUI is older than a family."""
+    if family.needs and _fault("comfy.supported_models", family.comfyui_class, ()):
+        raise UnavailableError(
+            f"{family.title} needs ComfyUI {family.needs} or newer, and this one is older: update "
+            "ComfyUI.",
+            path,
+        )
 
 
 @lru_cache(maxsize=1)

@@ -13,11 +13,12 @@ from pathlib import Path
 import comfy.lora
 import comfy.model_management
 import torch
-from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
 from comfy.model_patcher import ModelPatcher
 from comfy.quant_ops import QuantizedTensor
 
 from ...errors import CheckpointError, SettingError, UnavailableError
+from ...families.comfyui import kind_of_transformer
+from ...families.registry import attention_names, blocks_of
 from ...loaders.convert import is_finite
 from ...loaders.quantization import ATTENTION_CONFIG, AUXILIARY
 from ...loaders.quantize import RoundedLayer, quantize_layers
@@ -31,13 +32,11 @@ from ...loaders.quantized_file import (
 )
 from ...loaders.stored import StoredLayer
 from ...loaders.writer import SAFETENSORS_DTYPES, SafetensorsLayout, write_safetensors
-from ...optimizations.blocks.block_form import blocks_of
 from ...spec.formats import RowFormat, format_gib
 from .load.linear import LOADED_FORMATS, rotation_of
 from .load.plan import STAGING_BYTES
 from .lora.bypass import BYPASS_KEY
 from .sample.attention import file_choice
-from .sample.forward import QWEN_IMAGE_21
 from .sample.off_card import named_weights
 
 PREFIX = "diffusion_model."
@@ -134,8 +133,7 @@ def save_quantized(
             specs[name] = ("U8", shape)
         else:  # only a marker has no elements
             specs[name] = ("BF16" if weight.numel() else "F32", shape)
-    # No tensor tells how a head is split over time, height and width.
-    config = {"axes_dims_rope": list(model.model.diffusion_model.pe_embedder.axes_dim)}
+    config = kind_of_transformer(model.model.diffusion_model).settings(model.model.diffusion_model)
     layout = SafetensorsLayout(specs, file_metadata(precision, keep, config))
     _make_folder(destination.parent)
     check_destination(destination, overwrite=overwrite)
@@ -236,8 +234,7 @@ def loaded_weights(model: ModelPatcher) -> dict[str, torch.Tensor]:
     # again when it samples.
     model.unpatch_model(unpatch_weights=False)
     module = model.model.diffusion_model
-    is_21 = isinstance(model.model, QWEN_IMAGE_21)
-    if not (is_21 or isinstance(module, QwenImageTransformer2DModel)):
+    if kind_of_transformer(module) is None:
         raise CheckpointError(
             f"The model is a {type(module).__name__} and only Qwen-Image transformers can be "
             "written: connect a Qwen-Image MODEL."
@@ -258,9 +255,11 @@ def loaded_weights(model: ModelPatcher) -> dict[str, torch.Tensor]:
                 "bf16, fp8 or int8 safetensors file."
             )
         found[name] = weight
+    stack = kind_of_transformer(module).family.stack
     for index, block in enumerate(blocks_of(module)):
         if file_choice(block) is not None:
-            name = f"transformer_blocks.{index}.attn.comfy_attention"
+            attention = next(it for it in attention_names() if it in block._modules)
+            name = f"{stack}.{index}.{attention}.comfy_attention"
             choice = model.get_model_object(PREFIX + name)  # a LoRA's, where one has its own
             found |= choice.state_dict(prefix=f"{name}.")
     return found

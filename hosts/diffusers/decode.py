@@ -6,23 +6,18 @@ without them the same arithmetic takes less than half the memory.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
-
 import torch
-from diffusers import AutoencoderKLQwenImage, ModelMixin
+from diffusers import ModelMixin
 from PIL import Image
 
 from ...errors import SettingError
+from ...families.diffusers import family_of_vae
 from ...machine.device import available_bytes
 from ...optimizations.vae import tiles as planned
-from ...optimizations.vae.tiles import Layer, Middle, Stages, stage
+from ...optimizations.vae.tiles import Middle, Stages
 from ...planning.vae import plan_decode
-from ...spec.transformer import FAMILY_21
-from ...spec.vae import PUBLISHED_VAE, VAE_21, VaeShape
+from ...spec.vae import VaeShape
 from .load import LoadedPipeline
-
-FRAMES = 3  # a kernel's reach over time; the class pads an image to it
 
 
 def vae_shape(vae: ModelMixin) -> VaeShape:
@@ -31,30 +26,14 @@ def vae_shape(vae: ModelMixin) -> VaeShape:
     Raises:
         SettingError: it is another network than Qwen-Image's.
     """
-    config, is_21 = vae.config, not isinstance(vae, AutoencoderKLQwenImage)
-    known, name = (VAE_21, FAMILY_21) if is_21 else (PUBLISHED_VAE, "Qwen-Image")
-    other = config.attn_scales or config.num_res_blocks != 2
-    if is_21:
-        other = other or config.patch_size or not config.is_residual
-    if other or tuple(config.dim_mult) != known.widths:
+    family, module = family_of_vae(vae)
+    shape = module.vae_shape(vae.config)
+    if shape is None:
         raise SettingError(
-            f"the VAE's config.json describes other layers than {name}'s: use {name}'s VAE."
+            f"the VAE's config.json describes other layers than {family.title}'s: use "
+            f"{family.title}'s VAE."
         )
-    if is_21:
-        return replace(
-            known,
-            padded_frames=1,
-            dim=config.decoder_base_dim or config.base_dim,
-            encoder_dim=config.base_dim,
-            latent_channels=config.z_dim,
-            image_channels=config.out_channels,
-        )
-    return VaeShape(
-        dim=config.base_dim,
-        latent_channels=config.z_dim,
-        image_channels=config.input_channels,
-        padded_frames=FRAMES,
-    )
+    return shape
 
 
 def decoder_stages(vae: ModelMixin) -> Stages:
@@ -64,9 +43,10 @@ def decoder_stages(vae: ModelMixin) -> Stages:
         SettingError: as `vae_shape`.
     """
     shape, decoder = vae_shape(vae), vae.decoder
+    up_layers = family_of_vae(vae)[1].up_layers
     layers = []
     for block in decoder.up_blocks:
-        layers += _up_layers(block)
+        layers += up_layers(block)
     return Stages(
         "decode",
         shape,
@@ -78,14 +58,6 @@ def decoder_stages(vae: ModelMixin) -> Stages:
 
 def _middle(block: torch.nn.Module) -> Middle:
     return Middle.of(block.resnets[0], *block.attentions, block.resnets[1])
-
-
-def _up_layers(block: torch.nn.Module) -> list[Layer]:
-    shortcut = getattr(block, "avg_shortcut", None)
-    if shortcut is None:
-        return [*block.resnets, *(getattr(block, "upsamplers", None) or ())]
-    # Of the frames that it makes of one, the last is the image.
-    return [stage((*block.resnets, block.upsampler), partial(shortcut, first_chunk=True))]
 
 
 def _head(coder: torch.nn.Module) -> torch.nn.Sequential:
@@ -121,8 +93,7 @@ def decode(
         torch.tensor(values, device=latents.device, dtype=latents.dtype).view(1, -1, 1, 1, 1)
         for values in (vae.config.latents_mean, vae.config.latents_std)
     )
-    is_21 = not isinstance(vae, AutoencoderKLQwenImage)
-    latents = (latents * std if is_21 else latents / (1.0 / std)) + mean
+    latents = family_of_vae(vae)[1].denormalized(latents, mean, std)
     images = []
     for latent in latents.split(1):
         pixels = decode_latent(vae, latent)[:, :, 0]

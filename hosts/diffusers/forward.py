@@ -8,7 +8,6 @@ that backend.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,19 +18,14 @@ from diffusers.models.transformers.transformer_qwenimage import (
     QwenImageTransformerBlock,
 )
 
-try:  # since diffusers 0.42
-    from diffusers.models.transformers import transformer_qwenimage21
-except ImportError:
-    transformer_qwenimage21 = None
-
+from ...families.registry import blocks_of
 from ...optimizations.attention import ChosenAttention, aligned_mask
 from ...optimizations.blocks.block import Step
-from ...optimizations.blocks.block_form import blocks_of, token_layers
+from ...optimizations.blocks.block_form import token_layers
 from ...optimizations.blocks.host import BlockInputs, DoubleStream
 from ...optimizations.blocks.self_check import Streams
-from ...optimizations.blocks.workspace import Prefix
 from ...optimizations.fallback import Fallback
-from ...optimizations.modulation import Entry, shared_entry
+from ...optimizations.modulation import Entry
 from ...optimizations.reference import Rotary, Tokens
 from .layers import DiffusersLayers, TransformerModulation
 
@@ -43,13 +37,6 @@ SHARED = (
     "joint_attention_kwargs",
     "modulate_index",
 )
-SINGLE_STREAM_SHARED = ("modulation", "rotary_emb", "attention_mask")
-# What a block of Qwen-Image-2.1 is called with.
-SINGLE_STREAM = {
-    *SINGLE_STREAM_SHARED,
-    *("hidden_states", "target_token_mask", "layer_cache", "kv_cache_mode"),
-    *("cache_write_slice", "segments", "key_valid"),
-}
 STREAM_ARGUMENTS = ("hidden_states", "encoder_hidden_states")
 # diffusers' own attention, whatever is chosen there.
 HOST_ATTENTION = "diffusers"
@@ -168,7 +155,7 @@ class TransformerPass(DoubleStream):
         if positional or not all(name in arguments for name in STREAM_ARGUMENTS):
             return Fallback("diffusers passes its blocks arguments that are unknown here")
         shared = tuple(arguments.get(name) for name in SHARED)
-        if self._exchanged(shared):
+        if self.exchanged(shared):
             try:
                 self._step = self._step_of(arguments)
             except _UnknownError as reason:
@@ -191,12 +178,12 @@ class TransformerPass(DoubleStream):
     def host_block(self, block: torch.nn.Module, arguments: dict[str, Any]) -> Streams:
         return type(block).forward(block, **arguments)
 
-    def _exchanged(self, shared: tuple[Any, ...]) -> bool:
+    def exchanged(self, shared: tuple[Any, ...]) -> bool:
         return self._shared is None or any(
             ours is not theirs for ours, theirs in zip(self._shared, shared, strict=True)
         )
 
-    def _attention_mask(self, mask: torch.Tensor | None, image: torch.Tensor) -> Any:
+    def attention_mask(self, mask: torch.Tensor | None, image: torch.Tensor) -> Any:
         """Keeps diffusers' mask for its own attention; returns the scores to add in this one."""
         self._mask = mask
         if mask is None:
@@ -219,95 +206,8 @@ class TransformerPass(DoubleStream):
         zero_from = image.shape[1] if index is None else _zero_from(index, image)
         tokens = Tokens(batch, text.shape[1], image.shape[1], zero_from)
         rotary = _rotary_of(arguments.get("image_rotary_emb"), tokens)
-        mask = self._attention_mask(_joint_mask(arguments, tokens), image)
+        mask = self.attention_mask(_joint_mask(arguments, tokens), image)
         return Step(tokens, rotary, mask)
-
-
-class SingleStreamPass(TransformerPass):
-    """Implements the same for Qwen-Image-2.1, whose blocks run with the rows of the image alone,
-    beside the keys and values in diffusers' cache. The first step, which fills the cache, is
-    diffusers' own.
-    """
-
-    def unchanged(
-        self,
-        index: int,
-        positional: tuple,
-        arguments: dict[str, Any],
-        inputs: tuple[torch.Tensor, torch.Tensor, object],
-    ) -> bool:
-        _, image, modulation = inputs
-        prefix = _prefix_of(arguments)
-        return (
-            not positional
-            and arguments["hidden_states"] is image
-            and arguments["modulation"] is modulation
-            and prefix is not None
-            and prefix.keys is self.prefixes[index].keys
-        )
-
-    def output(self, streams: Streams) -> torch.Tensor:
-        return streams[1]
-
-    @property
-    def prefixes(self) -> Sequence[Prefix] | None:
-        # diffusers' cache stays where it is until the pipeline ends.
-        layers = getattr(self._given.get("kv_cache"), "layer_caches", ())
-        return [Prefix(*layer.get()) for layer in layers] or None
-
-    def fallback(self) -> Fallback | None:
-        if self._given.get("kv_cache") is None:
-            return Fallback("diffusers runs without its prefix cache")
-        return super().fallback()
-
-    def inputs(
-        self, block: torch.nn.Module, positional: tuple, arguments: dict[str, Any]
-    ) -> BlockInputs | Fallback | None:
-        if arguments.get("kv_cache_mode") == "extract":  # diffusers fills the cache
-            return None
-        prefix = _prefix_of(arguments)
-        if positional or prefix is None or arguments.keys() - SINGLE_STREAM:
-            return Fallback("diffusers passes its blocks arguments that are unknown here")
-        shared = tuple(arguments.get(name) for name in SINGLE_STREAM_SHARED)
-        if self._exchanged(shared):
-            self._step, self._shared = self._single_step(arguments), shared
-        image = arguments["hidden_states"]
-        step = self._step._replace(prefix=prefix)
-        return BlockInputs(image[:, :0], image, arguments["modulation"], step, False)
-
-    def entry(self, embedding: torch.Tensor, batch: int) -> Entry:
-        # The last row is for timestep 0.
-        scale1, gate1, scale2, gate2 = embedding[:-1].chunk(4, -1)
-        scales, gates = (scale1, scale2), (gate1.tanh(), gate2.tanh())
-        return shared_entry(scales, gates, len(self.blocks), batch)
-
-    def host_block(self, block: torch.nn.Module, arguments: dict[str, Any]) -> Streams:
-        image = arguments["hidden_states"]
-        return image[:, :0], type(block).forward(block, **arguments)
-
-    def _single_step(self, arguments: dict[str, Any]) -> Step:
-        image, turns = arguments["hidden_states"], arguments["rotary_emb"]
-        tokens = Tokens(len(image), 0, image.shape[1], image.shape[1])
-        mask = self._attention_mask(arguments.get("attention_mask"), image)
-        turns = turns.unsqueeze(0)
-        return Step(tokens, Rotary(turns.real.contiguous(), turns.imag.contiguous()), mask)
-
-
-def _prefix_of(arguments: dict[str, Any]) -> Prefix | None:
-    layer = arguments.get("layer_cache")
-    if layer is None or layer.k is None or arguments.get("kv_cache_mode") != "cached":
-        return None
-    return Prefix(*layer.get())
-
-
-PASSES: dict[type, type[TransformerPass]] = {QwenImageTransformer2DModel: TransformerPass}
-if transformer_qwenimage21 is not None:
-    SingleStreamPass.block_class = transformer_qwenimage21.QwenImage21TransformerBlock
-    SingleStreamPass.processors = (
-        transformer_qwenimage21.QwenImage21AttnProcessor,
-        transformer_qwenimage21.QwenImage21FlexAttnProcessor,
-    )
-    PASSES[transformer_qwenimage21.QwenImage21Transformer2DModel] = SingleStreamPass
 
 
 class _UnknownError(Exception):

@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from diffusers import QwenImageTransformer2DModel
 
+from ...families.registry import blocks_of, spec_of
 from ...optimizations.blocks.block import DENSE, LayerTensors
 from ...optimizations.blocks.block_form import (
-    blocks_of,
     head_norms,
     is_changed,
     modulation_layers,
+    part_of,
     token_layers,
 )
 from ...optimizations.fallback import Fallback
@@ -107,7 +108,8 @@ class DiffusersLayers:
 
 
 def _addresses(blocks: Sequence[torch.nn.Module]) -> list[int]:
-    return [block.attn.to_q.weight.data_ptr() for block in blocks]
+    first = spec_of(blocks[0]).places[0]
+    return [part_of(block, first).weight.data_ptr() for block in blocks]
 
 
 def _kind_of(layer: torch.nn.Module) -> str | RowFormat | None:

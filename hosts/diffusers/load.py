@@ -16,40 +16,37 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from diffusers import (
-    AutoencoderKLQwenImage,
     ConfigMixin,
     DiffusionPipeline,
     FlowMatchEulerDiscreteScheduler,
     ModelMixin,
-    QwenImagePipeline,
-    QwenImageTransformer2DModel,
 )
 from safetensors import safe_open
-from transformers import PreTrainedModel, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
+from transformers import PreTrainedModel, Qwen2Tokenizer
 from transformers.processing_utils import ProcessorMixin
 
 from ...errors import CheckpointError, SettingError, UnavailableError
-from ...loaders.checkpoint import PIPELINE_21, sample_sigmas
+from ...families.diffusers import is_related, module_of, pipelines
+from ...families.protocol import Member
+from ...loaders.checkpoint import sample_sigmas
 from ...loaders.convert import check_finite, check_names, shapes_of
 from ...loaders.header import PLAIN_DTYPES, Shards, read_object, read_shards
 from ...machine.device import available_bytes, choose_device
 from ...machine.memory import available_memory
-from ...spec import families
 from ...spec.formats import BYTES_PER_WEIGHT
 from ...spec.transformer import USUAL_SIDE
 from ..loading import PrecisionChoice, choose_precision
 from .patch import Optimized, is_lossy_attention, optimize
 from .settings import OffloadChoice, choose_offload
-from .text_encoder import load_processor, load_text_encoder, load_tokenizer
+from .text_encoder import load_text_encoder
 
 logger = logging.getLogger(__name__)
 
 PRECISION_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-MAX_PROMPT_TOKENS = 512  # the default of Qwen-Image's pipeline
 
 
 @dataclass(frozen=True)
-class Family:
+class PipelineParts:
     """Tells what differs between the pipelines that run here.
 
     Attributes:
@@ -65,41 +62,9 @@ class Family:
     words: str
     load_words: Callable[[Path], Qwen2Tokenizer | ProcessorMixin]
     arguments: Mapping[str, Any]
-    member: families.Family
+    member: Member
 
 
-def _qwen_image() -> Family:
-    return Family(
-        pipeline=QwenImagePipeline,
-        models={"transformer": QwenImageTransformer2DModel, "vae": AutoencoderKLQwenImage},
-        text_encoder=Qwen2_5_VLForConditionalGeneration,
-        words="tokenizer",
-        load_words=load_tokenizer,
-        arguments={"max_sequence_length": MAX_PROMPT_TOKENS},
-        member=families.TEXT_TO_IMAGE,
-    )
-
-
-def _qwen_image_21() -> Family:
-    from diffusers import (
-        AutoencoderKLQwenImage21,
-        QwenImage21Pipeline,
-        QwenImage21Transformer2DModel,
-    )
-    from transformers import Qwen3VLForConditionalGeneration
-
-    return Family(
-        pipeline=QwenImage21Pipeline,
-        models={"transformer": QwenImage21Transformer2DModel, "vae": AutoencoderKLQwenImage21},
-        text_encoder=Qwen3VLForConditionalGeneration,
-        words="processor",
-        load_words=load_processor,
-        arguments={},
-        member=families.SINGLE_STREAM_FAMILY,
-    )
-
-
-FAMILIES = {"QwenImagePipeline": _qwen_image, PIPELINE_21: _qwen_image_21}
 # What decoding takes for a pixel in bf16, more than the other parts take for activations;
 # measured on an H200 from 1024x1024 to 3072x3072 as allocated memory.
 DECODE_BYTES_PER_PIXEL = 1259
@@ -139,7 +104,7 @@ class LoadedPipeline:
     """
 
     folder: Path
-    family: Family
+    family: PipelineParts
     transformer: ModelMixin
     vae: ModelMixin
     text_encoder: PreTrainedModel
@@ -238,7 +203,7 @@ def load_pipeline(
 
 def _load_parts(
     folder: Path,
-    family: Family,
+    family: PipelineParts,
     shards: Mapping[str, Shards],
     choice: PrecisionChoice,
     device: str,
@@ -297,7 +262,7 @@ def _config(folder: Path, part: str, expected: type[ConfigMixin]) -> dict[str, o
     return config
 
 
-def _family(folder: Path) -> Family:
+def _family(folder: Path) -> PipelineParts:
     path = folder / "model_index.json"
     if not os.path.isfile(path):
         raise CheckpointError(
@@ -305,9 +270,9 @@ def _family(folder: Path) -> Family:
         )
     index = read_object(path, "the list of a diffusers folder's parts")
     name = str(index.get("_class_name"))
-    if name in FAMILIES:
+    if module := module_of(name):
         try:
-            family = FAMILIES[name]()
+            family = module.parts()
         except ImportError as error:
             raise UnavailableError(
                 f"This is a {name}, which needs diffusers 0.42 and transformers 4.57 or newer: "
@@ -318,8 +283,8 @@ def _family(folder: Path) -> Family:
         if not sigmas:
             return family
         return replace(family, arguments={**family.arguments, "sigmas": sigmas})
-    known = " or ".join(FAMILIES)
-    if name.startswith(("QwenImageEdit", "QwenImageLayered")):
+    known = " or ".join(pipelines())
+    if is_related(name):
         raise CheckpointError(
             f"This is a {name}, and only text to image ({known}) runs here: use a "
             "Qwen-Image or Qwen-Image-2512 folder, or the ComfyUI nodes.",

@@ -16,10 +16,12 @@ from typing import Any
 import torch
 from diffusers import QwenImageTransformer2DModel
 
+from ...families.diffusers import pass_of
+from ...families.registry import blocks_of
 from ...optimizations.attention import is_lossy
 from ...optimizations.fallback import Fallback
 from ...optimizations.run import Optimization
-from .forward import HOST_ATTENTION, PASSES, TransformerAttention
+from .forward import HOST_ATTENTION, TransformerAttention
 from .layers import DiffusersLayers, Timesteps, TransformerModulation
 
 # Where a module's `forward` is found: accelerate keeps the one that it wraps, and puts it back
@@ -81,7 +83,7 @@ def is_lossy_attention(
 
 def unsupported_model(transformer: object) -> Fallback | None:
     """Says why a model is not optimized, in one sentence; None when it is Qwen-Image."""
-    if type(transformer) in PASSES and len(transformer.transformer_blocks):
+    if pass_of(transformer) and len(blocks_of(transformer)):
         return None
     return Fallback(
         f"The model is {type(transformer).__name__}, not a transformer of Qwen-Image "
@@ -178,7 +180,7 @@ class TransformerOptimization(Optimization):
         with self._lock:
             if not self._in_run:
                 self.start_run()
-            adapter = PASSES[type(transformer)](
+            adapter = pass_of(transformer)(
                 transformer, self.attention, self._layers, self._modulation, given
             )
             try:

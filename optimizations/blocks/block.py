@@ -22,20 +22,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ...families.registry import spec_of
 from ...spec.formats import RowFormat
 from ..fallback import Fallback
 from ..fused import Ops
 from ..linear import Gemm
 from ..modulation import Entry
 from ..reference import LowRank, Modulation, QKNorm, Rotary, Tokens
-from .block_form import layout_of, part_of
+from .block_form import heads_of, part_of
 from .products import Operand, PackedOperand, PackedWeight, merged_product
 from .shape import LowForm, Share, downs_of
-from .workspace import DENSE, BlockForm, LayerForm, Prefix, Program, Workspace, streams_of
+from .workspace import DENSE, PLACES, BlockForm, LayerForm, Prefix, Program, Workspace, streams_of
 
 
 class LayerTensors(NamedTuple):
@@ -50,6 +51,25 @@ class LayerTensors(NamedTuple):
     weight: torch.Tensor | PackedWeight
     scale: torch.Tensor | None
     bias: torch.Tensor | None
+
+    def third(self, part: int | None) -> LayerTensors:
+        """Gives the rows of q, k or v of a layer that makes all three; itself for None."""
+        return self if part is None else LayerTensors(*(third(it, part) for it in self))
+
+
+def third(tensor: torch.Tensor | PackedWeight | None, part: int | None) -> Any:
+    """Gives one of three parts of a matrix's rows; the matrix itself for None."""
+    if tensor is None or part is None:
+        return tensor
+    if isinstance(tensor, PackedWeight):
+        rows = (third(it, part) for it in (tensor.codes, tensor.group_scale))
+        return tensor._replace(**dict(zip(("codes", "group_scale"), rows, strict=True)))
+    return tensor.chunk(3)[part]
+
+
+def run_third(module: torch.nn.Module, part: int | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Gives what computes one of three parts of a layer's columns; the layer itself for None."""
+    return module if part is None else lambda x: module(x).chunk(3, -1)[part]
 
 
 class Layers(Protocol):
@@ -360,13 +380,15 @@ class BlockExecutor:
             if product is None:
                 continue
             module, form = here.modules[place], here.form.layers[place]
+            part = here.form.thirds[place]
             if form.kind is None:
-                product(module)
+                product(run_third(module, part))
                 continue
             with self._layers.tensors(module, like) as tensors:
                 if tensors.scale is None and form.kind != DENSE:
                     product = merged_product(program.reads[place], form.format)
-                product(program.readable(place, Operand.of(*tensors, here.ups[place])))
+                operand = Operand.of(*tensors.third(part), here.ups[place])
+                product(program.readable(place, operand))
 
     def prepared(self, blocks: Sequence[torch.nn.Module]) -> bool:
         """Whether all that is asked of these blocks was found in an earlier pass."""
@@ -392,30 +414,34 @@ class BlockExecutor:
         return found
 
     def _look(self, block: torch.nn.Module, like: torch.Tensor) -> KnownBlock:
-        attn, layout = block.attn, layout_of(block)
-        modules = tuple(part_of(block, it) for it in (*layout.places, *layout.head_norms))
-        layers, lows = zip(*(self._form(it, like.device) for it in modules[:12]), strict=True)
-        ups = tuple(low and low.up for low in lows)
-        inner, eps = modules[10].in_features, (block.img_norm1.eps, attn.norm_q.eps)
-        form = BlockForm(layers, attn.heads, inner, *eps, layout.activation)
+        spec = spec_of(block)
+        modules = tuple(part_of(block, it) for it in (*spec.places, *spec.qk_norms))
+        parts = tuple(map(spec.third_of, range(len(PLACES))))
+        layers, lows = zip(
+            *(self._form(*it, like.device) for it in zip(modules, parts, strict=False)), strict=True
+        )
+        ups = tuple(low and third(low.up, part) for low, part in zip(lows, parts, strict=True))
+        inner = modules[10].in_features
+        eps = part_of(block, spec.norms[0]).eps, modules[12].eps
+        form = BlockForm(layers, heads_of(block), inner, *eps, spec.activation, parts)
         form = self._workspace.forms.setdefault(form, form)
         downs = downs_of(lows, form.readers) if any(lows) else ()
         if not self._held:
             return KnownBlock(modules, form, ups, downs)
         operands = []
-        for module, layer, up in zip(modules, layers, ups, strict=False):
+        for module, part, layer, up in zip(modules, parts, layers, ups, strict=False):
             if layer.kind is None:
-                operands.append(module)
+                operands.append(run_third(module, part))
                 continue
             with self._layers.tensors(module, like) as tensors:
                 if (tensors.scale is None) != (layer.kind == DENSE):
                     return KnownBlock(modules, form, ups, downs)
-                operands.append(Operand.of(*tensors, up))
+                operands.append(Operand.of(*tensors.third(part), up))
         norms = self._norms(modules, like)
         return KnownBlock(modules, form, ups, downs, tuple(operands), norms)
 
     def _form(
-        self, layer: torch.nn.Module, device: torch.device
+        self, layer: torch.nn.Module, part: int | None, device: torch.device
     ) -> tuple[LayerForm, LowRank | None]:
         kind = self._layers.kind(layer)
         if kind is None:
@@ -425,7 +451,8 @@ class BlockExecutor:
         if kind == DENSE:
             return LayerForm(kind, None, None, low_form), low
         gemm = self._layers.gemm(kind.storage, device)
-        quantizes = not gemm.weight_only and gemm.takes(layer.out_features, layer.in_features)
+        rows = layer.out_features if part is None else layer.out_features // 3
+        quantizes = not gemm.weight_only and gemm.takes(rows, layer.in_features)
         return LayerForm(kind, kind if quantizes else None, gemm, low_form), low
 
     def _norms(self, modules: tuple[torch.nn.Module, ...], like: torch.Tensor) -> QKNorm:

@@ -1,8 +1,6 @@
-"""What a transformer block is: the names of its parts, whether a module is one, and whether it
-still is the host's own.
+"""Whether a module is a transformer block that the executor computes, and still is the host's own.
 
-ComfyUI's and diffusers' blocks have the same attribute names: those of Qwen-Image 1.x have a stream
-of text and one of the image, those of 2.1 have one of both.
+ComfyUI's and diffusers' blocks have the same attribute names, which `BlockSpec` lists.
 """
 
 from __future__ import annotations
@@ -18,73 +16,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from ...spec.transformer import (
-    DOUBLE_STREAM,
-    FUSED_SINGLE_STREAM,
-    GATE_UP,
-    GATED,
-    SINGLE_STREAM,
-    BlockSpec,
-)
+from ...families.registry import block_specs, modulation_of, spec_of
 from ..fallback import Fallback
 from ..fused import unsupported_shape
-
-# The layers of 1.x that see the timestep alone, by the stream that they modulate.
-MODULATION = DOUBLE_STREAM.modulation
-# The layers of 1.x in the order in which they run, of the streams in `workspace.PLACES`: those of
-# the image first, whose products run long enough for the processor to get ahead of the card.
-DOUBLE_LAYERS = (
-    *("attn.to_q", "attn.to_k", "attn.to_v", "attn.add_q_proj", "attn.add_k_proj"),
-    *("attn.add_v_proj", "attn.to_out.0", "attn.to_add_out"),
-    *("img_mlp.net.0.proj", "txt_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.2"),
-)
-SINGLE_ATTENTION = ("attn.to_q", "attn.to_k", "attn.to_v")
-DOUBLE_NORMS = ("img_norm1", "img_norm2", "txt_norm1", "txt_norm2")
-SINGLE_NORMS = ("img_norm1", "img_norm2")
-GELU, SWIGLU, SPLIT_SWIGLU = "gelu", "swiglu", "swiglu of two layers"
-
-
-class BlockLayout(NamedTuple):
-    """Where the executor finds the parts of a block.
-
-    Attributes:
-        spec: Its layers.
-        places: The layer of each of `workspace.PLACES`. Of a single stream the text's name the same
-            layers as the image's, and have no rows.
-        norms: The LayerNorms.
-        read: Every other submodule that the executor reads instead of calling, so that a change to
-            one would be lost.
-        activation: Of the MLP; `SWIGLU` of [gate; up] in one layer, or of two.
-    """
-
-    spec: BlockSpec
-    places: tuple[str, ...]
-    norms: tuple[str, ...]
-    read: tuple[str, ...]
-    activation: str
-
-    @property
-    def head_norms(self) -> tuple[str, ...]:
-        """Names the RMSNorms of a `QKNorm`."""
-        norms = self.spec.head_norms
-        return norms if len(norms) == 4 else 2 * norms
-
-
-def _single(spec: BlockSpec, first: tuple[str, str], activation: str) -> BlockLayout:
-    out = ("attn.to_out.0",) * 2, ("img_mlp.out",) * 2
-    places = (*2 * SINGLE_ATTENTION, *out[0], *first, *out[1])
-    return BlockLayout(spec, places, SINGLE_NORMS, ("img_mlp", "attn"), activation)
-
-
-DOUBLE = BlockLayout(
-    DOUBLE_STREAM,
-    DOUBLE_LAYERS,
-    DOUBLE_NORMS,
-    ("img_mlp", "txt_mlp", "img_mlp.net.0", "txt_mlp.net.0", "attn"),
-    GELU,
-)
-SINGLE = _single(SINGLE_STREAM, GATED, SPLIT_SWIGLU)
-FUSED_SINGLE = _single(FUSED_SINGLE_STREAM, (GATE_UP, GATE_UP), SWIGLU)
 
 
 class ModulationLayer(NamedTuple):
@@ -93,40 +27,37 @@ class ModulationLayer(NamedTuple):
     module: torch.nn.Module
 
 
-def blocks_of(transformer: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
-    return tuple(transformer.transformer_blocks)
-
-
-def layout_of(block: torch.nn.Module) -> BlockLayout:
-    """Which parts a block has, by those that others lack."""
-    if hasattr(block.attn, "add_q_proj"):
-        return DOUBLE
-    return FUSED_SINGLE if hasattr(block.img_mlp, "gate_up") else SINGLE
-
-
 def token_layers(block: torch.nn.Module) -> list[torch.nn.Module]:
     """The linear layers of a block that see tokens; none of a block of another form."""
-    try:
-        return [part_of(block, name) for name in layout_of(block).spec.gemms]
-    except AttributeError:
-        return []
+    spec = spec_of(block)
+    return [] if spec is None else _parts_named(block, spec.gemms)
 
 
 def classes_of(block: torch.nn.Module) -> tuple[type, ...]:
     """The classes of a block and of the modules that the executor reads instead of calling; only
     the first of a block of another form.
     """
+    spec = spec_of(block)
+    names = () if spec is None else (*spec.norms, *spec.read, *spec.head_norms)
+    return type(block), *map(type, _parts_named(block, names))
+
+
+def _parts_named(block: torch.nn.Module, names: Iterable[str]) -> list[torch.nn.Module]:
+    # Empty where one is missing.
     try:
-        layout = layout_of(block)
-        names = *layout.norms, *layout.read, *layout.spec.head_norms
-        return type(block), *(type(part_of(block, name)) for name in names)
+        return [part_of(block, name) for name in names]
     except AttributeError:
-        return (type(block),)
+        return []
+
+
+def modulated_by(block: torch.nn.Module) -> list[torch.nn.Module]:
+    """The linear layers of a block that see the timestep alone."""
+    return _parts_named(block, [f"{name}.1" for name in modulation_of(block).values()])
 
 
 def head_norms(block: torch.nn.Module) -> list[torch.nn.Module]:
     """The RMSNorms of a block that has token layers."""
-    return [part_of(block, name) for name in layout_of(block).spec.head_norms]
+    return [part_of(block, name) for name in spec_of(block).head_norms]
 
 
 def part_of(block: torch.nn.Module, name: str) -> torch.nn.Module:
@@ -136,16 +67,25 @@ def part_of(block: torch.nn.Module, name: str) -> torch.nn.Module:
     return block
 
 
+def heads_of(block: torch.nn.Module) -> int:
+    """Counts the heads of a block's attention."""
+    return part_of(block, spec_of(block).attention).heads
+
+
+def query_layer(block: torch.nn.Module) -> torch.nn.Module:
+    """Gives the layer that makes the queries, whose input is as wide as the block."""
+    return part_of(block, spec_of(block).places[0])
+
+
 def modulation_layers(blocks: Sequence[torch.nn.Module]) -> Iterator[ModulationLayer]:
     for index, block in enumerate(blocks):
-        for stream, name in MODULATION.items():
+        for stream, name in modulation_of(block).items():
             yield ModulationLayer(index, stream, getattr(block, name))
 
 
 def unknown_modulation(blocks: Sequence[torch.nn.Module]) -> Fallback | None:
     """Why there is no modulation of all blocks; None where they agree."""
-    names = MODULATION.values()
-    if len({tuple(hasattr(block, name) for name in names) for block in blocks}) > 1:
+    if len({tuple(modulation_of(block)) for block in blocks}) > 1:
         return Fallback("another extension has put a block of another form among the others")
     return None
 
@@ -156,32 +96,34 @@ def unsupported_block(block: torch.nn.Module, dtype: torch.dtype) -> Fallback | 
     Args:
         dtype: Of the activations.
     """
+    spec = spec_of(block)
+    if spec is None:
+        known = ", ".join(spec.told_by for spec in block_specs())
+        return Fallback(f"its form is unknown: it has none of {known}")
+    names = *spec.norms, *spec.read, *spec.head_norms
     try:
-        layout = layout_of(block)
-        names = *layout.norms, *layout.read, *layout.spec.head_norms
         modules = {name: part_of(block, name) for name in names}
-        attn = modules["attn"]
-        dim, heads = attn.to_q.out_features, attn.heads
-        layers = [part_of(block, name) for name in layout.places]
+        dim, heads = query_layer(block).in_features, heads_of(block)
+        layers = [part_of(block, name) for name in spec.places]
         changed = [name for name, module in modules.items() if is_changed(module)]
     except AttributeError as error:
         return Fallback(f"its form is unknown: {error}")
     if changed:
         return Fallback(f"{changed[0]} has been changed by another extension")
-    norms = [modules[name] for name in layout.norms]
+    norms = [modules[name] for name in spec.norms]
     if any(norm.weight is not None for norm in norms):
         return Fallback("its LayerNorms have weights")
-    heads_norms = [modules[name] for name in layout.spec.head_norms]
+    heads_norms = [modules[name] for name in spec.head_norms]
     if any(norm.weight is None for norm in heads_norms):
         return Fallback("its heads are not normalized")
     widths = {layer.out_features for layer in layers[8:10]}
     eps, head_eps = ({norm.eps for norm in found} for found in (norms, heads_norms))
+    if None in eps | head_eps:
+        return Fallback("a norm of it takes its eps from the dtype")
     if len(eps) > 1 or len(head_eps) > 1 or len(widths) > 1:
         return Fallback("its streams differ in form")
-    if layout.activation == GELU:
-        gelus = {modules[f"{it}_mlp.net.0"].approximate for it in ("img", "txt")}
-        if gelus != {"tanh"}:
-            return Fallback("its GELU is not the tanh form")
+    if any(modules[name].approximate != "tanh" for name in spec.gelus):
+        return Fallback("its GELU is not the tanh form")
     return unsupported_shape(dim, dim // heads, dtype)
 
 
@@ -372,11 +314,11 @@ class _Parts(NamedTuple):
 
 
 def _parts(block: torch.nn.Module, multiplied: set[torch.nn.Module]) -> _Parts:
-    layout, parts = layout_of(block), _Parts.none()
-    modulation = layout.spec.modulation.values()
-    names = *layout.norms, *layout.read, *layout.spec.head_norms, *modulation
+    spec, parts = spec_of(block), _Parts.none()
+    modulation = spec.modulation.values()
+    names = *spec.norms, *spec.read, *spec.head_norms, *modulation
     names = *names, *(f"{name}.0" for name in modulation)  # SiLU, whose result the table holds
-    layers = (name for name in layout.places if part_of(block, name) in multiplied)
+    layers = (name for name in spec.places if part_of(block, name) in multiplied)
     names = "", *dict.fromkeys((*names, *layers))
     # One step of several paths is looked at once.
     for parent, key, child, path in dict.fromkeys(chain(*(_path(block, name) for name in names))):

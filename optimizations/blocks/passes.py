@@ -21,6 +21,7 @@ from ..fallback import Fallback
 from ..modulation import Entry, compute_entry
 from ..reference import Modulation
 from .block import Attend, BlockExecutor
+from .block_form import heads_of
 from .graphs import FIRST, LAST_PART, MOST_ROWS, Inputs, PassGraph, PassMemory, Seen, Work, key_of
 from .host import BlockInputs, HostPass, PreparedModel
 from .self_check import Streams, is_finite
@@ -318,7 +319,7 @@ class ForwardPass:
 
     def _key(self, given: Given) -> tuple[Hashable, ...]:
         text, _, step, entry = given
-        heads, tokens = self._host.blocks[0].attn.heads, step.tokens
+        heads, tokens = heads_of(self._host.blocks[0]), step.tokens
         joint = step.before + tokens.joint
         size = tokens.batch, heads, text.shape[-1] // heads, joint, step.mask is not None
         request = text.device, text.dtype, *size

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ...spec.formats import RowFormat
+from ...spec.transformer import GELU, SPLIT_SWIGLU, SWIGLU
 from ..attention_8bit import Heads
 from ..reference import LowRank, Modulation, QuantizedRows, RowOrder, Tokens, storage_of
-from .block_form import GELU, SPLIT_SWIGLU, SWIGLU
 from .products import Rows
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Shape:
 
     Args:
         inner: Columns of `activated`.
-        activation: As of `block_form.BlockLayout`.
+        activation: As of `BlockSpec`.
     """
 
     def __init__(

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ...spec.formats import RowFormat
+from ...spec.transformer import GELU, SPLIT_SWIGLU
 from ..attention_8bit import Heads
 from ..fused import Ops
 from ..linear import Gemm
 from ..reference import Modulation, QKNorm, QuantizedRows, Rotary, Tokens
-from .block_form import GELU, SPLIT_SWIGLU
 from .products import (
     Operand,
     PackedOperand,
@@ -78,7 +78,8 @@ class BlockForm(NamedTuple):
         heads: Of attention.
         inner: What the MLP's last layers read, in columns.
         eps, head_eps: Of the LayerNorms, and of the RMSNorms of a head.
-        activation: As of `block_form.BlockLayout`.
+        activation: As of `BlockSpec`.
+        thirds: As of `BlockSpec.third_of`, by place.
     """
 
     layers: tuple[LayerForm, ...]
@@ -87,6 +88,7 @@ class BlockForm(NamedTuple):
     eps: float
     head_eps: float
     activation: str = GELU
+    thirds: tuple[int | None, ...] = (None,) * len(PLACES)
 
     @property
     def readers(self) -> Readers:

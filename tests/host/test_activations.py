@@ -18,6 +18,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from tracked_allocations import Allocations
 
+from qwen_l40s.families.qwen_image import QwenImageShape
+from qwen_l40s.families.text_encoders import QWEN25_VL
 from qwen_l40s.hosts.comfyui.lora.bypass import Beside, BypassForward, BypassLayers, Matrices
 from qwen_l40s.hosts.comfyui.sample import attention, forward
 from qwen_l40s.optimizations import linear, reference
@@ -35,11 +37,9 @@ from qwen_l40s.planning.request import (
     RunRequest,
     Setting,
 )
-from qwen_l40s.spec.families import QWEN25_VL
 from qwen_l40s.spec.formats import RowFormat
-from qwen_l40s.spec.transformer import TransformerShape
 
-SHAPE = TransformerShape(
+SHAPE = QwenImageShape(
     blocks=2, dim=512, heads=4, head_dim=128, joint_dim=64, in_channels=64, packed_out_channels=64
 )
 BF16 = torch.bfloat16

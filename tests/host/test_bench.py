@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 
 from qwen_l40s.bench.rows import FORWARD
 from qwen_l40s.cli import main
+from qwen_l40s.families.qwen_image import FULL_SIZE
 from qwen_l40s.loaders.convert import check_complete
 from qwen_l40s.loaders.source import open_source
 from qwen_l40s.loaders.writer import SafetensorsLayout
-from qwen_l40s.spec.transformer import FULL_SIZE
 
 SMALL = ["--device", "cpu", "--width", "small", "--text", "5", "--repeats", "2"]
 RUNS = {
@@ -122,10 +122,9 @@ def header_only(path, shapes):
 
 
 def test_the_random_weights_are_those_of_the_published_files(tmp_path):
-    from qwen_l40s.bench.comfyui import text_encoder_shapes
-    from qwen_l40s.hosts.comfyui.load.vae import vae_shapes
+    from qwen_l40s.bench.comfyui import text_encoder_shapes, vae_shapes
 
-    shapes = FULL_SIZE.tensors(), text_encoder_shapes(), vae_shapes(96)
+    shapes = FULL_SIZE.tensors(), text_encoder_shapes(), vae_shapes()
     roles = ("transformer", "text_encoder", "vae")
     files = [
         header_only(tmp_path / f"{role}.safetensors", found)

@@ -22,6 +22,7 @@ from comfyui_boot import MODE, folder
 from faulty_copies import split_always, stand_in_cards
 from safetensors.torch import save_file
 
+from qwen_l40s.families.registry import blocks_of
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.hosts.comfyui.lora.apply import apply_lora
 from qwen_l40s.hosts.comfyui.lora.bypass import BypassForward
@@ -35,7 +36,7 @@ from qwen_l40s.hosts.comfyui.sample.run import ComfyOptimization
 from qwen_l40s.hosts.comfyui.sample.step_cache import cache_steps
 from qwen_l40s.machine import links
 from qwen_l40s.nodes.optimize import QwenL40SSplitCards
-from qwen_l40s.optimizations.blocks.block_form import blocks_of, token_layers
+from qwen_l40s.optimizations.blocks.block_form import token_layers
 from qwen_l40s.step_cache import cache_settings
 
 pytestmark = pytest.mark.usefixtures("inference_mode")

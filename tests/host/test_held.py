@@ -22,11 +22,12 @@ import torch
 from comfy_aimdo import model_vbar
 from comfyui_boot import MODE, folder
 
+from qwen_l40s.families.registry import blocks_of
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.hosts.comfyui.sample import held
 from qwen_l40s.hosts.comfyui.sample.layers import ComfyLayers
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize
-from qwen_l40s.optimizations.blocks.block_form import blocks_of, head_norms, token_layers
+from qwen_l40s.optimizations.blocks.block_form import head_norms, token_layers
 
 FOLDER = folder("held")
 WEIGHTS = narrow.weights()

@@ -22,17 +22,17 @@ from comfyui_boot import folder
 from narrow_transformer import difference
 from safetensors.torch import load_file, save_file
 
+from qwen_l40s.families.qwen_image import QwenImageShape
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.loaders.quantize import comfy_quant_tensor, quantize_rows
 from qwen_l40s.loaders.stored import rotate
-from qwen_l40s.spec.transformer import TransformerShape
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 with_files = pytest.mark.usefixtures("files", "sizes")
 FOLDER = folder("loader")
-ONE_BLOCK = TransformerShape(1, 1024, 8, 128, 512, 64, 64)
+ONE_BLOCK = QwenImageShape(1, 1024, 8, 128, 512, 64, 64)
 SIZES = {"num_attention_heads": 8, "attention_head_dim": 128, "joint_attention_dim": 512}
-REAL_WIDTH = TransformerShape(1, 3072, 24, 128, 3584, 64, 64)
+REAL_WIDTH = QwenImageShape(1, 3072, 24, 128, 3584, 64, 64)
 FP8 = torch.float8_e4m3fn
 Tensors = dict[str, torch.Tensor]
 

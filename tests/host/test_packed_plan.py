@@ -7,11 +7,11 @@ import pytest
 from comfy.quant_ops import QUANT_ALGOS
 from comfyui_boot import folder
 
+from qwen_l40s.families.qwen_image import FULL_SIZE
 from qwen_l40s.hosts.comfyui.load import plan as load_plan
 from qwen_l40s.loaders.source import Source, open_source
 from qwen_l40s.loaders.writer import SafetensorsLayout
 from qwen_l40s.spec.formats import GIB, CardFacts
-from qwen_l40s.spec.transformer import FULL_SIZE
 
 FOLDER = folder("packed_plan")
 FORMATS = {4: "asym_w4a8_int8", 6: "w6a8_int8"}

@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 from vae_cases import random_vae, random_weights, wan_21
 
 from qwen_l40s.errors import CheckpointError, SettingError, UnavailableError
+from qwen_l40s.families.vaes import VAE_21
 from qwen_l40s.hosts.comfyui.decode.decode import decode, encode
 from qwen_l40s.hosts.comfyui.estimate.request import request_from
 from qwen_l40s.hosts.comfyui.load.linear import LAYOUT
@@ -41,7 +42,6 @@ from qwen_l40s.loaders.quantized_file import plan_quantized, write_quantized
 from qwen_l40s.loaders.source import open_source
 from qwen_l40s.options import request_settings
 from qwen_l40s.spec.formats import QUANTIZED
-from qwen_l40s.spec.vae import VAE_21
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 newer = pytest.mark.host_has("comfy.model_base.QwenImage21")

@@ -9,8 +9,7 @@ from comfy.patcher_extension import WrappersMP
 from narrow_21 import TEXT, model_21, random
 from reported_runs import reported, running
 
-from qwen_l40s.hosts.comfyui.contract import knows_single_stream
-from qwen_l40s.hosts.comfyui.sample import forward
+from qwen_l40s.hosts.comfyui import qwen_image_21
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of
 
 pytestmark = [
@@ -60,7 +59,7 @@ def test_off_is_comfyuis_own():
 
 def test_what_a_graph_would_read_is_what_the_blocks_are_given(monkeypatch):
     """ComfyUI's cache, from which graphs know all prefixes before the first block runs."""
-    found, own = [], forward.SingleStreamPass.inputs
+    found, own = [], qwen_image_21.SingleStreamPass.inputs
 
     def inputs(self, block, positional, arguments):
         given = own(self, block, positional, arguments)
@@ -69,7 +68,7 @@ def test_what_a_graph_would_read_is_what_the_blocks_are_given(monkeypatch):
             found.append((index, self.prefixes, given.step.prefix, self.no_graphs()))
         return given
 
-    monkeypatch.setattr(forward.SingleStreamPass, "inputs", inputs)
+    monkeypatch.setattr(qwen_image_21.SingleStreamPass, "inputs", inputs)
     sample(optimize(model_21()), cfg=3.0)
     assert [filling for *_, filling in found[:2]] == ["ComfyUI fills its prefix cache"] * 2
     # The first step of each prompt fills the cache; the rest read it.
@@ -99,13 +98,13 @@ def test_a_comfyui_whose_model_has_no_inner_forward_runs_its_own_blocks(monkeypa
     kind = type(model.model.diffusion_model)
     monkeypatch.setattr(kind, "forward", kind._forward)
     monkeypatch.delattr(kind, "_forward")
-    knows_single_stream.cache_clear()
+    qwen_image_21.is_known.cache_clear()
     try:
         optimized = optimize(model)
         assert torch.equal(sample(optimized), sample(model))
-        assert forward.OTHER_MODEL.reason in report_of(optimized)
+        assert qwen_image_21.OTHER_MODEL.reason in report_of(optimized)
     finally:
-        knows_single_stream.cache_clear()
+        qwen_image_21.is_known.cache_clear()
 
 
 def test_a_report_says_what_ran():

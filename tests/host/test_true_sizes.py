@@ -25,16 +25,16 @@ from safetensors.torch import save_file
 
 import nodes as core
 from qwen_l40s.errors import SettingError
-from qwen_l40s.hosts.comfyui.estimate import sizes as true_sizes
+from qwen_l40s.families.registry import find_member
 from qwen_l40s.hosts.comfyui.estimate.request import request_from
 from qwen_l40s.hosts.comfyui.estimate.sizes import clip_sizes, latent_sizes, model_sizes, vae_sizes
+from qwen_l40s.hosts.comfyui.load.qwen_vl import QWEN25_VL
 from qwen_l40s.hosts.comfyui.load.text_encoder import load_text_encoder
 from qwen_l40s.hosts.comfyui.load.vae import load_vae
 from qwen_l40s.hosts.comfyui.lora.apply import apply_lora
 from qwen_l40s.hosts.comfyui.sample.step_cache import cache_steps
 from qwen_l40s.options import request_settings
 from qwen_l40s.planning.bytes import weight_bytes
-from qwen_l40s.spec.families import FAMILIES
 from qwen_l40s.spec.formats import QUANTIZED
 from qwen_l40s.spec.vae import VaeShape
 from qwen_l40s.step_cache import ADAPTIVE, PRESETS, CacheSettings, computed_with
@@ -54,7 +54,7 @@ def load(form="bf16", off_card=False, path=PATH):
 
 
 def published(family, **config):
-    shape = FAMILIES[family].transformer
+    shape = find_member(family).transformer
     made = comfy.supported_models.QwenImage(
         {"image_model": "qwen_image", "in_channels": 64, "num_layers": shape.blocks, **config}
     )
@@ -89,10 +89,10 @@ def test_published_sizes_are_counted_to_the_byte():
         ("qwen-image-layered", {"use_additional_t_cond": True}),
     ):
         found = model_sizes(published(family, **config))
-        expected = weight_bytes(FAMILIES[family].transformer, "bf16")
-        assert found.shape == FAMILIES[family].transformer, found.shape
+        expected = weight_bytes(find_member(family).transformer, "bf16")
+        assert found.shape == find_member(family).transformer, found.shape
         assert (found.bytes, found.modulation_bytes) == (expected.total, expected.modulation)
-        assert found.timestep_zero == FAMILIES[family].timestep_zero
+        assert found.timestep_zero == find_member(family).timestep_zero
         assert (found.precision, found.stored) == ("bf16", "")
         assert request(published(family, **config)).request.family == family
 
@@ -235,7 +235,7 @@ def test_other_text_encoders_are_refused():
         words = ("CLIP's text encoder is a", "Qwen2.5-VL", "connect Qwen-Image's CLIP")
         refused(*words, run=lambda clip=clip: request(clip=clip))
     refused("NoneType", run=lambda: request(clip=SimpleNamespace(cond_stage_model=None)))
-    assert true_sizes._is_qwen_image(qwen_image.te().__new__(qwen_image.te()))
+    assert QWEN25_VL.is_one(qwen_image.te().__new__(qwen_image.te()))
 
 
 def test_vaes_tell_shape_and_bytes():

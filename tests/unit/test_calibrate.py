@@ -401,8 +401,8 @@ def test_a_card_that_is_full_is_told(module, monkeypatch):
 def test_a_precision_that_the_card_does_not_multiply_is_left_out(module, monkeypatch):
     import torch
 
+    from qwen_l40s.families.qwen_image import SMALL
     from qwen_l40s.optimizations.linear import Gemm
-    from qwen_l40s.spec.transformer import SMALL
 
     gemm = Gemm("fp8", "dequantize", "sm_80, needs sm_89")
     monkeypatch.setattr(module, "choose_gemm", lambda *_: gemm)
@@ -414,7 +414,7 @@ def test_a_precision_that_the_card_does_not_multiply_is_left_out(module, monkeyp
 def test_every_product_of_a_block_is_measured_once(module):
     import torch
 
-    from qwen_l40s.spec.transformer import SMALL
+    from qwen_l40s.families.qwen_image import SMALL
 
     sizes = module.small_sizes(SMALL)
     parts = module._products(sizes.work, "bf16", torch.device("cpu"))

@@ -24,10 +24,10 @@ from hypothesis import strategies as st
 from published_text_encoder import published_shapes
 
 from qwen_l40s.errors import CheckpointError
+from qwen_l40s.families.others import SIGNS
+from qwen_l40s.families.vaes import vae_name_to_native
 from qwen_l40s.loaders.checkpoint import inspect_checkpoint
-from qwen_l40s.loaders.convert import vae_name_to_native
 from qwen_l40s.loaders.header import DTYPE_BITS, read_shards
-from qwen_l40s.loaders.parts import SIGNS
 
 MICRO = {"attention_head_dim": 16, "num_attention_heads": 2, "joint_attention_dim": 24}
 MICRO_ROPE = {"axes_dims_rope": (4, 6, 6)}

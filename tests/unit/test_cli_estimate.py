@@ -12,11 +12,11 @@ from safetensors.torch import save_file
 
 from qwen_l40s.cli import build_parser, main
 from qwen_l40s.cli.estimate import request_of
+from qwen_l40s.families.registry import find_member, members
 from qwen_l40s.machine.card import InstalledCard, InstalledCards
 from qwen_l40s.machine.card_list import known_cards
 from qwen_l40s.planning.bytes import weight_bytes
 from qwen_l40s.planning.request import Loras, RunRequest
-from qwen_l40s.spec.families import FAMILIES, find_family
 from qwen_l40s.spec.formats import GIB
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -164,10 +164,10 @@ def test_models_that_stay_beside_it_take_their_memory(capsys):
 
     alone = taken()
     edit, other = taken("qwen-image-edit-2511:int8"), taken("qwen-image-2.1:int8")
-    family = find_family("qwen-image-2.1")
+    family = find_member("qwen-image-2.1")
     transformer = weight_bytes(family.transformer, "int8").total
     encoder = 2 * (family.text_encoder.language + family.text_encoder.vision)
-    shared = weight_bytes(find_family("qwen-image-edit-2511").transformer, "int8").total
+    shared = weight_bytes(find_member("qwen-image-edit-2511").transformer, "int8").total
     assert other - alone == pytest.approx((transformer + encoder + family.vae_bytes) / GIB, abs=0.1)
     assert edit - alone == pytest.approx(shared / GIB, abs=0.1)
     assert main([*run[:-1], "--with", "qwen-image-2.1:int8"]) == 0
@@ -221,7 +221,7 @@ def test_the_options_make_the_request():
     assert request("--references", "1").family == "qwen-image-edit-2511"
 
 
-@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+@pytest.mark.parametrize("family", members().values(), ids=members())
 def test_what_is_left_out_is_the_familys_own(family):
     own = request("--family", family.name)
     assert (own.width, own.height, own.steps) == (family.side, family.side, family.steps)

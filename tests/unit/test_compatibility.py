@@ -15,8 +15,7 @@ import pytest
 from qwen_l40s.hosts.comfyui.contract import (
     HOOKS,
     KNOWN,
-    SINGLE_STREAM_ARGUMENTS,
-    knows_single_stream,
+    is_known,
     news_of_host,
     unknown_attention_arguments,
     unsupported_host,
@@ -186,19 +185,18 @@ def test_a_function_that_became_something_else(host):
     assert "has comfy.lora.load_lora as a int" in sentence()
 
 
-def test_what_is_replaced_in_the_model_and_called_in_a_block_of_qwen_image_21(monkeypatch):
-    module = ModuleType("comfy.ldm.qwen_image21.model")
+def test_a_model_and_its_block_are_called_as_is_known(monkeypatch):
+    module, arguments = ModuleType("comfy.ldm.of_a_family.model"), ("x", "mod", "pe")
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    replaced = "QwenImage21Transformer2DModel._forward"
-    block = function("self", *SINGLE_STREAM_ARGUMENTS)
-    put(module, replaced, function())
-    put(module, "QwenImage21TransformerBlock.forward", block)
-    assert knows_single_stream.__wrapped__()
+    asked = (module.__name__, "Model._forward"), (module.__name__, "Block.forward"), arguments
+    put(module, "Model._forward", function())
+    put(module, "Block.forward", function("self", *arguments))
+    assert is_known(*asked)
     with monkeypatch.context() as patch:
-        patch.delattr(*owner_of(module, replaced))
-        assert not knows_single_stream.__wrapped__()
-    put(module, "QwenImage21TransformerBlock.forward", function("self", "x", "gate"))
-    assert not knows_single_stream.__wrapped__()
+        patch.delattr(*owner_of(module, "Model._forward"))
+        assert not is_known(*asked)
+    put(module, "Block.forward", function("self", "x", "gate"))
+    assert not is_known(*asked)
 
 
 def test_importing_it_imports_neither_comfyui_nor_torch():

@@ -13,9 +13,9 @@ from diffusers import QwenImagePipeline
 from safetensors.torch import load_file, save_file
 
 from qwen_l40s.errors import CheckpointError, SettingError, UnavailableError
+from qwen_l40s.hosts.diffusers import qwen_image_21
 from qwen_l40s.hosts.diffusers.decode import decode
 from qwen_l40s.hosts.diffusers.load import (
-    FAMILIES,
     PRECISION_DTYPES,
     LoadedPipeline,
     OffloadChoice,
@@ -201,7 +201,7 @@ def test_a_pipeline_that_diffusers_does_not_have_yet(own_folder, monkeypatch):
     def missing():
         raise ImportError("cannot import name 'QwenImage21Pipeline'")
 
-    monkeypatch.setitem(FAMILIES, "QwenImage21Pipeline", missing)
+    monkeypatch.setattr(qwen_image_21, "parts", missing)
     (own_folder / "model_index.json").write_text('{"_class_name": "QwenImage21Pipeline"}')
     with pytest.raises(UnavailableError, match=r"needs diffusers 0\.42 and transformers 4\.57"):
         load_pipeline(own_folder)

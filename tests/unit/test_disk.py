@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from qwen_l40s.families.qwen_image import QwenImageShape
 from qwen_l40s.loaders.sizes import read_sizes
 from qwen_l40s.planning.bytes import weight_bytes
 from qwen_l40s.planning.files import against_guides, disk, made_on_load
 from qwen_l40s.planning.phases import transformer_bytes
 from qwen_l40s.planning.request import LOADED_PRECISIONS, Loras, Parts, RunRequest, Setting
 from qwen_l40s.spec.formats import GB, GIB
-from qwen_l40s.spec.transformer import TransformerShape
 
-SMALL = TransformerShape(
+SMALL = QwenImageShape(
     blocks=2, dim=256, heads=2, head_dim=128, joint_dim=64, in_channels=64, packed_out_channels=64
 )
 # Comfy-Org's single files, and Qwen/Qwen-Image itself as a diffusers folder.

@@ -13,6 +13,8 @@ from qwen_l40s.charts.figures import duration
 from qwen_l40s.charts.notes import notes_of
 from qwen_l40s.charts.words import estimate_text, remedy
 from qwen_l40s.errors import UnavailableError
+from qwen_l40s.families.qwen_image import FULL_SIZE
+from qwen_l40s.families.registry import members
 from qwen_l40s.machine.card_list import known_cards
 from qwen_l40s.planning.bytes import text_encoder_bytes, weight_bytes
 from qwen_l40s.planning.cards import find_card, with_memory
@@ -22,9 +24,7 @@ from qwen_l40s.planning.phases import KEPT_FREE_BYTES, PHASES
 from qwen_l40s.planning.rates import constants, measured, rates_by, rates_of
 from qwen_l40s.planning.request import Loras, Parts, RunRequest, replays_graph
 from qwen_l40s.planning.times import forward_seconds
-from qwen_l40s.spec.families import FAMILIES
 from qwen_l40s.spec.formats import GIB
-from qwen_l40s.spec.transformer import FULL_SIZE
 
 CARDS = known_cards()
 L40S = CARDS["L40S"]
@@ -496,12 +496,12 @@ def test_where_nothing_leaves_more_nothing_is_called_safer():
     assert least.tight and least.safer is None
 
 
-@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("family", list(members()))
 @pytest.mark.parametrize("name", list(CARDS))
 def test_every_listed_card_gets_a_sensible_answer(name, family):
     """With weights that move in each step where they do not stay, and never a refusal."""
     listed = card(name)
-    member = FAMILIES[family]
+    member = members()[family]
     size = dict.fromkeys(("width", "height"), min(member.side, 1344))
     request = RunRequest(family=family, references=min(1, member.most_references), **size)
     for precision in ("auto", "bf16", "int8", "fp8"):

@@ -14,6 +14,7 @@ pytest.importorskip("diffusers")
 import torch.nn.functional as F
 from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformerBlock
 
+from qwen_l40s.families.qwen_image import BLOCK_GEMMS
 from qwen_l40s.hosts.diffusers.quantized import (
     PlainProduct,
     plain_product,
@@ -34,7 +35,6 @@ from qwen_l40s.measure.fidelity import (
 from qwen_l40s.optimizations import reference
 from qwen_l40s.optimizations.linear import Gemm
 from qwen_l40s.spec.formats import RowFormat
-from qwen_l40s.spec.transformer import BLOCK_GEMMS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

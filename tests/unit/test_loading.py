@@ -9,13 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qwen_l40s.errors import CheckpointError, SettingError, UnavailableError
+from qwen_l40s.families.qwen_image import FULL_SIZE
+from qwen_l40s.families.qwen_image_21 import SHAPE as SHAPE_21
 from qwen_l40s.hosts.loading import LOADER_PRECISIONS, decide_load
 from qwen_l40s.planning.bytes import TransformerBytes, weight_bytes
 from qwen_l40s.planning.phases import KEPT_FREE_BYTES, Setting, phases
 from qwen_l40s.planning.plan import plan
 from qwen_l40s.planning.request import RunRequest
 from qwen_l40s.spec.formats import GIB, MIB, CardFacts
-from qwen_l40s.spec.transformer import FULL_SIZE, OFF_CARD, PLACES, SHAPE_21
+from qwen_l40s.spec.transformer import OFF_CARD, PLACES
 
 L40S = CardFacts("NVIDIA L40S", 46068 * MIB, (8, 9))
 H100 = CardFacts("NVIDIA H100", 80 * GIB, (9, 0))

@@ -3,13 +3,15 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from qwen_l40s.families.lora import PREFIXES, SUFFIX
+from qwen_l40s.families.qwen_image import QWEN_IMAGE
 from qwen_l40s.loaders.convert import normalize_name
-from qwen_l40s.loaders.detect import PREFIXES, SUFFIX, TARGETS
 
 PREFIX = st.sampled_from(
     ["", "base_model.model.", "pipe.dit.", "dit.", "_orig_mod.", *PREFIXES, "lora_transformer_"]
 )
-MODULE = st.builds("transformer_blocks.{}.{}".format, st.integers(0, 59), st.sampled_from(TARGETS))
+TARGETS = st.sampled_from(QWEN_IMAGE.lora_targets)
+MODULE = st.builds("transformer_blocks.{}.{}".format, st.integers(0, 59), TARGETS)
 PAIRS = ["lora_A.weight", "lora_B.default.weight", "lora_down.weight", "lora_up.weight", "alpha"]
 
 

@@ -11,15 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qwen_l40s.errors import CheckpointError, SettingError
+from qwen_l40s.families.qwen_image import QwenImageShape
+from qwen_l40s.families.registry import shape_from_header
 from qwen_l40s.loaders.checkpoint import inspect_checkpoint
 from qwen_l40s.loaders.quantize import layers_to_quantize
 from qwen_l40s.planning import bytes as memory
 from qwen_l40s.planning.bytes import weight_bytes
 from qwen_l40s.spec import formats
 from qwen_l40s.spec.formats import GIB, MIB
-from qwen_l40s.spec.transformer import TransformerShape
 
-REAL = TransformerShape(
+REAL = QwenImageShape(
     blocks=60,
     dim=3072,
     heads=24,
@@ -28,7 +29,7 @@ REAL = TransformerShape(
     in_channels=64,
     packed_out_channels=64,
 )
-ODD = TransformerShape(
+ODD = QwenImageShape(
     blocks=3,
     dim=120,
     heads=5,
@@ -116,7 +117,7 @@ def test_weights_equal_the_sum_over_the_tensors(shape, precision):
     layered=st.booleans(),
 )
 def test_weights_at_any_sizes(blocks, heads, joint, channels, out, layered):
-    shape = TransformerShape(blocks, 8 * heads, heads, 8, joint, channels, 4 * out, layered)
+    shape = QwenImageShape(blocks, 8 * heads, heads, 8, joint, channels, 4 * out, layered)
     assert asdict(weight_bytes(shape, "int8")) == summed(shapes_of(build(shape)), "int8")
 
 
@@ -168,24 +169,24 @@ def test_the_bundled_model_from_its_header():
     folder = Path(__file__).resolve().parents[2] / "models" / "micro"
     parts = {part.role: part for part in inspect_checkpoint(folder).parts}
     found = parts["transformer"]
-    shape = TransformerShape.from_dims(found.dims, found.blocks, found.family)
+    shape = shape_from_header(found.family, found.dims, found.blocks)
     assert weight_bytes(shape, "bf16").total == 2 * found.parameters
 
 
 def test_layered_has_one_more_embedding():
     dims = {name: size for name, size in asdict(ODD).items() if name != "blocks"}
-    assert TransformerShape.from_dims(dims, 3, "Qwen-Image") == ODD
-    layered = TransformerShape.from_dims(dims, 3, "Qwen-Image-Layered")
+    assert shape_from_header("Qwen-Image", dims, 3) == ODD
+    layered = shape_from_header("Qwen-Image-Layered", dims, 3)
     assert weight_bytes(layered, "bf16").rest - weight_bytes(ODD, "bf16").rest == 2 * 120 * 2
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"in_channels": None}, "do not tell the transformer's in_channels"),
-        ({"dim": "3072"}, "do not tell the transformer's dim"),
-        ({"joint_dim": 0}, "do not tell the transformer's joint_dim"),
-        ({"blocks": None}, "do not tell the transformer's blocks"),
+        ({"in_channels": None}, "do not tell the Qwen-Image transformer's in_channels"),
+        ({"dim": "3072"}, "do not tell the Qwen-Image transformer's dim"),
+        ({"joint_dim": 0}, "do not tell the Qwen-Image transformer's joint_dim"),
+        ({"blocks": None}, "do not tell the Qwen-Image transformer's blocks"),
         ({"head_dim": 23}, "120 wide and its heads are 23: the width must be a whole number"),
     ],
 )
@@ -194,7 +195,7 @@ def test_sizes_that_do_not_fix_the_tensors(change, message):
     blocks = dims.pop("blocks")
     dims = {name: value for name, value in dims.items() if value is not None}
     with pytest.raises(CheckpointError, match=message):
-        TransformerShape.from_dims(dims, blocks, "Qwen-Image")
+        shape_from_header("Qwen-Image", dims, blocks)
 
 
 # --- words ---

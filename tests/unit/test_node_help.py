@@ -34,7 +34,10 @@ MOST_BYTES = 40_000
 LONGEST = 3_500  # characters: what is read in a narrow panel
 HTML = {"br"}
 # What a node says is written here.
-SPEAKING = ("charts", "hosts", "loaders", "spec", "machine", "nodes", "optimizations", "planning")
+SPEAKING = (
+    *("charts", "families", "hosts", "loaders", "machine", "nodes"),
+    *("optimizations", "planning"),
+)
 
 
 def section(page: str, heading: str) -> str:

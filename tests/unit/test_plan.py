@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from qwen_l40s.charts.answer import estimate_json
 from qwen_l40s.errors import CheckpointError, UnavailableError
+from qwen_l40s.families.qwen_image import FULL_SIZE
 from qwen_l40s.machine.card_list import known_cards
 from qwen_l40s.planning.bytes import TransformerBytes, weight_bytes
 from qwen_l40s.planning.cards import find_card, with_memory
@@ -18,7 +19,7 @@ from qwen_l40s.planning.plan import plan
 from qwen_l40s.planning.request import DROPPED, ON_PROCESSOR, Loras, Parts, RunRequest
 from qwen_l40s.planning.vae import decode_plan
 from qwen_l40s.spec.formats import BYTES_PER_WEIGHT, GIB, MIB, CardFacts
-from qwen_l40s.spec.transformer import FULL_SIZE, OFF_CARD, ON_CARD
+from qwen_l40s.spec.transformer import OFF_CARD, ON_CARD
 
 CARDS = known_cards()
 OTHERS = {

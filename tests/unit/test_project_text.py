@@ -23,8 +23,9 @@ NETWORK = {
 # What talks to a server that the user names; nothing else of the package does.
 MAY_USE_NETWORK = {"bench", "client", "fleet"}
 # Imports point one way: each layer may import the ones that are listed for it, itself, and FACTS.
-FACTS = {"spec"}
+FACTS = {"families", "spec"}
 MAY_IMPORT = {
+    "families": set(),
     "spec": set(),
     "planning": set(),
     "machine": {"planning"},

@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qwen_l40s.errors import SettingError
+from qwen_l40s.families.registry import is_modulation
 from qwen_l40s.loaders import quantize
 from qwen_l40s.loaders.quantization import COMFY_FORMATS, RUNNABLE
 from qwen_l40s.loaders.quantize import (
@@ -15,7 +16,6 @@ from qwen_l40s.loaders.quantize import (
     dequantize_rows,
     e4m3_as_float,
     e5m2_as_half,
-    is_modulation,
     layers_to_quantize,
     quantize_rows,
     relative_error,

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from qwen_l40s.errors import CheckpointError, SettingError
+from qwen_l40s.families.qwen_image_21 import single_stream
 from qwen_l40s.hosts.diffusers.load import load_pipeline
 from qwen_l40s.hosts.diffusers.quantized import (
     PlainProduct,
@@ -28,7 +29,6 @@ from qwen_l40s.micro.scene import parse_prompt
 from qwen_l40s.optimizations import reference
 from qwen_l40s.optimizations.linear import choose_gemm
 from qwen_l40s.spec.formats import QUANTIZED
-from qwen_l40s.spec.transformer import single_stream
 from qwen_l40s.tools.micro import quality
 from qwen_l40s.tools.micro.model import QWEN_IMAGE_21, build
 

@@ -29,12 +29,14 @@ from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from qwen_l40s.cli import main
 from qwen_l40s.errors import CheckpointError
+from qwen_l40s.families.qwen_image_21 import SHAPE as SHAPE_21
+from qwen_l40s.families.registry import shape_from_header
+from qwen_l40s.families.vaes import vae_21_name_to_native
 from qwen_l40s.loaders.checkpoint import inspect_checkpoint
-from qwen_l40s.loaders.convert import check_complete, vae_21_name_to_native
+from qwen_l40s.loaders.convert import check_complete
 from qwen_l40s.loaders.quantize import layers_to_quantize, quantize_rows
 from qwen_l40s.loaders.source import PLACES, open_source
 from qwen_l40s.spec.formats import QUANTIZED
-from qwen_l40s.spec.transformer import SHAPE_21, TransformerShape
 
 PARAMETERS = 7_115_124_736
 SHAPE_21_APART = replace(SHAPE_21, fused_mlp=False)
@@ -205,7 +207,7 @@ def test_every_form_of_the_transformer(tmp_path, diffusers_form, form, capsys):
         "mlp": "img_mlp.gate_layer" if form == "diffusers" else "img_mlp.gate_up",
         "mlp_ratio": 3,
     }
-    shape = TransformerShape.from_dims(part.dims, part.blocks, part.family)
+    shape = shape_from_header(part.family, part.dims, part.blocks)
     assert shape == replace(SHAPE_21, fused_mlp=form != "diffusers")
     if form in ("diffusers", "single file"):
         assert shape.tensors() == {name: sizes for name, (_, sizes) in specs.items()}

@@ -5,6 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qwen_l40s.errors import SettingError
+from qwen_l40s.families.qwen_image import QwenImageShape
+from qwen_l40s.families.registry import find_member, members
 from qwen_l40s.planning.request import (
     MOST_TOKENS,
     Loras,
@@ -13,8 +15,6 @@ from qwen_l40s.planning.request import (
     Setting,
     replays_graph,
 )
-from qwen_l40s.spec.families import FAMILIES, find_family
-from qwen_l40s.spec.transformer import TransformerShape
 
 
 @pytest.mark.parametrize(
@@ -73,14 +73,14 @@ def test_what_breaks_a_rule_is_refused_with_the_remedy(arguments, rule, remedy):
 
 
 @given(
-    family=st.sampled_from(sorted(FAMILIES)),
+    family=st.sampled_from(sorted(members())),
     batch=st.integers(1, 4),
     cfg=st.sampled_from(["two passes", "one pass", "off"]),
     references=st.integers(0, 3),
     layers=st.integers(0, 5),
 )
 def test_passes_and_items_make_up_every_prompt(family, batch, cfg, references, layers):
-    member = FAMILIES[family]
+    member = members()[family]
     request = RunRequest(
         family=family,
         width=member.side,
@@ -96,7 +96,7 @@ def test_passes_and_items_make_up_every_prompt(family, batch, cfg, references, l
     assert (request.prompt_tokens > request.text_tokens) == bool(
         request.references and member.vision_tokens
     )
-    assert request.member is find_family(family)
+    assert request.member is find_member(family)
 
 
 def test_the_largest_request_is_as_large_as_the_rule_says():
@@ -107,7 +107,7 @@ def test_the_largest_request_is_as_large_as_the_rule_says():
 
 
 def test_true_shapes_stand_above_published_ones():
-    shape = TransformerShape(2, 128, 4, 32, 64, 64, 64)
+    shape = QwenImageShape(2, 128, 4, 32, 64, 64, 64)
     assert RunRequest(parts=Parts(transformer=shape)).transformer == shape
     layered = RunRequest(family="qwen-image-layered")
     assert layered.transformer.addition_t_cond and layered.vae.image_channels == 4

@@ -18,7 +18,7 @@ from test_passes import Graph, Host, OnCard, with_graphs
 from qwen_l40s.hosts.diffusers.patch import optimize
 from qwen_l40s.optimizations import reference
 from qwen_l40s.optimizations.blocks.block import DENSE, BlockExecutor, Step
-from qwen_l40s.optimizations.blocks.block_form import layout_of, part_of, unsupported_block
+from qwen_l40s.optimizations.blocks.block_form import part_of, spec_of, unsupported_block
 from qwen_l40s.optimizations.blocks.host import BlockInputs
 from qwen_l40s.optimizations.blocks.workspace import Prefix
 from qwen_l40s.optimizations.fused import TORCH
@@ -149,7 +149,7 @@ def new_block(fused, seed=0):
 
 class Layers(DoubleLayers):
     def __init__(self, block, kind=DENSE, ranks=None, weight_only=()):
-        layers = {part_of(block, name): name for name in layout_of(block).places}
+        layers = {part_of(block, name): name for name in spec_of(block).places}
         self.kinds = dict.fromkeys(layers, kind)
         formats = {"int8": reference.RowFormat("int8", 16), "fp8": reference.RowFormat("fp8")}
         self.formats, self.weights, self.lows = formats, {}, {}
@@ -243,7 +243,7 @@ def test_a_block_beside_a_prefix(fused, kind, masked):
 @pytest.mark.parametrize("fused", [True, False])
 def test_loras_beside_its_layers(fused, kind):
     block, case = new_block(fused), Case()
-    names = dict.fromkeys(layout_of(block).places)
+    names = dict.fromkeys(spec_of(block).places)
     ranks = {name: 4 for name in names if not name.startswith(("attn.to_k", "img_mlp.gate_l"))}
     layers = Layers(block, kind, ranks)
     tolerance = 1e-6 if kind == DENSE else 2e-3

@@ -13,6 +13,7 @@ from test_block import DIM, HEAD_DIM, HEADS, MIXES, Case, attend, random
 from test_passes import Attention, Chain, Graph, Host, Model, with_graphs
 
 from qwen_l40s.errors import UnavailableError
+from qwen_l40s.families.qwen_image import FULL_SIZE
 from qwen_l40s.machine.links import Link, link_between
 from qwen_l40s.optimizations import fused, run
 from qwen_l40s.optimizations.attention_8bit import FORMS
@@ -28,7 +29,6 @@ from qwen_l40s.optimizations.modulation import compute_entry
 from qwen_l40s.optimizations.reference import Rotary, Tokens
 from qwen_l40s.planning import bytes as planning
 from qwen_l40s.planning.request import Parts, RunRequest, Setting
-from qwen_l40s.spec.transformer import FULL_SIZE
 from qwen_l40s.split_cost import KEYS, ROWS
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from qwen_l40s.families.qwen_image import FULL_SIZE
 from qwen_l40s.planning.files import QUANTIZING, SOURCES, Load, load_seconds
 from qwen_l40s.planning.rates import Launches, Rates, measured
 from qwen_l40s.planning.request import Loras, RunRequest
@@ -28,7 +29,6 @@ from qwen_l40s.planning.times import (
     vae_seconds,
 )
 from qwen_l40s.spec.formats import MIB
-from qwen_l40s.spec.transformer import FULL_SIZE
 from qwen_l40s.spec.vae import VaeShape, down_steps, middle_steps, up_steps
 
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from test_checkpoint import write
 
 from qwen_l40s.errors import CheckpointError
+from qwen_l40s.families.qwen_image import FULL_SIZE, QwenImageShape
 from qwen_l40s.loaders.convert import check_complete
 from qwen_l40s.loaders.source import open_source
-from qwen_l40s.spec.transformer import FULL_SIZE, TransformerShape
 
-ODD = TransformerShape(3, 5 * 12, 5, 12, 17, 20, 28)
+ODD = QwenImageShape(3, 5 * 12, 5, 12, 17, 20, 28)
 LAYER = "transformer_blocks.1.attn.to_add_out"
 
 
-def diffusers_tensors(shape: TransformerShape) -> dict[str, tuple[int, ...]]:
+def diffusers_tensors(shape: QwenImageShape) -> dict[str, tuple[int, ...]]:
     with init_empty_weights(include_buffers=True):
         model = QwenImageTransformer2DModel(
             in_channels=shape.in_channels,
@@ -55,14 +55,14 @@ def test_they_are_those_of_diffusers_at_any_size(
 ):
     head = 2 * half_head
     sizes = (blocks, heads * head, heads, head, joint, channels, 4 * out)
-    shape = TransformerShape(*sizes, addition_t_cond=layered)
+    shape = QwenImageShape(*sizes, addition_t_cond=layered)
     assert shape.tensors() == diffusers_tensors(shape)
 
 
 # --- files
 
 
-def specs(shape: TransformerShape = ODD) -> dict[str, tuple[str, tuple[int, ...]]]:
+def specs(shape: QwenImageShape = ODD) -> dict[str, tuple[str, tuple[int, ...]]]:
     return {name: ("BF16", sizes) for name, sizes in shape.tensors().items()}
 
 

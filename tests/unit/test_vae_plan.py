@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qwen_l40s.errors import SettingError, UnavailableError
+from qwen_l40s.families.vaes import VAE_21
 from qwen_l40s.planning.vae import (
     CONVOLUTION_WORKSPACE,
     VaeShape,
@@ -22,7 +23,7 @@ from qwen_l40s.planning.vae import (
     plan_in_room,
 )
 from qwen_l40s.spec.formats import GIB, MIB
-from qwen_l40s.spec.vae import VAE_21, VaeLayer, parts
+from qwen_l40s.spec.vae import VaeLayer, parts
 
 FULL = VaeShape()
 PLANS = [plan_decode, plan_encode]

@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 from workflow_files import TITLE, Box, overlap
 
-from qwen_l40s.spec.families import find_family
+from qwen_l40s.families.registry import find_member
 from qwen_l40s.tools.workflows import __main__ as command
 from qwen_l40s.tools.workflows import definitions
 
@@ -364,7 +364,7 @@ def test_others_take_the_steps_of_their_familys_model_card():
         if sampler["class_type"] == "KSampler" and "micro" not in name and not few:
             model = graph["load"]["inputs"]["model"]
             [family] = [each for start, each in families.items() if model.startswith(start)]
-            found[name] = sampler["inputs"]["steps"], find_family(family).steps
+            found[name] = sampler["inputs"]["steps"], find_member(family).steps
     assert all(steps == own for steps, own in found.values()), found
     assert {own for _, own in found.values()} == {40, 50} and len(found) > 12
 

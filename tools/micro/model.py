@@ -173,7 +173,7 @@ class Family:
     """Describes one kind of micro model.
 
     Attributes:
-        name: a key of `MICRO_FOLDERS`.
+        name: of `registry.micro_folders`.
         stream: how training runs the transformer.
         dropped: the start of a prompt in its template, which is cut off after encoding.
         prefix: what of the template follows up to the prompt.

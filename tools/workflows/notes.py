@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 from ...charts.figures import duration, tenths
 from ...charts.words import changes, step_cache_lines, usable_bytes
+from ...families.registry import member_of_file
 from ...machine.card_list import BUNDLED, known_cards
 from ...planning.bytes import weight_bytes
 from ...planning.cards import Card, find_card
 from ...planning.estimate import Estimate, estimate
 from ...planning.request import AUTO, Loras, Parts, RunRequest
-from ...spec.families import FAMILIES, find_family
 from ...spec.formats import GIB, format_gib
 from ...step_cache import OFF
 
@@ -101,8 +101,7 @@ def run_request(graph: Graph) -> RunRequest | None:
     model = load.get("model")
     if sampler is None or model not in published():
         return None
-    named = [each for each in FAMILIES if model.startswith(each.replace("-", "_"))]
-    family = find_family(max(named, key=len, default=model))
+    family = member_of_file(model)
     classes = [node["class_type"] for node in graph.values()]
     encoder = load["text_encoder"]
     control = nodes.get("ControlNetLoader", {}).get("control_net_name")

@@ -7,22 +7,21 @@ own way.
 
 from __future__ import annotations
 
-import comfy.ldm.wan.vae
 import comfy.sd
 import torch
 
 from ....errors import SettingError
+from ....families.comfyui import kind_of_vae
+from ....families.registry import are_of_two
 from ....loaders.source import MICRO_ADVICE, MICRO_SIDE, MICRO_VAE
 from ....optimizations.vae import tiles as pieces
 from ....optimizations.vae.tiles import Progress
 from ....planning.vae import MOST_TOGETHER, VaePlan, plan_decode, plan_encode
-from ....spec.vae import VAE_21, VaeShape
 from ..record.phase import phase
 from .batch import WHOLE, VaeBatch
 from .fused import (
     FusedLayers,
     OwnLayers,
-    cuts_strips,
     decoder_stages,
     encoder_stages,
     not_fused,
@@ -105,13 +104,12 @@ def _other_vae(vae: comfy.sd.VAE, ours: bool) -> tuple[str, str | None]:
         if getattr(getattr(vae, name), "__func__", None) is not getattr(comfy.sd.VAE, name):
             return f"the VAE, a {type(vae).__name__}, has its own way to {name}", ""
     model = vae.first_stage_model
-    strips = cuts_strips(model)
-    if not strips and type(model) is not comfy.ldm.wan.vae.WanVAE:
+    kind = kind_of_vae(model)
+    if kind is None or not kind.is_own(model):
         return f"the VAE is a {type(model).__name__} and not Qwen-Image's", ""
     why_own = not_fused(model) if ours else ""
-    if strips and why_own is not None:
-        why = "it cuts the images of Qwen-Image-2.1 into exact strips"
-        return f"{why_own}, and {why}" if why_own else why, ""
+    if kind.strips and why_own is not None:
+        return f"{why_own}, and {kind.strips}" if why_own else kind.strips, ""
     try:
         channels = FusedLayers.shape(model).image_channels
     except SettingError:
@@ -132,8 +130,7 @@ def _check_channels(latents: torch.Tensor, channels: int | None, *, other: bool 
         other: of another VAE only what is sure: Qwen-Image's latents are no Qwen-Image-2.1's.
     """
     fits = latents.ndim in (4, 5) and latents.shape[1] == channels
-    known = {VaeShape().latent_channels, VAE_21.latent_channels}
-    if fits or (other and {*latents.shape[1:2], channels} != known):
+    if fits or (other and not are_of_two(latents.shape[1] if latents.ndim > 1 else 0, channels)):
         return
     raise SettingError(
         f"the latents are {tuple(latents.shape)} and the VAE takes (batch, {channels}, height, "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 
 import comfy.ops
 import comfy.sd
@@ -13,41 +14,31 @@ from comfy.ldm.wan import vae, vae2_2
 from torch import Tensor
 
 from ....errors import SettingError
+from ....families.comfyui import kind_of_vae, vae_kinds
 from ....optimizations.blocks.block_form import called_by, functions_of, is_changed
 from ....optimizations.vae import flat, tiles
 from ....optimizations.vae.tiles import Layer, Middle, Stages
 from ....optimizations.warm_up import warm_up
 from ....planning.vae import plan_decode
-from ....spec.vae import VAE_21, VaeShape
+from ....spec.vae import VaeShape
 
 # Of the classes that our layers stand in for.
 HOMES, TORCH = {home.__name__ for home in (vae, vae2_2, comfy.ops)}, "torch.nn.modules."
 
 
-def vae_shape(model: vae.WanVAE) -> VaeShape:
+def vae_shape(model: torch.nn.Module) -> VaeShape:
     """Reads the sizes of a VAE's `first_stage_model`.
 
     Raises:
-        SettingError: it is another network than Qwen-Image's.
+        SettingError: it is another network than a family's.
     """
-    # Wan 2.2's VAE is another class of the same name.
-    known = isinstance(model, vae.WanVAE) and list(model.dim_mult) == [1, 2, 4, 4]
-    if not known or model.attn_scales or model.num_res_blocks != 2:
+    kind = kind_of_vae(model)
+    if kind is None or kind.other_layers(model):
         raise SettingError(
             f"the VAE is a {type(model).__name__} and exact tiles exist only for Qwen-Image's (Wan "
             "2.1's): load Qwen-Image's VAE."
         )
-    return VaeShape(
-        dim=model.dim,
-        latent_channels=model.z_dim,
-        image_channels=model.decoder.head[-1].out_channels,
-    )
-
-
-def cuts_strips(model: torch.nn.Module | None) -> bool:
-    """Tells whether a `first_stage_model` is Qwen-Image-2.1's, which runs in exact strips."""
-    # Of other models that have as many latent channels the class differs.
-    return isinstance(model, vae2_2.WanVAE) and model.z_dim == VAE_21.latent_channels
+    return kind.shape(model)
 
 
 class OwnLayers:
@@ -70,10 +61,8 @@ def decoder_stages(model: vae.WanVAE, layers: OwnLayers) -> Stages:
     Raises:
         SettingError: as `vae_shape`.
     """
-    shape, decoder, up = layers.shape(model), model.decoder, []
-    for module in decoder.upsamples:
-        # The last stage of 2.1 has no shortcut.
-        up += [module] if getattr(module, "avg_shortcut", module) else module.upsamples
+    shape, decoder = layers.shape(model), model.decoder
+    up = kind_of_vae(model).up(decoder)
     first, second = layers.layer(model.conv2), layers.layer(decoder.conv1)
     return Stages(
         "decode",
@@ -103,10 +92,8 @@ def encoder_stages(model: vae.WanVAE, layers: OwnLayers) -> Stages:
 
 def not_fused(model: torch.nn.Module) -> str | None:
     """Says why a VAE's own layers run, in one clause; None where ours do."""
-    if cuts_strips(model):
-        known = list(model.dim_mult) == list(VAE_21.widths) and model.num_res_blocks == 2
-        if not known or model.attn_scales or model.patch_size != 1:
-            return "its layers differ from Qwen-Image-2.1's"
+    if other := kind_of_vae(model).other_layers(model):
+        return other
     functions = called_by(type(model).__module__)
     for name, module in model.named_modules():
         kind, own = type(module), vars(module)
@@ -142,24 +129,14 @@ class FusedLayers(OwnLayers):
 
     @staticmethod
     def shape(model: torch.nn.Module) -> VaeShape:
-        """Reads the sizes of a VAE of 1.x or 2.1."""
-        if not cuts_strips(model):
-            return replace(vae_shape(model), fused=True)
-        head = model.decoder.head
-        sizes = {"dim": head[0].gamma.shape[0], "encoder_dim": model.dim}
-        return replace(VAE_21, **sizes, image_channels=head[-1].out_channels, fused=True)
+        """Reads the sizes of a VAE whose layers run here."""
+        return replace(vae_shape(model), fused=True)
 
     def __init__(self, device: torch.device) -> None:
         self._ops = flat.choose_pixel_ops(device)
-        self._kinds = {
-            torch.nn.Sequential: self._head,
-            vae.ResidualBlock: self._residual,
-            vae2_2.ResidualBlock: self._residual,
-            vae.Resample: self._resample,
-            vae2_2.Resample: self._resample,
-            getattr(vae2_2, "Up_ResidualBlock", None): self._up_stage,
-            getattr(vae2_2, "Down_ResidualBlock", None): self._down_stage,
-        }
+        named = chain(*(kind.layers.items() for kind in vae_kinds()))
+        self._kinds = {layer: getattr(self, f"_{name}") for layer, name in named}
+        self._kinds[torch.nn.Sequential] = self._head
 
     def layer(self, module: torch.nn.Module) -> Layer:
         run = self._kinds.get(type(module), self._convolve)

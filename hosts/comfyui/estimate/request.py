@@ -7,19 +7,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ....errors import SettingError
+from ....families.protocol import Member
+from ....families.registry import find_member, likely_member
 from ....machine.store import load_calibration
-from ....options import likely_family
 from ....planning.cards import Card
 from ....planning.estimate import Estimate, estimate
 from ....planning.request import AUTO, EXACT, Parts, RunRequest
-from ....spec.families import FAMILIES, SINGLE_STREAM_FAMILY, TEXT_TO_IMAGE, Family, find_family
-from ....spec.transformer import SingleStreamShape
 from ....spec.vae import VaeShape
 from ....step_cache import OFF, CacheSettings, computed_with
 from .sizes import TrueClip, TrueModel, clip_sizes, latent_sizes, model_sizes, vae_sizes
 
-LAYERED = "qwen-image-layered"
-EDIT_2509, EDIT_TIMESTEP_ZERO = "qwen-image-edit-2509", "qwen-image-edit-2511"
 # What a LATENT decides, as no rule refuses it before the LATENT is there.
 NO_LATENT = {"width": 16, "height": 16, "batch": 1, "layers": 0}
 
@@ -66,7 +63,7 @@ def request_from(
     if named := [name for name, part in wired.items() if part is not None]:
         notes.insert(0, f"Sizes are read from what is connected: {', '.join(named)}.")
     chosen["family"] = _family(chosen, found, notes)
-    _check_parts(find_family(chosen["family"]), encoder, sizes.get("vae"))
+    _check_parts(find_member(chosen["family"]), encoder, sizes.get("vae"))
     request = RunRequest(**chosen, parts=Parts(**sizes))
     if found is not None and found.cache is not None:
         request = _with_cache(request, found.cache, notes)
@@ -85,13 +82,13 @@ def estimate_on(card: Card, wired: WiredRequest, usd_per_hour: float | None) -> 
     return replace(found, notes=(*found.notes, *wired.notes))
 
 
-def _check_parts(family: Family, clip: TrueClip | None, vae: VaeShape | None) -> None:
+def _check_parts(family: Member, clip: TrueClip | None, vae: VaeShape | None) -> None:
     wanted = family.text_encoder.name
     if clip is not None and clip.name != wanted:
         raise SettingError(
             f"the CLIP is {clip.name} and {family.name} reads {wanted}: connect that, or none."
         )
-    if vae is not None and vae.latent_channels != family.vae.latent_channels:
+    if vae is not None and not family.family.vae.fits(vae):
         raise SettingError(
             f"the VAE has {vae.latent_channels} latent channels and {family.name} paints "
             f"{family.vae.latent_channels}: connect its own VAE, or none."
@@ -164,42 +161,21 @@ def _family(chosen: Mapping[str, Any], found: TrueModel | None, notes: list[str]
     asked = chosen["family"]
     if asked == AUTO:
         return _likely_family(chosen, found, notes)
-    family = FAMILIES.get(asked)
-    if found is not None and family is not None and (name := _other_family(family, found)):
-        raise SettingError(
-            f"family {asked!r} contradicts the connected MODEL, which is {name!r}: choose auto, or "
-            "disconnect the MODEL."
-        )
+    if found is not None:
+        member, family = find_member(asked), found.shape.family
+        if other := family.contradiction(member, found.shape, found.timestep_zero):
+            raise SettingError(
+                f"family {asked!r} contradicts the connected MODEL, which is {other!r}: choose "
+                "auto, or disconnect the MODEL."
+            )
     return asked
 
 
-def _other_family(family: Family, found: TrueModel) -> str:
-    """Says what a MODEL is instead of a family; empty where it may be of it.
-
-    An Edit-2511 without its marker can be set by a node to modulate as at timestep zero.
-    """
-    if (single := isinstance(found.shape, SingleStreamShape)) != family.cached_prefix:
-        return SINGLE_STREAM_FAMILY.name if single else "not one of 2.1"
-    if found.shape.addition_t_cond != family.layers:
-        return LAYERED if found.shape.addition_t_cond else "one without layers"
-    if found.timestep_zero and not family.timestep_zero:
-        return EDIT_TIMESTEP_ZERO
-    return ""
-
-
 def _likely_family(chosen: Mapping[str, Any], found: TrueModel | None, notes: list[str]) -> str:
+    references = chosen["references"]
     if found is None:
-        return likely_family(chosen["references"], chosen["layers"])
-    if isinstance(found.shape, SingleStreamShape):
-        return SINGLE_STREAM_FAMILY.name
-    if found.shape.addition_t_cond:
-        return LAYERED
-    if found.timestep_zero:
-        return EDIT_TIMESTEP_ZERO
-    if not chosen["references"]:
-        return TEXT_TO_IMAGE.name
-    notes.append(
-        f"With references, the MODEL counts as {EDIT_2509}: its weights do not tell Edit from it, "
-        "and Edit's references add more text tokens."
-    )
-    return EDIT_2509
+        return likely_member(references, chosen["layers"]).name
+    family = found.shape.family
+    member, note = family.member_of(found.shape, found.timestep_zero, references)
+    notes += filter(None, [note])
+    return member.name

@@ -14,26 +14,27 @@ from typing import Any
 import comfy.model_management
 import comfy.sd
 import torch
-from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
 from comfy.model_patcher import ModelPatcher
 from comfy.quant_ops import QuantizedTensor
-from comfy.text_encoders.qwen_image import QwenImageTEModel
 
 from ....errors import SettingError
+from ....families.comfyui import kind_of, kind_of_vae
+from ....families.registry import (
+    are_latents,
+    blocks_of,
+    counted_vae,
+    known_latents,
+    load,
+    pixels_of,
+    text_encoders,
+)
 from ....optimizations.attention.choice import asked_name
 from ....planning.request import EIGHT_BIT, FAST, ON_PROCESSOR, Loras
-from ....spec.families import QWEN3_VL, QWEN25_VL, pixels_of
 from ....spec.formats import QUANTIZED
-from ....spec.transformer import (
-    OFF_CARD,
-    ON_CARD,
-    SingleStreamShape,
-    TransformerShape,
-    whole_pixels,
-)
-from ....spec.vae import VAE_21, VaeShape
+from ....spec.transformer import OFF_CARD, ON_CARD, TransformerShape, whole_pixels
+from ....spec.vae import VaeShape
 from ....step_cache import CacheSettings
-from ..decode.fused import cuts_strips, vae_shape
+from ..decode.fused import vae_shape
 from ..load.linear import LOADED_FORMATS, PACKED_LAYOUT
 from ..load.text_encoder import PlacedClip
 from ..load.weights import FLOAT_NAMES
@@ -43,7 +44,6 @@ from ..sample.off_card import named_weights, off_card_layers
 from ..sample.optimize import unsupported_model
 from ..sample.run import STEP_CACHE_KEY
 
-TIMESTEP_ZERO = "index_timestep_zero"  # how Edit-2511 has its references modulated
 FOREIGN = "another extension's quantization"
 COMPUTED_IN = {**LOADED_FORMATS, PACKED_LAYOUT: "int8"}  # 4 bits are codes of int8
 
@@ -110,7 +110,8 @@ def model_sizes(model: ModelPatcher) -> TrueModel:
             "(2512, Edit, Layered, 2.1): connect one of these, or none."
         )
     transformer = model.model.diffusion_model
-    shape = transformer_shape(transformer)
+    kind = kind_of(model.model)
+    shape = kind.shape(transformer)
     stored = stored_in(transformer)
     cache = model.get_attachment(STEP_CACHE_KEY)
     on_processor = comfy.model_management.is_device_cpu(model.load_device)
@@ -120,7 +121,7 @@ def model_sizes(model: ModelPatcher) -> TrueModel:
         bytes=comfy.model_management.module_size(transformer),
         modulation_bytes=sum(
             comfy.model_management.module_size(modulation)
-            for block in transformer.transformer_blocks
+            for block in blocks_of(transformer)
             for modulation in map(block.get_submodule, shape.block.modulation.values())
         ),
         precision=stored if stored in QUANTIZED else "bf16",
@@ -128,7 +129,7 @@ def model_sizes(model: ModelPatcher) -> TrueModel:
         computed=_name(model.model.get_dtype_inference()),
         modulation=OFF_CARD if off_card_layers(transformer) else place,
         loras=_loras(model, shape),
-        timestep_zero=getattr(transformer, "default_ref_method", "") == TIMESTEP_ZERO,
+        timestep_zero=kind.timestep_zero(transformer),
         cache=None if cache is None else cache.settings,
         attention=_attention(model),
         cards=1 + len(model.get_additional_models_with_key("multigpu")),
@@ -141,34 +142,6 @@ def _attention(model: ModelPatcher) -> str | None:
     return name if name in (FAST, *EIGHT_BIT) else None
 
 
-def transformer_shape(transformer: torch.nn.Module) -> TransformerShape:
-    """Reads the sizes of a transformer's modules."""
-    blocks = transformer.transformer_blocks
-    if not isinstance(transformer, QwenImageTransformer2DModel):
-        heads, dim = blocks[0].attn.heads, transformer.inner_dim
-        return SingleStreamShape(
-            blocks=len(blocks),
-            dim=dim,
-            heads=heads,
-            head_dim=dim // heads,
-            joint_dim=transformer.txt_in.in_layer.in_features,
-            in_channels=transformer.img_in.in_features,
-            packed_out_channels=transformer.proj_out.out_features,
-            fused_mlp=hasattr(blocks[0].img_mlp, "gate_up"),
-            mlp_ratio=blocks[0].img_mlp.out.in_features // dim,
-        )
-    return TransformerShape(
-        blocks=len(blocks),
-        dim=transformer.inner_dim,
-        heads=blocks[0].attn.heads,
-        head_dim=blocks[0].attn.dim_head,
-        joint_dim=transformer.txt_in.in_features,
-        in_channels=transformer.in_channels,
-        packed_out_channels=transformer.proj_out.out_features,
-        addition_t_cond=hasattr(transformer.time_text_embed, "addition_t_embedding"),
-    )
-
-
 def clip_sizes(clip: comfy.sd.CLIP) -> TrueClip:
     """Reads a CLIP.
 
@@ -176,8 +149,9 @@ def clip_sizes(clip: comfy.sd.CLIP) -> TrueClip:
         SettingError: its text encoder is another one than Qwen-Image's.
     """
     encoder = getattr(clip, "cond_stage_model", None)
-    of_21 = type(encoder).__module__ == "comfy.text_encoders.qwen_image21"
-    if not of_21 and not _is_qwen_image(encoder):
+    known = (it for it in text_encoders() if load(it.comfyui).is_one(encoder))
+    found = next(known, None)
+    if found is None:
         raise SettingError(
             f"the CLIP's text encoder is a {type(encoder).__name__} and Qwen-Image's is Qwen2.5-VL:"
             " connect Qwen-Image's CLIP, or none."
@@ -192,7 +166,7 @@ def clip_sizes(clip: comfy.sd.CLIP) -> TrueClip:
         bytes=comfy.model_management.module_size(encoder),
         precision=stored if stored in QUANTIZED else "bf16",
         place=None if place == "auto" else place,
-        name=(QWEN3_VL if of_21 else QWEN25_VL).name,
+        name=found.name,
     )
 
 
@@ -203,10 +177,9 @@ def vae_sizes(vae: comfy.sd.VAE) -> tuple[VaeShape, int]:
         SettingError: it is another one than Qwen-Image's.
     """
     model = getattr(vae, "first_stage_model", None)
-    if cuts_strips(model):
-        return VAE_21, comfy.model_management.module_size(model)
     try:
-        shape = vae_shape(model)
+        kind = kind_of_vae(model)
+        shape = counted_vae(kind.shape(model) if kind and kind.strips else vae_shape(model))
     except SettingError as error:
         raise SettingError(
             f"the VAE is a {type(model).__name__} and not Qwen-Image's: connect Qwen-Image's VAE, "
@@ -223,30 +196,18 @@ def latent_sizes(latent: Mapping[str, Any]) -> dict[str, int]:
         SettingError: it holds something that is no latent of Qwen-Image's.
     """
     samples = latent["samples"]
-    channels = VaeShape().latent_channels, VAE_21.latent_channels
     image = not samples.is_nested and samples.ndim in (4, 5)
     empty = image and not samples.count_nonzero()
-    if not image or (samples.shape[1] not in channels and not empty):
+    if not image or not (empty or are_latents(samples.shape[1])):
         what = "of several tensors" if samples.is_nested else f"{tuple(samples.shape)}"
         raise SettingError(
-            f"the LATENT is {what} and Qwen-Image's are (batch, {channels[0]}, height / 8, "
-            f"width / 8), 2.1's (batch, {channels[1]}, height / 16, width / 16): connect one of "
-            "Qwen-Image's, or none."
+            f"the LATENT is {what} and {known_latents()}: connect one of Qwen-Image's, or none."
         )
     ratio = latent.get("downscale_ratio_spacial") if empty else None
     ratio = ratio or pixels_of(samples.shape[1])
     height, width = (whole_pixels(round(side * ratio)) for side in samples.shape[-2:])
     frames = samples.shape[2] if samples.ndim == 5 else 1
     return {"width": width, "height": height, "batch": len(samples), "layers": frames - 1}
-
-
-def _is_qwen_image(encoder: Any) -> bool:
-    # Other models' text encoders are classes over Qwen-Image's, in modules of their own.
-    own = QwenImageTEModel.__module__
-    others = (kind for kind in type(encoder).__mro__ if issubclass(kind, QwenImageTEModel))
-    return isinstance(encoder, QwenImageTEModel) and not any(
-        kind.__module__.startswith("comfy.") and kind.__module__ != own for kind in others
-    )
 
 
 def stored_in(module: torch.nn.Module) -> str:

@@ -18,9 +18,16 @@ from typing import Any
 import folder_paths
 
 from ....errors import CheckpointError, SettingError
-from ....loaders.checkpoint import PIPELINE_21, PIPELINES, read_index
+from ....families.registry import (
+    belongs,
+    family_titled,
+    is_later,
+    micro_folders,
+    pipeline_family,
+    takes_text,
+)
+from ....loaders.checkpoint import read_index
 from ....loaders.header import STEMS
-from ....loaders.parts import LATENT_CHANNELS, LATENT_CHANNELS_21
 from ....loaders.source import (
     PIPELINE_INDEX,
     PLACES,
@@ -29,10 +36,11 @@ from ....loaders.source import (
     open_parts,
     open_source,
 )
-from ....spec.transformer import FAMILY_21, FULL_SIZE, SHAPE_21
 
 MICRO = "micro (bundled)"
-MICROS = {"micro 2.1 (bundled)": "2.1", MICRO: "1.x"}
+# {choice: name of the family}; that of the first family, which is shown last, has the short name
+MICROS = {f"micro {name} (bundled)": name for name in [*micro_folders()][1:]}
+MICROS[MICRO] = next(iter(micro_folders()))
 AUTOMATIC = "automatic"
 # Where ComfyUI keeps each part, alone or in a full checkpoint; folders of a whole model lie in
 # `diffusers`.
@@ -50,9 +58,6 @@ DEPTH = 2  # models/diffusers/<owner>/<name>
 LOOKED_AT = 12
 NAMED = "qwen"
 LISTED = 3  # choices in a message
-# What a new node has chosen only where there is nothing else.
-LATER = ("Qwen-Image-Layered", FAMILY_21)
-FOR_21 = {"text_encoder": "the Qwen3-VL 8B text encoder", "vae": f"the {FAMILY_21} VAE"}
 
 
 def choices(role: str) -> list[str]:
@@ -93,10 +98,9 @@ def _rank_of_file(name: str, role: str) -> tuple[bool, ...] | None:
         part = source_of(name, role).part
     except (OSError, ValueError):  # removed just now, or of another model
         return None
-    width, channels = (part.dims.get(name) for name in ("hidden", "image_channels"))
-    if width not in (None, FULL_SIZE.joint_dim, SHAPE_21.joint_dim):
+    if not takes_text(part.dims.get("hidden")):
         return None
-    later = part.family.startswith(LATER) or width == SHAPE_21.joint_dim or channels == 4
+    later = is_later(part.family, part.dims)
     return False, NAMED not in name.rpartition("/")[2].lower(), later
 
 
@@ -104,14 +108,14 @@ def _rank_of_folder(path: Path, role: str) -> tuple[bool, ...] | None:
     try:
         if os.path.isfile(path / PIPELINE_INDEX):
             _, pipeline = read_index(path)
-            if pipeline in PIPELINES:
-                return True, False, "Layered" in pipeline
-            if pipeline != PIPELINE_21:
+            family = pipeline_family(pipeline)
+            if family is None:
                 return None
+            return True, False, is_later(family.pipelines[pipeline], {})
         source = _inspected(path, role)
     except CheckpointError:
         return None
-    return True, False, source.part.family in LATER
+    return True, False, is_later(source.part.family, source.part.dims)
 
 
 def resolve(name: str, role: str) -> Path:
@@ -221,14 +225,15 @@ def find_companion(model: Source, role: str, *, look: bool = True) -> Source:
     key, files = (model.path, role), _files(role)
     if not look and key in _companions and _companions[key][0] == files:
         return _inspected(_companions[key][1], role)
-    fitting = [(path, source) for path, source in _sources(role) if _fits(model, source)]
+    fitting = [
+        (path, source) for path, source in _sources(role) if belongs(source.part, model.part)
+    ]
     if not fitting:
-        (wanted, place), repository = PLACES[role], "Qwen-Image_ComfyUI"
-        if model.part.family == FAMILY_21:
-            wanted, repository = FOR_21[role], FAMILY_21
+        family = family_titled(model.part.family)
         raise CheckpointError(
-            f"{WIDGETS[role]}: {place} has no file that is {wanted} for {model.path.name}: "
-            f"download one from huggingface.co/Comfy-Org/{repository}, or choose it by name."
+            f"{WIDGETS[role]}: {PLACES[role][1]} has no file that is {getattr(family, role).part} "
+            f"for {model.path.name}: download one from huggingface.co/{family.repository}, or "
+            "choose it by name."
         )
     path, found = min(fitting, key=lambda it: _rank(it[1]))
     _companions[key] = files, path
@@ -251,16 +256,6 @@ def _rank(source: Source) -> tuple[bool, bool, bool]:
     name = f"{source.path.parent.name}/{source.path.name}".lower()
     blind = source.role == "text_encoder" and "vision_dim" not in source.part.dims
     return "qwen" not in name, blind, bool(source.part.quantization.layers)
-
-
-def _fits(model: Source, source: Source) -> bool:
-    if source.role == "text_encoder":
-        return source.part.dims.get("hidden") == model.part.dims.get("joint_dim")
-    of_21 = model.part.family == FAMILY_21
-    layered = model.part.family == "Qwen-Image-Layered"
-    channels = LATENT_CHANNELS_21 if of_21 else LATENT_CHANNELS, 4 if of_21 or layered else 3
-    dims = source.part.dims
-    return (dims.get("latent_channels"), dims.get("image_channels")) == channels
 
 
 def _sources(role: str) -> Iterator[tuple[Path, Source]]:

@@ -1,7 +1,6 @@
-"""What of ComfyUI the text encoders are built with: Qwen2.5-VL, and Qwen3-VL for Qwen-Image-2.1.
+"""What of ComfyUI the text encoders are built with.
 
-ComfyUI's classes are the published 7B and 8B. Their sizes can be set; the vision tower, 1280 wide
-with 32 blocks in the 7B, is always built.
+ComfyUI's classes are the published ones. Their sizes can be set; the vision tower is always built.
 
 A model folder's own tokenizer takes the place of the published one's. ComfyUI finds the end of the
 chat template by the ids of the published vocabulary; here the same search runs with the folder's.
@@ -11,25 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import comfy.sd1_clip
-import comfy.text_encoders.qwen_image
 import torch
-from comfy.text_encoders.llama import BaseLlama, Llama2_, Qwen25_7BVLI, Qwen25_7BVLI_Config
-from comfy.text_encoders.qwen_image import QwenImageTEModel, QwenImageTokenizer
+from comfy.text_encoders.llama import Llama2_
 from transformers import Qwen2Tokenizer
 
 from ....errors import CheckpointError, UnavailableError
-from ....loaders.parts import QWEN3_VL
+from ....families.registry import family_with, load, text_encoder_titled
 from ....loaders.source import TEMPLATE_PREFIX, Source, check_prefix, holds_tokenizer
-from ..contract import require_21
+from ..contract import require
 
 START = "<|im_start|>"
 USER = "user\n"
-QWEN25_7B = "qwen25_7b"  # what ComfyUI's Qwen-Image classes call this encoder
 
 
 @dataclass(frozen=True)
@@ -49,9 +44,13 @@ class FolderTokenizer:
     pad: int
 
 
-def find_tokenizer(source: Source, vocabulary: int) -> FolderTokenizer:
+def find_tokenizer(source: Source, vocabulary: int, fixed_prefix: bool) -> FolderTokenizer:
     """Finds the tokenizer of a text encoder: in `tokenizer/` or `processor/` next to its folder, or
     with it.
+
+    Args:
+        vocabulary: Rows of the embedding.
+        fixed_prefix: As of `EncoderKind`.
 
     Raises:
         CheckpointError: there is none or it is broken, it has more tokens than the embedding has
@@ -80,7 +79,7 @@ def find_tokenizer(source: Source, vocabulary: int) -> FolderTokenizer:
             "both from one model.",
             folder,
         )
-    if not source.part.family.startswith(QWEN3_VL):  # whose template ends where a turn does
+    if fixed_prefix:
         check_prefix(folder, len(tokenizer(TEMPLATE_PREFIX).input_ids))
     user = tokenizer(USER).input_ids
     pad = tokenizer.pad_token_id
@@ -166,23 +165,6 @@ def tokenizer_class(
     return Tokenizer
 
 
-def encoder_class(
-    base: type[QwenImageTEModel], tokenizer: FolderTokenizer
-) -> type[QwenImageTEModel]:
-    """`base`, which is ComfyUI's, cutting off the template by the folder's ids."""
-
-    class Encoder(base):
-        def encode_token_weights(
-            self, token_weight_pairs: dict[str, Any], template_end: int = -1
-        ) -> Any:
-            if template_end == -1:
-                ids = [pair[0] for pair in token_weight_pairs[QWEN25_7B][0]]
-                template_end = end_of_template(ids, tokenizer)
-            return super().encode_token_weights(token_weight_pairs, template_end=template_end)
-
-    return Encoder
-
-
 @dataclass(frozen=True)
 class EncoderKind:
     """One of the text encoders.
@@ -200,6 +182,7 @@ class EncoderKind:
         own_encoder: From what `te` returns, and a folder's tokenizer, to a class that cuts off the
             chat template by that tokenizer's ids.
         nested: Whether ComfyUI recognizes a file by nested names of the vision tower.
+        fixed_prefix: Whether ComfyUI cuts off as many tokens as Qwen-Image's template has.
     """
 
     name: str
@@ -214,6 +197,19 @@ class EncoderKind:
     own_encoder: Callable[[type, FolderTokenizer], type]
     fixed: Mapping[str, Any] = field(default_factory=dict)
     nested: bool = False
+    fixed_prefix: bool = False
+
+
+class HostEncoder(NamedTuple):
+    """Gives ComfyUI's side of a text encoder.
+
+    Attributes:
+        kind: Makes its `EncoderKind`, where this ComfyUI has it.
+        is_one: Tells whether a CLIP's `cond_stage_model` is one.
+    """
+
+    kind: Callable[[], EncoderKind]
+    is_one: Callable[[object], bool]
 
 
 def kind_of(source: Source) -> EncoderKind:
@@ -222,10 +218,9 @@ def kind_of(source: Source) -> EncoderKind:
     Raises:
         UnavailableError: this ComfyUI is older than the model.
     """
-    if not source.part.family.startswith(QWEN3_VL):
-        return QWEN25
-    require_21(source.path)
-    return _qwen3_vl()
+    encoder = text_encoder_titled(source.part.family)
+    require(family_with(encoder), source.path)
+    return load(encoder.comfyui).kind()
 
 
 class TextOnly:
@@ -249,12 +244,6 @@ class TextOnly:
     def preprocess_embed(self, embed: Mapping[str, Any], device: torch.device) -> None:
         """Refuses images, which the host would leave out of the prompt without a word."""
         refuse_images()
-
-
-class TextOnlyQwen25(TextOnly, BaseLlama, torch.nn.Module):
-    """Stands in for ComfyUI's `Qwen25_7BVLI`."""
-
-    sizes = Qwen25_7BVLI_Config
 
 
 def text_only_class(
@@ -288,61 +277,3 @@ def text_only_class(
             self.image_spans = []  # which Qwen3-VL's reads
 
     return TextOnlyModel
-
-
-QWEN25 = EncoderKind(
-    name=QWEN25_7B,
-    title="Qwen2.5-VL",
-    config=Qwen25_7BVLI_Config,
-    vision_width=1280,
-    model=Qwen25_7BVLI,
-    text_only=TextOnlyQwen25,
-    text_only_clip=partial(text_only_class, TextOnlyQwen25),
-    te=comfy.text_encoders.qwen_image.te,
-    tokenizer=QwenImageTokenizer,
-    own_encoder=encoder_class,
-)
-
-
-def _qwen3_vl() -> EncoderKind:
-    """Qwen3-VL in the sizes that ComfyUI has, since 0.37."""
-    from comfy.text_encoders import qwen3vl, qwen_image21
-
-    name = "qwen3vl_8b"
-    config = qwen3vl.QWEN3VL_CONFIGS[name]
-
-    class TextOnlyQwen3VL(TextOnly, qwen3vl.Qwen3VL):
-        """Stands in for ComfyUI's `Qwen3VL`."""
-
-        sizes = staticmethod(config)
-
-    def own_encoder(base: type, tokenizer: FolderTokenizer) -> type:
-        class Encoder(base):
-            def encode_token_weights(self, token_weight_pairs: dict[str, Any]) -> Any:
-                encode = comfy.sd1_clip.SD1ClipModel.encode_token_weights
-                out, pooled, extra = encode(self, token_weight_pairs)
-                ids = [pair[0] for pair in token_weight_pairs[name][0]]
-                starts = [at for at, token in enumerate(ids) if is_token(token, tokenizer.start)]
-                cut = starts[1] if len(starts) > 1 else 0
-                mask = extra.pop("attention_mask")[:, cut:]
-                if not mask.all():
-                    extra["attention_mask"] = mask
-                return out[:, cut:], pooled, extra
-
-        return Encoder
-
-    around = {"base": qwen_image21.QwenImage21Qwen3VLClipModel, "layer": "hidden", "layer_idx": -1}
-    return EncoderKind(
-        name=name,
-        title="Qwen3-VL 8B",
-        config=config,
-        fixed={"lm_head": False},
-        vision_width=qwen3vl.QWEN3VL_VISION[name]["hidden_size"],
-        model=qwen3vl.Qwen3VL,
-        text_only=TextOnlyQwen3VL,
-        text_only_clip=partial(text_only_class, TextOnlyQwen3VL, **around),
-        te=qwen_image21.te,
-        tokenizer=qwen_image21.QwenImage21Tokenizer,
-        own_encoder=own_encoder,
-        nested=True,
-    )

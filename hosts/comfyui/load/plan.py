@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from comfy.quant_ops import QUANT_ALGOS
 
 from ....errors import UnavailableError
+from ....families.registry import family_titled
 from ....loaders.convert import check_complete
 from ....loaders.quantization import PACKED, STORAGE_ONLY, computed_precision
 from ....loaders.quantize import layers_to_quantize
@@ -28,9 +29,9 @@ from ....planning.estimate import STAGING_BYTES
 from ....planning.phases import KEPT_FREE_BYTES
 from ....planning.plan import check_tensor_cores
 from ....spec.formats import QUANTIZED, CardFacts, format_gib
-from ....spec.transformer import GATED, SingleStreamShape, TransformerShape
+from ....spec.transformer import TransformerShape
 from ...loading import LOADER_PRECISIONS, LoadDecision, check_known, decide_load
-from ..contract import require_21
+from ..contract import require
 from ..kept import KeptFile
 
 STORED = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
@@ -186,17 +187,15 @@ def card_facts(device: torch.device) -> CardFacts | None:
 
 
 def host_shape(source: Source) -> TransformerShape:
-    """A transformer's sizes as ComfyUI builds it: gate and up in one weight.
+    """A transformer's sizes as ComfyUI builds it.
 
     Raises:
         CheckpointError: a tensor is missing or has another shape.
         UnavailableError: this ComfyUI is older than the model.
     """
     shape = check_complete(source)
-    if not isinstance(shape, SingleStreamShape):
-        return shape
-    require_21(source.path)
-    return replace(shape, fused_mlp=True)
+    require(shape.family, source.path)
+    return shape.in_comfyui()
 
 
 def check_host_memory(needed: int, what: str) -> None:
@@ -300,9 +299,10 @@ def _host_bytes(
 
 
 def joined_bytes(source: Source) -> int:
-    """Bytes of gates and ups that the file has apart, which `transformer_tensors` joins."""
-    halves = tuple(f".{half}.weight" for half in GATED)
-    return sum(info.nbytes for name, info in source.tensors.items() if name.endswith(halves))
+    """Bytes of layers that the file has apart, which `transformer_tensors` joins."""
+    joined = family_titled(source.part.family).joined
+    apart = tuple(f".{layer}.weight" for layers in joined.values() for layer in layers)
+    return sum(info.nbytes for name, info in source.tensors.items() if name.endswith(apart))
 
 
 # Without dynamic VRAM ComfyUI reserves a tenth more than the weights it is about to load, 2.5 GiB

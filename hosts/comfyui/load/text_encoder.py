@@ -21,7 +21,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 
 from ....errors import CheckpointError
-from ....loaders.parts import SIZES
+from ....families.registry import text_encoder_titled
 from ....loaders.source import Source, open_source
 from ....planning.request import DROPPED, ON_PROCESSOR
 from ....spec.transformer import ON_CARD
@@ -165,7 +165,9 @@ def load_text_encoder(
     source = open_source(path, "text_encoder")
     layout = read_layout(source)
     published = layout.vocabulary >= PUBLISHED_TOKENS  # which ComfyUI's own tokenizer fits
-    tokenizer = None if published else find_tokenizer(source, layout.vocabulary)
+    tokenizer = (
+        None if published else find_tokenizer(source, layout.vocabulary, layout.kind.fixed_prefix)
+    )
     # ComfyUI has no dynamic VRAM for what computes on the processor.
     mapped = (
         comfy.memory_management.aimdo_enabled and not disable_dynamic and placement != ON_PROCESSOR
@@ -177,7 +179,8 @@ def load_text_encoder(
     arguments = source, precision, placement
     clip.patcher.cached_patcher_init = load_text_encoder_patcher, arguments
     reason = {"auto": "auto: as stored", AS_STORED: AS_STORED}.get(precision, "requested")
-    size = SIZES.get((source.part.dims["hidden"], source.part.blocks))
+    encoder = text_encoder_titled(source.part.family)
+    size = encoder.published.get((source.part.dims["hidden"], source.part.blocks))
     return PlacedClip.over(clip, placement), LoadReport(
         what="text encoder",
         path=source.path,

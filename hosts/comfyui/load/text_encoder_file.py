@@ -11,8 +11,8 @@ import comfy.model_management
 import torch
 
 from ....errors import CheckpointError
+from ....families.registry import text_encoder_titled
 from ....loaders.convert import check_finite, check_names, shapes_of, text_encoder_name_to_native
-from ....loaders.parts import SIZES
 from ....loaders.source import Source
 from ....loaders.stored import KINDS, StoredLayer, accompanies, stored_layers
 from .encoder_kind import EncoderKind, kind_of
@@ -55,9 +55,12 @@ def read_layout(source: Source) -> TextEncoderLayout:
         UnavailableError: this ComfyUI is older than the model.
     """
     kind, dims = kind_of(source), source.part.dims
-    other = SIZES.get((dims.get("hidden"), source.part.blocks))
-    if other not in (None, "7B"):
-        raise CheckpointError(f"This is the {other} of Qwen2.5-VL: {ONLY_7B}", source.path)
+    encoder = text_encoder_titled(source.part.family)
+    size = dims.get("hidden"), source.part.blocks
+    if size in encoder.published and size != (encoder.hidden, encoder.layers):
+        raise CheckpointError(
+            f"This is the {encoder.published[size]} of {kind.title}: {ONLY_7B}", source.path
+        )
     config = _model_config(source, kind)
     names = _native_names(source)
     notes = []

@@ -27,14 +27,14 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 from comfy.quant_ops import QuantizedTensor
 
 from ....errors import CheckpointError, UnavailableError
+from ....families.comfyui import kind_of_family
 from ....loaders.convert import is_finite, not_finite
-from ....loaders.quantized_file import MARKER_2511
+from ....loaders.quantized_file import marker_of
 from ....loaders.source import MICRO_ADVICE, MICRO_TRANSFORMER, Source, open_source
 from ....optimizations.linear import choose_gemm, prepare_trial
 from ....optimizations.step_cache import Later
 from ....optimizations.warm_up import warm_up
 from ....spec.formats import QUANTIZED, format_gib
-from ....spec.transformer import SingleStreamShape
 from ..record.sampling import record_runs
 from ..sample.layers import compile_ahead
 from ..sample.modulation import MODULATION_KEY, ModelModulation
@@ -147,8 +147,8 @@ def _build(plan: LoadPlan, disable_dynamic: bool = False) -> tuple[ModelPatcher,
         notes.append(f"keep_quantized: weights from the kept file {taken.path.name}.")
     elif plan.kept:
         notes.append(plan.kept.write(tensors))
-    if source.config.get("zero_cond_t") is True:  # as ComfyUI's own files say it
-        tensors.setdefault(MARKER_2511, torch.empty(0))
+    if marker := marker_of(source):
+        tensors.setdefault(marker, torch.empty(0))
     model = _model_config(plan, tensors, load_device).get_model(tensors, "")
     if quantized:
         notes += _what_is_not_quantized(model.get_dtype(), [tensors[f"{it}.weight"] for it in kept])
@@ -241,19 +241,10 @@ def _model_config(
     """ComfyUI's configuration of the model: what it detects, completed by the sizes that it takes
     for granted, with the dtypes that its own loader would choose.
     """
-    shape = plan.shape
-    single = isinstance(shape, SingleStreamShape)
+    kind = kind_of_family(plan.shape.family, plan.source.path)
     sizes: dict[str, Any] = comfy.model_detection.detect_unet_config(tensors, "")
-    if not single:  # of which it reads all
-        sizes.update(
-            num_attention_heads=shape.heads,
-            attention_head_dim=shape.head_dim,
-            joint_attention_dim=shape.joint_dim,
-            out_channels=shape.packed_out_channels // 4,
-        )
-    sizes.update(_rope_axes(plan.source, shape.head_dim))
-    known = comfy.supported_models
-    config = (known.QwenImage21 if single else known.QwenImage)(sizes)
+    sizes.update(kind.config_sizes(plan.shape, plan.source))
+    config = kind.config(sizes)
     supported = config.supported_inference_dtypes
     quantized = any(name.endswith(".comfy_quant") for name in tensors)
     dtype = KEEP_DTYPE.get(plan.precision)
@@ -268,20 +259,6 @@ def _model_config(
     if quantized:
         config.custom_operations = quantized_operations(cast or dtype)
     return config
-
-
-def _rope_axes(source: Source, head_dim: int) -> dict[str, tuple[int, ...]]:
-    # How a head is split over time, height and width, which no tensor tells.
-    axes = source.config.get("axes_dims_rope")
-    if axes is None and head_dim == 128:
-        return {}  # the published models: ComfyUI's default
-    if not isinstance(axes, list) or len(axes) != 3 or sum(axes) != head_dim:
-        raise CheckpointError(
-            f"axes_dims_rope is {axes} in config.json and must be three numbers that add up to "
-            f"{head_dim}: put the config.json of the model next to its weights.",
-            source.path,
-        )
-    return {"axes_dims_rope": tuple(axes)}
 
 
 # Notices NaN and infinity in a model's first run, and names where they come from.

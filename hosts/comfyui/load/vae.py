@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import os
 
-import comfy.ldm.wan.vae
-import comfy.ldm.wan.vae2_2
 import comfy.model_patcher
 import comfy.sd
 import torch
 
 from ....errors import CheckpointError
-from ....loaders.convert import (
-    check_finite,
-    check_names,
-    shapes_of,
-    vae_21_name_to_native,
-    vae_name_to_native,
-)
+from ....families.registry import family_with, load, vae_titled
+from ....loaders.convert import check_finite, check_names, shapes_of
 from ....loaders.header import PLAIN_DTYPES
-from ....loaders.parts import LATENT_CHANNELS, LATENT_CHANNELS_21
 from ....loaders.source import Source, open_source
-from ....spec.transformer import FAMILY_21
 from ...loading import check_known
-from ..contract import require_21
+from ..contract import require
 from ..decode.fused import compile_ahead
 from .plan import LoadReport
 from .weights import FLOAT_NAMES, map_tensors
@@ -49,8 +40,7 @@ def load_vae(
     """
     check_known("VAE precision", precision, VAE_DTYPES)
     source = open_source(path, "vae")
-    if _is_21(source):
-        require_21(source.path)
+    require(family_with(vae_titled(source.part.family)), source.path)
     names = _native_by_stored_name(source)
     shapes = _check(source, names)
     mapped = map_tensors(source)
@@ -98,12 +88,8 @@ def _native_by_stored_name(source: Source) -> dict[str, str]:
     names = list(source.tensors)
     if NATIVE in names:
         return {name: name for name in names}
-    to_native = vae_21_name_to_native if _is_21(source) else vae_name_to_native
+    to_native = vae_titled(source.part.family).native_name
     return {name: to_native(name) for name in names}
-
-
-def _is_21(source: Source) -> bool:
-    return source.part.dims.get("latent_channels") == LATENT_CHANNELS_21
 
 
 def _check(source: Source, names: dict[str, str]) -> dict[str, tuple[int, ...]]:
@@ -126,59 +112,17 @@ def _check(source: Source, names: dict[str, str]) -> dict[str, tuple[int, ...]]:
             "width: download it again.",
             source.path,
         )
-    if _is_21(source):
-        decoder = found.get("decoder.head.0.gamma", (dim,))[0]
-        with torch.device("meta"):
-            shapes = shapes_of(_class_21(int(dim), int(decoder), found))
-        found |= {
-            name: (*size[:2], 1, *size[2:])
-            for name, size in found.items()
-            if len(size) == 4 and len(shapes.get(name, ())) == 5
-        }
-        check_names(source.path, found, shapes, f"the {FAMILY_21} VAE")
-        return shapes
-    given, made = (
-        _channels(found, f"{name}.weight", axis)
-        for name, axis in (("encoder.conv1", 1), ("decoder.head.2", 0))
-    )
-    check_names(source.path, found, vae_shapes(int(dim), given, made), "the Qwen-Image VAE")
-    return found
-
-
-def vae_shapes(dim: int, given: int = 3, made: int = 3) -> dict[str, tuple[int, ...]]:
-    """Of ComfyUI's class for Qwen-Image's VAE, by name."""
+    vae = vae_titled(source.part.family)
     with torch.device("meta"):
-        vae = comfy.ldm.wan.vae.WanVAE(
-            dim=dim,
-            z_dim=LATENT_CHANNELS,
-            dim_mult=[1, 2, 4, 4],
-            num_res_blocks=2,
-            attn_scales=[],
-            temperal_downsample=[False, True, True],
-            image_channels=given,
-            conv_out_channels=made,
-        )
-    return shapes_of(vae)
-
-
-def _class_21(dim: int, decoder: int, found: dict[str, tuple[int, ...]]) -> torch.nn.Module:
-    return comfy.ldm.wan.vae2_2.WanVAE(
-        dim=dim,
-        dec_dim=decoder,
-        z_dim=LATENT_CHANNELS_21,
-        dim_mult=[1, 2, 4, 8, 8],
-        num_res_blocks=2,
-        attn_scales=[],
-        temperal_downsample=[False, True, True, True],
-        image_channels=found.get("decoder.head.2.weight", (4,))[0],
-        patch_size=1,
-        temporal_kernel=1,
-    )
-
-
-def _channels(found: dict[str, tuple[int, ...]], name: str, axis: int) -> int:
-    shape = found.get(name, ())
-    return shape[axis] if len(shape) == 5 else 3
+        shapes = shapes_of(load(vae.comfyui).build(source.part.dims, found))
+    # diffusers convolves one frame of 2.1 in 2 dimensions.
+    found |= {
+        name: (*size[:2], 1, *size[2:])
+        for name, size in found.items()
+        if len(size) == 4 and len(shapes.get(name, ())) == 5
+    }
+    check_names(source.path, found, shapes, vae.part)
+    return shapes
 
 
 def _notes(source: Source, names: dict[str, str]) -> tuple[str, ...]:
@@ -187,6 +131,4 @@ def _notes(source: Source, names: dict[str, str]) -> tuple[str, ...]:
         notes.append("diffusers names converted to ComfyUI's")
     if source.part.licence:
         notes.append(source.part.licence)
-    if not _is_21(source) and source.part.dims.get("image_channels") == 4:
-        notes.append("4 channels: it decodes to RGBA, for Qwen-Image-Layered")
-    return tuple(notes)
+    return (*notes, *vae_titled(source.part.family).notes(source.part.dims))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import comfy.memory_management
@@ -24,7 +24,6 @@ from ....loaders.source import Source, check_unchanged, fingerprint
 from ....loaders.stored import PackedLayer, StoredLayer, canonical_tensors
 from ....optimizations.reference import decode_weight
 from ....spec.formats import QUANTIZED
-from ....spec.transformer import GATE_UP, GATED
 from ...loading import round_weight
 from ..kept import SUFFIX
 from .plan import STAGING_BYTES, LoadPlan
@@ -84,7 +83,7 @@ def transformer_tensors(
             ready |= entry.tensors(name)
         else:
             ready[name] = entry
-    halves = _join_gates(ready, stored)
+    halves = _join(plan.shape.family.joined, ready, stored)
     linear = [
         *stored,
         *halves,
@@ -147,28 +146,38 @@ def quantize_shown(
     return tensors
 
 
-def _join_gates(
-    ready: dict[str, torch.Tensor], stored: dict[str, StoredLayer]
+def _join(
+    joined: Mapping[str, tuple[str, ...]],
+    ready: dict[str, torch.Tensor],
+    stored: dict[str, StoredLayer],
 ) -> dict[str, tuple[torch.Tensor, ...]]:
-    """Puts gates and ups that diffusers has apart into one layer, as ComfyUI's own files have them,
-    of which one product is made.
+    """Puts layers that diffusers has apart into one, as ComfyUI's own files have them, of which one
+    product is made.
+
+    Args:
+        joined: as of `Family`.
 
     Returns:
-        {layer: its gate and its up} of those that are in a dtype to compute with.
+        {layer: its parts} of those that are in a dtype to compute with.
     """
     plain = {}
-    for gate in [it for it in map(_layer, (*stored, *ready)) if it.endswith(GATED[0])]:
-        block = gate.removesuffix(GATED[0])
-        parts = [stored.pop(block + it, None) or ready.pop(f"{block}{it}.weight") for it in GATED]
-        form, other = (
+    found = [
+        (layer.removesuffix(apart[0]), whole, apart)
+        for whole, apart in joined.items()
+        for layer in map(_layer, (*stored, *ready))
+        if layer.endswith(apart[0])
+    ]
+    for block, whole, apart in found:
+        parts = [stored.pop(block + it, None) or ready.pop(f"{block}{it}.weight") for it in apart]
+        form, *others = (
             isinstance(it, StoredLayer) and replace(it, weight=None, scale=None) for it in parts
         )
-        if form and form == other:
+        if form and all(form == other for other in others):
             weight = torch.cat([it.weight for it in parts])
             scale = torch.cat([it.scale for it in parts])
-            stored[block + GATE_UP] = replace(form, weight=weight, scale=scale)
+            stored[block + whole] = replace(form, weight=weight, scale=scale)
         else:
-            plain[block + GATE_UP] = tuple(
+            plain[block + whole] = tuple(
                 it.dequantized() if isinstance(it, StoredLayer) else it for it in parts
             )
     return plain

@@ -22,14 +22,14 @@ from comfy.quant_ops import QuantizedTensor
 from comfy.weight_adapter import LoHaAdapter, LoKrAdapter, WeightAdapterBase
 
 from ....errors import CheckpointError, SettingError
+from ....families.comfyui import kind_of
+from ....families.lora import FOREIGN_STACKS
+from ....families.registry import adapts_other
 from ....loaders.checkpoint import CheckpointPart
 from ....loaders.convert import normalize_name
-from ....loaders.detect import FOREIGN_STACKS
 from ....planning.request import LORA_MODES
 from ....spec.formats import format_gib
-from ....spec.transformer import FAMILY_21
 from ...loading import check_known
-from ..sample.forward import QWEN_IMAGE_21
 from ..sample.optimize import unsupported_model
 from .bypass import Kronecker, Matrices, add_bypass, bypass_change, in_rows
 from .file import LoraFile, inspect_lora, read_lora
@@ -195,14 +195,11 @@ def _check_family(model: ModelPatcher, part: CheckpointPart, path: Path) -> None
             f"The MODEL is {type(model.model).__name__} and this node changes Qwen-Image: use "
             "ComfyUI's Load LoRA."
         )
-    of_21 = isinstance(model.model, QWEN_IMAGE_21)
-    # Of others the shapes tell.
-    is_other = part.family.endswith("for Qwen-Image") if of_21 else FAMILY_21 in part.family
-    if is_other:
-        family = FAMILY_21 if of_21 else "Qwen-Image 1.x"
+    family = kind_of(model.model).family
+    if adapts_other(part.family, family):  # of others the shapes tell
         raise CheckpointError(
-            f"This is a {part.family} and the MODEL is {family}: choose a LoRA for {family}, or "
-            "load the model that this one is for.",
+            f"This is a {part.family} and the MODEL is {family.label}: choose a LoRA for "
+            f"{family.label}, or load the model that this one is for.",
             path,
         )
 

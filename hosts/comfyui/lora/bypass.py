@@ -27,6 +27,7 @@ from comfy.patcher_extension import WrappersMP
 from comfy.weight_adapter import LoKrAdapter, LoRAAdapter, WeightAdapterBase
 
 from ....errors import UnavailableError
+from ....families.registry import first_reader
 from ....optimizations import reference
 from ....optimizations.blocks.block_form import is_changed
 from ..load.linear import AroundLinear
@@ -35,8 +36,6 @@ BYPASS_KEY = "qwen_l40s_lora"
 # The second tells newer ComfyUI (#16862), whose fused linear layers read weights past `forward`,
 # that this forward counts.
 REPLACED = ("forward", "comfy_force_forward")
-# Layers of one parent that read the same rows.
-SAME_ROWS = (("to_q", "to_k", "to_v"), ("add_q_proj", "add_k_proj", "add_v_proj"))
 
 
 class Matrices(NamedTuple):
@@ -171,7 +170,7 @@ class BypassLayers(torch.nn.Module):
                 others.append((name, change))
         readers: dict[str, list[str]] = defaultdict(list)
         for name in pairs:
-            readers[_reader(name)].append(name)
+            readers[first_reader(name)].append(name)
         self.downs = torch.nn.ModuleList()
         found: list[tuple[str, torch.nn.Module]] = []
         for names in readers.values():
@@ -336,12 +335,6 @@ def _second_patcher(
     disable_dynamic: bool = True,  # ComfyUI passes it; there is no other kind
 ) -> ModelPatcher:
     return _patcher(copy.deepcopy(layers), load_device, offload_device)
-
-
-def _reader(name: str) -> str:
-    # Equal for layers that read the same rows.
-    parent, _, last = name.rpartition(".")
-    return next((f"{parent}.{it[0]}" for it in SAME_ROWS if last in it), name)
 
 
 def _linear(weight: torch.Tensor) -> torch.nn.Linear:

@@ -9,9 +9,10 @@ import comfy.utils
 import torch
 
 from ....errors import CheckpointError
+from ....families.lora import SUFFIX
+from ....families.protocol import WHOLE_TENSORS
 from ....loaders.checkpoint import CheckpointPart, inspect_checkpoint
 from ....loaders.convert import normalize_name
-from ....loaders.detect import SUFFIX, WHOLE_TENSORS
 from ....loaders.quantization import ATTENTION_CONFIG
 
 

@@ -14,6 +14,8 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP, add_wrapper_with_key
 from comfy.samplers import CFGGuider
 
+from ....families.comfyui import kind_of
+from ....families.registry import blocks_of
 from ....loaders.source import MICRO_ADVICE, MICRO_SIDE, MICRO_TRANSFORMER
 from ....spec.vae import PIXELS_PER_LATENT
 from ..sample.call import context_of, control_of, is_skipped, options_of
@@ -179,10 +181,8 @@ def cfg_of(guider: Any) -> float | None:
 
 def size_advice(model: Any, latent: Sequence[int]) -> str:
     """Advises on a size that the model was not trained at; empty for all but micro."""
-    transformer = model.diffusion_model
-    if not hasattr(transformer, "txt_norm"):  # Qwen-Image-2.1
-        return ""
-    form = len(transformer.transformer_blocks), len(transformer.txt_norm.weight)
+    transformer, kind = model.diffusion_model, kind_of(model)
+    form = kind and (len(blocks_of(transformer)), kind.takes(transformer)[0])
     sides = {PIXELS_PER_LATENT * side for side in latent[-2:]}
     return MICRO_ADVICE if form == MICRO_TRANSFORMER and sides != {MICRO_SIDE} else ""
 

@@ -9,13 +9,13 @@ from typing import Any
 from ....charts.notes import attention_notes
 from ....charts.words import BOUND
 from ....errors import QwenL40SError
+from ....families.registry import member_by_text, pixels_of
 from ....options import request_settings
 from ....planning.estimate import Estimate
 from ....planning.phases import Phase, Range
 from ....planning.plan import attention_form
-from ....planning.request import EIGHT_BIT, EXACT, FAST, REFERENCE_WORDS, RunRequest
+from ....planning.request import EIGHT_BIT, EXACT, FAST, RunRequest
 from ....planning.times import PROCESSOR
-from ....spec.families import FAMILIES, pixels_of
 from ....spec.formats import CardFacts
 from ....spec.transformer import REFERENCE_SIDE, whole_pixels
 from ..estimate.cards import THIS_CARD, card_of
@@ -62,7 +62,6 @@ def mismatches(asked: Mapping[str, Any], path: Sequence[str], request: RunReques
     return notes
 
 
-FIRST_EDIT = "qwen-image-edit"  # the only one with that many text tokens for one reference
 PARTS_MISSING = "Connect clip and vae to predict the card's memory: their weights count too."
 
 
@@ -157,8 +156,8 @@ def _settings(asked: Mapping[str, Any], tiles: int) -> dict[str, Any]:
         layers=frames[0] - 1 if frames else 0,
         tiles=tiles,
     )
-    if references == 1 and asked["text_tokens"] > FAMILIES[FIRST_EDIT].vision_tokens:
-        settings["family"] = FIRST_EDIT
+    if member := member_by_text(references, asked["text_tokens"]):
+        settings["family"] = member.name
     return settings
 
 
@@ -173,8 +172,7 @@ def _attention(path: Sequence[str], card: CardFacts) -> str:
 
 def _with_tokens(request: RunRequest, tokens: int) -> RunRequest:
     """Sets the prompt's own tokens: the family counts those of references."""
-    member = request.member
-    each = REFERENCE_WORDS if member.cached_prefix else member.vision_tokens
+    each = request.member.reference_words
     return replace(request, text_tokens=max(1, tokens - request.references * each))
 
 

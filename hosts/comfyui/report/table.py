@@ -16,9 +16,9 @@ from comfy.model_patcher import ModelPatcher
 from ....charts.figures import duration, folded, table, tenths, usd
 from ....charts.run_chart import Bar, Figure, Limit, RunPicture
 from ....charts.words import usable_bytes
+from ....families.registry import pixels_of
 from ....planning.estimate import usd_range
 from ....planning.phases import Range, figure
-from ....spec.families import pixels_of
 from ....spec.formats import GIB
 from ..record.phase import MeasuredPhase, harmless, measured
 from ..record.sampling import is_recorded

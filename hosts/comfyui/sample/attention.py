@@ -16,6 +16,7 @@ import comfy.ldm.modules.attention
 import torch
 from comfy.ldm.modules.attention import optimized_attention_masked
 
+from ....families.registry import attention_names
 from ....optimizations.attention import MOST_ERROR, ChosenAttention
 
 SLOT = "optimized_attention_override"
@@ -130,8 +131,11 @@ def file_choice(block: torch.nn.Module) -> torch.nn.Module | None:
     runs for it, or None. None where ComfyUI does not read it, as 0.33.
     """
     # Past Module.__getattr__, which takes 4 us where there is none: it is asked in every pass.
-    attn = block._modules.get("attn")
-    return None if attn is None else attn._modules.get("comfy_attention")
+    for name in attention_names():
+        attn = block._modules.get(name)
+        if attn is not None:
+            return attn._modules.get("comfy_attention")
+    return None
 
 
 class FileAttention:

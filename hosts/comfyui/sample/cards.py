@@ -21,11 +21,11 @@ from comfy.patcher_extension import WrappersMP
 from comfy.samplers import get_area_and_mult
 
 from ....errors import QwenL40SError
+from ....families.comfyui import kind_of
 from ....machine.card import InstalledCard, first_line
 from ....optimizations.fallback import Fallback
 from ....spec.formats import format_gib
 from .call import IDLE
-from .forward import QWEN_IMAGE_21
 from .optimize import unsupported_model
 from .run import CARDS_KEY, OPTIMIZATION_KEY, link_warning
 
@@ -55,12 +55,12 @@ def split_cards(model: ModelPatcher, cards: int) -> tuple[ModelPatcher, str]:
         clone = found
         clone.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, CARDS_KEY, share_idle_cards)
         names = ", ".join(map(str, (clone.load_device, *alike)))
-        shared = type(model.model) is not QWEN_IMAGE_21
+        family = kind_of(model.model).family
         rest = "and a card without a prompt takes a part of another's image rows"
-        if not shared:
-            rest = "and Qwen-Image-2.1's image rows are not shared: without CFG one card works"
+        if not family.split_rows:
+            rest = f"and {family.title}'s image rows are not shared: without CFG one card works"
         lines = [f"cards: {names}; each prompt of a step goes to one, {rest}"]
-        if shared and clone.get_attachment(OPTIMIZATION_KEY) is None:
+        if family.split_rows and clone.get_attachment(OPTIMIZATION_KEY) is None:
             lines.append(
                 "cards: image rows are not shared without Optimize Qwen-Image: connect it before "
                 "this node"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import comfy.cli_args
@@ -17,20 +17,16 @@ import comfy.model_base
 import comfy.ops
 import torch
 
+from ....families.comfyui import imported_code
+from ....families.registry import blocks_of
 from ....optimizations.blocks.block import Step
-from ....optimizations.blocks.block_form import blocks_of, called_by
+from ....optimizations.blocks.block_form import called_by
 from ....optimizations.blocks.host import BlockInputs, DoubleStream
 from ....optimizations.blocks.self_check import Streams
-from ....optimizations.blocks.workspace import Prefix
 from ....optimizations.fallback import Fallback
-from ....optimizations.modulation import Entry, shared_entry
+from ....optimizations.modulation import Entry
 from ....optimizations.reference import Rotary, Tokens
-from ..contract import (
-    BLOCK_ARGUMENTS,
-    SINGLE_STREAM_ARGUMENTS,
-    knows_single_stream,
-    unknown_attention_arguments,
-)
+from ..contract import BLOCK_ARGUMENTS, unknown_attention_arguments
 from ..lora.bypass import bypass_models
 from .attention import SLOT, SlotAttention, file_choice, host_attention, without_choice
 from .call import (
@@ -45,20 +41,13 @@ from .held import HeldWeights
 from .layers import ComfyLayers
 from .modulation import ModelModulation
 
-QWEN_IMAGE_21 = getattr(comfy.model_base, "QwenImage21", ())  # since ComfyUI 0.37
 # What the executor computes itself is that of ComfyUI as it is imported.
-called_by("comfy.ldm.qwen_image.model")
-if QWEN_IMAGE_21:
-    called_by("comfy.ldm.qwen_image21.model")
-ARGUMENTS, ARGUMENTS_21 = set(BLOCK_ARGUMENTS), set(SINGLE_STREAM_ARGUMENTS)
+for module in imported_code():
+    called_by(module)
+ARGUMENTS = set(BLOCK_ARGUMENTS)
 SHARED = ("image_rotary_emb", "encoder_hidden_states_mask", "timestep_zero_index")
 OTHER_ARGUMENTS = Fallback("ComfyUI passes its blocks arguments that are unknown here")
-OTHER_MODEL = Fallback("this ComfyUI calls its Qwen-Image-2.1 in a way that is unknown here")
 COMPILED = Fallback("torch.compile runs the model; without it the fused blocks would")
-NO_PREFIX_CACHE = Fallback(
-    "ComfyUI's prefix cache is off: a node switches it off, hooks into the blocks, or leaves it no "
-    "memory"
-)
 INPUT_PATCH = Fallback("another node changes what attention reads (attn1_patch)")
 
 
@@ -210,123 +199,10 @@ class ComfyPass(DoubleStream):
         return type(block).forward(block, **{**arguments, "transformer_options": options})
 
 
-class SingleStreamPass(ComfyPass):
-    """The same of Qwen-Image-2.1, whose blocks run with the rows of the image alone, beside the
-    keys and values in ComfyUI's prefix cache. What fills the cache is ComfyUI's own.
-    """
-
-    names = SINGLE_STREAM_ARGUMENTS
-    additions = ()
-
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self.peers = ()  # other cards have no part in a pass
-        self._fills = False
-        self._turned: torch.Tensor | None = None  # what the step's rotation was made of
-        self._step: Step | None = None
-        self._slot: Any = None  # of the prefix cache
-        self._prefixes: Sequence[Prefix] | None = None
-
-    def fallback(self) -> Fallback | None:
-        return super().fallback() or (None if knows_single_stream() else OTHER_MODEL)
-
-    def no_graphs(self) -> str:
-        # Where the cache is filled or moves, nobody knows what later blocks read.
-        if self._fills:
-            return "ComfyUI fills its prefix cache"
-        if self.prefixes is None:
-            return "ComfyUI's prefix cache is in host memory or in 8 or 4 bits"
-        return super().no_graphs()
-
-    def inputs(
-        self, block: torch.nn.Module, positional: tuple, arguments: dict[str, Any]
-    ) -> BlockInputs | Fallback | None:
-        if positional or arguments.keys() != ARGUMENTS_21:
-            return OTHER_ARGUMENTS
-        x, mod, pe, attend, before, options = map(arguments.get, SINGLE_STREAM_ARGUMENTS)
-        if before:
-            self._fills = before == x.shape[1]
-            return None if self._fills else NO_PREFIX_CACHE
-        prefix = _prefix_of(attend)
-        if prefix is None:
-            return NO_PREFIX_CACHE
-        self._options, self._block = options, block
-        tokens = Tokens(len(x), 0, x.shape[1], x.shape[1])
-        if self._turned is not pe or self._step.tokens != tokens:
-            with self.lasting():
-                self._turned, self._step = pe, Step(tokens, _rotary(pe.transpose(1, 2)), None)
-        comfy.ops.run_every_op()
-        return BlockInputs(x[:, :0], x, mod, self._step._replace(prefix=prefix), False)
-
-    def unchanged(
-        self,
-        index: int,
-        positional: tuple,
-        arguments: dict[str, Any],
-        inputs: tuple[torch.Tensor, torch.Tensor, object],
-    ) -> bool:
-        """As of `HostPass`."""
-        _, image, mod = inputs
-        if positional or arguments["x"] is not image or arguments["mod"] is not mod:
-            return False
-        prefix, expected = _prefix_of(arguments["attn_fn"]), self.prefixes
-        return (
-            prefix is not None
-            and expected is not None
-            and prefix.keys.data_ptr() == expected[index].keys.data_ptr()
-        )
-
-    def output(self, streams: Streams) -> torch.Tensor:
-        return streams[1]
-
-    @property
-    def prefixes(self) -> Sequence[Prefix] | None:
-        """Of ComfyUI's prefix cache, where it lies on the card as it is read."""
-        cache = self.owner.diffusion_model.prefix_cache
-        try:
-            # A pack may call the transformer with several prompts, each of which has a slot.
-            if self._slot is cache.slot and self._prefixes is not None:
-                return self._prefixes
-            self._slot, self._prefixes = cache.slot, None
-            blocks = cache.slot["blocks"]
-            if cache.dtype == "default" and cache.store_device == self.device:
-                self._prefixes = [Prefix(*blocks[i].unbind(1)) for i in range(len(self.blocks))]
-        except (AttributeError, KeyError, TypeError):  # it is off, or another
-            return None
-        return self._prefixes
-
-    def entry(self, embedding: Any, batch: int) -> Entry:
-        """From the modulation of all blocks: (scale, tanh of the gate) twice, and a zero."""
-        scale1, gate1, scale2, gate2 = (target.squeeze(1) for _, target in embedding[:4])
-        return shared_entry((scale1, scale2), (gate1, gate2), len(self.blocks), batch)
-
-    def host_block(self, block: torch.nn.Module, arguments: dict[str, Any]) -> Streams:
-        """The block's own forward, which writes over its input."""
-        x = arguments["x"]
-        return x[:, :0], type(block).forward(block, **{**arguments, "x": x.clone()})
-
-
-PASSES: dict[type, type[ComfyPass]] = {comfy.model_base.QwenImage: ComfyPass}
-if QWEN_IMAGE_21:
-    PASSES[QWEN_IMAGE_21] = SingleStreamPass
-
-
 @functools.cache
 def _defaults(block: type) -> dict[str, Any]:
     known = (inspect.signature(block.forward).parameters[name] for name in BLOCK_ARGUMENTS)
     return {it.name: it.default for it in known if it.default is not it.empty}
-
-
-def _prefix_of(attend: Callable[..., torch.Tensor]) -> Prefix | None:
-    """Reads what ComfyUI's `prefix_cached_attention` has bound; None of others."""
-    # Calling it would join them with those of the image in new tensors.
-    code = getattr(attend, "__code__", None)
-    if code is None or not attend.__qualname__.startswith("prefix_cached_attention."):
-        return None
-    bound = dict(zip(code.co_freevars, attend.__closure__, strict=True))
-    if not {"prefix_k", "prefix_v"} <= bound.keys():
-        return None
-    return Prefix(bound["prefix_k"].cell_contents, bound["prefix_v"].cell_contents)
 
 
 class _Shared:
@@ -339,7 +215,7 @@ class _Shared:
         self._form = text.shape, image.shape, image.dtype
         zero_from = image.shape[1] if zero is None else zero
         tokens = Tokens(len(image), text.shape[1], image.shape[1], zero_from)
-        self.step = Step(tokens, _rotary(matrices), _mask(mask, tokens, image.dtype))
+        self.step = Step(tokens, rotary_of(matrices), _mask(mask, tokens, image.dtype))
 
     def holds(self, arguments: dict[str, Any], text: torch.Tensor, image: torch.Tensor) -> bool:
         matrices, mask, zero = self._given
@@ -351,7 +227,7 @@ class _Shared:
         )
 
 
-def _rotary(matrices: torch.Tensor) -> Rotary:
+def rotary_of(matrices: torch.Tensor) -> Rotary:
     """From ComfyUI's (batch, 1, joint, head_dim / 2, 2, 2) of [[cos, -sin], [sin, cos]]."""
     cos, sin = matrices[:, 0, :, :, 0, 0], matrices[:, 0, :, :, 1, 0]
     return Rotary(cos.contiguous(), sin.contiguous())

@@ -20,8 +20,9 @@ from comfy import model_management as management
 from comfy.quant_ops import QuantizedTensor
 from comfy_aimdo import model_vbar
 
+from ....families.registry import spec_of
 from ....optimizations.blocks.block import DENSE
-from ....optimizations.blocks.block_form import head_norms, token_layers
+from ....optimizations.blocks.block_form import head_norms, query_layer, token_layers
 from ....optimizations.fallback import Fallback
 from ....spec.formats import RowFormat
 from ..load.linear import PACKED_LAYOUT, packed_parts
@@ -341,7 +342,7 @@ class _Marks(NamedTuple):
         Raises:
             AttributeError, KeyError: Its blocks have another form.
         """
-        attn = blocks[0].attn
+        path = spec_of(blocks[0]).places[0].split(".")
         values = (
             model.device,
             model.current_weight_patches_uuid,
@@ -349,9 +350,11 @@ class _Marks(NamedTuple):
             beside.place,
         )
         if stores:  # another extension may move a block on its own
-            values += tuple(map(_address_of, blocks))
+            values += tuple(_address_of(block, path) for block in blocks)
         weights = [weakref.ref(store["weight"]) for store in stores]
-        return cls(attn.to_q.weight_function, weakref.ref(attn.norm_q.weight), values, weights)
+        norm = weakref.ref(head_norms(blocks[0])[0].weight)
+        first = query_layer(blocks[0])
+        return cls(first.weight_function, norm, values, weights)
 
     def same(self, other: _Marks) -> bool:
         """Whether nothing has moved between them."""
@@ -363,9 +366,10 @@ class _Marks(NamedTuple):
         )
 
 
-def _address_of(block: torch.nn.Module) -> int:
+def _address_of(layer: torch.nn.Module, path: Sequence[str]) -> int:
     # Past Module.__getattr__, which would take most of the time of a pass here.
-    layer = block._modules["attn"]._modules["to_q"]
+    for name in path:
+        layer = layer._modules[name]
     return _plain(layer._parameters["weight"]).data_ptr()
 
 

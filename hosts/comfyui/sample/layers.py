@@ -8,7 +8,6 @@ ComfyUI's own cast context; everything else runs itself.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Hashable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -22,8 +21,9 @@ from comfy.model_patcher import ModelPatcher
 from comfy.quant_ops import QuantizedTensor
 from comfy_aimdo import model_vbar
 
+from ....families.registry import blocks_of
 from ....optimizations.blocks.block import DENSE, LayerTensors
-from ....optimizations.blocks.block_form import MODULATION, blocks_of, token_layers
+from ....optimizations.blocks.block_form import modulated_by, token_layers
 from ....optimizations.fallback import Fallback
 from ....optimizations.linear import Gemm, known_gemm
 from ....optimizations.reference import LowRank
@@ -131,8 +131,7 @@ class ComfyLayers:
         by a LoRA, are left to it.
         """
         layers = [layer for block in blocks for layer in token_layers(block)]
-        for block, name in itertools.product(blocks, MODULATION.values()):
-            layers += list(getattr(block, name, ()))[1:]
+        layers += [layer for block in blocks for layer in modulated_by(block)]
         with uploads_to(device) as put:
             for layer in layers:
                 if not _waits_as_it_is(layer):

@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from comfy.model_patcher import ModelPatcher
 
-from ....optimizations.blocks.block_form import MODULATION, blocks_of, modulation_layers
+from ....families.comfyui import kind_of
+from ....families.registry import blocks_of, modulation_of
+from ....optimizations.blocks.block_form import modulation_layers
 from ....optimizations.fallback import Fallback
 from ....optimizations.modulation import Entry, ModulationTable, TableFigures, compute_entries
 from ....spec.formats import format_gib
@@ -242,13 +244,12 @@ class ModelModulation:
         additional = extra.get("additional_t_cond")
         if additional is not None:
             additional = additional.to(embedding.device)
-        embeddings = []
+        embeddings, embed = [], kind_of(model).embed
         for sigma in sigmas[:-1].to(t):
             timestep = model.model_sampling.timestep(sigma.expand(len(t))).float()
             if len(embedding) == 2 * len(t):
                 timestep = torch.cat([timestep, timestep * 0])
-            embed = model.diffusion_model.time_text_embed
-            embeddings.append(embed(timestep, embedding, additional))
+            embeddings.append(embed(model.diffusion_model, timestep, embedding, additional))
         return embeddings
 
     def _compute(self, embeddings: Sequence[torch.Tensor], batch: int) -> list[Entry]:
@@ -272,7 +273,7 @@ def _touched(blocks: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
     Another extension may change one between two passes of a run, so they are asked in every pass:
     past Module.__getattr__ and Sequential.__getitem__, with which it takes 400 us.
     """
-    names = tuple(MODULATION.values())
+    names = tuple(modulation_of(blocks[0]).values())
     try:
         layers = [block._modules[name]._modules["1"] for block in blocks for name in names]
     except KeyError:  # torch.compile's module hands a block's attributes on

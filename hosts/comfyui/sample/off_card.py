@@ -19,12 +19,9 @@ import torch
 from comfy.model_patcher import ModelPatcher, ModelPatcherDynamic
 from comfy.quant_ops import QuantizedTensor
 
-from ....optimizations.blocks.block_form import (
-    MODULATION,
-    ModulationLayer,
-    blocks_of,
-    modulation_layers,
-)
+from ....families.comfyui import kind_of
+from ....families.registry import blocks_of, modulation_of
+from ....optimizations.blocks.block_form import ModulationLayer, modulation_layers
 from ....optimizations.modulation import Entry, compute_entries
 from ....optimizations.stream import WeightStream
 from ....planning.phases import LAYERS_ON_CARD
@@ -183,10 +180,11 @@ class OffCardDynamicPatcher(_OffCard, ModelPatcherDynamic):
 
 def take_off_card(model: Any) -> None:
     """Puts OffCardLinear layers into a BaseModel that has no weights yet."""
+    stack = kind_of(model).family.stack
     for index, block in enumerate(blocks_of(model.diffusion_model)):
-        for stream, name in MODULATION.items():
+        for stream, name in modulation_of(block).items():
             activation, linear = getattr(block, name)
-            key = f"diffusion_model.transformer_blocks.{index}.{name}.1"
+            key = f"diffusion_model.{stack}.{index}.{name}.1"
             off_card = OffCardLinear(linear, key, index, stream)
             setattr(block, name, OffCardModulation(activation, off_card))
 

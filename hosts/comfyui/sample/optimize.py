@@ -18,12 +18,13 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 from torch.nn import functional as F
 
 from ....errors import SettingError
+from ....families.comfyui import kind_of
+from ....families.registry import blocks_of, spec_of
 from ....optimizations.attention import MOST_ERROR, is_lossy
-from ....optimizations.blocks.block_form import blocks_of
+from ....optimizations.blocks.block_form import heads_of, query_layer
 from ....optimizations.fallback import Fallback
 from ..record.sampling import record_runs
 from .attention import SLOT, SlotAttention
-from .forward import PASSES, QWEN_IMAGE_21
 from .layers import compile_ahead
 from .run import OPTIMIZATION_KEY, PARTS_KEY, ComfyOptimization, check_parts
 
@@ -81,10 +82,8 @@ def optimize(model: ModelPatcher, settings: OptimizeSettings | None = None) -> M
     others = options.get(SLOT)
     attention = None
     if settings.attention != HOST_ATTENTION and not (others and settings.attention == "auto"):
-        attn = blocks_of(model.model.diffusion_model)[0].attn
-        form = model.load_device, model.model.get_dtype_inference()
-        heads, width = attn.heads, attn.to_q.out_features
-        lossy = is_lossy(settings.attention, *form, heads, width // heads)
+        form = model.load_device, model.model.get_dtype_inference(), *_heads(model.model)
+        lossy = is_lossy(settings.attention, *form)
         attention = options[SLOT] = SlotAttention(
             settings.attention, lossy, others, settings.attention_error
         )
@@ -107,6 +106,16 @@ def optimize(model: ModelPatcher, settings: OptimizeSettings | None = None) -> M
     return clone
 
 
+def _heads(model: Any) -> tuple[int, int]:
+    # Their number and their width; the published ones where another pack has put in other blocks.
+    block = next(filter(spec_of, blocks_of(model.diffusion_model)), None)
+    if block is None:
+        shape = kind_of(model).family.members[0].transformer
+        return shape.heads, shape.head_dim
+    heads = heads_of(block)
+    return heads, query_layer(block).in_features // heads
+
+
 def restore(model: ModelPatcher) -> ModelPatcher:
     """Returns a clone without anything that `optimize` has added."""
     clone = model.clone()
@@ -125,9 +134,8 @@ def restore(model: ModelPatcher) -> ModelPatcher:
 def unsupported_model(model: ModelPatcher) -> Fallback | None:
     """Why a MODEL is not optimized, in one sentence; None when it is Qwen-Image."""
     inner = model.model
-    transformer = getattr(inner, "diffusion_model", None)
-    known = "QwenImageTransformer2DModel", "QwenImage21Transformer2DModel"
-    if type(inner) in PASSES and type(transformer).__name__ in known:
+    kind = kind_of(inner)
+    if kind and kind.holds(inner.diffusion_model):
         return None
     return Fallback(
         f"The model is {type(inner).__name__}, not Qwen-Image (2512, Edit, Layered, 2.1): it "
@@ -167,12 +175,14 @@ def token_norms(latent: torch.Tensor) -> torch.Tensor:
 def rescale_by_token(model: ModelPatcher) -> ModelPatcher:
     """Returns a clone whose guided predictions have the token norms of the positive one.
 
-    It takes the one place that ComfyUI has for a guidance function, as CFGNorm does. A MODEL of
-    Qwen-Image-2.1 stays as it is: diffusers guides that one without norms.
+    It takes the one place that ComfyUI has for a guidance function, as CFGNorm does. A MODEL that
+    diffusers guides without norms, Qwen-Image-2.1, stays as it is.
     """
-    if type(model.model) is QWEN_IMAGE_21:
+    kind = kind_of(model.model)
+    if kind and not kind.family.norm_guided:
         logger.warning(
-            "CFG Norm Qwen-Image: no effect on Qwen-Image-2.1, which diffusers guides without it."
+            "CFG Norm Qwen-Image: no effect on %s, which diffusers guides without it.",
+            kind.family.title,
         )
         return model
 

@@ -16,16 +16,17 @@ from comfy.quant_ops import QuantizedTensor
 from comfy.samplers import CFGGuider
 
 from ....errors import SettingError
+from ....families.comfyui import kind_of
+from ....families.registry import blocks_of
 from ....machine.card import first_line
 from ....machine.device import flags_for_a_run
 from ....machine.links import link_between
-from ....optimizations.blocks.block_form import blocks_of, token_layers
+from ....optimizations.blocks.block_form import token_layers
 from ....optimizations.blocks.host import HostPass
 from ....optimizations.run import NotFiniteError, Optimization
 from ..lora.bypass import bypassed
 from .attention import SLOT, FileAttention, SlotAttention
 from .call import control_of, idle_models, is_compiled, is_skipped, options_of
-from .forward import PASSES, QWEN_IMAGE_21
 from .held import HeldWeights, drop_row_scales
 from .modulation import Call, ModelModulation
 
@@ -141,8 +142,7 @@ class ComfyOptimization(Optimization):
         weights = None if self._brought is None else self._weights
         control = control_of(args, kwargs)
         idle = idle_models(options, model) if self._blocks else ()
-        pass_class = PASSES[type(model)]
-        host = pass_class(model, self.attention, x, options, control, weights, idle)
+        host = kind_of(model).passes(model, self.attention, x, options, control, weights, idle)
         try:
             with ExitStack() as stack:
                 for each in (host, *host.peers) if host.peers else ():
@@ -219,7 +219,7 @@ def check_parts(executor: Any, noise: torch.Tensor, *args: Any, **kwargs: Any) -
     patcher = guider.model_patcher
     unsafe_copies(patcher, again=True)
     transformer = patcher.model.diffusion_model
-    if type(patcher.model) in PASSES:  # else another node's
+    if kind_of(patcher.model):  # else another node's
         _check_parts(patcher.model, guider, noise)
         if any(patcher.hook_patches.values()) and _is_quantized(transformer):
             raise SettingError(
@@ -270,13 +270,9 @@ def _is_quantized(transformer: torch.nn.Module) -> bool:
 
 
 def _check_parts(model: Any, guider: Any, noise: torch.Tensor) -> None:
-    transformer = model.diffusion_model
-    if type(model) is QWEN_IMAGE_21:
-        width, channels = transformer.txt_in.in_layer.in_features, transformer.img_in.in_features
-        encoder = "Qwen3-VL 8B for Qwen-Image-2.1"
-    else:
-        width, channels = transformer.txt_in.in_features, transformer.in_channels // 4
-        encoder = "Qwen2.5-VL 7B for Qwen-Image"
+    kind = kind_of(model)
+    width, channels = kind.takes(model.diffusion_model)
+    encoder = f"{kind.family.text_encoder.name} for {kind.family.title}"
     # Another guider's other prompts may be another model's.
     names = guider.conds if type(guider) is CFGGuider else ("positive",)
     prompts = [prompt for name in names for prompt in guider.conds.get(name, ())]

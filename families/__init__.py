@@ -1,0 +1,1 @@
+"""The families of models: one module for each, behind the protocol of `protocol.Family`."""

@@ -1,0 +1,147 @@
+"""What ComfyUI runs of each family, and which of them a MODEL or a VAE is."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import UnavailableError
+from ..spec.transformer import TransformerShape
+from ..spec.vae import VaeShape
+from .protocol import Family, Vae
+from .registry import FAMILIES, load, vaes
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ModelKind:
+    """Holds ComfyUI's classes of a family, and how they are read and run.
+
+    Attributes:
+        base: Of `comfy.model_base`.
+        transformer: Of its `diffusion_model`.
+        config: Of `comfy.supported_models`.
+        config_sizes: Makes of a shape and its `Source` what `config` takes besides what ComfyUI
+            detects.
+        shape: Reads the sizes of a transformer's modules.
+        takes: Reads the width of text and the latent channels, whatever its blocks are.
+        settings: Reads what config.json says of a transformer and no tensor tells.
+        passes: One call of the transformer, a `sample.forward.ComfyPass`.
+        timestep_zero: Tells whether a transformer has its references modulated as at timestep zero.
+        embed: Makes (transformer, timestep, like, additional_t_cond) what its blocks' modulation is
+            made of; None where all blocks share one.
+    """
+
+    family: Family
+    base: type
+    transformer: type
+    config: type
+    config_sizes: Callable[[TransformerShape, Any], dict[str, Any]]
+    shape: Callable[[torch.nn.Module], TransformerShape]
+    takes: Callable[[torch.nn.Module], tuple[int, int]]
+    settings: Callable[[torch.nn.Module], dict[str, Any]]
+    passes: type
+    timestep_zero: Callable[[torch.nn.Module], bool] = lambda transformer: False
+    embed: Callable[..., torch.Tensor] | None = None
+
+    def holds(self, transformer: object) -> bool:
+        """Tells whether a transformer is of the class, by its name: nobody has made one of it."""
+        return type(transformer).__name__ == self.transformer.__name__
+
+
+def kinds() -> tuple[ModelKind, ...]:
+    """Lists those that this ComfyUI has."""
+    return _kinds(tuple(FAMILIES))
+
+
+@functools.cache
+def _kinds(families: tuple[Family, ...]) -> tuple[ModelKind, ...]:
+    found = []
+    for family in families:
+        try:
+            found.append(load(family.comfyui))
+        except (ImportError, AttributeError) as error:  # a newer ComfyUI has renamed something
+            logger.warning("Qwen-Image L40S: %s is not known here: %s", family.title, error)
+    return tuple(filter(None, found))
+
+
+def kind_of_family(family: Family, path: Path) -> ModelKind:
+    """Returns the kind of a family.
+
+    Raises:
+        UnavailableError: this ComfyUI has it in a form that is unknown here; the log says which.
+    """
+    for kind in kinds():
+        if kind.family is family:
+            return kind
+    raise UnavailableError(
+        f"This ComfyUI has {family.title} in a form that is unknown here: update Qwen-Image L40S, "
+        "and until then use ComfyUI's own loaders.",
+        path,
+    )
+
+
+def kind_of(model: Any) -> ModelKind | None:
+    """Returns the kind of a BaseModel; None of another model, or of a class made of ours."""
+    return next((kind for kind in kinds() if type(model) is kind.base), None)
+
+
+def kind_of_transformer(transformer: Any) -> ModelKind | None:
+    """Returns the kind of a transformer, of a class made of ours too; None of another model."""
+    return next((kind for kind in kinds() if isinstance(transformer, kind.transformer)), None)
+
+
+def imported_code() -> list[str]:
+    """Lists ComfyUI's modules with the blocks of families, as far as it has them."""
+    return [family.comfyui_code for family in FAMILIES if family.comfyui_code in sys.modules]
+
+
+@dataclass(frozen=True)
+class VaeKind:
+    """Describes ComfyUI's class of a VAE.
+
+    Attributes:
+        takes: Tells whether a `first_stage_model` is one, of a class made of it too.
+        is_own: Tells whether that one is ComfyUI's own.
+        build: Makes one, of the dims and the {native name: shape} that a header tells.
+        shape: Reads the sizes of one.
+        other_layers: Says why its layers differ from those that this package computes; empty where
+            they do not.
+        up: Takes what is behind the decoder's middle apart.
+        layers: {class: what of `decode.fused.FusedLayers` computes it}.
+        strips: Says why ComfyUI's own way stays where our layers do not run; empty where tiles of
+            its layers are exact.
+    """
+
+    takes: Callable[[Any], bool]
+    is_own: Callable[[Any], bool]
+    build: Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]]], torch.nn.Module]
+    shape: Callable[[Any], VaeShape]
+    other_layers: Callable[[Any], str]
+    up: Callable[[Any], list[torch.nn.Module]]
+    layers: Mapping[type, str]
+    strips: str = ""
+
+
+def vae_kinds() -> tuple[VaeKind, ...]:
+    """Lists the VAEs of the families."""
+    return _vae_kinds(tuple(vaes()))
+
+
+@functools.cache
+def _vae_kinds(known: tuple[Vae, ...]) -> tuple[VaeKind, ...]:
+    return tuple(load(vae.comfyui) for vae in known)
+
+
+def kind_of_vae(model: Any) -> VaeKind | None:
+    """Returns the kind of a `first_stage_model`; None of another model's."""
+    return next((kind for kind in vae_kinds() if kind.takes(model)), None)

@@ -1,0 +1,415 @@
+"""The families that this package runs, and what is asked of all of them.
+
+To add one, append it to `FAMILIES`: CONTRIBUTING.md says what it tells. What is registered later is
+not among the choices of nodes and command, which list them as they are imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ..errors import CheckpointError, SettingError
+from ..spec.transformer import BlockSpec, TransformerShape
+from ..spec.vae import PIXELS_PER_LATENT, VaeShape
+from .protocol import Adapted, Family, Fits, Identity, Member, Tensors, TextEncoder, Vae
+from .qwen_image import EDIT, EDIT_2511, LAYERED, QWEN_IMAGE, TEXT_TO_IMAGE
+from .qwen_image_21 import QWEN_IMAGE_21
+from .text_encoders import vision_tower
+from .vaes import tiny_vae
+
+FAMILIES: list[Family] = [QWEN_IMAGE, QWEN_IMAGE_21]
+
+
+def members() -> Mapping[str, Member]:
+    """Returns the published models by the name that `--family` takes."""
+    return _members(tuple(FAMILIES))
+
+
+@functools.cache  # an estimate asks for its member hundreds of times
+def _members(families: tuple[Family, ...]) -> Mapping[str, Member]:
+    return {member.name: member for family in families for member in family.members}
+
+
+def find_member(name: str) -> Member:
+    """Returns the published model of a name.
+
+    Raises:
+        SettingError: there is none.
+    """
+    known = members()
+    if name not in known:
+        raise SettingError(f"family {name!r} is unknown: choose {', '.join(known)}.")
+    return known[name]
+
+
+def likely_member(references: int, layers: int) -> Member:
+    """Chooses the member where nothing but a request tells it."""
+    if layers:
+        return LAYERED
+    return EDIT_2511 if references else TEXT_TO_IMAGE
+
+
+def member_by_text(references: int, text_tokens: int) -> Member | None:
+    """Tells the member whose references add more text tokens than any other's; None for others."""
+    return EDIT if references == 1 and text_tokens > EDIT.vision_tokens else None
+
+
+def text_encoders() -> list[TextEncoder]:
+    """Lists what the families encode prompts with."""
+    return list(dict.fromkeys(family.text_encoder for family in FAMILIES))
+
+
+def vaes() -> list[Vae]:
+    """Lists what the families decode with."""
+    return list(dict.fromkeys(family.vae for family in FAMILIES))
+
+
+def family_with(part: TextEncoder | Vae) -> Family:
+    """Returns the first family that runs with a text encoder or a VAE."""
+    return next(family for family in FAMILIES if part in (family.text_encoder, family.vae))
+
+
+def takes_text(width: int | None) -> bool:
+    """Tells whether text of a width is some family's; of a part that gives none it may be."""
+    return width is None or any(width == encoder.hidden for encoder in text_encoders())
+
+
+def are_latents(channels: int) -> bool:
+    """Tells whether latents of so many channels are a family's."""
+    return any(vae.shape.latent_channels == channels for vae in vaes())
+
+
+def known_latents() -> str:
+    """Says in a clause what shapes the families' latents have."""
+    first, *more = ((it.title.removesuffix(" VAE"), it.shape) for it in vaes())
+
+    def told(title: str, verb: str, shape: VaeShape) -> str:
+        sides = f"height / {shape.pixels}, width / {shape.pixels}"
+        return f"{title}'s {verb}(batch, {shape.latent_channels}, {sides})"
+
+    others = (told(title.removeprefix(f"{first[0]}-"), "", shape) for title, shape in more)
+    return ", ".join((told(first[0], "are ", first[1]), *others))
+
+
+def are_of_two(channels: int, others: int | None) -> bool:
+    """Tells whether latents of so many channels are of two families' VAEs."""
+    known = {vae.shape.latent_channels for vae in vaes()}
+    return channels != others and {channels, others} <= known
+
+
+def micro_folders() -> dict[str, str]:
+    """Returns {name: folder in models/} of the bundled models, that of the first family first."""
+    return {name: folder for folder, name in (it.micro for it in FAMILIES if it.micro)}
+
+
+def member_of_file(name: str) -> Member | None:
+    """Returns the member whose name a file's name begins with."""
+    named = [it for it in members() if name.startswith(it.replace("-", "_"))]
+    return members()[max(named, key=len)] if named else None
+
+
+def pixels_of(channels: int) -> int:
+    """Returns the pixels of a latent pixel's side, by the latent's channels."""
+    shapes = (vae.shape for vae in vaes() if vae.shape.latent_channels == channels)
+    return next((shape.pixels for shape in shapes), PIXELS_PER_LATENT)
+
+
+def counted_vae(shape: VaeShape) -> VaeShape:
+    """Returns the shape that an estimate counts: of one in strips, which were counted of it alone,
+    the published one.
+    """
+    published = (vae.shape for vae in vaes() if vae.shape.latent_channels == shape.latent_channels)
+    return next(published, shape) if shape.strips else shape
+
+
+# What header inspection found, by the title that it gave.
+
+
+def family_titled(title: str) -> Family | None:
+    """Returns the family of a transformer that inspection calls so; None where it is not run."""
+    for family in FAMILIES:
+        titles = family.title, *family.pipelines.values(), *(it.told_as for it in family.members)
+        if title and title in titles:
+            return family
+    return None
+
+
+def member_titled(title: str) -> Member | None:
+    """Returns the member of such a transformer; None where others have the same tensors."""
+    return next((it for it in members().values() if title and it.told_as == title), None)
+
+
+def may_be(name: str, found: str) -> bool:
+    """Tells whether tensors that count as the member `found` may be those of the member `name`."""
+    if name == found:
+        return True
+    known = members()
+    asked, known = known.get(name), known[found]
+    return not known.alone and (asked is None or asked.transformer == known.transformer)
+
+
+def belongs(part: Any, model: Any) -> bool:
+    """Tells whether a text encoder or a VAE is what a transformer runs with; both are a
+    `CheckpointPart`.
+    """
+    family = family_titled(model.family)
+    if part.role == "text_encoder":
+        fits = part.dims.get("hidden") == model.dims.get("joint_dim")
+        return fits and part.family.startswith(family.text_encoder.title)
+    vae = (member_titled(model.family) or family.members[0]).vae
+    channels = part.dims.get("latent_channels"), part.dims.get("image_channels")
+    known = vae.latent_channels, vae.image_channels
+    return part.family == family.vae.title and channels == known
+
+
+def text_encoder_titled(title: str) -> TextEncoder:
+    """Returns the text encoder that inspection calls so."""
+    fitting = (it for it in text_encoders() if title.startswith(it.title))
+    return max(fitting, key=lambda it: len(it.title))
+
+
+def vae_titled(title: str) -> Vae:
+    """Returns the VAE that inspection calls so."""
+    return next(it for it in vaes() if it.title == title)
+
+
+def adapts_other(title: str, family: Family) -> bool:
+    """Tells whether an adapter is for another family than this one, as far as its names tell."""
+    return any(title.endswith(f" for {it.title}") for it in FAMILIES if it is not family)
+
+
+def is_later(title: str, dims: Mapping[str, int | str]) -> bool:
+    """Tells whether a transformer or what it runs with is of another model than the first, which a
+    new node has chosen.
+    """
+    first = FAMILIES[0]
+    own = (family_titled(title) or first) is first and not title.startswith(LAYERED.told_as)
+    encoder = next((it for it in text_encoders() if title.startswith(it.title)), first.text_encoder)
+    vae = next((it for it in vaes() if it.title == title), first.vae)
+    channels = dims.get("image_channels", vae.shape.image_channels)
+    same = (encoder, vae) == (first.text_encoder, first.vae)
+    return not (own and same and channels == first.vae.shape.image_channels)
+
+
+def pipeline_family(pipeline: str) -> Family | None:
+    """Returns the family that a diffusers pipeline runs; None where it is another model's."""
+    return next((family for family in FAMILIES if pipeline in family.pipelines), None)
+
+
+def title_by_pipeline(title: str, pipeline: str) -> str | None:
+    """Returns what a transformer is whose tensors leave it open, by the class of the pipeline that
+    it lies in; None where that says no more.
+    """
+    family = pipeline_family(pipeline)
+    named = family.pipelines[pipeline] if family and family.title == title else None
+    return None if named == title else named
+
+
+# Headers.
+
+
+def identify_part(tensors: Tensors) -> Identity:
+    """Returns what the tensors of one part are that is no adapter; an answer always comes, if only
+    that it is not Qwen-Image.
+    """
+    for kinds, other in ((FAMILIES, None), (text_encoders(), vision_tower), (vaes(), tiny_vae)):
+        claims = [(it.title, found) for it in kinds if (found := it.identify(tensors)) is not None]
+        if claims:
+            return _one(claims)
+        if other and (found := other(tensors)) is not None:
+            return found
+    from .others import other_model  # an estimate reads no headers
+
+    return other_model(tensors)
+
+
+def _one(claims: list[tuple[str, Identity]]) -> Identity:
+    (_, found), *more = claims
+    titles = " and ".join(title for title, _ in claims)
+    sentence = (
+        f"The {found.role} has the tensors of {titles}: a file holds one of them, so download it "
+        "again."
+    )
+    return replace(found, errors=(*found.errors, sentence)) if more else found
+
+
+def shape_from_header(
+    title: str, dims: Mapping[str, int | str], blocks: int | None
+) -> TransformerShape:
+    """Makes the shape of a transformer of what inspection found: a part's `family`, `dims` and
+    `blocks`.
+
+    Raises:
+        CheckpointError: the tensors leave a size open, or the heads do not make up the width.
+    """
+    family = family_titled(title)
+    if family is None:
+        raise CheckpointError(f"This is {title}, which has no transformer that runs here.")
+    sizes: dict[str, int] = {}
+    found = {**dims, "blocks": blocks or 0}
+    names = ("blocks", "dim", "heads", "head_dim", "joint_dim", "in_channels")
+    for name in (*names, "packed_out_channels"):
+        value = found.get(name)
+        if not isinstance(value, int) or value < 1:
+            raise CheckpointError(
+                f"the tensors do not tell the {title} transformer's {name}, which fixes its size "
+                "in memory: get the file in bf16, fp8 or int8 from the model's own source."
+            )
+        sizes[name] = value
+    if sizes["heads"] * sizes["head_dim"] != sizes["dim"]:
+        raise CheckpointError(
+            f"the {title} transformer is {sizes['dim']} wide and its heads are "
+            f"{sizes['head_dim']}: the width must be a whole number of heads, so get the file "
+            "again."
+        )
+    return family.shape(sizes, dims, title)
+
+
+def adapted_by(adapted: Callable[[str], Adapted], tensors: Tensors) -> tuple[Fits | None, Adapted]:
+    """Says which family an adapter is for, None where it is for none, and what it changes.
+
+    Later families are asked first: they tell themselves from earlier ones.
+
+    Args:
+        adapted: Gives what it changes, by the name of a family's stack of blocks.
+    """
+    found = []
+    for family in reversed(FAMILIES):
+        changed = adapted(family.stack)
+        if (fits := family.adapts(changed, tensors)) is not None:
+            found.append((fits.title != family.title, len(found), fits, changed))
+    return min(found)[2:] if found else (None, adapted(FAMILIES[0].stack))
+
+
+def dotted_targets() -> dict[str, str]:
+    """Returns {the name of a layer that LoRAs change with "_" for ".": its name}."""
+    targets = (target for family in FAMILIES for target in family.lora_targets)
+    return {target.replace(".", "_"): target for target in targets}
+
+
+# The layers of blocks, by their names in files.
+
+
+def is_quantizable(layer: str) -> bool:
+    """Tells whether a layer is one of attention or the MLP in a block, which may be quantized."""
+    return _layer_names(tuple(FAMILIES))[0].fullmatch(layer) is not None
+
+
+def is_modulation(layer: str) -> bool:
+    """Tells whether a layer computes a block's modulation, from the timestep alone."""
+    return _layer_names(tuple(FAMILIES))[1].fullmatch(layer) is not None
+
+
+@functools.cache
+def _layer_names(families: tuple[Family, ...]) -> tuple[re.Pattern[str], re.Pattern[str]]:
+    blocks = [(family.stack, spec) for family in families for spec in family.blocks]
+    quantized = ((stack, name) for stack, spec in blocks for name in spec.gemms)
+    modulation = (
+        (stack, f"{name}.1") for stack, spec in blocks for name in spec.modulation.values()
+    )
+    return _in_blocks(quantized), _in_blocks(modulation)
+
+
+def _in_blocks(names: Iterable[tuple[str, str]]) -> re.Pattern[str]:
+    each = dict.fromkeys(rf"{re.escape(stack)}\.[0-9]+\.{re.escape(name)}" for stack, name in names)
+    return re.compile("|".join(each))
+
+
+def first_reader(layer: str) -> str:
+    """Returns the first of the layers of a block that read the same rows as this one: equal for all
+    of them.
+    """
+    for spec in block_specs():
+        for group in (spec.places[:3], spec.places[3:6]):
+            for name in group:
+                if layer.endswith(f".{name}"):
+                    return layer.removesuffix(name) + group[0]
+    return layer
+
+
+# Modules of a host, which have the same names in ComfyUI and in diffusers.
+
+
+def block_specs() -> list[BlockSpec]:
+    """Lists the forms of blocks that are run."""
+    return [spec for family in FAMILIES for spec in family.blocks]
+
+
+def spec_of(block: Any) -> BlockSpec | None:
+    """Returns the form of a block, by a module that no other has; None of an unknown one."""
+    for spec in block_specs():
+        module = block
+        for name in spec.told_by.split("."):
+            # Past Module.__getattr__, which takes long where there is none.
+            module = getattr(module, "_modules", {}).get(name) or getattr(module, name, None)
+            if module is None:
+                break
+        else:
+            return spec
+    return None
+
+
+def modulation_of(block: Any) -> Mapping[str, str]:
+    """Returns {stream: layer} of what makes a block's modulation, whatever else is changed in it;
+    empty where all blocks share one.
+    """
+    for spec in block_specs():
+        if spec.modulation and all(hasattr(block, name) for name in spec.modulation.values()):
+            return spec.modulation
+    return {}
+
+
+def attention_names() -> tuple[str, ...]:
+    """Lists what a block's attention is called."""
+    return _attention_names(tuple(FAMILIES))
+
+
+@functools.cache  # asked of each block in each pass
+def _attention_names(families: tuple[Family, ...]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(spec.attention for family in families for spec in family.blocks))
+
+
+def blocks_of(transformer: Any) -> tuple[Any, ...]:
+    """Returns the blocks of a transformer, in order."""
+    stacks = dict.fromkeys(family.stack for family in FAMILIES)
+    found = next(filter(functools.partial(hasattr, transformer), stacks), next(iter(stacks)))
+    return tuple(getattr(transformer, found))
+
+
+def load(name: str) -> Any:
+    """Imports what a family or a part names, `module` or `module:name`: of this package where it
+    begins with a dot.
+
+    Raises:
+        ImportError: a package that it needs is missing or too old.
+    """
+    path, _, attribute = name.partition(":")
+    module = importlib.import_module(path, __package__.rpartition(".")[0])
+    return getattr(module, attribute) if attribute else module
+
+
+def register(family: Family) -> None:
+    """Adds a family.
+
+    Raises:
+        SettingError: it lacks a part, or there is one of its title.
+    """
+    title = getattr(family, "title", type(family).__name__)
+    for name in (*Family.__annotations__, *(it for it in vars(Family) if not it.startswith("_"))):
+        own = getattr(type(family), name, None)
+        inherited = name in vars(Family) and own is vars(Family)[name]
+        if inherited or not hasattr(family, name):
+            raise SettingError(
+                f"The family {title} lacks `{name}`: every family has what `families.protocol."
+                "Family` lists."
+            )
+    if any(title == other.title for other in FAMILIES):
+        raise SettingError(f"The family {title} is there already: register it once.")
+    if twice := members().keys() & {member.name for member in family.members}:
+        raise SettingError(f"The family {title} has a member {min(twice)!r}, as another one has.")
+    FAMILIES.append(family)

@@ -1,0 +1,192 @@
+"""Qwen-Image-2.1 in ComfyUI, since 0.37."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import comfy.model_base
+import comfy.ops
+import comfy.supported_models
+import torch
+
+from ...families.comfyui import ModelKind
+from ...families.qwen_image_21 import QWEN_IMAGE_21, QwenImage21Shape
+from ...optimizations.blocks.block import Step
+from ...optimizations.blocks.host import BlockInputs
+from ...optimizations.blocks.self_check import Streams
+from ...optimizations.blocks.workspace import Prefix
+from ...optimizations.fallback import Fallback
+from ...optimizations.modulation import Entry, shared_entry
+from ...optimizations.reference import Tokens
+from . import contract
+from .qwen_image import rope_axes, settings_of
+from .sample.forward import OTHER_ARGUMENTS, ComfyPass, rotary_of
+
+CODE = QWEN_IMAGE_21.comfyui_code
+# What ComfyUI's loop gives a block, by place.
+BLOCK_ARGUMENTS = ("x", "mod", "pe", "attn_fn", "prefix_len", "transformer_options")
+ARGUMENTS = set(BLOCK_ARGUMENTS)
+OTHER_MODEL = Fallback("this ComfyUI calls its Qwen-Image-2.1 in a way that is unknown here")
+NO_PREFIX_CACHE = Fallback(
+    "ComfyUI's prefix cache is off: a node switches it off, hooks into the blocks, or leaves it no "
+    "memory"
+)
+
+
+@functools.cache
+def is_known() -> bool:
+    """Whether ComfyUI's transformer and its block are called as this package knows it."""
+    return contract.is_known(
+        (CODE, "QwenImage21Transformer2DModel._forward"),
+        (CODE, "QwenImage21TransformerBlock.forward"),
+        BLOCK_ARGUMENTS,
+    )
+
+
+class SingleStreamPass(ComfyPass):
+    """One call, whose blocks run with the rows of the image alone, beside the
+    keys and values in ComfyUI's prefix cache. What fills the cache is ComfyUI's own.
+    """
+
+    names = BLOCK_ARGUMENTS
+    additions = ()
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.peers = ()  # other cards have no part in a pass
+        self._fills = False
+        self._turned: torch.Tensor | None = None  # what the step's rotation was made of
+        self._step: Step | None = None
+        self._slot: Any = None  # of the prefix cache
+        self._prefixes: Sequence[Prefix] | None = None
+
+    def fallback(self) -> Fallback | None:
+        return super().fallback() or (None if is_known() else OTHER_MODEL)
+
+    def no_graphs(self) -> str:
+        # Where the cache is filled or moves, nobody knows what later blocks read.
+        if self._fills:
+            return "ComfyUI fills its prefix cache"
+        if self.prefixes is None:
+            return "ComfyUI's prefix cache is in host memory or in 8 or 4 bits"
+        return super().no_graphs()
+
+    def inputs(
+        self, block: torch.nn.Module, positional: tuple, arguments: dict[str, Any]
+    ) -> BlockInputs | Fallback | None:
+        if positional or arguments.keys() != ARGUMENTS:
+            return OTHER_ARGUMENTS
+        x, mod, pe, attend, before, options = map(arguments.get, BLOCK_ARGUMENTS)
+        if before:
+            self._fills = before == x.shape[1]
+            return None if self._fills else NO_PREFIX_CACHE
+        prefix = prefix_of(attend)
+        if prefix is None:
+            return NO_PREFIX_CACHE
+        self._options, self._block = options, block
+        tokens = Tokens(len(x), 0, x.shape[1], x.shape[1])
+        if self._turned is not pe or self._step.tokens != tokens:
+            with self.lasting():
+                self._turned, self._step = pe, Step(tokens, rotary_of(pe.transpose(1, 2)), None)
+        comfy.ops.run_every_op()
+        return BlockInputs(x[:, :0], x, mod, self._step._replace(prefix=prefix), False)
+
+    def unchanged(
+        self,
+        index: int,
+        positional: tuple,
+        arguments: dict[str, Any],
+        inputs: tuple[torch.Tensor, torch.Tensor, object],
+    ) -> bool:
+        """As of `HostPass`."""
+        _, image, mod = inputs
+        if positional or arguments["x"] is not image or arguments["mod"] is not mod:
+            return False
+        prefix, expected = prefix_of(arguments["attn_fn"]), self.prefixes
+        return (
+            prefix is not None
+            and expected is not None
+            and prefix.keys.data_ptr() == expected[index].keys.data_ptr()
+        )
+
+    def output(self, streams: Streams) -> torch.Tensor:
+        return streams[1]
+
+    @property
+    def prefixes(self) -> Sequence[Prefix] | None:
+        """Of ComfyUI's prefix cache, where it lies on the card as it is read."""
+        cache = self.owner.diffusion_model.prefix_cache
+        try:
+            # A pack may call the transformer with several prompts, each of which has a slot.
+            if self._slot is cache.slot and self._prefixes is not None:
+                return self._prefixes
+            self._slot, self._prefixes = cache.slot, None
+            blocks = cache.slot["blocks"]
+            if cache.dtype == "default" and cache.store_device == self.device:
+                self._prefixes = [Prefix(*blocks[i].unbind(1)) for i in range(len(self.blocks))]
+        except (AttributeError, KeyError, TypeError):  # it is off, or another
+            return None
+        return self._prefixes
+
+    def entry(self, embedding: Any, batch: int) -> Entry:
+        """From the modulation of all blocks: (scale, tanh of the gate) twice, and a zero."""
+        scale1, gate1, scale2, gate2 = (target.squeeze(1) for _, target in embedding[:4])
+        return shared_entry((scale1, scale2), (gate1, gate2), len(self.blocks), batch)
+
+    def host_block(self, block: torch.nn.Module, arguments: dict[str, Any]) -> Streams:
+        """The block's own forward, which writes over its input."""
+        x = arguments["x"]
+        return x[:, :0], type(block).forward(block, **{**arguments, "x": x.clone()})
+
+
+def prefix_of(attend: Callable[..., torch.Tensor]) -> Prefix | None:
+    """Reads what ComfyUI's `prefix_cached_attention` has bound; None of others."""
+    # Calling it would join them with those of the image in new tensors.
+    code = getattr(attend, "__code__", None)
+    if code is None or not attend.__qualname__.startswith("prefix_cached_attention."):
+        return None
+    bound = dict(zip(code.co_freevars, attend.__closure__, strict=True))
+    if not {"prefix_k", "prefix_v"} <= bound.keys():
+        return None
+    return Prefix(bound["prefix_k"].cell_contents, bound["prefix_v"].cell_contents)
+
+
+def _shape(transformer: torch.nn.Module) -> QwenImage21Shape:
+    blocks, dim = transformer.transformer_blocks, transformer.inner_dim
+    heads = blocks[0].attn.heads
+    return QwenImage21Shape(
+        blocks=len(blocks),
+        dim=dim,
+        heads=heads,
+        head_dim=dim // heads,
+        joint_dim=transformer.txt_in.in_layer.in_features,
+        in_channels=transformer.img_in.in_features,
+        packed_out_channels=transformer.proj_out.out_features,
+        fused_mlp=hasattr(blocks[0].img_mlp, "gate_up"),
+        mlp_ratio=blocks[0].img_mlp.out.in_features // dim,
+    )
+
+
+def _kind() -> ModelKind | None:
+    base = getattr(comfy.model_base, QWEN_IMAGE_21.comfyui_class, None)
+    if base is None:
+        return None
+    from comfy.ldm.qwen_image21.model import QwenImage21Transformer2DModel
+
+    return ModelKind(
+        family=QWEN_IMAGE_21,
+        base=base,
+        transformer=QwenImage21Transformer2DModel,
+        config=comfy.supported_models.QwenImage21,
+        # ComfyUI reads the rest.
+        config_sizes=lambda shape, source: rope_axes(source, shape.head_dim),
+        shape=_shape,
+        takes=lambda it: (it.txt_in.in_layer.in_features, it.img_in.in_features),
+        settings=settings_of,
+        passes=SingleStreamPass,
+    )
+
+
+KIND = _kind()

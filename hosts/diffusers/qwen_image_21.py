@@ -1,0 +1,173 @@
+"""Qwen-Image-2.1 in diffusers, since 0.42."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+try:
+    from diffusers import AutoencoderKLQwenImage21
+    from diffusers.models.transformers import transformer_qwenimage21 as code
+except ImportError:  # an older one
+    AutoencoderKLQwenImage21 = code = None
+
+from ...families.qwen_image_21 import MEMBER, QWEN_IMAGE_21
+from ...optimizations.blocks.block import Step
+from ...optimizations.blocks.host import BlockInputs
+from ...optimizations.blocks.self_check import Streams
+from ...optimizations.blocks.workspace import Prefix
+from ...optimizations.fallback import Fallback
+from ...optimizations.modulation import Entry, shared_entry
+from ...optimizations.reference import Rotary, Tokens
+from ...optimizations.vae.tiles import Layer, stage
+from ...spec.vae import VaeShape
+from .forward import TransformerPass
+
+PIPELINE, PUBLISHED = "QwenImage21Pipeline", QWEN_IMAGE_21.vae.shape
+VAE = AutoencoderKLQwenImage21
+# What a block is called with.
+SHARED = ("modulation", "rotary_emb", "attention_mask")
+ARGUMENTS = {
+    *SHARED,
+    *("hidden_states", "target_token_mask", "layer_cache", "kv_cache_mode"),
+    *("cache_write_slice", "segments", "key_valid"),
+}
+
+
+class SingleStreamPass(TransformerPass):
+    """One call, whose blocks run with the rows of the image alone,
+    beside the keys and values in diffusers' cache. The first step, which fills the cache, is
+    diffusers' own.
+    """
+
+    def unchanged(
+        self,
+        index: int,
+        positional: tuple,
+        arguments: dict[str, Any],
+        inputs: tuple[torch.Tensor, torch.Tensor, object],
+    ) -> bool:
+        _, image, modulation = inputs
+        prefix = _prefix_of(arguments)
+        return (
+            not positional
+            and arguments["hidden_states"] is image
+            and arguments["modulation"] is modulation
+            and prefix is not None
+            and prefix.keys is self.prefixes[index].keys
+        )
+
+    def output(self, streams: Streams) -> torch.Tensor:
+        return streams[1]
+
+    @property
+    def prefixes(self) -> Sequence[Prefix] | None:
+        # diffusers' cache stays where it is until the pipeline ends.
+        layers = getattr(self._given.get("kv_cache"), "layer_caches", ())
+        return [Prefix(*layer.get()) for layer in layers] or None
+
+    def fallback(self) -> Fallback | None:
+        if self._given.get("kv_cache") is None:
+            return Fallback("diffusers runs without its prefix cache")
+        return super().fallback()
+
+    def inputs(
+        self, block: torch.nn.Module, positional: tuple, arguments: dict[str, Any]
+    ) -> BlockInputs | Fallback | None:
+        if arguments.get("kv_cache_mode") == "extract":  # diffusers fills the cache
+            return None
+        prefix = _prefix_of(arguments)
+        if positional or prefix is None or arguments.keys() - ARGUMENTS:
+            return Fallback("diffusers passes its blocks arguments that are unknown here")
+        shared = tuple(arguments.get(name) for name in SHARED)
+        if self.exchanged(shared):
+            self._step, self._shared = self._single_step(arguments), shared
+        image = arguments["hidden_states"]
+        step = self._step._replace(prefix=prefix)
+        return BlockInputs(image[:, :0], image, arguments["modulation"], step, False)
+
+    def entry(self, embedding: torch.Tensor, batch: int) -> Entry:
+        # The last row is for timestep 0.
+        scale1, gate1, scale2, gate2 = embedding[:-1].chunk(4, -1)
+        scales, gates = (scale1, scale2), (gate1.tanh(), gate2.tanh())
+        return shared_entry(scales, gates, len(self.blocks), batch)
+
+    def host_block(self, block: torch.nn.Module, arguments: dict[str, Any]) -> Streams:
+        image = arguments["hidden_states"]
+        return image[:, :0], type(block).forward(block, **arguments)
+
+    def _single_step(self, arguments: dict[str, Any]) -> Step:
+        image, turns = arguments["hidden_states"], arguments["rotary_emb"]
+        tokens = Tokens(len(image), 0, image.shape[1], image.shape[1])
+        mask = self.attention_mask(arguments.get("attention_mask"), image)
+        turns = turns.unsqueeze(0)
+        return Step(tokens, Rotary(turns.real.contiguous(), turns.imag.contiguous()), mask)
+
+
+def _prefix_of(arguments: dict[str, Any]) -> Prefix | None:
+    layer = arguments.get("layer_cache")
+    if layer is None or layer.k is None or arguments.get("kv_cache_mode") != "cached":
+        return None
+    return Prefix(*layer.get())
+
+
+PASSES = {}
+if code is not None:
+    SingleStreamPass.block_class = code.QwenImage21TransformerBlock
+    SingleStreamPass.processors = code.QwenImage21AttnProcessor, code.QwenImage21FlexAttnProcessor
+    PASSES[code.QwenImage21Transformer2DModel] = SingleStreamPass
+
+
+def parts() -> Any:
+    """Lists the classes of its pipeline, as a `load.PipelineParts`.
+
+    Raises:
+        ImportError: diffusers or transformers is older.
+    """
+    from diffusers import QwenImage21Pipeline, QwenImage21Transformer2DModel
+    from transformers import Qwen3VLForConditionalGeneration
+
+    from .load import PipelineParts
+    from .text_encoder import load_processor
+
+    return PipelineParts(
+        pipeline=QwenImage21Pipeline,
+        models={"transformer": QwenImage21Transformer2DModel, "vae": VAE},
+        text_encoder=Qwen3VLForConditionalGeneration,
+        words="processor",
+        load_words=load_processor,
+        arguments={},
+        member=MEMBER,
+    )
+
+
+def vae_shape(config: Any) -> VaeShape | None:
+    """Reads the sizes of a VAE's config; None of other layers than Qwen-Image-2.1's."""
+    other = config.attn_scales or config.num_res_blocks != 2 or config.patch_size
+    if other or not config.is_residual or tuple(config.dim_mult) != PUBLISHED.widths:
+        return None
+    return replace(
+        PUBLISHED,
+        padded_frames=1,
+        dim=config.decoder_base_dim or config.base_dim,
+        encoder_dim=config.base_dim,
+        latent_channels=config.z_dim,
+        image_channels=config.out_channels,
+    )
+
+
+def denormalized(latents: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
+    """Gives what the VAE decodes, by the pipeline's arithmetic."""
+    return latents * std + mean
+
+
+def up_layers(block: torch.nn.Module) -> list[Layer]:
+    """Takes a stage of the decoder apart, which runs as one where it has a shortcut."""
+    if block.avg_shortcut is None:
+        return [*block.resnets, *([block.upsampler] if block.upsampler else ())]
+    # Of the frames that it makes of one, the last is the image.
+    return [stage((*block.resnets, block.upsampler), partial(block.avg_shortcut, first_chunk=True))]
