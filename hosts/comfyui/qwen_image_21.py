@@ -46,8 +46,8 @@ def is_known() -> bool:
 
 
 class SingleStreamPass(ComfyPass):
-    """One call, whose blocks run with the rows of the image alone, beside the
-    keys and values in ComfyUI's prefix cache. What fills the cache is ComfyUI's own.
+    """One call, whose blocks run with the rows of the image alone, beside the keys and values in
+    ComfyUI's prefix cache. What fills the cache is ComfyUI's own.
     """
 
     names = BLOCK_ARGUMENTS

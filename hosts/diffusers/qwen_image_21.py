@@ -39,9 +39,8 @@ ARGUMENTS = {
 
 
 class SingleStreamPass(TransformerPass):
-    """One call, whose blocks run with the rows of the image alone,
-    beside the keys and values in diffusers' cache. The first step, which fills the cache, is
-    diffusers' own.
+    """One call, whose blocks run with the rows of the image alone, beside the keys and values in
+    diffusers' cache. The first step, which fills the cache, is diffusers' own.
     """
 
     def unchanged(

@@ -62,8 +62,8 @@ def third(tensor: torch.Tensor | PackedWeight | None, part: int | None) -> Any:
     if tensor is None or part is None:
         return tensor
     if isinstance(tensor, PackedWeight):
-        rows = (third(it, part) for it in (tensor.codes, tensor.group_scale))
-        return tensor._replace(**dict(zip(("codes", "group_scale"), rows, strict=True)))
+        codes, scale = third(tensor.codes, part), third(tensor.group_scale, part)
+        return tensor._replace(codes=codes, group_scale=scale)
     return tensor.chunk(3)[part]
 
 

@@ -1,6 +1,7 @@
 """Whether a module is a transformer block that the executor computes, and still is the host's own.
 
-ComfyUI's and diffusers' blocks have the same attribute names, which `BlockSpec` lists.
+`BlockSpec` lists the names of its modules, which are the same in ComfyUI and diffusers for the
+families that both have.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ import pytest
 from test_checkpoint import write
 from test_project_text import FILES, ROOT, tree_of
 
-from qwen_l40s.errors import CheckpointError, SettingError
-from qwen_l40s.families import names, registry
+from qwen_l40s.errors import CheckpointError, SettingError, UnavailableError
+from qwen_l40s.families import comfyui, names, registry
 from qwen_l40s.families.others import SIGNS
 from qwen_l40s.families.protocol import Family
 from qwen_l40s.families.registry import FAMILIES, shape_from_header
@@ -483,6 +483,27 @@ def test_tensors_that_two_families_claim(role, tensors):
     assert found.role == role
     (error,) = found.errors
     assert f"The {role} has the tensors of Qwen-Image and Qwen-Image-2.1: " in error
+
+
+def test_what_a_newer_comfyui_has_renamed_leaves_the_others(monkeypatch, caplog):
+    known, renamed = FAMILIES
+    kind = SimpleNamespace(family=known)
+
+    def load(name):
+        if name == renamed.comfyui:
+            raise ImportError("cannot import name 'QwenImage21Transformer2DModel'")
+        return kind
+
+    monkeypatch.setattr(comfyui, "load", load)
+    comfyui._kinds.cache_clear()
+    try:
+        assert comfyui.kinds() == (kind,)
+        assert comfyui.kind_of_family(known, ROOT) is kind
+        with pytest.raises(UnavailableError, match=f"{renamed.title} in a form that is unknown"):
+            comfyui.kind_of_family(renamed, ROOT)
+    finally:
+        comfyui._kinds.cache_clear()
+    assert "cannot import name 'QwenImage21Transformer2DModel'" in caplog.text
 
 
 DIMS = {"dim": 8, "heads": 2, "head_dim": 4}

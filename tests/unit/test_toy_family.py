@@ -1,6 +1,7 @@
 """A third family without a changed line of the package: what of it needs no ComfyUI."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from toy_family import weights as toy
@@ -35,6 +36,14 @@ def test_it_is_recognized_by_its_header(file, tmp_path):
     assert check_complete(open_source(file, "transformer")) == toy.SHAPE
     (lora,) = inspect_checkpoint(toy.write_lora(tmp_path / "lora.safetensors")).parts
     assert (lora.family, lora.dims["rank"], lora.blocks) == (f"LoRA for {TITLE}", 4, 2)
+
+
+def test_q_k_and_v_of_one_layer_are_its_thirds_in_each_stream():
+    whole = toy.SHAPE.block
+    assert [whole.third_of(place) for place in range(12)] == [0, 1, 2] * 2 + [None] * 6
+    image_alone = replace(whole, places=(*whole.places[:3], "q", "k", "v", *whole.places[6:]))
+    found = [image_alone.third_of(place) for place in range(12)]
+    assert found == [0, 1, 2] + [None] * 9
 
 
 def test_a_file_that_lacks_a_tensor_is_refused(tmp_path, monkeypatch):

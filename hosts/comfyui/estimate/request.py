@@ -82,16 +82,16 @@ def estimate_on(card: Card, wired: WiredRequest, usd_per_hour: float | None) -> 
     return replace(found, notes=(*found.notes, *wired.notes))
 
 
-def _check_parts(family: Member, clip: TrueClip | None, vae: VaeShape | None) -> None:
-    wanted = family.text_encoder.name
+def _check_parts(member: Member, clip: TrueClip | None, vae: VaeShape | None) -> None:
+    wanted = member.text_encoder.name
     if clip is not None and clip.name != wanted:
         raise SettingError(
-            f"the CLIP is {clip.name} and {family.name} reads {wanted}: connect that, or none."
+            f"the CLIP is {clip.name} and {member.name} reads {wanted}: connect that, or none."
         )
-    if vae is not None and not family.family.vae.fits(vae):
+    if vae is not None and not member.family.vae.fits(vae):
         raise SettingError(
-            f"the VAE has {vae.latent_channels} latent channels and {family.name} paints "
-            f"{family.vae.latent_channels}: connect its own VAE, or none."
+            f"the VAE has {vae.latent_channels} latent channels and {member.name} paints "
+            f"{member.vae.latent_channels}: connect its own VAE, or none."
         )
 
 
