@@ -56,6 +56,11 @@ def test_it_is_the_interpreter():
     assert kernels.missing() == ""
 
 
+def test_each_run_has_the_same_kernels():
+    """Graphs, comparisons and buffers of a run are for equal kernels alone."""
+    assert choose_ops(CPU) == choose_ops(CPU)
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_row_quantize_is_its_twin(format):
     for shape, dtype in ROWS:

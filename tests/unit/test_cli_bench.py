@@ -249,7 +249,10 @@ def test_more_than_is_free_cannot_stay_free(monkeypatch):
 
 
 @pytest.mark.cuda
-def test_a_card_s_kernels_and_memory_are_seen(without_comfyui, capsys):
+def test_a_card_s_kernels_and_memory_are_seen(without_comfyui, capsys, monkeypatch):
+    # A model's choice is diffusers' for the whole process.
+    registry = pytest.importorskip("diffusers.models.attention_dispatch")._AttentionBackendRegistry
+    monkeypatch.setattr(registry, "_active_backend", registry._active_backend)
     arguments = ["forward", "--layers", "2", "--size", "256x256", "--only", "diffusers bf16"]
     assert bench(*arguments) == 0
     (row,) = last_line(capsys)["rows"]

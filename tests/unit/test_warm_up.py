@@ -133,6 +133,11 @@ def test_a_first_pass_compiles_nothing_that_is_not_compiled_ahead(no_card, monke
     assert sorted(no_card) == ahead
 
 
+def test_the_trial_of_the_blocks_kernels_is_compiled_ahead(no_card):
+    warm_up.warm_up(CARD, fused.prepare_trial).result()
+    assert sorted(no_card) == ["_qk_norm_rope_kernel", "_residual_norm_kernel"]
+
+
 @pytest.fixture
 def launch(no_card):
     return prepare
@@ -286,16 +291,21 @@ def taken(device):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("format", ["int8", "fp8"])
+@pytest.mark.parametrize("format", [None, "int8", "fp8"])
 def test_a_trial_launches_what_is_compiled_ahead_without_memory(monkeypatch, compiled, format):
     device = torch.device("cuda", torch.cuda.current_device())
     torch.ones(1, device=device)
     before = taken(device)
-    warm_up.warm_up(device, lambda: linear.prepare_trial(format)).result()
+    prepare = partial(linear.prepare_trial, format) if format else fused.prepare_trial
+    warm_up.warm_up(device, prepare).result()
     assert taken(device) == before
     compiled.clear()
     monkeypatch.setattr(linear, "_refusals", {})
-    assert choose_gemm(format, device, backend="triton").row_quantizer == "triton"
+    monkeypatch.setattr(fused, "_TRIED", {})
+    if format:
+        assert choose_gemm(format, device, backend="triton").row_quantizer == "triton"
+    else:
+        assert isinstance(fused.choose_ops(device), fused.Ops)
     assert compiled == []
 
 
@@ -306,6 +316,7 @@ def test_a_card_compiles_nothing_in_its_first_pass(kind, compiled):
     blocks = [new_block(0, torch.bfloat16), new_block(1, torch.bfloat16)]
     gemm = BACKENDS[kind] and choose_gemm(BACKENDS[kind][0], device)
     chain = Chain([OnDevice(block, kind, device, gemm) for block in blocks])
+    fused.choose_ops(device)  # tried by who calls, as the GEMM is
     given, before = (chain, blocks, torch.bfloat16, device), taken(device)
     warm_up.warm_up(device, lambda: warm_up.rehearse(*given)).result()
     assert taken(device) == before

@@ -16,6 +16,7 @@ from torch import Tensor
 from ....errors import SettingError
 from ....families.comfyui import kind_of_vae, vae_kinds
 from ....optimizations.blocks.block_form import called_by, functions_of, is_changed
+from ....optimizations.fused import choose_ops
 from ....optimizations.vae import flat, tiles
 from ....optimizations.vae.tiles import Layer, Middle, Stages
 from ....optimizations.warm_up import warm_up
@@ -121,6 +122,7 @@ def compile_ahead(decoder: comfy.sd.VAE) -> None:
             stages = decoder_stages(model, FusedLayers(device))
             tiles.decode(stages, latents, plan_decode(stages.shape, 8, 8, budget=None))
 
+    choose_ops(device)  # tried in this thread, as of a model's blocks
     warm_up(device, work)
 
 

@@ -31,7 +31,8 @@ from ....families.comfyui import kind_of_family
 from ....loaders.convert import is_finite, not_finite
 from ....loaders.quantized_file import marker_of
 from ....loaders.source import MICRO_ADVICE, MICRO_TRANSFORMER, Source, open_source
-from ....optimizations.linear import choose_gemm, prepare_trial
+from ....optimizations import fused, linear
+from ....optimizations.linear import choose_gemm
 from ....optimizations.step_cache import Later
 from ....optimizations.warm_up import warm_up
 from ....spec.formats import QUANTIZED, format_gib
@@ -79,9 +80,10 @@ def load_model(
     source = open_source(path, "transformer")
     plan = plan_load(source, precision, keep, modulation, keep_quantized)
     quantized = plan.precision in QUANTIZED
+    device = comfy.model_management.get_torch_device()
+    warm_up(device, fused.prepare_trial)
     if quantized:
-        prepare = partial(prepare_trial, plan.precision)
-        warm_up(comfy.model_management.get_torch_device(), prepare)
+        warm_up(device, partial(linear.prepare_trial, plan.precision))
     patcher, notes = _build(plan)
     compile_ahead(patcher)  # while the text is encoded, not while the host brings the weights
     if plan.place_reason:

@@ -25,6 +25,7 @@ from ....families.registry import blocks_of
 from ....optimizations.blocks.block import DENSE, LayerTensors
 from ....optimizations.blocks.block_form import modulated_by, token_layers
 from ....optimizations.fallback import Fallback
+from ....optimizations.fused import choose_ops
 from ....optimizations.linear import Gemm, known_gemm
 from ....optimizations.reference import LowRank
 from ....optimizations.stream import uploads_to
@@ -277,6 +278,7 @@ def compile_ahead(model: ModelPatcher) -> None:
     layers, blocks = ComfyLayers(inner, torch.Size()), blocks_of(inner.diffusion_model)
     # Tried here: memory of the card that another thread takes can stop both for ever, where
     # comfy-aimdo logs it (in Python, while torch's allocator is locked).
+    choose_ops(device)
     for kind in {layers.kind(layer) for block in blocks for layer in token_layers(block)}:
         if isinstance(kind, RowFormat):
             layers.gemm(kind.storage, device)
