@@ -30,7 +30,8 @@ from .server import ComfyUIServer, ComfyUIServerError
 
 ApiGraph = dict[str, dict[str, Any]]
 TURNS, FEW, CACHE = 3, 10, "balanced"
-SECONDS, POLL_SECONDS = 600, 0.02
+# Asked rarely: the server answers in the interpreter that runs the prompt, and tells times itself.
+SECONDS, POLL_SECONDS = 600, 0.2
 # What `comfyui.write_models` writes, and what a CPU runs instead.
 TRANSFORMER = "qwen_image_random_bf16.safetensors"
 TEXT_ENCODER = "qwen_2.5_vl_7b_random_bf16.safetensors"
