@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
+from .caches import remembered
 from .errors import SettingError
 
 OFF, CUSTOM = "off", "custom"
@@ -205,6 +206,7 @@ PUBLISHED_CHANGES = (
 )
 
 
+@remembered
 @lru_cache(maxsize=1)
 def _trace() -> tuple[list[float], list[float]]:
     # (sigmas, rising; how far the velocity moves from there to the beginning)
@@ -221,6 +223,7 @@ def _moved(sigma: float) -> float:
     return moved[i] + slope * (sigma - sigmas[i])
 
 
+@remembered
 @lru_cache(maxsize=64)
 def _cheapest(
     sigmas: tuple[float, ...], open_steps: tuple[bool, ...], most: int, longest: int

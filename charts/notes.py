@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from ..families.names import APACHE
+from ..families.protocol import APACHE
 from ..planning.cards import STARTING
 from ..planning.files import NETWORK, NVME, PAGE_CACHE, SOURCES
 from ..planning.phases import Range

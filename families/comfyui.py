@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import sys
 from collections.abc import Callable, Mapping
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..caches import cached
 from ..errors import UnavailableError
 from ..spec.transformer import TransformerShape
 from ..spec.vae import VaeShape
@@ -63,7 +63,7 @@ def kinds() -> tuple[ModelKind, ...]:
     return _kinds(tuple(FAMILIES))
 
 
-@functools.cache
+@cached
 def _kinds(families: tuple[Family, ...]) -> tuple[ModelKind, ...]:
     found = []
     for family in families:
@@ -137,7 +137,7 @@ def vae_kinds() -> tuple[VaeKind, ...]:
     return _vae_kinds(tuple(vaes()))
 
 
-@functools.cache
+@cached
 def _vae_kinds(known: tuple[Vae, ...]) -> tuple[VaeKind, ...]:
     return tuple(load(vae.comfyui) for vae in known)
 

@@ -10,7 +10,14 @@ from typing import Any, NamedTuple, Protocol
 from ..spec.formats import BYTES_PER_SCALE
 from ..spec.transformer import PIXELS_PER_TOKEN_SIDE, USUAL_SIDE, BlockSpec, TransformerShape
 from ..spec.vae import VaeShape
-from .names import APACHE
+
+# What people call the families, and the licences of their weights.
+QWEN_IMAGE, QWEN_IMAGE_21 = "Qwen-Image", "Qwen-Image-2.1"
+APACHE = "Apache-2.0"
+LICENCE_21 = (
+    "Qwen Research License: research, not commercial use (Qwen-Image-2512 and Edit-2511 are "
+    f"{APACHE})"
+)
 
 
 class TensorInfo(Protocol):

@@ -7,16 +7,15 @@ weights are apart there, and [gate; up] in one in ComfyUI and its files.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
+from ..caches import cached
 from ..spec.transformer import SPLIT_SWIGLU, SWIGLU, TIME_CHANNELS, BlockSpec, TransformerShape
-from .names import LICENCE_21
-from .names import QWEN_IMAGE_21 as TITLE
 from .protocol import (
+    LICENCE_21,
     WHOLE_TENSORS,
     Adapted,
     Family,
@@ -29,6 +28,7 @@ from .protocol import (
     known,
     size,
 )
+from .protocol import QWEN_IMAGE_21 as TITLE
 from .qwen_image import ATTENTION, fun_controlnet
 from .text_encoders import QWEN3_VL
 from .vaes import QWEN_IMAGE_21_VAE
@@ -42,7 +42,7 @@ GATED = ("img_mlp.gate_layer", "img_mlp.proj")  # the halves of GATE_UP, in its 
 MLP = (*GATED[::-1], GATE_UP, "img_mlp.out")
 
 
-@functools.cache
+@cached
 def single_stream(fused_mlp: bool, mlp_ratio: int = 3) -> BlockSpec:
     """Describes a block, as of `QwenImage21Shape`."""
     first = dict.fromkeys(GATED, (mlp_ratio, 1))

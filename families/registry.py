@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from ..caches import cached
 from ..errors import CheckpointError, SettingError
 from ..spec.transformer import BlockSpec, TransformerShape
 from ..spec.vae import PIXELS_PER_LATENT, VaeShape
@@ -30,7 +31,7 @@ def members() -> Mapping[str, Member]:
     return _members(tuple(FAMILIES))
 
 
-@functools.cache  # an estimate asks for its member hundreds of times
+@cached  # an estimate asks for its member hundreds of times
 def _members(families: tuple[Family, ...]) -> Mapping[str, Member]:
     return {member.name: member for family in families for member in family.members}
 
@@ -305,7 +306,7 @@ def is_modulation(layer: str) -> bool:
     return _layer_names(tuple(FAMILIES))[1].fullmatch(layer) is not None
 
 
-@functools.cache
+@cached
 def _layer_names(families: tuple[Family, ...]) -> tuple[re.Pattern[str], re.Pattern[str]]:
     blocks = [(family.stack, spec) for family in families for spec in family.blocks]
     quantized = ((stack, name) for stack, spec in blocks for name in spec.gemms)
@@ -369,7 +370,7 @@ def attention_names() -> tuple[str, ...]:
     return _attention_names(tuple(FAMILIES))
 
 
-@functools.cache  # asked of each block in each pass
+@cached  # asked of each block in each pass
 def _attention_names(families: tuple[Family, ...]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(spec.attention for family in families for spec in family.blocks))
 

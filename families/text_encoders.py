@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from .names import QWEN_IMAGE, QWEN_IMAGE_21
-from .protocol import Identity, Tensors, TextEncoder, count_blocks, known, size
+from .protocol import (
+    QWEN_IMAGE,
+    QWEN_IMAGE_21,
+    Identity,
+    Tensors,
+    TextEncoder,
+    count_blocks,
+    known,
+    size,
+)
 
 # transformers 5 nests the language model; ComfyUI's single file and the published folders do not.
 LAYOUTS = (

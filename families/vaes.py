@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping
 
 from ..errors import CheckpointError
 from ..spec.vae import PUBLISHED_VAE, Strips, VaeShape
-from .names import LICENCE_21, QWEN_IMAGE_21
-from .protocol import Identity, Tensors, Vae, known, size
+from .protocol import LICENCE_21, QWEN_IMAGE_21, Identity, Tensors, Vae, known, size
 
 VAE_21 = VaeShape(
     dim=144,

@@ -4,18 +4,18 @@ transformer's modulation waits, and what rounds them then.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
+from ..caches import cached
 from ..errors import SettingError, UnavailableError
 from ..loaders.quantize import quantize_rows
-from ..machine.card import first_line
 from ..optimizations import kernels
 from ..optimizations.fallback import Fallback
+from ..optimizations.trial import try_once
 from ..planning.bytes import TransformerBytes, weight_bytes
 from ..planning.plan import LEAST_SIDE, PlanOption, check_stored, check_tensor_cores, plan
 from ..planning.reasons import kept_precision, requested_precision, weight_only
@@ -235,7 +235,6 @@ def round_weight(
     return kernel(weight, form) if kernel else quantize_rows(weight, format, rotation=rotation)
 
 
-@functools.cache
 def _kernel(
     device: torch.device, dtype: torch.dtype, form: RowFormat, columns: int
 ) -> Callable[[torch.Tensor, RowFormat], tuple[torch.Tensor, torch.Tensor]] | None:
@@ -250,16 +249,21 @@ def _kernel(
 
     if columns > WIDEST_ROW:
         return None
-    weight = torch.randn(4, columns, generator=torch.Generator().manual_seed(0)).to(device, dtype)
-    expected = quantize_rows(weight, form.storage, rotation=form.rotation)
-    try:
+
+    def trial() -> str:
+        generator = torch.Generator().manual_seed(0)
+        weight = torch.randn(4, columns, generator=generator).to(device, dtype)
+        expected = quantize_rows(weight, form.storage, rotation=form.rotation)
         pairs = zip(quantize_weight(weight, form), expected, strict=True)
-        if all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs):
-            return quantize_weight
-        reason = "a wrong result"
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # Triton and C compilers raise anything
-        reason = first_line(error)
-    Fallback(f"Triton failed a trial: {reason}").log("torch rounds the weights, which takes longer")
-    return None
+        same = all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
+        return "" if same else "a trial gave a wrong result"
+
+    reason = try_once((quantize_weight, device, dtype, form, columns), trial)
+    if reason:
+        _log(reason)
+    return None if reason else quantize_weight
+
+
+@cached
+def _log(reason: str) -> None:
+    Fallback(f"Triton: {reason}").log("torch rounds the weights, which takes longer")

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ..caches import cached
 from ..errors import UnavailableError
 from ..spec.formats import MIB
 
@@ -219,7 +220,7 @@ def _pieces(moves: Iterable[Move], size: int) -> Iterator[list[Move]]:
         yield piece
 
 
-@functools.cache
+@cached
 def _memcpy() -> Any:
     # cuMemcpyAsync takes the addresses of any card and of host memory.
     try:

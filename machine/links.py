@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..caches import remembered
 from ..errors import UnavailableError
 from ..spec.formats import MIB
 from . import copies
@@ -153,7 +154,7 @@ class Link:
         return first, second
 
 
-_links: dict[tuple[torch.device, torch.device], Link] = {}
+_links: dict[tuple[torch.device, torch.device], Link] = remembered({})
 
 
 def link_between(first: torch.device, second: torch.device, again: bool = False) -> Link:

@@ -14,6 +14,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from ..caches import remembered
 from ..planning.cards import Card, is_named
 from ..planning.rates import LAUNCHES, Launches, Rates
 from ..spec.formats import MULTIPLIED
@@ -24,7 +25,7 @@ CARDS, CALIBRATION, ATTENTION = "cards.json", "calibration.json", "attention.jso
 VERSION = 1
 FIGURES = ("attention", "bandwidth", "convolution", "encoder", "pcie")
 LAUNCH_SECONDS, GRAPH = "launch_seconds", "graph"
-_logged: set[Path] = set()
+_logged: set[Path] = remembered(set())
 
 
 def cache_folder() -> Path:

@@ -18,6 +18,7 @@ import torch
 from PIL import Image
 from scipy import ndimage
 
+from ..caches import remembered
 from .outlines import OUTLINES
 from .scene import BACKGROUNDS, COLOURS, POSITIONS, SIZES, Scene, SceneObject
 
@@ -198,6 +199,7 @@ def _inside(shape: str, tilt: int, x: torch.Tensor, y: torch.Tensor) -> np.ndarr
     return (OUTLINES[shape](cos * x + sin * y, cos * y - sin * x) < 0).numpy()
 
 
+@remembered
 @lru_cache(maxsize=len(OUTLINES))
 def _edge_per_area(shape: str) -> float:
     """Returns the outline's length over the area inside, in 1 / radius; a circle has 2."""
@@ -206,6 +208,7 @@ def _edge_per_area(shape: str) -> float:
     return float((distance.abs() < band).sum() / (2 * band) / (distance < 0).sum())
 
 
+@remembered
 @lru_cache(maxsize=len(OUTLINES) * len(TILTS))
 def _outline_box(shape: str, tilt: int = 0) -> tuple[float, float, float, float]:
     """Returns left, top, right, bottom of a tilted shape in units of its radius."""

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
-from ..machine.card import first_line
+from ..caches import cached
 from ..spec.formats import RowFormat
 from . import attention_8bit, kernels, reference
 from .fallback import Fallback
 from .reference import HEAD_DIMS, WIDEST_ROW, Modulation, QKNorm, QuantizedRows, Rotary, Tokens
+from .trial import FULL, try_once
 
 # Takes the tensors that differ from call to call, of the shapes and strides that it is for.
 Prepared = Callable[..., None]
@@ -132,7 +132,13 @@ def choose_ops(device: torch.device) -> Ops | Fallback:
     if kernels.missing():
         return Fallback(kernels.missing(), final=True)
     ops = _triton()
-    return _trial(ops, device) or ops
+
+    def trial() -> str:
+        with kernels.on_card_of(torch.empty(0, device=device)):
+            return _compare(ops, device)
+
+    reason = try_once((choose_ops, device), trial)
+    return Fallback(f"Triton: {reason}", final=reason != FULL) if reason else ops
 
 
 def unsupported_shape(dim: int, head_dim: int, dtype: torch.dtype) -> Fallback | None:
@@ -147,7 +153,7 @@ def unsupported_shape(dim: int, head_dim: int, dtype: torch.dtype) -> Fallback |
     return None
 
 
-@cache  # equal in each run: what a run keeps is for these kernels
+@cached  # equal in each run: what a run keeps is for these kernels
 def _triton() -> Ops:
     from .kernels import attention_8bit as attention
     from .kernels import low_rank, qk_norm_rope, residual_norm, rows, scaled_gemm
@@ -170,36 +176,13 @@ def _triton() -> Ops:
     )
 
 
-_TRIED: dict[torch.device, Fallback | None] = {}
-
-
-def _trial(ops: Ops, device: torch.device) -> Fallback | None:
-    """Runs the two kernels of every block once: compilers and drivers fail in ways that nobody
-    declares.
-    """
-    if device in _TRIED:
-        return _TRIED[device]
-    found = None
-    try:
-        with kernels.on_card_of(torch.empty(0, device=device)):
-            right = _compare(ops, device)
-        if not right:
-            found = Fallback("Triton failed a trial: a wrong result", final=True)
-    except torch.OutOfMemoryError:  # another time the card has room
-        found = Fallback("Triton failed a trial: the card is full")
-    except Exception as error:  # Triton and C compilers raise anything
-        found = Fallback(f"Triton failed a trial: {first_line(error)}", final=True)
-    if found is None or found.final:
-        _TRIED[device] = found
-    return found
-
-
 def prepare_trial() -> None:
     """Compiles what the trial launches, for the current card and without its memory."""
     _compare(_triton(), torch.device("meta"))
 
 
-def _compare(ops: Ops, device: torch.device) -> bool:
+def _compare(ops: Ops, device: torch.device) -> str:
+    """Runs the two kernels of every block."""
     meta = device.type == "meta"  # nothing is launched there
     generator = None if meta else torch.Generator(device).manual_seed(0)
 
@@ -220,4 +203,5 @@ def _compare(ops: Ops, device: torch.device) -> bool:
     ops.qk_norm_rope(q, k, weights, rotary, tokens, 1e-6)(weights, rotary)
     attention_8bit.qk_norm_rope(*twins, weights, rotary, tokens, 1e-6)
     pairs = ((x, twin), (h, expected), (q, twins[0]), (k, twins[1]))
-    return meta or all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in pairs)
+    right = meta or all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in pairs)
+    return "" if right else "a trial gave a wrong result"

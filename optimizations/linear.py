@@ -13,11 +13,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ..caches import remembered
 from ..errors import SettingError, UnavailableError
-from ..machine.card import State, first_line
+from ..machine.card import State
 from ..machine.packages import check_kitchen
 from ..spec.formats import OLDEST_CAPABILITY, RowFormat
 from . import kernels, reference
+from .trial import FULL, try_once
 
 # The backends, and the multiple that N and K must be of: other layers fall to `dequantize`.
 BACKENDS = {
@@ -30,7 +32,6 @@ BACKENDS = {
 # error is 0.15 % and the product takes 9 to 18 % longer (H200, M = 4296).
 FAST = "scaled_mm_fast"
 
-FULL = "no memory is free for a trial"
 
 # So few rows that a separate addition of the bias costs nothing.
 FEW_ROWS = 64
@@ -277,8 +278,7 @@ def choose_gemm(format: str, device: torch.device, *, backend: str | None = None
     return Gemm(format, "dequantize", "; ".join(refused), lasting=lasting)
 
 
-_known: dict[tuple[str, torch.device], Gemm] = {}
-_refusals: dict[tuple[str, str, torch.device], str] = {}
+_known: dict[tuple[str, torch.device], Gemm] = remembered({})
 
 
 def known_gemm(format: str, device: torch.device) -> Gemm:
@@ -319,18 +319,8 @@ def _gemm(
     return Gemm(format, backend, reason, quantizer, lasting and refusal != FULL)
 
 
-def _refusal(*asked: Any) -> str:
+def _refusal(backend: str, format: str, device: torch.device) -> str:
     """Says why a backend does not run on a device, in one clause; empty when it does."""
-    try:
-        refusal = _refusals[asked] if asked in _refusals else _lasting_refusal(*asked)
-    except torch.OutOfMemoryError:  # another time the card has room: nothing is remembered
-        return FULL
-    if not refusal:  # which stays, though a trial in another thread may fail
-        _refusals[asked] = refusal
-    return _refusals.setdefault(asked, refusal)
-
-
-def _lasting_refusal(backend: str, format: str, device: torch.device) -> str:
     if backend == "dequantize":
         return ""
     sm, oldest = _sm(device), OLDEST_CAPABILITY[format]
@@ -347,7 +337,8 @@ def _lasting_refusal(backend: str, format: str, device: torch.device) -> str:
         capability = check_kitchen(torch)
         if capability.state is not State.USABLE:
             return f"comfy-kitchen {capability.reason}"
-    return _trial(Gemm(format, backend, "", "triton" if backend == "triton" else "torch"), device)
+    gemm = Gemm(format, backend, "", "triton" if backend == "triton" else "torch")
+    return try_once((gemm, device), lambda: _trial(gemm, device))
 
 
 def prepare_trial(format: str) -> None:
@@ -374,13 +365,7 @@ def _operands(format: str, device: torch.device) -> tuple[Any, ...]:
 
 
 def _trial(gemm: Gemm, device: torch.device) -> str:
-    """Multiplies once: which builds of torch, compilers and drivers can is declared nowhere."""
-    try:
-        right = bool((gemm.linear(*_operands(gemm.format, device)) == 33).all())
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # torch, Triton and C compilers raise anything
-        return f"a trial failed: {first_line(error)}"
+    right = bool((gemm.linear(*_operands(gemm.format, device)) == 33).all())
     return "" if right else "a trial gave a wrong result"
 
 

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import torch
 
+from ..caches import remembered
 from ..families.registry import spec_of
 from ..spec.formats import RowFormat
 from . import kernels
@@ -29,7 +30,7 @@ from .reference import QKNorm, QuantizedRows, Rotary, Tokens, storage_of
 # Tokens of text and image. A prompt of up to 64 has GEMMs of other tiles than one of up to 512; an
 # image from 736x736 on has more than 2048.
 TOKENS = ((200, 4096), (40, 4096))
-_rehearsed: set[tuple] = set()
+_rehearsed: set[tuple] = remembered(set())
 
 # No daemon threads: a process that ends while LLVM runs in one is aborted.
 _compilers, _passes = ThreadPoolExecutor(4), ThreadPoolExecutor(1)

@@ -6,11 +6,11 @@ needed: the answer comes before gigabytes are read.
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from ..caches import cached
 from ..errors import SettingError
 from ..families.protocol import TextEncoder
 from ..families.text_encoders import QWEN25_VL
@@ -97,7 +97,7 @@ def part_bytes(parameters: int, precision: str) -> int:
     return parameters * BYTES_PER_WEIGHT[precision]
 
 
-@functools.cache
+@cached
 def _parameters(shape: TransformerShape) -> tuple[int, int]:
     # (of the modulation; of all else but the weights of quantizable layers)
     every = sum(map(math.prod, shape.tensors().values()))

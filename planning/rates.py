@@ -23,13 +23,13 @@ data sheets' peaks and attention in 8 bits.
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from ..caches import cached
 from ..errors import UnavailableError
 from ..spec.formats import MULTIPLIED
 from .cards import Card, is_named
@@ -67,7 +67,7 @@ class Constants:
 CONSTANT_NAMES = tuple(field.name for field in fields(Constants))
 
 
-@functools.cache
+@cached
 def measured() -> Mapping[str, Any]:
     """Reads `measured.json`: conditions, constants, their errors, runs and loads.
 
@@ -86,7 +86,7 @@ def measured() -> Mapping[str, Any]:
     return found
 
 
-@functools.cache
+@cached
 def constants() -> Constants:
     """Reads the fitted constants.
 

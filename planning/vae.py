@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from ..caches import remembered
 from ..errors import DoesNotFitError, SettingError, UnavailableError
 from ..spec.formats import GIB, MIB, format_gib
 from ..spec.vae import (
@@ -99,6 +100,7 @@ def encode_peak_bytes(shape: VaeShape, height: int, width: int, itemsize: int) -
     return latent_bytes(shape, latent, itemsize) + whole_bytes("encode", shape, latent, itemsize)
 
 
+@remembered
 @functools.lru_cache(maxsize=64)
 def plan_vae(
     direction: Direction,

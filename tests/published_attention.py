@@ -12,8 +12,6 @@ import types
 
 import torch
 
-from qwen_l40s.optimizations.attention import backends, registry
-
 TILE = 128
 
 
@@ -139,9 +137,3 @@ def install(monkeypatch, module, functions, change=None):
         setattr(fake, name, record(name, function))
     monkeypatch.setitem(sys.modules, module, fake)
     return calls
-
-
-def forget():
-    """Has everything asked anew, as after a package was installed."""
-    for remembered in (registry._missing, registry._trial, backends.flash_attention_3):
-        remembered.cache_clear()

@@ -19,6 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from ...caches import remembered
 from ...errors import UnavailableError
 from ...families.protocol import Family
 from ...machine.comfyui import COMFYUI_FLOOR, TESTED, is_newer_than_tested
@@ -149,6 +150,7 @@ KNOWN: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 }
 
 
+@remembered
 @lru_cache(maxsize=1)
 def unsupported_host() -> Fallback | None:
     """Why nothing of this package runs in this ComfyUI, in one sentence; None when all is well."""
@@ -234,6 +236,7 @@ def require(family: Family, path: Path) -> None:
         )
 
 
+@remembered
 @lru_cache(maxsize=1)
 def unknown_attention_arguments() -> tuple[str, ...]:
     """Names of what ComfyUI's block gives attention and the fused blocks would not.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import comfy.ops
 import comfy.supported_models
 import torch
 
+from ...caches import cached
 from ...families.comfyui import ModelKind
 from ...families.qwen_image_21 import QWEN_IMAGE_21, QwenImage21Shape
 from ...optimizations.blocks.block import Step
@@ -35,7 +35,7 @@ NO_PREFIX_CACHE = Fallback(
 )
 
 
-@functools.cache
+@cached
 def is_known() -> bool:
     """Whether ComfyUI's transformer and its block are called as this package knows it."""
     return contract.is_known(

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from ...caches import cached
 from ...machine.packages import FLASH_ATTENTION_2, FLASH_ATTENTION_3, Package
 from ..kernels import on_card_of
 
@@ -295,7 +296,7 @@ def _version_2(q, k, v, mask=None):
         return flash_attn_func(q, k, v).flatten(2)
 
 
-@functools.cache
+@cached
 def flash_attention_3() -> Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]:
     """Finds the function of version 3, whose module has a name in each distribution."""
     return importlib.import_module(FLASH_ATTENTION_3.present.module).flash_attn_func

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -11,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
+from ...caches import cached, remembered
 from ...errors import SettingError, UnavailableError
 from ...machine.card import first_line, read_cards
 from ...machine.store import AttentionTimings, load_attention, save_attention
@@ -38,7 +38,7 @@ REPEATS, SHARE_MS = 6, 200
 # More work than this is cut to fewer items and heads, not tokens: every card is full long before.
 MOST_FLOP = 4e12
 
-_measured: dict[str, AttentionTimings] = {}
+_measured: dict[str, AttentionTimings] = remembered({})
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ def measurement_key(request: AttentionRequest) -> str:
     return "|".join((_machine(request.device), dtype_name(request.dtype), shape, masked))
 
 
-@functools.cache
+@cached
 def _machine(device: torch.device) -> str:
     sm = torch.cuda.get_device_capability(device)
     packages = [

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from dataclasses import replace
 
 import torch
 
-from ...machine.card import Capability, InstalledCards, State, first_line
+from ...caches import cached
+from ...machine.card import Capability, InstalledCards, State
 from ...machine.packages import Package, check_package
+from ..trial import try_once
 from .backends import (
     FLASH_ATTN_2,
     FLASH_ATTN_3,
@@ -68,10 +69,8 @@ def refusal(name: str, request: AttentionRequest, tried: bool = False) -> str:
         reason = backend.further(request)
     if reason or tried:
         return reason
-    try:
-        return _trial(name, request.device, request.dtype, request.head_dim, request.masked)
-    except torch.cuda.OutOfMemoryError:  # which may not last: nothing is remembered
-        return "no memory is free for a trial"
+    kind = name, request.device, request.dtype, request.head_dim, request.masked
+    return try_once((refusal, *kind), lambda: _trial(*kind))
 
 
 def check_backends(cards: InstalledCards) -> tuple[Capability, ...]:
@@ -99,31 +98,25 @@ def _capability(backend: Backend, device: torch.device) -> Capability:
     return Capability(name, State.LIMITED if masked else State.USABLE, "; ".join(clauses))
 
 
-@functools.cache
+@cached
 def _missing(package: Package) -> str:
     capability, module = check_package(package)
     return "" if module is not None else f"{capability.name} {capability.reason}"
 
 
-@functools.cache
 def _trial(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, masked: bool) -> str:
     backend = BACKENDS[name]
     q, k, v, mask = _trial_inputs(dtype, head_dim, masked)
     expected = attend_float64(q, k, v, mask)
-    try:
-        with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")  # PyTorch tells with several what its error says
-            # Views of one tensor, as the blocks have them.
-            q, k, v = torch.stack((q, k, v), dim=2).to(device).unbind(2)
-            mask = None if mask is None else mask.to(device)
-            out = backend.attend(q, k, v, mask)
-            if out.dtype != dtype or out.shape != expected.shape:
-                return f"a trial gave {tuple(out.shape)} in {out.dtype}"
-            out = out.cpu().double()
-    except torch.cuda.OutOfMemoryError:
-        raise
-    except Exception as error:  # packages, compilers and torch raise anything
-        return f"a trial failed: {first_line(error)}"
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # PyTorch tells with several what its error says
+        # Views of one tensor, as the blocks have them.
+        q, k, v = torch.stack((q, k, v), dim=2).to(device).unbind(2)
+        mask = None if mask is None else mask.to(device)
+        out = backend.attend(q, k, v, mask)
+        if out.dtype != dtype or out.shape != expected.shape:
+            return f"a trial gave {tuple(out.shape)} in {out.dtype}"
+        out = out.cpu().double()
     if not out.isfinite().all():
         return "a trial gave values that are not finite"
     error = ((out - expected).norm() / expected.norm()).item()

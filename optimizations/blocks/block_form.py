@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from ...caches import cached
 from ...families.registry import block_specs, modulation_of, spec_of
 from ..fallback import Fallback
 from ..fused import unsupported_shape
@@ -218,7 +219,7 @@ class _Function(NamedTuple):
         return f"{self.place.__name__}.{self.name}"
 
 
-@cache
+@cached
 def functions_of(kind: type) -> tuple[_Function, ...]:
     found = []
     for base in kind.__mro__[: kind.__mro__.index(torch.nn.Module)]:
@@ -228,7 +229,7 @@ def functions_of(kind: type) -> tuple[_Function, ...]:
     return tuple(found)
 
 
-@cache
+@cache  # what is kept was there at the first call: nothing for `forget`
 def called_by(name: str) -> tuple[_Function, ...]:
     """The functions that a host's module with this name calls by name, its own and others'.
 

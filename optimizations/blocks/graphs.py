@@ -16,6 +16,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from ...caches import remembered
 from ...machine.card import first_line
 from ..fused import Ops
 from ..modulation import Entry
@@ -348,7 +349,7 @@ def key_of(text: torch.Tensor, step: Step, entry: Entry, attention: object) -> t
 
 
 # Each keeps a workspace of cuBLAS.
-_streams: dict[int, list[torch.cuda.Stream]] = {}  # by the card's index
+_streams: dict[int, list[torch.cuda.Stream]] = remembered({})  # by the card's index
 
 
 def capture(

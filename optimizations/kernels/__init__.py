@@ -8,18 +8,18 @@ that begins with `prepare_` prepares them. Triton is optional: import a kernel's
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 
 import torch
 
+from ...caches import cached
 from ...machine.packages import Package, check_package
 
 # For the launches that need no other card, which are nearly all; it can be entered again and again.
 _NOTHING = contextlib.nullcontext()
 
 
-@functools.cache
+@cached
 def missing() -> str:
     """Why the kernels cannot be imported, in one clause; empty when they can."""
     capability, module = check_package(Package("triton", "triton"))

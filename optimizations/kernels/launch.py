@@ -7,7 +7,6 @@ GEMM with 10 arguments and 8 constants, triton 3.6, an H100's host).
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ import triton
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
+from ...caches import cached
 from . import interpreted, on_card_of
 
 ALIGNMENT = 16  # bytes that an address is a multiple of, in what Triton compiles for it
@@ -106,7 +106,7 @@ KNOWN_CALL = (
 )
 
 
-@functools.cache
+@cached
 def not_direct() -> str:
     """Why kernels are launched as Triton does, in one clause; empty where they launch directly."""
     if interpreted():

@@ -10,12 +10,11 @@ makes one set of instructions for the three.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 
+from ...caches import cached
 from ...spec.formats import SMALLEST_SCALE, RowFormat
 from ..reference import SMALLEST_ROW, WIDEST_ROW, QuantizedRows, check_rotation, largest_of
 from .launch import Launch
@@ -24,7 +23,7 @@ from .launch import Launch
 NARROWEST_PART = 256
 
 
-@functools.cache
+@cached
 def launch_shape(k: int, rotated: bool = False) -> tuple[int, int, int]:
     """Elements of a part, parts and warps for rows of `k` elements, at most `WIDEST_ROW`.
 

@@ -4,13 +4,13 @@ of 4 or 6 bits as the int8 that it multiplies by.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
+from ...caches import cached
 from . import interpreted
 from .launch import Launch
 from .rows import gelu_tanh
@@ -189,7 +189,7 @@ def choose_tile(rows: int, sm: tuple[int, int], dtype: torch.dtype) -> Tile:
     return table[-1][1]
 
 
-@functools.cache
+@cached
 def capability(index: int) -> tuple[int, int]:
     """The compute capability of a card by its index; (0, 0) for the CPU, which is -1."""
     return (0, 0) if index < 0 else torch.cuda.get_device_capability(index)

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...caches import remembered
 from . import on_card_of
 from .launch import Launch, PreparedLaunch
 
@@ -128,7 +129,7 @@ def add(x: Tensor, bias: Tensor, other: Tensor | None, out: Tensor, frames: int 
 
 
 # {kernel, sizes and kinds of tensors: its launch}, which saves the processor two thirds of each.
-_PREPARED: dict[tuple, PreparedLaunch] = {}
+_PREPARED: dict[tuple, PreparedLaunch] = remembered({})
 MOST_PREPARED = 2048  # some forty for each size of an image
 
 

@@ -22,6 +22,7 @@ import torch
 from comfy_aimdo import model_vbar
 from comfyui_boot import MODE, folder
 
+from qwen_l40s.caches import forget
 from qwen_l40s.families.registry import blocks_of
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.hosts.comfyui.sample import held
@@ -606,8 +607,8 @@ def test_on_a_card(found):
 
 def test_an_unknown_comfy_aimdo_is_left_alone(monkeypatch):
     dynamic = Dynamic(monkeypatch)
-    held._knows_pages.cache_clear()
+    forget()
     monkeypatch.delattr(model_vbar.ModelVBAR, "get_watermark")
     assert [dynamic(), dynamic()] == [held.UNKNOWN.reason] * 2
     monkeypatch.undo()
-    held._knows_pages.cache_clear()
+    forget()

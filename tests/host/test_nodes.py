@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 
 import qwen_l40s
 from qwen_l40s import nodes
+from qwen_l40s.caches import forget
 from qwen_l40s.errors import CheckpointError, SettingError, UnavailableError
 from qwen_l40s.hosts.comfyui import contract as compatibility
 from qwen_l40s.hosts.comfyui.load import plan as load_plan
@@ -216,7 +217,7 @@ def test_a_choice_that_comfyui_drops_is_refused_by_name():
 def test_nodes_of_a_host_that_is_off_are_there_and_say_why():
     name = written("plain", WEIGHTS)
     off = SimpleNamespace(__version__="0.32.1")
-    compatibility.unsupported_host.cache_clear()
+    forget()
     try:
         with mock.patch.dict(sys.modules, {"comfyui_version": off}), nothing_mapped():
             extension = asyncio.run(qwen_l40s.comfy_entrypoint())
@@ -246,12 +247,12 @@ def test_nodes_of_a_host_that_is_off_are_there_and_say_why():
             ):
                 refused(UnavailableError, *words, run=run)
     finally:
-        compatibility.unsupported_host.cache_clear()
+        forget()
     assert load(name)[0] is not None
 
 
 def test_this_comfyui_is_what_the_package_knows():
-    compatibility.unsupported_host.cache_clear()
+    forget()
     assert compatibility.unsupported_host() is None
     news = [line for line in compatibility.news_of_host() if "newer than" not in line]
     assert news == []

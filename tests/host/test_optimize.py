@@ -23,8 +23,8 @@ from comfy_api.torch_helpers import set_torch_compile_wrapper
 from comfyui_boot import MODE, folder
 from narrow_transformer import difference, random
 
+from qwen_l40s.caches import forget
 from qwen_l40s.errors import CheckpointError, SettingError, UnavailableError
-from qwen_l40s.hosts.comfyui import contract
 from qwen_l40s.hosts.comfyui.estimate import sizes as true_sizes
 from qwen_l40s.hosts.comfyui.load import plan as load_plan
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
@@ -39,7 +39,6 @@ from qwen_l40s.nodes.optimize import QwenL40SOptimize
 from qwen_l40s.optimizations import fused
 from qwen_l40s.optimizations.attention import BACKENDS, chosen
 from qwen_l40s.optimizations.attention import Attention as ChosenBackend
-from qwen_l40s.optimizations.blocks import block_form
 from qwen_l40s.optimizations.step_cache import Later
 
 pytestmark = pytest.mark.each_device
@@ -420,11 +419,11 @@ def test_an_argument_of_a_block_that_is_unknown_is_left_to_comfyui(monkeypatch):
         function.__code__ = function.__code__.replace(co_filename=own.__code__.co_filename)
     monkeypatch.setattr(QwenImageTransformerBlock, "forward", newer)
     monkeypatch.setattr(QwenImageTransformerBlock, "__call__", call, raising=False)
-    block_form.functions_of.cache_clear()
+    forget()
     try:
         clone = compare(stock(), fused_blocks=False, most=0)
     finally:
-        block_form.functions_of.cache_clear()
+        forget()
     assert "arguments that are unknown here" in report_of(clone)
 
 
@@ -437,13 +436,13 @@ def test_an_argument_that_a_block_newly_gives_attention_is_left_to_comfyui(monke
             optimized_attention_masked(*args, window=3)  # noqa: F821
         return own(self, *args, **kwargs)
 
-    contract.unknown_attention_arguments.cache_clear()
+    forget()
     try:
         monkeypatch.setattr(Attention, "forward", forward)
         clone = compare(stock(), fused_blocks=False, most=0)
         assert "gives attention window, which is unknown here" in report_of(clone)
     finally:
-        contract.unknown_attention_arguments.cache_clear()
+        forget()
 
 
 def test_another_extension_that_has_wrapped_a_block():

@@ -9,6 +9,7 @@ from comfy.patcher_extension import WrappersMP
 from narrow_21 import TEXT, model_21, random
 from reported_runs import reported, running
 
+from qwen_l40s.caches import forget
 from qwen_l40s.hosts.comfyui import qwen_image_21
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of
 
@@ -98,13 +99,13 @@ def test_a_comfyui_whose_model_has_no_inner_forward_runs_its_own_blocks(monkeypa
     kind = type(model.model.diffusion_model)
     monkeypatch.setattr(kind, "forward", kind._forward)
     monkeypatch.delattr(kind, "_forward")
-    qwen_image_21.is_known.cache_clear()
+    forget()
     try:
         optimized = optimize(model)
         assert torch.equal(sample(optimized), sample(model))
         assert qwen_image_21.OTHER_MODEL.reason in report_of(optimized)
     finally:
-        qwen_image_21.is_known.cache_clear()
+        forget()
 
 
 def test_a_report_says_what_ran():

@@ -11,6 +11,7 @@ import torch
 from comfyui_boot import folder
 from faulty_copies import Vanishing, between_cards, split_always, stand_in_cards
 
+from qwen_l40s.caches import forget
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.hosts.comfyui.record.sampling import path_of
 from qwen_l40s.hosts.comfyui.sample import run
@@ -112,9 +113,9 @@ def operations(monkeypatch):
     """Those of the cards, whose copies are lost once they have `start`ed."""
     made = between_cards(Vanishing)(10**9)
     monkeypatch.setattr(copies, "CardOperations", lambda: made)
-    run._log_once.cache_clear()
+    forget()
     yield made
-    run._log_once.cache_clear()
+    forget()
 
 
 def test_a_link_that_loses_copies_is_found_at_the_start_of_a_run(machine, operations, caplog):

@@ -7,11 +7,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F
-from published_attention import forget
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qwen_l40s import SettingError
+from qwen_l40s.caches import forget
 from qwen_l40s.optimizations.attention import (
     BACKENDS,
     AttentionRequest,

@@ -1,6 +1,5 @@
 """Which attention backend is chosen, by what measurement, and what is remembered of it."""
 
-import functools
 import json
 import logging
 import os
@@ -13,9 +12,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from published_attention import forget
 
 from qwen_l40s import SettingError, UnavailableError
+from qwen_l40s.caches import forget
 from qwen_l40s.machine import store
 from qwen_l40s.machine.store import AttentionTimings, save_attention
 from qwen_l40s.optimizations.attention import (
@@ -37,8 +36,6 @@ CARD = torch.device("cuda", 0)
 def nothing_remembered(monkeypatch, tmp_path):
     monkeypatch.delenv("QWEN_L40S_ATTENTION", raising=False)
     monkeypatch.setenv("QWEN_L40S_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(choice, "_measured", {})
-    monkeypatch.setattr(store, "_logged", set())
     forget()
     yield
     forget()
@@ -329,7 +326,6 @@ def test_what_another_process_has_measured_needs_no_trial(card, monkeypatch, dri
     save_attention(key, AttentionTimings(400, {name: SDPA[name] for name in list(SDPA)[:3]}))
     card(SDPA, name=f"NVIDIA L40S, {driver} driver")
 
-    @functools.cache
     def trial(name, *_):
         tried.append(name)
         return "a trial failed"

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 import published_attention as published
 
 from qwen_l40s import UnavailableError
+from qwen_l40s.caches import forget
 from qwen_l40s.machine.card import Capability, InstalledCards, State
 from qwen_l40s.optimizations.attention import (
     BACKENDS,
@@ -37,9 +38,9 @@ on_each = pytest.mark.parametrize("name", PACKAGES)
 @pytest.fixture(autouse=True)
 def nothing_remembered(monkeypatch):
     monkeypatch.delenv("QWEN_L40S_ATTENTION", raising=False)
-    published.forget()
+    forget()
     yield
-    published.forget()
+    forget()
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ def card(monkeypatch):
         for module in (registry, choice, quantized):
             monkeypatch.setattr(module, "sm_of", lambda device: sm)
         monkeypatch.setattr(torch.version, "cuda", cuda)
-        published.forget()
+        forget()
 
     return set_up
 

@@ -12,12 +12,12 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from qwen_l40s.caches import forget
 from qwen_l40s.hosts.comfyui.contract import (
     HOOKS,
     KNOWN,
     is_known,
     news_of_host,
-    unknown_attention_arguments,
     unsupported_host,
 )
 
@@ -69,15 +69,13 @@ def host(monkeypatch):
             put(modules[name], entry, function("self", *entries[entry]))
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    unsupported_host.cache_clear()
-    unknown_attention_arguments.cache_clear()
+    forget()
     yield modules
-    unsupported_host.cache_clear()
-    unknown_attention_arguments.cache_clear()
+    forget()
 
 
 def sentence():
-    unsupported_host.cache_clear()
+    forget()
     text = unsupported_host().reason
     assert text.endswith(".") and "\n" not in text and ". " not in text, text
     return text

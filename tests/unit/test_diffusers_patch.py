@@ -24,6 +24,7 @@ from diffusers.models.transformers.transformer_qwenimage import (
     QwenDoubleStreamAttnProcessor2_0 as Double,
 )
 
+from qwen_l40s.caches import forget
 from qwen_l40s.cli import main
 from qwen_l40s.errors import SettingError, UnavailableError
 from qwen_l40s.hosts.diffusers import forward, layers
@@ -951,8 +952,8 @@ def test_block_arguments_that_are_not_known(change, reason, fused, monkeypatch, 
 
     tolerant.__code__ = tolerant.__code__.replace(co_filename=original.__code__.co_filename)
     monkeypatch.setattr(block_class, "forward", tolerant)
-    block_form.functions_of.cache_clear()
-    request.addfinalizer(block_form.functions_of.cache_clear)
+    forget()
+    request.addfinalizer(forget)
     for block in model.transformer_blocks:
         block.register_forward_pre_hook(change_arguments, with_kwargs=True)
     for module in (runs, block_form):

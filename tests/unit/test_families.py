@@ -11,8 +11,9 @@ import pytest
 from test_checkpoint import write
 from test_project_text import FILES, ROOT, tree_of
 
+from qwen_l40s.caches import forget
 from qwen_l40s.errors import CheckpointError, SettingError, UnavailableError
-from qwen_l40s.families import comfyui, names, registry
+from qwen_l40s.families import comfyui, protocol, registry
 from qwen_l40s.families.others import SIGNS
 from qwen_l40s.families.protocol import Family
 from qwen_l40s.families.registry import FAMILIES, shape_from_header
@@ -226,7 +227,7 @@ class Questions(ast.NodeVisitor):
     def imported(self, node):
         module = node.module or ""
         for it in node.names:
-            titled = module.endswith("families.names") and getattr(names, it.name) in TITLES
+            titled = module.endswith("families.protocol") and getattr(protocol, it.name) in TITLES
             if titled or ("families." in module and module.rpartition(".")[2] in OWN_MODULES):
                 self.own.add(it.asname or it.name)
             if not node.level and HOST_MODULE.match(f"{module}.{it.name}"):
@@ -495,14 +496,14 @@ def test_what_a_newer_comfyui_has_renamed_leaves_the_others(monkeypatch, caplog)
         return kind
 
     monkeypatch.setattr(comfyui, "load", load)
-    comfyui._kinds.cache_clear()
+    forget()
     try:
         assert comfyui.kinds() == (kind,)
         assert comfyui.kind_of_family(known, ROOT) is kind
         with pytest.raises(UnavailableError, match=f"{renamed.title} in a form that is unknown"):
             comfyui.kind_of_family(renamed, ROOT)
     finally:
-        comfyui._kinds.cache_clear()
+        forget()
     assert "cannot import name 'QwenImage21Transformer2DModel'" in caplog.text
 
 

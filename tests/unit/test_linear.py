@@ -10,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from qwen_l40s import SettingError, UnavailableError
+from qwen_l40s.caches import forget
 from qwen_l40s.machine.card import Capability, State
 from qwen_l40s.optimizations import linear, reference
 from qwen_l40s.optimizations.linear import BACKENDS, Gemm, choose_gemm, dense_linear, known_gemm
@@ -38,11 +39,6 @@ def nothing_remembered(monkeypatch):
     forget()
     yield
     forget()
-
-
-def forget():
-    linear._refusals.clear()
-    linear._known.clear()
 
 
 def random(*shape, device=CPU):

@@ -16,10 +16,11 @@ pytest.importorskip("diffusers")
 from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformerBlock
 from test_block import DIM, LAYERS, MIXES, Case, Layers, attend, new_block, random
 
+from qwen_l40s.caches import forget
 from qwen_l40s.optimizations import fused, run
 from qwen_l40s.optimizations.attention import AttentionRequest, ChosenAttention
 from qwen_l40s.optimizations.attention_8bit import FORMS
-from qwen_l40s.optimizations.blocks import block_form, graphs, workspace
+from qwen_l40s.optimizations.blocks import graphs, workspace
 from qwen_l40s.optimizations.blocks.block import BlockExecutor
 from qwen_l40s.optimizations.blocks.block_form import OwnCode, is_changed, part_of
 from qwen_l40s.optimizations.blocks.graphs import (
@@ -817,8 +818,8 @@ def test_a_function_of_a_class_that_is_replaced_is_named(monkeypatch):
     monkeypatch.setattr(kind, "forward", lambda self: None)
     assert str(code.changed()) == f"another extension has changed {kind.__name__}.forward"
     # So is one that was replaced before this package was imported.
-    block_form.functions_of.cache_clear()
+    forget()
     assert OwnCode(blocks, (), lambda layers: False).changed()
     monkeypatch.undo()
-    block_form.functions_of.cache_clear()
+    forget()
     assert OwnCode(blocks, (), lambda layers: False).changed() is None

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from qwen_l40s import UnavailableError
+from qwen_l40s.caches import forget
 from qwen_l40s.charts.notes import notes_of
 from qwen_l40s.machine.card_list import known_cards
 from qwen_l40s.planning import rates as module
@@ -46,13 +47,11 @@ def file(monkeypatch, tmp_path):
         if contents is not None:
             path.write_text(contents if isinstance(contents, str) else json.dumps(contents))
         monkeypatch.setattr(module, "MEASURED", path)
-        measured.cache_clear()
-        constants.cache_clear()
+        forget()
 
     yield put
     monkeypatch.undo()
-    measured.cache_clear()
-    constants.cache_clear()
+    forget()
 
 
 @pytest.fixture

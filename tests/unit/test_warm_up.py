@@ -21,6 +21,7 @@ from test_block import DIM, HEAD_DIM, LAYERS, Layers, attend, new_block
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from qwen_l40s.caches import forget
 from qwen_l40s.optimizations import fused, kernels, linear, warm_up
 from qwen_l40s.optimizations.blocks.block import BlockExecutor, LayerTensors, Step
 from qwen_l40s.optimizations.kernels import scaled_gemm
@@ -292,7 +293,7 @@ def taken(device):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("format", [None, "int8", "fp8"])
-def test_a_trial_launches_what_is_compiled_ahead_without_memory(monkeypatch, compiled, format):
+def test_a_trial_launches_what_is_compiled_ahead_without_memory(compiled, format):
     device = torch.device("cuda", torch.cuda.current_device())
     torch.ones(1, device=device)
     before = taken(device)
@@ -300,8 +301,7 @@ def test_a_trial_launches_what_is_compiled_ahead_without_memory(monkeypatch, com
     warm_up.warm_up(device, prepare).result()
     assert taken(device) == before
     compiled.clear()
-    monkeypatch.setattr(linear, "_refusals", {})
-    monkeypatch.setattr(fused, "_TRIED", {})
+    forget()
     if format:
         assert choose_gemm(format, device, backend="triton").row_quantizer == "triton"
     else:

@@ -17,6 +17,7 @@ from typing import Any
 
 import folder_paths
 
+from ....caches import remembered
 from ....errors import CheckpointError, SettingError
 from ....families.registry import (
     belongs,
@@ -165,6 +166,7 @@ def _inspected(path: Path, role: str) -> Source:
     return found
 
 
+@remembered
 @functools.lru_cache(maxsize=1024)
 def _read(path: Path, role: str | None, *state: Hashable) -> Mapping[str, Source | str]:
     try:
@@ -199,7 +201,7 @@ def _state(path: Path, role: str) -> tuple[Hashable, ...]:
 
 
 # {(model, role): the choices of its last check, and the companion that was found}
-_companions: dict[tuple[Path, str], tuple[list[str], Path]] = {}
+_companions: dict[tuple[Path, str], tuple[list[str], Path]] = remembered({})
 
 
 def find_companion(model: Source, role: str, *, look: bool = True) -> Source:

@@ -6,7 +6,6 @@ pins, casts, patches and saves a quantized weight; the multiplication is `operat
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from comfy.quant_ops import (
 from comfy_kitchen.tensor.base import BaseLayoutParams
 from torch.nn import functional as F
 
+from ....caches import cached
 from ....errors import UnavailableError
 from ....loaders.quantize import COMFY_QUANT, dequantize_rows, quantize_rows
 from ....optimizations import reference
@@ -254,7 +254,7 @@ def _as_int8(weight: QuantizedTensor) -> QuantizedTensor:
     return QuantizedTensor(values, "TensorWiseINT8Layout", params)
 
 
-@functools.cache
+@cached
 def _launches(device: torch.device) -> bool:
     """Whether Triton decodes weights there."""
     ops = choose_ops(device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from functools import partial
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from comfy.text_encoders.llama import BaseLlama, Qwen25_7BVLI, Qwen25_7BVLI_Config
 from comfy.text_encoders.qwen_image import QwenImageTEModel, QwenImageTokenizer
 
+from ....caches import cached
 from .encoder_kind import (
     EncoderKind,
     FolderTokenizer,
@@ -75,7 +75,7 @@ KIND_OF_QWEN25 = EncoderKind(
 )
 
 
-@functools.cache
+@cached
 def _qwen3_vl() -> EncoderKind:
     """Describes Qwen3-VL in the sizes that ComfyUI has, since 0.37."""
     from comfy.text_encoders import qwen3vl, qwen_image21

@@ -18,6 +18,8 @@ import torch
 from comfy_execution.progress import get_progress_state
 from comfy_execution.utils import get_executing_context
 
+from ....caches import remembered
+
 logger = logging.getLogger(__name__)
 
 REPORT_NODE = "QwenL40S_Report"
@@ -25,9 +27,9 @@ MOST_MODELS, MOST_PHASES = 64, 256
 
 # {a patcher's `clone_base_uuid`: its model's phases in the last prompt}; () where the last sampling
 # was not measured.
-_measured: dict[Any, tuple[MeasuredPhase, ...]] = {}
+_measured: dict[Any, tuple[MeasuredPhase, ...]] = remembered({})
 _open: list[MeasuredPhase] = []  # the innermost last
-_logged: set[str] = set()
+_logged: set[str] = remembered(set())
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 from comfy.samplers import get_area_and_mult
 
+from ....caches import remembered
 from ....errors import QwenL40SError
 from ....families.comfyui import kind_of
 from ....machine.card import InstalledCard, first_line
@@ -193,7 +194,8 @@ def share_idle_cards(
     return executor(model, conds, x, timestep, alone)
 
 
-_full: WeakSet[Any] = WeakSet()  # ComfyUI's pools of threads in whose run a card had no room
+# ComfyUI's pools of threads in whose run a card had no room.
+_full: WeakSet[Any] = remembered(WeakSet())
 
 
 def _working(

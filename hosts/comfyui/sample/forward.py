@@ -6,7 +6,6 @@ blocks or around one happens as ever.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import weakref
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -17,6 +16,7 @@ import comfy.model_base
 import comfy.ops
 import torch
 
+from ....caches import cached
 from ....families.comfyui import imported_code
 from ....families.registry import blocks_of
 from ....optimizations.blocks.block import Step
@@ -199,7 +199,7 @@ class ComfyPass(DoubleStream):
         return type(block).forward(block, **{**arguments, "transformer_options": options})
 
 
-@functools.cache
+@cached
 def _defaults(block: type) -> dict[str, Any]:
     known = (inspect.signature(block.forward).parameters[name] for name in BLOCK_ARGUMENTS)
     return {it.name: it.default for it in known if it.default is not it.empty}

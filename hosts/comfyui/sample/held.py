@@ -12,14 +12,15 @@ import operator
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache
 from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from comfy import model_management as management
 from comfy.quant_ops import QuantizedTensor
 from comfy_aimdo import model_vbar
 
+from ....caches import cached, remembered
 from ....families.registry import spec_of
 from ....optimizations.blocks.block import DENSE
 from ....optimizations.blocks.block_form import head_norms, query_layer, token_layers
@@ -196,7 +197,7 @@ def waits(blocks: Sequence[torch.nn.Module]) -> bool:
 
 # A layer's scale for each row, where its weight has one for all: in one place as long as the model
 # is on the card, so that a token holds from run to run.
-_row_scales: weakref.WeakKeyDictionary[torch.nn.Module, torch.Tensor] = weakref.WeakKeyDictionary()
+_row_scales: WeakKeyDictionary[torch.nn.Module, torch.Tensor] = remembered(WeakKeyDictionary())
 
 
 def drop_row_scales(blocks: Sequence[torch.nn.Module]) -> None:
@@ -293,7 +294,7 @@ def _quantized_parts(layer: torch.nn.Module, weight: QuantizedTensor) -> Sequenc
     return values, kept
 
 
-@cache
+@cached
 def _knows_pages() -> bool:
     try:
         operator.attrgetter(*NEEDED)(model_vbar)

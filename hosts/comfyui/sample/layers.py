@@ -21,6 +21,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.quant_ops import QuantizedTensor
 from comfy_aimdo import model_vbar
 
+from ....caches import cached
 from ....families.registry import blocks_of
 from ....optimizations.blocks.block import DENSE, LayerTensors
 from ....optimizations.blocks.block_form import modulated_by, token_layers
@@ -45,7 +46,7 @@ FORMAT_BY_LAYOUT = {
 }
 TENSORS = ("weight", "bias")
 # Made once: every layer is asked in every forward pass.
-_row_format = functools.cache(RowFormat)
+_row_format = cached(RowFormat)
 NOT_YET = Fallback("no fused block has asked for the weights")
 
 

@@ -15,6 +15,7 @@ from comfy.model_management import cuda_device_context
 from comfy.quant_ops import QuantizedTensor
 from comfy.samplers import CFGGuider
 
+from ....caches import cached
 from ....errors import SettingError
 from ....families.comfyui import kind_of
 from ....families.registry import blocks_of
@@ -259,7 +260,7 @@ def link_warning(first: torch.device, second: torch.device, again: bool = False)
     return warning
 
 
-@functools.cache
+@cached
 def _log_once(warning: str) -> None:
     logger.warning("Qwen-Image L40S: %s", warning)
 

@@ -1,0 +1,29 @@
+"""What a process remembers, and the call that forgets it all, for tests and for whoever exchanges a
+package in a process that runs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TypeVar
+
+_Remembers = TypeVar("_Remembers")
+_clears: list[Callable[[], object]] = []
+
+
+def cached(function: _Remembers) -> _Remembers:
+    """Remembers what a function returns for each of its arguments, as functools.cache does."""
+    return remembered(functools.cache(function))
+
+
+def remembered(thing: _Remembers) -> _Remembers:
+    """Has `forget` empty a collection or a cached function."""
+    _clears.append(getattr(thing, "cache_clear", None) or thing.clear)
+    return thing
+
+
+def forget() -> None:
+    """Empties everything that this process remembers."""
+    for clear in _clears:
+        clear()
