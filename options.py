@@ -18,7 +18,6 @@ from .planning.request import (
     LORA_MODES,
     PRECISIONS,
     TEXT_ENCODER_PLACEMENTS,
-    TEXT_ENCODER_PRECISIONS,
     Loras,
 )
 from .spec.formats import GB, GIB
@@ -148,7 +147,7 @@ OPTIONS = (
         "text_encoder_precision",
         AUTO,
         "Precision of the text encoder's weights. auto: bf16. bf16: 14.4 GiB. fp8, int8: 8.4 GiB.",
-        choices=TEXT_ENCODER_PRECISIONS,
+        choices=PRECISIONS,
         wired="With a CLIP connected, auto takes the CLIP's.",
         rare=True,
     ),

@@ -31,7 +31,7 @@ from ..loaders.convert import shapes_of
 from ..loaders.quantize import layers_to_quantize, quantize_rows, row_format
 from ..loaders.stored import StoredLayer
 from ..loaders.writer import SafetensorsLayout, write_safetensors
-from ..spec.formats import LARGEST, RowFormat
+from ..spec.formats import FORMATS, RowFormat
 from ..spec.transformer import TransformerShape
 from .forward import (
     Body,
@@ -84,10 +84,10 @@ def _quantized(weight: torch.Tensor, form: RowFormat) -> StoredLayer:
 
 def _core_quantized(weight: torch.Tensor, form: RowFormat) -> StoredLayer:
     if form.storage == "fp8":  # what the published scaled files hold
-        scale = weight.abs().amax().float() / LARGEST["fp8"]
+        scale = weight.abs().amax().float() / FORMATS["fp8"].largest
         return StoredLayer((weight.float() / scale).to(torch.float8_e4m3fn), scale, "fp8")
     stored = comfy.quant_ops.QuantizedTensor.from_float(
-        *(weight, "TensorWiseINT8Layout"),
+        *(weight, FORMATS["int8"].layout),
         per_channel=True,
         convrot=True,
         convrot_groupsize=form.rotation,

@@ -16,10 +16,9 @@ from ..optimizations.attention import BACKENDS as ATTENTION
 from ..optimizations.attention import AttentionRequest, choose_attention
 from ..optimizations.fallback import Fallback
 from ..optimizations.fused import Ops, choose_ops
-from ..optimizations.linear import BACKENDS as GEMMS
 from ..optimizations.linear import choose_gemm
 from ..optimizations.reference import Modulation, QKNorm, QuantizedRows, Rotary, Tokens
-from ..spec.formats import RowFormat
+from ..spec.formats import FORMATS, RowFormat
 from ..spec.transformer import TransformerShape
 from .measure import Fields, by_turns, times_ms
 from .rows import BenchSetup, Inputs
@@ -72,8 +71,8 @@ def _gemms(shape: TransformerShape, inputs: Inputs, device: torch.device) -> Ite
     for k, n in ((dim, dim), (dim, 4 * dim), (4 * dim, dim)):
         task, flops, moved = f"gemm {k}x{n}", 2 * m * k * n, 2 * (m * k + m * n)
         yield OpCase(task, "bf16", partial(dense, k, n), flops, moved + 2 * n * k)
-        for format, names in GEMMS.items():
-            for name in names:
+        for format, known in FORMATS.items():
+            for name in known.gemms:
                 make = partial(quantized, k, n, format, name)
                 yield OpCase(task, f"{format} {name}", make, flops, moved + n * k)
 
@@ -128,7 +127,7 @@ def _kernels(shape: TransformerShape, inputs: Inputs, device: torch.device) -> I
         ("residual+norm+modulate+fp8", partial(norm, True, RowFormat("fp8")), 7 * once // 2),
         ("qk norm+rope", rotate, 4 * once),
     ]
-    for format in (*map(RowFormat, reference.STORAGE), RowFormat("int8", 256)):
+    for format in (*map(RowFormat, FORMATS), RowFormat("int8", 256)):
         for task, kernel in (("gelu+quantize", "gelu_quantize"), ("quantize", "row_quantize")):
             found.append((f"{task} {format}", partial(quantize, kernel, format), 3 * rows * width))
     for task, make, moved in found:

@@ -19,21 +19,14 @@ from ..optimizations.trial import try_once
 from ..planning.bytes import TransformerBytes, weight_bytes
 from ..planning.plan import LEAST_SIDE, PlanOption, check_stored, check_tensor_cores, plan
 from ..planning.reasons import kept_precision, requested_precision, weight_only
-from ..planning.request import Parts, RunRequest
-from ..spec.formats import (
-    BYTES_PER_WEIGHT,
-    OLDEST_CAPABILITY,
-    QUANTIZED,
-    CardFacts,
-    RowFormat,
-    format_gib,
-)
+from ..planning.request import AUTO, PRECISIONS, Parts, RunRequest
+from ..spec.formats import BYTES_PER_WEIGHT, FORMATS, QUANTIZED, CardFacts, RowFormat, format_gib
 from ..spec.transformer import OFF_CARD, ON_CARD, TransformerShape
 
-PIPELINE_PRECISIONS = ("auto", "bf16", "fp32", "fp8", "int8")
+PIPELINE_PRECISIONS = (AUTO, "bf16", "fp32", *QUANTIZED)
 AS_STORED = "as stored"
 ONE_MODULATION = "modulation: stays on the card, because all blocks of this model share one"
-LOADER_PRECISIONS = ("auto", "bf16", "fp8", "int8", AS_STORED)
+LOADER_PRECISIONS = (*PRECISIONS, AS_STORED)
 
 
 class PrecisionChoice(NamedTuple):
@@ -240,7 +233,7 @@ def _kernel(
 ) -> Callable[[torch.Tensor, RowFormat], tuple[torch.Tensor, torch.Tensor]] | None:
     """Returns the kernel for such rows, if a trial of it gives the same bits."""
     if device.type == "cuda" and torch.version.hip is None:
-        runs = torch.cuda.get_device_capability(device) >= OLDEST_CAPABILITY[form.storage]
+        runs = torch.cuda.get_device_capability(device) >= FORMATS[form.storage].oldest
     else:
         runs = device.type == "cpu" and kernels.interpreted()
     if not runs or kernels.missing() or dtype.itemsize not in (2, 4) or not columns:

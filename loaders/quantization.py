@@ -18,6 +18,7 @@ from typing import Any
 
 from ..families.protocol import Tensors
 from ..files import parse_json
+from ..spec.formats import FORMATS
 from .header import TensorInfo
 
 MAX_COMFY_QUANT_BYTES = 4096  # the longest that ComfyUI 0.33 writes is under 200
@@ -32,9 +33,9 @@ FP8_NAMES = {
 }
 COMFY_FORMATS = {
     "float8_e4m3fn": "fp8 e4m3, scaled",
-    "float8_e4m3fn_rowwise": "fp8 e4m3, scaled per row",
+    FORMATS["fp8"].marker: "fp8 e4m3, scaled per row",
     "float8_e5m2": "fp8 e5m2, scaled",
-    "int8_tensorwise": "int8",
+    FORMATS["int8"].marker: "int8",
     "nvfp4": "nvfp4",
     "mxfp8": "mxfp8",
     "convrot_w4a4": "int4 ConvRot (w4a4)",
@@ -270,7 +271,7 @@ def _comfy_format(settings: Mapping[str, Any]) -> str:
         return f"{FUTURE}{name}"
     params = settings.get("params")
     rotated = settings.get("convrot", params.get("convrot") if isinstance(params, dict) else False)
-    return "int8 ConvRot" if name == "int8_tensorwise" and rotated else COMFY_FORMATS[name]
+    return "int8 ConvRot" if name == FORMATS["int8"].marker and rotated else COMFY_FORMATS[name]
 
 
 def _format(tensors: Tensors, layer: str, weight: TensorInfo) -> str | None:

@@ -19,18 +19,11 @@ import torch
 
 from ..errors import SettingError
 from ..families.registry import is_quantizable
-from ..spec.formats import LARGEST, MIB, QUANTIZED, SMALLEST_SCALE, RowFormat
+from ..spec.formats import FORMATS, MIB, QUANTIZED, SMALLEST_SCALE, RowFormat
 
-VALUE_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
-# What `.comfy_quant` calls them. Core ComfyUI has no fp8 with one scale a row: it refuses our name
-# instead of computing with one scale.
-COMFY_QUANT = {"fp8": "float8_e4m3fn_rowwise", "int8": "int8_tensorwise"}
 # Values in a piece: small enough for a processor's cache, large enough to fill a card.
 PIECE = {"cpu": 2**19, "cuda": 2**24}
-
-# Groups of columns that int8 is rotated in: the first that divides the columns. ComfyUI's own files
-# have 256.
-ROTATIONS = (256, 64)
+VALUE_DTYPES = {name: getattr(torch, form.dtype) for name, form in FORMATS.items()}
 
 
 def row_format(format: str, columns: int) -> RowFormat:
@@ -39,8 +32,8 @@ def row_format(format: str, columns: int) -> RowFormat:
     Large channels, which would take most of the steps of a row, are spread over a group first. The
     steps of e4m3 follow the size of each value, and need none.
     """
-    sizes = (size for size in ROTATIONS if columns % size == 0)
-    return RowFormat(_known(format), next(sizes, 0) if format == "int8" else 0)
+    sizes = (size for size in FORMATS[_known(format)].rotations if columns % size == 0)
+    return RowFormat(format, next(sizes, 0))
 
 
 def rotate(weight: torch.Tensor, size: int) -> torch.Tensor:
@@ -87,7 +80,7 @@ def quantize_rows(
     Raises:
         SettingError: the format is not in `QUANTIZED`.
     """
-    limit = LARGEST[_known(format)]
+    limit = FORMATS[_known(format)].largest
     # Divided by a tensor: by a number, a card multiplies with the reciprocal, and its scales would
     # differ from the processor's in the last bit.
     largest = torch.full((), limit, device=weight.device)
@@ -183,7 +176,7 @@ def comfy_quant_tensor(format: str, settings: Mapping[str, Any] | None = None) -
         format: one of `QUANTIZED`.
         settings: further entries, such as `{"full_precision_matrix_mult": True}`.
     """
-    text = json.dumps({"format": COMFY_QUANT[_known(format)], **(settings or {})})
+    text = json.dumps({"format": FORMATS[_known(format)].marker, **(settings or {})})
     return torch.tensor(list(text.encode()), dtype=torch.uint8)
 
 

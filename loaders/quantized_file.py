@@ -18,18 +18,11 @@ from safetensors import safe_open
 from .. import __version__
 from ..errors import CheckpointError, SettingError, UnavailableError
 from ..families.registry import member_titled
-from ..spec.formats import METADATA_KEY, QUANTIZED
+from ..spec.formats import FORMATS, METADATA_KEY, QUANTIZED
 from .convert import check_complete, check_finite, not_finite
 from .header import Header, TensorInfo
 from .quantization import ATTENTION_CONFIG, AUXILIARY
-from .quantize import (
-    COMFY_QUANT,
-    VALUE_DTYPES,
-    RoundedLayer,
-    layers_to_quantize,
-    quantize_layers,
-    row_format,
-)
+from .quantize import VALUE_DTYPES, RoundedLayer, layers_to_quantize, quantize_layers, row_format
 from .source import Source, check_unchanged, fingerprint, open_source
 from .stored import StoredLayer
 from .writer import SAFETENSORS_DTYPES, SafetensorsLayout, Specs, write_safetensors
@@ -94,7 +87,7 @@ def file_metadata(
     entry = {
         **more,
         "precision": precision,
-        "format": COMFY_QUANT[precision],
+        "format": FORMATS[precision].marker,
         "keep": list(keep),
         "version": __version__,
         "config": {name: config[name] for name in CONFIG if name in config},

@@ -73,8 +73,7 @@ class CheckpointSizes:
         A file that is quantized stays as it is unless another precision is named.
 
         Args:
-            precision: of the transformer, one of `planning.request.PRECISIONS`.
-            text_encoder: one of `planning.request.TEXT_ENCODER_PRECISIONS`.
+            precision, text_encoder: one of `planning.request.PRECISIONS`.
         """
         named = {TRANSFORMER: self.transformer, TEXT_ENCODER: self.text_encoder, VAE: self.vae}
         files = tuple((name, part.bytes) for name, part in named.items() if part is not None)

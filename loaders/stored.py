@@ -30,7 +30,7 @@ from .quantization import (
     STORAGE_ONLY,
     Quantization,
 )
-from .quantize import comfy_quant_tensor, dequantize_rows, layers_to_quantize, rotate
+from .quantize import VALUE_DTYPES, comfy_quant_tensor, dequantize_rows, layers_to_quantize, rotate
 
 DEFAULT_GROUP = 256
 SCALES = (".weight_scale", ".scale_weight", ".weight_s_channel")
@@ -38,7 +38,7 @@ SCALES = (".weight_scale", ".scale_weight", ".weight_s_channel")
 ACCOMPANYING = (*SCALES, *DECODING, ".comfy_quant", ".input_scale", ".scale_input")
 MARKER = "scaled_fp8"
 # What holds quantized values, and core ComfyUI's name for it with one scale for the weight.
-KINDS = {torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8", torch.int8: "int8"}
+KINDS = {dtype: name for name, dtype in VALUE_DTYPES.items()} | {torch.float8_e5m2: "fp8"}
 CORE_FP8 = {torch.float8_e4m3fn: "float8_e4m3fn", torch.float8_e5m2: "float8_e5m2"}
 E_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 FORM_DTYPES = {

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from ..spec.formats import GIB, MIB, OLDEST_BF16
+from ..spec.formats import FORMATS, GIB, MIB, OLDEST_BF16
 
 logger = logging.getLogger(__name__)
 
@@ -23,8 +23,8 @@ OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
 
 # name, oldest compute capability, what holds below it
 TENSOR_CORES = (
-    ("fp8 tensor cores", (8, 9), "fp8 weights save memory there, not time"),
-    ("int8 tensor cores", (8, 0), "int8 weights save memory there, not time"),
+    ("fp8 tensor cores", FORMATS["fp8"].oldest, "fp8 weights save memory there, not time"),
+    ("int8 tensor cores", FORMATS["int8"].oldest, "int8 weights save memory there, not time"),
     ("bf16 tensor cores", OLDEST_BF16, "ComfyUI computes in fp32 there, which is slow"),
 )
 

@@ -19,11 +19,11 @@ from typing import Any
 from ..errors import SettingError
 from ..files import parse_object
 from ..planning.cards import Card, Price, card_names, name_key
-from ..spec.formats import MIB
+from ..spec.formats import MIB, MULTIPLIED
 from .store import own_cards_path
 
 BUNDLED = Path(__file__).resolve().parent.parent / "planning" / "gpus.json"
-PEAKS = ("bf16", "fp8", "int8", "fp32")
+PEAKS = (*MULTIPLIED, "fp32")
 ALWAYS = ("bf16", "fp32")  # every card that is worth listing has them
 KINDS = ("on demand", "from", "spot", "serverless", "community")
 PCIE_GENERATIONS = (3, 4, 5, 6)

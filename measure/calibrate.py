@@ -28,7 +28,7 @@ from ..optimizations.linear import choose_gemm, dense_linear
 from ..optimizations.reference import Modulation, QuantizedRows, Tokens
 from ..planning.rates import Rates
 from ..planning.times import Pass, norm_bytes, step_work
-from ..spec.formats import MULTIPLIED, OLDEST_CAPABILITY, QUANTIZED, RowFormat, format_gib, sm
+from ..spec.formats import FORMATS, MULTIPLIED, QUANTIZED, RowFormat, format_gib, sm
 from ..spec.transformer import TransformerShape
 from ..spec.vae import VaeLayer
 from .timing import (
@@ -286,8 +286,9 @@ def _instructions(device: torch.device, seconds: float) -> dict[str, float] | st
     if kernels.missing():
         return kernels.missing()
     capability = torch.cuda.get_device_capability(device)
-    if capability < OLDEST_CAPABILITY["int8"]:
-        return f"{sm(capability)}, needs {sm(OLDEST_CAPABILITY['int8'])}"
+    oldest = FORMATS["int8"].oldest
+    if capability < oldest:
+        return f"{sm(capability)}, needs {sm(oldest)}"
     if capability >= WITHOUT_INT4:
         return f"{sm(capability)} has no int4 tensor cores and emulates them"
     from .tensor_cores import instruction_rates

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import torch
 
+from ..spec.formats import FORMATS
 from .reference import SMALLEST_ROW, QKNorm, Rotary, Tokens, wide_dtype
 
-FORMS = ("int8", "int8_fp8")
 HEAD_DIMS = (32, 64, 128)  # that the kernels take
 # The tokens of a head are padded to a multiple of this, the longest step over keys.
 TOKENS_AT_ONCE = 128
@@ -23,7 +23,7 @@ TOKENS_AT_ONCE = 128
 SAMPLED = 128
 # Weights of e4m3, 1 at most, are multiplied by this: below 2**-9 nothing is left of them.
 WEIGHT_SCALE = 256.0
-LARGEST_VALUE = 448.0
+LARGEST_VALUE = FORMATS["fp8"].largest
 
 
 class Heads(NamedTuple):

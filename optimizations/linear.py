@@ -17,15 +17,9 @@ from ..caches import remembered
 from ..errors import SettingError, UnavailableError
 from ..machine.card import State
 from ..machine.packages import check_kitchen
-from ..spec.formats import OLDEST_CAPABILITY, RowFormat
+from ..spec.formats import FORMATS, RowFormat
 from . import kernels, reference
 from .trial import FULL, try_once
-
-# The backends, and the multiple that N and K must be of: other layers fall to `dequantize`.
-BACKENDS = {
-    "fp8": {"scaled_mm": 16, "scaled_mm_fast": 16, "triton": 1, "dequantize": 1},
-    "int8": {"kitchen": 16, "triton": 1, "int_mm": 8, "dequantize": 1},
-}
 
 # `scaled_mm` with fast accumulation, for those who ask for it. On Hopper it keeps so few bits of a
 # sum that 12288 products of one sign come out 23 % too small, 3072 of them 5 %; without it the
@@ -57,7 +51,7 @@ class Gemm:
 
     Attributes:
         format: "fp8" (float8_e4m3fn weights) or "int8".
-        backend: A key of `BACKENDS[format]`.
+        backend: A key of the format's `gemms`.
         reason: Why this one, and why not those that would be faster.
         row_quantizer: "triton" or "torch": what quantizes the activations.
         lasting: Whether the next choice is the same: not where the card was full in a trial.
@@ -79,7 +73,7 @@ class Gemm:
 
     def takes(self, n: int, k: int) -> bool:
         """Whether the backend multiplies an (N, K) weight; else it is expanded."""
-        multiple = BACKENDS[self.format][self.backend]
+        multiple = FORMATS[self.format].gemms[self.backend]
         return n % multiple == 0 and k % multiple == 0
 
     def linear(
@@ -247,7 +241,7 @@ def choose_gemm(format: str, device: torch.device, *, backend: str | None = None
 
     Args:
         format: "fp8" or "int8".
-        backend: A key of `BACKENDS[format]`, which has to run here. Without it the environment's
+        backend: A key of the format's `gemms`, which has to run here. Without it the environment's
             QWEN_L40S_GEMM_FP8 or QWEN_L40S_GEMM_INT8 counts, and without that the first backend
             of `PREFERENCE` that runs, `dequantize` after all others.
 
@@ -292,7 +286,7 @@ def known_gemm(format: str, device: torch.device) -> Gemm:
 
 
 def _check_asked(asked: str, format: str, device: torch.device) -> None:
-    names = BACKENDS[format]
+    names = FORMATS[format].gemms
     if asked not in names:
         raise SettingError(f"there is no {format} GEMM {asked!r}: use {' or '.join(names)}")
     refusal = _refusal(asked, format, device)
@@ -323,7 +317,7 @@ def _refusal(backend: str, format: str, device: torch.device) -> str:
     """Says why a backend does not run on a device, in one clause; empty when it does."""
     if backend == "dequantize":
         return ""
-    sm, oldest = _sm(device), OLDEST_CAPABILITY[format]
+    sm, oldest = _sm(device), FORMATS[format].oldest
     if sm is None and device.type != "cpu":
         return f"{device} is not an NVIDIA card that torch can use"
     if sm is not None and sm < oldest:
@@ -355,12 +349,12 @@ def prepare_trial(format: str) -> None:
 def _operands(format: str, device: torch.device) -> tuple[Any, ...]:
     """With columns and rotation of Qwen-Image, that nothing is compiled for a trial alone."""
     small = device.type == "cpu"
-    columns, rotation = 64 if small else 3072, 256 if format == "int8" and not small else 0
+    columns, rotation = (64, 0) if small else (3072, next(iter(FORMATS[format].rotations), 0))
     # Rotated, ones are ones. Of more than 64 an e4m3 sum may be rounded.
     x = torch.ones(32, columns, dtype=torch.bfloat16, device=device)
     weight = torch.zeros(32, columns, device=device)
     weight[:, :64] = 1
-    weight = weight.to(reference.STORAGE[format])
+    weight = weight.to(reference.storage_of(RowFormat(format)))
     return x, weight, torch.full((32, 1), 0.5, device=device), x[0, :32], rotation
 
 

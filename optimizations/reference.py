@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from ..errors import SettingError
-from ..spec.formats import LARGEST, RowFormat, is_rotation
+from ..spec.formats import FORMATS, RowFormat, is_rotation
 
 # What the kernels take: they hold a row in registers, and wider ones would spill.
 HEAD_DIMS, WIDEST_ROW = (16, 32, 64, 128, 256), 16384
@@ -149,9 +149,6 @@ class Rotary(NamedTuple):
     cos: torch.Tensor
     sin: torch.Tensor
 
-
-# What a format is stored as.
-STORAGE = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 # A row that holds nothing larger counts as zero: the reciprocal of its scale would overflow.
 SMALLEST_ROW = 2.0**-100
@@ -386,9 +383,9 @@ def low_rank_rows(
 
 def largest_of(format: str) -> float:
     """Gives the largest magnitude of a format; raises SettingError for a name that is none."""
-    if format not in LARGEST:
-        raise SettingError(f"there is no quantized format {format!r}: use {' or '.join(LARGEST)}")
-    return LARGEST[format]
+    if format not in FORMATS:
+        raise SettingError(f"there is no quantized format {format!r}: use {' or '.join(FORMATS)}")
+    return FORMATS[format].largest
 
 
 def check_rotation(size: int, columns: int) -> None:
@@ -403,7 +400,7 @@ def check_rotation(size: int, columns: int) -> None:
 def storage_of(format: RowFormat) -> torch.dtype:
     """Gives the dtype of quantized rows; raises SettingError for a format that there is not."""
     largest_of(format.storage)
-    return STORAGE[format.storage]
+    return getattr(torch, FORMATS[format.storage].dtype)
 
 
 def wide_dtype(x: torch.Tensor) -> torch.dtype:

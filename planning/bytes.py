@@ -14,10 +14,10 @@ from ..caches import cached
 from ..errors import SettingError
 from ..families.protocol import TextEncoder
 from ..families.text_encoders import QWEN25_VL
-from ..spec.formats import BYTES_PER_SCALE, BYTES_PER_WEIGHT, MIB, QUANTIZED
+from ..spec.formats import BYTES_PER_SCALE, BYTES_PER_WEIGHT, INT8_FP8, MIB, QUANTIZED
 from ..spec.transformer import REFERENCE_TOKENS, TransformerShape
 from ..step_cache import OFF
-from .request import EXACT, FAST, INT8_FP8, RunRequest, Setting, replays_graph
+from .request import EXACT, FAST, RunRequest, Setting, replays_graph
 
 BF16, FP32 = 2, 4
 

@@ -8,7 +8,16 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ..errors import CheckpointError, DoesNotFitError, UnavailableError
-from ..spec.formats import BYTES_PER_WEIGHT, OLDEST_CAPABILITY, QUANTIZED, CardFacts, format_gib, sm
+from ..spec.formats import (
+    BYTES_PER_WEIGHT,
+    EIGHT_BIT,
+    FORMATS,
+    INT8,
+    QUANTIZED,
+    CardFacts,
+    format_gib,
+    sm,
+)
 from ..spec.transformer import OFF_CARD, ON_CARD
 from .bytes import TransformerBytes, text_encoder_bytes
 from .phases import GRAPHS, KEPT_FREE_BYTES, Phase, least_weights, phases, transformer_bytes
@@ -27,10 +36,8 @@ from .reasons import (
 from .request import (
     AUTO,
     DROPPED,
-    EIGHT_BIT,
     EXACT,
     FAST,
-    INT8,
     PRECISIONS,
     TEXT_PLACES,
     RunRequest,
@@ -402,7 +409,7 @@ def check_attention(name: str, card: CardFacts) -> None:
 
 def _too_old(what: str, needs: str, card: CardFacts, choices: Sequence[str]) -> UnavailableError:
     return UnavailableError(
-        f"{what} needs a card of {sm(OLDEST_CAPABILITY[needs])} or newer and {card.name} is "
+        f"{what} needs a card of {sm(FORMATS[needs].oldest)} or newer and {card.name} is "
         f"{sm(card.capability)}: choose {', '.join(choices)}."
     )
 

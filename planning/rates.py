@@ -31,9 +31,9 @@ from typing import Any
 
 from ..caches import cached
 from ..errors import UnavailableError
-from ..spec.formats import MULTIPLIED
+from ..spec.formats import INT8, INT8_FP8, MULTIPLIED
 from .cards import Card, is_named
-from .request import EXACT, INT8, INT8_FP8
+from .request import EXACT
 
 MEASURED = Path(__file__).with_name("measured.json")
 

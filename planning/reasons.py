@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..spec.formats import GIB, OLDEST_CAPABILITY, QUANTIZED, CardFacts, format_gib, sm
+from ..spec.formats import FORMATS, GIB, QUANTIZED, CardFacts, format_gib, sm
 from ..spec.transformer import OFF_CARD
 from .phases import KEPT_FREE_BYTES
 from .request import DROPPED, ON_PROCESSOR
@@ -57,7 +57,7 @@ def weight_only(name: str, card: CardFacts | None) -> str:
         return ""
     return (
         f"{sm(card.capability)} has no {name} tensor cores (they need "
-        f"{sm(OLDEST_CAPABILITY[name])}), so the {name} weights are computed in {card.computes_in} "
+        f"{sm(FORMATS[name].oldest)}), so the {name} weights are computed in {card.computes_in} "
         "and save memory, not time"
     )
 

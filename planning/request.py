@@ -9,7 +9,7 @@ from ..errors import SettingError
 from ..families.protocol import Member, StepTokens
 from ..families.qwen_image import EDIT_2511 as NEWEST_EDIT
 from ..families.registry import find_member
-from ..spec.formats import QUANTIZED
+from ..spec.formats import EIGHT_BIT, MULTIPLIED, QUANTIZED
 from ..spec.transformer import (
     OFF_CARD,
     ON_CARD,
@@ -22,8 +22,7 @@ from ..spec.vae import VaeShape
 from ..step_cache import CHOICES, CUSTOM, OFF, computed_steps
 
 AUTO = "auto"
-PRECISIONS = (AUTO, "bf16", "fp8", "int8")
-TEXT_ENCODER_PRECISIONS = (AUTO, "bf16", "fp8", "int8")
+PRECISIONS = (AUTO, *MULTIPLIED)
 DROPPED, ON_PROCESSOR = "drop after encoding", "cpu"
 TEXT_ENCODER_PLACEMENTS = (AUTO, ON_CARD, ON_PROCESSOR, DROPPED)
 # "off" is CFG 1: one forward pass a step. Prompts of different lengths take two passes in ComfyUI;
@@ -31,9 +30,6 @@ TEXT_ENCODER_PLACEMENTS = (AUTO, ON_CARD, ON_PROCESSOR, DROPPED)
 CFG_MODES = ("two passes", "one pass", "off")
 LORA_MODES = ("auto", "merge", "bypass")
 EXACT, FAST = "exact", "fast"
-# The forms of attention in 8 bits, and which precision a card has to multiply for each.
-INT8, INT8_FP8 = "int8", "int8_fp8"
-EIGHT_BIT = {INT8: "int8", INT8_FP8: "fp8"}
 ATTENTIONS = (EXACT, *EIGHT_BIT, FAST)
 # Parts of a model, as `Parts.file_bytes` names them.
 TRANSFORMER, TEXT_ENCODER, VAE = "transformer", "text encoder", "VAE"
@@ -117,7 +113,7 @@ class RunRequest:
         layers: that Layered paints besides the whole image; 0 elsewhere.
         text_tokens: of the longest prompt, without what references add.
         modulation: where a third of the transformer waits, one of `spec.transformer.PLACES`.
-        text_encoder: its precision, one of `TEXT_ENCODER_PRECISIONS`; "auto" is bf16.
+        text_encoder: its precision, one of `PRECISIONS`; "auto" is bf16.
         text_encoder_place: one of `TEXT_ENCODER_PLACEMENTS`; "auto" leaves it on the card where
             all fits.
         loras: on the transformer.
@@ -167,10 +163,10 @@ class RunRequest:
         self._check_family(family)
         for other in self.others:
             find_member(other.family)
-            if other.precision not in LOADED_PRECISIONS:
+            if other.precision not in MULTIPLIED:
                 raise SettingError(
                     f"{other.precision!r} is no precision of a model that stays on the card: "
-                    f"choose {', '.join(LOADED_PRECISIONS)}."
+                    f"choose {', '.join(MULTIPLIED)}."
                 )
 
     @property
@@ -236,7 +232,7 @@ class RunRequest:
             ("precision", self.precision, PRECISIONS),
             ("cfg", self.cfg, CFG_MODES),
             ("modulation", self.modulation, PLACES),
-            ("text_encoder_precision", self.text_encoder, TEXT_ENCODER_PRECISIONS),
+            ("text_encoder_precision", self.text_encoder, PRECISIONS),
             ("text_encoder_placement", self.text_encoder_place, TEXT_ENCODER_PLACEMENTS),
             ("lora_mode", self.loras.mode, LORA_MODES),
             ("attention", self.attention, ATTENTIONS),
@@ -306,7 +302,6 @@ def precision_of_text_encoder(request: RunRequest) -> str:
 
 # What a plan has settled: the precisions, and where each part waits.
 
-LOADED_PRECISIONS = ("bf16", *QUANTIZED)
 TEXT_PLACES = (ON_CARD, DROPPED, ON_PROCESSOR)
 
 
@@ -315,9 +310,9 @@ class Setting:
     """How a request is run; nothing in it is left to choose.
 
     Args:
-        precision: of the transformer, one of `LOADED_PRECISIONS`.
+        precision: of the transformer, one of `MULTIPLIED`.
         modulation: "on card", or "off card", where a table stands in for its weights.
-        text_encoder: precision of the text encoder, one of `LOADED_PRECISIONS`.
+        text_encoder: precision of the text encoder, one of `MULTIPLIED`.
         text_encoder_place: one of `TEXT_PLACES`.
         resident: False where the host has to move weights to the card and off it during a run.
         weight_only: whether the card's tensor cores do not multiply the precision, so that weights

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ..families.protocol import TextEncoder
 from ..families.text_encoders import QWEN25_VL
-from ..spec.formats import BYTES_PER_SCALE, BYTES_PER_WEIGHT, QUANTIZED
+from ..spec.formats import BYTES_PER_SCALE, BYTES_PER_WEIGHT, INT8_FP8, QUANTIZED
 from ..spec.transformer import OFF_CARD, ON_CARD, REFERENCE_SIDE, TransformerShape
 from ..spec.vae import (
     Interval,
@@ -27,7 +27,7 @@ from ..spec.vae import (
 from ..split_cost import BlockSeconds
 from .bytes import PATCHES_PER_TOKEN, weight_bytes
 from .rates import Rates
-from .request import EXACT, INT8_FP8, ON_PROCESSOR, RunRequest
+from .request import EXACT, ON_PROCESSOR, RunRequest
 from .vae import Direction, Size, in_pixels
 
 WIDE = 2  # bytes of a bf16 number

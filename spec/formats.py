@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,12 +16,64 @@ def format_gib(count: float) -> str:
     return f"{count / GIB:.1f} GiB" if count >= GIB / 10 else f"{count / MIB:.0f} MiB"
 
 
-BYTES_PER_WEIGHT = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 1, "int8": 1}
-QUANTIZED = ("fp8", "int8")
+class Format(NamedTuple):
+    """Holds what is known of weights in 8 bits with a scale for each row.
+
+    Attributes:
+        dtype: torch's name of what holds the values.
+        largest: magnitude that a row's own becomes: of e4m3, and of int8 used symmetrically.
+        rotations: so many columns are rotated together before, the first that divides them.
+        oldest: compute capability whose tensor cores multiply it here.
+        gemms: what multiplies it, and the multiple that N and K must be of: other layers fall to
+            `dequantize`.
+        marker: what `.comfy_quant` calls it.
+        layout: ComfyUI's class of such a weight.
+        one_scale: its classes with one scale for the weight, which is that of every row too.
+        packed: its class of codes in 4 or 6 bits that stand for such values.
+    """
+
+    dtype: str
+    largest: float
+    rotations: tuple[int, ...]
+    oldest: tuple[int, int]
+    gemms: Mapping[str, int]
+    marker: str
+    layout: str
+    one_scale: tuple[str, ...] = ()
+    packed: str = ""
+
+
+FORMATS = {
+    "fp8": Format(
+        dtype="float8_e4m3fn",
+        largest=448.0,
+        rotations=(),
+        oldest=(8, 9),
+        gemms={"scaled_mm": 16, "scaled_mm_fast": 16, "triton": 1, "dequantize": 1},
+        # Core ComfyUI has no fp8 with one scale a row: it refuses our name instead of computing
+        # with one scale.
+        marker="float8_e4m3fn_rowwise",
+        layout="QwenL40S_FP8Rows",
+        one_scale=("TensorCoreFP8E4M3Layout", "TensorCoreFP8Layout"),
+    ),
+    "int8": Format(
+        dtype="int8",
+        largest=127.0,
+        rotations=(256, 64),  # ComfyUI's own files have 256
+        oldest=(8, 0),
+        gemms={"kitchen": 16, "triton": 1, "int_mm": 8, "dequantize": 1},
+        marker="int8_tensorwise",
+        layout="TensorWiseINT8Layout",
+        packed="AsymW4A8Int8Layout",
+    ),
+}
+QUANTIZED = tuple(FORMATS)
 MULTIPLIED = ("bf16", *QUANTIZED)  # the precisions that a transformer computes its products in
+BYTES_PER_WEIGHT = {"bf16": 2, "fp16": 2, "fp32": 4, **dict.fromkeys(QUANTIZED, 1)}
 BYTES_PER_SCALE = 4  # fp32, one for each output row
-# Largest magnitude of e4m3, and of int8 used symmetrically.
-LARGEST = {"fp8": 448.0, "int8": 127.0}
+# The forms of attention in 8 bits, and the format that a card has to multiply for each.
+INT8, INT8_FP8 = "int8", "int8_fp8"
+EIGHT_BIT = {INT8: "int8", INT8_FP8: "fp8"}
 # Of a row of weights: for less than any model has, the scale would be subnormal.
 SMALLEST_SCALE = 1e-30
 
@@ -29,7 +82,7 @@ class RowFormat(NamedTuple):
     """Tells how the rows of a matrix are quantized, each by its own largest magnitude.
 
     Attributes:
-        storage: "fp8" or "int8".
+        storage: a key of `FORMATS`.
         rotation: Before that, so many columns at a time are multiplied by a Hadamard matrix, as
             ConvRot does: a power of 4, or 0 for none.
     """
@@ -48,9 +101,7 @@ def is_rotation(size: object, columns: int) -> bool:
     return size & (size - 1) == 0 and size.bit_length() % 2 == 1
 
 
-# The oldest compute capability whose tensor cores multiply the format here.
-OLDEST_CAPABILITY = {"fp8": (8, 9), "int8": (8, 0)}
-# Those of older cards do not multiply bf16 either; ComfyUI computes in fp32 there.
+# The tensor cores of older cards do not multiply bf16 either; ComfyUI computes in fp32 there.
 OLDEST_BF16 = (8, 0)
 
 
@@ -70,7 +121,7 @@ class CardFacts:
 
     def multiplies(self, precision: str) -> bool:
         """Tells whether its tensor cores multiply a precision."""
-        return self.capability >= OLDEST_CAPABILITY.get(precision, (0, 0))
+        return precision not in FORMATS or self.capability >= FORMATS[precision].oldest
 
     @property
     def computes_in(self) -> str:

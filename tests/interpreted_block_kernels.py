@@ -8,12 +8,12 @@ import block_kernel_cases as cases
 import pytest
 import torch
 
-from qwen_l40s.optimizations import attention_8bit, reference
+from qwen_l40s.optimizations import reference
 from qwen_l40s.optimizations.fused import choose_ops
 from qwen_l40s.optimizations.kernels.qk_norm_rope import launch_shape
 from qwen_l40s.optimizations.kernels.rows import WIDEST_ROW
 from qwen_l40s.optimizations.reference import QKNorm, Tokens
-from qwen_l40s.spec.formats import RowFormat
+from qwen_l40s.spec.formats import EIGHT_BIT, RowFormat
 
 KERNELS = cases.Calls(choose_ops(torch.device("cpu")))
 FEW = cases.TOKENS["batch of two with a reference"]
@@ -213,20 +213,20 @@ TRUNCATED = {"int8": None, "int8_fp8": 0.12}
 
 
 @quiet
-@pytest.mark.parametrize("form", attention_8bit.FORMS)
+@pytest.mark.parametrize("form", EIGHT_BIT)
 def test_attention_in_8_bits(form):
     for tokens, heads in cases.FEW_ATTENTION:
         cases.check_attention_8bit(KERNELS, tokens, *heads, form, **HALF, most=TRUNCATED[form])
 
 
 @quiet
-@pytest.mark.parametrize("form", attention_8bit.FORMS)
+@pytest.mark.parametrize("form", EIGHT_BIT)
 def test_attention_in_8_bits_shows_what_is_not_finite(form):
     cases.check_attention_of_nan(KERNELS, form)
 
 
 @quiet
-@pytest.mark.parametrize("form", attention_8bit.FORMS)
+@pytest.mark.parametrize("form", EIGHT_BIT)
 def test_attention_of_some_queries(form):
     cases.check_some_queries(KERNELS, form, **HALF)
 

@@ -33,7 +33,7 @@ from ...loaders.quantized_file import (
 from ...loaders.stored import StoredLayer
 from ...loaders.writer import SAFETENSORS_DTYPES, SafetensorsLayout, write_safetensors
 from ...spec.formats import RowFormat, format_gib
-from .load.linear import LOADED_FORMATS, rotation_of
+from .load.linear import LAYOUTS, rotation_of
 from .load.plan import STAGING_BYTES
 from .lora.bypass import BYPASS_KEY
 from .sample.attention import file_choice
@@ -280,7 +280,7 @@ def _as_loaded(
     if not isinstance(weight, QuantizedTensor):
         unscaled = precision == "fp8" and weight.dtype == torch.float8_e4m3fn and quantizable
         return StoredLayer(weight, torch.ones((len(weight), 1)), precision) if unscaled else None
-    if LOADED_FORMATS.get(weight._layout_cls) != precision:
+    if LAYOUTS.get(weight._layout_cls) != precision:
         return None
     form = RowFormat(precision, rotation_of(weight._params))
     module = model.model.diffusion_model.get_submodule(layer)
@@ -306,9 +306,9 @@ def _with_patches(
 
 def _dequantized(weight: QuantizedTensor) -> torch.Tensor:
     # In float32: the host rounds to the dtype that the weight stands for, and rotates in it.
-    if weight._layout_cls not in LOADED_FORMATS:
+    if weight._layout_cls not in LAYOUTS:
         return weight.dequantize()
-    form = RowFormat(LOADED_FORMATS[weight._layout_cls], rotation_of(weight._params))
+    form = RowFormat(LAYOUTS[weight._layout_cls], rotation_of(weight._params))
     loaded = StoredLayer.rounded(weight._qdata, _row_scales(weight), form)
     return loaded.dequantized(torch.float32)
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from ...machine.packages import SAGE_ATTENTION, release
-from ...spec.formats import OLDEST_CAPABILITY
+from ...spec.formats import EIGHT_BIT, FORMATS
 from .. import attention_8bit, kernels
 from ..attention_8bit import HEAD_DIMS, Heads
 from ..kernels import on_card_of
@@ -60,12 +60,12 @@ INT8, INT8_FP8 = (
         form,
         functools.partial(_in_8_bits, form),
         exact=False,
-        card=Limits(OLDEST_CAPABILITY[oldest], dtypes=HALVES),
+        card=Limits(FORMATS[multiplied].oldest, dtypes=HALVES),
         cpu=ANY,
         further=_beyond_8_bits,
         quantizes=True,
     )
-    for form, oldest in (("int8", "int8"), ("int8_fp8", "fp8"))
+    for form, multiplied in EIGHT_BIT.items()
 )
 
 

@@ -196,7 +196,7 @@ class BlockExecutor:
         known: What was found of blocks whose tensors stay where they are, by block; is added to.
             None where they may move.
         form: Gives, for queries and a mask, the form of 8-bit attention that takes the place of
-            `attend` (`attention_8bit.FORMS`), or None.
+            `attend` (of `spec.formats.EIGHT_BIT`), or None.
     """
 
     def __init__(

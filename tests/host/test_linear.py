@@ -11,7 +11,8 @@ from comfyui_boot import refused
 from qwen_l40s.errors import UnavailableError
 from qwen_l40s.hosts.comfyui.load.linear import quantized_operations
 from qwen_l40s.hosts.comfyui.lora.bypass import BypassForward, LowRank
-from qwen_l40s.loaders.quantize import COMFY_QUANT, dequantize_rows, quantize_rows
+from qwen_l40s.loaders.quantize import dequantize_rows, quantize_rows
+from qwen_l40s.spec import formats
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 K, N = 64, 32
@@ -30,7 +31,7 @@ def layers(format):
     state = {"weight": weight, "bias": bias}
     if format:
         values, scale = quantize_rows(weight, format)
-        marker = torch.tensor(list(json.dumps({"format": COMFY_QUANT[format]}).encode()))
+        marker = torch.tensor(list(json.dumps({"format": formats.FORMATS[format].marker}).encode()))
         state = {
             "weight": values,
             "weight_scale": scale,

@@ -29,7 +29,6 @@ from qwen_l40s.errors import CheckpointError, SettingError, UnavailableError
 from qwen_l40s.families.vaes import VAE_21
 from qwen_l40s.hosts.comfyui.decode.decode import decode, encode
 from qwen_l40s.hosts.comfyui.estimate.request import request_from
-from qwen_l40s.hosts.comfyui.load.linear import LAYOUT
 from qwen_l40s.hosts.comfyui.load.plan import check_settings
 from qwen_l40s.hosts.comfyui.load.text_encoder import load_text_encoder
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
@@ -41,7 +40,7 @@ from qwen_l40s.hosts.comfyui.save import save_quantized
 from qwen_l40s.loaders.quantized_file import plan_quantized, write_quantized
 from qwen_l40s.loaders.source import open_source
 from qwen_l40s.options import request_settings
-from qwen_l40s.spec.formats import QUANTIZED
+from qwen_l40s.spec.formats import FORMATS, QUANTIZED
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 newer = pytest.mark.host_has("comfy.model_base.QwenImage21")
@@ -177,7 +176,7 @@ def test_fp8_and_layers_kept_in_bf16(fused):
     path = write_21(fused, in_bf16)
     model, report = load_model(path, "fp8", keep=["*.gate_up", "transformer_blocks.0.*"])
     blocks = model.model.diffusion_model.transformer_blocks
-    assert blocks[1].attn.to_q.layout_type == LAYOUT
+    assert blocks[1].attn.to_q.layout_type == FORMATS["fp8"].layout
     assert not isinstance(blocks[1].img_mlp.gate_up.weight, QuantizedTensor)
     assert "7 layers kept" in report.text()
     exact = paint(load_model(path, "bf16")[0])

@@ -19,7 +19,7 @@ from qwen_l40s.optimizations.blocks.workspace import Workspace
 from qwen_l40s.optimizations.fused import TORCH
 from qwen_l40s.optimizations.modulation import ModulationTable, compute_entry
 from qwen_l40s.optimizations.reference import LowRank, Rotary, Tokens
-from qwen_l40s.spec.formats import RowFormat
+from qwen_l40s.spec.formats import FORMATS, RowFormat
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -166,7 +166,7 @@ class Gemm:
 
     def linear_quantized(self, xq, x_scale, weight, scale, bias, out_dtype, out=None):
         assert not self.weight_only
-        assert xq.dtype == weight.dtype == reference.STORAGE[self.format]
+        assert xq.dtype == weight.dtype == reference.storage_of(RowFormat(self.format))
         return out.copy_(reference.scaled_gemm(xq, weight, x_scale, scale, bias, out_dtype))
 
 
@@ -200,7 +200,7 @@ class Layers:
             for layer, kind in self.kinds.items()
             if kind in ROWS
         }
-        self.gemms = {format: Gemm(format, format in weight_only) for format in reference.STORAGE}
+        self.gemms = {format: Gemm(format, format in weight_only) for format in FORMATS}
 
     def kind(self, layer):
         kind = self.kinds.get(layer, DENSE)

@@ -14,7 +14,7 @@ from qwen_l40s import SettingError
 from qwen_l40s.optimizations import attention_8bit, kernels, reference
 from qwen_l40s.optimizations.fused import TORCH, choose_ops
 from qwen_l40s.optimizations.reference import Tokens
-from qwen_l40s.spec.formats import RowFormat
+from qwen_l40s.spec.formats import EIGHT_BIT, RowFormat
 
 TWINS = cases.Calls(TORCH)
 
@@ -107,7 +107,7 @@ def test_the_twin_of_gelu_quantize_computes_in_fp32(dtype):
     cases.check_gelu_quantize(TWINS.gelu_quantize, cases.random(5, 1000, dtype=dtype) * 3)
 
 
-@pytest.mark.parametrize("form", attention_8bit.FORMS)
+@pytest.mark.parametrize("form", EIGHT_BIT)
 def test_the_twin_of_attention_in_8_bits_is_near_exact_attention(form):
     for tokens, heads in cases.ATTENTION:
         cases.check_attention_8bit(TWINS, tokens, *heads, form)
@@ -278,7 +278,7 @@ def test_a_prompt_of_another_length_compiles_nothing():
 
 
 @on_card
-@pytest.mark.parametrize("form", attention_8bit.FORMS)
+@pytest.mark.parametrize("form", EIGHT_BIT)
 def test_attention_in_8_bits_on_the_card(form):
     if form == "int8_fp8":
         needs_e4m3()
@@ -301,6 +301,6 @@ def test_attention_in_8_bits_of_40_000_tokens():
         pytest.skip("needs 16 GiB of free memory on the card")
     q, k, v = torch.randn(3, 5, 40_000, 24, 128, device="cuda", dtype=torch.bfloat16)
     exact = BACKENDS["sdpa_flash"].attend(q[-1:], k[-1:], v[-1:])
-    for form in attention_8bit.FORMS:
+    for form in EIGHT_BIT:
         out = BACKENDS[form].attend(q, k, v)[-1:]
         assert cases.relative(out, exact.double()) <= cases.MOST_ERROR[form]

@@ -14,8 +14,8 @@ from qwen_l40s.loaders.sizes import read_sizes
 from qwen_l40s.planning.bytes import weight_bytes
 from qwen_l40s.planning.files import against_guides, disk, made_on_load
 from qwen_l40s.planning.phases import transformer_bytes
-from qwen_l40s.planning.request import LOADED_PRECISIONS, Loras, Parts, RunRequest, Setting
-from qwen_l40s.spec.formats import GB, GIB
+from qwen_l40s.planning.request import Loras, Parts, RunRequest, Setting
+from qwen_l40s.spec.formats import GB, GIB, MULTIPLIED
 
 SMALL = QwenImageShape(
     blocks=2, dim=256, heads=2, head_dim=128, joint_dim=64, in_channels=64, packed_out_channels=64
@@ -56,7 +56,7 @@ def test_a_quantized_file_takes_two_thirds_and_its_source_once(precision):
 
 @hypothesis_settings(max_examples=50, deadline=None)
 @given(
-    precision=st.sampled_from(LOADED_PRECISIONS),
+    precision=st.sampled_from(MULTIPLIED),
     quantized_file=st.booleans(),
     count=st.integers(0, 4),
     rank=st.integers(1, 128),

@@ -43,13 +43,13 @@ def random(*shape, device="cpu", seed=0):
 def test_rows_come_back_within_half_a_step(dtype, format):
     x = random(7, 123).to(dtype)
     q, scale = reference.row_quantize(x, RowFormat(format))
-    assert (q.shape, q.dtype) == (x.shape, reference.STORAGE[format])
+    assert (q.shape, q.dtype) == (x.shape, reference.storage_of(RowFormat(format)))
     assert (scale.shape, scale.dtype) == ((7, 1), torch.float32)
     back = q.double() * scale
     # e4m3 keeps 4 significant bits down to its smallest step, 2**-9.
     step = scale.double() * (1 if format == "int8" else (q.double().abs() / 8).clamp(min=2.0**-9))
     assert ((back - x.double()).abs() <= step * 0.5001).all()
-    assert (q.float().abs().amax(1) == reference.LARGEST[format]).all()
+    assert (q.float().abs().amax(1) == reference.largest_of(format)).all()
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -13,12 +13,12 @@ from qwen_l40s import SettingError, UnavailableError
 from qwen_l40s.caches import forget
 from qwen_l40s.machine.card import Capability, State
 from qwen_l40s.optimizations import linear, reference
-from qwen_l40s.optimizations.linear import BACKENDS, Gemm, choose_gemm, dense_linear, known_gemm
-from qwen_l40s.spec.formats import RowFormat
+from qwen_l40s.optimizations.linear import Gemm, choose_gemm, dense_linear, known_gemm
+from qwen_l40s.spec.formats import FORMATS, RowFormat
 
 CPU = torch.device("cpu")
 CARD = torch.device("cuda", 0)
-PAIRS = [(format, backend) for format, names in BACKENDS.items() for backend in names]
+PAIRS = [(format, backend) for format, form in FORMATS.items() for backend in form.gemms]
 # What rounding the result leaves of it; rowwise scaled_mm writes bf16 whatever is asked for.
 ROUNDING = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 1e-6}
 on_card = [
@@ -216,7 +216,7 @@ def test_dense_layer_goes_where_it_is_wanted(device, with_bias, gelu):
     assert distance(out[3:], exact) < ROUNDING[torch.bfloat16]
 
 
-@pytest.mark.parametrize("format", BACKENDS)
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("device", [CPU, pytest.param(CARD, marks=on_card)], ids=str)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler's own imports
 def test_torch_compile_takes_it_whole(format, device):
@@ -262,7 +262,7 @@ def card(monkeypatch):
     return set_up
 
 
-@pytest.mark.parametrize("format", BACKENDS)
+@pytest.mark.parametrize("format", FORMATS)
 def test_without_a_card_the_weights_are_expanded(format):
     gemm = choose_gemm(format, CPU)
     assert gemm.backend == "dequantize"

@@ -19,7 +19,6 @@ from test_block import DIM, LAYERS, MIXES, Case, Layers, attend, new_block, rand
 from qwen_l40s.caches import forget
 from qwen_l40s.optimizations import fused, run
 from qwen_l40s.optimizations.attention import AttentionRequest, ChosenAttention
-from qwen_l40s.optimizations.attention_8bit import FORMS
 from qwen_l40s.optimizations.blocks import graphs, workspace
 from qwen_l40s.optimizations.blocks.block import BlockExecutor
 from qwen_l40s.optimizations.blocks.block_form import OwnCode, is_changed, part_of
@@ -36,7 +35,8 @@ from qwen_l40s.optimizations.blocks.workspace import Workspace
 from qwen_l40s.optimizations.modulation import compute_entry
 from qwen_l40s.optimizations.reference import Tokens
 from qwen_l40s.planning.bytes import buffer_bytes, heads_bytes, step_bytes
-from qwen_l40s.planning.request import EIGHT_BIT, RunRequest, Setting
+from qwen_l40s.planning.request import RunRequest, Setting
+from qwen_l40s.spec.formats import EIGHT_BIT
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -130,8 +130,7 @@ def test_prompts_of_many_lengths_take_what_the_longest_takes():
 
 
 def test_attention_in_8_bits_takes_what_planning_counts():
-    assert tuple(EIGHT_BIT) == FORMS
-    for form, batch, text in itertools.product(FORMS, (1, 3), (7, 300)):
+    for form, batch, text in itertools.product(EIGHT_BIT, (1, 3), (7, 300)):
         request = RunRequest(width=256, height=256, batch=batch, cfg="off", text_tokens=text)
         width, heads = request.transformer.dim, request.transformer.heads
         tokens, space = Tokens(batch, text, 256, 256), Workspace(fused.TORCH)

@@ -39,7 +39,6 @@ from qwen_l40s.planning.phases import (
 )
 from qwen_l40s.planning.rates import Constants
 from qwen_l40s.planning.request import (
-    LOADED_PRECISIONS,
     TEXT_PLACES,
     Loras,
     Parts,
@@ -48,7 +47,7 @@ from qwen_l40s.planning.request import (
     replays_graph,
 )
 from qwen_l40s.planning.vae import plan_decode
-from qwen_l40s.spec.formats import GIB, MIB, QUANTIZED
+from qwen_l40s.spec.formats import GIB, MIB, MULTIPLIED, QUANTIZED
 
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
 CARD = int(44.4 * GIB)
@@ -89,9 +88,9 @@ requests = st.one_of(
 )
 settled = st.builds(
     Setting,
-    precision=st.sampled_from(LOADED_PRECISIONS),
+    precision=st.sampled_from(MULTIPLIED),
     modulation=st.sampled_from(["on card", "off card"]),
-    text_encoder=st.sampled_from(LOADED_PRECISIONS),
+    text_encoder=st.sampled_from(MULTIPLIED),
     text_encoder_place=st.sampled_from(TEXT_PLACES),
 )
 
@@ -103,7 +102,7 @@ def rows_of(name):
     found = json.loads((RESULTS / name).read_text(encoding="utf-8"))
     for row in found["rows"]:
         precision = row["name"].removeprefix("ours ")
-        if precision in LOADED_PRECISIONS and "extra_gib" in row:
+        if precision in MULTIPLIED and "extra_gib" in row:
             yield pytest.param(found["conditions"], row, id=f"{name}, {row['name']} {row['size']}")
 
 

@@ -11,7 +11,6 @@ from qwen_l40s.families.registry import is_modulation
 from qwen_l40s.loaders import quantize
 from qwen_l40s.loaders.quantization import COMFY_FORMATS, RUNNABLE
 from qwen_l40s.loaders.quantize import (
-    COMFY_QUANT,
     comfy_quant_tensor,
     dequantize_rows,
     e4m3_as_float,
@@ -21,7 +20,7 @@ from qwen_l40s.loaders.quantize import (
     relative_error,
     rotate,
 )
-from qwen_l40s.spec.formats import QUANTIZED
+from qwen_l40s.spec.formats import FORMATS, QUANTIZED
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -277,8 +276,8 @@ def test_names_that_only_look_alike_are_not_quantized():
 def test_comfy_quant():
     for format in QUANTIZED:
         text = bytes(comfy_quant_tensor(format).tolist())
-        assert json.loads(text) == {"format": COMFY_QUANT[format]}
-        assert COMFY_FORMATS[COMFY_QUANT[format]] in RUNNABLE
+        assert json.loads(text) == {"format": FORMATS[format].marker}
+        assert COMFY_FORMATS[FORMATS[format].marker] in RUNNABLE
     text = bytes(comfy_quant_tensor("int8", {"convrot": True}).tolist())
     assert json.loads(text) == {"format": "int8_tensorwise", "convrot": True}
 

@@ -24,8 +24,8 @@ from qwen_l40s.planning.rates import (
     measured,
     rates_of,
 )
-from qwen_l40s.planning.request import ATTENTIONS, EIGHT_BIT, Loras, RunRequest, Setting
-from qwen_l40s.spec.formats import MULTIPLIED
+from qwen_l40s.planning.request import ATTENTIONS, Loras, RunRequest, Setting
+from qwen_l40s.spec.formats import EIGHT_BIT, MULTIPLIED
 
 VALUES = {"gemm_bf16": 0.6, "gemm_fp8": 0.45, "gemm_int8": 0.42, "attention": 0.65}
 VALUES |= {"bandwidth": 0.7, "convolution": 0.19, "workspace": 5e7, "context": 6e8}

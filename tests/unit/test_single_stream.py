@@ -25,6 +25,7 @@ from qwen_l40s.optimizations.fused import TORCH
 from qwen_l40s.optimizations.modulation import shared_entry
 from qwen_l40s.optimizations.reference import LowRank, Rotary, Tokens
 from qwen_l40s.optimizations.run import Optimization
+from qwen_l40s.spec.formats import FORMATS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -160,7 +161,7 @@ class Layers(DoubleLayers):
                 down = random(rank, layer.in_features, seed=7) * layer.in_features**-0.5
                 up = random(layer.out_features, rank, seed=8)
                 self.lows[layer] = LowRank(down, 0, up * rank**-0.5)
-        self.gemms = {it: Gemm(it, it in weight_only) for it in reference.STORAGE}
+        self.gemms = {it: Gemm(it, it in weight_only) for it in FORMATS}
 
     def kind(self, layer):
         kind = self.kinds[layer]

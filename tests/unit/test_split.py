@@ -16,7 +16,6 @@ from qwen_l40s.errors import UnavailableError
 from qwen_l40s.families.qwen_image import FULL_SIZE
 from qwen_l40s.machine.links import Link, link_between
 from qwen_l40s.optimizations import fused, run
-from qwen_l40s.optimizations.attention_8bit import FORMS
 from qwen_l40s.optimizations.blocks import graphs as blocks_graphs
 from qwen_l40s.optimizations.blocks.block import BlockExecutor, Step
 from qwen_l40s.optimizations.blocks.graphs import GraphFigures, PassMemory, Work
@@ -29,6 +28,7 @@ from qwen_l40s.optimizations.modulation import compute_entry
 from qwen_l40s.optimizations.reference import Rotary, Tokens
 from qwen_l40s.planning import bytes as planning
 from qwen_l40s.planning.request import Parts, RunRequest, Setting
+from qwen_l40s.spec.formats import EIGHT_BIT
 from qwen_l40s.split_cost import KEYS, ROWS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -128,7 +128,7 @@ def test_the_shares_together_are_the_pass(mix, exchange, early, shape):
 
 
 @pytest.mark.parametrize("exchange", [KEYS, ROWS])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", EIGHT_BIT)
 def test_with_a_mask_and_in_8_bits(exchange, form):
     for masked in (False, True):
         ours, alone, _ = both_ways("all int8", "one item", exchange, masked=masked, form=form)

@@ -29,13 +29,13 @@ from ....families.registry import (
     text_encoders,
 )
 from ....optimizations.attention.choice import asked_name
-from ....planning.request import EIGHT_BIT, FAST, ON_PROCESSOR, Loras
-from ....spec.formats import QUANTIZED
+from ....planning.request import FAST, ON_PROCESSOR, Loras
+from ....spec.formats import EIGHT_BIT, FORMATS, QUANTIZED
 from ....spec.transformer import OFF_CARD, ON_CARD, TransformerShape, whole_pixels
 from ....spec.vae import VaeShape
 from ....step_cache import CacheSettings
 from ..decode.fused import vae_shape
-from ..load.linear import LOADED_FORMATS, PACKED_LAYOUT
+from ..load.linear import LAYOUTS
 from ..load.text_encoder import PlacedClip
 from ..load.weights import FLOAT_NAMES
 from ..lora.bypass import bypass_models
@@ -45,7 +45,7 @@ from ..sample.optimize import unsupported_model
 from ..sample.run import STEP_CACHE_KEY
 
 FOREIGN = "another extension's quantization"
-COMPUTED_IN = {**LOADED_FORMATS, PACKED_LAYOUT: "int8"}  # 4 bits are codes of int8
+COMPUTED_IN = LAYOUTS | {form.packed: name for name, form in FORMATS.items() if form.packed}
 
 
 @dataclass(frozen=True)

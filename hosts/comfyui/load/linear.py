@@ -24,22 +24,23 @@ from torch.nn import functional as F
 
 from ....caches import cached
 from ....errors import UnavailableError
-from ....loaders.quantize import COMFY_QUANT, dequantize_rows, quantize_rows
+from ....loaders.quantize import dequantize_rows, quantize_rows
 from ....optimizations import reference
 from ....optimizations.blocks.products import PackedWeight
 from ....optimizations.fallback import Fallback
 from ....optimizations.fused import TORCH, choose_ops
 from ....optimizations.linear import known_gemm, quantized_linear
+from ....spec.formats import FORMATS
 
-LAYOUT = "QwenL40S_FP8Rows"
-# ComfyUI's own, of 4 bits and in newer versions of 6.
-PACKED_LAYOUT = "AsymW4A8Int8Layout"
+FP8_ROWS, INT8_ROWS = FORMATS["fp8"], FORMATS["int8"]
+# {ComfyUI's class: the format of its values}
+LAYOUTS = {it: name for name, form in FORMATS.items() for it in (form.layout, *form.one_scale)}
 
 
 class FP8RowsLayout(QuantizedLayout):
     """e4m3 values [N, K] and float32 scales [N, 1]; a row's largest value becomes 448."""
 
-    MIN_SM_VERSION = (8, 9)
+    MIN_SM_VERSION = FP8_ROWS.oldest
 
     @dataclass(frozen=True)
     class Params(BaseLayoutParams):
@@ -80,7 +81,7 @@ class FP8RowsLayout(QuantizedLayout):
         return {"": qdata, "_scale": params.scale}
 
 
-register_layout_class(LAYOUT, FP8RowsLayout)
+register_layout_class(FP8_ROWS.layout, FP8RowsLayout)
 
 
 # The Linear of quantized models, handed to ComfyUI through its `custom_operations`.
@@ -89,10 +90,6 @@ register_layout_class(LAYOUT, FP8RowsLayout)
 # dynamic VRAM, and patches with LoRAs. Only the multiplication is ours, on the plain tensors behind
 # it: dispatching through `QuantizedTensor` took 217 ms for 144 ms of kernels (NVIDIA H200,
 # 1024x1024).
-
-FORMAT_OF_LAYOUT = {LAYOUT: "fp8", "TensorWiseINT8Layout": "int8"}
-# ComfyUI's own fp8 has one scale for a weight, which is that of every row too.
-LOADED_FORMATS = {**FORMAT_OF_LAYOUT, "TensorCoreFP8E4M3Layout": "fp8"}
 
 
 class AroundLinear(NamedTuple):
@@ -146,7 +143,7 @@ def quantized_operations(compute_dtype: torch.dtype) -> type:
             def _load_from_state_dict(
                 self, state_dict: dict[str, Any], prefix: str, *rest: Any
             ) -> None:
-                if _format(state_dict.get(f"{prefix}comfy_quant")) == COMFY_QUANT["fp8"]:
+                if _format(state_dict.get(f"{prefix}comfy_quant")) == FP8_ROWS.marker:
                     _load_fp8_rows(self, state_dict, prefix, compute_dtype)
                     missing = rest[2]
                     torch.nn.Module._load_from_state_dict(self, state_dict, prefix, *rest)
@@ -185,7 +182,7 @@ def quantized_operations(compute_dtype: torch.dtype) -> type:
             ) -> torch.Tensor:
                 if not isinstance(weight, QuantizedTensor):
                     return F.linear(input, weight, bias)
-                if weight._layout_cls == PACKED_LAYOUT:
+                if weight._layout_cls == INT8_ROWS.packed:
                     weight = _as_int8(weight)
                 if self._computes_in_full_precision(input):
                     return F.linear(input, weight.dequantize(), bias)
@@ -213,9 +210,10 @@ def _format(marker: torch.Tensor | None) -> str | None:
 def _format_of_product(layer: torch.nn.Module) -> str | None:
     """Returns "fp8" or "int8" where the product is ours."""
     layout = getattr(layer, "layout_type", None)
-    if layout == PACKED_LAYOUT:
+    if layout == INT8_ROWS.packed:
         return "int8" if is_packed_int8(layer.weight._params) else None
-    return FORMAT_OF_LAYOUT.get(layout)
+    format = LAYOUTS.get(layout)
+    return format if format and layout == FORMATS[format].layout else None
 
 
 def is_packed_int8(params: Any) -> bool:
@@ -246,12 +244,12 @@ def _as_int8(weight: QuantizedTensor) -> QuantizedTensor:
     )
     compiling = torch.compiler.is_compiling()  # which cannot trace a launch
     if compiling or not _launches(scale.device):
-        return QuantizedTensor(reference.decode_weight(*packed), "TensorWiseINT8Layout", params)
+        return QuantizedTensor(reference.decode_weight(*packed), INT8_ROWS.layout, params)
     from ....optimizations.kernels.scaled_gemm import decode_weight
 
     values = torch.empty(own.orig_shape, dtype=torch.int8, device=scale.device)
     decode_weight(*packed, values).once()
-    return QuantizedTensor(values, "TensorWiseINT8Layout", params)
+    return QuantizedTensor(values, INT8_ROWS.layout, params)
 
 
 @cached
@@ -278,7 +276,8 @@ def _load_fp8_rows(
         orig_shape=tuple(weight.shape),
     )
     module.quant_format = settings["format"]
-    module.layout_type = LAYOUT
+    module.layout_type = FP8_ROWS.layout
     module._full_precision_mm_config = settings.get("full_precision_matrix_mult", False)
     module._full_precision_mm = module._full_precision_mm_config
-    module.weight = torch.nn.Parameter(QuantizedTensor(weight, LAYOUT, params), requires_grad=False)
+    quantized = QuantizedTensor(weight, FP8_ROWS.layout, params)
+    module.weight = torch.nn.Parameter(quantized, requires_grad=False)

@@ -24,6 +24,7 @@ from ....errors import CheckpointError
 from ....families.registry import text_encoder_titled
 from ....loaders.source import Source, open_source
 from ....planning.request import DROPPED, ON_PROCESSOR
+from ....spec.formats import MULTIPLIED, QUANTIZED
 from ....spec.transformer import ON_CARD
 from ...loading import AS_STORED, LOADER_PRECISIONS, check_known
 from ..record.phase import MeasuredPhase, harmless, phase, running
@@ -274,11 +275,11 @@ def _check_memory(source: Source, layout: TextEncoderLayout, precision: str, map
     Args:
         mapped: whether weights that need no conversion stay in the file.
     """
-    target = precision if precision in ("bf16", "fp8", "int8") else None
+    target = precision if precision in MULTIPLIED else None
     needed = converted = 0
     for name, stored in layout.names.items():
         info = source.tensors[stored]
-        rounded = target in ("fp8", "int8") and LANGUAGE_LINEAR.fullmatch(name)
+        rounded = target in QUANTIZED and LANGUAGE_LINEAR.fullmatch(name)
         if rounded and STORED_KINDS.get(info.dtype) != target:
             converted += info.elements
         elif info.dtype in STORED_KINDS:  # taken over as it is mapped, or dequantized

@@ -15,6 +15,7 @@ from ....families.registry import text_encoder_titled
 from ....loaders.convert import check_finite, check_names, shapes_of, text_encoder_name_to_native
 from ....loaders.source import Source
 from ....loaders.stored import KINDS, StoredLayer, accompanies, stored_layers
+from ....spec.formats import MULTIPLIED, QUANTIZED
 from .encoder_kind import EncoderKind, kind_of
 from .weights import FLOAT_NAMES, quantize_shown
 
@@ -201,7 +202,7 @@ def text_encoder_tensors(
     Raises:
         CheckpointError: a weight or a scale cannot be used; the message names it.
     """
-    target = precision if precision in ("bf16", "fp8", "int8") else None
+    target = precision if precision in MULTIPLIED else None
     tensors = {native: mapped[name] for native, name in layout.names.items()}
     stored = _stored(source, layout, tensors)
     ready: dict[str, torch.Tensor] = {}
@@ -213,7 +214,7 @@ def text_encoder_tensors(
         layer = native.removesuffix(".weight")
         entry = stored.get(layer)
         fits = entry is not None and _fits_core(entry)
-        if target in ("fp8", "int8") and LANGUAGE_LINEAR.fullmatch(native):
+        if target in QUANTIZED and LANGUAGE_LINEAR.fullmatch(native):
             if fits and KINDS[tensor.dtype] == target:
                 ready |= entry.tensors(layer)
             else:

@@ -14,9 +14,9 @@ from ....options import request_settings
 from ....planning.estimate import Estimate
 from ....planning.phases import Phase, Range
 from ....planning.plan import attention_form
-from ....planning.request import EIGHT_BIT, EXACT, FAST, RunRequest
+from ....planning.request import EXACT, FAST, RunRequest
 from ....planning.times import PROCESSOR
-from ....spec.formats import CardFacts
+from ....spec.formats import EIGHT_BIT, CardFacts
 from ....spec.transformer import REFERENCE_SIDE, whole_pixels
 from ..estimate.cards import THIS_CARD, card_of
 from ..estimate.request import WiredRequest, estimate_on, request_from

@@ -26,7 +26,7 @@ from ....optimizations.blocks.block import DENSE
 from ....optimizations.blocks.block_form import head_norms, query_layer, token_layers
 from ....optimizations.fallback import Fallback
 from ....spec.formats import RowFormat
-from ..load.linear import PACKED_LAYOUT, packed_parts
+from ..load.linear import INT8_ROWS, packed_parts
 from ..lora.bypass import Beside
 
 PAGE = 32 << 20  # of dynamic VRAM, in bytes
@@ -280,7 +280,7 @@ def _look(
 
 def _quantized_parts(layer: torch.nn.Module, weight: QuantizedTensor) -> Sequence[torch.Tensor]:
     values, scale = weight._qdata, weight._params.scale
-    if weight._layout_cls == PACKED_LAYOUT:
+    if weight._layout_cls == INT8_ROWS.packed:
         packed, row_scale = packed_parts(weight)
         return [part for part in (*packed[:3], row_scale) if part is not None]
     rows = len(values)

@@ -38,12 +38,6 @@ from .held import HeldWeights, row_scale, stored, waits
 
 # Operations whose `forward` is a product with the weight that the cast context gives.
 DENSE_CLASSES = (comfy.ops.disable_weight_init.Linear, comfy.ops.manual_cast.Linear)
-# Core's fp8 has one scale for a weight, which is the same scale for each row.
-FORMAT_BY_LAYOUT = {
-    **operations.FORMAT_OF_LAYOUT,
-    "TensorCoreFP8Layout": "fp8",
-    "TensorCoreFP8E4M3Layout": "fp8",
-}
 TENSORS = ("weight", "bias")
 # Made once: every layer is asked in every forward pass.
 _row_format = cached(RowFormat)
@@ -109,10 +103,10 @@ class ComfyLayers:
         )
         if params is None or runs_itself:
             return None
-        if layout == operations.PACKED_LAYOUT:
+        if layout == operations.INT8_ROWS.packed:
             known = operations.is_packed_int8(params)
             return _row_format("int8", params.convrot_groupsize) if known else None
-        storage, rotation = FORMAT_BY_LAYOUT.get(layout), operations.rotation_of(params)
+        storage, rotation = operations.LAYOUTS.get(layout), operations.rotation_of(params)
         if storage is None or (rotation and not is_rotation(rotation, layer.in_features)):
             return None
         return _row_format(storage, rotation)
@@ -237,7 +231,7 @@ def _tensors(
 ) -> LayerTensors:
     if not isinstance(weight, QuantizedTensor):
         return LayerTensors(weight, None, bias)
-    if weight._layout_cls == operations.PACKED_LAYOUT:
+    if weight._layout_cls == operations.INT8_ROWS.packed:
         return LayerTensors(*operations.packed_parts(weight), bias)
     scale = weight._params.scale
     rows = weight._qdata.shape[0]
