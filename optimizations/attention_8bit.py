@@ -14,11 +14,10 @@ from typing import NamedTuple
 import torch
 
 from ..spec.formats import FORMATS
+from ..spec.sizes import HEAD_TOKENS_AT_ONCE
 from .reference import SMALLEST_ROW, QKNorm, Rotary, Tokens, wide_dtype
 
 HEAD_DIMS = (32, 64, 128)  # that the kernels take
-# The tokens of a head are padded to a multiple of this, the longest step over keys.
-TOKENS_AT_ONCE = 128
 # Keys that their mean is taken of; any vector near it does.
 SAMPLED = 128
 # Weights of e4m3, 1 at most, are multiplied by this: below 2**-9 nothing is left of them.
@@ -38,7 +37,7 @@ class Heads(NamedTuple):
         mean: (batch, heads, head_dim), fp32: of `SAMPLED` keys.
         v: (batch, heads, head_dim, P), float8_e4m3fn, zero past the last token; None for "int8".
         v_scale: (batch, heads, head_dim), fp32; None for "int8".
-        v_largest: (batch, heads, P / TOKENS_AT_ONCE, head_dim), fp32: of so many tokens each.
+        v_largest: (batch, heads, P / HEAD_TOKENS_AT_ONCE, head_dim), fp32: of so many tokens each.
     """
 
     q: torch.Tensor
@@ -89,13 +88,13 @@ def _tensors(
     found += [(torch.float32, (*pair, it)) for it in lengths] + [(torch.float32, channels)]
     if form == "int8_fp8":
         found += [(torch.float8_e4m3fn, (*channels, length)), (torch.float32, channels)]
-        found += [(torch.float32, (*pair, length // TOKENS_AT_ONCE, head_dim))]
+        found += [(torch.float32, (*pair, length // HEAD_TOKENS_AT_ONCE, head_dim))]
     return found
 
 
 def padded(tokens: int) -> int:
-    """Rounds up to a multiple of `TOKENS_AT_ONCE`."""
-    return -(-tokens // TOKENS_AT_ONCE) * TOKENS_AT_ONCE
+    """Rounds up to a multiple of `HEAD_TOKENS_AT_ONCE`."""
+    return -(-tokens // HEAD_TOKENS_AT_ONCE) * HEAD_TOKENS_AT_ONCE
 
 
 def qk_norm_rope(
@@ -222,8 +221,8 @@ def attention_8bit(
     else:
         values = heads.v[..., :tokens].float().transpose(2, 3)
     queries = out.shape[1]
-    for start in range(0, queries, TOKENS_AT_ONCE):
-        some = slice(start, min(start + TOKENS_AT_ONCE, queries))
+    for start in range(0, queries, HEAD_TOKENS_AT_ONCE):
+        some = slice(start, min(start + HEAD_TOKENS_AT_ONCE, queries))
         q = heads.q[:, :, some] * heads.q_scale[:, :, some].unsqueeze(-1)
         scores = q @ k.transpose(2, 3)
         if mask is not None:

@@ -19,13 +19,10 @@ from functools import cached_property, partial
 import torch
 
 from ..spec.formats import format_gib
+from ..spec.sizes import MOST_TABLE_BYTES
 from .blocks.block_form import ModulationLayer, modulation_layers
 from .fallback import Fallback
 from .reference import Modulation
-
-# What the entries of one table may take; the oldest leave. 120 timesteps of the full-size model, or
-# 60 of a batch of two.
-MOST_BYTES = 512 * 2**20
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +130,7 @@ class ModulationTable:
     def __init__(
         self,
         blocks: Sequence[torch.nn.Module],
-        most_bytes: int = MOST_BYTES,
+        most_bytes: int = MOST_TABLE_BYTES,
         compute: Callable[[Sequence[torch.Tensor], int], list[Entry]] | None = None,
     ) -> None:
         self._count = len(blocks)

@@ -15,9 +15,9 @@ from contextlib import contextmanager
 import torch
 
 from ..spec.formats import MIB
+from ..spec.sizes import RING_BYTES
 
 CHUNK_BYTES = 32 * MIB
-PINNED_BYTES = 128 * MIB
 # Where a tensor may start in the memory of its layer: as torch aligns what it allocates on a card.
 ALIGNMENT = 512
 UNPINNED = "No host memory could be pinned: uploads are slower without it."
@@ -41,7 +41,7 @@ class WeightStream:
         layers: Sequence[Sequence[torch.Tensor]],
         device: torch.device,
         *,
-        pinned_bytes: int = PINNED_BYTES,
+        pinned_bytes: int = RING_BYTES,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
         self._layers, self._device = [list(layer) for layer in layers], torch.device(device)
@@ -96,7 +96,7 @@ def uploads_to(device: torch.device) -> Iterator[Callable[[torch.Tensor, torch.T
         return
     home, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
     side.wait_stream(home)
-    put = _Uploads(_pinned(PINNED_BYTES // CHUNK_BYTES, CHUNK_BYTES), CHUNK_BYTES, side).put
+    put = _Uploads(_pinned(RING_BYTES // CHUNK_BYTES, CHUNK_BYTES), CHUNK_BYTES, side).put
     try:
         yield lambda source, target: put(_bytes(source), _bytes(target))
     finally:

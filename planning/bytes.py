@@ -15,6 +15,7 @@ from ..errors import SettingError
 from ..families.protocol import TextEncoder
 from ..families.text_encoders import QWEN25_VL
 from ..spec.formats import BYTES_PER_SCALE, BYTES_PER_WEIGHT, INT8_FP8, MIB, QUANTIZED
+from ..spec.sizes import COMPARED_AT_ONCE, HEAD_TOKENS_AT_ONCE, MOST_TABLE_BYTES, ROWS_AT_ONCE
 from ..spec.transformer import REFERENCE_TOKENS, TransformerShape
 from ..step_cache import OFF
 from .request import EXACT, FAST, RunRequest, Setting, replays_graph
@@ -124,11 +125,6 @@ def _parameters(shape: TransformerShape) -> tuple[int, int]:
 # one block of ComfyUI's own for the self-check, whose MLP holds 9 i + 2 n, before there are
 # buffers, and keeps its result; both results are compared in fp32, some tokens at a time.
 
-# Of the executor: the buffers' rows come in such multiples, and so many tokens of each item are
-# compared at a time.
-ROWS_AT_ONCE, COMPARED_AT_ONCE = 256, 512
-# The tokens of a head in 8 bits are padded to a multiple of this (optimizations/attention_8bit.py).
-HEAD_TOKENS_AT_ONCE = 128
 # What `fast` holds of the image and text streams where it measures an error: a result, and it in
 # fp32 less the exact one.
 MEASURED_STREAMS = 3
@@ -138,8 +134,6 @@ SAMPLER_LATENTS = 10
 # And those of a step cache (optimizations/step_cache.py): the last two velocities, and where the
 # next latent is expected. Its temporaries are gone when the transformer runs.
 CACHE_LATENTS = 3
-# The entries of optimizations/modulation.py's table.
-MOST_TABLE_BYTES = 512 * 2**20
 # cuBLAS keeps a workspace for each of the two streams of a capture: 32 MiB on an H100 and an H200.
 GRAPH_WORKSPACES = 2 * 32 * MIB
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ..spec.formats import GIB, MIB, QUANTIZED
+from ..spec.formats import GIB, QUANTIZED
+from ..spec.sizes import RING_BYTES, STAGING_BYTES
 from ..spec.transformer import ON_CARD
 from ..step_cache import OFF
 from .bytes import BF16, FP32, text_encoder_bytes, weight_bytes
@@ -59,10 +60,6 @@ LIGHTNING_STEPS = 8
 
 # Python, torch with CUDA, ComfyUI and its nodes. Predicted.
 PROGRAM_BYTES = 3 * GIB
-# While a file is quantized on load, and the pinned ring through which weights pass the card
-# (hosts/comfyui/precision.py, optimizations/stream.py).
-STAGING_BYTES = 2 * GIB
-RING_BYTES = 128 * MIB
 # An image as it comes from the VAE, and as it is saved.
 IMAGE_COPIES = 2
 

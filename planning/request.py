@@ -10,6 +10,7 @@ from ..families.protocol import Member, StepTokens
 from ..families.qwen_image import EDIT_2511 as NEWEST_EDIT
 from ..families.registry import find_member
 from ..spec.formats import EIGHT_BIT, MULTIPLIED, QUANTIZED
+from ..spec.sizes import MOST_GRAPH_ROWS, REPAID_BY
 from ..spec.transformer import (
     OFF_CARD,
     ON_CARD,
@@ -336,14 +337,6 @@ class Setting:
         return self.modulation == OFF_CARD
 
 
-# Steps from which a run captures a graph of passes of so many tokens: two passes launch kernel by
-# kernel, and a capture is repaid by six where the processor bounds a pass, else by twelve, of
-# quantized weights alone (optimizations/blocks/graphs.py). 768x768 has some 2500 tokens, 1024x1024
-# some 4300.
-LEAST_GRAPH_STEPS = {1536: 8, 6144: 14}
-MOST_PLAIN_GRAPH_ROWS = 1536
-
-
 def replays_graph(request: RunRequest, setting: Setting) -> bool:
     """Predicts whether the forward passes of a run replay a CUDA graph of the blocks.
 
@@ -352,9 +345,8 @@ def replays_graph(request: RunRequest, setting: Setting) -> bool:
     """
     tokens = request.step_tokens
     rows = request.items * (tokens.text + tokens.image)
-    fitting = any(
-        rows <= most and request.computed_steps >= steps
-        for most, steps in LEAST_GRAPH_STEPS.items()
-        if most <= MOST_PLAIN_GRAPH_ROWS or setting.precision in QUANTIZED
-    )
+    # Two passes launch kernel by kernel. The processor bounds those of few rows.
+    replays, few = request.computed_steps - 2, rows <= MOST_GRAPH_ROWS[False]
+    fitting = few or rows <= MOST_GRAPH_ROWS[setting.precision in QUANTIZED]
+    fitting = fitting and replays >= REPAID_BY[few]
     return fitting and setting.resident and not request.controlnet_bytes

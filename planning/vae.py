@@ -16,6 +16,7 @@ from ..caches import remembered
 from ..errors import DoesNotFitError, SettingError, UnavailableError
 from ..spec.formats import GIB, MIB, format_gib
 from ..spec.vae import (
+    SCORES_TOGETHER,
     STRIP,
     VaeLayer,
     VaeShape,
@@ -289,9 +290,8 @@ CONVOLUTION_WORKSPACE = 1.0
 # The attention's tensors of latent pixels x channels at its worst moment: input, norm, q, k and v
 # together and in copies, output, and the output in the order of an image.
 ATTENTION_STREAMS = 10
-# The same of ours: input, keys, values, norm, and q, k and v together. Of keys there are so many
-# together in memory.
-FUSED_STREAMS, SCORES_TOGETHER = 7, 8
+# The same of ours: input, keys, values, norm, and q, k and v together.
+FUSED_STREAMS = 7
 # Of a pixel, in fp32, which torch needs to norm it.
 LENGTH = 2
 # PyTorch's memory-efficient attention adds up heads wider than 128 in fp32 next to a 16-bit output.

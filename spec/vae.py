@@ -83,6 +83,8 @@ PUBLISHED_VAE = VaeShape()
 # layers. An H200 decodes 1328x1328 in 27.9 ms so, in 30.4 with half of it; 26.6 with twice as much
 # take 0.13 GiB more. 64 MiB of bf16 fit the cache of an L40S (96).
 STRIP = 2**25
+# Keys that are together in memory in their attention.
+SCORES_TOGETHER = 8
 
 Kind = Literal["convolution", "residual", "attention", "up", "down", "head", "stage"]
 Interval = tuple[int, int]

@@ -18,6 +18,7 @@ import torch
 
 from ...caches import remembered
 from ...machine.card import first_line
+from ...spec.sizes import REPAID_BY
 from ..fused import Ops
 from ..modulation import Entry
 from ..reference import Rotary, Tokens
@@ -30,13 +31,6 @@ _Kept = TypeVar("_Kept")
 MOST_GRAPHS = 3
 # Shapes of which something is kept: each length of a prompt is one.
 MOST_SEEN = 64
-# So many replays repay a capture: where the card waits for the processor, which a replay spares it,
-# and where it does not, and gains what it computes of text and image side by side.
-REPAID_BY = {True: 6, False: 12}
-# Up to so many rows a graph computes text and image side by side, by whether weights are quantized.
-# A step with graphs took so much of one without (H200, CFG 4; 256, 512, 768 and 1024 pixels): bf16
-# 0.80, 0.98, 1.02 and 1.01; int8 0.75, 0.90, 0.94 and 0.99; fp8 0.50, 0.84, 0.94 and 0.99.
-MOST_ROWS = {False: 1536, True: 6144}
 # What buffers may take between two runs for the sake of their graphs: those of 1024x1024.
 KEPT_BYTES = 256 * 2**20
 # Of a pass, before whose last fifth an event is recorded: once the processor has launched the last

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ...machine.card import first_line
+from ...spec.sizes import MOST_GRAPH_ROWS
 from ..attention import Attention, AttentionRequest, ChosenAttention
 from ..cards.team import Given, SplitPlan, Team
 from ..fallback import Fallback
@@ -22,7 +23,7 @@ from ..modulation import Entry, compute_entry
 from ..reference import Modulation
 from .block import Attend, BlockExecutor
 from .block_form import heads_of
-from .graphs import FIRST, LAST_PART, MOST_ROWS, Inputs, PassGraph, PassMemory, Seen, Work, key_of
+from .graphs import FIRST, LAST_PART, Inputs, PassGraph, PassMemory, Seen, Work, key_of
 from .host import BlockInputs, HostPass, PreparedModel
 from .self_check import Streams, is_finite
 
@@ -307,7 +308,7 @@ class ForwardPass:
 
     def _work(self, given: Given) -> Work:
         executor, blocks, prefixes = self._executor, self._host.blocks, self._host.prefixes
-        beside = given[2].tokens.rows <= MOST_ROWS[self._prepared.quantized]
+        beside = given[2].tokens.rows <= MOST_GRAPH_ROWS[self._prepared.quantized]
 
         def launch(inputs: Inputs, stream: torch.cuda.Stream) -> None:
             more = stream if beside else None

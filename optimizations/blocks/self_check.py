@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from ...spec.sizes import COMPARED_AT_ONCE
 from ..fallback import Fallback
 from ..reference import Tokens
 from .block import Step
@@ -16,7 +17,6 @@ from .block import Step
 # 0.5 % from the host's, whose roundings it leaves out; a quantized one by what fp8 rounds twice.
 EXACT_TOLERANCE = 0.02
 ROUNDING_TOLERANCE = 0.15
-TOKENS_AT_ONCE = 512
 
 Streams = tuple[torch.Tensor, torch.Tensor]  # text and image
 
@@ -80,7 +80,7 @@ def _norms(start: torch.Tensor, ours: torch.Tensor, host: torch.Tensor) -> torch
     In fp32 and so many tokens at a time, which take little memory.
     """
     found = []
-    parts = (stream.split(TOKENS_AT_ONCE, 1) for stream in (start, ours, host))
+    parts = (stream.split(COMPARED_AT_ONCE, 1) for stream in (start, ours, host))
     for before, mine, theirs in zip(*parts, strict=True):
         theirs = theirs.float()
         # One difference at a time takes the memory that planning counts.
@@ -95,5 +95,5 @@ def is_finite(tensor: torch.Tensor) -> bool:
     Args:
         tensor: (..., rows, columns).
     """
-    parts = tensor.split(TOKENS_AT_ONCE, -2)  # torch's isfinite takes 2.5 times a bf16 tensor
+    parts = tensor.split(COMPARED_AT_ONCE, -2)  # torch's isfinite takes 2.5 times a bf16 tensor
     return all(bool(part.isfinite().all()) for part in parts)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...spec.formats import RowFormat
+from ...spec.sizes import ROWS_AT_ONCE
 from ...spec.transformer import GELU, SPLIT_SWIGLU
 from ..attention_8bit import Heads
 from ..fused import Ops
@@ -41,8 +42,6 @@ STREAMS = ("text", "image")
 PLACES = ("image",) * 3 + ("text",) * 3 + ("image", "text") * 3
 # Shapes whose launches are kept: those of a run with CFG, and of a few prompts before.
 MOST_SHAPES = 8
-# Buffers are made for rows up to a multiple of this, so that prompts of other lengths fit.
-ROWS_AT_ONCE = 256
 
 
 class Prefix(NamedTuple):

@@ -8,14 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..attention_8bit import (
-    HEAD_DIMS,
-    LARGEST_VALUE,
-    TOKENS_AT_ONCE,
-    WEIGHT_SCALE,
-    Heads,
-    padded,
-)
+from ...spec.sizes import HEAD_TOKENS_AT_ONCE
+from ..attention_8bit import HEAD_DIMS, LARGEST_VALUE, WEIGHT_SCALE, Heads, padded
 from ..reference import SMALLEST_ROW
 from .launch import Launch, PreparedLaunch
 from .rows import magnitude, round_to_step
@@ -267,9 +261,9 @@ def _values_kernel(
 def _quantize_values(v: torch.Tensor, into: Heads) -> list[Launch]:
     batch, tokens, heads, head_dim = v.shape
     length = padded(tokens)
-    chunks = length // TOKENS_AT_ONCE
+    chunks = length // HEAD_TOKENS_AT_ONCE
     strides = v.stride(0), v.stride(1), v.stride(2)
-    constants = {"heads": heads, "head_dim": head_dim, "chunk": TOKENS_AT_ONCE}
+    constants = {"heads": heads, "head_dim": head_dim, "chunk": HEAD_TOKENS_AT_ONCE}
     fixed = (v, into.v_largest, *strides, tokens, chunks)
     programs = batch * heads * chunks
     largest = Launch(_largest_kernel, programs, (), fixed, constants, num_warps=4)

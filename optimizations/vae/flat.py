@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...planning.vae import SCORES_TOGETHER
-from ...spec.vae import STRIP
+from ...spec.vae import SCORES_TOGETHER, STRIP
 from .. import kernels
 from ..fallback import Fallback
 from ..fused import choose_ops

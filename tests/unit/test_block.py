@@ -720,7 +720,7 @@ def test_the_check_compares_whole_streams_in_parts(monkeypatch):
     before, ours, host = ((random(2, 5, DIM, seed=seed), random(2, 9, DIM)) for seed in (1, 2, 3))
     step, found = Step(Tokens(2, 5, 9, 9), None, None), []
     for count in (512, 4, 1):
-        monkeypatch.setattr(self_check, "TOKENS_AT_ONCE", count)
+        monkeypatch.setattr(self_check, "COMPARED_AT_ONCE", count)
         check = self_check.FirstBlockCheck(rounds=False)
         check._most = 10.0
         assert check.passes(before, ours, host, step)

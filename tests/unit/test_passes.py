@@ -22,13 +22,7 @@ from qwen_l40s.optimizations.attention import AttentionRequest, ChosenAttention
 from qwen_l40s.optimizations.blocks import graphs, workspace
 from qwen_l40s.optimizations.blocks.block import BlockExecutor
 from qwen_l40s.optimizations.blocks.block_form import OwnCode, is_changed, part_of
-from qwen_l40s.optimizations.blocks.graphs import (
-    MOST_GRAPHS,
-    GraphFigures,
-    PassMemory,
-    Seen,
-    Work,
-)
+from qwen_l40s.optimizations.blocks.graphs import MOST_GRAPHS, GraphFigures, PassMemory, Seen, Work
 from qwen_l40s.optimizations.blocks.host import BlockInputs, DoubleStream
 from qwen_l40s.optimizations.blocks.shape import Share
 from qwen_l40s.optimizations.blocks.workspace import Workspace
@@ -37,6 +31,7 @@ from qwen_l40s.optimizations.reference import Tokens
 from qwen_l40s.planning.bytes import buffer_bytes, heads_bytes, step_bytes
 from qwen_l40s.planning.request import RunRequest, Setting
 from qwen_l40s.spec.formats import EIGHT_BIT
+from qwen_l40s.spec.sizes import REPAID_BY
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -266,7 +261,7 @@ def test_another_launcher_of_triton_is_named(monkeypatch):
 # --- when a graph is worth its capture
 
 
-SOON, LATER = graphs.REPAID_BY[True], graphs.REPAID_BY[False]  # passes that repay a capture
+SOON, LATER = REPAID_BY[True], REPAID_BY[False]  # passes that repay a capture
 BESIDE, ALONE = True, False  # whether text and image are computed side by side
 
 

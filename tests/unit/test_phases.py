@@ -3,7 +3,6 @@ that parts add up, and that more of anything never takes less.
 """
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,11 +12,9 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from qwen_l40s.errors import UnavailableError
-from qwen_l40s.planning import estimate as host
 from qwen_l40s.planning import phases as phases_module
 from qwen_l40s.planning.bytes import (
     GRAPH_WORKSPACES,
-    MOST_TABLE_BYTES,
     SAMPLER_LATENTS,
     TokenRows,
     buffer_bytes,
@@ -38,16 +35,10 @@ from qwen_l40s.planning.phases import (
     vae_bytes,
 )
 from qwen_l40s.planning.rates import Constants
-from qwen_l40s.planning.request import (
-    TEXT_PLACES,
-    Loras,
-    Parts,
-    RunRequest,
-    Setting,
-    replays_graph,
-)
+from qwen_l40s.planning.request import TEXT_PLACES, Loras, Parts, RunRequest, Setting, replays_graph
 from qwen_l40s.planning.vae import plan_decode
 from qwen_l40s.spec.formats import GIB, MIB, MULTIPLIED, QUANTIZED
+from qwen_l40s.spec.sizes import MOST_TABLE_BYTES
 
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
 CARD = int(44.4 * GIB)
@@ -454,19 +445,6 @@ def test_what_is_at_hand_is_not_quantized_again():
 
 
 # ----------------------------------------------------------------------------- settings, constants
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "file"),
-    [
-        ("MOST_BYTES", MOST_TABLE_BYTES, "optimizations/modulation.py"),
-        ("PINNED_BYTES", host.RING_BYTES, "optimizations/stream.py"),
-    ],
-)
-def test_figures_are_those_of_the_code_that_runs(name, value, file):
-    text = (Path(__file__).resolve().parents[2] / file).read_text(encoding="utf-8")
-    (written,) = re.findall(rf"^{name} = (.+)$", text, re.M)
-    assert eval(written, {"GIB": GIB, "MIB": MIB, "int": int}) == value
 
 
 def test_the_fitted_workspace_and_context_are_taken(monkeypatch):

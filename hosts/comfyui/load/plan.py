@@ -25,10 +25,10 @@ from ....loaders.sizes import loaded_bytes
 from ....loaders.source import Source
 from ....machine.memory import available_memory
 from ....planning.bytes import TransformerBytes, weight_bytes, weights_by_precision
-from ....planning.estimate import STAGING_BYTES
 from ....planning.phases import KEPT_FREE_BYTES
 from ....planning.plan import check_tensor_cores
 from ....spec.formats import QUANTIZED, CardFacts, format_gib
+from ....spec.sizes import STAGING_BYTES
 from ....spec.transformer import TransformerShape
 from ...loading import LOADER_PRECISIONS, LoadDecision, check_known, decide_load
 from ..contract import require

@@ -24,9 +24,10 @@ from ....loaders.source import Source, check_unchanged, fingerprint
 from ....loaders.stored import PackedLayer, StoredLayer, canonical_tensors
 from ....optimizations.reference import decode_weight
 from ....spec.formats import QUANTIZED
+from ....spec.sizes import STAGING_BYTES
 from ...loading import round_weight
 from ..kept import SUFFIX
-from .plan import STAGING_BYTES, LoadPlan
+from .plan import LoadPlan
 
 
 def map_tensors(source: Source) -> dict[str, torch.Tensor]:
