@@ -24,7 +24,7 @@ from comfy.text_encoders.llama import Qwen25_7BVLI
 
 from ..families.qwen_image import FULL_SIZE, MARKER_2511
 from ..hosts.comfyui.decode.wan import build_wan21
-from ..hosts.comfyui.load.linear import quantized_operations
+from ..hosts.comfyui.linear import quantized_operations
 from ..hosts.comfyui.sample.optimize import report_of
 from ..hosts.comfyui.sample.run import OPTIMIZATION_KEY
 from ..loaders.convert import shapes_of

@@ -34,7 +34,7 @@ from ...loaders.stored import StoredLayer
 from ...loaders.writer import SAFETENSORS_DTYPES, SafetensorsLayout, write_safetensors
 from ...spec.formats import RowFormat, format_gib
 from ...spec.sizes import STAGING_BYTES
-from .load.linear import LAYOUTS, rotation_of
+from .linear import LAYOUTS, rotation_of
 from .lora.bypass import BYPASS_KEY
 from .sample.attention import file_choice
 from .sample.off_card import named_weights

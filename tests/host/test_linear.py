@@ -9,7 +9,7 @@ import torch
 from comfyui_boot import refused
 
 from qwen_l40s.errors import UnavailableError
-from qwen_l40s.hosts.comfyui.load.linear import quantized_operations
+from qwen_l40s.hosts.comfyui.linear import quantized_operations
 from qwen_l40s.hosts.comfyui.lora.bypass import BypassForward, LowRank
 from qwen_l40s.loaders.quantize import dequantize_rows, quantize_rows
 from qwen_l40s.spec import formats

@@ -35,7 +35,7 @@ from ....spec.transformer import OFF_CARD, ON_CARD, TransformerShape, whole_pixe
 from ....spec.vae import VaeShape
 from ....step_cache import CacheSettings
 from ..decode.fused import vae_shape
-from ..load.linear import LAYOUTS
+from ..linear import LAYOUTS
 from ..load.text_encoder import PlacedClip
 from ..load.weights import FLOAT_NAMES
 from ..lora.bypass import bypass_models

@@ -36,6 +36,7 @@ from ....optimizations.linear import choose_gemm
 from ....optimizations.step_cache import Later
 from ....optimizations.warm_up import warm_up
 from ....spec.formats import QUANTIZED, format_gib
+from ..linear import quantized_operations
 from ..record.sampling import record_runs
 from ..sample.layers import compile_ahead
 from ..sample.modulation import MODULATION_KEY, ModelModulation
@@ -47,7 +48,6 @@ from ..sample.off_card import (
     take_off_card,
 )
 from ..sample.run import PARTS_KEY, check_parts
-from .linear import quantized_operations
 from .plan import LoadPlan, LoadReport, joined_bytes, plan_load, require_less_memory
 from .weights import FLOAT_NAMES, transformer_tensors
 

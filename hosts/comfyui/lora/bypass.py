@@ -30,7 +30,7 @@ from ....errors import UnavailableError
 from ....families.registry import first_reader
 from ....optimizations import reference
 from ....optimizations.blocks.block_form import is_changed
-from ..load.linear import AroundLinear
+from ..linear import AroundLinear
 
 BYPASS_KEY = "qwen_l40s_lora"
 # The second tells newer ComfyUI (#16862), whose fused linear layers read weights past `forward`,

@@ -26,7 +26,7 @@ from ....optimizations.blocks.block import DENSE
 from ....optimizations.blocks.block_form import head_norms, query_layer, token_layers
 from ....optimizations.fallback import Fallback
 from ....spec.formats import RowFormat
-from ..load.linear import INT8_ROWS, packed_parts
+from ..linear import INT8_ROWS, packed_parts
 from ..lora.bypass import Beside
 
 PAGE = 32 << 20  # of dynamic VRAM, in bytes

@@ -32,7 +32,7 @@ from ....optimizations.reference import LowRank
 from ....optimizations.stream import uploads_to
 from ....optimizations.warm_up import rehearse, warm_up
 from ....spec.formats import RowFormat, is_rotation
-from ..load import linear as operations
+from .. import linear as operations
 from ..lora.bypass import Beside, is_foreign
 from .held import HeldWeights, row_scale, stored, waits
 

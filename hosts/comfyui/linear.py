@@ -22,15 +22,15 @@ from comfy.quant_ops import (
 from comfy_kitchen.tensor.base import BaseLayoutParams
 from torch.nn import functional as F
 
-from ....caches import cached
-from ....errors import UnavailableError
-from ....loaders.quantize import dequantize_rows, quantize_rows
-from ....optimizations import reference
-from ....optimizations.blocks.products import PackedWeight
-from ....optimizations.fallback import Fallback
-from ....optimizations.fused import TORCH, choose_ops
-from ....optimizations.linear import known_gemm, quantized_linear
-from ....spec.formats import FORMATS
+from ...caches import cached
+from ...errors import UnavailableError
+from ...loaders.quantize import dequantize_rows, quantize_rows
+from ...optimizations import reference
+from ...optimizations.blocks.products import PackedWeight
+from ...optimizations.fallback import Fallback
+from ...optimizations.fused import TORCH, choose_ops
+from ...optimizations.linear import known_gemm, quantized_linear
+from ...spec.formats import FORMATS
 
 FP8_ROWS, INT8_ROWS = FORMATS["fp8"], FORMATS["int8"]
 # {ComfyUI's class: the format of its values}
@@ -245,7 +245,7 @@ def _as_int8(weight: QuantizedTensor) -> QuantizedTensor:
     compiling = torch.compiler.is_compiling()  # which cannot trace a launch
     if compiling or not _launches(scale.device):
         return QuantizedTensor(reference.decode_weight(*packed), INT8_ROWS.layout, params)
-    from ....optimizations.kernels.scaled_gemm import decode_weight
+    from ...optimizations.kernels.scaled_gemm import decode_weight
 
     values = torch.empty(own.orig_shape, dtype=torch.int8, device=scale.device)
     decode_weight(*packed, values).once()
