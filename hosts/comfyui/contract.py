@@ -1,4 +1,4 @@
-"""Whether the running ComfyUI is one that this package knows, checked once.
+"""Whether the running ComfyUI is one that this package knows, checked once, and whether a MODEL is.
 
 ComfyUI has no frozen internal interface. What this package hooks into or replaces is listed here
 with the parameters that it relies on, so that a change upstream is one sentence to the user instead
@@ -21,6 +21,7 @@ from typing import Any
 
 from ...caches import remembered
 from ...errors import UnavailableError
+from ...families.comfyui import kind_of
 from ...families.protocol import Family
 from ...machine.comfyui import COMFYUI_FLOOR, TESTED, is_newer_than_tested
 from ...machine.packages import release
@@ -234,6 +235,19 @@ def require(family: Family, path: Path) -> None:
             "ComfyUI.",
             path,
         )
+
+
+def unsupported_model(model: Any) -> Fallback | None:
+    """Says why a MODEL is not optimized, in one sentence; None when it is Qwen-Image."""
+    inner = model.model
+    kind = kind_of(inner)
+    if kind and kind.holds(inner.diffusion_model):
+        return None
+    return Fallback(
+        f"The model is {type(inner).__name__}, not Qwen-Image (2512, Edit, Layered, 2.1): it "
+        "passes through unchanged.",
+        final=True,
+    )
 
 
 @remembered

@@ -34,6 +34,7 @@ from ....spec.formats import EIGHT_BIT, FORMATS, QUANTIZED
 from ....spec.transformer import OFF_CARD, ON_CARD, TransformerShape, whole_pixels
 from ....spec.vae import VaeShape
 from ....step_cache import CacheSettings
+from ..contract import unsupported_model
 from ..decode.fused import vae_shape
 from ..linear import LAYOUTS
 from ..load.text_encoder import PlacedClip
@@ -41,7 +42,6 @@ from ..load.weights import FLOAT_NAMES
 from ..lora.bypass import bypass_models
 from ..sample.attention import SLOT, SlotAttention
 from ..sample.off_card import named_weights, off_card_layers
-from ..sample.optimize import unsupported_model
 from ..sample.run import STEP_CACHE_KEY
 
 FOREIGN = "another extension's quantization"

@@ -30,7 +30,7 @@ from ....loaders.convert import normalize_name
 from ....planning.request import LORA_MODES
 from ....spec.formats import format_gib
 from ...loading import check_known
-from ..sample.optimize import unsupported_model
+from ..contract import unsupported_model
 from .bypass import Kronecker, Matrices, add_bypass, bypass_change, in_rows
 from .file import LoraFile, inspect_lora, read_lora
 

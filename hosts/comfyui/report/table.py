@@ -20,9 +20,9 @@ from ....families.registry import pixels_of
 from ....planning.estimate import usd_range
 from ....planning.phases import Range, figure
 from ....spec.formats import GIB
+from ..contract import unsupported_model
 from ..record.phase import MeasuredPhase, harmless, measured
 from ..record.sampling import is_recorded
-from ..sample.optimize import unsupported_model
 from .predict import PARTS_MISSING, Prediction, predict
 from .rows import ROW_NAMES, LastRun, Row, ends, last_run, rows_of, seconds_text
 

@@ -26,8 +26,8 @@ from ....families.comfyui import kind_of
 from ....machine.card import InstalledCard, first_line
 from ....optimizations.fallback import Fallback
 from ....spec.formats import format_gib
+from ..contract import unsupported_model
 from .call import IDLE
-from .optimize import unsupported_model
 from .run import CARDS_KEY, OPTIMIZATION_KEY, link_warning
 
 logger = logging.getLogger(__name__)

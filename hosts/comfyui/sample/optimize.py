@@ -22,7 +22,7 @@ from ....families.comfyui import kind_of
 from ....families.registry import blocks_of, spec_of
 from ....optimizations.attention import MOST_ERROR, is_lossy
 from ....optimizations.blocks.block_form import heads_of, query_layer
-from ....optimizations.fallback import Fallback
+from ..contract import unsupported_model
 from ..record.sampling import record_runs
 from .attention import SLOT, SlotAttention
 from .layers import compile_ahead
@@ -129,19 +129,6 @@ def restore(model: ModelPatcher) -> ModelPatcher:
         if before is not None:
             options[SLOT] = before
     return clone
-
-
-def unsupported_model(model: ModelPatcher) -> Fallback | None:
-    """Why a MODEL is not optimized, in one sentence; None when it is Qwen-Image."""
-    inner = model.model
-    kind = kind_of(inner)
-    if kind and kind.holds(inner.diffusion_model):
-        return None
-    return Fallback(
-        f"The model is {type(inner).__name__}, not Qwen-Image (2512, Edit, Layered, 2.1): it "
-        "passes through unchanged.",
-        final=True,
-    )
 
 
 def report_of(model: ModelPatcher) -> str:
