@@ -26,11 +26,11 @@ from qwen_l40s.families.registry import blocks_of
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.hosts.comfyui.lora.apply import apply_lora
 from qwen_l40s.hosts.comfyui.lora.bypass import BypassForward
-from qwen_l40s.hosts.comfyui.record.sampling import path_of
 from qwen_l40s.hosts.comfyui.sample import cards, layers, run
 from qwen_l40s.hosts.comfyui.sample.call import COMPILED, IDLE
 from qwen_l40s.hosts.comfyui.sample.cards import split_cards
 from qwen_l40s.hosts.comfyui.sample.layers import ComfyLayers
+from qwen_l40s.hosts.comfyui.sample.measure import path_of
 from qwen_l40s.hosts.comfyui.sample.optimize import optimize
 from qwen_l40s.hosts.comfyui.sample.run import ComfyOptimization
 from qwen_l40s.hosts.comfyui.sample.step_cache import cache_steps

@@ -34,7 +34,6 @@ from qwen_l40s.hosts.comfyui.load.text_encoder import (
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.hosts.comfyui.load.vae import load_vae
 from qwen_l40s.hosts.comfyui.record import phase as measuring
-from qwen_l40s.hosts.comfyui.record import sampling as sampling_record
 from qwen_l40s.hosts.comfyui.record.phase import MeasuredPhase, inner_phase, measured, phase
 from qwen_l40s.hosts.comfyui.report import predict as run_request
 from qwen_l40s.hosts.comfyui.report.rows import Row
@@ -48,6 +47,7 @@ from qwen_l40s.hosts.comfyui.report.table import (
     report_run,
     report_text,
 )
+from qwen_l40s.hosts.comfyui.sample import measure as sampling_record
 from qwen_l40s.hosts.comfyui.sample import off_card as off_card_pass
 from qwen_l40s.hosts.comfyui.sample.call import options_of
 from qwen_l40s.hosts.comfyui.sample.forward import ComfyPass

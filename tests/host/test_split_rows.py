@@ -13,9 +13,9 @@ from faulty_copies import Vanishing, between_cards, split_always, stand_in_cards
 
 from qwen_l40s.caches import forget
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
-from qwen_l40s.hosts.comfyui.record.sampling import path_of
 from qwen_l40s.hosts.comfyui.sample import run
 from qwen_l40s.hosts.comfyui.sample.cards import split_cards
+from qwen_l40s.hosts.comfyui.sample.measure import path_of
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize
 from qwen_l40s.machine import copies, links
 from qwen_l40s.optimizations.run import NotFiniteError, Optimization

@@ -37,8 +37,8 @@ from ....optimizations.step_cache import Later
 from ....optimizations.warm_up import warm_up
 from ....spec.formats import QUANTIZED, format_gib
 from ..linear import quantized_operations
-from ..record.sampling import record_runs
 from ..sample.layers import compile_ahead
+from ..sample.measure import record_runs
 from ..sample.modulation import MODULATION_KEY, ModelModulation
 from ..sample.off_card import (
     OffCardDynamicPatcher,

@@ -22,7 +22,7 @@ from ....planning.phases import Range, figure
 from ....spec.formats import GIB
 from ..contract import unsupported_model
 from ..record.phase import MeasuredPhase, harmless, measured
-from ..record.sampling import is_recorded
+from ..sample.measure import is_recorded
 from .predict import PARTS_MISSING, Prediction, predict
 from .rows import ROW_NAMES, LastRun, Row, ends, last_run, rows_of, seconds_text
 

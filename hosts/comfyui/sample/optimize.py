@@ -23,9 +23,9 @@ from ....families.registry import blocks_of, spec_of
 from ....optimizations.attention import MOST_ERROR, is_lossy
 from ....optimizations.blocks.block_form import heads_of, query_layer
 from ..contract import unsupported_model
-from ..record.sampling import record_runs
 from .attention import SLOT, SlotAttention
 from .layers import compile_ahead
+from .measure import record_runs
 from .run import OPTIMIZATION_KEY, PARTS_KEY, ComfyOptimization, check_parts
 
 logger = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ from comfy.patcher_extension import WrappersMP
 
 from ....optimizations.step_cache import CachedRun, CacheFigures
 from ....step_cache import CacheSettings
-from ..record.sampling import record_runs
 from .call import COMPUTED_STEPS
+from .measure import record_runs
 from .run import STEP_CACHE_KEY
 
 logger = logging.getLogger(__name__)

@@ -18,13 +18,10 @@ from ....families.comfyui import kind_of
 from ....families.registry import blocks_of
 from ....loaders.source import MICRO_ADVICE, MICRO_SIDE, MICRO_TRANSFORMER
 from ....spec.vae import PIXELS_PER_LATENT
-from ..sample.call import context_of, control_of, is_skipped, options_of
-from ..sample.modulation import MODULATION_KEY as MODULATION
-from ..sample.run import CARDS_KEY as CARDS
-from ..sample.run import OPTIMIZATION_KEY as OPTIMIZATION
-from ..sample.run import STEP_CACHE_KEY as STEP_CACHE
-from ..sample.run import unsafe_copies
-from .phase import MeasuredPhase, forget, harmless, phase
+from ..record.phase import MeasuredPhase, forget, harmless, phase
+from .call import context_of, control_of, is_skipped, options_of
+from .modulation import MODULATION_KEY
+from .run import CARDS_KEY, OPTIMIZATION_KEY, STEP_CACHE_KEY, unsafe_copies
 
 logger = logging.getLogger(__name__)
 
@@ -189,12 +186,12 @@ def size_advice(model: Any, latent: Sequence[int]) -> str:
 
 def path_of(patcher: ModelPatcher) -> tuple[str, ...]:
     """Says which path every part took in the run, a line each."""
-    cache = patcher.get_attachment(STEP_CACHE)
+    cache = patcher.get_attachment(STEP_CACHE_KEY)
     others = () if cache is None else cache.lines()
-    others = (*others, *(patcher.get_attachment(CARDS) or ()), *unsafe_copies(patcher))
-    optimization = patcher.get_attachment(OPTIMIZATION)
+    others = (*others, *(patcher.get_attachment(CARDS_KEY) or ()), *unsafe_copies(patcher))
+    optimization = patcher.get_attachment(OPTIMIZATION_KEY)
     if optimization is not None:
         return (*optimization.report().splitlines(), *others)
-    modulation = vars(patcher.model).get(MODULATION)
+    modulation = vars(patcher.model).get(MODULATION_KEY)
     lines = () if modulation is None else modulation.lines()
     return ("blocks: ComfyUI's own; Optimize Qwen-Image fuses them", *lines, *others)
