@@ -2,7 +2,9 @@
 
 import ast
 import functools
+from collections import defaultdict
 from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -164,3 +166,26 @@ def test_imports_go_in_no_circle():
     except CycleError as error:
         circle = " -> ".join(str(file.relative_to(ROOT)) for file in error.args[1])
         raise AssertionError(circle) from None
+
+
+def test_rooms_of_comfyui_import_one_way():
+    """A room is a folder in it, or a file; late imports count, and those for types alone."""
+    root, found = ROOT / "hosts" / "comfyui", defaultdict(set)
+
+    def room(path):
+        return path.relative_to(root).parts[0].removesuffix(".py")
+
+    files = [file for file in FILES if root in file.parents]
+    for file in files:
+        for level, module, names in imports(tree_of(file)):
+            base = file.parents[level - 1].joinpath(*module.split(".")) if level else ROOT
+            for target in [base / name for name in names] if base == root else [base]:
+                if root in target.parents and room(target) != room(file):
+                    found[room(file), room(target)].add(str(file.relative_to(root)))
+    graph = {room(file): {end for start, end in found if start == room(file)} for file in files}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        ends = [(start, end) for end, start in pairwise(error.args[1])]
+        lines = [f"{start} imports {end}: {sorted(found[start, end])}" for start, end in ends]
+        raise AssertionError("\n".join(lines)) from None
