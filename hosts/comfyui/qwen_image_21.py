@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import comfy.model_base
@@ -14,11 +14,9 @@ from ...caches import cached
 from ...families.comfyui import ModelKind
 from ...families.qwen_image_21 import QWEN_IMAGE_21, QwenImage21Shape
 from ...optimizations.blocks.block import Step
-from ...optimizations.blocks.host import BlockInputs
-from ...optimizations.blocks.self_check import Streams
+from ...optimizations.blocks.host import PrefixedStream
 from ...optimizations.blocks.workspace import Prefix
 from ...optimizations.fallback import Fallback
-from ...optimizations.modulation import Entry, shared_entry
 from ...optimizations.reference import Tokens
 from . import contract
 from .qwen_image import rope_axes, settings_of
@@ -45,20 +43,17 @@ def is_known() -> bool:
     )
 
 
-class SingleStreamPass(ComfyPass):
-    """One call, whose blocks run with the rows of the image alone, beside the keys and values in
-    ComfyUI's prefix cache. What fills the cache is ComfyUI's own.
-    """
+class PrefixedComfyPass(PrefixedStream, ComfyPass):
+    """One call, whose blocks read ComfyUI's prefix cache. What fills it is ComfyUI's own."""
 
     names = BLOCK_ARGUMENTS
+    streams, shared = ("x", "mod"), ("pe",)
     additions = ()
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.peers = ()  # other cards have no part in a pass
         self._fills = False
-        self._turned: torch.Tensor | None = None  # what the step's rotation was made of
-        self._step: Step | None = None
         self._slot: Any = None  # of the prefix cache
         self._prefixes: Sequence[Prefix] | None = None
 
@@ -73,46 +68,35 @@ class SingleStreamPass(ComfyPass):
             return "ComfyUI's prefix cache is in host memory or in 8 or 4 bits"
         return super().no_graphs()
 
-    def inputs(
+    def beside(
         self, block: torch.nn.Module, positional: tuple, arguments: dict[str, Any]
-    ) -> BlockInputs | Fallback | None:
+    ) -> Prefix | Fallback | None:
         if positional or arguments.keys() != ARGUMENTS:
             return OTHER_ARGUMENTS
-        x, mod, pe, attend, before, options = map(arguments.get, BLOCK_ARGUMENTS)
-        if before:
-            self._fills = before == x.shape[1]
+        if before := arguments["prefix_len"]:
+            self._fills = before == arguments["x"].shape[1]
             return None if self._fills else NO_PREFIX_CACHE
-        prefix = prefix_of(attend)
+        prefix = self.prefix_of(arguments)
         if prefix is None:
             return NO_PREFIX_CACHE
-        self._options, self._block = options, block
-        tokens = Tokens(len(x), 0, x.shape[1], x.shape[1])
-        if self._turned is not pe or self._step.tokens != tokens:
-            with self.lasting():
-                self._turned, self._step = pe, Step(tokens, rotary_of(pe.transpose(1, 2)), None)
+        self._options, self._block = arguments["transformer_options"], block
         comfy.ops.run_every_op()
-        return BlockInputs(x[:, :0], x, mod, self._step._replace(prefix=prefix), False)
+        return prefix
 
-    def unchanged(
-        self,
-        index: int,
-        positional: tuple,
-        arguments: dict[str, Any],
-        inputs: tuple[torch.Tensor, torch.Tensor, object],
-    ) -> bool:
-        """As of `HostPass`."""
-        _, image, mod = inputs
-        if positional or arguments["x"] is not image or arguments["mod"] is not mod:
-            return False
-        prefix, expected = prefix_of(arguments["attn_fn"]), self.prefixes
-        return (
-            prefix is not None
-            and expected is not None
-            and prefix.keys.data_ptr() == expected[index].keys.data_ptr()
-        )
+    def prefix_of(self, arguments: dict[str, Any]) -> Prefix | None:
+        """Reads what ComfyUI's `prefix_cached_attention` has bound; None of others."""
+        # Calling it would join them with those of the image in new tensors.
+        attend = arguments["attn_fn"]
+        code = getattr(attend, "__code__", None)
+        if code is None or not attend.__qualname__.startswith("prefix_cached_attention."):
+            return None
+        bound = dict(zip(code.co_freevars, attend.__closure__, strict=True))
+        if not {"prefix_k", "prefix_v"} <= bound.keys():
+            return None
+        return Prefix(bound["prefix_k"].cell_contents, bound["prefix_v"].cell_contents)
 
-    def output(self, streams: Streams) -> torch.Tensor:
-        return streams[1]
+    def new_step(self, tokens: Tokens, image: torch.Tensor, *shared: Any) -> Step:
+        return Step(tokens, rotary_of(shared[0].transpose(1, 2)), None)
 
     @property
     def prefixes(self) -> Sequence[Prefix] | None:
@@ -130,27 +114,9 @@ class SingleStreamPass(ComfyPass):
             return None
         return self._prefixes
 
-    def entry(self, embedding: Any, batch: int) -> Entry:
-        """From the modulation of all blocks: (scale, tanh of the gate) twice, and a zero."""
-        scale1, gate1, scale2, gate2 = (target.squeeze(1) for _, target in embedding[:4])
-        return shared_entry((scale1, scale2), (gate1, gate2), len(self.blocks), batch)
-
-    def host_block(self, block: torch.nn.Module, arguments: dict[str, Any]) -> Streams:
-        """The block's own forward, which writes over its input."""
-        x = arguments["x"]
-        return x[:, :0], type(block).forward(block, **{**arguments, "x": x.clone()})
-
-
-def prefix_of(attend: Callable[..., torch.Tensor]) -> Prefix | None:
-    """Reads what ComfyUI's `prefix_cached_attention` has bound; None of others."""
-    # Calling it would join them with those of the image in new tensors.
-    code = getattr(attend, "__code__", None)
-    if code is None or not attend.__qualname__.startswith("prefix_cached_attention."):
-        return None
-    bound = dict(zip(code.co_freevars, attend.__closure__, strict=True))
-    if not {"prefix_k", "prefix_v"} <= bound.keys():
-        return None
-    return Prefix(bound["prefix_k"].cell_contents, bound["prefix_v"].cell_contents)
+    def parts_of(self, embedding: Any) -> Sequence[torch.Tensor]:
+        """Reads ComfyUI's (zero, target) of each; of the gates it gives tanh."""
+        return [target.squeeze(1) for _, target in embedding[:4]]
 
 
 def _shape(transformer: torch.nn.Module) -> QwenImage21Shape:
@@ -185,7 +151,7 @@ def _kind() -> ModelKind | None:
         shape=_shape,
         takes=lambda it: (it.txt_in.in_layer.in_features, it.img_in.in_features),
         settings=settings_of,
-        passes=SingleStreamPass,
+        passes=PrefixedComfyPass,
     )
 
 

@@ -37,7 +37,7 @@ SHARED = (
     "joint_attention_kwargs",
     "modulate_index",
 )
-STREAM_ARGUMENTS = ("hidden_states", "encoder_hidden_states")
+OTHER_ARGUMENTS = Fallback("diffusers passes its blocks arguments that are unknown here")
 # diffusers' own attention, whatever is chosen there.
 HOST_ATTENTION = "diffusers"
 # diffusers 0.37 and 0.38 hand the joint mask on among the arguments of attention.
@@ -109,16 +109,11 @@ class TransformerPass(DoubleStream):
         self._attention = attention
         attention.start_pass(self._processor)
         self._controlled = given.get("controlnet_block_samples") is not None
-        self._shared: tuple[Any, ...] | None = None  # the arguments that the step was made of
-        self._step: Step | None = None
         self._mask: torch.Tensor | None = None  # as diffusers passes it to attention
 
     @property
     def attention(self) -> TransformerAttention | None:
         return None if self._attention.fallback else self._attention
-
-    def no_graphs(self) -> str:
-        return ""
 
     def fallback(self) -> Fallback | None:
         if self.owner.training:
@@ -152,17 +147,14 @@ class TransformerPass(DoubleStream):
     def inputs(
         self, block: torch.nn.Module, positional: tuple, arguments: dict[str, Any]
     ) -> BlockInputs | Fallback:
-        if positional or not all(name in arguments for name in STREAM_ARGUMENTS):
-            return Fallback("diffusers passes its blocks arguments that are unknown here")
+        if positional or not all(name in arguments for name in self.streams):
+            return OTHER_ARGUMENTS
         shared = tuple(arguments.get(name) for name in SHARED)
-        if self.exchanged(shared):
-            try:
-                self._step = self._step_of(arguments)
-            except _UnknownError as reason:
-                return Fallback(str(reason))
-            self._shared = shared
-        image, text = (arguments[name] for name in STREAM_ARGUMENTS)
-        return BlockInputs(text, image, arguments["temb"], self._step, self._controlled)
+        try:
+            step = self.kept_step(shared, None, lambda: self._step_of(arguments))
+        except _UnknownError as reason:
+            return Fallback(str(reason))
+        return BlockInputs(*map(arguments.get, self.streams), step, self._controlled)
 
     def entry(self, embedding: torch.Tensor, batch: int) -> Entry:
         return self.modulation.entry(self.owner, self._given, embedding, batch)
@@ -178,11 +170,6 @@ class TransformerPass(DoubleStream):
     def host_block(self, block: torch.nn.Module, arguments: dict[str, Any]) -> Streams:
         return type(block).forward(block, **arguments)
 
-    def exchanged(self, shared: tuple[Any, ...]) -> bool:
-        return self._shared is None or any(
-            ours is not theirs for ours, theirs in zip(self._shared, shared, strict=True)
-        )
-
     def attention_mask(self, mask: torch.Tensor | None, image: torch.Tensor) -> Any:
         """Keeps diffusers' mask for its own attention; returns the scores to add in this one."""
         self._mask = mask
@@ -192,12 +179,11 @@ class TransformerPass(DoubleStream):
         return aligned_mask(scores.masked_fill_(~mask, float("-inf")))
 
     def _step_of(self, arguments: dict[str, Any]) -> Step:
-        unknown = arguments.keys() - {*SHARED, *STREAM_ARGUMENTS}
+        unknown = arguments.keys() - {*SHARED, *self.streams}
         if unknown:
             raise _UnknownError(f"its argument {', '.join(sorted(unknown))} is not known here")
-        image, text = (arguments[name] for name in STREAM_ARGUMENTS)
-        embedding, index = arguments["temb"], arguments.get("modulate_index")
-        batch = len(image)
+        text, image, embedding = map(arguments.get, self.streams)
+        index, batch = arguments.get("modulate_index"), len(image)
         if len(text) != batch or image.dtype != text.dtype:
             raise _UnknownError("text and image differ in batch or dtype")
         rows = batch if index is None else 2 * batch

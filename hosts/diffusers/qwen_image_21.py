@@ -17,51 +17,29 @@ except ImportError:  # an older one
 
 from ...families.qwen_image_21 import MEMBER, QWEN_IMAGE_21
 from ...optimizations.blocks.block import Step
-from ...optimizations.blocks.host import BlockInputs
-from ...optimizations.blocks.self_check import Streams
+from ...optimizations.blocks.host import PrefixedStream
 from ...optimizations.blocks.workspace import Prefix
 from ...optimizations.fallback import Fallback
-from ...optimizations.modulation import Entry, shared_entry
 from ...optimizations.reference import Rotary, Tokens
 from ...optimizations.vae.tiles import Layer, stage
 from ...spec.vae import VaeShape
-from .forward import TransformerPass
+from .forward import OTHER_ARGUMENTS, TransformerPass
 
 PIPELINE, PUBLISHED = "QwenImage21Pipeline", QWEN_IMAGE_21.vae.shape
 VAE = AutoencoderKLQwenImage21
 # What a block is called with.
-SHARED = ("modulation", "rotary_emb", "attention_mask")
 ARGUMENTS = {
-    *SHARED,
-    *("hidden_states", "target_token_mask", "layer_cache", "kv_cache_mode"),
-    *("cache_write_slice", "segments", "key_valid"),
+    *("hidden_states", "modulation", "rotary_emb", "attention_mask", "target_token_mask"),
+    *("layer_cache", "kv_cache_mode", "cache_write_slice", "segments", "key_valid"),
 }
 
 
-class SingleStreamPass(TransformerPass):
-    """One call, whose blocks run with the rows of the image alone, beside the keys and values in
-    diffusers' cache. The first step, which fills the cache, is diffusers' own.
+class PrefixedTransformerPass(PrefixedStream, TransformerPass):
+    """One call, whose blocks read diffusers' cache. The first step, which fills it, is diffusers'
+    own.
     """
 
-    def unchanged(
-        self,
-        index: int,
-        positional: tuple,
-        arguments: dict[str, Any],
-        inputs: tuple[torch.Tensor, torch.Tensor, object],
-    ) -> bool:
-        _, image, modulation = inputs
-        prefix = _prefix_of(arguments)
-        return (
-            not positional
-            and arguments["hidden_states"] is image
-            and arguments["modulation"] is modulation
-            and prefix is not None
-            and prefix.keys is self.prefixes[index].keys
-        )
-
-    def output(self, streams: Streams) -> torch.Tensor:
-        return streams[1]
+    streams, shared = ("hidden_states", "modulation"), ("rotary_emb", "attention_mask")
 
     @property
     def prefixes(self) -> Sequence[Prefix] | None:
@@ -74,51 +52,40 @@ class SingleStreamPass(TransformerPass):
             return Fallback("diffusers runs without its prefix cache")
         return super().fallback()
 
-    def inputs(
+    def beside(
         self, block: torch.nn.Module, positional: tuple, arguments: dict[str, Any]
-    ) -> BlockInputs | Fallback | None:
+    ) -> Prefix | Fallback | None:
         if arguments.get("kv_cache_mode") == "extract":  # diffusers fills the cache
             return None
-        prefix = _prefix_of(arguments)
+        prefix = self.prefix_of(arguments)
         if positional or prefix is None or arguments.keys() - ARGUMENTS:
-            return Fallback("diffusers passes its blocks arguments that are unknown here")
-        shared = tuple(arguments.get(name) for name in SHARED)
-        if self.exchanged(shared):
-            self._step, self._shared = self._single_step(arguments), shared
-        image = arguments["hidden_states"]
-        step = self._step._replace(prefix=prefix)
-        return BlockInputs(image[:, :0], image, arguments["modulation"], step, False)
+            return OTHER_ARGUMENTS
+        return prefix
 
-    def entry(self, embedding: torch.Tensor, batch: int) -> Entry:
-        # The last row is for timestep 0.
-        scale1, gate1, scale2, gate2 = embedding[:-1].chunk(4, -1)
-        scales, gates = (scale1, scale2), (gate1.tanh(), gate2.tanh())
-        return shared_entry(scales, gates, len(self.blocks), batch)
+    def prefix_of(self, arguments: dict[str, Any]) -> Prefix | None:
+        layer = arguments.get("layer_cache")
+        if layer is None or layer.k is None or arguments.get("kv_cache_mode") != "cached":
+            return None
+        return Prefix(*layer.get())
 
-    def host_block(self, block: torch.nn.Module, arguments: dict[str, Any]) -> Streams:
-        image = arguments["hidden_states"]
-        return image[:, :0], type(block).forward(block, **arguments)
-
-    def _single_step(self, arguments: dict[str, Any]) -> Step:
-        image, turns = arguments["hidden_states"], arguments["rotary_emb"]
-        tokens = Tokens(len(image), 0, image.shape[1], image.shape[1])
-        mask = self.attention_mask(arguments.get("attention_mask"), image)
-        turns = turns.unsqueeze(0)
+    def new_step(self, tokens: Tokens, image: torch.Tensor, *shared: Any) -> Step:
+        turns, mask = shared[0].unsqueeze(0), self.attention_mask(shared[1], image)
         return Step(tokens, Rotary(turns.real.contiguous(), turns.imag.contiguous()), mask)
 
-
-def _prefix_of(arguments: dict[str, Any]) -> Prefix | None:
-    layer = arguments.get("layer_cache")
-    if layer is None or layer.k is None or arguments.get("kv_cache_mode") != "cached":
-        return None
-    return Prefix(*layer.get())
+    def parts_of(self, embedding: torch.Tensor) -> Sequence[torch.Tensor]:
+        # The last row is for timestep 0.
+        scale1, gate1, scale2, gate2 = embedding[:-1].chunk(4, -1)
+        return scale1, gate1.tanh(), scale2, gate2.tanh()
 
 
 PASSES = {}
 if code is not None:
-    SingleStreamPass.block_class = code.QwenImage21TransformerBlock
-    SingleStreamPass.processors = code.QwenImage21AttnProcessor, code.QwenImage21FlexAttnProcessor
-    PASSES[code.QwenImage21Transformer2DModel] = SingleStreamPass
+    PrefixedTransformerPass.block_class = code.QwenImage21TransformerBlock
+    PrefixedTransformerPass.processors = (
+        code.QwenImage21AttnProcessor,
+        code.QwenImage21FlexAttnProcessor,
+    )
+    PASSES[code.QwenImage21Transformer2DModel] = PrefixedTransformerPass
 
 
 def parts() -> Any:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from operator import is_
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -15,7 +17,8 @@ from ..attention import ChosenAttention
 from ..cards.team import SplitFigures
 from ..fallback import Fallback
 from ..fused import choose_ops
-from ..modulation import Entry
+from ..modulation import Entry, shared_entry
+from ..reference import Tokens
 from .block import KnownBlock, Layers, Step
 from .block_form import (
     OwnCode,
@@ -51,11 +54,21 @@ class BlockInputs(NamedTuple):
     watched: bool
 
 
-class DoubleStream:
-    """What the hosts' passes of Qwen-Image 1.x have in common."""
+class HostCall:
+    """Gives a host's pass what it does not have to say itself.
+
+    Attributes:
+        streams: The names of what the host's block gets: text, image and embedding, or the last of
+            them.
+    """
 
     names = ()
     prefixes = None
+    streams: tuple[str, ...]
+    _kept: tuple[tuple, Any, Step | None] = (), None, None
+
+    def unsupported(self, block: torch.nn.Module) -> Fallback | None:
+        """Refuses nothing beyond a block's form."""
 
     def lasting(self, capturing: bool = False) -> AbstractContextManager[None]:
         return nullcontext()
@@ -66,6 +79,9 @@ class DoubleStream:
     def clean_up(self) -> None:
         """Does nothing: nothing is left open."""
 
+    def no_graphs(self) -> str:
+        return ""
+
     def unchanged(
         self,
         index: int,
@@ -73,16 +89,86 @@ class DoubleStream:
         arguments: dict[str, Any],
         inputs: tuple[torch.Tensor, torch.Tensor, object],
     ) -> bool:
-        text, image, embedding = inputs
-        return (
-            not positional
-            and arguments["hidden_states"] is image
-            and arguments["encoder_hidden_states"] is text
-            and arguments["temb"] is embedding
-        )
+        given = map(arguments.get, self.streams)
+        return not positional and all(map(is_, given, inputs[-len(self.streams) :]))
+
+    def kept_step(self, given: tuple, form: Any, make: Callable[[], Step]) -> Step:
+        """Makes what the blocks of a pass share once, as long as the host gives them the same.
+
+        Args:
+            given: The host's objects that it is made of.
+            form: What else it is made of, which may be equal and another object.
+        """
+        known, known_form, step = self._kept
+        if step is None or form != known_form or not all(map(is_, given, known)):
+            with self.lasting():
+                step = make()
+            self._kept = given, form, step
+        return step
+
+
+class DoubleStream(HostCall):
+    """Gives the hosts' passes of Qwen-Image 1.x what they have in common."""
+
+    streams = "encoder_hidden_states", "hidden_states", "temb"
 
     def output(self, streams: Streams) -> Streams:
         return streams
+
+
+class PrefixedStream(HostCall):
+    """Gives the hosts' passes of Qwen-Image-2.1 what they have in common: their blocks run with the
+    rows of the image alone, beside keys and values that the host has kept.
+
+    A host gives `beside`, which finds the prefix of a block's call as `HostPass.inputs` does its
+    inputs; `prefix_of` its arguments, or None; `new_step` for tokens, image and the arguments named
+    in `shared`; and `parts_of` the embedding: scale and gate of attention, then of the MLP, each
+    (1 or batch, D).
+    """
+
+    shared: tuple[str, ...]
+
+    def inputs(
+        self, block: torch.nn.Module, positional: tuple, arguments: dict[str, Any]
+    ) -> BlockInputs | Fallback | None:
+        prefix = self.beside(block, positional, arguments)
+        if not isinstance(prefix, Prefix):
+            return prefix
+        image, embedding = map(arguments.get, self.streams)
+        shared = tuple(map(arguments.get, self.shared))
+        tokens = Tokens(len(image), 0, image.shape[1], image.shape[1])
+        make = partial(self.new_step, tokens, image, *shared)
+        step = self.kept_step(shared, (tokens, image.dtype), make)
+        return BlockInputs(image[:, :0], image, embedding, step._replace(prefix=prefix), False)
+
+    def unchanged(
+        self,
+        index: int,
+        positional: tuple,
+        arguments: dict[str, Any],
+        inputs: tuple[torch.Tensor, torch.Tensor, object],
+    ) -> bool:
+        if not super().unchanged(index, positional, arguments, inputs):
+            return False
+        prefix, expected = self.prefix_of(arguments), self.prefixes
+        # A host may make another view of the same memory for each block.
+        return bool(prefix and expected) and (
+            prefix.keys.data_ptr() == expected[index].keys.data_ptr()
+        )
+
+    def output(self, streams: Streams) -> torch.Tensor:
+        return streams[1]
+
+    def entry(self, embedding: Any, batch: int) -> Entry:
+        scale1, gate1, scale2, gate2 = self.parts_of(embedding)
+        return shared_entry((scale1, scale2), (gate1, gate2), len(self.blocks), batch)
+
+    def host_block(self, block: torch.nn.Module, arguments: dict[str, Any]) -> Streams:
+        name, _ = self.streams
+        image = arguments[name]
+        # A host's block may write over its input.
+        out = type(block).forward(block, **{**arguments, name: image.clone()})
+        return image[:, :0], out
 
 
 class HostPass(Protocol):

@@ -60,7 +60,7 @@ def test_off_is_comfyuis_own():
 
 def test_what_a_graph_would_read_is_what_the_blocks_are_given(monkeypatch):
     """ComfyUI's cache, from which graphs know all prefixes before the first block runs."""
-    found, own = [], qwen_image_21.SingleStreamPass.inputs
+    found, own = [], qwen_image_21.PrefixedComfyPass.inputs
 
     def inputs(self, block, positional, arguments):
         given = own(self, block, positional, arguments)
@@ -69,7 +69,7 @@ def test_what_a_graph_would_read_is_what_the_blocks_are_given(monkeypatch):
             found.append((index, self.prefixes, given.step.prefix, self.no_graphs()))
         return given
 
-    monkeypatch.setattr(qwen_image_21.SingleStreamPass, "inputs", inputs)
+    monkeypatch.setattr(qwen_image_21.PrefixedComfyPass, "inputs", inputs)
     sample(optimize(model_21()), cfg=3.0)
     assert [filling for *_, filling in found[:2]] == ["ComfyUI fills its prefix cache"] * 2
     # The first step of each prompt fills the cache; the rest read it.

@@ -25,7 +25,7 @@ class ToyPass(ComfyPass):
 
     names = ARGUMENTS
     additions = ()
-    _rows = _parts = _of = _step = None
+    _rows = _parts = None
 
     def inputs(self, block: torch.nn.Module, positional: tuple, arguments: dict[str, Any]) -> Any:
         if positional or arguments.keys() != set(ARGUMENTS):
@@ -34,11 +34,11 @@ class ToyPass(ComfyPass):
         self._block = block
         # What the block before gave, joined for the host: its parts are known.
         text, image = self._parts if x is self._rows else (x[:, :words], x[:, words:])
-        if self._of is not rotation:
-            tokens = Tokens(len(x), words, x.shape[1] - words, x.shape[1] - words)
-            self._of, self._step = rotation, Step(tokens, rotary_of(rotation), None)
+        tokens = Tokens(len(x), words, x.shape[1] - words, x.shape[1] - words)
+        make = lambda: Step(tokens, rotary_of(rotation), None)  # noqa: E731
+        step = self.kept_step((rotation,), tokens, make)
         comfy.ops.run_every_op()
-        return BlockInputs(text, image, modulation, self._step, False)
+        return BlockInputs(text, image, modulation, step, False)
 
     def output(self, streams: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         self._parts, self._rows = streams, torch.cat(streams, 1)

@@ -508,12 +508,6 @@ class Host(DoubleStream):
     def fallback(self):
         return None
 
-    def unsupported(self, block):
-        return None
-
-    def no_graphs(self):
-        return ""
-
     def inputs(self, block, positional, arguments):
         text, image = arguments["encoder_hidden_states"], arguments["hidden_states"]
         return BlockInputs(text, image, arguments["temb"], arguments["step"], False)

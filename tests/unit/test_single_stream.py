@@ -19,7 +19,7 @@ from qwen_l40s.hosts.diffusers.patch import optimize
 from qwen_l40s.optimizations import reference
 from qwen_l40s.optimizations.blocks.block import DENSE, BlockExecutor, Step
 from qwen_l40s.optimizations.blocks.block_form import part_of, spec_of, unsupported_block
-from qwen_l40s.optimizations.blocks.host import BlockInputs
+from qwen_l40s.optimizations.blocks.host import BlockInputs, PrefixedStream
 from qwen_l40s.optimizations.blocks.workspace import Prefix
 from qwen_l40s.optimizations.fused import TORCH
 from qwen_l40s.optimizations.modulation import shared_entry
@@ -301,8 +301,8 @@ class Model(torch.nn.Module):
         return x
 
 
-class Pass(Host):
-    names = ("x", "mod")
+class Pass(PrefixedStream, Host):
+    names = streams = ("x", "mod")
 
     def __init__(self, model, case):
         super().__init__(model)
@@ -312,13 +312,8 @@ class Pass(Host):
         x, entry, step = (arguments[name] for name in ("x", "mod", "step"))
         return BlockInputs(x[:, :0], x, entry, step, False)
 
-    def unchanged(self, index, positional, arguments, inputs):
-        _, image, entry = inputs
-        same = arguments["step"].prefix.keys is self.prefixes[index].keys
-        return same and arguments["x"] is image and arguments["mod"] is entry
-
-    def output(self, streams):
-        return streams[1]
+    def prefix_of(self, arguments):
+        return arguments["step"].prefix
 
     def entry(self, embedding, batch):
         return embedding

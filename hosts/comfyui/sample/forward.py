@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Mapping, MutableMapping, Sequence
+from functools import partial
 from typing import Any
 
 import comfy.cli_args
@@ -45,7 +46,6 @@ from .modulation import ModelModulation
 for module in imported_code():
     called_by(module)
 ARGUMENTS = set(BLOCK_ARGUMENTS)
-SHARED = ("image_rotary_emb", "encoder_hidden_states_mask", "timestep_zero_index")
 OTHER_ARGUMENTS = Fallback("ComfyUI passes its blocks arguments that are unknown here")
 COMPILED = Fallback("torch.compile runs the model; without it the fused blocks would")
 INPUT_PATCH = Fallback("another node changes what attention reads (attn1_patch)")
@@ -87,7 +87,6 @@ class ComfyPass(DoubleStream):
         self._options = options  # of the block that runs, once one does
         self._block: torch.nn.Module | None = None  # that runs
         self._control = control
-        self._shared: _Shared | None = None
         self.peers: Sequence[ComfyPass] = tuple(
             ComfyPass(peer, attention, latents, options, weights=weights) for peer in idle
         )
@@ -156,9 +155,6 @@ class ComfyPass(DoubleStream):
             return Fallback(f"ComfyUI gives attention {', '.join(new)}, which is unknown here")
         return INPUT_PATCH if self._options.get("patches", {}).get("attn1_patch") else None
 
-    def unsupported(self, block: torch.nn.Module) -> Fallback | None:
-        """Nothing beyond its form."""
-
     def inputs(
         self, block: torch.nn.Module, positional: tuple, arguments: dict[str, Any]
     ) -> BlockInputs | Fallback:
@@ -173,14 +169,15 @@ class ComfyPass(DoubleStream):
         patches = options.get("patches", {})
         if patches.get("attn1_patch"):
             return INPUT_PATCH
-        image, text = arguments["hidden_states"], arguments["encoder_hidden_states"]
-        shared = self._shared
-        if shared is None or not shared.holds(arguments, text, image):
-            with self.lasting():
-                shared = self._shared = _Shared(arguments, text, image)
+        text, image, embedding = map(arguments.get, self.streams)
+        shared = arguments["image_rotary_emb"], arguments["encoder_hidden_states_mask"]
+        zero, rows = arguments["timestep_zero_index"], image.shape[1]
+        tokens = Tokens(len(image), text.shape[1], rows, rows if zero is None else zero)
+        make = partial(_step, tokens, image.dtype, *shared)
+        step = self.kept_step(shared, (tokens, image.dtype), make)
         watched = patches.get("double_block") or options.get("patches_replace", {}).get("dit")
         comfy.ops.run_every_op()
-        return BlockInputs(text, image, arguments["temb"], shared.step, bool(watched))
+        return BlockInputs(text, image, embedding, step, bool(watched))
 
     def entry(self, embedding: torch.Tensor, batch: int) -> Entry:
         return self.modulation.entry(embedding)
@@ -205,40 +202,18 @@ def _defaults(block: type) -> dict[str, Any]:
     return {it.name: it.default for it in known if it.default is not it.empty}
 
 
-class _Shared:
-    """Keeps what ComfyUI gives every block of a pass, and the `Step` that is made of it once."""
-
-    __slots__ = ("_form", "_given", "step")
-
-    def __init__(self, arguments: dict[str, Any], text: torch.Tensor, image: torch.Tensor) -> None:
-        matrices, mask, zero = self._given = tuple(map(arguments.get, SHARED))
-        self._form = text.shape, image.shape, image.dtype
-        zero_from = image.shape[1] if zero is None else zero
-        tokens = Tokens(len(image), text.shape[1], image.shape[1], zero_from)
-        self.step = Step(tokens, rotary_of(matrices), _mask(mask, tokens, image.dtype))
-
-    def holds(self, arguments: dict[str, Any], text: torch.Tensor, image: torch.Tensor) -> bool:
-        matrices, mask, zero = self._given
-        return (
-            arguments["image_rotary_emb"] is matrices
-            and arguments["encoder_hidden_states_mask"] is mask
-            and arguments["timestep_zero_index"] == zero
-            and (text.shape, image.shape, image.dtype) == self._form
-        )
-
-
 def rotary_of(matrices: torch.Tensor) -> Rotary:
     """From ComfyUI's (batch, 1, joint, head_dim / 2, 2, 2) of [[cos, -sin], [sin, cos]]."""
     cos, sin = matrices[:, 0, :, :, 0, 0], matrices[:, 0, :, :, 1, 0]
     return Rotary(cos.contiguous(), sin.contiguous())
 
 
-def _mask(
-    text_mask: torch.Tensor | None, tokens: Tokens, dtype: torch.dtype
-) -> torch.Tensor | None:
+def _step(
+    tokens: Tokens, dtype: torch.dtype, matrices: torch.Tensor, text_mask: torch.Tensor | None
+) -> Step:
     """From what ComfyUI adds to the scores of the text tokens, (batch, text)."""
-    if text_mask is None:
-        return None
-    mask = text_mask.new_zeros((tokens.batch, 1, 1, tokens.joint), dtype=dtype)
-    mask[:, 0, 0, : tokens.text] = text_mask
-    return mask
+    mask = None
+    if text_mask is not None:
+        mask = text_mask.new_zeros((tokens.batch, 1, 1, tokens.joint), dtype=dtype)
+        mask[:, 0, 0, : tokens.text] = text_mask
+    return Step(tokens, rotary_of(matrices), mask)
