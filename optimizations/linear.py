@@ -29,7 +29,6 @@ FAST = "scaled_mm_fast"
 
 # So few rows that a separate addition of the bias costs nothing.
 FEW_ROWS = 64
-
 # In which order auto tries them, and on what ground; None: every card that is not named.
 # sm_90: on an H200, torch 2.11+cu130, triton 3.6, comfy-kitchen 0.2.40, from
 # bf16 to bf16 at M = 4296 for (K, N) = 3072x3072, 3072x12288, 12288x3072, in ms: bf16 0.111, 0.399,
