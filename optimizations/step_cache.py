@@ -234,18 +234,19 @@ class CachedRun:
         return velocity
 
     def computed(self, x: torch.Tensor, velocity: torch.Tensor) -> None:
-        """Takes the guided velocity that the model gave at x after `forecast` had none."""
+        """Takes the guided velocity that the model gave at x, where `forecast` had none, or for an
+        audit of what it had.
+        """
         if self._reason:
             return
         step = self._calls - 1
+        if step in self.figures.skipped[-1:]:
+            self._audited.append(self._miss(step, velocity))
+            return
         if self._since:
             self._compare(step, velocity)
         self._history = [*self._history[-1:], Computed(velocity, step, self._sigmas[step])]
         self._expect(step, x, velocity)
-
-    def audited(self, velocity: torch.Tensor) -> None:
-        """Takes the velocity that the model gave although `forecast` had one."""
-        self._audited.append(self._miss(self._calls - 1, velocity))
 
     def stop(self, reason: str) -> None:
         """Has the rest of the run computed; the first reason counts."""

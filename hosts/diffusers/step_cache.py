@@ -180,12 +180,9 @@ class _Run:
             self._shape = x.shape
             self._ask(x)
         forecast, self._forecast, self._decided = self._forecast, None, False
-        if forecast is None:
+        if forecast is None or self.cached.settings.audit:
             self.cached.computed(x, velocity)
-            return velocity
-        if self.cached.settings.audit:
-            self.cached.audited(velocity)
-        return forecast
+        return velocity if forecast is None else forecast
 
     def _ask(self, x: torch.Tensor) -> torch.Tensor | None:
         # A callback may exchange the prompt, whose id is no other's while it is held here.

@@ -76,7 +76,7 @@ def play(run, sigmas, x, velocity=None, move=euler, keys=None):
         if v is None or run.settings.audit:
             Card.queued += 1
             found = velocity(x, sigma)
-            run.computed(x, found) if v is None else run.audited(found)
+            run.computed(x, found)
             v = found if v is None else v
         calls.append((i, x, v, forecast))
         x = move(x, sigma, following, v)
@@ -150,6 +150,20 @@ def test_forecasts_and_misses_are_those_of_their_formulas():
         else:
             assert figures.audited == []
     assert clipped > 20
+
+
+def test_an_audited_step_in_which_the_host_ends_it():
+    run, x = CachedRun(CacheSettings(audit=True), FIFTY), noise()
+    for sigma, following in pairwise(FIFTY):
+        if run.forecast(x, torch.tensor([sigma])) is not None:
+            break
+        Card.queued += 1
+        run.computed(x, velocity := flow()(x, sigma))
+        x = euler(x, sigma, following, velocity)
+    run.stop("guidance remembers")
+    run.computed(x, x)  # says nothing of a forecast that is no longer known
+    Card.queued += 1
+    assert (run.finish().audited, run.figures.reason) == ([], "guidance remembers")
 
 
 def test_the_estimate_is_near_the_true_distance():

@@ -92,12 +92,8 @@ class StepCache:
         denoised = executor(x, timestep, *args, **kwargs)
         if self._remembers(guider):
             run.stop(REMEMBERS)
-        found = (x - denoised) / sigma
-        if velocity is None:
-            run.computed(x, found)
-            return denoised
-        run.audited(found)
-        return x - sigma * velocity
+        run.computed(x, (x - denoised) / sigma)
+        return denoised if velocity is None else x - sigma * velocity
 
     def figures(self) -> CacheFigures | None:
         """Of the run whose last step is over, which a record inside of this one asks for, or of the
