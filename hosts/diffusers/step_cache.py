@@ -22,7 +22,9 @@ from .patch import Forward
 
 
 @contextmanager
-def cache_steps(pipeline: DiffusionPipeline, cache: str | CacheSettings) -> Iterator[StepCache]:
+def cache_steps(
+    pipeline: DiffusionPipeline, cache: str | CacheSettings
+) -> Iterator[PipelineStepCache]:
     """Until the end of the `with` block, skips the transformer in steps that can be forecast from
     the steps before: the same picture sooner, with small differences.
 
@@ -42,7 +44,7 @@ def cache_steps(pipeline: DiffusionPipeline, cache: str | CacheSettings) -> Iter
     """
     settings = cache_settings(cache) if isinstance(cache, str) else cache
     transformer, scheduler = pipeline.transformer, pipeline.scheduler
-    cached = StepCache(transformer, scheduler, settings)
+    cached = PipelineStepCache(transformer, scheduler, settings)
     if settings is None:
         yield cached
         return
@@ -72,7 +74,7 @@ def cache_steps(pipeline: DiffusionPipeline, cache: str | CacheSettings) -> Iter
                 del own["step"]
 
 
-class StepCache:
+class PipelineStepCache:
     """Holds the state of `cache_steps`; settings are None for no cache.
 
     Attributes:

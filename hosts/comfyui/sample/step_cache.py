@@ -40,7 +40,7 @@ AROUND_GUIDANCE = ("sampler_pre_cfg_function", "sampler_cfg_function", "sampler_
 SCALES = ("cfg", "cfg1", "cfg2", "neg_scale")
 
 
-class StepCache:
+class SamplerStepCache:
     """The attachment that `cache_steps` puts on a patcher; clones of the patcher share it."""
 
     def __init__(self, settings: CacheSettings) -> None:
@@ -134,7 +134,7 @@ def cache_steps(model: ModelPatcher, settings: CacheSettings | None) -> ModelPat
     clone.remove_attachments(STEP_CACHE_KEY)
     if settings is None:
         return clone
-    cache = StepCache(settings)
+    cache = SamplerStepCache(settings)
     clone.set_attachments(STEP_CACHE_KEY, cache)
     record_runs(clone)
     clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, STEP_CACHE_KEY, cache.outer_sample)
