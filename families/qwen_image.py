@@ -16,6 +16,7 @@ from typing import Any
 
 from ..spec.transformer import GELU, TIME_CHANNELS, BlockSpec, TransformerShape
 from ..spec.vae import VaeShape
+from .parts import QWEN25_VL, QWEN_IMAGE_VAE
 from .protocol import (
     Adapted,
     Family,
@@ -28,8 +29,6 @@ from .protocol import (
     known,
     size,
 )
-from .text_encoders import QWEN25_VL
-from .vaes import QWEN_IMAGE_VAE
 
 TITLE, LAYERED_TITLE = "Qwen-Image", "Qwen-Image-Layered"
 EDIT_2511_TITLE, MARKER_2511 = "Qwen-Image-Edit-2511", "__index_timestep_zero__"

@@ -14,6 +14,7 @@ from typing import Any
 
 from ..caches import cached
 from ..spec.transformer import SPLIT_SWIGLU, SWIGLU, TIME_CHANNELS, BlockSpec, TransformerShape
+from .parts import QWEN3_VL, QWEN_IMAGE_21_VAE
 from .protocol import (
     LICENCE_21,
     WHOLE_TENSORS,
@@ -30,8 +31,6 @@ from .protocol import (
 )
 from .protocol import QWEN_IMAGE_21 as TITLE
 from .qwen_image import ATTENTION, fun_controlnet
-from .text_encoders import QWEN3_VL
-from .vaes import QWEN_IMAGE_21_VAE
 
 COMFYUI = "0.37"  # the first that has it
 # A header does not tell the licence of what others train for it.

@@ -17,11 +17,10 @@ from ..caches import cached
 from ..errors import CheckpointError, SettingError
 from ..spec.transformer import BlockSpec, TransformerShape
 from ..spec.vae import PIXELS_PER_LATENT, VaeShape
+from .parts import tiny_vae, vision_tower
 from .protocol import Adapted, Family, Fits, Identity, Member, Tensors, TextEncoder, Vae
 from .qwen_image import EDIT, EDIT_2511, LAYERED, QWEN_IMAGE, TEXT_TO_IMAGE
 from .qwen_image_21 import QWEN_IMAGE_21
-from .text_encoders import vision_tower
-from .vaes import tiny_vae
 
 FAMILIES: list[Family] = [QWEN_IMAGE, QWEN_IMAGE_21]
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from ..caches import cached
 from ..errors import SettingError
+from ..families.parts import QWEN25_VL
 from ..families.protocol import TextEncoder
-from ..families.text_encoders import QWEN25_VL
 from ..spec.formats import BYTES_PER_SCALE, BYTES_PER_WEIGHT, INT8_FP8, MIB, QUANTIZED
 from ..spec.sizes import COMPARED_AT_ONCE, HEAD_TOKENS_AT_ONCE, MOST_TABLE_BYTES, ROWS_AT_ONCE
 from ..spec.transformer import REFERENCE_TOKENS, TransformerShape

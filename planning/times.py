@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ..families.parts import QWEN25_VL
 from ..families.protocol import TextEncoder
-from ..families.text_encoders import QWEN25_VL
 from ..spec.formats import BYTES_PER_SCALE, BYTES_PER_WEIGHT, INT8_FP8, QUANTIZED
 from ..spec.transformer import OFF_CARD, ON_CARD, REFERENCE_SIDE, TransformerShape
 from ..spec.vae import (

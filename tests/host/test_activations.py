@@ -18,8 +18,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from tracked_allocations import Allocations
 
+from qwen_l40s.families.parts import QWEN25_VL
 from qwen_l40s.families.qwen_image import QwenImageShape
-from qwen_l40s.families.text_encoders import QWEN25_VL
 from qwen_l40s.hosts.comfyui.lora.bypass import Beside, BypassForward, BypassLayers, Matrices
 from qwen_l40s.hosts.comfyui.sample import attention, forward
 from qwen_l40s.optimizations import linear, reference

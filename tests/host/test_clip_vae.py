@@ -20,7 +20,7 @@ from published_text_encoder import published_shapes
 from safetensors.torch import load_file, save_file
 
 from qwen_l40s.errors import CheckpointError, SettingError, UnavailableError
-from qwen_l40s.families.vaes import vae_name_to_native
+from qwen_l40s.families.parts import vae_name_to_native
 from qwen_l40s.hosts.comfyui.load.text_encoder import load_text_encoder
 from qwen_l40s.hosts.comfyui.load.text_encoder_file import read_layout, text_encoder_tensors
 from qwen_l40s.hosts.comfyui.load.vae import load_vae

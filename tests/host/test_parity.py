@@ -13,7 +13,7 @@ from comfyui_boot import ROOT
 from diffusers import QwenImagePipeline
 from safetensors.torch import load_file
 
-from qwen_l40s.families.vaes import vae_name_to_native
+from qwen_l40s.families.parts import vae_name_to_native
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 FOLDER = ROOT / "models" / "micro"

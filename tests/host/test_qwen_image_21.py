@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from vae_cases import random_vae, random_weights, wan_21
 
 from qwen_l40s.errors import CheckpointError, SettingError, UnavailableError
-from qwen_l40s.families.vaes import VAE_21
+from qwen_l40s.families.parts import VAE_21
 from qwen_l40s.hosts.comfyui.decode.decode import decode, encode
 from qwen_l40s.hosts.comfyui.estimate.request import request_from
 from qwen_l40s.hosts.comfyui.load.plan import check_settings

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from qwen_l40s.families.parts import QWEN25_VL, QWEN_IMAGE_VAE
 from qwen_l40s.families.protocol import (
     Adapted,
     Family,
@@ -19,8 +20,6 @@ from qwen_l40s.families.protocol import (
     known,
     size,
 )
-from qwen_l40s.families.text_encoders import QWEN25_VL
-from qwen_l40s.families.vaes import QWEN_IMAGE_VAE
 from qwen_l40s.spec.transformer import SWIGLU, TIME_CHANNELS, BlockSpec, TransformerShape
 
 TITLE = "Toy-Image"

@@ -29,9 +29,9 @@ from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from qwen_l40s.cli import main
 from qwen_l40s.errors import CheckpointError
+from qwen_l40s.families.parts import vae_21_name_to_native
 from qwen_l40s.families.qwen_image_21 import SHAPE as SHAPE_21
 from qwen_l40s.families.registry import shape_from_header
-from qwen_l40s.families.vaes import vae_21_name_to_native
 from qwen_l40s.loaders.checkpoint import inspect_checkpoint
 from qwen_l40s.loaders.convert import check_complete
 from qwen_l40s.loaders.quantize import layers_to_quantize, quantize_rows

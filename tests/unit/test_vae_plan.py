@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qwen_l40s.errors import SettingError, UnavailableError
-from qwen_l40s.families.vaes import VAE_21
+from qwen_l40s.families.parts import VAE_21
 from qwen_l40s.planning.vae import (
     CONVOLUTION_WORKSPACE,
     VaeShape,

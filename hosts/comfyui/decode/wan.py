@@ -10,7 +10,7 @@ import torch
 from comfy.ldm.wan import vae, vae2_2
 
 from ....families.comfyui import VaeKind
-from ....families.vaes import QWEN_IMAGE_21_VAE, QWEN_IMAGE_VAE
+from ....families.parts import QWEN_IMAGE_21_VAE, QWEN_IMAGE_VAE
 from ....spec.vae import VaeShape
 
 USUAL = {"num_res_blocks": 2, "attn_scales": []}
