@@ -38,7 +38,7 @@ KEYS_AND_VALUES, FIRST, HALF_OF_LAST = 2 / PRODUCTS, 3 / PRODUCTS, 2 / PRODUCTS
 QUANTIZED_OPERATION = 2 / 3
 
 
-class Rows(NamedTuple):
+class PassRows(NamedTuple):
     """The rows of one pass: `items` times `text` and `image` ones, each of `width` numbers."""
 
     items: int
@@ -64,7 +64,9 @@ class BlockSeconds(NamedTuple):
         return self.image + self.text + self.joint
 
     @classmethod
-    def shared(cls, seconds: float, rows: Rows, *, quantized: bool, text: float) -> BlockSeconds:
+    def shared(
+        cls, seconds: float, rows: PassRows, *, quantized: bool, text: float
+    ) -> BlockSeconds:
         """Shares a measured block out by the operations of its parts.
 
         Args:
@@ -109,7 +111,7 @@ class SplitCost:
         launch: seconds of the processor for a block on one card; one thread launches all cards'.
     """
 
-    rows: Rows
+    rows: PassRows
     block: BlockSeconds
     row_bytes: int | None
     cards: int

@@ -20,13 +20,13 @@ LICENCE_21 = (
 )
 
 
-class TensorInfo(Protocol):
+class HasShape(Protocol):
     """Gives the shape of a tensor, as a file's header tells it."""
 
     shape: tuple[int, ...]
 
 
-Tensors = Mapping[str, TensorInfo]
+Tensors = Mapping[str, HasShape]
 
 
 @dataclass(frozen=True)

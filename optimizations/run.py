@@ -22,7 +22,7 @@ from .blocks.block_form import is_changed
 from .blocks.graphs import PassMemory
 from .blocks.host import HostPass, PreparedModel
 from .blocks.passes import ForwardPass, WatchedError
-from .cards.team import Member, ShapeFigures, Team
+from .cards.team import CardPass, ShapeFigures, Team
 from .fallback import Fallback
 from .step_cache import Later
 
@@ -228,14 +228,14 @@ class Optimization:
 
             team = None
             if host.peers:
-                team = self._team(Member(host, prepared, memory, hold()), stack)
+                team = self._team(CardPass(host, prepared, memory, hold()), stack)
             forward_pass = ForwardPass(prepared, host, fall_back, memory, hold, team)
             with forward_pass.installed():
                 output = call()
         prepared.fused += forward_pass.fused
         return output
 
-    def _team(self, first: Member, stack: ExitStack) -> Team | None:
+    def _team(self, first: CardPass, stack: ExitStack) -> Team | None:
         figures = first.prepared.split
         if figures.refusal:
             figures.refuse(figures.refusal)
@@ -249,7 +249,7 @@ class Optimization:
                     figures.refuse(f"{peer.device}: {fallback}")
                     return None
                 memory = stack.enter_context(self._memory(prepared, peer))
-                members.append(Member(peer, prepared, memory, _hold(prepared, peer, stack)))
+                members.append(CardPass(peer, prepared, memory, _hold(prepared, peer, stack)))
         devices = [member.host.device for member in members]
         try:
             links = {

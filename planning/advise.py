@@ -15,7 +15,7 @@ from functools import cached_property
 
 from ..errors import SettingError, UnavailableError
 from ..spec.formats import QUANTIZED
-from ..split_cost import LEAST_GAIN, Rows, SplitCost, row_bytes
+from ..split_cost import LEAST_GAIN, PassRows, SplitCost, row_bytes
 from .cards import SECONDS_PER_HOUR, Card, Price, check_positive
 from .estimate import Estimate, estimate, usd_range
 from .phases import Range
@@ -337,7 +337,7 @@ def _split_cost(option: PlanOption, rates: Rates, cards: int, link: float) -> Sp
     quantized = precision in QUANTIZED and not setting.weight_only
     beside = option.request.loras.beside(precision)
     return SplitCost(
-        Rows(work.items, work.text, work.image, work.shape.dim),
+        PassRows(work.items, work.text, work.image, work.shape.dim),
         block,
         None if beside else row_bytes(work.shape.dim, quantized=quantized),
         cards,

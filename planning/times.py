@@ -45,7 +45,7 @@ TABLE_FACTOR = 1.05
 TABLE_LAYER_SECONDS = 0.00003
 
 
-class Work(NamedTuple):
+class CountedWork(NamedTuple):
     """Counted work; every program has to do at least this.
 
     Attributes:
@@ -467,7 +467,7 @@ def _lengths(steps: Sequence[VaeLayer], end: int, begin: int, count: int) -> lis
     return [[high - low for low, high in step] for step in zip(*tiles, strict=True)][:-1]
 
 
-def step_work(step: VaeLayer, rows: int, columns: int) -> Work:
+def step_work(step: VaeLayer, rows: int, columns: int) -> CountedWork:
     """Counts one layer with so many rows and columns at its input, in bf16 and eager kernels."""
     area = rows * columns
     given, made = area * step.channels_in, area * step.channels_out
@@ -493,7 +493,7 @@ def step_work(step: VaeLayer, rows: int, columns: int) -> Work:
         moved = CONVOLVED * (given + made)
         if step.kind == "head":
             moved += (NORM + SILU) * given
-    return Work(flops, WIDE * moved)
+    return CountedWork(flops, WIDE * moved)
 
 
 def _step(step: VaeLayer, rows: int, columns: int, rates: Rates) -> float:

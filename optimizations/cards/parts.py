@@ -22,7 +22,7 @@ CUT = 128  # rows of a tile of most products
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
-class Card(NamedTuple):
+class ShareCard(NamedTuple):
     """What computes a share.
 
     Attributes:
@@ -118,7 +118,9 @@ class Part:
         program: Of the block that is computed.
     """
 
-    def __init__(self, card: Card, share: Share, x: torch.Tensor, step: Step, entry: Entry) -> None:
+    def __init__(
+        self, card: ShareCard, share: Share, x: torch.Tensor, step: Step, entry: Entry
+    ) -> None:
         self.card, self.share, self.x = card, share, x
         self._step, self._entry = step, entry
         self._blocks: dict[int, tuple[KnownBlock, Program]] = {}

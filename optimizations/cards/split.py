@@ -29,7 +29,7 @@ from ..blocks.shape import Share
 from ..blocks.workspace import streams_of
 from ..modulation import Entry
 from ..reference import Rotary, Tokens
-from .parts import KEYS, QUERIES, VALUES, Card, Pairs, Part
+from .parts import KEYS, QUERIES, VALUES, Pairs, Part, ShareCard
 
 
 class Timed:
@@ -99,7 +99,7 @@ class Split:
 
     def __init__(
         self,
-        cards: Sequence[Card],
+        cards: Sequence[ShareCard],
         shares: Sequence[Share],
         routes: dict[tuple[int, int], Route],
         additions: Sequence[torch.Tensor | None] = (),
@@ -219,7 +219,7 @@ class Split:
     def _send(
         self,
         here: int,
-        card: Card,
+        card: ShareCard,
         share: Share,
         image: torch.Tensor,
         step: Step,
@@ -310,7 +310,7 @@ class Split:
         return text, result
 
 
-def _place(card: Card, name: str, tensor: torch.Tensor) -> torch.Tensor:
+def _place(card: ShareCard, name: str, tensor: torch.Tensor) -> torch.Tensor:
     # A number is a row, as buffers have 256 rows at least.
     like = torch.empty(0, dtype=tensor.dtype, device=card.device)
     return card.workspace.take(name, (tensor.numel(),), like).view(tensor.shape)

@@ -11,7 +11,7 @@ import torch
 
 from ...machine.copies import Route
 from ...machine.links import Link
-from ...split_cost import KEYS, LEAST_GAIN, ROWS, BlockSeconds, Rows, SplitCost, row_bytes
+from ...split_cost import KEYS, LEAST_GAIN, ROWS, BlockSeconds, PassRows, SplitCost, row_bytes
 from ..attention import Attention, AttentionRequest, ChosenAttention
 from ..blocks.block import BlockExecutor, Step
 from ..blocks.graphs import Inputs, Work, recent
@@ -19,7 +19,7 @@ from ..blocks.self_check import FirstBlockCheck
 from ..blocks.shape import Share
 from ..blocks.workspace import PLACES
 from ..modulation import Entry
-from .parts import Card
+from .parts import ShareCard
 from .split import Split, Timed, shares_of
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class SplitPlan(NamedTuple):
     early: bool
 
 
-class Member(NamedTuple):
+class CardPass(NamedTuple):
     """What a card brings to a pass.
 
     Attributes:
@@ -69,7 +69,7 @@ class Member(NamedTuple):
         found = next(filter(None, self.prepared.unsupported), None)
         return "" if found is None else f"{self.host.device}: some blocks do not run fused: {found}"
 
-    def card(self, attention: ChosenAttention) -> Card:
+    def card(self, attention: ChosenAttention) -> ShareCard:
         """Makes what computes its share, with attention that is chosen once in a pass."""
         found: list[Attention] = []
 
@@ -89,7 +89,7 @@ class Member(NamedTuple):
         known, workspace = self.prepared.known(self.weights), self.memory.workspace
         ops, layers = self.prepared.ops, self.host.layers
         executor = BlockExecutor(layers, ops, attend, workspace, known, form)
-        return Card(executor, workspace, self.host.blocks, self.host.device)
+        return ShareCard(executor, workspace, self.host.blocks, self.host.device)
 
 
 @dataclass
@@ -172,7 +172,7 @@ class Team:
 
     def __init__(
         self,
-        members: Sequence[Member],
+        members: Sequence[CardPass],
         links: dict[tuple[int, int], Link],
         known: dict[Hashable, ShapeFigures],
     ) -> None:
@@ -213,7 +213,7 @@ class Team:
         plan = figures.plans.get(key)
         if plan is None:
             width, tokens = text.shape[2], step.tokens
-            rows = Rows(tokens.batch, tokens.text, tokens.image, width)
+            rows = PassRows(tokens.batch, tokens.text, tokens.image, width)
             milliseconds = self._of_a_block(1, lambda: self._alone(executor, given))
             block = BlockSeconds.shared(
                 milliseconds / 1000,
@@ -257,7 +257,7 @@ class Team:
         peer = tuple(route.peer for route in self._routes.values())
         return Work((plan, peer, *key), weights, parts, False, launch, others)
 
-    def _cards(self) -> list[Card]:
+    def _cards(self) -> list[ShareCard]:
         attention = self._members[0].host.attention
         return [member.card(attention) for member in self._members]
 
@@ -345,7 +345,7 @@ class Team:
         self._twice(self._members, lambda: split.run(*given, 0, blocks))
         return split.timed.milliseconds / blocks
 
-    def _twice(self, members: Sequence[Member], launch: Callable[[], object]) -> None:
+    def _twice(self, members: Sequence[CardPass], launch: Callable[[], object]) -> None:
         """Launches a second time what the first compiles; cards wait until some of it is launched,
         as a graph launches it.
         """

@@ -16,7 +16,7 @@ from .rows import magnitude, round_to_step
 from .scaled_gemm import capability
 
 
-class Tile(NamedTuple):
+class AttentionTile(NamedTuple):
     """Queries of a program, keys of a step, and how Triton compiles it."""
 
     queries: int
@@ -29,12 +29,12 @@ class Tile(NamedTuple):
 # 24 heads x 128 (H200, triton 3.6): 0.531 ms in int8 and 0.402 in int8_fp8, with a mask 0.701 and
 # 0.475, where FlashAttention-2 takes 0.728; at 16,584 tokens 6.50 and 5.15 of 9.54.
 # Elsewhere predicted: what keeps all in registers within 99 KiB of shared memory.
-TILE = Tile(128, 64, 8, 3)
+TILE = AttentionTile(128, 64, 8, 3)
 TILES_SM90 = {
-    ("int8", False): Tile(128, 128, 8, 3),
-    ("int8", True): Tile(64, 64, 4, 3),
-    ("int8_fp8", False): Tile(64, 128, 4, 3),
-    ("int8_fp8", True): Tile(64, 128, 4, 3),
+    ("int8", False): AttentionTile(128, 128, 8, 3),
+    ("int8", True): AttentionTile(64, 64, 4, 3),
+    ("int8_fp8", False): AttentionTile(64, 128, 4, 3),
+    ("int8_fp8", True): AttentionTile(64, 128, 4, 3),
 }
 
 
@@ -335,6 +335,6 @@ def attention_8bit(
     return [attend] if heads.v is None else [*_quantize_values(v, heads), attend]
 
 
-def choose_tile(form: str, masked: bool, sm: tuple[int, int]) -> Tile:
+def choose_tile(form: str, masked: bool, sm: tuple[int, int]) -> AttentionTile:
     """The tile of "int8" or "int8_fp8" on a card of compute capability `sm`."""
     return TILES_SM90[form, masked] if sm == (9, 0) else TILE

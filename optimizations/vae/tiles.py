@@ -35,7 +35,7 @@ Tile = tuple[Interval, Interval]
 
 
 @dataclass(frozen=True)
-class Run:
+class LayerRun:
     """Layers, each (B, channels, 1, height, width) to the like, and how far each one reads."""
 
     steps: tuple[VaeLayer, ...]
@@ -128,7 +128,7 @@ class Middle:
         return together[:, None].chunk(3, dim=-1)
 
 
-def _in_strips(run: Run, rows: int, source: torch.Tensor) -> torch.Tensor:
+def _in_strips(run: LayerRun, rows: int, source: torch.Tensor) -> torch.Tensor:
     height, width = source.shape[-2:]
     out = None
     for strip in _strips(height, rows):
@@ -185,7 +185,7 @@ class Stages:
             )
 
     @property
-    def around(self) -> tuple[Run, Run]:
+    def around(self) -> tuple[LayerRun, LayerRun]:
         """Gives what directly precedes and what directly follows the attention."""
         before, after = (self.middle.first,), (self.middle.last,)
         if self.direction == "decode":
@@ -193,15 +193,15 @@ class Stages:
         else:
             after = *after, self.end
         return (
-            Run(before_middle(self.shape, self.direction), before),
-            Run(after_middle(self.shape, self.direction), after),
+            LayerRun(before_middle(self.shape, self.direction), before),
+            LayerRun(after_middle(self.shape, self.direction), after),
         )
 
     @property
-    def rest(self) -> Run:
+    def rest(self) -> LayerRun:
         """Gives what follows the middle, or precedes it."""
         steps = up_steps if self.direction == "decode" else down_steps
-        return Run(steps(self.shape), self.outer)
+        return LayerRun(steps(self.shape), self.outer)
 
 
 @torch.no_grad()

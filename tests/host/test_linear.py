@@ -10,7 +10,7 @@ from comfyui_boot import refused
 
 from qwen_l40s.errors import UnavailableError
 from qwen_l40s.hosts.comfyui.linear import quantized_operations
-from qwen_l40s.hosts.comfyui.lora.bypass import BypassForward, LowRank
+from qwen_l40s.hosts.comfyui.lora.bypass import BesideLayer, BypassForward
 from qwen_l40s.loaders.quantize import dequantize_rows, quantize_rows
 from qwen_l40s.spec import formats
 
@@ -86,7 +86,7 @@ def _in_order(arguments):
 def low_rank(up, down):
     layer = comfy.ops.manual_cast.Linear(K, len(down), bias=False)
     layer.weight = torch.nn.Parameter(down, requires_grad=False)
-    return LowRank(up, layer)
+    return BesideLayer(up, layer)
 
 
 @newer

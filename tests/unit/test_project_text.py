@@ -189,3 +189,16 @@ def test_rooms_of_comfyui_import_one_way():
         ends = [(start, end) for end, start in pairwise(error.args[1])]
         lines = [f"{start} imports {end}: {sorted(found[start, end])}" for start, end in ends]
         raise AssertionError("\n".join(lines)) from None
+
+
+def test_no_two_public_classes_have_one_name():
+    places = defaultdict(list)
+    for file in FILES:
+        parts = file.relative_to(ROOT).parts
+        if parts[0] in {"bench", "tools"}:
+            continue
+        for node in tree_of(file).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append("/".join(parts))
+    assert len(places) > 200
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}

@@ -21,7 +21,7 @@ from qwen_l40s.optimizations.blocks.block import BlockExecutor, Step
 from qwen_l40s.optimizations.blocks.graphs import GraphFigures, PassMemory, Work
 from qwen_l40s.optimizations.blocks.workspace import Workspace, streams_of
 from qwen_l40s.optimizations.cards import team
-from qwen_l40s.optimizations.cards.parts import Card
+from qwen_l40s.optimizations.cards.parts import ShareCard
 from qwen_l40s.optimizations.cards.split import Split, shares_of
 from qwen_l40s.optimizations.linear import choose_gemm
 from qwen_l40s.optimizations.modulation import compute_entry
@@ -85,7 +85,7 @@ def split(chain, shares, additions=(), form=None, early=False, attend=attend):
     for _ in shares:
         space = Workspace(fused.TORCH)
         executor = BlockExecutor(chain.layers, fused.TORCH, attend, space, {}, form)
-        cards.append(Card(executor, space, chain.blocks, CPU))
+        cards.append(ShareCard(executor, space, chain.blocks, CPU))
     return Split(cards, shares, routes, additions, early), routes
 
 
@@ -492,7 +492,7 @@ def test_on_two_cards(mix, exchange, early):
             memories.append(PassMemory(ops))
             space = memories[-1].workspace
             executor = BlockExecutor(chain.layers, ops, recorded, space, {})
-            cards.append(Card(executor, space, chain.blocks, device))
+            cards.append(ShareCard(executor, space, chain.blocks, device))
     entry = compute_entry(cards[0].blocks, temb, 1)
     x = torch.cat([part.reshape(-1, DIM) for part in (text, image)])
     alone = BlockExecutor(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qwen_l40s.split_cost import FIXED, LEAST_GAIN, BlockSeconds, Rows, SplitCost, row_bytes
+from qwen_l40s.split_cost import FIXED, LEAST_GAIN, BlockSeconds, PassRows, SplitCost, row_bytes
 
 DIM, TEXT = 3072, 128
 SIZES = {1024: 4096, 1328: 6889, 2048: 16384}
@@ -23,7 +23,7 @@ def cost(side, link, times=BF16, cards=2):
     image = SIZES[side]
     text = products * TEXT / (TEXT + image)
     return SplitCost(
-        Rows(1, TEXT, image, DIM),
+        PassRows(1, TEXT, image, DIM),
         BlockSeconds(products - text, text, attention),
         row_bytes(DIM, quantized=times is INT8),
         cards=cards,
@@ -94,7 +94,7 @@ def test_text_takes_the_place_of_image_rows():
 )
 def test_all_rows_are_somewhere(text, image, items, cards, link):
     cards = min(cards, image)
-    rows = Rows(items, text, image, DIM)
+    rows = PassRows(items, text, image, DIM)
     seconds = 1e-6 * items * (text + image)
     block = BlockSeconds.shared(seconds, rows, quantized=True, text=0.1 * seconds)
     found = SplitCost(rows, block, DIM + 4, cards, link)
@@ -118,7 +118,7 @@ def test_a_measured_block_decides():
 
 
 def test_parts_of_a_measured_block():
-    rows = Rows(1, TEXT, 4096, DIM)
+    rows = PassRows(1, TEXT, 4096, DIM)
     for quantized, times in ((False, BF16), (True, INT8)):
         products, attention = (ms / 1000 for ms in times[1024])
         text = products * TEXT / (TEXT + 4096)

@@ -45,7 +45,7 @@ class Matrices(NamedTuple):
     down: torch.Tensor
 
 
-class LowRank(torch.nn.Module):
+class BesideLayer(torch.nn.Module):
     """y + up(down(x)) for x [..., K] and y [..., N], of all LoRAs of a layer.
 
     Args:
@@ -155,7 +155,7 @@ class BypassLayers(torch.nn.Module):
     Attributes:
         count: As given.
         names: Of the layers, for each of `changes`; a ModuleDict takes no names with dots.
-        downs: That the `LowRank` of `changes` share.
+        downs: That the `BesideLayer` of `changes` share.
     """
 
     def __init__(self, changes: Iterable[tuple[str, Matrices | Kronecker]], count: int = 1) -> None:
@@ -178,19 +178,22 @@ class BypassLayers(torch.nn.Module):
             self.downs.append(down)
             start = 0
             for name in names:
-                low = LowRank(torch.cat([pair.up for pair in pairs[name]], dim=1), down, start)
+                low = BesideLayer(torch.cat([pair.up for pair in pairs[name]], dim=1), down, start)
                 start += low.up.in_features
                 found.append((name, low))
         found += others
         self.names = tuple(name for name, _ in found)
         self.changes = torch.nn.ModuleList(change for _, change in found)
-        self._linears = (*self.downs, *(low.up for _, low in found if isinstance(low, LowRank)))
+        self._linears = (*self.downs, *(low.up for _, low in found if isinstance(low, BesideLayer)))
         self._placed: tuple[Any, list[weakref.ref]] | None = None
 
     def all(self) -> list[tuple[str, Matrices | Kronecker]]:
         """The changes that it was made of, those of a layer as one."""
         return [
-            (name, change.matrices if isinstance(change, LowRank) else copy.deepcopy(change).cpu())
+            (
+                name,
+                change.matrices if isinstance(change, BesideLayer) else copy.deepcopy(change).cpu(),
+            )
             for name, change in zip(self.names, self.changes, strict=True)
         ]
 
@@ -236,7 +239,7 @@ class Beside:
             place += (there, layers.place)
             for layer, change in layers.of(model):
                 low = None
-                if there and layer not in self.lows and isinstance(change, LowRank):
+                if there and layer not in self.lows and isinstance(change, BesideLayer):
                     weights = change.down.weight, change.start, change.up.weight
                     low = reference.LowRank(*weights)
                 self.lows[layer] = low
