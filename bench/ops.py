@@ -14,10 +14,10 @@ from ..errors import UnavailableError
 from ..optimizations import reference
 from ..optimizations.attention import BACKENDS as ATTENTION
 from ..optimizations.attention import AttentionRequest, choose_attention
-from ..optimizations.fallback import Fallback
 from ..optimizations.fused import Ops, choose_ops
 from ..optimizations.linear import choose_gemm
 from ..optimizations.reference import Modulation, QKNorm, QuantizedRows, Rotary, Tokens
+from ..optimizations.verdict import Verdict
 from ..spec.formats import FORMATS, RowFormat
 from ..spec.transformer import TransformerShape
 from .measure import Fields, by_turns, times_ms
@@ -147,7 +147,7 @@ def _copy(device: torch.device) -> OpCase:
 
 def _ops(device: torch.device) -> Ops:
     ops = choose_ops(device)
-    if isinstance(ops, Fallback):
+    if isinstance(ops, Verdict):
         raise UnavailableError(str(ops))
     return ops
 

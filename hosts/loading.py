@@ -14,8 +14,8 @@ from ..caches import cached
 from ..errors import SettingError, UnavailableError
 from ..loaders.quantize import quantize_rows
 from ..optimizations import kernels
-from ..optimizations.fallback import Fallback
 from ..optimizations.trial import try_once
+from ..optimizations.verdict import Verdict
 from ..planning.bytes import TransformerBytes, weight_bytes
 from ..planning.plan import LEAST_SIDE, PlanOption, check_stored, check_tensor_cores, plan
 from ..planning.reasons import kept_precision, requested_precision, weight_only
@@ -259,4 +259,4 @@ def _kernel(
 
 @cached
 def _log(reason: str) -> None:
-    Fallback(f"Triton: {reason}").log("torch rounds the weights, which takes longer")
+    Verdict(f"Triton: {reason}").log("torch rounds the weights, which takes longer")

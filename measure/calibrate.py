@@ -22,10 +22,10 @@ from ..machine.card import first_line, read_cards
 from ..machine.store import Calibration
 from ..optimizations import kernels, reference
 from ..optimizations.attention import Attention, AttentionRequest, choose_attention
-from ..optimizations.fallback import Fallback
 from ..optimizations.fused import Ops, choose_ops
 from ..optimizations.linear import choose_gemm, dense_linear
 from ..optimizations.reference import Modulation, QuantizedRows, Tokens
+from ..optimizations.verdict import Verdict
 from ..planning.rates import Rates
 from ..planning.times import Pass, norm_bytes, step_work
 from ..spec.formats import FORMATS, MULTIPLIED, QUANTIZED, RowFormat, format_gib, sm
@@ -190,7 +190,7 @@ def _attention(work: Pass, device: torch.device) -> Attention:
 
 def _ops(device: torch.device) -> Ops:
     ops = choose_ops(device)
-    if isinstance(ops, Fallback):
+    if isinstance(ops, Verdict):
         raise UnavailableError(f"the fused blocks, which this measures, do not run here: {ops}.")
     return ops
 

@@ -43,7 +43,7 @@ class QwenL40SExtension(ComfyExtension):
 
     async def on_load(self) -> None:
         if fallback := unsupported_host():
-            logger.warning(fallback.reason)
+            logger.warning(str(fallback))
             return
         for sentence in news_of_host():
             logger.warning(sentence)

@@ -25,7 +25,7 @@ SUMMARY_LINES = 6
 def require_host() -> None:
     """Raises UnavailableError with one sentence when ComfyUI is too old or has changed."""
     if fallback := unsupported_host():
-        raise UnavailableError(fallback.reason)
+        raise UnavailableError(str(fallback))
 
 
 def with_report(*outputs: object, report: str, summary: str | None = None) -> io.NodeOutput:

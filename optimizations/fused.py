@@ -10,9 +10,9 @@ import torch
 from ..caches import cached
 from ..spec.formats import RowFormat
 from . import attention_8bit, kernels, reference
-from .fallback import Fallback
 from .reference import HEAD_DIMS, WIDEST_ROW, Modulation, QKNorm, QuantizedRows, Rotary, Tokens
 from .trial import FULL, try_once
+from .verdict import Verdict
 
 # Takes the tensors that differ from call to call, of the shapes and strides that it is for.
 Prepared = Callable[..., None]
@@ -123,14 +123,14 @@ TORCH = Ops(
 )
 
 
-def choose_ops(device: torch.device) -> Ops | Fallback:
+def choose_ops(device: torch.device) -> Ops | Verdict:
     """Gives the kernels for a device, or why there are none."""
     if device.type == "cpu" and not kernels.interpreted():
         return TORCH
     if device.type != "cpu" and (device.type != "cuda" or torch.version.hip is not None):
-        return Fallback(f"{device.type} is not an NVIDIA card", final=True)
+        return Verdict(f"{device.type} is not an NVIDIA card", final=True)
     if kernels.missing():
-        return Fallback(kernels.missing(), final=True)
+        return Verdict(kernels.missing(), final=True)
     ops = _triton()
 
     def trial() -> str:
@@ -138,18 +138,18 @@ def choose_ops(device: torch.device) -> Ops | Fallback:
             return _compare(ops, device)
 
     reason = try_once((choose_ops, device), trial)
-    return Fallback(f"Triton: {reason}", final=reason != FULL) if reason else ops
+    return Verdict(f"Triton: {reason}", final=reason != FULL) if reason else ops
 
 
-def unsupported_shape(dim: int, head_dim: int, dtype: torch.dtype) -> Fallback | None:
+def unsupported_shape(dim: int, head_dim: int, dtype: torch.dtype) -> Verdict | None:
     """Why the kernels do not take a model; None when they do."""
     if dtype not in (torch.bfloat16, torch.float32):
         # Residuals of Qwen-Image exceed what fp16 holds: both hosts clip or refuse it.
-        return Fallback(f"{dtype}: the fused blocks take bf16 and fp32")
+        return Verdict(f"{dtype}: the fused blocks take bf16 and fp32")
     if dim > WIDEST_ROW:
-        return Fallback(f"a width of {dim}, more than {WIDEST_ROW}", final=True)
+        return Verdict(f"a width of {dim}, more than {WIDEST_ROW}", final=True)
     if head_dim not in HEAD_DIMS:
-        return Fallback(f"heads of {head_dim}, not {', '.join(map(str, HEAD_DIMS))}", final=True)
+        return Verdict(f"heads of {head_dim}, not {', '.join(map(str, HEAD_DIMS))}", final=True)
     return None
 
 

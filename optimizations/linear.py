@@ -26,9 +26,9 @@ from .trial import FULL, try_once
 # error is 0.15 % and the product takes 9 to 18 % longer (H200, M = 4296).
 FAST = "scaled_mm_fast"
 
-
 # So few rows that a separate addition of the bias costs nothing.
 FEW_ROWS = 64
+
 # In which order auto tries them, and on what ground; None: every card that is not named.
 # sm_90: on an H200, torch 2.11+cu130, triton 3.6, comfy-kitchen 0.2.40, from
 # bf16 to bf16 at M = 4296 for (K, N) = 3072x3072, 3072x12288, 12288x3072, in ms: bf16 0.111, 0.399,

@@ -21,8 +21,8 @@ import torch
 from ..spec.formats import format_gib
 from ..spec.sizes import MOST_TABLE_BYTES
 from .blocks.block_form import ModulationLayer, modulation_layers
-from .fallback import Fallback
 from .reference import Modulation
+from .verdict import Verdict
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +89,7 @@ class TableFigures:
     read: int = 0
     filled: int = 0
     direct: int = 0
-    fallback: Fallback | None = None
+    fallback: Verdict | None = None
 
     def add(self, table: ModulationTable, before: tuple[int, int]) -> None:
         """Counts what was asked of a table since its (hits, filled) were these."""

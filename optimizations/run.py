@@ -23,12 +23,12 @@ from .blocks.graphs import PassMemory
 from .blocks.host import HostPass, PreparedModel
 from .blocks.passes import ForwardPass, WatchedError
 from .cards.team import CardPass, ShapeFigures, Team
-from .fallback import Fallback
 from .step_cache import Later
+from .verdict import Verdict
 
 _Value = TypeVar("_Value")
 
-PASSED_BY = Fallback("another extension runs the transformer its own way")
+PASSED_BY = Verdict("another extension runs the transformer its own way")
 
 
 class NotFiniteError(Exception):
@@ -63,7 +63,7 @@ class Optimization:
         self._of_cards: dict[Hashable, ShapeFigures] = {}
         self._passes: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._doubts: WeakKeyDictionary[Any, dict[int, Later]] = WeakKeyDictionary()  # by pass
-        self._failed: Fallback | None = None
+        self._failed: Verdict | None = None
         self._passed_by = False
         self._logged: set[str] = set()
 
@@ -182,10 +182,10 @@ class Optimization:
         prepared = self._last = self._prepare(host)
         prepared.passes += 1
 
-        def fall_back(fallback: Fallback, blocks: int) -> None:
+        def fall_back(fallback: Verdict, blocks: int) -> None:
             prepared.fallbacks[fallback] += blocks
-            if fallback.reason not in self._logged:
-                self._logged.add(fallback.reason)
+            if fallback.fact not in self._logged:
+                self._logged.add(fallback.fact)
                 fallback.log(f"{self.host} own blocks run")
 
         fallback = self._failed or _whole_pass_fallback(prepared, host)
@@ -215,7 +215,7 @@ class Optimization:
         self,
         prepared: PreparedModel,
         host: HostPass,
-        fall_back: Callable[[Fallback, int], None],
+        fall_back: Callable[[Verdict, int], None],
         call: Callable[[], Any],
     ) -> Any:
         with ExitStack() as stack:
@@ -246,7 +246,7 @@ class Optimization:
                 prepared = self._prepare(peer)
                 fallback = _whole_pass_fallback(prepared, peer) or prepared.code(peer).changed()
                 if fallback:
-                    figures.refuse(f"{peer.device}: {fallback}")
+                    figures.refuse(Verdict(f"{peer.device}: {fallback}"))
                     return None
                 memory = stack.enter_context(self._memory(prepared, peer))
                 members.append(CardPass(peer, prepared, memory, _hold(prepared, peer, stack)))
@@ -258,7 +258,7 @@ class Optimization:
             }
             return Team(members, links, self._of_cards)
         except UnavailableError as error:
-            figures.refuse(first_line(error), final=True)
+            figures.refuse(Verdict(first_line(error), final=True))
             return None
 
     @contextmanager
@@ -328,19 +328,18 @@ def _holds(host: HostPass) -> bool:
         return weights is not None
 
 
-def _whole_pass_fallback(prepared: PreparedModel, host: HostPass) -> Fallback | None:
-    if isinstance(prepared.ops, Fallback):
+def _whole_pass_fallback(prepared: PreparedModel, host: HostPass) -> Verdict | None:
+    if isinstance(prepared.ops, Verdict):
         return prepared.ops
     if prepared.check.failed:
         return prepared.check.failed
     if torch.is_grad_enabled():
-        return Fallback(
-            "gradients are recorded, which the kernels do not support: use torch.no_grad()"
-        )
+        recorded = "gradients are recorded, which the kernels do not support"
+        return Verdict(recorded, "use torch.no_grad()")
     if found := host.fallback():
         return found
     if prepared.unknown:
         return prepared.unknown
     if any(map(is_changed, host.blocks)):
-        return Fallback("another extension has changed the blocks, as offloading and caching do")
+        return Verdict("another extension has changed the blocks, as offloading and caching do")
     return None

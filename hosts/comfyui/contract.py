@@ -25,7 +25,7 @@ from ...families.comfyui import kind_of
 from ...families.protocol import Family
 from ...machine.comfyui import COMFYUI_FLOOR, TESTED, is_newer_than_tested
 from ...machine.packages import release
-from ...optimizations.fallback import Fallback
+from ...optimizations.verdict import Verdict
 
 # What ComfyUI's loop gives a block of Qwen-Image, all by name.
 BLOCK_ARGUMENTS = (
@@ -153,27 +153,25 @@ KNOWN: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 
 @remembered
 @lru_cache(maxsize=1)
-def unsupported_host() -> Fallback | None:
+def unsupported_host() -> Verdict | None:
     """Why nothing of this package runs in this ComfyUI, in one sentence; None when all is well."""
     floor = ".".join(map(str, COMFYUI_FLOOR))
     try:
         found = importlib.import_module("comfyui_version").__version__
     except (ImportError, AttributeError):
-        return Fallback(
+        return Verdict(
             f"this ComfyUI does not give its version: Qwen-Image L40S needs {floor} or newer.",
             final=True,
         )
     if release(found) < COMFYUI_FLOOR:
-        return Fallback(
-            f"ComfyUI is {found} and Qwen-Image L40S needs {floor} or newer: update ComfyUI.",
-            final=True,
-        )
+        old = f"ComfyUI is {found} and Qwen-Image L40S needs {floor} or newer"
+        return Verdict(old, "update ComfyUI.", final=True)
     for module, names in HOOKS.items():
         for name, parameters in names.items():
             if fault := _fault(module, name, parameters):
-                return Fallback(
-                    f"ComfyUI {found} {fault}, which Qwen-Image L40S calls: update Qwen-Image "
-                    "L40S, and until then use ComfyUI's own loaders.",
+                return Verdict(
+                    f"ComfyUI {found} {fault}, which Qwen-Image L40S calls",
+                    "update Qwen-Image L40S, and until then use ComfyUI's own loaders.",
                     final=True,
                 )
     return None
@@ -237,13 +235,13 @@ def require(family: Family, path: Path) -> None:
         )
 
 
-def unsupported_model(model: Any) -> Fallback | None:
+def unsupported_model(model: Any) -> Verdict | None:
     """Says why a MODEL is not optimized, in one sentence; None when it is Qwen-Image."""
     inner = model.model
     kind = kind_of(inner)
     if kind and kind.holds(inner.diffusion_model):
         return None
-    return Fallback(
+    return Verdict(
         f"The model is {type(inner).__name__}, not Qwen-Image (2512, Edit, Layered, 2.1): it "
         "passes through unchanged.",
         final=True,

@@ -27,9 +27,9 @@ from ...errors import UnavailableError
 from ...loaders.quantize import dequantize_rows, quantize_rows
 from ...optimizations import reference
 from ...optimizations.blocks.products import PackedWeight
-from ...optimizations.fallback import Fallback
 from ...optimizations.fused import TORCH, choose_ops
 from ...optimizations.linear import known_gemm, quantized_linear
+from ...optimizations.verdict import Verdict
 from ...spec.formats import FORMATS
 
 FP8_ROWS, INT8_ROWS = FORMATS["fp8"], FORMATS["int8"]
@@ -256,7 +256,7 @@ def _as_int8(weight: QuantizedTensor) -> QuantizedTensor:
 def _launches(device: torch.device) -> bool:
     """Whether Triton decodes weights there."""
     ops = choose_ops(device)
-    return not isinstance(ops, Fallback) and ops is not TORCH
+    return not isinstance(ops, Verdict) and ops is not TORCH
 
 
 def rotation_of(params: Any) -> int:

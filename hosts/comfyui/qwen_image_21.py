@@ -16,8 +16,8 @@ from ...families.qwen_image_21 import QWEN_IMAGE_21, QwenImage21Shape
 from ...optimizations.blocks.block import Step
 from ...optimizations.blocks.host import PrefixedStream
 from ...optimizations.blocks.workspace import Prefix
-from ...optimizations.fallback import Fallback
 from ...optimizations.reference import Tokens
+from ...optimizations.verdict import Verdict
 from . import contract
 from .qwen_image import rope_axes, settings_of
 from .sample.forward import OTHER_ARGUMENTS, ComfyPass, rotary_of
@@ -26,8 +26,10 @@ CODE = QWEN_IMAGE_21.comfyui_code
 # What ComfyUI's loop gives a block, by place.
 BLOCK_ARGUMENTS = ("x", "mod", "pe", "attn_fn", "prefix_len", "transformer_options")
 ARGUMENTS = set(BLOCK_ARGUMENTS)
-OTHER_MODEL = Fallback("this ComfyUI calls its Qwen-Image-2.1 in a way that is unknown here")
-NO_PREFIX_CACHE = Fallback(
+FILLS = Verdict("ComfyUI fills its prefix cache")
+NOT_READ = Verdict("ComfyUI's prefix cache is in host memory or in 8 or 4 bits")
+OTHER_MODEL = Verdict("this ComfyUI calls its Qwen-Image-2.1 in a way that is unknown here")
+NO_PREFIX_CACHE = Verdict(
     "ComfyUI's prefix cache is off: a node switches it off, hooks into the blocks, or leaves it no "
     "memory"
 )
@@ -57,20 +59,20 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
         self._slot: Any = None  # of the prefix cache
         self._prefixes: Sequence[Prefix] | None = None
 
-    def fallback(self) -> Fallback | None:
+    def fallback(self) -> Verdict | None:
         return super().fallback() or (None if is_known() else OTHER_MODEL)
 
-    def no_graphs(self) -> str:
+    def no_graphs(self) -> Verdict | None:
         # Where the cache is filled or moves, nobody knows what later blocks read.
         if self._fills:
-            return "ComfyUI fills its prefix cache"
+            return FILLS
         if self.prefixes is None:
-            return "ComfyUI's prefix cache is in host memory or in 8 or 4 bits"
+            return NOT_READ
         return super().no_graphs()
 
     def beside(
         self, block: torch.nn.Module, positional: tuple, arguments: dict[str, Any]
-    ) -> Prefix | Fallback | None:
+    ) -> Prefix | Verdict | None:
         if positional or arguments.keys() != ARGUMENTS:
             return OTHER_ARGUMENTS
         if before := arguments["prefix_len"]:

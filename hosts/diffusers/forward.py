@@ -24,9 +24,9 @@ from ...optimizations.blocks.block import Step
 from ...optimizations.blocks.block_form import token_layers
 from ...optimizations.blocks.host import BlockInputs, DoubleStream
 from ...optimizations.blocks.self_check import Streams
-from ...optimizations.fallback import Fallback
 from ...optimizations.modulation import Entry
 from ...optimizations.reference import Rotary, Tokens
+from ...optimizations.verdict import Verdict
 from .layers import DiffusersLayers, TransformerModulation
 
 # What a block is called with besides its streams, from diffusers 0.36 to 0.42.
@@ -37,7 +37,7 @@ SHARED = (
     "joint_attention_kwargs",
     "modulate_index",
 )
-OTHER_ARGUMENTS = Fallback("diffusers passes its blocks arguments that are unknown here")
+OTHER_ARGUMENTS = Verdict("diffusers passes its blocks arguments that are unknown here")
 # diffusers' own attention, whatever is chosen there.
 HOST_ATTENTION = "diffusers"
 # diffusers 0.37 and 0.38 hand the joint mask on among the arguments of attention.
@@ -58,9 +58,9 @@ class TransformerAttention(ChosenAttention):
         theirs = _users_backend(processor)
         self.fallback = None
         if self.name == HOST_ATTENTION:
-            self.fallback = Fallback(f"{theirs or 'native'}, asked for")
+            self.fallback = Verdict(f"{theirs or 'native'}, asked for")
         elif self.name == "auto" and theirs:
-            self.fallback = Fallback(f"{theirs}, chosen there")
+            self.fallback = Verdict(f"{theirs}, chosen there")
 
 
 def _backend_of(processor: object) -> Any:
@@ -115,45 +115,45 @@ class TransformerPass(DoubleStream):
     def attention(self) -> TransformerAttention | None:
         return None if self._attention.fallback else self._attention
 
-    def fallback(self) -> Fallback | None:
+    def fallback(self) -> Verdict | None:
         if self.owner.training:
-            return Fallback("the transformer is in training mode: call eval()")
+            return Verdict("the transformer is in training mode", "call eval()")
         if torch.jit.is_tracing():
-            return Fallback("torch.jit traces the model")
+            return Verdict("torch.jit traces the model")
         if torch.is_autocast_enabled(self.device.type):
-            return Fallback("autocast is on")
+            return Verdict("autocast is on")
         if self.latents.is_cuda and torch.cuda.is_current_stream_capturing():
-            return Fallback("a CUDA graph is being captured")
+            return Verdict("a CUDA graph is being captured")
         classes = set(map(type, self.blocks))
         if classes != {self.block_class}:
             names = " and ".join(sorted(found.__name__ for found in classes))
-            return Fallback(f"its blocks are {names}")
+            return Verdict(f"its blocks are {names}")
         if any(block._compiled_call_impl is not None for block in self.blocks):
-            return Fallback("torch.compile runs the blocks: without it the fused ones would")
+            return Verdict("torch.compile runs the blocks", "without it the fused ones would")
         return None
 
-    def unsupported(self, block: torch.nn.Module) -> Fallback | None:
+    def unsupported(self, block: torch.nn.Module) -> Verdict | None:
         if any(hasattr(layer.weight, "device_mesh") for layer in token_layers(block)):
-            return Fallback("its weights are spread over several cards")
+            return Verdict("its weights are spread over several cards")
         processor = _processor_of(block)
         if type(processor) not in self.processors:
-            return Fallback(f"its attention processor is {type(processor).__name__}")
+            return Verdict(f"its attention processor is {type(processor).__name__}")
         if getattr(processor, "_parallel_config", None) is not None:
-            return Fallback("its attention runs on several cards")
+            return Verdict("its attention runs on several cards")
         if _backend_of(processor) != _backend_of(self._processor):
-            return Fallback("its attention backend is not that of the first block")
+            return Verdict("its attention backend is not that of the first block")
         return None
 
     def inputs(
         self, block: torch.nn.Module, positional: tuple, arguments: dict[str, Any]
-    ) -> BlockInputs | Fallback:
+    ) -> BlockInputs | Verdict:
         if positional or not all(name in arguments for name in self.streams):
             return OTHER_ARGUMENTS
         shared = tuple(arguments.get(name) for name in SHARED)
         try:
             step = self.kept_step(shared, None, lambda: self._step_of(arguments))
         except _UnknownError as reason:
-            return Fallback(str(reason))
+            return Verdict(str(reason))
         return BlockInputs(*map(arguments.get, self.streams), step, self._controlled)
 
     def entry(self, embedding: torch.Tensor, batch: int) -> Entry:

@@ -26,16 +26,16 @@ from ...optimizations.blocks.block_form import (
     part_of,
     token_layers,
 )
-from ...optimizations.fallback import Fallback
 from ...optimizations.linear import Gemm
 from ...optimizations.modulation import Entry, ModulationTable, TableFigures, compute_entry
+from ...optimizations.verdict import Verdict
 from ...spec.formats import RowFormat
 from .quantized import QuantizedLinear
 
-OWN_WAY = Fallback("some layers run diffusers' own way")
-APART = Fallback("some of the weights are elsewhere")
-NO_RUN = Fallback("the call is outside `Optimized.run`")
-NOT_PLAIN = Fallback("its layers are not plain linear layers")
+OWN_WAY = Verdict("some layers run diffusers' own way")
+APART = Verdict("some of the weights are elsewhere")
+NO_RUN = Verdict("the call is outside `Optimized.run`")
+NOT_PLAIN = Verdict("its layers are not plain linear layers")
 
 Timesteps = Callable[[], Sequence[torch.Tensor]]
 
@@ -47,18 +47,18 @@ class DiffusersLayers:
         self._gemms: dict[str, Gemm] = {}
         self._addresses: list[int] | None = None  # of a layer of each block
         self._token: Hashable | None = None
-        self.moving: Fallback | None = None
+        self.moving: Verdict | None = None
 
     def hold(self, blocks: Sequence[torch.nn.Module]) -> AbstractContextManager[Hashable | None]:
         # One layer of each block tells in every pass whether its weights have moved.
         if self._addresses is None or not (self.moving or self._addresses == _addresses(blocks)):
             found = self._look(blocks)
-            self.moving = found if isinstance(found, Fallback) else None
+            self.moving = found if isinstance(found, Verdict) else None
             self._token = None if self.moving else found
             self._addresses = [] if self.moving else _addresses(blocks)
         return nullcontext(self._token)
 
-    def _look(self, blocks: Sequence[torch.nn.Module]) -> Hashable | Fallback:
+    def _look(self, blocks: Sequence[torch.nn.Module]) -> Hashable | Verdict:
         """Makes a token of the addresses and layouts of all tensors."""
         if not all(map(token_layers, blocks)):
             return OWN_WAY

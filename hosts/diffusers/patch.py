@@ -19,8 +19,8 @@ from diffusers import QwenImageTransformer2DModel
 from ...families.diffusers import pass_of
 from ...families.registry import blocks_of
 from ...optimizations.attention import is_lossy
-from ...optimizations.fallback import Fallback
 from ...optimizations.run import Optimization
+from ...optimizations.verdict import Verdict
 from .forward import HOST_ATTENTION, TransformerAttention
 from .layers import DiffusersLayers, Timesteps, TransformerModulation
 
@@ -81,11 +81,11 @@ def is_lossy_attention(
     return is_lossy(name, device, dtype, config.num_attention_heads, config.attention_head_dim)
 
 
-def unsupported_model(transformer: object) -> Fallback | None:
+def unsupported_model(transformer: object) -> Verdict | None:
     """Says why a model is not optimized, in one sentence; None when it is Qwen-Image."""
     if pass_of(transformer) and len(blocks_of(transformer)):
         return None
-    return Fallback(
+    return Verdict(
         f"The model is {type(transformer).__name__}, not a transformer of Qwen-Image "
         "(QwenImageTransformer2DModel, QwenImage21Transformer2DModel): it stays as it is.",
         final=True,
@@ -100,7 +100,7 @@ class Optimized(AbstractContextManager):
         fallback: Why nothing does.
     """
 
-    def __init__(self, forward: Forward | None, fallback: Fallback | None = None) -> None:
+    def __init__(self, forward: Forward | None, fallback: Verdict | None = None) -> None:
         self._forward = forward
         self._optimization = None if forward is None else forward.instead
         self._fallback = fallback

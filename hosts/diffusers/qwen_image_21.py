@@ -19,9 +19,9 @@ from ...families.qwen_image_21 import MEMBER, QWEN_IMAGE_21
 from ...optimizations.blocks.block import Step
 from ...optimizations.blocks.host import PrefixedStream
 from ...optimizations.blocks.workspace import Prefix
-from ...optimizations.fallback import Fallback
 from ...optimizations.reference import Rotary, Tokens
 from ...optimizations.vae.tiles import Layer, stage
+from ...optimizations.verdict import Verdict
 from ...spec.vae import VaeShape
 from .forward import OTHER_ARGUMENTS, TransformerPass
 
@@ -47,14 +47,14 @@ class PrefixedTransformerPass(PrefixedStream, TransformerPass):
         layers = getattr(self._given.get("kv_cache"), "layer_caches", ())
         return [Prefix(*layer.get()) for layer in layers] or None
 
-    def fallback(self) -> Fallback | None:
+    def fallback(self) -> Verdict | None:
         if self._given.get("kv_cache") is None:
-            return Fallback("diffusers runs without its prefix cache")
+            return Verdict("diffusers runs without its prefix cache")
         return super().fallback()
 
     def beside(
         self, block: torch.nn.Module, positional: tuple, arguments: dict[str, Any]
-    ) -> Prefix | Fallback | None:
+    ) -> Prefix | Verdict | None:
         if arguments.get("kv_cache_mode") == "extract":  # diffusers fills the cache
             return None
         prefix = self.prefix_of(arguments)

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from ...errors import UnavailableError
-from ..fallback import Fallback
+from ..verdict import Verdict
 from .backends import AttentionRequest, sm_of
 from .choice import FAST, Attention, asked_name, choose_attention, measurement
 from .registry import BACKENDS, refusal
@@ -138,7 +138,7 @@ class ChosenAttention:
     def __init__(self, name: str, lossy: bool = False, most_error: float = MOST_ERROR) -> None:
         self.name = name
         self.lossy = lossy
-        self.fallback: Fallback | None = None
+        self.fallback: Verdict | None = None
         self._errors = MeasuredErrors(most_error)
         # By the request, and whether errors were measured beside it.
         self._chosen: dict[tuple[AttentionRequest, bool], Attention] = {}
@@ -167,7 +167,7 @@ class ChosenAttention:
     def give_up(self) -> None:
         """Leaves the rest of the run to the host's own attention, after NaN or infinity."""
         names = sorted({attention.name for attention in self._found()}) or [self.name]
-        self.fallback = Fallback(f"{' and '.join(names)} gave NaN or infinity", final=True)
+        self.fallback = Verdict(f"{' and '.join(names)} gave NaN or infinity", final=True)
         self.fallback.log(f"{self.host} own attention runs from here")
 
     def lines(self) -> list[str]:

@@ -28,11 +28,11 @@ import torch
 
 from ...families.registry import spec_of
 from ...spec.formats import RowFormat
-from ..fallback import Fallback
 from ..fused import Ops
 from ..linear import Gemm
 from ..modulation import Entry
 from ..reference import LowRank, Modulation, QKNorm, Rotary, Tokens
+from ..verdict import Verdict
 from .block_form import heads_of, part_of
 from .products import Operand, PackedOperand, PackedWeight, merged_product
 from .shape import LowForm, Share, downs_of
@@ -100,7 +100,7 @@ class Layers(Protocol):
         """
 
     @property
-    def moving(self) -> Fallback | None:
+    def moving(self) -> Verdict | None:
         """Why the last `hold` gave None; None where it gave a token."""
 
     @staticmethod

@@ -19,8 +19,8 @@ import torch
 
 from ...caches import cached
 from ...families.registry import block_specs, modulation_of, spec_of
-from ..fallback import Fallback
 from ..fused import unsupported_shape
+from ..verdict import Verdict
 
 
 class ModulationLayer(NamedTuple):
@@ -85,14 +85,14 @@ def modulation_layers(blocks: Sequence[torch.nn.Module]) -> Iterator[ModulationL
             yield ModulationLayer(index, stream, getattr(block, name))
 
 
-def unknown_modulation(blocks: Sequence[torch.nn.Module]) -> Fallback | None:
+def unknown_modulation(blocks: Sequence[torch.nn.Module]) -> Verdict | None:
     """Why there is no modulation of all blocks; None where they agree."""
     if len({tuple(modulation_of(block)) for block in blocks}) > 1:
-        return Fallback("another extension has put a block of another form among the others")
+        return Verdict("another extension has put a block of another form among the others")
     return None
 
 
-def unsupported_block(block: torch.nn.Module, dtype: torch.dtype) -> Fallback | None:
+def unsupported_block(block: torch.nn.Module, dtype: torch.dtype) -> Verdict | None:
     """Why the executor does not compute a block; None when it does.
 
     Args:
@@ -101,7 +101,7 @@ def unsupported_block(block: torch.nn.Module, dtype: torch.dtype) -> Fallback | 
     spec = spec_of(block)
     if spec is None:
         known = ", ".join(spec.told_by for spec in block_specs())
-        return Fallback(f"its form is unknown: it has none of {known}")
+        return Verdict(f"its form is unknown: it has none of {known}")
     names = *spec.norms, *spec.read, *spec.head_norms
     try:
         modules = {name: part_of(block, name) for name in names}
@@ -109,23 +109,23 @@ def unsupported_block(block: torch.nn.Module, dtype: torch.dtype) -> Fallback | 
         layers = [part_of(block, name) for name in spec.places]
         changed = [name for name, module in modules.items() if is_changed(module)]
     except AttributeError as error:
-        return Fallback(f"its form is unknown: {error}")
+        return Verdict(f"its form is unknown: {error}")
     if changed:
-        return Fallback(f"{changed[0]} has been changed by another extension")
+        return Verdict(f"{changed[0]} has been changed by another extension")
     norms = [modules[name] for name in spec.norms]
     if any(norm.weight is not None for norm in norms):
-        return Fallback("its LayerNorms have weights")
+        return Verdict("its LayerNorms have weights")
     heads_norms = [modules[name] for name in spec.head_norms]
     if any(norm.weight is None for norm in heads_norms):
-        return Fallback("its heads are not normalized")
+        return Verdict("its heads are not normalized")
     widths = {layer.out_features for layer in layers[8:10]}
     eps, head_eps = ({norm.eps for norm in found} for found in (norms, heads_norms))
     if None in eps | head_eps:
-        return Fallback("a norm of it takes its eps from the dtype")
+        return Verdict("a norm of it takes its eps from the dtype")
     if len(eps) > 1 or len(head_eps) > 1 or len(widths) > 1:
-        return Fallback("its streams differ in form")
+        return Verdict("its streams differ in form")
     if any(modules[name].approximate != "tanh" for name in spec.gelus):
-        return Fallback("its GELU is not the tanh form")
+        return Verdict("its GELU is not the tanh form")
     return unsupported_shape(dim, dim // heads, dtype)
 
 
@@ -174,27 +174,27 @@ class OwnCode:
         called = (called_by(home) for home in homes)
         self._functions = tuple(dict.fromkeys(chain(*found, *called)))
 
-    def changed(self) -> Fallback | None:
+    def changed(self) -> Verdict | None:
         """What another extension has changed in any of the blocks; None for nothing.
 
         Takes 0.5 ms of 60 blocks, which have left the processor's caches since the last look.
         """
         return self.replaced() or next(filter(None, map(self.changed_in, self._parts)), None)
 
-    def replaced(self) -> Fallback | None:
+    def replaced(self) -> Verdict | None:
         """Which function another extension has replaced; None for none."""
         for function in self._functions:
             if function.changed:
-                return Fallback(f"another extension has changed {function.label}")
+                return Verdict(f"another extension has changed {function.label}")
         return None
 
-    def changed_in(self, index: int) -> Fallback | None:
+    def changed_in(self, index: int) -> Verdict | None:
         """What another extension has changed in the modules of one block; None for nothing."""
         parts = self._parts.get(index)
         if parts is None or parts.untouched:
             return None
         name = parts.changed(self._foreign)
-        return name and Fallback(f"another extension has changed {name} of block {index}")
+        return name and Verdict(f"another extension has changed {name} of block {index}")
 
 
 class _Function(NamedTuple):

@@ -22,6 +22,7 @@ from ...spec.sizes import REPAID_BY
 from ..fused import Ops
 from ..modulation import Entry
 from ..reference import Rotary, Tokens
+from ..verdict import Verdict
 from .block import BlockExecutor, Step
 from .workspace import Prefix, Workspace, streams_of
 
@@ -137,9 +138,9 @@ class PassGraph:
             self._graph.reset()
 
 
-CARD = "the card, not the processor, sets the pace"
-FEW = "too few steps are left to repay a capture"
-FIRST = "the first passes of a shape launch kernel by kernel"
+CARD = Verdict("the card, not the processor, sets the pace")
+FEW = Verdict("too few steps are left to repay a capture")
+FIRST = Verdict("the first passes of a shape launch kernel by kernel")
 
 
 @dataclass
@@ -157,10 +158,10 @@ class Seen:
     passes: int = 0
     runs: int = 0
     waited: bool | None = None
-    refusal: str = ""
+    refusal: Verdict | None = None
 
-    def not_worth(self, steps: int | None, beside: bool) -> str:
-        """Why no graph is captured for the pass that is coming, in one clause; empty when one is.
+    def not_worth(self, steps: int | None, beside: bool) -> Verdict | None:
+        """Why no graph is captured for the pass that is coming; None when one is.
 
         Args:
             steps: Of the run; None where nobody tells.
@@ -175,7 +176,7 @@ class Seen:
         left = self.passes if steps is None else steps - self.passes + 1
         if self.runs:  # one more is likely
             left += self.passes if steps is None else steps
-        return FEW if left < REPAID_BY[self.waited] else ""
+        return FEW if left < REPAID_BY[self.waited] else None
 
 
 @dataclass
@@ -191,7 +192,7 @@ class GraphFigures:
     replayed: int = 0
     captured: int = 0
     seconds: float = 0.0
-    reasons: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[Verdict] = field(default_factory=Counter)
 
     def lines(self) -> list[str]:
         lines = []
@@ -233,7 +234,7 @@ class PassMemory:
     def start_run(self) -> None:
         for seen in self._seen.values():
             seen.runs += bool(seen.passes)
-            seen.passes, seen.refusal = 0, ""
+            seen.passes, seen.refusal = 0, None
 
     def free_buffers(self) -> None:
         """Frees buffers that no graph needs, and large ones with their graphs."""
@@ -267,7 +268,7 @@ class PassMemory:
 
     def capture(
         self, work: Work, text: torch.Tensor, entry: Entry, step: Step, figures: GraphFigures
-    ) -> PassGraph | str:
+    ) -> PassGraph | Verdict:
         """Captures work that has run before; why not, where that fails.
 
         Args:
@@ -288,9 +289,9 @@ class PassMemory:
                 {card: memory._pool_of(card) for card, memory in work.cards},
             )
         except torch.OutOfMemoryError:
-            return "the card has no room for one"
+            return Verdict("the card has no room for one")
         except RuntimeError as error:  # drivers, and what cannot be captured
-            return f"capturing one failed: {first_line(error)}"
+            return Verdict(f"capturing one failed: {first_line(error)}")
         if [space.changes for space in spaces] != changes:
             graph.reset()
             return FIRST

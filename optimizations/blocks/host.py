@@ -15,10 +15,10 @@ import torch
 from ...spec.formats import RowFormat
 from ..attention import ChosenAttention
 from ..cards.team import SplitFigures
-from ..fallback import Fallback
 from ..fused import choose_ops
 from ..modulation import Entry, shared_entry
 from ..reference import Tokens
+from ..verdict import Verdict
 from .block import KnownBlock, Layers, Step
 from .block_form import (
     OwnCode,
@@ -31,7 +31,7 @@ from .graphs import GraphFigures
 from .self_check import FirstBlockCheck, Streams
 from .workspace import DENSE, Prefix
 
-OTHER_CLASSES = Fallback("another extension has replaced modules of it")
+OTHER_CLASSES = Verdict("another extension has replaced modules of it")
 
 
 class BlockInputs(NamedTuple):
@@ -67,20 +67,20 @@ class HostCall:
     streams: tuple[str, ...]
     _kept: tuple[tuple, Any, Step | None] = (), None, None
 
-    def unsupported(self, block: torch.nn.Module) -> Fallback | None:
+    def unsupported(self, block: torch.nn.Module) -> Verdict | None:
         """Refuses nothing beyond a block's form."""
 
     def lasting(self, capturing: bool = False) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def failed(self, error: RuntimeError) -> Fallback | None:
+    def failed(self, error: RuntimeError) -> Verdict | None:
         return None
 
     def clean_up(self) -> None:
         """Does nothing: nothing is left open."""
 
-    def no_graphs(self) -> str:
-        return ""
+    def no_graphs(self) -> Verdict | None:
+        return None
 
     def unchanged(
         self,
@@ -130,7 +130,7 @@ class PrefixedStream(HostCall):
 
     def inputs(
         self, block: torch.nn.Module, positional: tuple, arguments: dict[str, Any]
-    ) -> BlockInputs | Fallback | None:
+    ) -> BlockInputs | Verdict | None:
         prefix = self.beside(block, positional, arguments)
         if not isinstance(prefix, Prefix):
             return prefix
@@ -207,15 +207,15 @@ class HostPass(Protocol):
     names: Sequence[str]
     additions: Sequence[torch.Tensor | None]
 
-    def fallback(self) -> Fallback | None:
+    def fallback(self) -> Verdict | None:
         """Why the host's own blocks run in this pass; None when the executor's do."""
 
-    def unsupported(self, block: torch.nn.Module) -> Fallback | None:
+    def unsupported(self, block: torch.nn.Module) -> Verdict | None:
         """Why the executor does not compute a block, beyond its form."""
 
     def inputs(
         self, block: torch.nn.Module, positional: tuple, arguments: dict[str, Any]
-    ) -> BlockInputs | Fallback | None:
+    ) -> BlockInputs | Verdict | None:
         """What a block was called with, or why the executor cannot take it; None where the call is
         beside the pass and the host's own.
         """
@@ -227,7 +227,7 @@ class HostPass(Protocol):
             capturing: Whether a CUDA graph is captured.
         """
 
-    def failed(self, error: RuntimeError) -> Fallback | None:
+    def failed(self, error: RuntimeError) -> Verdict | None:
         """Why the host's blocks run from here on, after an error of the host's memory that fused
         blocks can cause; None for another.
         """
@@ -262,8 +262,8 @@ class HostPass(Protocol):
     def steps(self) -> int | None:
         """Of the run, where the host tells."""
 
-    def no_graphs(self) -> str:
-        """Why the pass may not replay a CUDA graph, in one clause; empty when it may."""
+    def no_graphs(self) -> Verdict | None:
+        """Why the pass may not replay a CUDA graph; None when it may."""
 
     def host_attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
@@ -282,7 +282,7 @@ class PreparedModel:
         lossy_attention: Whether attention differs from exact attention by more than rounding.
 
     Attributes:
-        ops: The kernels; a `Fallback` where there are none.
+        ops: The kernels; a `Verdict` where there are none.
         unknown: Why there is no modulation of all blocks; None where there is.
         unsupported: Of each block, why the executor does not compute it.
         read: The kinds of their layers.
@@ -319,7 +319,7 @@ class PreparedModel:
         self.split = SplitFigures(FirstBlockCheck(self.rounds))
         self.modulation = host.modulation
         self.passes = self.fused = 0
-        self.fallbacks: Counter[Fallback] = Counter()
+        self.fallbacks: Counter[Verdict] = Counter()
         self.quantized = bool(self._formats)
         self.graphs = GraphFigures()
         self.exchanged = False

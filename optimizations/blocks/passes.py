@@ -18,14 +18,21 @@ from ...machine.card import first_line
 from ...spec.sizes import MOST_GRAPH_ROWS
 from ..attention import Attention, AttentionRequest, ChosenAttention
 from ..cards.team import Given, SplitPlan, Team
-from ..fallback import Fallback
 from ..modulation import Entry, compute_entry
 from ..reference import Modulation
+from ..verdict import Verdict
 from .block import Attend, BlockExecutor
 from .block_form import heads_of
 from .graphs import FIRST, LAST_PART, Inputs, PassGraph, PassMemory, Seen, Work, key_of
 from .host import BlockInputs, HostPass, PreparedModel
 from .self_check import Streams, is_finite
+
+WATCHED = Verdict("something reads or changes the streams between two blocks")
+NOT_OURS = Verdict("the attention is not this package's")
+MEASURES = Verdict("attention measures its error in this pass")
+THEMSELVES = Verdict("some layers run themselves, as with a LoKr beside them")
+RAN_OUT = Verdict("memory ran out with them")
+NOT_ALL = Verdict("some blocks do not run fused")
 
 
 class ForwardPass:
@@ -47,7 +54,7 @@ class ForwardPass:
         self,
         prepared: PreparedModel,
         host: HostPass,
-        fall_back: Callable[[Fallback, int], None],
+        fall_back: Callable[[Verdict, int], None],
         memory: PassMemory,
         hold: Callable[[], Hashable | None],
         team: Team | None = None,
@@ -67,7 +74,7 @@ class ForwardPass:
         self._entry: Entry | None = None
         self._handed: tuple[Streams, Streams] | None = None
         self._looked = False  # at the functions that the host's blocks call
-        self._changed: Fallback | None = None  # what another extension has changed
+        self._changed: Verdict | None = None  # what another extension has changed
         self._watch: _Watch | None = None
         self.fused = 0
 
@@ -100,7 +107,7 @@ class ForwardPass:
         prepared = self._prepared
         refusal = self._look(index) or prepared.unsupported[index] or prepared.check.failed
         inputs = refusal or host.inputs(block, positional, arguments)
-        if inputs is None or isinstance(inputs, Fallback):
+        if inputs is None or isinstance(inputs, Verdict):
             if inputs is not None:
                 self._fall_back(inputs, 1)
             return type(block).forward(block, *positional, **arguments)
@@ -155,7 +162,7 @@ class ForwardPass:
         self._fall_back(check.failed, 1)
         return expected
 
-    def _look(self, index: int) -> Fallback | None:
+    def _look(self, index: int) -> Verdict | None:
         """Why the host's blocks run from this one on: another extension has changed a block."""
         if self._changed is None:
             # Each block looks at its own, also where a graph has run it: before a replay, a look at
@@ -233,7 +240,7 @@ class ForwardPass:
             return False
         try:
             plan = self._team.plan(self._executor, given)
-            if isinstance(plan, str):
+            if isinstance(plan, Verdict):
                 figures.refuse(plan)
                 return False
             compared = not figures.check.wanted(given[2])
@@ -244,7 +251,7 @@ class ForwardPass:
             split = self._team.split(plan, given[2])
             figures.gain = self._team.gain(split, given)
             plan = self._team.plan(self._executor, given)  # which a small gain has changed
-            if isinstance(plan, str):
+            if isinstance(plan, Verdict):
                 figures.refuse(plan)
                 return False
             start = time.perf_counter()
@@ -254,9 +261,9 @@ class ForwardPass:
                 result = split.run(*given, 0, len(host.blocks), self._watch and self._watch.after)
         except torch.OutOfMemoryError:
             self._team.release()
-            figures.refuse("a card ran out of memory", final=True)
+            figures.refuse(Verdict("a card ran out of memory", final=True))
         except Exception as error:  # compilers, drivers and packages raise anything
-            self._end_sharing(f"several cards raised {first_line(error)}")
+            self._end_sharing(Verdict(f"several cards raised {first_line(error)}", final=True))
         else:
             figures.seconds += (graph or split).issued - start
             figures.blocks += len(host.blocks)
@@ -277,22 +284,23 @@ class ForwardPass:
         result = split.run(*given, 0, 1)
         if figures.check.passes((text, image), result, expected, step):
             return True
-        self._end_sharing(str(figures.check.failed))
+        self._end_sharing(figures.check.failed)
         return False
 
-    def _end_sharing(self, error: str) -> None:
+    def _end_sharing(self, error: Verdict) -> None:
         """Has the rest of the run computed on one card, and says whether a link was to blame."""
-        self._prepared.split.refuse(self._team.find_damage() or error, final=True)
+        self._prepared.split.refuse(self._team.find_damage() or error)
 
-    def _no_split(self, watched: bool) -> str:
+    def _no_split(self, watched: bool) -> Verdict | None:
+        return self._not_at_once(not watched) or self._team.refusal
+
+    def _not_at_once(self, clear: bool) -> Verdict | None:
         attention = self._host.attention
-        if watched or self._prepared.exchanged:
-            return "something reads or changes the streams between two blocks"
+        if not clear or self._prepared.exchanged:
+            return WATCHED
         if attention is None:
-            return "the attention is not this package's"
-        if attention.measuring:
-            return "attention measures its error in this pass"
-        return self._team.refusal
+            return NOT_OURS
+        return MEASURES if attention.measuring else None
 
     def _replay(self, given: Given, clear: bool) -> bool:
         """Has a CUDA graph compute all blocks; whether it did.
@@ -340,7 +348,7 @@ class ForwardPass:
         if not given[0].is_cuda:
             return None
         figures, host, memory = self._prepared.graphs, self._host, self._memory
-        refusal = self._no_graphs(clear, host.attention)
+        refusal = self._no_graphs(clear)
         if refusal:
             figures.reasons[refusal] += 1
             return None
@@ -357,7 +365,7 @@ class ForwardPass:
             seen.waited = True
         refusal = seen.not_worth(host.steps, work.beside)
         if not work.replayable:
-            refusal = "some layers run themselves, as with a LoKr beside them"
+            refusal = THEMSELVES
         if not refusal:
             text, _, step, entry = given
             with host.lasting(capturing=True):
@@ -378,20 +386,14 @@ class ForwardPass:
         self.fused += len(self._host.blocks)
         self._prepared.graphs.replayed += graph is not None
 
-    def _no_graphs(self, clear: bool, attention: ChosenAttention | None) -> str:
+    def _no_graphs(self, clear: bool) -> Verdict | None:
         if self._weights is None:
-            return str(self._host.layers.moving)
-        if not clear or self._prepared.exchanged:
-            return "something reads or changes the streams between two blocks"
+            return self._host.layers.moving
+        if refusal := self._not_at_once(clear):
+            return refusal
         if self._prepared.dropped > 1:  # once, it may have been the check's
-            return "memory ran out with them"
-        if attention is None:
-            return "the attention is not this package's"
-        if attention.measuring:
-            return "attention measures its error in this pass"
-        if any(self._prepared.unsupported):
-            return "some blocks do not run fused"
-        return self._host.no_graphs()
+            return RAN_OUT
+        return NOT_ALL if any(self._prepared.unsupported) else self._host.no_graphs()
 
     def _hand_on(self, index: int, positional: tuple, arguments: dict[str, Any]) -> Streams:
         """Gives what a block returns whose result a graph has computed."""

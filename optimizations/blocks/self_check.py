@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 
 from ...spec.sizes import COMPARED_AT_ONCE
-from ..fallback import Fallback
 from ..reference import Tokens
+from ..verdict import Verdict
 from .block import Step
 
 # What the check allows, of what a block adds to a stream. The fused bf16 block differs by 0.2 % to
@@ -36,7 +36,7 @@ class FirstBlockCheck:
     def __init__(self, rounds: bool) -> None:
         self._most = ROUNDING_TOLERANCE if rounds else EXACT_TOLERANCE
         self._passed: set[tuple[Tokens, int, bool]] = set()
-        self.failed: Fallback | None = None
+        self.failed: Verdict | None = None
         self.worst: float | None = None
 
     def wanted(self, step: Step) -> bool:
@@ -45,7 +45,7 @@ class FirstBlockCheck:
 
     def fail(self, reason: str) -> None:
         """Leaves the blocks to the host from here on."""
-        self.failed = Fallback(reason, final=True)
+        self.failed = Verdict(reason, final=True)
 
     def passes(self, before: Streams, ours: Streams, host: Streams, step: Step) -> bool:
         """Compares text and image, and keeps the answer.

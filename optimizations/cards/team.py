@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from ..blocks.self_check import FirstBlockCheck
 from ..blocks.shape import Share
 from ..blocks.workspace import PLACES
 from ..modulation import Entry
+from ..verdict import Verdict
 from .parts import ShareCard
 from .split import Split, Timed, shares_of
 
@@ -31,6 +33,11 @@ TRIED = 3  # blocks, to find out
 TEXT_PLACES = tuple(place for place, stream in enumerate(PLACES) if stream == "text")
 AHEAD = 20_000_000  # cycles of a card, about 10 ms
 Given = tuple[torch.Tensor, torch.Tensor, Step, Entry]  # text, image, step, modulation
+
+NOT_MEASURED = Verdict(
+    "the link between the cards has not been measured: too little memory was free"
+)
+TOO_SMALL = Verdict("the image has fewer tokens than there are cards")
 
 
 class SplitPlan(NamedTuple):
@@ -62,12 +69,13 @@ class CardPass(NamedTuple):
     memory: PassMemory
     weights: Hashable | None
 
-    def refusal(self) -> str:
-        """Says why it takes no share, in one clause; empty where it does."""
+    def refusal(self) -> Verdict | None:
+        """Says why it takes no share; None where it does."""
         if self.weights is None:
-            return f"{self.host.device}: {self.host.layers.moving}"
+            return Verdict(f"{self.host.device}: {self.host.layers.moving}")
         found = next(filter(None, self.prepared.unsupported), None)
-        return "" if found is None else f"{self.host.device}: some blocks do not run fused: {found}"
+        where = f"{self.host.device}: some blocks do not run fused"
+        return found and Verdict(f"{where}: {found}")
 
     def card(self, attention: ChosenAttention) -> ShareCard:
         """Makes what computes its share, with attention that is chosen once in a pass."""
@@ -113,14 +121,14 @@ class SplitFigures:
     blocks: int = 0
     seconds: float = 0.0
     gain: float | None = None
-    refusal: str = ""
-    reasons: dict[str, int] = field(default_factory=dict)
+    refusal: Verdict | None = None
+    reasons: Counter[Verdict] = field(default_factory=Counter)
     sent: tuple[bool, bool] | None = None
 
-    def refuse(self, reason: str, final: bool = False) -> None:
+    def refuse(self, reason: Verdict) -> None:
         """Counts a pass on one card, and the rest of the run where that is final."""
-        self.reasons[reason] = self.reasons.get(reason, 0) + 1
-        if final:
+        self.reasons[reason] += 1
+        if reason.final:
             self.refusal = reason
 
     def lines(self) -> list[str]:
@@ -152,7 +160,7 @@ class ShapeFigures:
     """
 
     milliseconds: dict[int, float] = field(default_factory=dict)
-    plans: dict[Hashable, SplitPlan | str] = field(default_factory=dict)
+    plans: dict[Hashable, SplitPlan | Verdict] = field(default_factory=dict)
 
 
 class Team:
@@ -164,7 +172,7 @@ class Team:
         known: Of the shapes of earlier passes, over the runs of a model; is added to.
 
     Attributes:
-        refusal: Why they cannot share it, in one clause; empty where they can.
+        refusal: Why they cannot share it; None where they can.
 
     Raises:
         UnavailableError: Copies have to go through host memory, and none can be pinned.
@@ -184,22 +192,23 @@ class Team:
             for source, target in (pair, pair[::-1])
         }
         self._figures, self._planned = ShapeFigures(), None  # of the last plan
-        self.refusal = next(filter(None, (member.refusal() for member in members)), "")
+        self.refusal = next(filter(None, (member.refusal() for member in members)), None)
         changed = [it for it in members if it.prepared.kinds != members[0].prepared.kinds]
         if changed and not self.refusal:  # as a LoRA of another node that knows one model alone
-            self.refusal = f"{changed[0].host.device}: its layers are not those of the first card"
+            device = changed[0].host.device
+            self.refusal = Verdict(f"{device}: its layers are not those of the first card")
 
-    def plan(self, executor: BlockExecutor, given: Given) -> SplitPlan | str:
+    def plan(self, executor: BlockExecutor, given: Given) -> SplitPlan | Verdict:
         """Says how a pass is split, or why it is not; measures some blocks on one card, once.
 
         Args:
             executor: Of the first card alone.
         """
         if not self._gbps:
-            return "the link between the cards has not been measured: too little memory was free"
+            return NOT_MEASURED
         text, _, step, _ = given
         if step.tokens.image < len(self._members):
-            return "the image has fewer tokens than there are cards"
+            return TOO_SMALL
         first = self._members[0]
         sent = first.prepared.split.sent
         if sent is None:
@@ -229,7 +238,7 @@ class Team:
                 self._gbps * 1e9,
                 len(first.host.blocks),
             )
-            best, plan = cost.best, cost.words
+            best, plan = cost.best, Verdict(cost.words)
             if cost.pays:
                 plan = SplitPlan(best.name, best.image_rows, best.early)
             figures.plans[key] = plan
@@ -266,14 +275,15 @@ class Team:
         additions = self._members[0].host.additions
         return Split(self._cards(), shares, routes, additions, plan.early)
 
-    def find_damage(self) -> str:
-        """Verifies the links after an error; which of them lose data, empty where none does."""
+    def find_damage(self) -> Verdict | None:
+        """Verifies the links after an error; which of them lose data, None where none does."""
         links = self._links.values()
         with suppress(RuntimeError):  # of a card that has failed, as its own error says
             for link in links:
                 link.verify()
         pairs = ["{} and {}".format(*link.cards) for link in links if link.damaged]
-        return f"copies between {', '.join(pairs)} lose data" if pairs else ""
+        lost = f"copies between {', '.join(pairs)} lose data"
+        return Verdict(lost, final=True) if pairs else None
 
     def gain(self, split: Split, given: Given) -> float:
         """Measures how many times as fast as one card they are, by a few blocks; once for a shape.
@@ -286,7 +296,7 @@ class Team:
         alone, count = self._figures.milliseconds[1], len(self._members)
         gain = alone / self._of_a_block(count, lambda: self._together(split, given))
         if gain < LEAST_GAIN:
-            self._figures.plans[self._planned] = (
+            self._figures.plans[self._planned] = Verdict(
                 f"several are {gain:.2f} times as fast as one, and {LEAST_GAIN} is needed"
             )
         return gain

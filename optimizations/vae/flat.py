@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ...spec.vae import SCORES_TOGETHER, STRIP
 from .. import kernels
-from ..fallback import Fallback
 from ..fused import choose_ops
+from ..verdict import Verdict
 
 # Items, rows, the rows that they are computed from, and where among those they are.
 Strip = tuple[slice, slice, slice, slice]
@@ -100,7 +100,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 def choose_pixel_ops(device: torch.device) -> ModuleType:
     """Chooses the kernels where the trial of the blocks' kernels says they run; or this module."""
     on_processor = device.type == "cpu" and not kernels.interpreted()
-    if on_processor or isinstance(choose_ops(device), Fallback):
+    if on_processor or isinstance(choose_ops(device), Verdict):
         return sys.modules[__name__]
     from ..kernels import vae_pixels
 

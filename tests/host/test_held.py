@@ -65,7 +65,7 @@ class Passes:
         with layers.hold(self.blocks) as token:
             during()
             if token is None:
-                return layers.moving.reason
+                return layers.moving.fact
             assert layers.moving is None
             found = self.places(layers)
             assert self.known.setdefault(token, found) == found
@@ -219,15 +219,15 @@ def test_weights_that_no_token_can_stand_for():
     passes = Passes(model)
     layer = passes.layers[-1]
     model.hook_patches = {"hook": {}}
-    assert passes() == held.HOOKS.reason
+    assert passes() == held.HOOKS.fact
     model.hook_patches = {}
     layer.weight_function = [lambda weight: weight]
     passes.run = {}
-    assert passes() == held.ON_THE_WAY.reason
+    assert passes() == held.ON_THE_WAY.fact
     layer.weight_function = []
     passes.run = {}
     with mock.patch.object(type(model.model), "get_dtype_inference", lambda _: torch.float32):
-        assert passes() == held.CAST.reason
+        assert passes() == held.CAST.fact
     passes.run = {}
     alone = passes()
     passes.run = {}
@@ -391,7 +391,7 @@ class Dynamic:
     def held(self):
         """The token of a new run's second pass, where memory is short."""
         self.passes.run = {}
-        assert self() == held.ROOM.reason
+        assert self() == held.ROOM.fact
         token = self()
         assert isinstance(token, int), token
         return token
@@ -421,18 +421,18 @@ def test_pages_that_are_taken_away_between_two_passes(monkeypatch):
     dynamic = Dynamic(monkeypatch)
     token, pages = dynamic.held(), dynamic.pages
     pages._leave(2, True)
-    assert dynamic() == held.PARTIAL.reason
+    assert dynamic() == held.PARTIAL.fact
     assert dynamic() == token, "the pass before has read it again"
     pages.free(30)  # nothing is read into the uppermost again
-    assert [dynamic(), dynamic()] == [held.PARTIAL.reason] * 2
+    assert [dynamic(), dynamic()] == [held.PARTIAL.fact] * 2
     pages.prioritize()
-    assert [dynamic(), dynamic()] == [held.PARTIAL.reason, token]
+    assert [dynamic(), dynamic()] == [held.PARTIAL.fact, token]
     # Pages that are there, with another's contents.
     pages._leave(7, True)
     other = pages, pages.base_addr + 7 * held.PAGE, 1
     assert model_vbar.vbar_fault(other)
     model_vbar.vbar_unpin(other)
-    assert [dynamic(), dynamic()] == [held.PARTIAL.reason, token]
+    assert [dynamic(), dynamic()] == [held.PARTIAL.fact, token]
 
 
 def test_the_next_run_looks_at_what_was_read_anew(monkeypatch):
@@ -451,13 +451,13 @@ def test_the_next_run_looks_at_what_was_read_anew(monkeypatch):
         dynamic.passes.start_run()
         return dynamic(), dynamic(), len(looked)
 
-    assert passes() == (held.ROOM.reason, token, 0)
+    assert passes() == (held.ROOM.fact, token, 0)
     layers[3]._v_weight = layers[3]._v_weight.clone()  # as one that is cast again
     first, second, count = passes()
-    assert (first, count) == (held.ROOM.reason, 1) and isinstance(second, int) and second != token
+    assert (first, count) == (held.ROOM.fact, 1) and isinstance(second, int) and second != token
     for layer in layers:  # as `load` does with another LoRA, which is read into the same pages
         layer.weight_function, layer._v_signature = [], None
-    assert passes() == (held.ROOM.reason, token, len(layers))
+    assert passes() == (held.ROOM.fact, token, len(layers))
 
 
 def test_a_pass_that_fails_leaves_no_pins(monkeypatch):
@@ -474,7 +474,7 @@ def test_a_pass_that_fails_leaves_no_pins(monkeypatch):
     with pytest.raises(torch.OutOfMemoryError):
         dynamic(lambda: fail(torch.OutOfMemoryError))
     assert not any(pages.pins)
-    assert [dynamic(), dynamic()] == [held.TIGHT.reason] * 2
+    assert [dynamic(), dynamic()] == [held.TIGHT.fact] * 2
     assert dynamic.held() == token
 
 
@@ -488,7 +488,7 @@ def test_memory_that_is_short_during_a_pass_costs_as_many_pages_as_it_needs(monk
 def test_where_a_pass_has_room_the_first_one_holds_the_weights_too(monkeypatch):
     dynamic = Dynamic(monkeypatch)
     token = dynamic.held()
-    for gib, found in ((1, held.ROOM.reason), (2, token)):
+    for gib, found in ((1, held.ROOM.fact), (2, token)):
         dynamic.free, dynamic.passes.run = gib << 30, {}
         assert [dynamic(), dynamic()] == [found, token]
     dynamic.model.cleanup()  # nor does it take a sampler for pages to be pinned
@@ -496,7 +496,7 @@ def test_where_a_pass_has_room_the_first_one_holds_the_weights_too(monkeypatch):
     dynamic.model.pre_run()
     for layer in dynamic.passes.layers:  # as `load` does with another LoRA
         layer.weight_function, layer._v_signature = [], None
-    assert [dynamic(), dynamic()] == [held.PARTIAL.reason, token]
+    assert [dynamic(), dynamic()] == [held.PARTIAL.fact, token]
 
 
 def test_a_new_load_is_read_by_a_pass_first(monkeypatch):
@@ -505,10 +505,10 @@ def test_a_new_load_is_read_by_a_pass_first(monkeypatch):
     token = dynamic.held()
     for layer in dynamic.passes.layers:  # as `load` does
         layer.weight_function, layer._v_signature = [], None
-    assert [dynamic(), dynamic()] == [held.ROOM.reason, token]
+    assert [dynamic(), dynamic()] == [held.ROOM.fact, token]
     norm = dynamic.passes.blocks[0].attn.norm_q
     norm.weight = torch.nn.Parameter(norm.weight.clone(), requires_grad=False)
-    assert dynamic() == held.ROOM.reason
+    assert dynamic() == held.ROOM.fact
     assert isinstance(dynamic(), int) and dynamic() != token
 
 
@@ -609,6 +609,6 @@ def test_an_unknown_comfy_aimdo_is_left_alone(monkeypatch):
     dynamic = Dynamic(monkeypatch)
     forget()
     monkeypatch.delattr(model_vbar.ModelVBAR, "get_watermark")
-    assert [dynamic(), dynamic()] == [held.UNKNOWN.reason] * 2
+    assert [dynamic(), dynamic()] == [held.UNKNOWN.fact] * 2
     monkeypatch.undo()
     forget()

@@ -103,7 +103,7 @@ def test_a_comfyui_whose_model_has_no_inner_forward_runs_its_own_blocks(monkeypa
     try:
         optimized = optimize(model)
         assert torch.equal(sample(optimized), sample(model))
-        assert qwen_image_21.OTHER_MODEL.reason in report_of(optimized)
+        assert qwen_image_21.OTHER_MODEL.fact in report_of(optimized)
     finally:
         forget()
 

@@ -76,7 +76,7 @@ def host(monkeypatch):
 
 def sentence():
     forget()
-    text = unsupported_host().reason
+    text = str(unsupported_host())
     assert text.endswith(".") and "\n" not in text and ". " not in text, text
     return text
 

@@ -40,10 +40,10 @@ from qwen_l40s.optimizations.attention import backends as sdpa
 from qwen_l40s.optimizations.blocks import block_form
 from qwen_l40s.optimizations.blocks import host as block_host
 from qwen_l40s.optimizations.blocks.block import BlockExecutor
-from qwen_l40s.optimizations.fallback import Fallback
 from qwen_l40s.optimizations.fused import TORCH
 from qwen_l40s.optimizations.linear import choose_gemm
 from qwen_l40s.optimizations.modulation import ModulationTable
+from qwen_l40s.optimizations.verdict import Verdict
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -899,7 +899,7 @@ def test_models_that_the_kernels_do_not_take(fused, monkeypatch, caplog):
         model(**given)
     [record] = caplog.records  # a reason is logged once
     assert record.getMessage() == f"Qwen-Image L40S: {reason}: diffusers' own blocks run."
-    missing = Fallback("Triton is missing", final=True)
+    missing = Verdict("Triton is missing", final=True)
     monkeypatch.setattr(block_host, "choose_ops", lambda device: missing)
     assert_host(new_model(), inputs(), fused, "Triton is missing")
 

@@ -20,6 +20,7 @@ from qwen_l40s.caches import forget
 from qwen_l40s.optimizations import fused, run
 from qwen_l40s.optimizations.attention import AttentionRequest, ChosenAttention
 from qwen_l40s.optimizations.blocks import graphs, workspace
+from qwen_l40s.optimizations.blocks import passes as passes_module
 from qwen_l40s.optimizations.blocks.block import BlockExecutor
 from qwen_l40s.optimizations.blocks.block_form import OwnCode, is_changed, part_of
 from qwen_l40s.optimizations.blocks.graphs import MOST_GRAPHS, GraphFigures, PassMemory, Seen, Work
@@ -28,6 +29,7 @@ from qwen_l40s.optimizations.blocks.shape import Share
 from qwen_l40s.optimizations.blocks.workspace import Workspace
 from qwen_l40s.optimizations.modulation import compute_entry
 from qwen_l40s.optimizations.reference import Tokens
+from qwen_l40s.optimizations.verdict import Verdict
 from qwen_l40s.planning.bytes import buffer_bytes, heads_bytes, step_bytes
 from qwen_l40s.planning.request import RunRequest, Setting
 from qwen_l40s.spec.formats import EIGHT_BIT
@@ -270,20 +272,20 @@ BESIDE, ALONE = True, False  # whether text and image are computed side by side
     [
         (Seen(passes=1), 99, BESIDE, graphs.FIRST),
         (Seen(passes=2), 99, BESIDE, graphs.FIRST),  # nobody has looked yet
-        (Seen(passes=2, waited=True, runs=1), 99, BESIDE, ""),
-        (Seen(passes=3, waited=True), 2 + SOON, ALONE, ""),
+        (Seen(passes=2, waited=True, runs=1), 99, BESIDE, None),
+        (Seen(passes=3, waited=True), 2 + SOON, ALONE, None),
         (Seen(passes=3, waited=True), 1 + SOON, BESIDE, graphs.FEW),
-        (Seen(passes=3, waited=False), 2 + LATER, BESIDE, ""),
+        (Seen(passes=3, waited=False), 2 + LATER, BESIDE, None),
         (Seen(passes=3, waited=False), 1 + LATER, BESIDE, graphs.FEW),
         (Seen(passes=3, waited=False), 99, ALONE, graphs.CARD),
         # The next run of as many steps repays it too.
-        (Seen(passes=SOON, waited=True, runs=1), SOON, BESIDE, ""),
+        (Seen(passes=SOON, waited=True, runs=1), SOON, BESIDE, None),
         (Seen(passes=SOON, waited=True), SOON, BESIDE, graphs.FEW),
         # As many again as there were.
-        (Seen(passes=SOON, waited=True), None, BESIDE, ""),
+        (Seen(passes=SOON, waited=True), None, BESIDE, None),
         (Seen(passes=SOON - 1, waited=True), None, BESIDE, graphs.FEW),
-        (Seen(passes=SOON - 1, waited=True, runs=1), None, BESIDE, ""),
-        (Seen(passes=9, waited=True, refusal="no room"), 99, BESIDE, "no room"),
+        (Seen(passes=SOON - 1, waited=True, runs=1), None, BESIDE, None),
+        (Seen(passes=9, waited=True, refusal=Verdict("no room")), 99, BESIDE, Verdict("no room")),
     ],
 )
 def test_when_a_capture_is_worth_it(seen, steps, beside, expected):
@@ -429,7 +431,7 @@ def test_a_capture_that_fails_says_why(graphs_here, error, expected):
         raise error
 
     captures.launch = fails
-    assert expected in captures.capture("key")
+    assert expected in str(captures.capture("key"))
     assert captures.graph("key") is None
     assert captures.figures.captured == 0
 
@@ -497,7 +499,7 @@ class Host(DoubleStream):
     def __init__(self, model, steps=20, weights="here"):
         self.owner, self.blocks, self.steps = model, tuple(model.blocks), steps
         self.layers, self.weights = model.chain.layers, weights
-        self.layers.hold, self.layers.moving = self.hold, "it moves"
+        self.layers.hold, self.layers.moving = self.hold, Verdict("it moves")
         self.layers.rounds = lambda layer: False
         self.latents = torch.zeros(1)
 
@@ -569,7 +571,7 @@ def test_a_graph_gives_what_launching_gives(graphs_here, mix):
     # Weights that have moved are read where they are.
     assert_same(passes(weights="elsewhere"), passes.expected())
     assert_same(passes(weights=None), passes.expected())
-    assert passes.figures.reasons["it moves"] == 1
+    assert passes.figures.reasons[Verdict("it moves")] == 1
     passes.optimization.release(passes.model)
     assert not any(graph.work for graph in Graph.made)
 
@@ -638,7 +640,7 @@ def test_layers_that_run_themselves_are_called_in_every_pass(graphs_here):
     for seed in range(5):
         assert_same(passes(seed=seed), passes.expected(seed=seed))
     assert passes.figures.captured == 0
-    assert "some layers run themselves, as with a LoKr beside them" in passes.figures.reasons
+    assert passes_module.THEMSELVES in passes.figures.reasons
 
 
 def test_graphs_make_room_for_the_hosts_block_where_the_card_is_full(graphs_here, monkeypatch):
@@ -691,7 +693,7 @@ def test_what_is_exchanged_between_two_blocks_is_heeded(graphs_here):
     calls.clear()
     passes(between=between)
     assert calls == [0, 1, 2]  # no graph from then on
-    assert "something reads or changes the streams between two blocks" in passes.figures.reasons
+    assert passes_module.WATCHED in passes.figures.reasons
 
 
 class OwnBlock(QwenImageTransformerBlock):

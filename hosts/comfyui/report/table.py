@@ -87,7 +87,7 @@ def _sentence(text: str) -> RunReport:
 def _report(model: ModelPatcher, clip: Any, vae: Any) -> RunReport:
     if fallback := unsupported_model(model):
         return _sentence(
-            fallback.reason.replace("it passes through unchanged", "its runs are not reported")
+            str(fallback).replace("it passes through unchanged", "its runs are not reported")
         )
     ran = last_run(model, clip, vae)
     if ran is None:

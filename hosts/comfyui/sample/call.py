@@ -10,7 +10,7 @@ from typing import Any
 import comfy.model_prefetch
 import torch
 
-from ....optimizations.fallback import Fallback
+from ....optimizations.verdict import Verdict
 
 # Of BaseModel.apply_model, behind x and t. ComfyUI passes them by place; a wrapper of another
 # extension may pass them on by name.
@@ -79,7 +79,7 @@ def is_compiled(options: dict[str, Any]) -> bool:
 # the block ends is a rogue, and a block that allocates something else than the one before is a
 # break.
 
-COMPILER_FAILED = Fallback(
+COMPILER_FAILED = Verdict(
     "ComfyUI's compiler stopped with an aimdo memory compile error: --disable-comfy-compiler "
     "starts ComfyUI without it",
     final=True,
@@ -126,6 +126,6 @@ def clean_up(blocks: Collection[torch.nn.Module]) -> None:
             queue.clear()
 
 
-def compiler_failed(error: RuntimeError) -> Fallback | None:
+def compiler_failed(error: RuntimeError) -> Verdict | None:
     """Why ComfyUI's blocks run after this error; None of one that is not the compiler's."""
     return COMPILER_FAILED if "aimdo memory compile error" in str(error) else None

@@ -24,7 +24,7 @@ from ....caches import remembered
 from ....errors import QwenL40SError
 from ....families.comfyui import kind_of
 from ....machine.card import InstalledCard, first_line
-from ....optimizations.fallback import Fallback
+from ....optimizations.verdict import Verdict
 from ....spec.formats import format_gib
 from ..contract import unsupported_model
 from .call import IDLE
@@ -45,12 +45,12 @@ def split_cards(model: ModelPatcher, cards: int) -> tuple[ModelPatcher, str]:
     or no copy can be made, the run has one card and the lines say why.
     """
     if fallback := unsupported_model(model):
-        return model, fallback.reason
+        return model, str(fallback)
     clone = model.clone()
     clone.remove_wrappers_with_key(WrappersMP.CALC_COND_BATCH, CARDS_KEY)
     alike, notes = _cards_like(clone.load_device, cards)
-    found = alike if isinstance(alike, Fallback) else _cloned(clone, 1 + len(alike))
-    if isinstance(found, Fallback):
+    found = alike if isinstance(alike, Verdict) else _cloned(clone, 1 + len(alike))
+    if isinstance(found, Verdict):
         lines = [f"cards: one, {found}"]
     else:
         clone = found
@@ -74,17 +74,17 @@ def split_cards(model: ModelPatcher, cards: int) -> tuple[ModelPatcher, str]:
 
 def _cards_like(
     own: torch.device, cards: int
-) -> tuple[Sequence[torch.device] | Fallback, list[str]]:
+) -> tuple[Sequence[torch.device] | Verdict, list[str]]:
     """Finds the first other cards that ComfyUI takes, as many as are like `own`; and notes."""
     if cards < 2:
-        return Fallback("as asked for"), []
+        return Verdict("as asked for"), []
     visible = management.get_all_torch_devices()
     others = [device for device in visible if device != own]
     if not others:
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
         if hidden is None:
-            return Fallback("which is all that ComfyUI sees"), []
-        return Fallback(
+            return Verdict("which is all that ComfyUI sees"), []
+        return Verdict(
             f"because CUDA_VISIBLE_DEVICES={hidden} shows ComfyUI no other: start ComfyUI without "
             "it, or with --cuda-device all"
         ), []
@@ -100,7 +100,7 @@ def _cards_like(
         "hold up the faster"
     )
     if not alike:
-        return Fallback(f"because {reason}"), notes
+        return Verdict(f"because {reason}"), notes
     return alike, [*notes, f"cards: {len(alike) + 1} of {cards}, because {reason}"]
 
 
@@ -120,13 +120,13 @@ def _are_alike(first: torch.device, second: torch.device) -> bool:
     return same and apart <= LIKE_MEMORY * one.memory_bytes
 
 
-def _cloned(model: ModelPatcher, cards: int) -> ModelPatcher | Fallback:
+def _cloned(model: ModelPatcher, cards: int) -> ModelPatcher | Verdict:
     try:
         from comfy.multigpu import create_multigpu_deepclones
     except ImportError:
-        return Fallback("because this ComfyUI has no comfy.multigpu: update ComfyUI")
+        return Verdict("because this ComfyUI has no comfy.multigpu", "update ComfyUI")
     if model.cached_patcher_init is None:
-        return Fallback(
+        return Verdict(
             "because the node that loaded the MODEL cannot load it again: use Load Qwen-Image "
             "Model or Load Diffusion Model"
         )
@@ -137,7 +137,7 @@ def _cloned(model: ModelPatcher, cards: int) -> ModelPatcher | Fallback:
     try:
         return create_multigpu_deepclones(model, cards, reuse_loaded=True)
     except (RuntimeError, QwenL40SError) as error:
-        return Fallback(f"because the MODEL could not be loaded again: {first_line(error)}")
+        return Verdict(f"because the MODEL could not be loaded again: {first_line(error)}")
 
 
 def _tight(model: ModelPatcher, device: torch.device) -> list[str]:

@@ -24,9 +24,9 @@ from ....optimizations.blocks.block import Step
 from ....optimizations.blocks.block_form import called_by
 from ....optimizations.blocks.host import BlockInputs, DoubleStream
 from ....optimizations.blocks.self_check import Streams
-from ....optimizations.fallback import Fallback
 from ....optimizations.modulation import Entry
 from ....optimizations.reference import Rotary, Tokens
+from ....optimizations.verdict import Verdict
 from ..contract import BLOCK_ARGUMENTS, unknown_attention_arguments
 from ..lora.bypass import bypass_models
 from .attention import SLOT, SlotAttention, file_choice, host_attention, without_choice
@@ -46,9 +46,10 @@ from .modulation import ModelModulation
 for module in imported_code():
     called_by(module)
 ARGUMENTS = set(BLOCK_ARGUMENTS)
-OTHER_ARGUMENTS = Fallback("ComfyUI passes its blocks arguments that are unknown here")
-COMPILED = Fallback("torch.compile runs the model; without it the fused blocks would")
-INPUT_PATCH = Fallback("another node changes what attention reads (attn1_patch)")
+OTHER_ARGUMENTS = Verdict("ComfyUI passes its blocks arguments that are unknown here")
+COMPILED = Verdict("torch.compile runs the model; without it the fused blocks would")
+SWITCHED_OFF = Verdict("ComfyUI runs with --disable-cuda-graphs")
+INPUT_PATCH = Verdict("another node changes what attention reads (attn1_patch)")
 
 
 class ComfyPass(DoubleStream):
@@ -136,10 +137,9 @@ class ComfyPass(DoubleStream):
         sigmas = self._options.get("sample_sigmas")
         return None if sigmas is None else len(sigmas) - 1
 
-    def no_graphs(self) -> str:
-        if getattr(comfy.cli_args.args, "disable_cuda_graphs", False):
-            return "ComfyUI runs with --disable-cuda-graphs"
-        return ""
+    def no_graphs(self) -> Verdict | None:
+        off = getattr(comfy.cli_args.args, "disable_cuda_graphs", False)
+        return SWITCHED_OFF if off else None
 
     lasting = staticmethod(unrecorded)
     failed = staticmethod(compiler_failed)
@@ -148,16 +148,16 @@ class ComfyPass(DoubleStream):
         """As of `HostPass`."""
         clean_up(self.blocks)
 
-    def fallback(self) -> Fallback | None:
+    def fallback(self) -> Verdict | None:
         if is_compiled(self._options):
             return COMPILED
         if new := unknown_attention_arguments():
-            return Fallback(f"ComfyUI gives attention {', '.join(new)}, which is unknown here")
+            return Verdict(f"ComfyUI gives attention {', '.join(new)}, which is unknown here")
         return INPUT_PATCH if self._options.get("patches", {}).get("attn1_patch") else None
 
     def inputs(
         self, block: torch.nn.Module, positional: tuple, arguments: dict[str, Any]
-    ) -> BlockInputs | Fallback:
+    ) -> BlockInputs | Verdict:
         if arguments.keys() < ARGUMENTS:  # another pack's loop may be older
             arguments = {**_defaults(type(block)), **arguments}
         if positional or arguments.keys() != ARGUMENTS or arguments["image_rotary_emb"] is None:

@@ -24,7 +24,7 @@ from ....caches import cached, remembered
 from ....families.registry import spec_of
 from ....optimizations.blocks.block import DENSE
 from ....optimizations.blocks.block_form import head_norms, query_layer, token_layers
-from ....optimizations.fallback import Fallback
+from ....optimizations.verdict import Verdict
 from ....spec.formats import RowFormat
 from ..linear import INT8_ROWS, packed_parts
 from ..lora.bypass import Beside
@@ -35,14 +35,14 @@ NEEDED = (
     *("vbar_fault", "vbar_unpin", "vbar_signature_compare"),
     *("ModelVBAR.get_residency", "ModelVBAR.get_watermark", "ModelVBAR.prioritize"),
 )
-UNKNOWN = Fallback("this comfy_aimdo is unknown", final=True)
-PARTIAL = Fallback("some of the weights are in host memory")
-HOOKS = Fallback("hooks change the weights between steps")
-OWN_WAY = Fallback("some layers run ComfyUI's own way")
-ON_THE_WAY = Fallback("weights are changed on their way to their layers")
-CAST = Fallback("weights are cast on their way to their layers")
-ROOM = Fallback("the first pass of a run may need the memory of weights")
-TIGHT = Fallback("with all weights held, memory ran out")
+UNKNOWN = Verdict("this comfy_aimdo is unknown", final=True)
+PARTIAL = Verdict("some of the weights are in host memory")
+HOOKS = Verdict("hooks change the weights between steps")
+OWN_WAY = Verdict("some layers run ComfyUI's own way")
+ON_THE_WAY = Verdict("weights are changed on their way to their layers")
+CAST = Verdict("weights are cast on their way to their layers")
+ROOM = Verdict("the first pass of a run may need the memory of weights")
+TIGHT = Verdict("with all weights held, memory ran out")
 
 
 class ReadLayers(Protocol):
@@ -79,7 +79,7 @@ class HeldWeights:
     """
 
     def __init__(self) -> None:
-        self.reason: Fallback | None = None
+        self.reason: Verdict | None = None
         self._marks: _Marks | None = None
         self._stores: list[dict[str, Any]] = []  # of the layers' parameters
         self._places = 0  # where all tensors were as the run began
@@ -92,7 +92,7 @@ class HeldWeights:
     def start_run(self) -> None:
         """Keeps the token where nothing moves; under dynamic VRAM a run may find less room."""
         self._stores, self._tight = [], False
-        if self._pages or isinstance(self._token, Fallback):
+        if self._pages or isinstance(self._token, Verdict):
             self._marks = None
 
     @contextmanager
@@ -108,7 +108,7 @@ class HeldWeights:
         """
         with ExitStack() as pins:
             found = self._hold(model, blocks, read, shape, pins)
-            self.reason = found if isinstance(found, Fallback) else None
+            self.reason = found if isinstance(found, Verdict) else None
             try:
                 yield None if self.reason else found
             except torch.OutOfMemoryError:
@@ -123,7 +123,7 @@ class HeldWeights:
         read: ReadLayers,
         shape: torch.Size,
         pins: ExitStack,
-    ) -> Hashable | Fallback:
+    ) -> Hashable | Verdict:
         patcher = model.current_patcher
         dynamic = "dynamic_vbars" in model.__dict__ or (
             patcher is not None and patcher.is_dynamic()
@@ -148,7 +148,7 @@ class HeldWeights:
             self._marks, self._token, self._pages = marks, None, []
             if dynamic and not _has_room(model, shape):
                 return ROOM  # which pinned weights would not make
-        if isinstance(self._token, Fallback):
+        if isinstance(self._token, Verdict):
             return self._token
         if self._tight:
             return TIGHT
@@ -171,7 +171,7 @@ class HeldWeights:
             self._signatures = signatures
         moves = found is PARTIAL and dynamic  # what is read in this pass is there in the next
         self._token = None if moves else found
-        if isinstance(found, Fallback):
+        if isinstance(found, Verdict):
             pins.close()
         return found
 
@@ -226,7 +226,7 @@ _Found = dict[torch.nn.Module, tuple[Any, ...]]
 
 def _look(
     model: Any, blocks: Sequence[torch.nn.Module], read: ReadLayers, known: _Found
-) -> Hashable | Fallback:
+) -> Hashable | Verdict:
     """At every layer: a token of the addresses and layouts of all tensors.
 
     Takes 34 ms (an H200's host, dynamic VRAM) without what is `known` of the same pages.

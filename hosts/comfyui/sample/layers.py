@@ -25,11 +25,11 @@ from ....caches import cached
 from ....families.registry import blocks_of
 from ....optimizations.blocks.block import DENSE, LayerTensors
 from ....optimizations.blocks.block_form import modulated_by, token_layers
-from ....optimizations.fallback import Fallback
 from ....optimizations.fused import choose_ops
 from ....optimizations.linear import Gemm, known_gemm
 from ....optimizations.reference import LowRank
 from ....optimizations.stream import uploads_to
+from ....optimizations.verdict import Verdict
 from ....optimizations.warm_up import rehearse, warm_up
 from ....spec.formats import RowFormat, is_rotation
 from .. import linear as operations
@@ -41,7 +41,7 @@ DENSE_CLASSES = (comfy.ops.disable_weight_init.Linear, comfy.ops.manual_cast.Lin
 TENSORS = ("weight", "bias")
 # Made once: every layer is asked in every forward pass.
 _row_format = cached(RowFormat)
-NOT_YET = Fallback("no fused block has asked for the weights")
+NOT_YET = Verdict("no fused block has asked for the weights")
 
 
 class ComfyLayers:
@@ -63,7 +63,7 @@ class ComfyLayers:
         shape: torch.Size,
         weights: MutableMapping[Any, HeldWeights] | None = None,
     ) -> None:
-        self.moving: Fallback | None = NOT_YET
+        self.moving: Verdict | None = NOT_YET
         self._model, self._shape = model, shape
         weights = {} if weights is None else weights
         self._weights = weights.setdefault(model, HeldWeights())

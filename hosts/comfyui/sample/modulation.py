@@ -17,8 +17,8 @@ from comfy.model_patcher import ModelPatcher
 from ....families.comfyui import kind_of
 from ....families.registry import blocks_of, modulation_of
 from ....optimizations.blocks.block_form import modulation_layers
-from ....optimizations.fallback import Fallback
 from ....optimizations.modulation import Entry, ModulationTable, TableFigures, compute_entries
+from ....optimizations.verdict import Verdict
 from ....spec.formats import format_gib
 from ..lora.bypass import bypass_models, is_foreign, is_of_comfyui
 from ..record.phase import inner_phase
@@ -205,17 +205,17 @@ class ModelModulation:
     def _blocks(self) -> Sequence[torch.nn.Module]:
         return self._call.blocks if self._call else blocks_of(self._model().diffusion_model)
 
-    def _fallback(self) -> Fallback | None:
+    def _fallback(self) -> Verdict | None:
         """Why no table can stand in for the weights."""
         # Without a patcher nobody says when weights change, nor when the table may go.
         if self._model().current_patcher is None:
-            return Fallback("no ComfyUI sampler runs the model")
+            return Verdict("no ComfyUI sampler runs the model")
         if torch.is_grad_enabled():
-            return Fallback("gradients are recorded")
+            return Verdict("gradients are recorded")
         if foreign := list(filter(is_foreign, _touched(self._blocks))):
             core = all(map(is_of_comfyui, foreign))
             who = "ComfyUI's own LoRA in bypass" if core else "another extension"
-            return Fallback(f"{who} has changed its layers")
+            return Verdict(f"{who} has changed its layers")
         return None
 
     def _state(self) -> Hashable:
