@@ -236,5 +236,5 @@ def import_comfyui(*, cpu: bool, keep_on_card: bool = True) -> str:
             f"ComfyUI cannot be imported here ({first_line(error)}): use its own Python"
         ) from error
     if fallback := unsupported_host():
-        raise UnavailableError(fallback.reason)
+        raise UnavailableError(str(fallback))
     return found_version
