@@ -192,7 +192,7 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
                 False,
                 json.dumps(refusal.as_dict(), indent=2),
                 # What is to load with these settings does not run, and shows the reason.
-                *[ExecutionBlocker(str(refusal))] * len(setting_outputs()),
+                *[ExecutionBlocker(refusal.reason)] * len(setting_outputs()),
                 DOES_NOT_FIT,
             )
         lines, answer = cards_answer(found, wired.cards) if wired.cards > 1 else ((), {})
