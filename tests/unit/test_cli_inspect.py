@@ -1,6 +1,7 @@
 """`qwen-l40s inspect` as a command."""
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -96,7 +97,12 @@ def test_ctrl_c_in_a_finalizer_stops_the_command(monkeypatch, capsys):
 
     monkeypatch.setattr("qwen_l40s.cli.inspect.run", run)
     hook = sys.unraisablehook
-    assert main(["inspect", "a.safetensors"]) == 130
+    # A shell that runs this behind itself has it ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert main(["inspect", "a.safetensors"]) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert capsys.readouterr().err == "qwen-l40s: stopped\n"
     assert sys.unraisablehook is hook
 
