@@ -71,10 +71,10 @@ def test_what_a_graph_would_read_is_what_the_blocks_are_given(monkeypatch):
 
     monkeypatch.setattr(qwen_image_21.PrefixedComfyPass, "inputs", inputs)
     sample(optimize(model_21()), cfg=3.0)
-    assert [filling for *_, filling in found[:2]] == ["ComfyUI fills its prefix cache"] * 2
+    assert [filling for *_, filling in found[:2]] == [qwen_image_21.FILLS] * 2
     # The first step of each prompt fills the cache; the rest read it.
     for index, prefixes, prefix, refusal in found[4:]:
-        assert refusal == ""
+        assert refusal is None
         assert prefixes[index].keys.data_ptr() == prefix.keys.data_ptr()
         assert prefixes[index].values.data_ptr() == prefix.values.data_ptr()
     sample(optimize(model_21()), cfg=1.0)
@@ -83,7 +83,7 @@ def test_what_a_graph_would_read_is_what_the_blocks_are_given(monkeypatch):
     model = optimize(model_21())
     model.model_options["transformer_options"].update(options)
     sample(model)
-    assert found[-1][3] == "ComfyUI's prefix cache is in host memory or in 8 or 4 bits"
+    assert found[-1][3] == qwen_image_21.NOT_READ
 
 
 def test_without_the_cache_comfyuis_blocks_run():
