@@ -349,7 +349,7 @@ class ForwardPass:
             return None
         figures, host, memory = self._prepared.graphs, self._host, self._memory
         refusal = self._no_graphs(clear)
-        if refusal:
+        if refusal or self._weights is None:  # never over weights that may move
             figures.reasons[refusal] += 1
             return None
         work = work_of()
