@@ -7,6 +7,7 @@ patches, wrappers and callbacks apply as they do in a workflow.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,10 @@ import torch
 from comfy.model_patcher import CoreModelPatcher, ModelPatcher
 from comfy.text_encoders.llama import Qwen25_7BVLI
 
+from ..families.parts import QWEN_IMAGE_21_VAE
 from ..families.qwen_image import FULL_SIZE, MARKER_2511
-from ..hosts.comfyui.decode.wan import build_wan21
+from ..families.qwen_image_21 import SHAPE as SHAPE_21
+from ..hosts.comfyui.decode.wan import WAN22, build_wan21
 from ..hosts.comfyui.linear import quantized_operations
 from ..hosts.comfyui.sample.optimize import report_of
 from ..hosts.comfyui.sample.run import OPTIMIZATION_KEY
@@ -40,7 +43,7 @@ from .forward import (
     Measured,
     random_tensor,
 )
-from .prompt import TEXT_ENCODER, TEXT_WIDTH, TRANSFORMER, VAE
+from .prompt import FILES, TEXT_WIDTH
 from .rows import rope_axes
 
 Tensors = dict[str, torch.Tensor]
@@ -60,8 +63,15 @@ def quantized_model(
             with one scale a tensor, int8 as ConvRot); "ours fp8" or "ours int8" as this package's
             loader does (one scale a row).
     """
+    tensors = _random_weights(weights, shape, device)
+    stock = weights.startswith("comfyui")
+    operations = None if stock else quantized_operations(torch.bfloat16)
+    return random_model(tensors, shape, device, edit, build_on=device, operations=operations)
+
+
+def _random_weights(weights: str, shape: TransformerShape, device: torch.device) -> Tensors:
     program, precision = weights.split()
-    stock = program == "comfyui"
+    quantize = _core_quantized if program == "comfyui" else _quantized
     shapes = shape.tensors()
     layers = (name.removesuffix(".weight") for name in shapes if name.endswith(".weight"))
     chosen = layers_to_quantize(layers)
@@ -69,12 +79,10 @@ def quantized_model(
     for name, size in shapes.items():
         tensor, layer = random_tensor(name, size, device), name.removesuffix(".weight")
         if layer in chosen:
-            quantize = _core_quantized if stock else _quantized
             tensors |= quantize(tensor, row_format(precision, size[1])).tensors(layer)
         else:
             tensors[name] = tensor
-    operations = None if stock else quantized_operations(torch.bfloat16)
-    return random_model(tensors, shape, device, edit, build_on=device, operations=operations)
+    return tensors
 
 
 def _quantized(weight: torch.Tensor, form: RowFormat) -> StoredLayer:
@@ -207,18 +215,51 @@ def text_encoder_shapes() -> Shapes:
     return shapes_of(model) | {"lm_head.weight": (VOCABULARY, TEXT_WIDTH)}
 
 
-def write_models(folder: Path) -> None:
-    """Writes a Qwen-Image of the published sizes with random weights: 58 GB, made on the card.
+def _vae_21_shapes() -> Shapes:
+    dims = {"dim": QWEN_IMAGE_21_VAE.shape.encoder_dim}
+    found = {"decoder.head.0.gamma": (QWEN_IMAGE_21_VAE.shape.dim, 1, 1, 1)}
+    with torch.device("meta"):
+        return shapes_of(WAN22.build(dims, found))
+
+
+def _text_encoder_21_shapes() -> Shapes:
+    from comfy.text_encoders import qwen3vl  # ComfyUI 0.37 has it
+
+    model = qwen3vl._make_qwen3vl_model("qwen3vl_8b")({}, torch.bfloat16, "meta", torch.nn)
+    # As the published file has them, and comfy/sd.py renames them.
+    parts = {"model.lm_head.": "lm_head.", "model.": "model.language_model."}
+    parts |= {"visual.": "model.visual."}
+    pattern = re.compile("^" + "|^".join(map(re.escape, parts)))
+    return {
+        pattern.sub(lambda it: parts[it[0]], name): size for name, size in shapes_of(model).items()
+    }
+
+
+def write_models(folder: Path, family: str = "1.x", int8: bool = False) -> None:
+    """Writes a model of the published sizes with random weights, made on the card.
 
     The folder gets diffusion_models, text_encoders and vae, each with one file in bf16 and in
-    ComfyUI's names. A file that is there is left alone.
+    ComfyUI's names: 58 GB of Qwen-Image, 33 of 2.1. A file that is there is left alone.
+
+    Args:
+        int8: also writes the transformer as ComfyUI's int8 ConvRot.
     """
-    for path, shapes in (
-        (folder / "diffusion_models" / TRANSFORMER, FULL_SIZE.tensors()),
-        (folder / "text_encoders" / TEXT_ENCODER, text_encoder_shapes()),
-        (folder / "vae" / VAE, vae_shapes()),
-    ):
-        write_random(path, shapes, torch.device("cuda"))
+    files, device = FILES[family], torch.device("cuda")
+    shapes, text, vae = (
+        (SHAPE_21, _text_encoder_21_shapes, _vae_21_shapes)
+        if family == "2.1"
+        else (FULL_SIZE, text_encoder_shapes, vae_shapes)
+    )
+    models = folder / "diffusion_models"
+    write_random(models / files.transformer, shapes.tensors(), device)
+    write_random(folder / "text_encoders" / files.text_encoder, text(), device)
+    write_random(folder / "vae" / files.vae, vae(), device)
+    if int8 and not (models / files.int8).exists():
+        tensors = {
+            name: tensor.cpu()
+            for name, tensor in _random_weights("comfyui int8", shapes, device).items()
+        }
+        comfy.utils.save_torch_file(tensors, str(models / files.int8))
 
 
 def write_random(path: Path, shapes: Shapes, device: torch.device) -> None:

@@ -88,8 +88,8 @@ def _setup(args: argparse.Namespace) -> BenchSetup:
         for option in ("models", "free_gib", "server_args"):
             if getattr(args, option):
                 raise SettingError(f"--{option.replace('_', '-')} goes with `image` alone.")
-    elif args.references:
-        raise SettingError("--references goes with `forward`, not with `image`.")
+    if args.family != "1.x" and not image:
+        raise SettingError("--family goes with `image` alone.")
     layers = MOST_LAYERS if args.layers is None else args.layers
     if layers > MOST_LAYERS:
         raise SettingError(f"--layers {layers}: the published models have {MOST_LAYERS}.")
@@ -102,8 +102,13 @@ def _setup(args: argparse.Namespace) -> BenchSetup:
     device = torch_device(args.device, "--device cpu --width small --layers 1")
     if image and device.type == "cuda" and not args.models:
         raise SettingError(
-            "bench image times prompts in ComfyUI servers: name a folder for random models of 58 "
-            "GB with --models."
+            "bench image times prompts in ComfyUI servers: name a folder for random models "
+            "of up to 78 GB with --models."
+        )
+    if image and device.type == "cpu" and (args.references or args.family != "1.x"):
+        raise SettingError(
+            "--references and --family need a card: the bundled model, which a CPU runs, sees no "
+            "images."
         )
     if args.free_gib is not None and (device.type == "cpu" or not args.free_gib >= 1):
         raise SettingError("--free-gib is of a card's memory, and at least 1.")
@@ -120,6 +125,7 @@ def _setup(args: argparse.Namespace) -> BenchSetup:
         shape=shape,
         rows=tuple(row for row in rows if row.name in names),
         names=names,
+        family=args.family,
         inputs=inputs,
         repeats=args.repeats or REPEATS[args.what],
         steps=args.steps,

@@ -1,7 +1,8 @@
 """From a prompt to its file in a real ComfyUI server, stock nodes beside ours.
 
 `bench image --models FOLDER` gives each row a fresh server in each of `TURNS`, one at a time: its
-first prompt, prompts of the same text, and a new text. Up to `FEW` steps run without CFG, as with
+first prompt, prompts of the same text, and a new text. References are pictures that the prompt
+edits, new for each server. Up to `FEW` steps run without CFG, as with
 Lightning LoRAs; more with it, and ours with the step cache `CACHE`. Peaks are the driver's, above
 what was in use before the first server began, so they count its CUDA context too.
 """
@@ -14,6 +15,7 @@ import time
 import urllib.error
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import count, cycle, islice, product
 from pathlib import Path
 from statistics import median
@@ -23,21 +25,50 @@ import torch
 
 from ..errors import UnavailableError
 from ..machine.comfyui import find_comfyui
+from ..png import encode
 from ..spec.formats import GIB
+from ..spec.transformer import REFERENCE_SIDE
 from .measure import Fields, PeakReader, used_bytes
-from .rows import BASELINE, BenchSetup, Inputs, Row
+from .rows import BenchSetup, Inputs, Row
 from .server import ComfyUIServer, ComfyUIServerError
 
 ApiGraph = dict[str, dict[str, Any]]
 TURNS, FEW, CACHE = 3, 10, "balanced"
 # Asked rarely: the server answers in the interpreter that runs the prompt, and tells times itself.
 SECONDS, POLL_SECONDS = 600, 0.2
-# What `comfyui.write_models` writes, and what a CPU runs instead.
-TRANSFORMER = "qwen_image_random_bf16.safetensors"
-TEXT_ENCODER = "qwen_2.5_vl_7b_random_bf16.safetensors"
-VAE = "qwen_image_vae_random_bf16.safetensors"
-MICRO = "micro (bundled)"
+MICRO = "micro (bundled)"  # what a CPU runs
 TEXT_WIDTH = 3584
+
+
+@dataclass(frozen=True)
+class RandomFiles:
+    """Names the files that `comfyui.write_models` writes of a family."""
+
+    transformer: str
+    text_encoder: str
+    vae: str
+    encodes: str  # the node that encodes text and references
+
+    @property
+    def int8(self) -> str:
+        """As the published files of ComfyUI's int8 ConvRot."""
+        return self.transformer.replace("bf16", "int8_convrot")
+
+
+FILES = {
+    "1.x": RandomFiles(
+        "qwen_image_random_bf16.safetensors",
+        "qwen_2.5_vl_7b_random_bf16.safetensors",
+        "qwen_image_vae_random_bf16.safetensors",
+        "TextEncodeQwenImageEditPlus",
+    ),
+    "2.1": RandomFiles(
+        "qwen_image_2.1_random_bf16.safetensors",
+        "qwen3vl_8b_random_bf16.safetensors",
+        "qwen_image_2.1_vae_random_bf16.safetensors",
+        "TextEncodeQwenImage21",
+    ),
+}
 PROMPT = (
     "A lighthouse keeper in a yellow raincoat stands on wet rocks at dusk and holds a brass lamp "
     "while waves break behind him; far out a three-masted ship leans into the wind, gulls circle "
@@ -51,15 +82,15 @@ def run_prompts(setup: BenchSetup, add: Callable[[Fields], None]) -> None:
     """Measures stock ComfyUI in bf16 and our rows.
 
     On a card `setup.models` gets random models of the published sizes, unless they are there. On a
-    CPU the bundled model takes their place, which stock ComfyUI cannot load.
+    CPU the bundled model takes their place, in bf16: stock ComfyUI cannot load it.
     """
     on_card = setup.device.type == "cuda"
-    rows = [row for row in setup.rows if on_card or row.name != BASELINE]
+    rows = [row for row in setup.rows if on_card or (row.ours and not row.from_int8)]
     reader = held = None
     if on_card:
         from .comfyui import write_models
 
-        write_models(setup.models)
+        write_models(setup.models, setup.family, any(it.from_int8 for it in rows))
         torch.cuda.empty_cache()
         held = hold_all_but(setup.free_gib)
         reader = PeakReader(used_bytes())
@@ -114,6 +145,7 @@ def _prompts(setup: BenchSetup, row: Row, repeats: int) -> Iterator[tuple[Inputs
             Path(folder, "models").symlink_to(setup.models.resolve(), target_is_directory=True)
         more = (*(() if on_card else ("--cpu",)), *setup.server_args)
         with ComfyUIServer(find_comfyui(), sys.executable, Path(folder), *more) as server:
+            _write_references(server.base / "input", setup.inputs[0].references)
 
             def run(inputs: Inputs, shift: int = 0) -> float:
                 return run_graph(server, graph_of(setup, row, inputs, next(seeds), shift))
@@ -159,31 +191,50 @@ def graph_of(setup: BenchSetup, row: Row, inputs: Inputs, seed: int, shift: int 
         nodes[name] = {"class_type": kind, "inputs": given}
         return [name, 0]
 
-    ours, cfg = row.name != BASELINE, setup.steps > FEW
-    on_card = setup.device.type == "cuda"
-    transformer, encoder, vae = (
-        (TRANSFORMER, TEXT_ENCODER, VAE) if on_card else (MICRO, MICRO, MICRO)
-    )
+    ours, cfg = row.ours, setup.steps > FEW and setup.family == "1.x"
+    files = FILES[setup.family]
+    if setup.device.type == "cpu":
+        files = RandomFiles(MICRO, MICRO, MICRO, files.encodes)
+    transformer = files.int8 if row.from_int8 else files.transformer
     if ours:
         model = add("model", "QwenL40S_LoadModel", model=transformer, precision=row.precision)
         how = {"attention": "auto", "fused_blocks": True}
         model = add("optimize", "QwenL40S_Optimize", model=model, **how)
-        if cfg:
+        if cfg and not inputs.references:
             model = add("cache", "QwenL40S_StepCache", model=model, cache=CACHE)
-        clip = add("clip", "QwenL40S_LoadTextEncoder", text_encoder=encoder, precision="bf16")
-        vae = add("vae", "QwenL40S_LoadVAE", vae=vae, precision="auto")
+        encoder = {"text_encoder": files.text_encoder, "precision": "bf16"}
+        clip = add("clip", "QwenL40S_LoadTextEncoder", **encoder)
+        vae = add("vae", "QwenL40S_LoadVAE", vae=files.vae, precision="auto")
     else:
         model = add("model", "UNETLoader", unet_name=transformer, weight_dtype="default")
-        clip = add("clip", "CLIPLoader", clip_name=encoder, type="qwen_image")
-        vae = add("vae", "VAELoader", vae_name=vae)
+        clip = add("clip", "CLIPLoader", clip_name=files.text_encoder, type="qwen_image")
+        vae = add("vae", "VAELoader", vae_name=files.vae)
     text = " ".join(islice(cycle(PROMPT.split()), shift, shift + inputs.text))
+    images = [
+        add(f"reference_{number}", "LoadImage", image=f"reference_{number}.png")
+        for number in range(1, inputs.references + 1)
+    ]
+    if images and setup.family == "2.1":
+        given = {f"images.image_{number}": image for number, image in enumerate(images, 1)}
+        both = {"prompt": text, "negative_prompt": " ", "resolution": REFERENCE_SIDE}
+        positive = add("positive", files.encodes, clip=clip, vae=vae, **both, **given)
+        negative = ["positive", 1]
+    elif images:
+        given = {f"image{number}": image for number, image in enumerate(images, 1)}
+        positive, negative = (
+            add(name, files.encodes, clip=clip, vae=vae, prompt=prompt, **given)
+            for name, prompt in (("positive", text), ("negative", " "))
+        )
+    else:
+        positive = add("positive", "CLIPTextEncode", text=text, clip=clip)
+        negative = add("negative", "CLIPTextEncode", text=" ", clip=clip)
     size = {"width": inputs.width, "height": inputs.height, "batch_size": inputs.batch}
     sampled = add(
         "sample",
         "KSampler",
         model=model,
-        positive=add("positive", "CLIPTextEncode", text=text, clip=clip),
-        negative=add("negative", "CLIPTextEncode", text=" ", clip=clip),
+        positive=positive,
+        negative=negative,
         latent_image=add("latent", "EmptySD3LatentImage", **size),
         seed=seed,
         steps=setup.steps,
@@ -197,3 +248,12 @@ def graph_of(setup: BenchSetup, row: Row, inputs: Inputs, seed: int, shift: int 
     saver = "QwenL40S_SaveImage" if ours else "SaveImage"
     add("save", saver, images=images, filename_prefix="bench")
     return nodes
+
+
+def _write_references(folder: Path, count: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(1, count + 1):
+        few = torch.rand(1, 3, 32, 32)
+        side = (REFERENCE_SIDE, REFERENCE_SIDE)
+        picture = torch.nn.functional.interpolate(few, side, mode="bilinear")[0].movedim(0, -1)
+        (folder / f"reference_{number}.png").write_bytes(b"".join(encode(picture.numpy())))

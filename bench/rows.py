@@ -39,6 +39,11 @@ class Row:
         return self.name.startswith("ours")
 
     @property
+    def from_int8(self) -> bool:
+        """Whether a server loads the file of ComfyUI's int8 ConvRot."""
+        return self.name in ("comfyui int8", FROM_INT8)
+
+    @property
     def precision(self) -> str:
         return self.name.replace(",", "").split()[1]
 
@@ -51,7 +56,7 @@ class Row:
         return self.precision if of_all else f"{self.name.split()[0]} {self.precision}"
 
 
-BASELINE = "comfyui bf16"
+BASELINE, FROM_INT8 = "comfyui bf16", "ours int8 from int8"
 FORWARD = (
     Row(BASELINE),
     Row("ours bf16"),
@@ -66,8 +71,9 @@ FORWARD = (
     Row("ours int8, attention sdpa_flash", "sdpa_flash"),
 )
 # Of prompts in a server.
-IMAGE = tuple(
-    row for row in FORWARD if row.name in (BASELINE, "ours bf16", "ours fp8", "ours int8")
+IMAGE = (
+    *(Row(name) for name in (BASELINE, "ours bf16", "ours fp8", "comfyui int8", "ours int8")),
+    Row(FROM_INT8),
 )
 
 
@@ -132,12 +138,14 @@ class BenchSetup:
     Args:
         rows: the programs, in the order of `FORWARD`; none of `ops`.
         names: of the operations of `ops`.
+        family: "1.x" or "2.1", of `image`.
     """
 
     device: torch.device
     shape: TransformerShape
     rows: tuple[Row, ...]
     names: tuple[str, ...]
+    family: str
     inputs: tuple[Inputs, ...]
     repeats: int
     steps: int

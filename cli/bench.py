@@ -38,7 +38,7 @@ GONE = {
     "--warm-up": "--warm-up is gone: two calls come before the measured ones.",
 }
 # Options of WHAT, whose sizes --calibrate fixes.
-FOREIGN = ("size", "references", "layers", "only", "repeats", "models")
+FOREIGN = ("size", "references", "layers", "only", "repeats", "models", "family")
 FOREIGN += ("free_gib", "server_args")
 
 
@@ -79,7 +79,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=range(MOST_REFERENCES + 1),
         default=0,
         metavar="N",
-        help="reference images of 1024x1024, as in Edit-2511; default: 0",
+        help="reference images of 1024x1024, as in edits; default: 0",
+    )
+    parser.add_argument(
+        "--family", choices=("1.x", "2.1"), default="1.x", help="of `image`; default: 1.x"
     )
     parser.add_argument("--layers", type=_positive, metavar="N", help="blocks; default: 60")
     parser.add_argument(
@@ -100,7 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--models",
         metavar="FOLDER",
-        help="of `image`: for random models of 58 GB that are written here once",
+        help="of `image`: for random models of 33 to 78 GB that are written here once",
     )
     parser.add_argument(
         "--free-gib",

@@ -137,7 +137,8 @@ def test_an_argument_out_of_range_is_one_sentence(capsys, arguments, sentence):
     [
         ("ops", ["--only", "gemm 1x1"], "'gemm 128x128 bf16'"),
         ("block", [], "bench block is gone: `bench forward --layers 1` and `--layers 2`"),
-        ("image", ["--references", "1"], "--references goes with `forward`"),
+        ("image", ["--references", "1"], "--references and --family need a card"),
+        ("forward", ["--family", "2.1"], "--family goes with `image` alone"),
         ("image", ["--free-gib", "8"], "--free-gib is of a card's memory, and at least 1"),
     ],
 )
@@ -152,7 +153,7 @@ def test_an_image_on_a_card_needs_a_folder(monkeypatch, capsys):
 
     monkeypatch.setattr(command, "torch_device", lambda *_: SimpleNamespace(type="cuda"))
     assert bench("image") == 2
-    assert "name a folder for random models of 58 GB with --models" in capsys.readouterr().err
+    assert "name a folder for random models of up to 78 GB with --models" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch sees a card")
