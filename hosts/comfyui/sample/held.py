@@ -213,11 +213,14 @@ def row_scale(layer: torch.nn.Module) -> torch.Tensor | None:
 
 
 def stored(layer: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Weight and bias of a layer that is held, where they are."""
+    """Weight and bias of a layer that is held, where they are.
+
+    Under dynamic VRAM comfy.ops makes a Linear without a bias whose None is no parameter.
+    """
     own = layer.__dict__
     if "_v" in own:
         return own["_v_weight"], own["_v_bias"]
-    return own["_parameters"]["weight"], own["_parameters"]["bias"]
+    return own["_parameters"]["weight"], own["_parameters"].get("bias")
 
 
 # By layer, the places of its tensors in pages, behind what they follow from.

@@ -139,7 +139,7 @@ class ComfyLayers:
                 try:
                     if model_vbar.vbar_signature_compare(signature, own.get("_v_signature")):
                         continue
-                    tensors = [layer._parameters[name] for name in TENSORS]
+                    tensors = [*map(layer._parameters.get, TENSORS)]
                     place = comfy_aimdo.torch.aimdo_to_tensor(own["_v"], device)
                     kinds = comfy.memory_management.tensors_to_geometries(tensors)
                     there = comfy.memory_management.interpret_gathered_like(kinds, place)
@@ -201,7 +201,7 @@ class _Cast:
         self._context: comfy.ops.CastBiasWeightContext | None = None
         parameters = layer._parameters
         weight = parameters["weight"]
-        self._as_stored = weight, parameters["bias"]
+        self._as_stored = weight, parameters.get("bias")
         quantized = isinstance(weight, QuantizedTensor)
         # Past QuantizedTensor's own attributes, which are dispatched.
         values = weight._qdata if quantized else weight
