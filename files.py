@@ -7,8 +7,11 @@ from __future__ import annotations
 import errno
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TextIO
+
+from .errors import SettingError, plain_write_errors
 
 # What systems say where their file system has no hard links; Windows the last.
 NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
@@ -34,6 +37,46 @@ def name_file(part: Path, path: Path) -> None:
             raise
     else:
         part.unlink()
+
+
+def check_writable(folder: Path) -> None:
+    """Creates and removes a file, because permissions alone do not show a read-only or full disk.
+
+    Raises:
+        UnavailableError: no file can be written in `folder`.
+    """
+    with plain_write_errors(folder), tempfile.TemporaryFile(dir=folder) as file:
+        file.write(b"\0")
+
+
+def check_target(option: str, text: str) -> None:
+    """Refuses a file that could not be written.
+
+    Raises:
+        SettingError: it is a folder.
+        UnavailableError: no file can be written next to it.
+    """
+    if Path(text).is_dir():
+        raise SettingError(f"{option} names a folder: name a file in it.", Path(text))
+    check_writable(Path(text).parent)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Writes next to the target and renames: `path` is the old file or the new one, never a part.
+
+    Raises:
+        UnavailableError: the folder is not writable or the disk is full.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    with plain_write_errors(path):
+        try:
+            with part.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
 
 
 def lock(file: BinaryIO) -> bool:

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..cli.bench import SHAPES, torch_device
-from ..cli.output import check_target, require_packages
 from ..errors import SettingError, UnavailableError
+from ..families.qwen_image import FULL_SIZE, SMALL
+from ..files import check_target
 from ..hosts.comfyui.contract import unsupported_host
 from ..machine.card import first_line, read_cards
 from ..machine.comfyui import check_comfyui, find_comfyui
-from ..machine.packages import STANDALONE, check_package
+from ..machine.packages import STANDALONE, check_package, require_packages
 from ..planning.bytes import weight_bytes
 from ..spec.formats import format_gib
 from .rows import COMFYUI, DIFFUSERS, FORWARD, IMAGE, BenchSetup, Inputs, Row, select
@@ -99,7 +99,9 @@ def _setup(args: argparse.Namespace) -> BenchSetup:
     if args.json:
         check_target("--json", args.json)
     require_packages("bench", ["torch", *(["psutil"] if args.device == "cpu" else [])])
-    device = torch_device(args.device, "--device cpu --width small --layers 1")
+    from ..machine.device import card_to_measure
+
+    device = card_to_measure(args.device, "--device cpu --width small --layers 1")
     if image and device.type == "cuda" and not args.models:
         raise SettingError(
             "bench image times prompts in ComfyUI servers: name a folder for random models "
@@ -112,7 +114,7 @@ def _setup(args: argparse.Namespace) -> BenchSetup:
         )
     if args.free_gib is not None and (device.type == "cpu" or not args.free_gib >= 1):
         raise SettingError("--free-gib is of a card's memory, and at least 1.")
-    shape = replace(SHAPES[args.width], blocks=layers)
+    shape = replace(SMALL if args.width == "small" else FULL_SIZE, blocks=layers)
     inputs = tuple(
         Inputs(width, height, args.batch, args.text, args.references) for width, height in sizes
     )

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from ..cli.output import write_whole
 from ..errors import UnavailableError
+from ..files import write_whole
 from ..machine.card import first_line
 from ..spec.formats import GIB
 from .rows import BenchSetup

@@ -6,22 +6,21 @@ import argparse
 import json
 import time
 from pathlib import Path
-from typing import Any
 
 from ..errors import SettingError, UnavailableError, plain_write_errors
 from ..families.qwen_image import FULL_SIZE, SMALL
+from ..files import check_target, write_whole
 from ..hosts.diffusers.settings import SIZE_STEP
 from ..machine.card_list import known_cards
+from ..machine.packages import require_packages
 from ..machine.store import CALIBRATION, Calibration, cache_folder, with_calibration
 from ..planning.cards import Card, find_card
 from ..spec.formats import MULTIPLIED
 from .generate import parse_size
-from .output import check_target, require_packages, write_whole
 
 # Not by its import name: an editable install beside a wheel would find its own.
 BENCHMARKS = Path(__file__).resolve().parents[1] / "bench" / "__init__.py"
 MOST_REFERENCES = 3  # of Edit-2511
-SHAPES = {"full": FULL_SIZE, "small": SMALL}
 WHAT = {
     "ops": "each operation of a block, through everything that computes it",
     "forward": "one forward pass of the transformer",
@@ -86,7 +85,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--layers", type=_positive, metavar="N", help="blocks; default: 60")
     parser.add_argument(
-        "--width", choices=SHAPES, default="full", help="full (3072) or small (128, for a CPU)"
+        "--width",
+        choices=("full", "small"),
+        default="full",
+        help="full (3072) or small (128, for a CPU)",
     )
     parser.add_argument(
         "--only",
@@ -167,31 +169,6 @@ def run(args: argparse.Namespace) -> int:
     return run_benchmark(args)
 
 
-def torch_device(name: str, small: str) -> Any:
-    """Makes the torch.device of `--device`.
-
-    Args:
-        small: arguments that try the command on a CPU.
-
-    Raises:
-        UnavailableError: `auto` finds no card.
-    """
-    import torch
-
-    from ..machine.device import choose_device
-
-    chosen = choose_device(name)
-    if chosen == "cpu" and name == "auto":
-        raise UnavailableError(
-            "bench measures a CUDA card and torch sees none: see `qwen-l40s doctor`, or try it "
-            f"with {small}."
-        )
-    device = torch.device(chosen)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # ComfyUI takes the current one
-    return device
-
-
 def _check_alone(args: argparse.Namespace) -> None:
     """Raises SettingError where `--calibrate` comes with an option of WHAT."""
     if args.what:
@@ -218,7 +195,9 @@ def calibrate_card(args: argparse.Namespace) -> int:
     if args.json:
         check_target("--json", args.json)
     require_packages("bench", ["torch"])
-    device = torch_device(args.device, "--calibrate --device cpu --width small")
+    from ..machine.device import card_to_measure
+
+    device = card_to_measure(args.device, "--calibrate --device cpu --width small")
     from ..measure.calibrate import calibrate, full_sizes, small_sizes
 
     on_card, small = device.type == "cuda", args.width == "small"

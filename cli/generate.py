@@ -15,17 +15,17 @@ from .. import __version__
 from ..errors import CheckpointError
 from ..families.qwen_image import TEXT_TO_IMAGE
 from ..families.registry import FAMILIES, find_member, micro_folders, pipeline_family
+from ..files import write_whole
 from ..hosts.diffusers.settings import GenerateSettings
 from ..loaders.source import MICRO_ADVICE, MICRO_SIDE, MICRO_STEPS
+from ..machine.packages import require_packages
 from ..step_cache import CHOICES, OFF
 from .output import (
     ImageTarget,
     check_png,
     png_bytes,
     print_text,
-    require_packages,
     write_sheet,
-    write_whole,
 )
 
 if TYPE_CHECKING:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
-import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from ..errors import SettingError, UnavailableError, plain_write_errors
-from ..files import printable
+from ..errors import SettingError, UnavailableError
+from ..files import check_target, check_writable, printable, write_whole
 from ..spec.formats import METADATA_KEY
 
 if TYPE_CHECKING:
@@ -25,33 +23,6 @@ def print_text(text: str, stream: TextIO | None = None) -> None:
     """Prints to stdout, or to another stream, what a terminal can show."""
     stream = stream or sys.stdout
     print(printable(text, stream), file=stream)
-
-
-ROOT = Path(__file__).resolve().parent.parent
-# What pip calls what is imported under another name.
-PIP_NAMES = {"PIL": "pillow"}
-
-
-def require_packages(
-    what: str, names: Iterable[str], *, extra: str = "standalone", instead: str = ""
-) -> None:
-    """Checks that packages can be imported, without importing them.
-
-    Args:
-        what: needs them, as the sentence begins.
-        names: of what is imported.
-        extra: of this package, which brings them.
-        instead: of installing, what else would do.
-
-    Raises:
-        UnavailableError: some are missing.
-    """
-    missing = [PIP_NAMES.get(name, name) for name in names if find_spec(name) is None]
-    if missing:
-        raise UnavailableError(
-            f"{what} needs {', '.join(missing)}, not installed here: run "
-            f'`pip install ".[{extra}]"` in {ROOT}{instead}.'
-        )
 
 
 def check_png(option: str, path: str) -> None:
@@ -103,46 +74,6 @@ class ImageTarget:
         names = (self.folder / f"{self.stem}_{number:05}.png" for number in count(1))
         free = (path for path in names if not (self.numbered and path.exists()))
         return [next(free) for _ in range(images)]
-
-
-def check_writable(folder: Path) -> None:
-    """Creates and removes a file, because permissions alone do not show a read-only or full disk.
-
-    Raises:
-        UnavailableError: no file can be written in `folder`.
-    """
-    with plain_write_errors(folder), tempfile.TemporaryFile(dir=folder) as file:
-        file.write(b"\0")
-
-
-def check_target(option: str, text: str) -> None:
-    """Refuses a file that could not be written.
-
-    Raises:
-        SettingError: it is a folder.
-        UnavailableError: no file can be written next to it.
-    """
-    if Path(text).is_dir():
-        raise SettingError(f"{option} names a folder: name a file in it.", Path(text))
-    check_writable(Path(text).parent)
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Writes next to the target and renames: `path` is the old file or the new one, never a part.
-
-    Raises:
-        UnavailableError: the folder is not writable or the disk is full.
-    """
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    with plain_write_errors(path):
-        try:
-            with part.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
 
 
 def png_bytes(image: Image.Image, metadata: Mapping[str, Any] | None = None) -> bytes:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import SettingError
-from .output import print_text, require_packages
+from ..machine.packages import require_packages
+from .output import print_text
 
 if TYPE_CHECKING:
     from ..client.scheduler import Job

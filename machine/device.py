@@ -38,6 +38,27 @@ def choose_device(requested: str) -> str:
     return f"cuda:{index}"
 
 
+def card_to_measure(name: str, small: str) -> torch.device:
+    """Makes the device of `bench --device` the current one.
+
+    Args:
+        small: arguments that try the command on a CPU.
+
+    Raises:
+        UnavailableError: `auto` finds no card.
+    """
+    chosen = choose_device(name)
+    if chosen == "cpu" and name == "auto":
+        raise UnavailableError(
+            "bench measures a CUDA card and torch sees none: see `qwen-l40s doctor`, or try it "
+            f"with {small}."
+        )
+    device = torch.device(chosen)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # ComfyUI takes the current one
+    return device
+
+
 def available_bytes(device: str) -> int:
     """Returns the memory that can be had on the device now, in bytes."""
     return available_memory() if device == "cpu" else torch.cuda.mem_get_info(device)[0]

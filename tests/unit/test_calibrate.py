@@ -286,9 +286,7 @@ class Device:
 def on_card(monkeypatch):
     """A card that is not there, and what is measured of it."""
     module = pytest.importorskip("qwen_l40s.measure.calibrate")
-    from qwen_l40s.cli import bench
-
-    monkeypatch.setattr(bench, "torch_device", lambda *_: Device)
+    monkeypatch.setattr("qwen_l40s.machine.device.card_to_measure", lambda *_: Device)
     result = [(MINE, {"int8": "sm_89 fails a trial"})]
     monkeypatch.setattr(module, "calibrate", lambda *_: result[0])
 

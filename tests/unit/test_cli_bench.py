@@ -149,9 +149,8 @@ def test_what_another_benchmark_takes_is_refused(capsys, what, arguments, senten
 
 
 def test_an_image_on_a_card_needs_a_folder(monkeypatch, capsys):
-    from qwen_l40s.bench import command
-
-    monkeypatch.setattr(command, "torch_device", lambda *_: SimpleNamespace(type="cuda"))
+    card = SimpleNamespace(type="cuda")
+    monkeypatch.setattr("qwen_l40s.machine.device.card_to_measure", lambda *_: card)
     assert bench("image") == 2
     assert "name a folder for random models of up to 78 GB with --models" in capsys.readouterr().err
 

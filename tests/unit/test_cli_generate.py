@@ -19,7 +19,8 @@ from waiting import SECONDS
 
 from qwen_l40s.cli import main
 from qwen_l40s.cli.generate import side_of
-from qwen_l40s.cli.output import ImageTarget, write_sheet, write_whole
+from qwen_l40s.cli.output import ImageTarget, write_sheet
+from qwen_l40s.files import write_whole
 
 ROOT = Path(__file__).resolve().parents[2]
 
