@@ -21,8 +21,13 @@ from ..families.qwen_image import FULL_SIZE, SMALL
 from ..files import check_target
 from ..hosts.comfyui.contract import unsupported_host
 from ..machine.card import first_line, read_cards
-from ..machine.comfyui import check_comfyui, find_comfyui
-from ..machine.packages import STANDALONE, check_package, require_packages
+from ..machine.packages import (
+    STANDALONE,
+    check_comfyui,
+    check_package,
+    find_comfyui,
+    require_packages,
+)
 from ..planning.bytes import weight_bytes
 from ..spec.formats import format_gib
 from .rows import COMFYUI, DIFFUSERS, FORWARD, IMAGE, BenchSetup, Inputs, Row, select

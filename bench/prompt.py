@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from ..errors import UnavailableError
-from ..machine.comfyui import find_comfyui
+from ..machine.packages import find_comfyui
 from ..png import encode
 from ..spec.formats import GIB
 from ..spec.transformer import REFERENCE_SIDE

@@ -17,7 +17,6 @@ from pathlib import Path
 from ..errors import CheckpointError, SettingError
 from ..loaders.header import NUMBERED
 from ..loaders.source import PIPELINE_INDEX, PLACES, open_source
-from ..machine import comfyui
 from ..machine import memory as resources
 from ..machine import packages as software
 from ..machine.card import (
@@ -102,10 +101,10 @@ def diagnose(models: Path | None = None) -> Diagnosis:
     load = torch is not None
     others = [software.check_package(package, load=load)[0] for package in software.STANDALONE]
     needed = [torch_check, *others]
-    code = comfyui.find_comfyui()
-    comfyui_check = comfyui.check_comfyui(code)
-    models = models or comfyui.models_folder(code)
-    folders = comfyui.model_folders(models, code) if models else {}
+    code = software.find_comfyui()
+    comfyui_check = software.check_comfyui(code)
+    models = models or software.models_folder(code)
+    folders = software.model_folders(models, code) if models else {}
     elsewhere = [path for paths in folders.values() for path in paths if models not in path.parents]
     python = f"{platform.python_version()}, {platform.platform(terse=True)}"
     checks = (

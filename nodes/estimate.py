@@ -273,7 +273,7 @@ class QwenL40SReport(io.ComfyNode):
     ) -> io.NodeOutput:
         require_host()
         from ..charts.run_chart import run_chart
-        from ..hosts.comfyui.report.table import report_run
+        from ..hosts.comfyui.report import report_run
 
         report = report_run(model, clip, vae)
         chart, shown = shown_picture(cls, run_chart(report.picture))

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
+from typing import Any
+from uuid import uuid4
 
 import comfy.utils
 import folder_paths
+import torch
+from comfy.cli_args import args
+from comfy.model_management import throw_exception_if_processing_interrupted
 from comfy_api.latest import io
+from PIL.PngImagePlugin import PngInfo
 
-from ..errors import SettingError
+from ..errors import SettingError, plain_write_errors
+from ..files import name_file
 from ..loaders.header import PICKLE_SUFFIXES
 from ..loaders.quantized_file import check_destination
+from ..png import encode
 from .common import CATEGORY, require_host, with_report
 from .loaders import keep_input, keep_patterns
 
@@ -118,6 +128,67 @@ class QwenL40SSaveQuantized(io.ComfyNode):
         return with_report(report=saved.text())
 
 
+def save_images(
+    images: torch.Tensor, prefix: str, prompt: Any, extra: Mapping[str, Any] | None
+) -> list[dict[str, str]]:
+    """Writes each image to a file in the output folder, whole or not at all; replaces none.
+
+    After an error or a cancel, the images that have their names stay.
+
+    Args:
+        images: [images, height, width, channels], from 0 to 1.
+        prefix: as Save Image takes it: folders, `%width%` and others, `%batch_num%`.
+        prompt, extra: ComfyUI's hidden inputs `prompt` and `extra_pnginfo`, which each file holds
+            unless ComfyUI runs with --disable-metadata.
+
+    Returns:
+        What /view takes, for each file.
+
+    Raises:
+        UnavailableError: the folder is read-only, or its disk full.
+    """
+    info = PngInfo()
+    if not args.disable_metadata:
+        if prompt is not None:
+            info.add_text("prompt", json.dumps(prompt))
+        for key, value in (extra or {}).items():
+            info.add_text(key, json.dumps(value))
+    output = folder_paths.get_output_directory()
+    height, width = images[0].shape[:2]
+    saved = []
+    with plain_write_errors(Path(output)):
+        folder, name, counter, subfolder, _ = folder_paths.get_save_image_path(
+            prefix, output, width, height
+        )
+        for number, image in enumerate(images):
+            numbered = name.replace("%batch_num%", str(number))
+            counter, path = _write(image, info, Path(folder), numbered, counter)
+            saved.append({"filename": path.name, "subfolder": subfolder, "type": "output"})
+    return saved
+
+
+def _write(
+    image: torch.Tensor, info: PngInfo, folder: Path, name: str, counter: int
+) -> tuple[int, Path]:
+    """Gives the image the next free number; returns the number after it, and the file."""
+    # A name of its own for every file: that of the image may be as long as names can be.
+    part = folder / f".{uuid4().hex}.part"
+    try:
+        with part.open("xb") as file:
+            for piece in encode(image.cpu().numpy(), info):
+                throw_exception_if_processing_interrupted()
+                file.write(piece)
+        while True:
+            path, counter = folder / f"{name}_{counter:05}_.png", counter + 1
+            try:
+                name_file(part, path)
+            except FileExistsError:
+                continue
+            return counter, path
+    finally:
+        part.unlink(missing_ok=True)
+
+
 class QwenL40SSaveImage(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -144,8 +215,6 @@ class QwenL40SSaveImage(io.ComfyNode):
 
     @classmethod
     def execute(cls, images: io.Image.Type, filename_prefix: str) -> io.NodeOutput:
-        from ..hosts.comfyui.save_images import save_images
-
         hidden = cls.hidden
         saved = save_images(images, filename_prefix, hidden.prompt, hidden.extra_pnginfo)
         return io.NodeOutput(images, ui={"images": saved})

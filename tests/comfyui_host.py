@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from qwen_l40s.machine.comfyui import find_comfyui
+from qwen_l40s.machine.packages import find_comfyui
 
 
 def comfyui_folder() -> Path:

@@ -75,7 +75,7 @@ def has_card() -> bool:
 
 def pytest_report_header() -> list[str]:
     """One line each: which ComfyUI server/ and page/ use, and whether there is a card."""
-    from qwen_l40s.machine.comfyui import check_comfyui, find_comfyui
+    from qwen_l40s.machine.packages import check_comfyui, find_comfyui
 
     found = check_comfyui(find_comfyui())
     lines = [f"ComfyUI: {found.reason}"]

@@ -7,7 +7,7 @@ from comfy_execution.graph import DynamicPrompt
 from comfy_execution.progress import get_progress_state, reset_progress_state
 from comfy_execution.utils import CurrentNodeContext
 
-from qwen_l40s.hosts.comfyui.report.table import report_run
+from qwen_l40s.hosts.comfyui.report import report_run
 
 NUMBERS = itertools.count()
 

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..machine.comfyui import check_comfyui, find_comfyui
+from ..machine.packages import check_comfyui, find_comfyui
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = Path(__file__).with_suffix(".txt")

@@ -23,8 +23,7 @@ from ...caches import remembered
 from ...errors import UnavailableError
 from ...families.comfyui import kind_of
 from ...families.protocol import Family
-from ...machine.comfyui import COMFYUI_FLOOR, TESTED, is_newer_than_tested
-from ...machine.packages import release
+from ...machine.packages import COMFYUI_FLOOR, TESTED, is_newer_than_tested, release
 from ...optimizations.verdict import Verdict
 
 # What ComfyUI's loop gives a block of Qwen-Image, all by name.

@@ -42,7 +42,7 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
     comfyui_boot.import_package()
     from comfyui_host import comfyui_python
 
-    from qwen_l40s.machine.comfyui import check_comfyui, find_comfyui
+    from qwen_l40s.machine.packages import check_comfyui, find_comfyui
 
     folder = find_comfyui()
     found = check_comfyui(folder)

@@ -24,6 +24,7 @@ from comfyui_boot import MODE, ROOT, folder
 from narrow_transformer import random
 from reported_runs import reported, running
 
+from qwen_l40s.hosts.comfyui import report_rows
 from qwen_l40s.hosts.comfyui.decode.batch import VaeBatch
 from qwen_l40s.hosts.comfyui.decode.decode import decode, encode
 from qwen_l40s.hosts.comfyui.estimate import cards as this_card
@@ -35,9 +36,7 @@ from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.hosts.comfyui.load.vae import load_vae
 from qwen_l40s.hosts.comfyui.record import phase as measuring
 from qwen_l40s.hosts.comfyui.record.phase import MeasuredPhase, inner_phase, measured, phase
-from qwen_l40s.hosts.comfyui.report import predict as run_request
-from qwen_l40s.hosts.comfyui.report.rows import Row
-from qwen_l40s.hosts.comfyui.report.table import (
+from qwen_l40s.hosts.comfyui.report import (
     EARLIER,
     FAILED,
     NO_RUN,
@@ -47,6 +46,7 @@ from qwen_l40s.hosts.comfyui.report.table import (
     report_run,
     report_text,
 )
+from qwen_l40s.hosts.comfyui.report_rows import Row
 from qwen_l40s.hosts.comfyui.sample import measure as sampling_record
 from qwen_l40s.hosts.comfyui.sample import off_card as off_card_pass
 from qwen_l40s.hosts.comfyui.sample.call import options_of
@@ -133,7 +133,7 @@ def breaking(target, name: str):
 
 def as_on(facts: CardFacts | None):
     stack = ExitStack()
-    for module in (run_request, this_card):
+    for module in (report_rows, this_card):
         stack.enter_context(mock.patch.object(module, "card_facts", lambda device: facts))
     return stack
 
@@ -478,9 +478,7 @@ def test_measuring_that_fails_changes_no_encoding_and_no_decoding(target, name):
 def test_a_report_that_fails_says_so():
     model = load()
     sample(model)
-    with mock.patch(
-        "qwen_l40s.hosts.comfyui.report.table.last_run", side_effect=RuntimeError("no")
-    ):
+    with mock.patch("qwen_l40s.hosts.comfyui.report.last_run", side_effect=RuntimeError("no")):
         images, text, data, chart = QwenL40SReport.execute("images", model).args
     assert chart.shape[2] == 1280
     assert (images, text, json.loads(data)) == ("images", FAILED, {"note": FAILED})
@@ -826,7 +824,7 @@ def told(*rows, prediction=None):
     asked = {"latent": [1, 16, 1, 8, 8], "step_seconds": 0.5, "steps": 4, "evaluations": 4}
     asked |= {"passes": 4, "cfg": None, "text_tokens": 9, "references": []}
     ran = SimpleNamespace(last=ran_in(2.0, **asked), this_run=True)
-    return RunFacts(ran, rows, prediction or run_request.Prediction(), [])
+    return RunFacts(ran, rows, prediction or report_rows.Prediction(), [])
 
 
 def test_the_words_of_a_phase():
@@ -938,11 +936,11 @@ def test_the_card_of_a_run_is_the_one_that_sampled():
     facts = mock.Mock(side_effect=lambda device: cards[str(device)])
     with (
         mock.patch.object(model, "load_device", torch.device("cuda:1")),
-        mock.patch.object(run_request, "card_facts", facts),
+        mock.patch.object(report_rows, "card_facts", facts),
         mock.patch.object(this_card, "card_facts", facts),
     ):
         run = phases(model)[0]
-        prediction = run_request.predict(run.asked, run.path, model, None, None, 0)
+        prediction = report_rows.predict(run.asked, run.path, model, None, None, 0)
     basis = prediction.estimate.basis.text
     assert "A100" in basis and "L40S" not in basis, basis
 
@@ -986,8 +984,8 @@ def test_attention_is_predicted_as_it_ran():
     prediction = _run_attention(base, "fast")
     assert prediction.estimate.request.attention == "exact", phases(base)[0].path
     path = (*phases(base)[0].path, "attention: int8: fastest; fast: int8 error 0.01")
-    assert run_request._attention(path, L40S) == "fast"
-    assert run_request._attention([path[-1].replace("int8:", "int8_fp8:")], L40S) == "int8_fp8"
+    assert report_rows._attention(path, L40S) == "fast"
+    assert report_rows._attention([path[-1].replace("int8:", "int8_fp8:")], L40S) == "int8_fp8"
 
 
 def _run_attention(model, name):
@@ -1052,4 +1050,4 @@ def _asked(model) -> dict:
 def _prediction(model, found=None):
     run = next(run for run in phases(model) if run.name == "sampling")
     with as_on(L40S):
-        return run_request.predict(found or run.asked, run.path, model, None, None, 0)
+        return report_rows.predict(found or run.asked, run.path, model, None, None, 0)

@@ -20,7 +20,7 @@ from PIL import Image
 import nodes as core
 from qwen_l40s import files, png
 from qwen_l40s.errors import UnavailableError
-from qwen_l40s.hosts.comfyui import save_images as host
+from qwen_l40s.nodes import save as host
 from qwen_l40s.nodes.save import QwenL40SSaveImage
 
 PROMPT = {"1": {"class_type": "KSampler", "inputs": {"seed": 3, "text": "naïve 画"}}}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from qwen_l40s.machine import comfyui
+from qwen_l40s.machine import packages as software
 from qwen_l40s.machine.card import State
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 )
 def test_comfyui_is_read_as_text_and_has_a_floor(tmp_path, text, state):
     (tmp_path / "comfyui_version.py").write_text(text)
-    check = comfyui.check_comfyui(tmp_path)
+    check = software.check_comfyui(tmp_path)
     assert check.state is state
     assert str(tmp_path) in check.reason
     assert ("newer than tested (0.33.0" in check.reason) == ("0.100.1" in text)
@@ -32,7 +32,7 @@ def test_comfyui_is_read_as_text_and_has_a_floor(tmp_path, text, state):
 
 def test_a_comfyui_path_that_holds_none_is_not_passed_over(tmp_path, monkeypatch):
     monkeypatch.setenv("COMFYUI_PATH", str(tmp_path))
-    check = comfyui.check_comfyui(comfyui.find_comfyui())
+    check = software.check_comfyui(software.find_comfyui())
     assert check.state is State.NOT_USABLE
     assert str(tmp_path) in check.reason
 
@@ -55,22 +55,21 @@ def machine(tmp_path, monkeypatch):
 
 
 def pack_in(folder, monkeypatch):
-    monkeypatch.setattr(
-        comfyui, "__file__", str(folder / "custom_nodes" / "my-pack.v2" / "machine" / "comfyui.py")
-    )
+    pack = folder / "custom_nodes" / "my-pack.v2"
+    monkeypatch.setattr(software, "__file__", str(pack / "machine" / "packages.py"))
 
 
 def test_without_one_nothing_is_found(machine):
-    assert comfyui.find_comfyui() is None
-    assert comfyui.models_folder(None) is None
-    assert comfyui.check_comfyui(None).reason == "not found"
+    assert software.find_comfyui() is None
+    assert software.models_folder(None) is None
+    assert software.check_comfyui(None).reason == "not found"
 
 
 def test_the_one_around_the_pack_comes_before_the_one_at_home(machine, monkeypatch):
     home, other = machine("ComfyUI"), machine("other")
-    assert (comfyui.find_comfyui(), comfyui.models_folder(home)) == (home, home / "models")
+    assert (software.find_comfyui(), software.models_folder(home)) == (home, home / "models")
     pack_in(other, monkeypatch)
-    assert (comfyui.find_comfyui(), comfyui.models_folder(other)) == (other, other / "models")
+    assert (software.find_comfyui(), software.models_folder(other)) == (other, other / "models")
 
 
 @pytest.mark.parametrize("by", ["Python in it", "portable Python", "current folder", "sys.path"])
@@ -78,7 +77,7 @@ def test_with_a_base_directory_the_code_is_elsewhere(machine, tmp_path, monkeypa
     base, code = tmp_path / "base", machine("0 编码" if by != "portable Python" else "ComfyUI")
     monkeypatch.setenv("HOME", "/nowhere")
     pack_in(base, monkeypatch)
-    assert comfyui.find_comfyui() is None or by == "portable Python"
+    assert software.find_comfyui() is None or by == "portable Python"
     if by == "Python in it":
         monkeypatch.setattr(sys, "prefix", str(code / ".venv"))
     elif by == "portable Python":
@@ -88,7 +87,7 @@ def test_with_a_base_directory_the_code_is_elsewhere(machine, tmp_path, monkeypa
         monkeypatch.chdir(code / "input")
     else:
         monkeypatch.setattr(sys, "path", [str(code)])
-    assert (comfyui.find_comfyui(), comfyui.models_folder(code)) == (code, base / "models")
+    assert (software.find_comfyui(), software.models_folder(code)) == (code, base / "models")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="links need a right there")
@@ -97,7 +96,7 @@ def test_a_link_in_custom_nodes_belongs_to_that_comfyui(tmp_path, inside):
     pack = tmp_path / "custom_nodes" / "猫 pack"
     pack.parent.mkdir()
     pack.symlink_to(Path(__file__).resolve().parents[2], target_is_directory=True)
-    code = "from qwen_l40s.machine.comfyui import models_folder as m; print(m(None))"
+    code = "from qwen_l40s.machine.packages import models_folder as m; print(m(None))"
     main = f"import sys, runpy; sys.argv = ['x', '--version']; sys.path.insert(0, '{pack}')\n"
     main += f"try: runpy.run_path({str(pack)!r}, run_name='__main__')\n"
     main += f"except SystemExit: {code}\n"

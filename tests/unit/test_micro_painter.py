@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from qwen_l40s.micro.outlines import OUTLINES
+from qwen_l40s.micro.judge import OUTLINES
 from qwen_l40s.micro.scene import BACKGROUNDS, COLOURS, POSITIONS, SHAPES, SIZES, Scene, SceneObject
 from qwen_l40s.tools.micro.painter import IMAGE_SIDE, SHIFT, STRETCH, TINT, encode_scenes, paint
 

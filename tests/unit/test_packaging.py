@@ -16,7 +16,6 @@ import pytest
 
 import qwen_l40s
 from qwen_l40s.machine import packages as software
-from qwen_l40s.machine.comfyui import COMFYUI_FLOOR
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -112,7 +111,7 @@ def test_doctor_asks_for_what_the_standalone_extra_installs():
 
 
 def test_comfyui_floor_is_the_one_that_doctor_checks():
-    floor = ".".join(map(str, COMFYUI_FLOOR))
+    floor = ".".join(map(str, software.COMFYUI_FLOOR))
     assert PROJECT["tool"]["comfy"]["requires-comfyui"] == f">={floor}"
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from ...micro.outlines import OUTLINES
+from ...micro.judge import OUTLINES
 from ...micro.scene import BACKGROUNDS, COLOURS, POSITIONS, SHAPES, SIZES, Scene
 
 IMAGE_SIDE = 256

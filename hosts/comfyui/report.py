@@ -13,18 +13,28 @@ from typing import Any
 
 from comfy.model_patcher import ModelPatcher
 
-from ....charts.figures import duration, folded, table, tenths, usd
-from ....charts.run_chart import Bar, Figure, Limit, RunPicture
-from ....charts.words import usable_bytes
-from ....families.registry import pixels_of
-from ....planning.estimate import usd_range
-from ....planning.phases import Range, figure
-from ....spec.formats import GIB
-from ..contract import unsupported_model
-from ..record.phase import MeasuredPhase, harmless, measured
-from ..sample.measure import is_recorded
-from .predict import PARTS_MISSING, Prediction, predict
-from .rows import ROW_NAMES, LastRun, Row, ends, last_run, rows_of, seconds_text
+from ...charts.figures import duration, folded, table, tenths, usd
+from ...charts.run_chart import Bar, Figure, Limit, RunPicture
+from ...charts.words import usable_bytes
+from ...families.registry import pixels_of
+from ...planning.estimate import usd_range
+from ...planning.phases import Range, figure
+from ...spec.formats import GIB
+from .contract import unsupported_model
+from .record.phase import MeasuredPhase, harmless, measured
+from .report_rows import (
+    PARTS_MISSING,
+    ROW_NAMES,
+    LastRun,
+    Prediction,
+    Row,
+    ends,
+    last_run,
+    predict,
+    rows_of,
+    seconds_text,
+)
+from .sample.measure import is_recorded
 
 NO_RUN = (
     "Nothing was sampled with this MODEL since it was loaded: connect the MODEL that goes into the "
