@@ -88,12 +88,12 @@ def _setup(args: argparse.Namespace) -> BenchSetup:
         SettingError: an argument breaks its rule.
         UnavailableError: a package or a card is missing, or a file cannot be written.
     """
-    image = args.what == "image"
+    image, family = args.what == "image", args.family or "1.x"
     if not image:
         for option in ("models", "free_gib", "server_args"):
             if getattr(args, option):
                 raise SettingError(f"--{option.replace('_', '-')} goes with `image` alone.")
-    if args.family != "1.x" and not image:
+    if family != "1.x" and not image:
         raise SettingError("--family goes with `image` alone.")
     layers = MOST_LAYERS if args.layers is None else args.layers
     if layers > MOST_LAYERS:
@@ -112,7 +112,7 @@ def _setup(args: argparse.Namespace) -> BenchSetup:
             "bench image times prompts in ComfyUI servers: name a folder for random models "
             "of up to 78 GB with --models."
         )
-    if image and device.type == "cpu" and (args.references or args.family != "1.x"):
+    if image and device.type == "cpu" and (args.references or family != "1.x"):
         raise SettingError(
             "--references and --family need a card: the bundled model, which a CPU runs, sees no "
             "images."
@@ -132,7 +132,7 @@ def _setup(args: argparse.Namespace) -> BenchSetup:
         shape=shape,
         rows=tuple(row for row in rows if row.name in names),
         names=names,
-        family=args.family,
+        family=family,
         inputs=inputs,
         repeats=args.repeats or REPEATS[args.what],
         steps=args.steps,

@@ -80,9 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="reference images of 1024x1024, as in edits; default: 0",
     )
-    parser.add_argument(
-        "--family", choices=("1.x", "2.1"), default="1.x", help="of `image`; default: 1.x"
-    )
+    parser.add_argument("--family", choices=("1.x", "2.1"), help="of `image`; default: 1.x")
     parser.add_argument("--layers", type=_positive, metavar="N", help="blocks; default: 60")
     parser.add_argument(
         "--width",
