@@ -92,9 +92,9 @@ FAULTS = Vanishing, Partial, Late
 
 def stand_in_cards(monkeypatch):
     """Has "cpu", "cpu:1" and so on, whose tensors are the CPU's, copy to each other as cards do."""
-    from qwen_l40s.machine import copies, links
+    from qwen_l40s.machine import links
 
-    monkeypatch.setattr(copies, "CardOperations", CpuOperations)
+    monkeypatch.setattr(links, "CardOperations", CpuOperations)
     monkeypatch.setattr(links, "_links", {})
     monkeypatch.setattr(links, "MEASURED_BYTES", 4096)
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from ... import split_cost
-from ...machine.copies import Route
+from ...machine.links import Route
 from ..blocks.block import Step
 from ..blocks.self_check import Streams
 from ..blocks.shape import Share

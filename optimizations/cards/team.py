@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ...machine.copies import Route
-from ...machine.links import Link
+from ...machine.links import Link, Route
 from ...split_cost import KEYS, LEAST_GAIN, ROWS, BlockSeconds, PassRows, SplitCost, row_bytes
 from ..attention import Attention, AttentionRequest, ChosenAttention
 from ..blocks.block import BlockExecutor, Step

@@ -17,7 +17,7 @@ from qwen_l40s.hosts.comfyui.sample import run
 from qwen_l40s.hosts.comfyui.sample.cards import split_cards
 from qwen_l40s.hosts.comfyui.sample.measure import path_of
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize
-from qwen_l40s.machine import copies, links
+from qwen_l40s.machine import links
 from qwen_l40s.optimizations.run import NotFiniteError, Optimization
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
@@ -112,7 +112,7 @@ def test_what_does_not_share_says_why(machine):
 def operations(monkeypatch):
     """Those of the cards, whose copies are lost once they have `start`ed."""
     made = between_cards(Vanishing)(10**9)
-    monkeypatch.setattr(copies, "CardOperations", lambda: made)
+    monkeypatch.setattr(links, "CardOperations", lambda: made)
     forget()
     yield made
     forget()

@@ -10,8 +10,8 @@ torch = pytest.importorskip("torch")
 from faulty_copies import CpuOperations
 
 from qwen_l40s.errors import UnavailableError
-from qwen_l40s.machine import copies
-from qwen_l40s.machine.copies import CardOperations, Route
+from qwen_l40s.machine import links
+from qwen_l40s.machine.links import CardOperations, Route
 
 CPU = torch.device("cpu")
 CARDS = [torch.device("cpu", index) for index in range(2)]
@@ -21,8 +21,8 @@ DTYPES = torch.bfloat16, torch.int8, torch.float32, torch.float8_e4m3fn
 @pytest.fixture(params=[True, False], ids=["peer", "host"])
 def peer(request, monkeypatch):
     """Pieces are small, so that a copy takes more of them than there are buffers."""
-    monkeypatch.setattr(copies, "LEAST_PIECE", 64)
-    monkeypatch.setattr(copies, "BUFFER_BYTES", 256)
+    monkeypatch.setattr(links, "LEAST_PIECE", 64)
+    monkeypatch.setattr(links, "BUFFER_BYTES", 256)
     return request.param
 
 

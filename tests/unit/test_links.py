@@ -12,7 +12,7 @@ from test_copies import Mark, Streams, orders
 
 from qwen_l40s.cli import doctor
 from qwen_l40s.errors import UnavailableError
-from qwen_l40s.machine import copies, links
+from qwen_l40s.machine import links
 from qwen_l40s.machine.card import InstalledCard, InstalledCards, State
 from qwen_l40s.machine.links import DAMAGED, NO_ACCESS, NO_MEMORY, Link, Speed
 
@@ -242,4 +242,4 @@ def test_two_cards(monkeypatch):
     link.verify()
     assert not link.damaged and (link.peer or link.reason == NO_ACCESS)
     assert link.gbps > 0 and link.measure(False)
-    assert isinstance(link._operations, copies.CardOperations)
+    assert isinstance(link._operations, links.CardOperations)
