@@ -77,11 +77,7 @@ def build_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command.
-
-    Returns:
-        One of `EXIT_CODES`.
-    """
+    """Runs the command; returns one of `EXIT_CODES`."""
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in GONE:
         print(f"qwen-l40s: error: {GONE[argv[0]]}", file=sys.stderr)

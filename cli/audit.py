@@ -120,7 +120,6 @@ def _check_arguments(args: argparse.Namespace) -> None:
 
 
 def _settings(args: argparse.Namespace) -> list[GenerateSettings]:
-    """Makes one for each prompt, checked before anything is loaded."""
     prompts = [*args.prompt, *(_read_prompts(Path(args.prompts)) if args.prompts else ())]
     if not prompts and args.model is None:
         from ..micro.scene import gallery_prompts
@@ -273,7 +272,6 @@ def _compare(
     found: Sequence[Image.Image],
     args: argparse.Namespace,
 ) -> dict[str, Any]:
-    """Measures the pairs of images, and writes them where `--output` says."""
     import numpy as np
 
     from ..measure.fidelity import load_lpips, psnr
@@ -327,7 +325,6 @@ def _progress(what: str) -> Progress | None:
 
 
 def audit_text(report: Mapping[str, Any]) -> str:
-    """Formats the report as tables for people."""
     lines = [
         f"{report['model']}: {report['precision']} against bf16 on {report['device']}",
         f"products   {report['products']}",

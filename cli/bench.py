@@ -143,11 +143,7 @@ def _size(text: str) -> tuple[int, int]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures and prints.
-
-    Returns:
-        0, or 1 when a row failed.
-    """
+    """Measures and prints; returns 1 when a row failed."""
     if args.what == "block":
         raise SettingError(BLOCK_GONE)
     for option, sentence in GONE.items():
@@ -168,7 +164,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_alone(args: argparse.Namespace) -> None:
-    """Raises SettingError where `--calibrate` comes with an option of WHAT."""
     if args.what:
         raise SettingError(
             f"bench {args.what} and --calibrate are two measurements: leave one out."
@@ -212,7 +207,11 @@ def calibrate_card(args: argparse.Namespace) -> int:
     for precision, reason in left_out.items():
         print(f"{precision} left out: {reason}")
     if on_card and not small:
-        print(f"kept in {_keep(found)}: estimates for this card use it")
+        file = cache_folder() / CALIBRATION
+        with plain_write_errors(file.parent):
+            file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(file, with_calibration(file.parent, found).encode())
+        print(f"kept in {file}: estimates for this card use it")
     else:
         print("This only shows that the command works: nothing is kept.")
     if args.json:
@@ -222,8 +221,7 @@ def calibrate_card(args: argparse.Namespace) -> int:
 
 
 def table(found: Calibration, card: Card | None) -> list[str]:
-    """Makes a line for each rate, with its share of the card's dense peak if known, and for
-    what the processor needs to launch a block and to replay all as a graph. Of int4 the peak is
+    """Makes a line for each rate, with its share of the card's dense peak if known: of int4 it is
     int8's, which data sheets of Ada name for both.
     """
     rates = found.rates
@@ -266,11 +264,3 @@ def _known(name: str) -> Card | None:
         return find_card(name, known_cards())
     except SettingError:  # a card that nobody has listed, or a damaged list of the user's own
         return None
-
-
-def _keep(found: Calibration) -> Path:
-    folder = cache_folder()
-    with plain_write_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / CALIBRATION, with_calibration(folder, found).encode())
-    return folder / CALIBRATION

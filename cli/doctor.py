@@ -40,20 +40,12 @@ LISTED = 3  # files of a part
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Every check, and whether `qwen-l40s generate` and the ComfyUI nodes can run.
+    """Holds every check, and whether `qwen-l40s generate` and the ComfyUI nodes can run."""
 
-    Attributes:
-        checks: One capability a line, in the order they are shown.
-        device: "cuda" or "cpu"; None when generation cannot run.
-        remedy: What makes generation possible; empty when it is.
-        nodes: Whether the nodes can run: ComfyUI is there, new enough, and this is its Python.
-        nodes_remedy: What makes the nodes run; empty when they do.
-    """
-
-    checks: tuple[Capability, ...]
-    device: str | None
-    remedy: str
-    nodes: bool
+    checks: tuple[Capability, ...]  # in the order they are shown
+    device: str | None  # "cuda" or "cpu"; None when generation cannot run
+    remedy: str  # what makes generation possible; empty when it is
+    nodes: bool  # whether ComfyUI is there, new enough, and this is its Python
     nodes_remedy: str
 
 
@@ -73,12 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the diagnosis.
-
-    Returns:
-        0 when generation or the nodes can run on this machine, on the CPU at least; 1 when neither
-        can.
-    """
+    """Prints the diagnosis; returns 1 when neither generation nor the nodes can run here."""
     if args.models is not None and not args.models.is_dir():
         raise SettingError(
             "--models is not a folder: create it, or name the one with the models.", args.models

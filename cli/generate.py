@@ -107,19 +107,6 @@ def add_run_arguments(parser: argparse.ArgumentParser, *, output_help: str) -> N
         help="skip steps that can be forecast from the steps before, with small differences: "
         f"{', '.join(CHOICES)}; default: {OFF}",
     )
-    add_load_arguments(parser)
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object with images, settings, seconds"
-    )
-    parser.add_argument(
-        "--output",
-        metavar="PATH",
-        help=f"a .png file to write or replace, or a folder for numbered files; {output_help}",
-    )
-
-
-def add_load_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds how the folder is loaded; `load` takes them."""
     parser.add_argument(
         "--precision", default="auto", metavar="NAME", help="auto (default), bf16 or fp32"
     )
@@ -144,6 +131,14 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="with --optimize: auto (default), fast (8 bits too, by their error in the run), "
         "diffusers, or a backend that `qwen-l40s doctor` lists",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object with images, settings, seconds"
+    )
+    parser.add_argument(
+        "--output",
+        metavar="PATH",
+        help=f"a .png file to write or replace, or a folder for numbered files; {output_help}",
     )
 
 
@@ -258,18 +253,13 @@ def write_images(target: ImageTarget, pipeline: LoadedPipeline, result: Generati
 
 
 def print_report(report: Mapping[str, Any], *, as_json: bool, more: str = "") -> None:
-    """Prints one JSON object, or a sentence with the files and the seconds that they took.
-
-    Args:
-        more: ends the sentence.
-    """
+    """Prints one JSON object, or a sentence with files and seconds, which `more` ends."""
     files = [*report.get("images", [report["image"]]), *filter(None, [report.get("grid")])]
     sentence = f"saved {', '.join(files)} in {report['seconds']:.1f} s{more}"
     print_text(json.dumps(report) if as_json else sentence)
 
 
 def run_facts(pipeline: LoadedPipeline, result: Generation) -> Mapping[str, Any]:
-    """Returns what the JSON object says of every run."""
     reasons = {
         "precision_reason": pipeline.precision.reason,
         "offload_reason": pipeline.offload.reason,

@@ -47,7 +47,6 @@ def check_plot(path: str) -> None:
 
 
 def write_plot(image: Image.Image, path: str) -> None:
-    """Writes a PNG whole or not at all."""
     write_whole(Path(path), png_bytes(image))
 
 

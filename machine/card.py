@@ -1,7 +1,5 @@
-"""The cards of this machine and what their tensor cores can do, each with the reason.
-
-Facts come from torch when it works, because torch decides which cards a run can see, and from
-`nvidia-smi` otherwise. Importing this module touches no GPU; only `read_cards` does.
+"""The cards of this machine and what their tensor cores can do, each with the reason: by torch,
+which decides which cards a run can see, else by `nvidia-smi`.
 """
 
 from __future__ import annotations
@@ -30,8 +28,6 @@ TENSOR_CORES = (
 
 
 class State(str, enum.Enum):
-    """What can be done with a part of the machine."""
-
     USABLE = "usable"
     LIMITED = "limited"
     NOT_USABLE = "not usable"
@@ -39,19 +35,12 @@ class State(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Capability:
-    """One thing that the machine or its software can or cannot do.
+    """One thing that the machine or its software can or cannot do."""
 
-    Attributes:
-        name: What it is, as a table's row label.
-        state: `State.LIMITED` means that it works with the restriction that `reason` tells.
-        reason: Why, in one clause; never empty.
-        remedy: What changes the state; empty when nothing does or nothing has to.
-    """
-
-    name: str
+    name: str  # a table's row label
     state: State
-    reason: str
-    remedy: str = ""
+    reason: str  # one clause, never empty: why, or the restriction of `State.LIMITED`
+    remedy: str = ""  # what changes the state; empty when nothing does or nothing has to
 
     @property
     def usable(self) -> bool:
@@ -61,22 +50,15 @@ class Capability:
 
 @dataclass(frozen=True)
 class InstalledCard:
-    """One NVIDIA GPU.
+    """One NVIDIA GPU."""
 
-    Attributes:
-        name: As the driver calls it, such as "NVIDIA L40S".
-        sm: Compute capability, (8, 9) on an L40S.
-        memory_bytes: What programs can allocate together. ECC has taken its share already: of an
-            L40S's 48 GiB, 45,373 MiB.
-        uuid: The driver's identifier without "GPU-"; empty when torch is too old to tell.
-        ecc: Whether error correction is on; None when unknown or absent.
-    """
-
-    name: str
-    sm: tuple[int, int]
+    name: str  # as the driver calls it, such as "NVIDIA L40S"
+    sm: tuple[int, int]  # compute capability, (8, 9) on an L40S
+    # What programs can allocate together. ECC has taken its share already: of an L40S's 48 GiB,
+    # 45,373 MiB.
     memory_bytes: int
-    uuid: str = ""
-    ecc: bool | None = None
+    uuid: str = ""  # the driver's, without "GPU-"; empty when torch is too old to tell
+    ecc: bool | None = None  # whether error correction is on; None when unknown or absent
 
     def __str__(self) -> str:
         ecc = {True: ", ECC on", False: ", ECC off", None: ""}[self.ecc]
@@ -86,28 +68,17 @@ class InstalledCard:
 
 @dataclass(frozen=True)
 class InstalledCards:
-    """The cards a run can use and, when there are none, the reason.
+    """The cards a run can use and, when there are none, the reason."""
 
-    Attributes:
-        usable: What torch can run on, in torch's order.
-        driver: The NVIDIA driver's version; empty when no driver answers.
-        reason: Why `usable` is empty or, when it is not, what torch warns of, such as a card
-            that it has no kernels for.
-        remedy: What would change that.
-    """
-
-    usable: tuple[InstalledCard, ...] = ()
-    driver: str = ""
+    usable: tuple[InstalledCard, ...] = ()  # in torch's order
+    driver: str = ""  # the NVIDIA driver's version; empty when no driver answers
+    # Why `usable` is empty; else what torch warns of, such as a card that it has no kernels for.
     reason: str = ""
     remedy: str = ""
 
 
 def read_cards(torch: ModuleType | None) -> InstalledCards:
-    """Asks the driver, then torch, for the cards.
-
-    Args:
-        torch: The imported module; None when it is not installed or broken.
-    """
+    """Asks the driver for the cards, then torch, which is None when not installed or broken."""
     driver, listed = ask_nvidia_smi()
     if torch is None:
         reason = "torch is missing" if listed else "no NVIDIA driver answers"
@@ -138,11 +109,7 @@ def tensor_cores(card: InstalledCard | None) -> tuple[Capability, ...]:
 
 
 def driver_capability(cards: InstalledCards, cuda: str | None) -> Capability:
-    """Checks whether the NVIDIA driver serves the CUDA version torch is built for.
-
-    Args:
-        cuda: `torch.version.cuda`, such as "13.0"; None for a CPU build or without torch.
-    """
+    """Checks whether the driver serves `torch.version.cuda`; None for a CPU build or no torch."""
     if not cards.driver and cards.usable:
         reason = (
             "torch reaches the card; nvidia-smi, which gives the driver's version, is not installed"

@@ -41,11 +41,8 @@ def choose_device(requested: str) -> str:
 def card_to_measure(name: str, small: str) -> torch.device:
     """Makes the device of `bench --device` the current one.
 
-    Args:
-        small: arguments that try the command on a CPU.
-
     Raises:
-        UnavailableError: `auto` finds no card.
+        UnavailableError: `auto` finds no card; the arguments `small` try it on a CPU.
     """
     chosen = choose_device(name)
     if chosen == "cpu" and name == "auto":

@@ -1,8 +1,4 @@
-"""Host memory and disk: how much there is, and how much the full-size Qwen-Image asks for.
-
-Sizes are bytes, and GiB (2**30) where people read them. The 40 GB and 80 GB below are disks as they
-are sold, in GB (10**9).
-"""
+"""Host memory and disk in bytes: how much there is, how much the full-size Qwen-Image asks for."""
 
 from __future__ import annotations
 
@@ -18,8 +14,8 @@ from .card import Capability, State
 
 # bf16: two bytes for each parameter of the transformer, the text encoder and the VAE.
 BF16_PARTS = int((20.430 + 8.29 + 0.127) * 2 * GB)
-# The disks a rented card should come with: one for the system, torch and packages, one for weights,
-# their download cache and images.
+# The disks a rented card should come with, in GB (10**9) as they are sold: one for the system and
+# packages, one for weights, their download cache and images.
 SYSTEM_DISK = 40 * GB
 MODEL_DISK = 80 * GB
 # The smallest complete set in ComfyUI's templates: transformer and text encoder in fp8, VAE, LoRA.

@@ -31,26 +31,18 @@ PIP_NAMES = {"PIL": "pillow"}
 
 @dataclass(frozen=True)
 class Package:
-    """A distribution, the module it installs and the name in it that a run needs.
+    """A distribution, the module it installs and the name in it that a run needs."""
 
-    Attributes:
-        distribution: Its name for pip.
-        module: The module to import.
-        floor: The oldest version that is accepted, as in pyproject.toml; empty when any will do.
-        needs: A name in the module that loads the code a run really uses: diffusers and
-            transformers import lazily, and what does not fit together fails only there.
-        other: The same code under another name, which serves where this one is not installed.
-    """
-
-    distribution: str
+    distribution: str  # its name for pip
     module: str
-    floor: str = ""
+    floor: str = ""  # the oldest version, as in pyproject.toml; empty when any will do
+    # A name in the module that loads the code a run really uses: diffusers and transformers import
+    # lazily, and what does not fit together fails only there.
     needs: str = ""
-    other: Package | None = None
+    other: Package | None = None  # the same code under another name, where this is not installed
 
     @property
     def present(self) -> Package:
-        """Chooses the other one where that alone is installed."""
         if self.other is None or find_spec(self.module) is not None:
             return self
         return self if find_spec(self.other.module) is None else self.other
@@ -86,13 +78,10 @@ KITCHEN = Package("comfy-kitchen", "comfy_kitchen", "", "list_backends")
 
 
 def check_package(package: Package, *, load: bool = True) -> tuple[Capability, ModuleType | None]:
-    """Finds one package and imports it.
+    """Finds one package and imports it; returns the module too when it was imported.
 
     Args:
         load: False looks at the version only, for a package whose own needs are missing.
-
-    Returns:
-        The capability, and the module when it was imported.
     """
     package = package.present
     name = package.distribution
@@ -148,7 +137,6 @@ def check_torch() -> tuple[Capability, ModuleType | None]:
 
 
 def torch_capability(torch: Any) -> Capability:
-    """Says what an imported torch is built for."""
     build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
     reason = f"{torch.__version__}, {build}"
     if torch.version.cuda:
@@ -170,7 +158,10 @@ def torch_capability(torch: Any) -> Capability:
 def check_triton(cards: InstalledCards) -> Capability:
     """Checks Triton and what it builds its launchers with: a C compiler and Python's headers."""
     if not cards.usable:
-        return _without_card("triton", "triton")
+        found = (
+            f"{installed_version('triton')}, but" if find_spec("triton") else "not installed, and"
+        )
+        return Capability("triton", State.NOT_USABLE, f"{found} there is no usable card")
     capability, module = check_package(Package("triton", "triton"))
     if module is None:
         return capability
@@ -187,7 +178,6 @@ def check_triton(cards: InstalledCards) -> Capability:
 
 
 def check_isal() -> Capability:
-    """Checks isal, without which zlib writes PNG files."""
     found, module = check_package(ISAL)
     if module is not None:
         return found
@@ -228,11 +218,6 @@ def installed_version(distribution: str) -> str:
         return version(distribution)
     except PackageNotFoundError:
         return "of unknown version"
-
-
-def _without_card(name: str, module: str) -> Capability:
-    found = f"{installed_version(name)}, but" if find_spec(module) else "not installed, and"
-    return Capability(name, State.NOT_USABLE, f"{found} there is no usable card")
 
 
 def release(text: str) -> tuple[int, ...]:
@@ -288,7 +273,6 @@ def _package() -> Path:
 
 
 def check_comfyui(folder: Path | None) -> Capability:
-    """Checks whether the code in `folder` is a ComfyUI that is new enough."""
     remedy = "set COMFYUI_PATH to ComfyUI's folder"
     if folder is None:
         return Capability("ComfyUI", State.NOT_USABLE, "not found", remedy)
@@ -321,12 +305,7 @@ def models_folder(code: Path | None) -> Path | None:
 
 
 def model_folders(models: Path, code: Path | None = None) -> dict[str, list[Path]]:
-    """Lists {kind: its folders}, those of ComfyUI's extra_model_paths.yaml included.
-
-    Args:
-        models: the models folder.
-        code: ComfyUI's, where its extra_model_paths.yaml lies.
-    """
+    """Lists {kind: its folders} below `models` and of the extra_model_paths.yaml in `code`."""
     found = {kind: [models / name for name in names] for kind, names in KINDS.items()}
     extra = extra_folders(code)
     for kind, names in KINDS.items():

@@ -44,7 +44,7 @@ from .timing import (
 # Of each precision's mix, of the VAE's layers and of fp32 products.
 SECONDS = 5.0
 IMAGE_TOKENS, TEXT_TOKENS = 4096, 200
-ENCODER_ROWS, ENCODER_WIDTH, ENCODER_HIDDEN = 264, 3584, 18944
+ENCODER_SIZES = 264, 3584, 18944  # rows, width and hidden width of the text encoder's products
 # The VAE's widest layers by time: (channels, rows and columns).
 RESIDUALS = ((96, 1024), (192, 512), (384, 256))
 EPS = 1e-6
@@ -55,20 +55,12 @@ WITHOUT_INT4 = (9, 0)
 
 
 class CalibrationSizes(NamedTuple):
-    """Describes what is measured; smaller on a CPU, to try it.
-
-    Attributes:
-        work: Tokens of one forward pass.
-        residuals: As `RESIDUALS`.
-        encoder: Rows, width and hidden width of the text encoder's products.
-        copied: Bytes on their way to the card.
-        seconds: Of each mix.
-    """
+    """Describes what is measured; smaller on a CPU, to try it."""
 
     work: Pass
     residuals: Sequence[tuple[int, int]] = RESIDUALS
-    encoder: tuple[int, int, int] = (ENCODER_ROWS, ENCODER_WIDTH, ENCODER_HIDDEN)
-    copied: int = 2**28
+    encoder: tuple[int, int, int] = ENCODER_SIZES
+    copied: int = 2**28  # bytes
     seconds: float = SECONDS
 
 
@@ -112,7 +104,11 @@ def _calibrate(
     work, left_out = sizes.work, {}
     gemm: dict[str, float] = {}
     launched: dict[str, Launched] = {}
-    attend, ops = _attention(work, device), _ops(device)
+    ops, shape = choose_ops(device), work.shape
+    if isinstance(ops, Verdict):
+        raise UnavailableError(f"the fused blocks, which this measures, do not run here: {ops}.")
+    sizes_of_pass = work.items, shape.heads, shape.head_dim, work.joint
+    attend = choose_attention(AttentionRequest(device, torch.bfloat16, *sizes_of_pass))
     shared = {ATTENTION: MixSum(), NORM: MixSum()}
     for precision in MULTIPLIED:
         say(f"{precision} block")
@@ -162,7 +158,8 @@ def _products(work: Pass, precision: str, device: torch.device) -> list[MixPart]
         if gemm.weight_only and device.type != "cpu":
             return gemm.reason
     parts = []
-    rows = {tokens: _random(tokens, 4 * work.shape.dim, on=device) for tokens in _tokens(work)}
+    counts = {work.products(layer)[1] for layer in BLOCK_GEMMS}
+    rows = {tokens: _random(tokens, 4 * work.shape.dim, on=device) for tokens in counts}
     for layer, (height, depth) in BLOCK_GEMMS.items():
         n, k = height * work.shape.dim, depth * work.shape.dim
         _, m = work.products(layer)
@@ -177,22 +174,6 @@ def _products(work: Pass, precision: str, device: torch.device) -> list[MixPart]
             call = partial(gemm.linear_quantized, *operands, out.dtype, out=out)
         parts.append(MixPart(GEMM, call, 2 * m * n * k))
     return parts
-
-
-def _attention(work: Pass, device: torch.device) -> Attention:
-    shape = work.shape
-    return choose_attention(
-        AttentionRequest(
-            device, torch.bfloat16, work.items, shape.heads, shape.head_dim, work.joint
-        )
-    )
-
-
-def _ops(device: torch.device) -> Ops:
-    ops = choose_ops(device)
-    if isinstance(ops, Verdict):
-        raise UnavailableError(f"the fused blocks, which this measures, do not run here: {ops}.")
-    return ops
 
 
 def _between(
@@ -215,9 +196,7 @@ def _between(
 
 
 def _convolution(sizes: CalibrationSizes, device: torch.device, bandwidth: float) -> float:
-    """Finds the rate of convolutions that explains what residual blocks take besides their
-    traffic; at least a fifth of the time is theirs.
-    """
+    """Finds the rate that explains what residual blocks take besides their traffic."""
     parts, flops, moved = [], 0, 0
     for channels, side in sizes.residuals:
         counted = step_work(VaeLayer("residual", channels, channels), side, side)
@@ -229,7 +208,7 @@ def _convolution(sizes: CalibrationSizes, device: torch.device, bandwidth: float
         parts.append(MixPart(CONVOLUTION, call, counted.flops))
     rate = run_mix(parts, device, sizes.seconds)[CONVOLUTION].rate
     seconds = flops / rate
-    return flops / max(seconds - moved / bandwidth, seconds / 5)
+    return flops / max(seconds - moved / bandwidth, seconds / 5)  # a fifth is theirs at least
 
 
 def _residual(x: torch.Tensor, weights: torch.Tensor, gamma: torch.Tensor) -> torch.Tensor:
@@ -304,10 +283,6 @@ def _about(device: torch.device) -> tuple[str, str, str, str]:
     if device.type != "cuda":
         return "CPU", "", torch.__version__, date
     return torch.cuda.get_device_name(device), read_cards(torch).driver, torch.__version__, date
-
-
-def _tokens(work: Pass) -> set[int]:
-    return {work.products(layer)[1] for layer in BLOCK_GEMMS}
 
 
 def _random(*size: int, on: torch.device) -> torch.Tensor:

@@ -1,8 +1,7 @@
 """Whether a card's tensor cores multiply 4-bit numbers faster than 8-bit ones.
 
-NVIDIA's data sheet gives an L40S one rate for both. Nothing here computes with 4-bit activations:
-the two rates tell whether it would be worth it. Triton has no product of 4-bit numbers, so the loop
-consists of the instructions themselves, on numbers that stay in registers.
+NVIDIA's data sheet gives an L40S one rate for both. Triton has no product of 4-bit numbers, so the
+loop consists of the instructions themselves, on numbers that stay in registers.
 """
 
 from __future__ import annotations

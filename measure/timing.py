@@ -1,16 +1,12 @@
-"""Times calls that run in turns, and the processor's part of a forward pass.
-
-Calls of several kinds run in turns until the card's clocks have settled. The processor launches
-blocks of the model's width on few tokens, and replays them as a graph: they hold one set of
-weights, which mean nothing, and few of them are launched at once, so that the card never holds the
-processor up.
+"""Times calls that run in turns until the card's clocks have settled, and what the processor needs
+to launch a block and to replay all: on few tokens, so that the card never holds it up.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import pairwise
@@ -44,22 +40,14 @@ EPS = 1e-6
 
 
 class MixPart(NamedTuple):
-    """Describes one call of a mix.
+    """Describes one call of a mix."""
 
-    Attributes:
-        name: What its figure is called.
-        call: Runs it.
-        work: Its operations, or its bytes.
-    """
-
-    name: str
+    name: str  # of its figure
     call: Callable[[], Any]
-    work: float
+    work: float  # operations, or bytes
 
 
 class MixSum:
-    """Adds up work and the seconds it took."""
-
     def __init__(self) -> None:
         self.work = self.seconds = 0.0
 
@@ -96,10 +84,16 @@ def run_mix(parts: Sequence[MixPart], device: torch.device, seconds: float) -> d
 
 
 def _round(parts: Sequence[MixPart], device: torch.device) -> Iterable[tuple[MixPart, float]]:
-    """Runs each part in turn; returns each run's seconds."""
     end = time.perf_counter() + ROUND_SECONDS
     if device.type != "cuda":
-        return list(_on_processor(parts))
+        marks = [time.perf_counter()]
+        for part in parts:
+            part.call()
+            marks.append(time.perf_counter())
+        return [
+            (part, after - before)
+            for part, (before, after) in zip(parts, pairwise(marks), strict=True)
+        ]
     marks = [torch.cuda.Event(enable_timing=True)]
     marks[0].record()
     while time.perf_counter() < end:
@@ -114,20 +108,10 @@ def _round(parts: Sequence[MixPart], device: torch.device) -> Iterable[tuple[Mix
     return [(parts[index % len(parts)], taken) for index, taken in enumerate(times)]
 
 
-def _on_processor(parts: Sequence[MixPart]) -> Iterator[tuple[MixPart, float]]:
-    for part in parts:
-        begin = time.perf_counter()
-        part.call()
-        yield part, time.perf_counter() - begin
-
-
 class LaunchedBlocks:
-    """Holds blocks that the executor runs as those of a model.
+    """Holds blocks of `shape` that the executor runs as those of a model.
 
-    Args:
-        shape: Of the transformer; its width is taken, its number of blocks is not.
-        precision: bf16, fp8 or int8, of the weights.
-        ops, attend: The kernels and the attention.
+    They have one set of weights in `precision`, bf16, fp8 or int8, which mean nothing.
     """
 
     def __init__(
@@ -175,19 +159,13 @@ class LaunchedBlocks:
 
 
 class Launched(NamedTuple):
-    """Holds the seconds that the processor needed.
+    """Holds the seconds that the processor needed."""
 
-    Attributes:
-        block: To launch one block kernel by kernel.
-        graph: To replay all blocks as a CUDA graph, or why there is none.
-    """
-
-    block: float
-    graph: float | str
+    block: float  # to launch one block kernel by kernel
+    graph: float | str  # to replay all blocks as a CUDA graph, or why there is none
 
 
 def time_launches(blocks: LaunchedBlocks, device: torch.device) -> Launched:
-    """Launches some of the blocks, then replays all."""
     seconds = _median_seconds(lambda: blocks.run(LAUNCHED_BLOCKS), device)
     return Launched(seconds / LAUNCHED_BLOCKS, _replay_seconds(blocks, device))
 

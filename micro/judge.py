@@ -1,8 +1,7 @@
 """Judges from pixels alone whether an image shows a scene: shapes, colours and places.
 
-Classical image analysis, no model. The background is the median colour along the border; what
-differs from it falls into connected blobs; each blob has a median colour, a place on the grid, and
-the shape whose outline, fitted to its bounding box, its edge follows best.
+The background is the median colour along the border; what differs from it falls into connected
+blobs, each with a median colour, a place, and the shape whose outline its edge follows best.
 """
 
 from __future__ import annotations
@@ -42,30 +41,14 @@ ASPECT_TOLERANCE = 1.2
 # (https://iquilezles.org/articles/distfunctions2d/).
 
 
-def _circle(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return torch.hypot(x, y) - 1.0
-
-
-def _square(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return torch.maximum(x.abs(), y.abs()) - 0.88
-
-
-def _diamond(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return (x.abs() + y.abs() - 1.08) / math.sqrt(2)
-
-
 def _triangle(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Upright, its base at y = 0.85, its tip at y = -1."""
     slope = 1.85 / 1.05
     sides = (slope * x.abs() - (y + 1)) / math.hypot(slope, 1)
     return torch.maximum(sides, y - 0.85)
 
 
 def _star(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Five points of radius 1.1, inner radius 0.42 of it.
-
-    The plane is folded into half a wedge, which leaves one straight edge.
-    """
+    # The plane is folded into half a wedge, which leaves one straight edge.
     outer, inner, wedge = 1.1, 0.46, math.pi / 5
     angle = torch.atan2(x, -(y - 0.08))
     folded = (angle - 2 * wedge * torch.round(angle / (2 * wedge))).abs()
@@ -83,10 +66,6 @@ def _cross(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.minimum(wide, tall)
 
 
-def _ring(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return (torch.hypot(x, y) - 0.78).abs() - 0.22
-
-
 def _heart(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     scale = 1.75
     px, py = x.abs() / scale, (0.92 - y) / scale
@@ -98,32 +77,25 @@ def _heart(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 OUTLINES = {
-    "circle": _circle,
-    "square": _square,
+    "circle": lambda x, y: torch.hypot(x, y) - 1.0,
+    "square": lambda x, y: torch.maximum(x.abs(), y.abs()) - 0.88,
     "triangle": _triangle,
     "star": _star,
     "cross": _cross,
-    "diamond": _diamond,
-    "ring": _ring,
+    "diamond": lambda x, y: (x.abs() + y.abs() - 1.08) / math.sqrt(2),
+    "ring": lambda x, y: (torch.hypot(x, y) - 0.78).abs() - 0.22,
     "heart": _heart,
 }
 
 
 @dataclass(frozen=True)
 class Adherence:
-    """Says what of a scene an image shows.
-
-    Attributes:
-        shape: every object has its shape.
-        colours: the background and every object have their colour.
-        position: every object is at its place, and there is none too many.
-        size: every object is nearest to its size; reported, not part of the score.
-    """
+    """Says what of a scene an image shows, of all its objects."""
 
     shape: bool
-    colours: bool
-    position: bool
-    size: bool
+    colours: bool  # that of the background too
+    position: bool  # and no object too many
+    size: bool  # reported, not part of the score
 
     @property
     def score(self) -> float:
@@ -185,7 +157,6 @@ def _size(blob: _Blob, shape: str) -> str:
 
 
 def _analyse(pixels: np.ndarray) -> tuple[str, list[_Blob]]:
-    """Finds the background's colour and the blobs on it, of an image (H, W, 3)."""
     height, width, _ = pixels.shape
     edge = max(1, round(0.02 * min(height, width)))
     border = np.ones((height, width), bool)
@@ -216,9 +187,8 @@ def _analyse(pixels: np.ndarray) -> tuple[str, list[_Blob]]:
 def _halfway(
     pixels: np.ndarray, rough: np.ndarray, level: np.ndarray, colour: np.ndarray
 ) -> tuple[np.ndarray, tuple[slice, slice]]:
-    """Cuts the mask where background and colour mix half and half; returns its box in `rough`.
-
-    A soft edge widens the rough mask.
+    """Cuts the mask, which a soft edge widens, where background and colour mix half and half;
+    returns its box in `rough`.
     """
     axis = colour - level
     mask = rough & ((pixels - level) @ axis > 0.5 * axis @ axis)
@@ -231,7 +201,6 @@ def _palette_name(rgb: np.ndarray) -> str:
 
 
 def _shape(mask: np.ndarray) -> str | None:
-    """Finds the shape that a blob's mask follows best, or None when none well enough."""
     for tilts in ((0,), TILTS):  # upright first: it is what most are, and a fifth of the work
         deviations = {shape: _edge_deviation(mask, shape, tilts) for shape in OUTLINES}
         name = min(deviations, key=deviations.__getitem__)

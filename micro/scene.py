@@ -105,11 +105,7 @@ TWO_OBJECT_SHARE = 0.4
 def random_scene(
     rng: random.Random, pairs: Sequence[tuple[str, str]], objects: int | None = None
 ) -> Scene:
-    """Draws a scene whose objects come from `pairs`.
-
-    Args:
-        objects: how many; without it, 40 % of the scenes have two and the others one.
-    """
+    """Draws a scene of so many objects from `pairs`; without it, 40 % of the scenes have two."""
     count = objects or (2 if rng.random() < TWO_OBJECT_SHARE else 1)
     while True:
         places = rng.sample(list(POSITIONS), count)
@@ -181,7 +177,6 @@ def place_phrases(position: str) -> tuple[str, ...]:
 
 
 def describe(scene: Scene, rng: random.Random) -> str:
-    """Words a scene in one of the grammar's ways."""
     order = list(scene.objects)
     rng.shuffle(order)
     things = " and ".join(_describe_object(thing, rng) for thing in order)
@@ -213,12 +208,7 @@ def _describe_object(thing: SceneObject, rng: random.Random) -> str:
 
 
 def parse_prompt(prompt: str) -> Scene | None:
-    """Reads a prompt of the grammar.
-
-    Returns:
-        The scene, or None when a word is not of the grammar or the scene cannot be painted (see
-        `Scene.problem`).
-    """
+    """Reads a prompt; returns None when a word is not of the grammar or the scene has a problem."""
     if not re.fullmatch(r"[a-z\s.,-]+", prompt.lower()):
         return None
     words = [
@@ -257,10 +247,7 @@ def parse_prompt(prompt: str) -> Scene | None:
 
 
 def _take_background(words: list[str]) -> tuple[str | None, list[str]]:
-    """Separates the background's colour from the other words.
-
-    The colour is white when none is named, and None when it is not one of ours.
-    """
+    """Separates the background's colour, None when it is not one of ours, from the other words."""
     if "background" not in words:
         return "white", words
     at = words.index("background")
@@ -288,5 +275,4 @@ def sample_prompts(
 
 
 def gallery_prompts(count: int, seed: int = 0) -> list[str]:
-    """Draws different prompts of unseen pairs, for a contact sheet."""
     return [prompt for prompt, _ in sample_prompts(count, seed)]

@@ -37,11 +37,8 @@ def with_report(*outputs: object, report: str, summary: str | None = None) -> io
 
 
 def said(report: str, summary: str | None = None) -> dict[str, list[str]]:
-    """Makes what a node says after a run, for the history and for web/qwen_l40s.js.
-
-    Args:
-        report: the whole text.
-        summary: at most `SUMMARY_LINES` short lines, the answer first; else the report's first.
+    """Makes what a node says after a run: the report for the history, the first `SUMMARY_LINES` of
+    the summary or else of the report for web/qwen_l40s.js.
     """
     lines = (report if summary is None else summary).splitlines()[:SUMMARY_LINES]
     return {"text": [report], "qwen_l40s": ["\n".join(lines)]}
@@ -77,7 +74,6 @@ def setting_outputs() -> list[io.Output]:
 
 
 def loader_settings(estimate: Estimate) -> tuple[str, str, str]:
-    """Returns an estimate's precision, modulation and placement, as the loaders take them."""
     setting = estimate.option.setting
     return setting.precision, setting.modulation, setting.text_encoder_place
 

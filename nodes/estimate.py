@@ -278,4 +278,4 @@ class QwenL40SReport(io.ComfyNode):
         report = report_run(model, clip, vae)
         chart, shown = shown_picture(cls, run_chart(report.picture))
         ui = shown | said(report.text, report.summary)
-        return io.NodeOutput(images, report.text, report.json(), chart, ui=ui)
+        return io.NodeOutput(images, report.text, json.dumps(report.data), chart, ui=ui)

@@ -23,10 +23,6 @@ from .common import CATEGORY, require_host, with_report
 # Search words of people who want another precision, or less memory.
 WEIGHT_WORDS = ["bf16", "fp8", "scaled fp8", "int8", "quantized", "low vram", "gguf"]
 VAE_PRECISIONS = ["auto", "bf16", "fp32"]
-KEEP_TOOLTIP = (
-    "Layers to keep in bf16 when quantizing: shell patterns separated by commas, such as "
-    "transformer_blocks.0.*, *.img_mlp.net.2. A kept layer takes twice the memory."
-)
 
 
 def keep_patterns(text: str) -> tuple[str, ...]:
@@ -69,29 +65,42 @@ def _model_input() -> io.Combo.Input:
     )
 
 
-def _precision_input() -> io.Combo.Input:
-    return io.Combo.Input(
-        "precision",
-        options=list(LOADER_PRECISIONS),
-        default="auto",
-        tooltip="Precision of the transformer. auto: bf16 if it fits on the card, else int8. "
-        "bf16: 38 GiB, or 25 with modulation off card. int8, fp8: 25 GiB, or 13. int8 is "
-        "closer to bf16; fp8 needs an Ada card or newer. as stored: the file's own.",
-    )
-
-
-def _modulation_input() -> io.Combo.Input:
-    return io.Combo.Input(
-        "modulation",
-        options=list(PLACES),
-        default="auto",
-        optional=True,
-        advanced=True,
-        tooltip="Where the modulation weights stay (a third of the transformer, 12.7 GiB in bf16, "
-        "which see only the timestep). off card: in host memory, with a small table of their "
-        "results on the card. They come to the card once for each new schedule, and once for each "
-        "timestep outside it. auto: off card if transformer and text encoder do not both fit.",
-    )
+PRECISION = io.Combo.Input(
+    "precision",
+    options=list(LOADER_PRECISIONS),
+    default="auto",
+    tooltip="Precision of the transformer. auto: bf16 if it fits on the card, else int8. "
+    "bf16: 38 GiB, or 25 with modulation off card. int8, fp8: 25 GiB, or 13. int8 is "
+    "closer to bf16; fp8 needs an Ada card or newer. as stored: the file's own.",
+)
+MODULATION = io.Combo.Input(
+    "modulation",
+    options=list(PLACES),
+    default="auto",
+    optional=True,
+    advanced=True,
+    tooltip="Where the modulation weights stay (a third of the transformer, 12.7 GiB in bf16, "
+    "which see only the timestep). off card: in host memory, with a small table of their "
+    "results on the card. They come to the card once for each new schedule, and once for each "
+    "timestep outside it. auto: off card if transformer and text encoder do not both fit.",
+)
+KEEP = io.String.Input(  # `keep_patterns` reads what it holds
+    "keep_in_bf16",
+    default="",
+    optional=True,
+    advanced=True,
+    tooltip="Layers to keep in bf16 when quantizing: shell patterns separated by commas, such as "
+    "transformer_blocks.0.*, *.img_mlp.net.2. A kept layer takes twice the memory.",
+)
+KEPT = io.Boolean.Input(
+    "keep_quantized",
+    default=False,
+    optional=True,
+    advanced=True,
+    tooltip="Writes weights that are quantized on load to a file beside the original, 25 GiB, "
+    "while the first images are made. The next start takes them from there: the same weights, "
+    "without quantizing. Needs 30 GB of free disk.",
+)
 
 
 def _placement_input(*, advanced: bool | None) -> io.Combo.Input:
@@ -105,29 +114,6 @@ def _placement_input(*, advanced: bool | None) -> io.Combo.Input:
         "cpu: runs on the CPU, slowly, and takes no card memory. drop after encoding: leaves the "
         "card right after encoding and makes room for the transformer. An unchanged prompt is not "
         "encoded again.",
-    )
-
-
-def keep_input() -> io.String.Input:
-    """Makes the input for layers that stay in bf16; `keep_patterns` reads what it holds."""
-    return io.String.Input(
-        "keep_in_bf16",
-        default="",
-        optional=True,
-        advanced=True,
-        tooltip=KEEP_TOOLTIP,
-    )
-
-
-def _kept_input() -> io.Boolean.Input:
-    return io.Boolean.Input(
-        "keep_quantized",
-        default=False,
-        optional=True,
-        advanced=True,
-        tooltip="Writes weights that are quantized on load to a file beside the original, 25 GiB, "
-        "while the first images are made. The next start takes them from there: the same weights, "
-        "without quantizing. Needs 30 GB of free disk.",
     )
 
 
@@ -173,10 +159,10 @@ class QwenL40SLoadModel(io.ComfyNode):
             has_intermediate_output=True,
             inputs=[
                 _model_input(),
-                _precision_input(),
-                keep_input(),
-                _modulation_input(),
-                _kept_input(),
+                PRECISION,
+                KEEP,
+                MODULATION,
+                KEPT,
             ],
             outputs=[_model_output(), _report_output()],
         )
@@ -333,7 +319,7 @@ class QwenL40SLoad(io.ComfyNode):
             has_intermediate_output=True,
             inputs=[
                 _model_input(),
-                _precision_input(),
+                PRECISION,
                 io.Combo.Input(
                     "text_encoder",
                     options=[AUTOMATIC, *choices("text_encoder")],
@@ -348,10 +334,10 @@ class QwenL40SLoad(io.ComfyNode):
                     tooltip="automatic: from the same diffusers folder, else the file in "
                     "models/vae that matches the model.",
                 ),
-                keep_input(),
-                _modulation_input(),
+                KEEP,
+                MODULATION,
                 _placement_input(advanced=True),
-                _kept_input(),
+                KEPT,
             ],
             outputs=[_model_output(), _clip_output(), _vae_output(), _report_output()],
         )

@@ -22,7 +22,7 @@ from ..loaders.header import PICKLE_SUFFIXES
 from ..loaders.quantized_file import check_destination
 from ..png import encode
 from .common import CATEGORY, require_host, with_report
-from .loaders import keep_input, keep_patterns
+from .loaders import KEEP, keep_patterns
 
 OTHER_FORMATS = (*PICKLE_SUFFIXES, ".gguf", ".sft")
 
@@ -89,7 +89,7 @@ class QwenL40SSaveQuantized(io.ComfyNode):
                 io.Boolean.Input(
                     "overwrite", default=False, tooltip="Replaces the file if it exists."
                 ),
-                keep_input(),
+                KEEP,
             ],
             outputs=[
                 io.String.Output("report", tooltip="What was written, and which loaders read it.")
@@ -138,14 +138,10 @@ def save_images(
     Args:
         images: [images, height, width, channels], from 0 to 1.
         prefix: as Save Image takes it: folders, `%width%` and others, `%batch_num%`.
-        prompt, extra: ComfyUI's hidden inputs `prompt` and `extra_pnginfo`, which each file holds
-            unless ComfyUI runs with --disable-metadata.
+        prompt, extra: what each file holds unless ComfyUI runs with --disable-metadata.
 
     Returns:
         What /view takes, for each file.
-
-    Raises:
-        UnavailableError: the folder is read-only, or its disk full.
     """
     info = PngInfo()
     if not args.disable_metadata:

@@ -70,9 +70,6 @@ class RunReport:
     picture: RunPicture
     data: dict[str, Any]
 
-    def json(self) -> str:
-        return json.dumps(self.data)
-
 
 def report_run(model: ModelPatcher, clip: Any = None, vae: Any = None) -> RunReport:
     """Reports the last run of a MODEL with what CLIP and VAE did for it. Never raises.
@@ -84,7 +81,7 @@ def report_run(model: ModelPatcher, clip: Any = None, vae: Any = None) -> RunRep
     """
     with harmless():
         report = _report(model, clip, vae)
-        report.json()
+        json.dumps(report.data)
         return report
     return _sentence(FAILED)
 
@@ -137,7 +134,6 @@ def _beyond_steps(sampled: Sequence[MeasuredPhase]) -> float:
 
 
 def _missing(clip: Any, vae: Any, ran: LastRun) -> list[str]:
-    """Says why a connected part has no line."""
     notes = []
     if clip is not None and not ran.of("text"):
         notes.append(
@@ -182,21 +178,16 @@ def _data(facts: RunFacts) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Holds a run with its prediction: the rows, the last sampling's prediction, notes on both.
-
-    Attributes:
-        beyond: Seconds of sampling that were not steps; 0 where they are few.
-    """
+    """Holds a run with its prediction."""
 
     ran: LastRun
     rows: Sequence[Row]
-    prediction: Prediction
+    prediction: Prediction  # of the last sampling
     notes: Sequence[str]
-    beyond: float = 0.0
+    beyond: float = 0.0  # seconds of sampling that were not steps; 0 where they are few
 
     @property
     def seconds(self) -> float:
-        """Adds up the measured times of all phases."""
         return sum(row.seconds for row in self.rows)
 
     @property
@@ -231,7 +222,6 @@ class RunFacts:
 
 
 def summary_lines(facts: RunFacts) -> list[str]:
-    """Says the answer, what ran, times, memory, cost, and what to do next."""
     return [
         answer(facts) + ".",
         heading(facts.ran.last.asked),
@@ -243,7 +233,6 @@ def summary_lines(facts: RunFacts) -> list[str]:
 
 
 def answer(facts: RunFacts) -> str:
-    """Says how long it took, and whether that was predicted."""
     took = f"{'' if facts.ran.this_run else 'An earlier run '}took {seconds_text(facts.seconds)}"
     took = took[0].upper() + took[1:]
     if facts.predicted is None:
@@ -298,7 +287,6 @@ def _next(facts: RunFacts) -> str:
 
 
 def report_text(facts: RunFacts) -> str:
-    """Writes the six lines, then all figures, the path of each part, and notes."""
     paths = [
         f"{ROW_NAMES[row.name]}: {line}" if row.name in ("text", "tables") else line
         for row in facts.rows
@@ -332,7 +320,6 @@ def _table(facts: RunFacts) -> list[str]:
 
 
 def range_text(seconds: Range | None) -> str:
-    """Formats predicted seconds; empty for None."""
     return "" if seconds is None else duration(seconds)
 
 
@@ -341,7 +328,6 @@ def _gib(count: int) -> str:
 
 
 def heading(asked: Mapping[str, Any]) -> str:
-    """Names what was sampled, in one line."""
     batch, channels, *frames, height, width = asked["latent"]
     side = pixels_of(channels)
     words = [f"{side * width}x{side * height}", f"batch {batch}"]
@@ -361,7 +347,6 @@ def heading(asked: Mapping[str, Any]) -> str:
 
 
 def report_picture(facts: RunFacts) -> RunPicture:
-    """Draws what was measured, with what was predicted in brackets and as a mark on each bar."""
     peak, known = facts.most()
     limit = None
     if peak and facts.usable:

@@ -50,7 +50,6 @@ def prompts_of(asked: Mapping[str, Any]) -> float:
 
 
 def mismatches(asked: Mapping[str, Any], path: Sequence[str], request: RunRequest) -> list[str]:
-    """Says what ran otherwise than the prediction assumes."""
     notes = []
     if not any(line.startswith(FUSED) for line in path):
         notes.append("The predicted times assume fused blocks, which did not run.")
@@ -74,24 +73,13 @@ def mismatches(asked: Mapping[str, Any], path: Sequence[str], request: RunReques
 PARTS_MISSING = "Connect clip and vae to predict the card's memory: their weights count too."
 
 
-def _cards_note(model: Any) -> list[str]:
-    copies = len(model.get_additional_models_with_key("multigpu"))
-    return [f"The MODEL ran on {copies + 1} cards; the prediction is for one."] if copies else []
-
-
 @dataclass(frozen=True)
 class Prediction:
-    """Holds what the estimator says of a run.
+    """Holds what the estimator says of a run."""
 
-    Attributes:
-        notes: What the prediction leaves out, or why there is none.
-        estimate: None where there is no prediction.
-        whole: Whether all parts are known, so that the phases' `card_bytes` hold.
-    """
-
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # what it leaves out, or why there is no estimate
     estimate: Estimate | None = None
-    whole: bool = False
+    whole: bool = False  # all parts are known, so that the phases' `card_bytes` hold
 
     @property
     def step(self) -> Range | None:
@@ -129,27 +117,31 @@ def predict(
         return Prediction(notes=(f"Nothing is predicted for a run on {device}.",))
     try:
         wired = request_from(_run_settings(asked, tiles), model=model, clip=clip, vae=vae)
-        request = _with_tokens(wired.request, asked["text_tokens"])
-        wired = replace(wired, request=replace(request, attention=_attention(path, facts)))
+        request = wired.request
+        # The family counts those of references.
+        tokens = asked["text_tokens"] - request.references * request.member.reference_words
+        attention = _attention(path, facts)
+        request = replace(request, text_tokens=max(1, tokens), attention=attention)
+        wired = replace(wired, request=request)
         card, _ = card_of(THIS_CARD, device)
         estimate = estimate_on(card, wired, None)
     except QwenL40SError as error:
         return Prediction(notes=(f"Nothing is predicted: {error}",))
     whole = clip is not None and vae is not None
+    copies = len(model.get_additional_models_with_key("multigpu"))
     # The estimate's own notes are about other runs and about money.
     notes = (
         *wired.notes,
         *([f"The predicted step is {BOUND}."] if estimate.bound == PROCESSOR else []),
         *attention_notes(estimate),
         *mismatches(asked, path, wired.request),
-        *_cards_note(model),
+        *([f"The MODEL ran on {copies + 1} cards; the prediction is for one."] if copies else []),
         *([] if whole else [PARTS_MISSING]),
     )
     return Prediction(notes, estimate, whole)
 
 
 def _run_settings(asked: Mapping[str, Any], tiles: int) -> dict[str, Any]:
-    """Gives the arguments of `RunRequest` that the parts that ran do not."""
     batch, channels, *frames, height, width = asked["latent"]
     side = pixels_of(channels)
     references = len(asked["references"])
@@ -179,12 +171,6 @@ def _attention(path: Sequence[str], card: CardFacts) -> str:
     return FAST if fast and attention_form(FAST, card) == ran else ran
 
 
-def _with_tokens(request: RunRequest, tokens: int) -> RunRequest:
-    """Sets the prompt's own tokens: the family counts those of references."""
-    each = request.member.reference_words
-    return replace(request, text_tokens=max(1, tokens - request.references * each))
-
-
 def _cfg(asked: Mapping[str, Any]) -> str:
     """Tells by what was computed: a guider may ask for the negative prompt in its own call."""
     if prompts_of(asked) < 1.5:
@@ -195,15 +181,10 @@ def _cfg(asked: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class LastRun:
-    """Holds what a report is of: the MODEL's last run, with what CLIP and VAE did for it or now.
+    """Holds what a report is of: the MODEL's last run, with what CLIP and VAE did for it or now."""
 
-    Attributes:
-        phases: In order.
-        now: The id of the prompt that ComfyUI executes.
-    """
-
-    phases: tuple[MeasuredPhase, ...]
-    now: str
+    phases: tuple[MeasuredPhase, ...]  # in order
+    now: str  # the id of the prompt that ComfyUI executes
 
     @property
     def last(self) -> MeasuredPhase:
@@ -218,7 +199,6 @@ class LastRun:
 
 
 def last_run(model: ModelPatcher, clip: Any, vae: Any) -> LastRun | None:
-    """Collects the phases of the parts; None where no sampling was measured."""
     own = measured(model) or ()
     sampled = [phase for phase in own if phase.name == "sampling"]
     if not sampled:
@@ -231,36 +211,26 @@ def last_run(model: ModelPatcher, clip: Any, vae: Any) -> LastRun | None:
 
 @dataclass(frozen=True)
 class Row:
-    """Holds a phase that ran, once or several times: measured beside predicted.
-
-    Attributes:
-        phases: Measured, in order.
-        predicted: The estimate of each that ran; fewer where there is none.
-        whole: Whether the estimate of the whole card holds.
-        run: Which run it is of, in words; empty where all are of one.
-    """
+    """Holds a phase that ran, once or several times: measured beside predicted."""
 
     name: str
-    phases: Sequence[MeasuredPhase]
-    predicted: Sequence[Phase] = ()
-    whole: bool = False
-    run: str = ""
+    phases: Sequence[MeasuredPhase]  # in order
+    predicted: Sequence[Phase] = ()  # of each that ran; fewer where there is none
+    whole: bool = False  # whether the estimate of the whole card holds
+    run: str = ""  # which run it is of, in words; empty where all are of one
 
     @property
     def title(self) -> str:
-        """Names it: `text encode (2 times)`."""
         count = f"{len(self.phases)} times" if len(self.phases) > 1 else ""
         which = ", ".join(filter(None, (count, self.run)))
         return f"{ROW_NAMES[self.name]} ({which})" if which else ROW_NAMES[self.name]
 
     @property
     def seconds(self) -> float:
-        """Adds up the measured times."""
         return sum(phase.seconds for phase in self.phases)
 
     @property
     def predicted_seconds(self) -> Range | None:
-        """Adds up the predicted times; None where one has no prediction."""
         expected = [phase.seconds for phase in self.predicted]
         known = expected and None not in expected and len(expected) == len(self.phases)
         return reduce(add, expected) if known else None
@@ -282,7 +252,6 @@ class Row:
         return _most(self.phases, "working_bytes"), max(predicted, default=0)
 
     def path(self) -> list[str]:
-        """Lists how it ran, each line once."""
         return list(dict.fromkeys(line for phase in self.phases for line in phase.path))
 
     def as_dict(self) -> dict[str, Any]:

@@ -46,21 +46,14 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class SavedModel:
-    """The result of a save.
-
-    Args:
-        bytes: of the file.
-        quantized: layers in `precision`.
-        twice: those of them that the model stores in another quantized form, or with a LoRA.
-        merged: tensors that LoRAs or other patches changed.
-    """
+    """Tells what was written."""
 
     path: Path
     precision: str
-    bytes: int
-    quantized: int
-    twice: int
-    merged: int
+    bytes: int  # of the file
+    quantized: int  # layers in `precision`
+    twice: int  # of them the model stores in another quantized form, or with a LoRA
+    merged: int  # tensors that LoRAs or other patches changed
 
     @property
     def name(self) -> str:
@@ -71,7 +64,6 @@ class SavedModel:
         return "/".join(parts[len(parts) - parts[::-1].index(FOLDER) :])
 
     def text(self) -> str:
-        """Returns a few lines for the node."""
         lines = [
             f"{self.name}: {format_gib(self.bytes)}, {self.quantized} layers in "
             f"{self.precision}, for {READERS[self.precision]}",

@@ -492,7 +492,7 @@ def test_the_cfg_of_a_guider():
 
     for cfg in ([4.0, 3.0], torch.tensor([4.0, 3.0]), "auto", 4.0):
         report = reported(guided(Scheduled, cfg))
-        assert "CFG" not in row(report, "Sampled") and report.json(), cfg
+        assert "CFG" not in row(report, "Sampled") and json.dumps(report.data), cfg
     for cfg in (math.nan, math.inf, True):
         guider = SimpleNamespace(cfg=cfg)
         kind = type("Guider_PerpNeg", (), {"cfg": cfg})
@@ -732,7 +732,7 @@ def test_all_phases_of_a_run():
 def test_what_nothing_was_recorded_of():
     model = load()
     report = reported(model)
-    assert report.text == NO_RUN and json.loads(report.json()) == {"note": NO_RUN}
+    assert report.text == NO_RUN and report.data == {"note": NO_RUN}
     vae = load_vae(MICRO)[0]
     clip = load_text_encoder(MICRO)[0]
     sample(model, prompt="a")
