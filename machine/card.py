@@ -175,19 +175,14 @@ def ask_nvidia_smi() -> tuple[str, tuple[InstalledCard, ...]]:
     cards = []
     for row in rows:
         try:
-            cards.append(_card(row))
+            _, name, sm, memory_mib, uuid, ecc = row
+            major, _, minor = sm.partition(".")
+            enabled = {"Enabled": True, "Disabled": False}.get(ecc)  # "[N/A]" on cards without it
+            found = (int(major), int(minor)), int(memory_mib) * MIB, uuid.removeprefix("GPU-")
+            cards.append(InstalledCard(name, *found, enabled))
         except ValueError:  # "[N/A]": a card that shares the host's memory, or a faulty one
             logger.info("nvidia-smi gives too little about %s", row)
     return (rows[0][0] if rows else ""), tuple(cards)
-
-
-def _card(row: list[str]) -> InstalledCard:
-    _, name, sm, memory_mib, uuid, ecc = row
-    major, _, minor = sm.partition(".")
-    enabled = {"Enabled": True, "Disabled": False}.get(ecc)  # "[N/A]" on cards without it
-    return InstalledCard(
-        name, (int(major), int(minor)), int(memory_mib) * MIB, uuid.removeprefix("GPU-"), enabled
-    )
 
 
 def _join(listed: tuple[InstalledCard, ...], reason: str) -> str:

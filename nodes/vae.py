@@ -9,27 +9,25 @@ from .common import CATEGORY, require_host, with_report
 MOST_TILES = 4096
 
 
-def _settings() -> tuple[io.Int.Input, io.Boolean.Input]:
-    tiles = io.Int.Input(
-        "tiles",
-        default=0,
-        min=0,
-        max=MOST_TILES,
-        optional=True,
-        advanced=True,
-        tooltip="0: the whole image if it fits in free memory, else as few tiles as possible. 1: "
-        "always the whole image; ComfyUI may move other models off the card for it. More: at least "
-        "that many tiles.",
-    )
-    fused = io.Boolean.Input(
-        "fused",
-        default=True,
-        optional=True,
-        advanced=True,
-        tooltip="On: 2-D convolutions with fused kernels between them, in about half the time and "
-        "memory or less, the same up to rounding. Off: ComfyUI's own layers, bit for bit.",
-    )
-    return tiles, fused
+TILES = io.Int.Input(
+    "tiles",
+    default=0,
+    min=0,
+    max=MOST_TILES,
+    optional=True,
+    advanced=True,
+    tooltip="0: the whole image if it fits in free memory, else as few tiles as possible. 1: "
+    "always the whole image; ComfyUI may move other models off the card for it. More: at least "
+    "that many tiles.",
+)
+FUSED = io.Boolean.Input(
+    "fused",
+    default=True,
+    optional=True,
+    advanced=True,
+    tooltip="On: 2-D convolutions with fused kernels between them, in about half the time and "
+    "memory or less, the same up to rounding. Off: ComfyUI's own layers, bit for bit.",
+)
 
 
 def _report_output() -> io.String.Output:
@@ -60,7 +58,8 @@ class QwenL40SVAEDecode(io.ComfyNode):
             inputs=[
                 io.Latent.Input("samples", tooltip="The latents from the sampler."),
                 io.Vae.Input("vae", tooltip="From any loader."),
-                *_settings(),
+                TILES,
+                FUSED,
             ],
             outputs=[
                 io.Image.Output(tooltip="To Save Image, as from ComfyUI's VAE Decode."),
@@ -105,7 +104,8 @@ class QwenL40SVAEEncode(io.ComfyNode):
                     "VAE Encode takes a batch as the frames of one video.",
                 ),
                 io.Vae.Input("vae", tooltip="From any loader."),
-                *_settings(),
+                TILES,
+                FUSED,
             ],
             outputs=[
                 io.Latent.Output(

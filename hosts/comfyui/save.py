@@ -127,7 +127,13 @@ def save_quantized(
             specs[name] = ("BF16" if weight.numel() else "F32", shape)
     config = kind_of_transformer(model.model.diffusion_model).settings(model.model.diffusion_model)
     layout = SafetensorsLayout(specs, file_metadata(precision, keep, config))
-    _make_folder(destination.parent)
+    try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UnavailableError(
+            f"The folder cannot be created ({error.strerror}): choose another name.",
+            destination.parent,
+        ) from error
     check_destination(destination, overwrite=overwrite)
     done = 0
     with write_safetensors(destination, layout) as file:
@@ -197,15 +203,6 @@ def _not_finite(name: str) -> CheckpointError:
         f"The model with its LoRAs holds NaN or infinity in {name!r}: leave the LoRAs out or load "
         "the model again."
     )
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UnavailableError(
-            f"The folder cannot be created ({error.strerror}): choose another name.", folder
-        ) from error
 
 
 # What a MODEL's transformer has loaded: every weight as its file had it, and what it stands for.
