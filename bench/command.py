@@ -26,7 +26,6 @@ from ..machine.packages import (
     check_comfyui,
     check_package,
     find_comfyui,
-    require_packages,
 )
 from ..planning.bytes import weight_bytes
 from ..spec.formats import format_gib
@@ -103,7 +102,6 @@ def _setup(args: argparse.Namespace) -> BenchSetup:
     names = select([row.name for row in rows], args.only) if rows else ()
     if args.json:
         check_target("--json", args.json)
-    require_packages("bench", ["torch", *(["psutil"] if args.device == "cpu" else [])])
     from ..machine.device import card_to_measure
 
     device = card_to_measure(args.device, "--device cpu --width small --layers 1")

@@ -16,10 +16,9 @@ from ..errors import CheckpointError, SettingError, UnavailableError
 from ..files import check_writable
 from ..hosts.diffusers.settings import GenerateSettings
 from ..loaders.source import MICRO_SIDE
-from ..machine.packages import require_packages
 from ..spec.formats import QUANTIZED
 from .generate import MAKING, PACKAGES, make, parse_size, side_of
-from .output import ImageTarget, print_text, write_sheet
+from .output import ImageTarget, print_text, require_packages, write_sheet
 from .quantize import add_keep
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ from ..families.qwen_image import FULL_SIZE, SMALL
 from ..files import check_target, write_whole
 from ..hosts.diffusers.settings import SIZE_STEP
 from ..machine.card_list import known_cards
-from ..machine.packages import require_packages
 from ..machine.store import CALIBRATION, Calibration, cache_folder, with_calibration
 from ..planning.cards import Card, find_card
 from ..spec.formats import MULTIPLIED
 from .generate import parse_size
+from .output import require_packages
 
 # Not by its import name: an editable install beside a wheel would find its own.
 BENCHMARKS = Path(__file__).resolve().parents[1] / "bench" / "__init__.py"
@@ -158,6 +158,7 @@ def run(args: argparse.Namespace) -> int:
             f"bench {args.what} is not in the installed package: benchmarks are in the repository, "
             f"so run `python FOLDER bench {args.what}` with the FOLDER of a clone."
         )
+    require_packages("bench", ["torch", *(["psutil"] if args.device == "cpu" else [])])
     from ..bench.command import run as run_benchmark
 
     return run_benchmark(args)

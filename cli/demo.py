@@ -11,7 +11,6 @@ from ..errors import CheckpointError
 from ..families.registry import micro_folders
 from ..hosts.diffusers.settings import GenerateSettings
 from ..loaders.source import MICRO, MICRO_SIDE, MICRO_STEPS
-from ..machine.packages import require_packages
 from .generate import (
     MAKING,
     PACKAGES,
@@ -23,7 +22,7 @@ from .generate import (
     run_facts,
     write_images,
 )
-from .output import ImageTarget, check_png, write_sheet
+from .output import ImageTarget, check_png, require_packages, write_sheet
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -18,15 +18,8 @@ from ..families.registry import FAMILIES, find_member, micro_folders, pipeline_f
 from ..files import write_whole
 from ..hosts.diffusers.settings import GenerateSettings
 from ..loaders.source import MICRO_ADVICE, MICRO_SIDE, MICRO_STEPS
-from ..machine.packages import require_packages
 from ..step_cache import CHOICES, OFF
-from .output import (
-    ImageTarget,
-    check_png,
-    png_bytes,
-    print_text,
-    write_sheet,
-)
+from .output import ImageTarget, check_png, png_bytes, print_text, require_packages, write_sheet
 
 if TYPE_CHECKING:
     from ..hosts.diffusers.load import LoadedPipeline

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
@@ -23,6 +23,33 @@ def print_text(text: str, stream: TextIO | None = None) -> None:
     """Prints to stdout, or to another stream, what a terminal can show."""
     stream = stream or sys.stdout
     print(printable(text, stream), file=stream)
+
+
+ROOT = Path(__file__).resolve().parent.parent
+# What pip calls what is imported under another name.
+PIP_NAMES = {"PIL": "pillow"}
+
+
+def require_packages(
+    what: str, names: Iterable[str], *, extra: str = "standalone", instead: str = ""
+) -> None:
+    """Checks that packages can be imported, without importing them.
+
+    Args:
+        what: needs them, as the sentence begins.
+        names: of what is imported.
+        extra: of this package, which brings them.
+        instead: of installing, what else would do.
+
+    Raises:
+        UnavailableError: some are missing.
+    """
+    missing = [PIP_NAMES.get(name, name) for name in names if find_spec(name) is None]
+    if missing:
+        raise UnavailableError(
+            f"{what} needs {', '.join(missing)}, not installed here: run "
+            f'`pip install ".[{extra}]"` in {ROOT}{instead}.'
+        )
 
 
 def check_png(option: str, path: str) -> None:

@@ -7,8 +7,8 @@ import json
 import sys
 from pathlib import Path
 
-from ..machine.packages import require_packages
 from ..spec.formats import GIB
+from .output import require_packages
 
 PACKAGES = ("torch", "safetensors", "numpy", "psutil")
 

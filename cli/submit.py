@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import SettingError
-from ..machine.packages import require_packages
-from .output import print_text
+from .output import print_text, require_packages
 
 if TYPE_CHECKING:
     from ..client.scheduler import Job

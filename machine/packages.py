@@ -12,7 +12,7 @@ import shutil
 import sys
 import sysconfig
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -20,13 +20,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ..errors import UnavailableError
 from .card import Capability, InstalledCards, State, first_line
 
 CUDNN_FLOOR = 91500
-ROOT = Path(__file__).resolve().parent.parent
-# What pip calls what is imported under another name.
-PIP_NAMES = {"PIL": "pillow"}
 
 
 @dataclass(frozen=True)
@@ -106,28 +102,6 @@ def check_package(package: Package, *, load: bool = True) -> tuple[Capability, M
         again = f'pip install --force-reinstall --no-deps "{package.requirement}"'
         return Capability(name, State.NOT_USABLE, reason, again), None
     return Capability(name, State.USABLE, found), module
-
-
-def require_packages(
-    what: str, names: Iterable[str], *, extra: str = "standalone", instead: str = ""
-) -> None:
-    """Checks that packages can be imported, without importing them.
-
-    Args:
-        what: needs them, as the sentence begins.
-        names: of what is imported.
-        extra: of this package, which brings them.
-        instead: of installing, what else would do.
-
-    Raises:
-        UnavailableError: some are missing.
-    """
-    missing = [PIP_NAMES.get(name, name) for name in names if find_spec(name) is None]
-    if missing:
-        raise UnavailableError(
-            f"{what} needs {', '.join(missing)}, not installed here: run "
-            f'`pip install ".[{extra}]"` in {ROOT}{instead}.'
-        )
 
 
 def check_torch() -> tuple[Capability, ModuleType | None]:
