@@ -14,7 +14,7 @@ from ..planning.request import RunRequest
 from ..spec.formats import GB
 from ..step_cache import OFF
 from .figures import folded
-from .notes import notes_of
+from .notes import notes_of, reasons
 from .run_chart import RunPicture, run_chart
 from .words import request_text
 
@@ -128,7 +128,7 @@ def _option(option: PlanOption) -> dict[str, Any]:
         "headroom_gib": gib(option.headroom_bytes),
         "moved_gib": gib(option.moved_bytes),
         "recommended": option.recommended,
-        "reason": option.reason,
+        "reason": "; ".join(reasons(option).values()),
     }
 
 

@@ -1,22 +1,42 @@
-"""The notes that an estimate has beside its figures."""
+"""Why a plan is as it is, and the notes that an estimate has beside its figures."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..families.protocol import APACHE
+from ..planning.bytes import text_encoder_bytes
 from ..planning.cards import STARTING
 from ..planning.files import NETWORK, NVME, PAGE_CACHE, SOURCES
-from ..planning.phases import Range
+from ..planning.phases import Range, transformer_bytes
 from ..planning.rates import GEMM, attention_share, constants, measured
-from ..planning.request import DROPPED, EXACT, FAST, ON_PROCESSOR
-from ..spec.formats import GIB, QUANTIZED, format_gib, sm
+from ..planning.request import AUTO, DROPPED, EXACT, FAST, ON_PROCESSOR
+from ..spec.formats import FORMATS, GIB, QUANTIZED, CardFacts, format_gib, sm
+from ..spec.transformer import ON_CARD
 from .figures import dollars, duration, many
 
 if TYPE_CHECKING:
     from ..planning.estimate import Estimate
+    from ..planning.plan import PlanOption
 
+WORK_OF_PHASE = {
+    "load": "loading",
+    "text": "encoding the prompt",
+    "tables": "filling the modulation table",
+    "sampling": "sampling",
+    "decode": "decoding",
+}
+# Measured after 60 blocks at 1024x1024 on random weights, relative to bf16: 0.0064 for int8, 0.0100
+# for fp8. In one block int8 is off by 0.018 and fp8 by 0.054; with channels 30 times as large as
+# others by 0.024 and 0.048, 100 times by 0.066 and 0.049
+# (bench/results/fidelity-planted-h200.json).
+INT8_BEFORE_FP8 = (
+    "int8 is as small as fp8 and closer to bf16, because a rotation spreads the outliers of "
+    "weights and activations (`qwen-l40s audit` measures yours)"
+)
+FP8_AFTER_INT8 = "fp8: as small as int8, and closer to bf16 only where outliers are extreme"
 # Below this a card runs the model only with nearly all of it moved in each step.
 SMALL_CARD_BYTES = 6 * GIB
 
@@ -173,3 +193,169 @@ def _price_notes(found: Estimate) -> Iterator[str]:
         f"The cost assumes that the card is always busy, at {price_of(found)}; the price is "
         f"{source}."
     )
+
+
+# Why an option of a plan is as it is.
+
+
+def reasons(option: PlanOption) -> dict[str, str]:
+    """Says {of what: why it is so, with figures} of an option that `plan` gives, in order."""
+    found = {
+        "precision": _precision_reason(option),
+        "products": weight_only(option.setting.precision, option.card),
+        "packed": _packed_reason(option),
+        "modulation": _modulation_reason(option),
+        "text encoder": _text_encoder_reason(option),
+        "room": _room_reason(option),
+    }
+    return {what: clause for what, clause in found.items() if clause}
+
+
+def weight_only(name: str, card: CardFacts | None) -> str:
+    """Says what quantized weights gain on a card that does not multiply them; empty elsewhere.
+
+    Args:
+        card: None for the CPU.
+    """
+    if name not in QUANTIZED:
+        return ""
+    if card is None:
+        return f"the CPU computes in full precision from the {name} weights"
+    if card.multiplies(name):
+        return ""
+    return (
+        f"{sm(card.capability)} has no {name} tensor cores (they need "
+        f"{sm(FORMATS[name].oldest)}), so the {name} weights are computed in {card.computes_in} "
+        "and save memory, not time"
+    )
+
+
+def requested_precision(name: str, stored: str | None, as_stored: bool) -> str:
+    """Says why a precision was requested, or that a file keeps it."""
+    if as_stored:
+        return f"as stored: the file holds {stored}"
+    return f"requested: {_conversion(stored, name)}" if stored else f"{name} as requested"
+
+
+def kept_precision(stored: str) -> str:
+    """Says why `auto` keeps a quantized file's own precision."""
+    return f"auto: the file holds {stored}, and expanding it would gain nothing"
+
+
+def _conversion(stored: str, name: str) -> str:
+    if stored == name:
+        return f"the file holds {name}"
+    if name in QUANTIZED and stored in QUANTIZED:
+        return f"the file's {stored} is quantized again to {name}, and both errors add up"
+    if name in QUANTIZED:
+        return f"the file's {stored} is quantized to {name} on load"
+    if stored in QUANTIZED:
+        return (
+            f"the file's {stored} is expanded to {name}, which does not restore what {stored} lost"
+        )
+    return f"the file's {stored} is rounded to {name}"
+
+
+def _precision_reason(option: PlanOption) -> str:
+    name, first, asked = option.setting.precision, option.first, option.asked
+    stored = asked.stored
+    if asked.as_stored or asked.request.precision != AUTO:
+        return requested_precision(name, stored, asked.as_stored)
+    if stored in QUANTIZED:
+        return kept_precision(stored)
+    is_first = name == first.setting.precision
+    auto = "auto: " * is_first
+    rounded = f" ({_conversion(stored, 'bf16')})" if stored not in (None, "bf16") else ""
+    trained = f"bf16{rounded} is what the model was trained in"
+    bf16 = option.faithful
+    if not first.resident:
+        return _where_nothing_stays(name, first.setting.precision, trained)
+    if name == "bf16":
+        fits = ", and it fits" if option.resident else ", and does not fit the card"
+        return f"{auto}{trained}{fits}"
+    if name == "fp8":
+        return FP8_AFTER_INT8
+    if bf16.resident:
+        return f"int8: less memory and time than bf16; {INT8_BEFORE_FP8}"
+    return (
+        f"{auto or f'{name}: '}bf16 with {format_gib(bf16.weights_bytes)} of weights does not fit "
+        f"the card; {INT8_BEFORE_FP8}"
+    )
+
+
+def _where_nothing_stays(name: str, first: str, trained: str) -> str:
+    auto = "auto: no precision fits the card, and "
+    if name == "bf16":
+        return f"{auto}{trained}" if name == first else trained
+    if name == first:
+        closer = f"; {INT8_BEFORE_FP8}" if name == "int8" else ""
+        return f"{auto}{name} moves the least{closer}"
+    if name == "fp8" and first == "int8":
+        return FP8_AFTER_INT8
+    return f"{name}: does not fit the card either"
+
+
+def _packed_reason(option: PlanOption) -> str:
+    if not option.setting.packed:
+        return ""
+    decoded = replace(option, setting=replace(option.setting, packed=False)).weights_bytes
+    return (
+        f"weights stay in the file's 4 or 6 bits and are decoded one by one, because "
+        f"{format_gib(decoded)} of int8 do not stay on the card"
+    )
+
+
+def _modulation_reason(option: PlanOption) -> str:
+    sizes = transformer_bytes(option.request, option.setting)
+    words = f"modulation: {format_gib(sizes.modulation)} stays "
+    off = option.setting.off_card
+    words += "in host memory" if off else "on the card"
+    if option.asked.request.modulation != AUTO:
+        return f"{words}, as requested"
+    # Of a plan the first option alone says why.
+    if option.setting.precision != option.first.setting.precision:
+        return words
+    together = option.together()
+    parts = {"transformer": sizes.total}
+    if together.setting.text_encoder_place == ON_CARD:
+        parts["text encoder"] = text_encoder_bytes(option.request, option.setting.text_encoder)
+    names = " and ".join(f"{format_gib(size)} of {name}" for name, size in parts.items())
+    phase = together.short_phase
+    need = together.needs[phase]
+    fit = "fit" if need <= together.usable_bytes else "do not fit"
+    return (
+        f"{words}, {'because' if off else 'where'} {names} {fit} the {option.card.name} together "
+        f"({format_gib(need)} while {WORK_OF_PHASE[phase]})"
+    )
+
+
+def _text_encoder_reason(option: PlanOption) -> str:
+    place = option.setting.text_encoder_place
+    named = option.asked.request.text_encoder_place != AUTO
+    size = format_gib(text_encoder_bytes(option.request, option.setting.text_encoder))
+    asked = ", as requested" * named
+    if place == DROPPED:
+        return f"text encoder: {size} leaves the card after each encoding{asked}"
+    if place == ON_PROCESSOR:
+        why = asked or f", because its {size} do not fit the card"
+        return f"text encoder: computes on the CPU{why}"
+    return f"text encoder: {size} stays on the card{asked}" if named else ""
+
+
+def _room_reason(option: PlanOption) -> str:
+    weights, moved, card = option.weights_bytes, option.moved_bytes, option.card.name
+    need, usable = option.needs[option.short_phase], option.usable_bytes
+    work, passes = WORK_OF_PHASE[option.short_phase], option.request.passes
+    of = f"{need / GIB:.1f} of {format_gib(usable)}"
+    if moved:
+        every = "step" if passes == 1 else f"pass, {format_gib(passes * moved)} in every step"
+        return (
+            f"{(weights - moved) / GIB:.1f} of {format_gib(weights)} of weights stay on {card}, "
+            f"because {work} needs {of}: {format_gib(moved)} moves to the card in every {every}"
+        )
+    if need > usable:
+        return (
+            f"{format_gib(weights)} of weights stay on {card} while sampling, but {work} needs "
+            f"{of}: {format_gib(need - usable)} leaves the card and comes back for each image"
+        )
+    return f"{format_gib(weights)} of weights stay on {card}; the peak is {of}, while {work}"

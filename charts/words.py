@@ -11,7 +11,7 @@ from ..planning.times import PROCESSOR
 from ..spec.formats import format_gib
 from ..step_cache import CUSTOM, OFF, cache_settings, plan_steps, usual_sigmas
 from .figures import adding_up, duration, folded, many, table, tenths, tenths_between, usd
-from .notes import notes_of, price_of
+from .notes import notes_of, price_of, reasons
 
 if TYPE_CHECKING:
     from ..planning.cards import Card
@@ -332,7 +332,7 @@ def _plan_lines(estimate: Estimate) -> list[str]:
             figures = f"all of it takes {peak} GiB, {spare} too much"
         mark = "->" if option.recommended else "  "
         lines += folded([f"{mark} {option_text(option)}: {figures}"])
-        lines += folded(option.reasons.values(), "     ")
+        lines += folded(reasons(option).values(), "     ")
     return lines
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from ..caches import cached
+from ..charts.notes import kept_precision, reasons, requested_precision, weight_only
 from ..errors import SettingError, UnavailableError
 from ..loaders.quantize import quantize_rows
 from ..optimizations import kernels
@@ -18,7 +19,6 @@ from ..optimizations.trial import try_once
 from ..optimizations.verdict import Verdict
 from ..planning.bytes import TransformerBytes, weight_bytes
 from ..planning.plan import LEAST_SIDE, PlanOption, check_stored, check_tensor_cores, plan
-from ..planning.reasons import kept_precision, requested_precision, weight_only
 from ..planning.request import AUTO, PRECISIONS, Parts, RunRequest
 from ..spec.formats import BYTES_PER_WEIGHT, FORMATS, QUANTIZED, CardFacts, RowFormat, format_gib
 from ..spec.transformer import OFF_CARD, ON_CARD, TransformerShape
@@ -149,14 +149,14 @@ def decide_load(
         whole = TransformerBytes(counted.total, counted.modulation)
         sizes["bf16"] = sizes.get(stored, whole)
     option = _recommended(card, request, stored, as_stored, sizes)
-    reasons = {**option.reasons}
-    place_reason = reasons.pop("modulation")
+    words = reasons(option)
+    place_reason = words.pop("modulation")
     if not shape.modulation_layers():
         place_reason = ONE_MODULATION if modulation == OFF_CARD else ""
-    reasons.pop("text encoder", None)  # its own loader says where it is
+    words.pop("text encoder", None)  # its own loader says where it is
     return LoadDecision(
         precision=name or option.setting.precision,
-        reason="; ".join(reasons.values()),
+        reason="; ".join(words.values()),
         off_card=option.setting.off_card,
         place_reason=place_reason,
         why=_in_few_words(requested, stored, option),

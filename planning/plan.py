@@ -19,20 +19,9 @@ from ..spec.formats import (
     sm,
 )
 from ..spec.transformer import OFF_CARD, ON_CARD
-from .bytes import TransformerBytes, text_encoder_bytes
-from .phases import GRAPHS, KEPT_FREE_BYTES, Phase, least_weights, phases, transformer_bytes
+from .bytes import TransformerBytes
+from .phases import GRAPHS, KEPT_FREE_BYTES, Phase, least_weights, phases
 from .rates import CUDNN_GENERATIONS
-from .reasons import (
-    automatic_precision,
-    modulation_words,
-    need_words,
-    packed_words,
-    requested_precision,
-    room_words,
-    text_encoder_words,
-    together_words,
-    weight_only,
-)
 from .request import (
     AUTO,
     DROPPED,
@@ -46,7 +35,7 @@ from .request import (
 )
 from .vae import decode_plan
 
-# The most faithful first; int8 before fp8 as `reasons.INT8_BEFORE_FP8` says.
+# The most faithful first; int8 before fp8 as `charts.notes.INT8_BEFORE_FP8` says.
 FIDELITY = ("bf16", "int8", "fp8")
 # Of an image that is as small as anybody paints.
 LEAST_SIDE = 256
@@ -60,24 +49,24 @@ class PlanOption:
         card: What it runs on.
         request: What runs, with the transformer's sizes in the setting's precision.
         setting: What the plan settles. Where it is not resident, the host moves what does not stay.
-        reasons: {of what: why, with figures}, in order.
         recommended: Whether it is the one of its plan to take.
+        asked: What the plan is for, of which `request` and `setting` settle what is "auto".
+        first: The plan's first option, and
+        faithful: its most faithful one, whether they stay on the card or not.
     """
 
     card: CardFacts
     request: RunRequest
     setting: Setting
-    reasons: Mapping[str, str] = field(default_factory=dict, repr=False)
     recommended: bool = False
+    asked: Question | None = field(default=None, repr=False)
+    first: PlanOption | None = field(default=None, repr=False, compare=False)
+    faithful: PlanOption | None = field(default=None, repr=False, compare=False)
 
     @property
     def resident(self) -> bool:
         """Tells whether all stays on the card that steps and decoder need."""
         return self.setting.resident
-
-    @property
-    def reason(self) -> str:
-        return "; ".join(self.reasons.values())
 
     @property
     def usable_bytes(self) -> int:
@@ -160,6 +149,13 @@ class PlanOption:
         rest = sampling.card_bytes - sampling.weights - leaves
         return rest + least_weights(self.request, sampling.weights) + KEPT_FREE_BYTES
 
+    def together(self) -> PlanOption:
+        """Puts everything on the card that the request leaves open, whether it fits or not."""
+        setting = replace(self.setting, modulation=ON_CARD, resident=True)
+        if self.asked.request.text_encoder_place == AUTO:
+            setting = replace(setting, text_encoder_place=ON_CARD)
+        return replace(self, setting=setting)
+
     @property
     def tiles(self) -> int:
         """Counts the tiles of each image that the VAE decodes; 1 is whole."""
@@ -208,7 +204,7 @@ def plan(
     if not as_stored and request.parts.transformer_bytes is None:
         check_tensor_cores(request.precision, card, PRECISIONS)
     check_attention(request.attention, card)
-    case = _Case(card, request, stored, as_stored, known_sizes or {})
+    case = Question(card, request, stored, as_stored, known_sizes or {})
     found = [case.option(precision) for precision in case.precisions()]
     run = [option for option in found if option.least_bytes <= card.total_bytes]
     if not run:
@@ -218,8 +214,10 @@ def plan(
     asked = [
         replace(
             option,
-            reasons=case.reasons(option, order[0], found),
             recommended=option is order[0] and not stay,
+            asked=case,
+            first=order[0],
+            faithful=found[0],
         )
         for option in order
     ]
@@ -228,7 +226,9 @@ def plan(
 
 
 @dataclass(frozen=True)
-class _Case:
+class Question:
+    """What a plan answers; the arguments of `plan`."""
+
     card: CardFacts
     request: RunRequest
     stored: str | None
@@ -274,75 +274,6 @@ class _Case:
             places = modulations if text_place == texts[0] else modulations[-1:]
             yield from ((modulation, text_place) for modulation in places)
 
-    def reasons(
-        self, option: PlanOption, first: PlanOption, found: Sequence[PlanOption]
-    ) -> dict[str, str]:
-        # `first` is recommended, and alone says why the modulation is where it is; `found` has each
-        # precision, the most faithful first.
-        setting, request, card = option.setting, self.request, self.card
-        text = text_encoder_bytes(option.request, setting.text_encoder)
-        named = request.text_encoder_place != AUTO
-        reasons = {
-            "precision": self._precision_reason(option, first, found),
-            "products": weight_only(setting.precision, card),
-            "packed": self._packed_reason(option),
-            "modulation": self._modulation_reason(option, option is first),
-            "text encoder": text_encoder_words(setting.text_encoder_place, named, text),
-            "room": room_words(
-                card,
-                option.weights_bytes,
-                option.needs,
-                option.short_phase,
-                option.moved_bytes,
-                request.passes,
-            ),
-        }
-        return {what: clause for what, clause in reasons.items() if clause}
-
-    def _precision_reason(
-        self, option: PlanOption, first: PlanOption, found: Sequence[PlanOption]
-    ) -> str:
-        name = option.setting.precision
-        if self.as_stored or self.request.precision != AUTO:
-            return requested_precision(name, self.stored, self.as_stored)
-        return automatic_precision(
-            name,
-            self.stored,
-            resident=option.resident,
-            first=option is first,
-            bf16=found[0].weights_bytes,
-            bf16_fits=found[0].resident,
-            least="" if first.resident else first.setting.precision,
-        )
-
-    def _packed_reason(self, option: PlanOption) -> str:
-        if not option.setting.packed:
-            return ""
-        decoded = replace(option, setting=replace(option.setting, packed=False))
-        return packed_words(decoded.weights_bytes)
-
-    def _modulation_reason(self, option: PlanOption, explain: bool) -> str:
-        sizes = transformer_bytes(option.request, option.setting)
-        requested = self.request.modulation != AUTO
-        why = ""
-        if explain and not requested:
-            together = self._together(option)
-            parts = {"transformer": sizes.total}
-            if together.setting.text_encoder_place == ON_CARD:
-                encoder = option.setting.text_encoder
-                parts["text encoder"] = text_encoder_bytes(option.request, encoder)
-            phase = together.short_phase
-            fit = together.needs[phase] <= together.usable_bytes
-            why = together_words(self.card, parts, fit, need_words(phase, together.needs[phase]))
-        return modulation_words(option.setting.modulation, requested, sizes.modulation, why)
-
-    def _together(self, option: PlanOption) -> PlanOption:
-        # With everything on the card that the request leaves open.
-        setting = replace(option.setting, modulation=ON_CARD, resident=True)
-        if self.request.text_encoder_place == AUTO:
-            setting = replace(setting, text_encoder_place=ON_CARD)
-        return replace(option, setting=setting)
-
 
 def plan_with_room(card: CardFacts, request: RunRequest, spare: int) -> PlanOption | None:
     """Finds the most faithful setting that stays on the card and leaves so many bytes free.
@@ -350,7 +281,7 @@ def plan_with_room(card: CardFacts, request: RunRequest, spare: int) -> PlanOpti
     What the request names is kept if it can be; None where even free choice leaves less.
     """
     for asked in (request, _unnamed(request)):
-        case = _Case(card, asked, None, False, {})
+        case = Question(card, asked, None, False, {})
         try:
             found = [case.option(precision, spare) for precision in case.precisions()]
         except UnavailableError:  # it does not decode
@@ -440,7 +371,7 @@ def _order(options: Sequence[PlanOption]) -> list[PlanOption]:
     return sorted(options, key=lambda option: option.moved_bytes)
 
 
-def _what_would_stay(case: _Case) -> list[PlanOption]:
+def _what_would_stay(case: Question) -> list[PlanOption]:
     # Were nothing named that decides about room; empty where nothing was.
     free = _unnamed(case.request, case.stored)
     if free == case.request and not case.as_stored:
@@ -459,7 +390,7 @@ def _unnamed(request: RunRequest, stored: str | None = None) -> RunRequest:
     )
 
 
-def _refusal(case: _Case, least: int) -> str:
+def _refusal(case: Question, least: int) -> str:
     card, request = case.card, case.request
     batch = f"a batch of {request.batch}" if request.batch > 1 else "one image"
     what = f"a step of {batch} of {request.width}x{request.height}"
@@ -509,7 +440,7 @@ def _loras_beside(request: RunRequest) -> int:
     return 0 if request.loras.mode == "merge" else request.loras.count
 
 
-def _runs(case: _Case, request: RunRequest) -> bool:
+def _runs(case: Question, request: RunRequest) -> bool:
     asked = replace(case, request=request)
     try:
         found = [asked.option(precision) for precision in asked.precisions()]

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qwen_l40s.charts.notes import reasons
 from qwen_l40s.errors import CheckpointError, SettingError, UnavailableError
 from qwen_l40s.families.qwen_image import FULL_SIZE
 from qwen_l40s.families.qwen_image_21 import SHAPE as SHAPE_21
@@ -137,7 +138,7 @@ def test_auto_is_what_the_plan_recommends():
             assert found.option.needs == option.needs
             assert found.precision == option.setting.precision
             assert found.off_card == option.setting.off_card
-            for what, clause in option.reasons.items():
+            for what, clause in reasons(option).items():
                 reason = found.place_reason if what == "modulation" else found.reason
                 assert (clause in reason) == (what != "text encoder")
 

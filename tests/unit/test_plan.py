@@ -8,6 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from qwen_l40s.charts.answer import estimate_json
+from qwen_l40s.charts.notes import reasons
 from qwen_l40s.errors import CheckpointError, UnavailableError
 from qwen_l40s.families.qwen_image import FULL_SIZE
 from qwen_l40s.machine.card_list import known_cards
@@ -34,6 +35,10 @@ FIDELITY = ("fp8", "int8", "bf16")
 
 def card(name):
     return OTHERS[name] if name in OTHERS else find_card(name, CARDS).facts()
+
+
+def why(option):
+    return "; ".join(reasons(option).values())
 
 
 def short(option):
@@ -108,24 +113,24 @@ def test_figures_are_those_of_the_phases(name, asked):
 @pytest.mark.parametrize("name", [*CARDS, *OTHERS])
 def test_every_reason_has_figures_and_is_one_line(name):
     for option in plan(card(name), USUAL):
-        assert re.search(r"\d GiB", option.reason)
-        assert "\n" not in option.reason
-        assert "None" not in option.reason
-        assert option.setting.precision in option.reason
-        assert card(name).name in option.reasons["room"]
+        assert re.search(r"\d GiB", why(option))
+        assert "\n" not in why(option)
+        assert "None" not in why(option)
+        assert option.setting.precision in why(option)
+        assert card(name).name in reasons(option)["room"]
         if option.moved_bytes:
             each = option.moved_bytes / GIB
-            assert f"{each:.1f} GiB moves to the card in every pass" in option.reason
-            assert f"{2 * each:.1f} GiB in every step" in option.reason
+            assert f"{each:.1f} GiB moves to the card in every pass" in why(option)
+            assert f"{2 * each:.1f} GiB in every step" in why(option)
 
 
 def test_the_reasons_of_the_card_that_this_is_made_for():
     first, second, third = plan(card("L40S"), USUAL)
-    assert first.reason.startswith("auto: bf16 is what the model was trained in, and it fits; ")
+    assert why(first).startswith("auto: bf16 is what the model was trained in, and it fits; ")
     words = "12.7 GiB stays in host memory, because 38.1 GiB of transformer and 14.4 GiB of text"
-    assert words in first.reason
-    assert "closer to bf16, because a rotation spreads the outliers" in second.reason
-    assert "only where outliers are extreme" in third.reason
+    assert words in why(first)
+    assert "closer to bf16, because a rotation spreads the outliers" in why(second)
+    assert "only where outliers are extreme" in why(third)
     assert 41.5 * GIB < first.peak_bytes < 43.5 * GIB  # 42.0 measured on an H200
 
 
@@ -141,8 +146,8 @@ def test_what_is_left_decides_about_tiles():
 
 def test_nothing_is_moved_without_guidance_but_once():
     request = replace(USUAL, cfg="off")
-    assert "in every step" in plan(card("8 GB"), request)[0].reason
-    assert "in every pass" not in plan(card("8 GB"), request)[0].reason
+    assert "in every step" in why(plan(card("8 GB"), request)[0])
+    assert "in every pass" not in why(plan(card("8 GB"), request)[0])
 
 
 # --- properties ---
@@ -280,13 +285,13 @@ def test_one_option_of_a_plan_is_recommended():
 @pytest.mark.parametrize("name", ["8 GB", "4 GB"])
 def test_the_reasons_where_nothing_stays(name):
     first, *others = plan(card(name), USUAL)
-    assert first.reason.startswith("auto: no precision fits the card, and int8 moves the least")
-    reasons = {option.setting.precision: option.reason for option in others}
-    assert reasons["bf16"].startswith("bf16 is what the model was trained in; ")
-    assert not any(reason.startswith("auto") for reason in reasons.values())
+    assert why(first).startswith("auto: no precision fits the card, and int8 moves the least")
+    words = {option.setting.precision: why(option) for option in others}
+    assert words["bf16"].startswith("bf16 is what the model was trained in; ")
+    assert not any(reason.startswith("auto") for reason in words.values())
     # bf16 behind what stays is not what was chosen either.
     last = plan(card("4090"), USUAL)[-1]
-    assert last.reason.startswith("bf16 is what the model was trained in, and does not fit")
+    assert why(last).startswith("bf16 is what the model was trained in, and does not fit")
 
 
 # --- settings by name ---
@@ -309,7 +314,7 @@ def test_a_named_setting_comes_first(name, asked, first, then):
     if then is not None:
         assert [short(option) for option in options[1:] if option.resident] == then
     for what in asked.values():
-        assert what != ON_CARD or "as requested" in options[0].reason
+        assert what != ON_CARD or "as requested" in why(options[0])
 
 
 def test_whole_decoding_by_name():
@@ -321,8 +326,8 @@ def test_whole_decoding_by_name():
     assert tight[0].tiles == 1
     assert not tight[0].resident
     assert tight[0].moved_bytes == 0
-    assert "stay on card while sampling, but decoding needs" in tight[0].reason
-    assert "leaves the card and comes back for each image" in tight[0].reason
+    assert "stay on card while sampling, but decoding needs" in why(tight[0])
+    assert "leaves the card and comes back for each image" in why(tight[0])
     assert short(tight[1]) == "bf16 off drop"
     assert tight[1].tiles > 1
 
@@ -336,7 +341,7 @@ def test_a_precision_that_the_card_does_not_multiply(name):
     at_hand = RunRequest(precision="fp8", parts=Parts(transformer_bytes=26 * GIB))
     option = plan(card(name), at_hand)[0]
     assert option.setting.weight_only
-    assert "save memory, not time" in option.reason
+    assert "save memory, not time" in why(option)
 
 
 def test_turing_holds_int8_and_computes_in_bf16():
@@ -356,7 +361,7 @@ def test_turing_holds_int8_and_computes_in_bf16():
 def test_a_quantized_file_stays_as_it_is(stored, name):
     for option in plan(card(name), USUAL, stored):
         assert option.setting.precision == stored
-        assert f"the file holds {stored}, and expanding it would gain nothing" in option.reason
+        assert f"the file holds {stored}, and expanding it would gain nothing" in why(option)
 
 
 @pytest.mark.parametrize("stored", ["bf16", "fp16", "fp32"])
@@ -364,7 +369,7 @@ def test_any_other_file_is_as_none(stored):
     for name in ("L40S", "4090"):
         known = [option.setting for option in plan(card(name), USUAL)]
         assert [option.setting for option in plan(card(name), USUAL, stored)] == known
-    rounded = "rounded to bf16" in plan(card("L40S"), USUAL, stored)[0].reason
+    rounded = "rounded to bf16" in why(plan(card("L40S"), USUAL, stored)[0])
     assert rounded == (stored != "bf16")
 
 
@@ -376,9 +381,9 @@ def test_as_stored_is_never_refused(stored):
         else {}
     )
     option = plan(card("A100 80GB PCIe"), USUAL, stored, as_stored=True, known_sizes=held)[0]
-    assert option.reason.startswith(f"as stored: the file holds {stored}; ")
+    assert why(option).startswith(f"as stored: the file holds {stored}; ")
     weights = 76.1 if stored == "fp32" else weight_bytes(FULL_SIZE, stored).total / GIB
-    assert f"{weights:.1f} GiB of weights" in option.reason
+    assert f"{weights:.1f} GiB of weights" in why(option)
 
 
 def test_true_sizes_are_of_what_is_stored():
