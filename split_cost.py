@@ -59,10 +59,6 @@ class BlockSeconds(NamedTuple):
     text: float
     joint: float
 
-    @property
-    def all(self) -> float:
-        return self.image + self.text + self.joint
-
     @classmethod
     def shared(
         cls, seconds: float, rows: PassRows, *, quantized: bool, text: float
@@ -137,8 +133,7 @@ class SplitCost:
 
     @property
     def gain(self) -> float:
-        """Tells how many times as fast as one card all are."""
-        return (self.outside + self.blocks * self.block.all) / self.seconds
+        return (self.outside + self.blocks * sum(self.block)) / self.seconds
 
     @property
     def pays(self) -> bool:

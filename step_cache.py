@@ -1,9 +1,6 @@
-"""The step cache: its presets, and which steps of a schedule they leave to a forecast.
-
-A sampler asks the transformer for a velocity at each step. Between two steps in the middle of a run
-that velocity hardly changes, so that some of them can be forecast from the steps before
-(`optimizations/step_cache`). Which ones is decided here, before the run, from its sigmas alone: the
-same workflow always skips the same steps.
+"""The step cache's presets, and which steps of a schedule they leave to a forecast: steps in the
+middle of a run, between which the transformer's velocity hardly changes. They are chosen before the
+run from its sigmas alone, so that the same workflow always skips the same steps.
 """
 
 from __future__ import annotations
@@ -119,7 +116,6 @@ class StepPlan:
 
     @property
     def computed(self) -> int:
-        """How many steps call the transformer."""
         return self.steps - sum(self.skipped)
 
 
@@ -178,7 +174,6 @@ def computed_steps(steps: int, name: str) -> int:
 
 
 def computed_with(steps: int, settings: CacheSettings) -> int:
-    """Counts them with any settings."""
     return plan_steps(usual_sigmas(steps), settings).computed
 
 
@@ -228,7 +223,6 @@ def _moved(sigma: float) -> float:
 def _cheapest(
     sigmas: tuple[float, ...], open_steps: tuple[bool, ...], most: int, longest: int
 ) -> tuple[bool, ...]:
-    """Finds the cheapest set of at most so many steps, by dynamic programming over steps."""
     steps = len(open_steps)
     moved = [_moved(sigma) for sigma in sigmas]
     # {(skipped so far, skipped in a row): (cost, the steps as bits)}, the cheapest ways to a step.

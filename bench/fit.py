@@ -22,12 +22,13 @@ from scipy.optimize import least_squares
 
 from ..errors import SettingError
 from ..families.registry import find_member
-from ..machine.card_list import known_cards
+from ..machine.store import known_cards
 from ..planning.bytes import step_bytes, table_bytes, weight_bytes
 from ..planning.cards import Card, find_card
 from ..planning.rates import CONSTANT_NAMES, MEASURED, Constants, Rates, rates_by
 from ..planning.request import RunRequest, Setting
-from ..planning.times import Pass, pass_times, prompt_seconds, vae_seconds
+from ..planning.times import Pass, pass_times, prompt_seconds
+from ..planning.vae_work import vae_seconds
 from ..spec.vae import PIXELS_PER_LATENT, PUBLISHED_VAE
 from .rows import Inputs
 

@@ -42,7 +42,6 @@ SMALL_CARD_BYTES = 6 * GIB
 
 
 def notes_of(found: Estimate) -> tuple[str, ...]:
-    """Gives what an estimate has to say, without the caller's own notes."""
     parts = _time_notes, _room_notes, _addition_notes, _licence_notes, _price_notes
     return tuple(note for part in parts for note in part(found))
 

@@ -59,10 +59,9 @@ def run(args: argparse.Namespace) -> int:
         0, or 1 when no card with a price holds what is to run.
     """
     from ..charts.advice import advise_text
-    from ..machine.card_list import known_cards
-    from ..machine.store import load_calibration
-    from ..planning.advise import advise
-    from ..planning.cards import check_positive, read_prices
+    from ..machine.store import known_cards, load_calibration
+    from ..planning.advise import advise, read_prices
+    from ..planning.estimate import check_positive
 
     check_positive("--images-per-hour", args.images_per_hour)
     if args.plot:

@@ -11,8 +11,7 @@ from ..errors import SettingError, UnavailableError, plain_write_errors
 from ..families.qwen_image import FULL_SIZE, SMALL
 from ..files import check_target, write_whole
 from ..hosts.diffusers.settings import SIZE_STEP
-from ..machine.card_list import known_cards
-from ..machine.store import CALIBRATION, Calibration, cache_folder, with_calibration
+from ..machine.store import CALIBRATION, Calibration, cache_folder, known_cards, with_calibration
 from ..planning.cards import Card, find_card
 from ..spec.formats import MULTIPLIED
 from .generate import parse_size

@@ -16,9 +16,8 @@ from ..charts.figures import folded, table
 from ..errors import DoesNotFitError, SettingError
 from ..families.qwen_image import TEXT_TO_IMAGE
 from ..families.registry import find_member, likely_member
-from ..machine.card_list import card_notes
 from ..options import OLDER, OPTIONS, Option, request_settings, todays
-from ..planning.cards import DEFAULT_CARD
+from ..planning.cards import DEFAULT_CARD, read_cards
 from ..planning.request import AUTO, CFG_MODES, OtherModel, Parts, RunRequest
 from ..spec.formats import GIB, MULTIPLIED
 from ..split_cost import check_link
@@ -34,7 +33,6 @@ CARDS_HELP = (
 
 
 def cards_table(cards: Mapping[str, Card], *, as_json: bool) -> str:
-    """Writes a line for each card, notes and sources below, or one JSON object with everything."""
     from ..charts.advice import price_source
 
     if as_json:
@@ -53,7 +51,7 @@ def cards_table(cards: Mapping[str, Card], *, as_json: bool) -> str:
             ]
         )
     lines = table(rows, right=range(1, 7))
-    for topic, text in card_notes().items():
+    for topic, text in read_cards()[0].items():
         lines += ["", *folded([f"{topic}: {text}"])]
     lines += ["", "sources"]
     lines += folded(f"{card.name}: {card.source}" for card in cards.values())
@@ -115,9 +113,7 @@ def run(args: argparse.Namespace) -> int:
         0 when it fits, 4 when it runs slowly, 1 when it does not fit.
     """
     from ..charts.words import estimate_text
-    from ..machine.card_list import known_cards
-    from ..machine.store import load_calibration
-    from ..planning.cards import with_memory
+    from ..machine.store import known_cards, load_calibration
     from ..planning.estimate import estimate
 
     count, file = _count_and_file(args.cards)
@@ -130,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
         check_plot(args.plot)
     request = replace(request_of(args), others=_others(args.others))
     card = _card(args.card, cards)
-    card = with_memory(card, _usable_bytes(args.vram, card))
+    card = replace(card, memory_bytes=_usable_bytes(args.vram, card))
     calibration = load_calibration(card)
     try:
         found = estimate(request, card, calibration=calibration, usd_per_hour=args.price)
@@ -245,7 +241,6 @@ def _usable_bytes(gib: float | None, card: Card) -> int:
 
 
 def add_request_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds everything that a `RunRequest` is made of."""
     group = parser.add_argument_group("the run")
     group.add_argument(
         "--model",

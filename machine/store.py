@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..caches import remembered
-from ..planning.cards import Card, is_named
+from ..planning.cards import Card, is_named, read_cards
 from ..planning.rates import LAUNCHES, Launches, Rates
 from ..spec.formats import MULTIPLIED
 
@@ -40,6 +40,17 @@ def cache_folder() -> Path:
 def own_cards_path() -> Path:
     """Finds the user's own list of cards, which need not exist."""
     return cache_folder() / CARDS
+
+
+def known_cards(path: Path | None = None) -> dict[str, Card]:
+    """Reads the cards of `planning.cards.read_cards` by name.
+
+    Args:
+        path: a list of the user's own; by default that of the cache folder, where there is one.
+    """
+    if path is None and os.path.lexists(own_cards_path()):
+        path = own_cards_path()
+    return read_cards(path and Path(path))[1]
 
 
 # What `qwen-l40s bench --calibrate` measured of the user's own cards.

@@ -27,7 +27,8 @@ from ..optimizations.linear import choose_gemm, dense_linear
 from ..optimizations.reference import Modulation, QuantizedRows, Tokens
 from ..optimizations.verdict import Verdict
 from ..planning.rates import Rates
-from ..planning.times import Pass, norm_bytes, step_work
+from ..planning.times import Pass, norm_bytes
+from ..planning.vae_work import step_work
 from ..spec.formats import FORMATS, MULTIPLIED, QUANTIZED, RowFormat, format_gib, sm
 from ..spec.transformer import TransformerShape
 from ..spec.vae import VaeLayer
@@ -200,7 +201,7 @@ def _convolution(sizes: CalibrationSizes, device: torch.device, bandwidth: float
     parts, flops, moved = [], 0, 0
     for channels, side in sizes.residuals:
         counted = step_work(VaeLayer("residual", channels, channels), side, side)
-        flops, moved = flops + counted.flops, moved + counted.bytes
+        flops, moved = flops + counted[0], moved + counted[1]
         x = _random(1, channels, 1, side, side, on=device)
         weights = _random(2, channels, channels, 1, 3, 3, on=device) * (9 * channels) ** -0.5
         gamma = _random(channels, 1, 1, 1, on=device)

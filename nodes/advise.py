@@ -8,10 +8,9 @@ from comfy_api.latest import io
 
 from ..errors import QwenL40SError, UnavailableError
 from ..hosts.comfyui.estimate.cards import own_files_changed_at
-from ..machine.card_list import known_cards
-from ..machine.store import load_calibration
+from ..machine.store import known_cards, load_calibration
 from ..options import request_settings
-from ..planning.cards import EXAMPLE, read_prices
+from ..planning.advise import EXAMPLE, read_prices
 from .common import (
     CATEGORY,
     loader_settings,

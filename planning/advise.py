@@ -1,8 +1,5 @@
-"""Which card paints a load of images for the least, where cards are rented by the hour all day.
-
-N images an hour at t seconds each need ceil(N t / 3600) cards, idle or not. Where t is predicted as
-a range, its slow end counts, so that the cards carry the load in any case.
-
+"""Which card paints a load of images for the least, where cards are rented by the hour all day: N
+images an hour at t seconds each need ceil(N t / 3600) cards, where t is the slow end of a range.
 And what several cards of a machine are for: one image sooner, or many images.
 """
 
@@ -16,8 +13,8 @@ from functools import cached_property
 from ..errors import SettingError, UnavailableError
 from ..spec.formats import QUANTIZED
 from ..split_cost import LEAST_GAIN, PassRows, SplitCost, row_bytes
-from .cards import SECONDS_PER_HOUR, Card, Price, check_positive
-from .estimate import Estimate, estimate, usd_range
+from .cards import Card, Price, find_card
+from .estimate import SECONDS_PER_HOUR, Estimate, check_positive, estimate, usd_range
 from .phases import Range
 from .plan import PlanOption
 from .rates import Rates, attending, rates_of
@@ -94,7 +91,6 @@ class Comparison:
 
 
 def compare(first: Offer, second: Offer) -> Comparison:
-    """Finds the cheaper one of two offers, and about the load from which it is."""
     better, other = sorted((first, second), key=lambda offer: offer.busy_usd.high)
     certain = better.busy_usd.high < other.busy_usd.low
     if math.isclose(better.busy_usd.high, other.busy_usd.high, rel_tol=EQUAL):
@@ -135,7 +131,6 @@ class Advice:
 
     @property
     def loads(self) -> tuple[float, float, float]:
-        """Gives a tenth of the load that was asked for, itself, and ten times it."""
         return self.images_per_hour / 10, self.images_per_hour, self.images_per_hour * 10
 
     @cached_property
@@ -157,7 +152,6 @@ class Advice:
 
     @property
     def paid(self) -> list[Offer]:
-        """Selects the fitting ones that cost something."""
         return [offer for offer in self.fitting if offer.usd_per_hour]
 
     def comparisons(self, names: Sequence[str] = (SUBJECT, *RIVALS)) -> list[Comparison]:
@@ -202,6 +196,53 @@ def advise(
     return Advice(images_per_hour, offers, unpriced, refused)
 
 
+# Prices that somebody types in.
+
+EXAMPLE = "L40S = 0.79"  # a line of them
+COMMENT = "#"
+
+
+def read_prices(text: str, cards: Mapping[str, Card]) -> dict[str, float]:
+    """Reads {card's name in the list: USD an hour}; empty lines say nothing.
+
+    Raises:
+        SettingError: it is no text; or a line is no `card = price`, its card is unknown or was
+            there before, or its price is negative or no number; the message begins with the line's
+            number.
+    """
+    if not isinstance(text, str):
+        raise SettingError(f"prices are {text!r} and must be a text of lines such as {EXAMPLE!r}.")
+    prices: dict[str, float] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        line = line.partition(COMMENT)[0].strip()
+        if not line:
+            continue
+        try:
+            name, price = _split(line)
+            card = find_card(name, cards).name
+            if card in prices:
+                raise SettingError(f"{card} already has a price above: keep one.")
+        except SettingError as error:
+            raise SettingError(f"prices, line {number}: {error}") from error
+        prices[card] = price
+    return prices
+
+
+def _split(line: str) -> tuple[str, float]:
+    name, _, amount = line.partition("=")
+    try:
+        price = float(amount.strip().removeprefix("$"))
+    except ValueError:
+        price = math.nan
+    if not name.strip() or math.isnan(price):
+        raise SettingError(
+            f"{line!r} is not a card and its price in USD per hour: write {EXAMPLE!r}."
+        )
+    if not 0 <= price < math.inf:
+        raise SettingError(f"a price must be at least 0 USD per hour, got {price:g}.")
+    return name.strip(), price
+
+
 # From card to card over PCIe without NVLink, each way with both busy: the least, the likely and the
 # most of 16 lanes of PCIe 4, which carry 32 GB/s. From what others measured on L40 and L20; through
 # host memory it is the least.
@@ -242,12 +283,10 @@ class Together:
 
     @property
     def each(self) -> int:
-        """Counts the cards of one pass."""
         return self.cards // self.prompts
 
     @property
     def faster(self) -> Range:
-        """Tells how many times as fast as on one card an image is."""
         ends = [one / all_cards for one, all_cards in zip(self.alone, self.together, strict=True)]
         return Range(min(ends), max(ends))
 
@@ -343,6 +382,6 @@ def _split_cost(option: PlanOption, rates: Rates, cards: int, link: float) -> Sp
         cards,
         link,
         blocks=blocks,
-        outside=times.card - blocks * block.all,
+        outside=times.card - blocks * sum(block),
         launch=rates.launches.block[precision],
     )

@@ -1,7 +1,5 @@
-"""What weights and one forward pass take, counted from sizes alone.
-
-Every count is in bytes; GiB is 2**30 bytes, as cards are sold. Nothing is loaded and torch is not
-needed: the answer comes before gigabytes are read.
+"""What weights and one forward pass take in bytes, counted from sizes alone: without torch, and
+before gigabytes are read.
 """
 
 from __future__ import annotations
@@ -84,7 +82,6 @@ def weight_bytes(
 def weights_by_precision(
     shape: TransformerShape, keep: frozenset[str] = frozenset()
 ) -> dict[str, int]:
-    """Counts {precision: total bytes of the loaded transformer}, for every known precision."""
     return {name: weight_bytes(shape, name, keep).total for name in BYTES_PER_WEIGHT}
 
 
@@ -391,7 +388,6 @@ def text_encoder_bytes(request: RunRequest, precision: str) -> int:
 
 
 def encoder_bytes(encoder: TextEncoder, precision: str) -> int:
-    """Counts a published encoder."""
     total = 2 * (encoder.language + encoder.vision)
     if precision not in QUANTIZED:
         return total

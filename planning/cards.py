@@ -1,17 +1,22 @@
-"""The cards that estimates are made for: what each has and costs, and where that is from."""
+"""The cards that estimates are made for: what each has and costs, and the lists that say so."""
 
 from __future__ import annotations
 
+import codecs
 import difflib
 import math
 import re
-from collections.abc import Iterable, Mapping
+import reprlib
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from ..errors import SettingError
-from ..spec.formats import CardFacts
+from ..files import parse_object
+from ..spec.formats import MIB, MULTIPLIED, CardFacts
 
+DEFAULT_CARD = "L40S"
 STARTING = "from"  # the kind of a price that is published as "from $0.72"
 # Words of a driver's name that tell no card from another.
 EMPTY_WORDS = {"nvidia", "geforce", "tesla", "generation", "gpu"}
@@ -68,7 +73,6 @@ class Card:
     changed: bool = field(default=False, kw_only=True)
 
     def facts(self) -> CardFacts:
-        """Gives the figures that the choice of a precision needs."""
         return CardFacts(self.name, self.memory_bytes, self.capability)
 
     def price(self) -> Price | None:
@@ -89,10 +93,10 @@ def find_card(name: str, cards: Mapping[str, Card], own_list: object = "cards.js
     Raises:
         SettingError: no card is named so, or several are; the message suggests the nearest.
     """
-    exact = card_named(name, cards)
+    exact = _card_named(name, cards)
     if exact is not None:
         return exact
-    wanted = words_of(name)
+    wanted = _words_of(name)
     parts = [card for card in cards.values() if _has_part(card, wanted)]
     plain = [card for card in parts if all(_is_variant(other, card) for other in parts)]
     if plain:
@@ -106,54 +110,43 @@ def find_card(name: str, cards: Mapping[str, Card], own_list: object = "cards.js
     )
 
 
-def card_named(name: str, cards: Mapping[str, Card]) -> Card | None:
-    """Finds the card whose whole name differs in case, spaces, order and vendor alone, or None."""
-    known = card_names((card.name, card.also) for card in cards.values()).get(name_key(name))
+def _card_named(name: str, cards: Mapping[str, Card]) -> Card | None:
+    known = _card_names((card.name, card.also) for card in cards.values()).get(_name_key(name))
     return None if known is None else cards[known]
 
 
-def with_memory(card: Card, memory_bytes: int) -> Card:
-    """Gives the card another size of memory, where others use a part of it."""
-    return replace(card, memory_bytes=memory_bytes)
-
-
-def words_of(name: str) -> tuple[str, ...]:
-    """Finds runs of letters and of digits: spaces and hyphens between them do not count."""
+def _words_of(name: str) -> tuple[str, ...]:
     parts = re.findall(r"[^\W\d_]+|\d+", name.casefold())
     return tuple(sorted(part for part in parts if part not in EMPTY_WORDS))
 
 
-def name_key(name: str) -> str:
-    """Makes the same of all spellings of a name."""
-    return " ".join(words_of(name))
+def _name_key(name: str) -> str:
+    # The same of all spellings: spaces and hyphens between letters and digits do not count.
+    return " ".join(_words_of(name))
 
 
 def is_named(card: Card, name: str) -> bool:
     """Tells whether a card is the one of a driver's name, whatever case and vendor stand there."""
-    return name_key(name) in map(name_key, (card.name, *card.also))
+    return _name_key(name) in map(_name_key, (card.name, *card.also))
 
 
 def _has_part(card: Card, wanted: tuple[str, ...]) -> bool:
     numbered = any(word.isdigit() for word in wanted)
-    return numbered and any(set(wanted) <= set(words_of(name)) for name in (card.name, *card.also))
+    return numbered and any(set(wanted) <= set(_words_of(name)) for name in (card.name, *card.also))
 
 
 def _is_variant(card: Card, other: Card) -> bool:
-    return set(words_of(other.name)) <= set(words_of(card.name))
+    return set(_words_of(other.name)) <= set(_words_of(card.name))
 
 
-def card_names(cards: Iterable[tuple[str, Iterable[str]]], where: str = "") -> dict[str, str]:
-    """Maps {key of each name: the card's name} of pairs of a name and the other names.
-
-    Raises:
-        SettingError: two cards have one name; the message begins with `where`.
-    """
+def _card_names(cards: Iterable[tuple[str, Iterable[str]]], where: str = "") -> dict[str, str]:
+    # {key of each name: the card's name} of pairs of a name and the other names.
     found: dict[str, str] = {}
     for name, also in cards:
         for other in (name, *also):
-            if found.setdefault(name_key(other), name) != name:
+            if found.setdefault(_name_key(other), name) != name:
                 raise SettingError(
-                    f"{where}the cards {found[name_key(other)]!r} and {name!r} are both named "
+                    f"{where}the cards {found[_name_key(other)]!r} and {name!r} are both named "
                     f"{other!r}: a name must mean one card, so change it or 'also' in your list."
                 )
     return found
@@ -161,9 +154,9 @@ def card_names(cards: Iterable[tuple[str, Iterable[str]]], where: str = "") -> d
 
 def _nearest(name: str, cards: Mapping[str, Card]) -> str:
     names = {
-        name_key(other): card.name for card in cards.values() for other in (card.name, *card.also)
+        _name_key(other): card.name for card in cards.values() for other in (card.name, *card.also)
     }
-    near = difflib.get_close_matches(name_key(name), names, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(_name_key(name), names, n=1, cutoff=0.5)
     return f", the nearest is {names[near[0]]!r}" if near else ""
 
 
@@ -186,9 +179,9 @@ def card_by_driver(facts: CardFacts, cards: Mapping[str, Card]) -> Card:
 
     Only a whole name counts: "NVIDIA A40" is a part of an A100 40GB's.
     """
-    listed = card_named(facts.name, cards)
+    listed = _card_named(facts.name, cards)
     if listed is not None:
-        return with_memory(listed, facts.total_bytes)
+        return replace(listed, memory_bytes=facts.total_bytes)
     card = UnlistedCard(
         name=facts.name,
         also=(),
@@ -202,107 +195,254 @@ def card_by_driver(facts: CardFacts, cards: Mapping[str, Card]) -> Card:
         tdp_watts=0,
         prices=(),
         source="the driver",
-        nearest=nearest_card(facts, cards).name,
+        nearest=_nearest_card(facts, cards).name,
     )
-    return with_memory(card, facts.total_bytes)
+    return replace(card, memory_bytes=facts.total_bytes)
 
 
-def nearest_card(facts: CardFacts, cards: Mapping[str, Card]) -> Card:
-    """Finds the listed card whose name is a part of the driver's, such as L40S of "NVIDIA
-    L40S-24Q", or else of the nearest capability, then memory, then name.
-    """
-    words = set(words_of(facts.name))
-    generation = _number(facts.capability)
+def _nearest_card(facts: CardFacts, cards: Mapping[str, Card]) -> Card:
+    # Whose name is a part of the driver's, such as L40S of "NVIDIA L40S-24Q", or else of the
+    # nearest capability, then memory, then name.
+    words = set(_words_of(facts.name))
+
+    def generation(of: Card | CardFacts) -> int:
+        return 10 * of.capability[0] + of.capability[1]
 
     def unlikeness(card: Card) -> tuple[float, ...]:
-        names = [words_of(name) for name in (card.name, *card.also)]
+        names = [_words_of(name) for name in (card.name, *card.also)]
         part = max((len(name) for name in names if set(name) <= words), default=0)
         # Sizes of memory that differ by less than a tenth are one.
         memory = round(abs(math.log(card.memory_bytes / max(1, facts.total_bytes))), 1)
         alike = max(difflib.SequenceMatcher(None, sorted(words), name).ratio() for name in names)
-        return (-part, abs(_number(card.capability) - generation), memory, -alike)
+        return (-part, abs(generation(card) - generation(facts)), memory, -alike)
 
     return min(cards.values(), key=unlikeness)
 
 
-def _number(capability: tuple[int, int]) -> int:
-    major, minor = capability
-    return 10 * major + minor
+# The lists.
+
+BUNDLED = Path(__file__).resolve().with_name("gpus.json")
+PEAKS = (*MULTIPLIED, "fp32")
+KINDS = ("on demand", "from", "spot", "serverless", "community")
+MOST_BYTES = 2**20
+LONGEST_TEXT = 2000
+LARGEST = 1e9  # above every figure in its unit, and below what overflows a product of two
+LEAST_TFLOPS = 0.1
+DATE = re.compile(r"20\d\d-(0[1-9]|1[0-2])(-(0[1-9]|[12]\d|3[01]))?|undated")
+# Gigatransfers a second and lane, one bit each, by PCIe generation.
+PCIE_GT_PER_SECOND = {3: 8, 4: 16, 5: 32, 6: 64}
+# What the times of a card follow from.
+TIMED = ("dense_tflops", "bandwidth_gb_per_second", "pcie_generation", "pcie_lanes", "capability")
+# What a price of the user's own may leave out.
+OWN_PRICE = {"provider": "your own", "kind": "on demand", "date": "undated", "source": "your list"}
 
 
-# What an image costs on a rented card, and prices that somebody types in.
+def read_cards(path: Path | None = None) -> tuple[dict[str, str], dict[str, Card]]:
+    """Reads the bundled list, with the user's own over it.
 
-SECONDS_PER_HOUR = 3600
-DEFAULT_CARD = "L40S"
-EXAMPLE = "L40S = 0.79"  # a line of prices that somebody types in
-COMMENT = "#"
+    Both are strict JSON of the form {"notes": {topic: text}, "cards": {name: {field: value}}}, with
+    the fields of `FIELDS`. Of a card that is known, by any of its names, the user's own list gives
+    only what differs, such as its prices: {"cards": {"L40S": {"prices": [...]}}}.
 
+    Args:
+        path: of the user's own list; None for the bundled one alone.
 
-def check_price(usd_per_hour: Any) -> None:
-    """Refuses what is no price.
-
-    Raises:
-        SettingError: it is negative, infinite or no number.
-    """
-    if not _is_finite(usd_per_hour) or usd_per_hour < 0:
-        raise SettingError(
-            f"usd_per_hour is {usd_per_hour!r}: give the price of one card in USD per hour, 0 or "
-            "more."
-        )
-
-
-def check_positive(name: str, value: Any) -> None:
-    """Refuses what is no amount.
-
-    Raises:
-        SettingError: it is zero, negative, infinite or no number.
-    """
-    if not _is_finite(value) or value <= 0:
-        raise SettingError(f"{name} is {value!r}: give a finite number above 0.")
-
-
-def _is_finite(value: Any) -> bool:
-    numeric = isinstance(value, (int, float)) and not isinstance(value, bool)
-    # A whole number has no largest; one that no float holds is no price, time or load.
-    return numeric and abs(value) < 1e300 and math.isfinite(value)
-
-
-def read_prices(text: str, cards: Mapping[str, Card]) -> dict[str, float]:
-    """Reads {card's name in the list: USD an hour}; empty lines say nothing.
+    Returns:
+        ({topic: what the bundled list says of its figures}, the cards by name).
 
     Raises:
-        SettingError: it is no text; or a line is no `card = price`, its card is unknown or was
-            there before, or its price is negative or no number; the message begins with the line's
-            number.
+        SettingError: the file cannot be read, or a field is missing, unknown or of no use; the
+            message names file, card and field.
     """
-    if not isinstance(text, str):
-        raise SettingError(f"prices are {text!r} and must be a text of lines such as {EXAMPLE!r}.")
-    prices: dict[str, float] = {}
-    for number, line in enumerate(text.splitlines(), 1):
-        line = line.partition(COMMENT)[0].strip()
-        if not line:
-            continue
-        try:
-            name, price = _split(line)
-            card = find_card(name, cards).name
-            if card in prices:
-                raise SettingError(f"{card} already has a price above: keep one.")
-        except SettingError as error:
-            raise SettingError(f"prices, line {number}: {error}") from error
-        prices[card] = price
-    return prices
+    notes, bundled = _listed(BUNDLED, {}, {})
+    listed = bundled
+    if path is not None:
+        known = _card_names((name, entry["also"]) for name, entry in bundled.items())
+        _, listed = _listed(path, bundled, known)
+    cards = {name: _card(name, entry, bundled.get(name, {})) for name, entry in listed.items()}
+    _card_names(((card.name, card.also) for card in cards.values()), where=f"{path}: ")
+    return notes, cards
 
 
-def _split(line: str) -> tuple[str, float]:
-    name, _, amount = line.partition("=")
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < LARGEST
+
+
+def _at_least(low: float) -> Callable[[Any], bool]:
+    return lambda value: _is_number(value) and value >= low
+
+
+def _whole(value: Any) -> bool:
+    return _is_number(value) and isinstance(value, int)
+
+
+def _text(value: Any) -> bool:
+    plain = isinstance(value, str) and value.isprintable()  # no half of a surrogate pair either
+    return plain and bool(value.strip()) and len(value) <= LONGEST_TEXT
+
+
+def _capability(value: Any) -> bool:
+    pair = isinstance(value, list) and len(value) == 2
+    return pair and _whole(value[0]) and (_whole(value[1]) or value[1] == 0)
+
+
+def _peaks(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and {"bf16", "fp32"} <= set(value) <= set(PEAKS)
+        and all(map(_at_least(LEAST_TFLOPS), value.values()))
+    )
+
+
+def _one_of(known: Collection[Any]) -> Callable[[Any], bool]:
+    return lambda value: (_whole(value) or _text(value)) and value in known
+
+
+# {field: (whether a value may stand there, the rule)}
+FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "also": (
+        lambda value: isinstance(value, list) and all(map(_text, value)),
+        "a list of the driver's and other names, which may be empty",
+    ),
+    "architecture": (_text, "a text such as 'Ada Lovelace'"),
+    "capability": (_capability, "the compute capability as two whole numbers, such as [8, 9]"),
+    "memory_mib": (_whole, "the MiB that torch's total_memory shows, a whole number above 0"),
+    "bandwidth_gb_per_second": (_at_least(1), "the memory's GB/s, at least 1"),
+    "l2_mib": (_whole, "the L2 cache's MiB, a whole number above 0"),
+    "dense_tflops": (
+        _peaks,
+        "peaks without sparsity, at least 0.1, for bf16 and fp32, and for fp8 and int8 where it "
+        "has them",
+    ),
+    "pcie_generation": (_one_of(PCIE_GT_PER_SECOND), "a whole number from 3 to 6"),
+    "pcie_lanes": (_one_of((1, 2, 4, 8, 16)), "1, 2, 4, 8 or 16"),
+    "tdp_watts": (_whole, "a whole number of watts above 0"),
+    "source": (_text, "a text that says where the figures are from"),
+    "prices": (lambda value: isinstance(value, list), "a list of prices, which may be empty"),
+}
+PRICE_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "usd_per_hour": (_is_number, "US dollars for an hour of one card, a number above 0"),
+    "provider": (_text, "a text"),
+    "kind": (_one_of(KINDS), f"one of {', '.join(KINDS)}"),
+    "date": (
+        lambda value: isinstance(value, str) and DATE.fullmatch(value) is not None,
+        "a date such as 2026-03-15, or 'undated'",
+    ),
+    "source": (_text, "a text that says where it was published"),
+}
+
+
+Fields = Mapping[str, Mapping[str, Any]]  # of each card by name
+
+
+def _listed(path: Path, below: Fields, known: Mapping[str, str]) -> tuple[dict[str, str], Fields]:
+    # (notes, the cards of `below` with what the file says); `known` has names by `_name_key`.
+    content = _parse(path)
     try:
-        price = float(amount.strip().removeprefix("$"))
-    except ValueError:
-        price = math.nan
-    if not name.strip() or math.isnan(price):
+        return _merged(content, below, known)
+    except SettingError as error:
+        raise SettingError(error, path) from error
+
+
+def _merged(
+    content: Mapping, below: Fields, known: Mapping[str, str]
+) -> tuple[dict[str, str], Fields]:
+    _refuse_unknown(content, ("notes", "cards"), "the list of cards")
+    notes, listed = content.get("notes", {}), content.get("cards")
+    if not isinstance(notes, dict) or not all(map(_text, notes.values())):
+        raise SettingError("'notes' must be an object of texts: correct or remove it.")
+    if not isinstance(listed, dict):
         raise SettingError(
-            f"{line!r} is not a card and its price in USD per hour: write {EXAMPLE!r}."
+            "the list of cards has no object 'cards': give the cards by name, as in "
+            '{"cards": {"L40S": {"prices": [{"usd_per_hour": 0.9}]}}}.'
         )
-    if not 0 <= price < math.inf:
-        raise SettingError(f"a price must be at least 0 USD per hour, got {price:g}.")
-    return name.strip(), price
+    cards = dict(below)
+    seen: dict[str, str] = {}
+    for given, entry in listed.items():
+        if not _text(given):
+            raise SettingError(
+                f"{reprlib.repr(given)} is not the name of a card: give one, such as L40S."
+            )
+        name = known.get(_name_key(given), given)
+        if name in seen:
+            raise SettingError(f"{seen[name]!r} and {given!r} are the same card: name it once.")
+        seen[name] = given
+        cards[name] = {**cards.get(name, {}), **_checked(entry, f"card {given!r}")}
+        _refuse_missing(cards[name], FIELDS, f"card {given!r}")
+    return notes, cards
+
+
+def _checked(entry: Any, where: str) -> dict[str, Any]:
+    _check(entry, FIELDS, where)
+    if "prices" not in entry:
+        return entry
+    prices = []
+    for number, price in enumerate(entry["prices"], 1):
+        place = f"{where}, prices, entry {number}"
+        _check(price, PRICE_FIELDS, place)
+        _refuse_missing({**OWN_PRICE, **price}, PRICE_FIELDS, place)
+        prices.append({**OWN_PRICE, **price})
+    return {**entry, "prices": prices}
+
+
+def _check(entry: Any, fields: Mapping, where: str) -> None:
+    if not isinstance(entry, dict):
+        raise SettingError(f"{where} is {reprlib.repr(entry)}: give an object with its fields.")
+    _refuse_unknown(entry, fields, where)
+    for name, value in entry.items():
+        allows, rule = fields[name]
+        if not allows(value):
+            raise SettingError(
+                f"{where}: {name!r} is {reprlib.repr(value)}, but must be {rule}: correct it."
+            )
+
+
+def _refuse_unknown(entry: Mapping, known: Collection[str], where: str) -> None:
+    for name in entry:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+            hint = f"write {near[0]!r}" if near else f"choose from {', '.join(known)}"
+            raise SettingError(f"{where}: {reprlib.repr(name)} is not a field: {hint}.")
+
+
+def _refuse_missing(entry: Mapping, fields: Mapping, where: str) -> None:
+    for name, (_, rule) in fields.items():
+        if name not in entry:
+            needs = "a card of your own needs" if fields is FIELDS else "every price needs"
+            raise SettingError(f"{where}: {name!r} is missing, which {needs}: give {rule}.")
+
+
+def _card(name: str, entry: Mapping[str, Any], bundled: Mapping[str, Any]) -> Card:
+    gigatransfers = PCIE_GT_PER_SECOND[entry["pcie_generation"]]
+    return Card(
+        name=name,
+        also=tuple(entry["also"]),
+        architecture=entry["architecture"],
+        capability=tuple(entry["capability"]),
+        memory_bytes=entry["memory_mib"] * MIB,
+        bandwidth=entry["bandwidth_gb_per_second"] * 1e9,
+        l2_bytes=entry["l2_mib"] * MIB,
+        dense_flops={kind: peak * 1e12 for kind, peak in entry["dense_tflops"].items()},
+        pcie_bytes_per_second=entry["pcie_lanes"] * gigatransfers * 1e9 / 8,
+        tdp_watts=entry["tdp_watts"],
+        prices=tuple(Price(**price) for price in entry["prices"]),
+        source=entry["source"],
+        changed=any(entry[field] != bundled.get(field, entry[field]) for field in TIMED),
+    )
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MOST_BYTES + 1)
+        if len(data) > MOST_BYTES:
+            raise ValueError("it is larger than 1 MiB")
+        return parse_object(data.removeprefix(codecs.BOM_UTF8))
+    except OSError as error:
+        raise SettingError(
+            f"cannot read the list of cards ({error.strerror}): give a JSON file.", path
+        ) from error
+    except ValueError as error:
+        raise SettingError(
+            f"the list of cards must be one JSON object ({error}): correct the file.", path
+        ) from error

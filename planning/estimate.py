@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
+from ..errors import SettingError
 from ..spec.formats import GIB, QUANTIZED
-from ..spec.sizes import RING_BYTES, STAGING_BYTES
 from ..spec.transformer import ON_CARD
 from ..step_cache import OFF
-from .bytes import BF16, FP32, text_encoder_bytes, weight_bytes
-from .cards import SECONDS_PER_HOUR, Card, UnlistedCard, check_price, is_named
+from .bytes import text_encoder_bytes
+from .cards import Card, UnlistedCard, is_named
 from .files import (
     NVME,
     PAGE_CACHE,
@@ -22,31 +24,31 @@ from .files import (
     Load,
     against_guides,
     disk,
+    host_memory,
+    load_of,
     load_seconds,
     made_on_load,
 )
-from .phases import Phase, Range, transformer_bytes
+from .phases import Phase, Range
 from .plan import PlanOption, plan, plan_with_room
 from .rates import Basis, Rates, attending, measured, rates_of
 from .request import (
     DROPPED,
     EXACT,
     ON_PROCESSOR,
-    TEXT_ENCODER,
     Loras,
     RunRequest,
     Setting,
     replays_graph,
 )
 from .times import (
-    decode_seconds,
-    encode_image_seconds,
     encode_text_seconds,
     forward_seconds,
     forward_times,
     sampling_seconds,
     table_seconds,
 )
+from .vae_work import decode_seconds, encode_image_seconds
 
 # The answers: all stays on the card, weights move to it and off it, or it stops (DoesNotFitError).
 FITS, RUNS_SLOWLY, DOES_NOT_FIT = "fits", "runs slowly", "does not fit"
@@ -55,53 +57,10 @@ FITS, RUNS_SLOWLY, DOES_NOT_FIT = "fits", "runs slowly", "does not fit"
 # may be off by as much, and a desktop or another program may hold some of the card.
 TIGHT_BYTES = 3 * GIB // 2
 
+SECONDS_PER_HOUR = 3600
+
 # Of the Lightning LoRA that is closest to the model without it.
 LIGHTNING_STEPS = 8
-
-# Python, torch with CUDA, ComfyUI and its nodes. Predicted.
-PROGRAM_BYTES = 3 * GIB
-# An image as it comes from the VAE, and as it is saved.
-IMAGE_COPIES = 2
-
-
-def host_memory(request: RunRequest, setting: Setting, *, moved_bytes: int = 0) -> dict[str, int]:
-    """Counts {what it is for: bytes of host memory}.
-
-    The weights themselves stay in their files, which ComfyUI maps: the system caches them where
-    memory is left. Counted are copies, and what waits in host memory while it is not on the card.
-
-    Args:
-        moved_bytes: of the transformer, what the plan's option brings to the card in each forward
-            pass; it waits in host memory, where a copy that was quantized on load is already.
-    """
-    weights = transformer_bytes(request, setting)
-    parts = {"ComfyUI, torch and CUDA": PROGRAM_BYTES}
-    copied = 0
-    if made_on_load(request, setting):
-        counted = weight_bytes(request.transformer, setting.precision)
-        copied = counted.gemm + counted.scales
-        parts["transformer, quantized on load"] = copied
-        parts["staging while it is quantized"] = STAGING_BYTES
-    if setting.off_card:
-        parts["modulation that waits"] = weights.modulation
-        parts["pinned ring"] = RING_BYTES
-    if setting.text_encoder_place != ON_CARD:
-        parts["text encoder that waits"] = text_encoder_bytes(request, setting.text_encoder)
-    elif encoder_made_on_load(request, setting):
-        parts["text encoder, quantized on load"] = request.member.text_encoder.quantized_bytes
-    parts["transformer that is moved in each pass"] = max(0, moved_bytes - copied)
-    pixels = request.batch * request.frames * request.width * request.height
-    parts["images"] = IMAGE_COPIES * FP32 * request.vae.image_channels * pixels
-    return {name: count for name, count in parts.items() if count}
-
-
-def encoder_made_on_load(request: RunRequest, setting: Setting) -> bool:
-    """Tells whether the text encoder is quantized on each load, from a file that is not."""
-    loaded = request.parts.text_encoder_bytes
-    stored = dict(request.parts.file_bytes).get(TEXT_ENCODER, loaded)
-    ready = loaded is not None and loaded == stored
-    return setting.text_encoder in QUANTIZED and not ready
-
 
 # What the measured runs cover. Of the matrix in `measured.json`: sides in pixels, and images in one
 # forward pass.
@@ -127,7 +86,6 @@ def basis_within(basis: Basis, request: RunRequest, setting: Setting) -> Basis:
 
 
 def not_measured(request: RunRequest, setting: Setting) -> Iterator[str]:
-    """Names each part of a request that no measured run had."""
     if not setting.resident:
         yield "weights that leave the card"
     if setting.weight_only:
@@ -197,7 +155,7 @@ def run_times(option: PlanOption, slow: Rates, fast: Rates) -> RunTimes:
     graph, without = replays_graph(request, setting), replace(request, loras=Loras())
     how = {"moved_bytes": moved, "graph": graph, "packed": setting.packed}
     how["attention"] = setting.attention
-    loads = loading(_load(option))
+    loads = loading(load_of(option))
     phases = {
         "load": loads[PAGE_CACHE],
         "text": between(
@@ -215,7 +173,7 @@ def run_times(option: PlanOption, slow: Rates, fast: Rates) -> RunTimes:
     }
     ready = None
     if precision in QUANTIZED:
-        ready = loading(_load(option, quantized_file=True))
+        ready = loading(load_of(option, quantized_file=True))
     return RunTimes(
         phases=phases,
         cold_start=loads[NVME] + START,
@@ -233,27 +191,6 @@ def run_times(option: PlanOption, slow: Rates, fast: Rates) -> RunTimes:
             )
         ),
         bound=forward_times(request, precision, slow, **how).bound,
-    )
-
-
-def _load(option: PlanOption, *, quantized_file: bool = False) -> Load:
-    # `quantized_file`: of a transformer that was quantized once and written.
-    request, setting, phase = option.request, option.setting, option.phases["load"]
-    files = disk(request, setting, quantized_file=quantized_file)
-    made = made_on_load(request, setting) and not quantized_file
-    eight_bits = setting.precision in QUANTIZED
-    ready = files.transformer_bytes if eight_bits and not made else 0
-    quantized = weight_bytes(request.transformer, "bf16").gemm if made else 0
-    if encoder_made_on_load(request, setting):
-        encoder = request.member.text_encoder
-        quantized += BF16 * encoder.layers * sum(n * k for n, k in encoder.linears)
-    return Load(
-        read=files.files_bytes - ready,
-        read_quantized=ready,
-        quantized=quantized,
-        brought=0 if eight_bits else phase.weights,
-        brought_8_bits=phase.weights if eight_bits else 0,
-        to_card=sum(phase.resident.values()),
     )
 
 
@@ -320,7 +257,6 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Tells whether all stays on the card in every phase, with what the host keeps free."""
         return self.headroom_bytes >= 0
 
     @property
@@ -371,7 +307,6 @@ class Estimate:
 
     @property
     def bound(self) -> str | None:
-        """Says what bounds a step, as of `RunTimes`; None without times."""
         return self.times and self.times.bound
 
     @property
@@ -408,7 +343,6 @@ class Estimate:
 
     @property
     def guides(self) -> tuple[GuideFigure, ...]:
-        """Compares what guides for rented machines advise with what is needed."""
         return against_guides(self.disk, self.option.setting, self.option.peak_bytes)
 
     @property
@@ -419,6 +353,35 @@ class Estimate:
         request, setting = self.option.request, self.option.setting
         made = made_on_load(request, setting)
         return disk(request, setting, quantized_file=True) if made else None
+
+
+def check_price(usd_per_hour: Any) -> None:
+    """Refuses what is no price.
+
+    Raises:
+        SettingError: it is negative, infinite or no number.
+    """
+    if not _is_finite(usd_per_hour) or usd_per_hour < 0:
+        raise SettingError(
+            f"usd_per_hour is {usd_per_hour!r}: give the price of one card in USD per hour, 0 or "
+            "more."
+        )
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Refuses what is no amount.
+
+    Raises:
+        SettingError: it is zero, negative, infinite or no number.
+    """
+    if not _is_finite(value) or value <= 0:
+        raise SettingError(f"{name} is {value!r}: give a finite number above 0.")
+
+
+def _is_finite(value: Any) -> bool:
+    numeric = isinstance(value, (int, float)) and not isinstance(value, bool)
+    # A whole number has no largest; one that no float holds is no price, time or load.
+    return numeric and abs(value) < 1e300 and math.isfinite(value)
 
 
 def usd_range(usd_per_hour: float, seconds_per_image: Range) -> Range:

@@ -1,6 +1,5 @@
-"""The disk space of a run's files, and the time to bring their weights to the card.
-
-Sizes are decimal, GB, as disks and downloads are sold.
+"""The disk space (in decimal GB, as disks are sold) and host memory of a run, and the time to bring
+its weights to the card.
 """
 
 from __future__ import annotations
@@ -9,9 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..spec.formats import GB, QUANTIZED
-from .bytes import text_encoder_bytes, weight_bytes
+from ..spec.formats import GB, GIB, QUANTIZED
+from ..spec.sizes import RING_BYTES, STAGING_BYTES
+from ..spec.transformer import ON_CARD
+from .bytes import BF16, FP32, text_encoder_bytes, weight_bytes
 from .phases import Range, transformer_bytes, vae_bytes
+from .plan import PlanOption
 from .rates import Rates
 from .request import TEXT_ENCODER, TRANSFORMER, VAE, RunRequest, Setting
 
@@ -71,7 +73,6 @@ class Disk:
 
     @property
     def most_bytes(self) -> int:
-        """Sums up all with the files that are there only once."""
         return self.total_bytes + sum(self.once.values())
 
 
@@ -151,6 +152,54 @@ def _lora_files(request: RunRequest) -> int:
     return 2 * request.loras.count * request.loras.rank * sum(map(sum, layers))
 
 
+# What waits in host memory.
+
+# Python, torch with CUDA, ComfyUI and its nodes. Predicted.
+PROGRAM_BYTES = 3 * GIB
+# An image as it comes from the VAE, and as it is saved.
+IMAGE_COPIES = 2
+
+
+def host_memory(request: RunRequest, setting: Setting, *, moved_bytes: int = 0) -> dict[str, int]:
+    """Counts {what it is for: bytes of host memory}.
+
+    The weights themselves stay in their files, which ComfyUI maps: the system caches them where
+    memory is left. Counted are copies, and what waits in host memory while it is not on the card.
+
+    Args:
+        moved_bytes: of the transformer, what the plan's option brings to the card in each forward
+            pass; it waits in host memory, where a copy that was quantized on load is already.
+    """
+    weights = transformer_bytes(request, setting)
+    parts = {"ComfyUI, torch and CUDA": PROGRAM_BYTES}
+    copied = 0
+    if made_on_load(request, setting):
+        counted = weight_bytes(request.transformer, setting.precision)
+        copied = counted.gemm + counted.scales
+        parts["transformer, quantized on load"] = copied
+        parts["staging while it is quantized"] = STAGING_BYTES
+    if setting.off_card:
+        parts["modulation that waits"] = weights.modulation
+        parts["pinned ring"] = RING_BYTES
+    if setting.text_encoder_place != ON_CARD:
+        parts["text encoder that waits"] = text_encoder_bytes(request, setting.text_encoder)
+    elif encoder_made_on_load(request, setting):
+        parts["text encoder, quantized on load"] = request.member.text_encoder.quantized_bytes
+    parts["transformer that is moved in each pass"] = max(0, moved_bytes - copied)
+    pixels = request.batch * request.frames * request.width * request.height
+    parts["images"] = IMAGE_COPIES * FP32 * request.vae.image_channels * pixels
+    return {name: count for name, count in parts.items() if count}
+
+
+def encoder_made_on_load(request: RunRequest, setting: Setting) -> bool:
+    loaded = request.parts.text_encoder_bytes
+    stored = dict(request.parts.file_bytes).get(TEXT_ENCODER, loaded)
+    ready = loaded is not None and loaded == stored
+    return setting.text_encoder in QUANTIZED and not ready
+
+
+# How long loads take.
+
 PAGE_CACHE, NVME, NETWORK = "page cache", "NVMe", "network volume"
 # Bytes/s of what is read once; None where the file is in memory already. Predicted: what rented
 # machines' local disks and network volumes give one reader.
@@ -194,6 +243,27 @@ class Load(NamedTuple):
     brought: int = 0
     brought_8_bits: int = 0
     to_card: int = 0
+
+
+def load_of(option: PlanOption, *, quantized_file: bool = False) -> Load:
+    """Counts the load of a plan's option; `quantized_file` as of `disk`."""
+    request, setting, phase = option.request, option.setting, option.phases["load"]
+    files = disk(request, setting, quantized_file=quantized_file)
+    made = made_on_load(request, setting) and not quantized_file
+    eight_bits = setting.precision in QUANTIZED
+    ready = files.transformer_bytes if eight_bits and not made else 0
+    quantized = weight_bytes(request.transformer, "bf16").gemm if made else 0
+    if encoder_made_on_load(request, setting):
+        encoder = request.member.text_encoder
+        quantized += BF16 * encoder.layers * sum(n * k for n, k in encoder.linears)
+    return Load(
+        read=files.files_bytes - ready,
+        read_quantized=ready,
+        quantized=quantized,
+        brought=0 if eight_bits else phase.weights,
+        brought_8_bits=phase.weights if eight_bits else 0,
+        to_card=sum(phase.resident.values()),
+    )
 
 
 def load_seconds(load: Load, rates: Rates, source: str = PAGE_CACHE) -> Range:

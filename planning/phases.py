@@ -27,7 +27,8 @@ from .bytes import (
 )
 from .rates import constants
 from .request import DROPPED, ON_PROCESSOR, RunRequest, Setting
-from .vae import decode_plan, encode_peak_bytes
+from .vae import decode_plan
+from .vae_work import encode_peak_bytes
 
 PHASES = ("load", "text", "tables", "sampling", "decode")
 
@@ -91,7 +92,6 @@ def gib(count: float) -> float:
 
 
 def figure(value: float) -> float:
-    """Rounds to four significant digits."""
     return float(f"{value:.4g}")
 
 
@@ -220,7 +220,6 @@ def transformer_bytes(request: RunRequest, setting: Setting) -> TransformerBytes
 
 
 def vae_bytes(request: RunRequest) -> int:
-    """Counts the VAE's weights as loaded."""
     known = request.parts.vae_bytes
     return request.member.vae_bytes if known is None else known
 

@@ -31,7 +31,6 @@ from .request import (
     TEXT_PLACES,
     RunRequest,
     Setting,
-    precision_of_text_encoder,
 )
 from .vae import decode_plan
 
@@ -65,12 +64,10 @@ class PlanOption:
 
     @property
     def resident(self) -> bool:
-        """Tells whether all stays on the card that steps and decoder need."""
         return self.setting.resident
 
     @property
     def usable_bytes(self) -> int:
-        """Counts the card's bytes without those that the host keeps free."""
         return self.card.total_bytes - KEPT_FREE_BYTES
 
     @cached_property
@@ -106,14 +103,12 @@ class PlanOption:
 
     @property
     def fits(self) -> bool:
-        """Tells whether everything would stay."""
         # Planning the decoder's tiles takes the longest, so it comes last.
         fit = all(phase.card_bytes <= self.usable_bytes for phase in self._steps.values())
         return fit and self.needs["decode"] <= self.usable_bytes
 
     @property
     def peak_phase(self) -> str:
-        """Names the phase that needs the most."""
         return max(self.needs, key=self.needs.__getitem__)
 
     @property
@@ -247,7 +242,7 @@ class Question:
         # The first places of the parts with which a precision stays and leaves so many bytes more
         # than the host keeps free; else the last, moved.
         request = sized(self.request, precision, self.stored, self.known_sizes)
-        text = precision_of_text_encoder(request)
+        text = "bf16" if request.text_encoder == AUTO else request.text_encoder
         others = {
             "weight_only": not self.card.multiplies(precision),
             "attention": attention_form(request.attention, self.card),

@@ -11,8 +11,8 @@ taken for every machine.
     rates.LAUNCHES, times.TABLE_LAYER_SECONDS           what the processor launches
     times.STOCK                                         ComfyUI's own blocks against the fused ones
     times.TABLE_FACTOR, rates.MEASURED_LINK             what copies reach of the link
-    times.HOST_BYTES_PER_SECOND                         copies that are not pinned
-    times.TILE_STEP_SECONDS                             what a further tile launches and copies
+    vae_work.HOST_BYTES_PER_SECOND                      copies that are not pinned
+    vae_work.TILE_STEP_SECONDS                          what a further tile launches and copies
     files.READ, READ_QUANTIZED, TO_CARD                 files from memory to the card
     files.BRINGING, BRINGING_8_BITS, QUANTIZING         the same of a transformer
     files.MAPPED, files.START                           files from a disk; ComfyUI's start
@@ -161,7 +161,6 @@ class Launches:
     host: float
 
     def seconds(self, blocks: int, precision: str, *, graph: bool = False) -> float:
-        """Adds up one pass, whose blocks replay a graph or not."""
         return self.host + (self.graph if graph else blocks * self.block[precision])
 
 

@@ -172,7 +172,6 @@ class RunRequest:
 
     @property
     def member(self) -> Member:
-        """Finds the published model of the family's name."""
         return find_member(self.family)
 
     @property
@@ -215,17 +214,17 @@ class RunRequest:
 
     @property
     def passes(self) -> int:
-        """Counts the forward passes in each step."""
         return 2 if self.cfg == "two passes" else 1
 
     @property
     def computed_steps(self) -> int:
         """Counts the steps that call the transformer; a step cache skips the others."""
-        return self.computed or computed_steps(self.steps, self.cache)
+        if self.computed or self.cache == OFF:
+            return self.computed or self.steps
+        return computed_steps(self.steps, self.cache)
 
     @property
     def items(self) -> int:
-        """Counts the images in one forward pass."""
         return 2 * self.batch if self.cfg == "one pass" else self.batch
 
     def _check_choices(self) -> None:
@@ -296,11 +295,6 @@ class RunRequest:
             )
 
 
-def precision_of_text_encoder(request: RunRequest) -> str:
-    """Gives the precision that a text encoder is loaded in."""
-    return "bf16" if request.text_encoder == "auto" else request.text_encoder
-
-
 # What a plan has settled: the precisions, and where each part waits.
 
 TEXT_PLACES = (ON_CARD, DROPPED, ON_PROCESSOR)
@@ -333,7 +327,6 @@ class Setting:
 
     @property
     def off_card(self) -> bool:
-        """Tells whether the modulation weights wait in host memory."""
         return self.modulation == OFF_CARD
 
 

@@ -6,29 +6,17 @@ D. Patterson: Roofline, CACM 52(4), 2009); kernels follow one another, so that t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..families.parts import QWEN25_VL
 from ..families.protocol import TextEncoder
 from ..spec.formats import BYTES_PER_SCALE, BYTES_PER_WEIGHT, INT8_FP8, QUANTIZED
-from ..spec.transformer import OFF_CARD, ON_CARD, REFERENCE_SIDE, TransformerShape
-from ..spec.vae import (
-    Interval,
-    VaeLayer,
-    VaeShape,
-    down_steps,
-    intervals,
-    middle_steps,
-    parts,
-    up_steps,
-)
+from ..spec.transformer import OFF_CARD, ON_CARD, TransformerShape
 from ..split_cost import BlockSeconds
 from .bytes import PATCHES_PER_TOKEN, weight_bytes
 from .rates import Rates
 from .request import EXACT, ON_PROCESSOR, RunRequest
-from .vae import Direction, Size, in_pixels
 
 WIDE = 2  # bytes of a bf16 number
 ROTATION = 4  # of an fp32 cosine or sine
@@ -43,18 +31,6 @@ STOCK = 1.43
 # processor so long for each timestep of each of the two layers of a block (predicted).
 TABLE_FACTOR = 1.05
 TABLE_LAYER_SECONDS = 0.00003
-
-
-class CountedWork(NamedTuple):
-    """Counted work; every program has to do at least this.
-
-    Attributes:
-        flops: Of products and attention, a multiplication and an addition counted separately.
-        bytes: Read and written once.
-    """
-
-    flops: int
-    bytes: int
 
 
 @dataclass(frozen=True)
@@ -81,12 +57,10 @@ class Pass:
 
     @property
     def joint(self) -> int:
-        """Counts the tokens of one item."""
         return self.text + self.image
 
     @property
     def rows(self) -> int:
-        """Counts the tokens of all items."""
         return self.items * self.joint
 
     def products(self, layer: str) -> tuple[int, int]:
@@ -156,7 +130,6 @@ class PassTimes(NamedTuple):
 
     @property
     def bound(self) -> str:
-        """Says which of the two makes it that long, `CARD` or `PROCESSOR`."""
         return PROCESSOR if self.processor > self.card else CARD
 
 
@@ -205,7 +178,6 @@ def forward_times(
 
 
 def forward_seconds(request: RunRequest, precision: str, rates: Rates, **how: Any) -> float:
-    """Predicts what one forward pass takes; arguments as of `forward_times`."""
     return forward_times(request, precision, rates, **how).seconds
 
 
@@ -251,7 +223,7 @@ def product_seconds(
 def _card_seconds(work: Pass, precision: str, rates: Rates, attention: str = EXACT) -> float:
     # Without waiting for the processor.
     block = block_seconds(work, precision, rates, attention)
-    return work.shape.blocks * block.all + _outside_seconds(work, rates)
+    return work.shape.blocks * sum(block) + _outside_seconds(work, rates)
 
 
 def block_seconds(work: Pass, precision: str, rates: Rates, attention: str = EXACT) -> BlockSeconds:
@@ -374,132 +346,3 @@ def prompt_seconds(
     moved = encoder.layer_parameters * (EXPAND_BYTES if precision in QUANTIZED else CAST_BYTES)
     moved += CAST_BYTES * encoder.vision if vision_tokens else 0
     return flops / rates.encoder + moved / rates.bandwidth
-
-
-# How long the VAE takes to decode and encode, counted layer by layer, whole or in tiles.
-
-# How often a number is read or written around the arithmetic. cuDNN turns a convolution's input and
-# output into its own layout: each is read, written and read, or written twice. A norm's square
-# sum, quotient and two factors are kernels of their own, a SiLU and a sum too.
-CONVOLVED, NORM, SILU, SUM = 3, 8, 2, 3
-# The nodes bring images in fp32 from and to memory that is not pinned (H200: 9.5 ms for the 50 MB
-# of 2048x2048).
-PIXEL_BYTES, HOST_BYTES_PER_SECOND = 4, 5.3e9
-# Our layers, of ComfyUI's time: 0.35 to 0.43 of it to decode 1024x1024 to 2048x2048 (H200).
-FUSED = 0.4
-# What each step of a further tile costs besides its arithmetic: launches, and copies of its margins
-# (H200: 2 to 3.7 ms for each tile to decode, 1.3 to 3.4 to encode).
-TILE_STEP_SECONDS = 0.0002
-
-
-def decode_seconds(request: RunRequest, tiles: Size | int, rates: Rates) -> float:
-    """Predicts the images of a batch.
-
-    Args:
-        tiles: (rows, columns), or how many; 1 is whole.
-    """
-    side = request.vae.pixels
-    latent = request.height // side, request.width // side
-    one = vae_seconds("decode", request.vae, latent, tiles, rates, FUSED)
-    return request.batch * request.frames * one
-
-
-def encode_image_seconds(request: RunRequest, rates: Rates) -> float:
-    """Predicts the reference images of a run, each of one megapixel, once for all its prompts."""
-    side = REFERENCE_SIDE // request.vae.pixels
-    return request.references * vae_seconds("encode", request.vae, (side, side), 1, rates)
-
-
-def vae_seconds(
-    direction: Direction,
-    shape: VaeShape,
-    latent: Size,
-    tiles: Size | int,
-    rates: Rates,
-    share: float = 1.0,
-) -> float:
-    """Predicts an image from or to host memory, in ComfyUI's layers or a share of their time.
-
-    Args:
-        latent: latent pixels, (height, width).
-        tiles: as of `decode_seconds`; the middle runs whole.
-    """
-    rows, columns = (shape.pixels * side for side in latent)
-    moved = PIXEL_BYTES * shape.image_channels * rows * columns
-    copied = moved / min(HOST_BYTES_PER_SECOND, rates.pcie)
-    if shape.strips:
-        operations, moved = getattr(shape.strips, direction)
-        seconds = operations / rates.convolution + moved / rates.bandwidth
-        return copied + share * rows * columns * seconds
-    return copied + share * _seconds(direction, shape, latent, tiles, rates)
-
-
-def _seconds(
-    direction: Direction, shape: VaeShape, latent: Size, tiles: Size | int, rates: Rates
-) -> float:
-    seconds = sum(_step(step, *latent, rates) for step in middle_steps(shape, direction))
-    rows, columns = tiles if isinstance(tiles, tuple) else _grid(tiles)
-    decodes = direction == "decode"
-    steps = up_steps(shape) if decodes else down_steps(shape)
-    end, begin = (
-        (in_pixels(shape, latent), latent) if decodes else (latent, in_pixels(shape, latent))
-    )
-    down, across = (
-        _lengths(steps, end[axis], begin[axis], count) for axis, count in ((0, rows), (1, columns))
-    )
-    for index, step in enumerate(steps):
-        for height in down[index]:
-            for width in across[index]:
-                seconds += _step(step, height, width, rates)
-    return seconds + (rows * columns - 1) * len(steps) * TILE_STEP_SECONDS
-
-
-def _grid(count: int) -> Size:
-    rows = next(rows for rows in range(int(count**0.5), 0, -1) if count % rows == 0)
-    return rows, count // rows
-
-
-def _lengths(steps: Sequence[VaeLayer], end: int, begin: int, count: int) -> list[list[int]]:
-    # Of each step's input in every tile of one axis, margins included.
-    tiles: Iterable[list[Interval]] = (
-        intervals(steps, low, high, begin) for low, high in parts(end, count)
-    )
-    return [[high - low for low, high in step] for step in zip(*tiles, strict=True)][:-1]
-
-
-def step_work(step: VaeLayer, rows: int, columns: int) -> CountedWork:
-    """Counts one layer with so many rows and columns at its input, in bf16 and eager kernels."""
-    area = rows * columns
-    given, made = area * step.channels_in, area * step.channels_out
-    if step.kind == "attention":
-        width = step.channels_in
-        flops = 2 * 4 * width * width * area + 4 * area * area * width
-        moved = (NORM + 2 * CONVOLVED * 2 + SUM) * given
-    elif step.kind == "residual":
-        flops = _products(step.channels_in, step.channels_out, area, 9)
-        flops += _products(step.channels_out, step.channels_out, area, 9)
-        moved = (NORM + SILU) * (given + made) + CONVOLVED * (given + 3 * made) + SUM * made
-        if given != made:
-            flops += _products(step.channels_in, step.channels_out, area, 1)
-            moved += CONVOLVED * (given + made)
-    elif step.kind == "up":
-        flops = _products(step.channels_in, step.channels_out, 4 * area, 9)
-        moved = given + 4 * given + CONVOLVED * 4 * (given + made)
-    elif step.kind == "down":
-        flops = _products(step.channels_in, step.channels_out, area // 4, 9)
-        moved = 2 * given + CONVOLVED * (given + made // 4)
-    else:
-        flops = _products(step.channels_in, step.channels_out, area, 9)
-        moved = CONVOLVED * (given + made)
-        if step.kind == "head":
-            moved += (NORM + SILU) * given
-    return CountedWork(flops, WIDE * moved)
-
-
-def _step(step: VaeLayer, rows: int, columns: int, rates: Rates) -> float:
-    work = step_work(step, rows, columns)
-    return work.flops / rates.convolution + work.bytes / rates.bandwidth
-
-
-def _products(channels_in: int, channels_out: int, area: int, taps: int) -> int:
-    return 2 * taps * channels_in * channels_out * area

@@ -21,8 +21,8 @@ def estimate_picture():
     """What one image takes of an L40S, as the node draws it."""
     from qwen_l40s.charts.pictures import memory_chart
     from qwen_l40s.families.registry import find_member
-    from qwen_l40s.machine.card_list import BUNDLED, known_cards
-    from qwen_l40s.planning.cards import find_card
+    from qwen_l40s.machine.store import known_cards
+    from qwen_l40s.planning.cards import BUNDLED, find_card
     from qwen_l40s.planning.estimate import estimate
     from qwen_l40s.planning.request import RunRequest
 
@@ -34,8 +34,9 @@ def advise_picture():
     """What an image costs on the cards of the list, as the node draws it."""
     from qwen_l40s.charts.pictures import cost_chart
     from qwen_l40s.families.registry import find_member
-    from qwen_l40s.machine.card_list import BUNDLED, known_cards
+    from qwen_l40s.machine.store import known_cards
     from qwen_l40s.planning.advise import advise
+    from qwen_l40s.planning.cards import BUNDLED
     from qwen_l40s.planning.request import RunRequest
 
     request = RunRequest(steps=find_member(FAMILY).steps)

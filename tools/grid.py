@@ -23,7 +23,7 @@ from .. import errors
 from ..families.registry import find_member, members
 from ..hosts.loading import decide_load
 from ..loaders.sizes import stored_precision
-from ..machine.card_list import known_cards
+from ..machine.store import known_cards
 from ..options import request_settings
 from ..planning import advise, cards, estimate, plan, request, vae
 from ..spec.formats import GIB, CardFacts

@@ -21,8 +21,7 @@ from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.hosts.comfyui.load.vae import load_vae
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize
 from qwen_l40s.hosts.comfyui.sample.step_cache import cache_steps
-from qwen_l40s.machine.card_list import known_cards
-from qwen_l40s.machine.store import CALIBRATION
+from qwen_l40s.machine.store import CALIBRATION, known_cards
 from qwen_l40s.nodes.advise import QwenL40SAdviseGPU
 from qwen_l40s.nodes.estimate import QwenL40SEstimateVRAM
 from qwen_l40s.nodes.loaders import QwenL40SLoadModel, QwenL40SLoadTextEncoder

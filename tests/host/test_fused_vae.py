@@ -30,7 +30,7 @@ from qwen_l40s.loaders.source import MICRO_ADVICE
 from qwen_l40s.nodes.vae import QwenL40SVAEDecode, QwenL40SVAEEncode
 from qwen_l40s.optimizations.vae import flat, tiles
 from qwen_l40s.optimizations.warm_up import warm_up
-from qwen_l40s.planning import vae as vae_bytes
+from qwen_l40s.planning import vae_work as vae_bytes
 from qwen_l40s.planning.vae import plan_decode, plan_encode
 
 newer = pytest.mark.host_has("comfy.model_base.QwenImage21")

@@ -26,7 +26,7 @@ from qwen_l40s.hosts.comfyui.decode.fused import (
 from qwen_l40s.hosts.comfyui.load.vae import load_vae
 from qwen_l40s.optimizations.vae import flat
 from qwen_l40s.optimizations.vae.tiles import decode, encode
-from qwen_l40s.planning import vae as vae_bytes
+from qwen_l40s.planning import vae_work as vae_bytes
 from qwen_l40s.planning.vae import plan_decode, plan_encode
 
 newer = pytest.mark.host_has("comfy.model_base.QwenImage21")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from qwen_l40s.charts.advice import comparison_text, price_source
 from qwen_l40s.errors import SettingError
-from qwen_l40s.machine.card_list import known_cards
+from qwen_l40s.machine.store import known_cards
 from qwen_l40s.planning.advise import LOADS, Advice, Offer, compare
 from qwen_l40s.planning.cards import Price
 from qwen_l40s.planning.phases import Range

@@ -16,11 +16,11 @@ from qwen_l40s import UnavailableError
 from qwen_l40s.cli import bench as bench_calibrate
 from qwen_l40s.cli import main
 from qwen_l40s.machine import store
-from qwen_l40s.machine.card_list import known_cards
 from qwen_l40s.machine.store import (
     CALIBRATION,
     Calibration,
     cache_folder,
+    known_cards,
     load_calibration,
     parse,
     read_calibrations,
@@ -195,7 +195,7 @@ def test_reading_needs_no_torch(folder):
         "sys.modules['qwen_l40s'] = module = u.module_from_spec(spec)\n"
         "spec.loader.exec_module(module)\n"
         "from qwen_l40s.machine.store import load_calibration\n"
-        "from qwen_l40s.machine.card_list import known_cards\n"
+        "from qwen_l40s.machine.store import known_cards\n"
         "print(load_calibration(known_cards()['L40S']).pcie, 'torch' in sys.modules)\n"
     )
     command = [sys.executable, "-c", code, str(ROOT / "__init__.py"), str(ROOT)]

@@ -9,9 +9,17 @@ from qwen_l40s.charts.answer import estimate_json
 from qwen_l40s.charts.notes import notes_of
 from qwen_l40s.charts.words import estimate_text
 from qwen_l40s.errors import SettingError
-from qwen_l40s.machine import card_list
-from qwen_l40s.machine.card_list import BUNDLED, FIELDS, PRICE_FIELDS, known_cards
-from qwen_l40s.planning.cards import Price, UnlistedCard, card_by_driver, find_card, with_memory
+from qwen_l40s.machine.store import known_cards
+from qwen_l40s.planning import cards
+from qwen_l40s.planning.cards import (
+    BUNDLED,
+    FIELDS,
+    PRICE_FIELDS,
+    Price,
+    UnlistedCard,
+    card_by_driver,
+    find_card,
+)
 from qwen_l40s.planning.estimate import estimate
 from qwen_l40s.planning.plan import plan
 from qwen_l40s.planning.rates import rates_of
@@ -152,7 +160,7 @@ def test_lowest_price_on_demand_counts():
 
 
 def test_part_of_a_memory():
-    card = with_memory(CARDS["L40S"], 20 * GIB)
+    card = replace(CARDS["L40S"], memory_bytes=20 * GIB)
     assert card == replace(CARDS["L40S"], memory_bytes=20 * GIB)
 
 
@@ -222,12 +230,12 @@ def test_card_that_is_not_listed_is_what_the_driver_tells():
         assert card.nearest in CARDS
         assert nearest in (None, card.nearest)
         assert card.price() is None
-        assert with_memory(card, 2 * GIB).nearest == card.nearest
+        assert replace(card, memory_bytes=2 * GIB).nearest == card.nearest
 
 
 def test_listed_card_of_a_driver_has_the_memory_that_it_shows():
     card = card_by_driver(CardFacts("NVIDIA L40S", 40 * GIB, (8, 9)), CARDS)
-    assert card == with_memory(CARDS["L40S"], 40 * GIB)
+    assert card == replace(CARDS["L40S"], memory_bytes=40 * GIB)
 
 
 def test_card_that_is_not_listed_is_estimated_without_times_or_cost():
@@ -236,7 +244,7 @@ def test_card_that_is_not_listed_is_estimated_without_times_or_cost():
     beside = RunRequest(loras=Loras(1, 32, "bypass"))
     found = estimate(beside, card, usd_per_hour=2.0)
     assert found.options == plan(facts, beside) and found.fits
-    alike = estimate(beside, with_memory(CARDS["RTX A6000"], facts.total_bytes))
+    alike = estimate(beside, replace(CARDS["RTX A6000"], memory_bytes=facts.total_bytes))
     answer, expected = (
         json.loads(json.dumps(estimate_json(each), allow_nan=False)) for each in (found, alike)
     )
@@ -253,7 +261,7 @@ def test_card_that_is_not_listed_is_estimated_without_times_or_cost():
     assert "RTX A6000" in note and "`qwen-l40s bench --calibrate`" in note
     text = estimate_text(found)
     assert note in " ".join(text.split()) and "USD" not in text
-    small = estimate(RunRequest(), with_memory(card, 8 * GIB))
+    small = estimate(RunRequest(), replace(card, memory_bytes=8 * GIB))
     assert "PCIe in every step." in " ".join(notes_of(small))
 
 
@@ -391,6 +399,6 @@ def test_file_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
     path.write_bytes(b'{"cards": {"\xe9": {}}}')
     with pytest.raises(SettingError, match="must be one JSON object"):
         known_cards(path)
-    monkeypatch.setattr(card_list, "MOST_BYTES", 100_000)
+    monkeypatch.setattr(cards, "MOST_BYTES", 100_000)
     with pytest.raises(SettingError, match="larger than 1 MiB"):
         known_cards(write(tmp_path, " " * 100_001))

@@ -14,9 +14,8 @@ from qwen_l40s.charts import figures, run_chart, words
 from qwen_l40s.charts.answer import Refusal
 from qwen_l40s.charts.pictures import cost_chart, memory_chart
 from qwen_l40s.errors import UnavailableError
-from qwen_l40s.machine.card_list import known_cards
+from qwen_l40s.machine.store import known_cards
 from qwen_l40s.planning.advise import Advice, Offer
-from qwen_l40s.planning.cards import with_memory
 from qwen_l40s.planning.estimate import estimate
 from qwen_l40s.planning.phases import KEPT_FREE_BYTES, Range
 from qwen_l40s.planning.rates import Basis
@@ -33,7 +32,7 @@ IN_BF16 = RunRequest(precision="bf16", text_encoder_place="on card")
 
 
 def estimate_of(memory_gib, request=USUAL, *, name="L40S", like="L40S"):
-    card = with_memory(CARDS[like], round(memory_gib * GIB))
+    card = replace(CARDS[like], memory_bytes=round(memory_gib * GIB))
     return estimate(request, replace(card, name=name), usd_per_hour=0.72)
 
 

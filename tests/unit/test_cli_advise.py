@@ -5,7 +5,7 @@ import json
 import pytest
 
 from qwen_l40s.cli import main
-from qwen_l40s.machine.card_list import known_cards
+from qwen_l40s.machine.store import known_cards
 
 
 def found(capsys, *argv, code=0):

@@ -14,7 +14,7 @@ from qwen_l40s.cli import build_parser, main
 from qwen_l40s.cli.estimate import request_of
 from qwen_l40s.families.registry import find_member, members
 from qwen_l40s.machine.card import InstalledCard, InstalledCards
-from qwen_l40s.machine.card_list import known_cards
+from qwen_l40s.machine.store import known_cards
 from qwen_l40s.planning.bytes import weight_bytes
 from qwen_l40s.planning.request import Loras, RunRequest
 from qwen_l40s.spec.formats import GIB

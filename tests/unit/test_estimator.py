@@ -15,9 +15,9 @@ from qwen_l40s.charts.words import estimate_text, remedy
 from qwen_l40s.errors import UnavailableError
 from qwen_l40s.families.qwen_image import FULL_SIZE
 from qwen_l40s.families.registry import members
-from qwen_l40s.machine.card_list import known_cards
+from qwen_l40s.machine.store import known_cards
 from qwen_l40s.planning.bytes import text_encoder_bytes, weight_bytes
-from qwen_l40s.planning.cards import find_card, with_memory
+from qwen_l40s.planning.cards import find_card
 from qwen_l40s.planning.estimate import TIGHT_BYTES, estimate
 from qwen_l40s.planning.files import BRINGING, BRINGING_8_BITS, TO_CARD
 from qwen_l40s.planning.phases import KEPT_FREE_BYTES, PHASES
@@ -28,7 +28,7 @@ from qwen_l40s.spec.formats import GIB
 
 CARDS = known_cards()
 L40S = CARDS["L40S"]
-SMALL = with_memory(CARDS["RTX 3090"], 8 * GIB)
+SMALL = replace(CARDS["RTX 3090"], memory_bytes=8 * GIB)
 USUAL = RunRequest()
 
 
@@ -241,7 +241,7 @@ def test_what_was_not_measured_is_predicted_on_the_measured_card_too():
     for request, known in (
         (replace(USUAL, controlnet_bytes=3 * 10**9), h200),
         (replace(USUAL, text_encoder_place="cpu"), h200),
-        (replace(USUAL, loras=Loras(3, 32, "bypass")), with_memory(h200, 12 * GIB)),
+        (replace(USUAL, loras=Loras(3, 32, "bypass")), replace(h200, memory_bytes=12 * GIB)),
     ):
         found = estimate(request, known)
         assert found.basis.kind == "predicted"
@@ -278,7 +278,7 @@ def test_loading_takes_what_is_done():
     cpu = load(precision="int8", text_encoder_place="cpu")
     dropped = load(precision="int8", text_encoder_place="drop after encoding")
     text8 = load(precision="int8", text_encoder="fp8")
-    small = load(with_memory(L40S, 6 * GIB), precision="int8", text_encoder_place="cpu")
+    small = load(replace(L40S, memory_bytes=6 * GIB), precision="int8", text_encoder_place="cpu")
     assert bf16.times.loads.keys() == {"page cache", "NVMe", "network volume"}
     for end in (0, 1):
         cache = {
@@ -400,14 +400,14 @@ def test_cost_is_the_price_of_the_time():
 
 
 def test_small_cards_are_told_what_they_cost():
-    four = with_memory(CARDS["RTX 3090"], 4 * GIB)
+    four = replace(CARDS["RTX 3090"], memory_bytes=4 * GIB)
     found = estimate(USUAL, four)
     assert not found.fits
     assert any("nearly all weights move" in note for note in notes_of(found))
     assert not any("nearly all" in note for note in notes_of(estimate(USUAL, SMALL)))
     assert any("It runs slowly" in note for note in notes_of(estimate(USUAL, SMALL)))
     with pytest.raises(UnavailableError, match="choose a smaller size or batch"):
-        estimate(USUAL, with_memory(L40S, GIB))
+        estimate(USUAL, replace(L40S, memory_bytes=GIB))
 
 
 def test_additions_are_named():
@@ -432,7 +432,7 @@ def test_quantizing_on_load_is_said_of_files_that_are_not():
 
 def test_the_decoders_turn_is_counted_where_the_transformer_has_to_leave():
     request = RunRequest(width=2048, height=2048, tiles=1, precision="bf16")
-    tight = estimate(request, with_memory(L40S, 28 * GIB))
+    tight = estimate(request, replace(L40S, memory_bytes=28 * GIB))
     roomy = estimate(request, L40S)
     assert not tight.fits
     assert tight.option.moved_bytes == 0
@@ -452,8 +452,8 @@ def test_what_an_image_is_of_a_layered_model(layers, words):
 
 def with_spare(request, spare, listed):
     """A card that has so much memory that a setting leaves `spare` bytes of it."""
-    option = estimate(request, with_memory(listed, 200 * GIB)).option
-    return with_memory(listed, option.peak_bytes + KEPT_FREE_BYTES + spare)
+    option = estimate(request, replace(listed, memory_bytes=200 * GIB)).option
+    return replace(listed, memory_bytes=option.peak_bytes + KEPT_FREE_BYTES + spare)
 
 
 EVERYTHING = RunRequest(precision="bf16", modulation="on card", text_encoder_place="on card")
@@ -469,7 +469,7 @@ def test_tight_is_what_fits_with_little_to_spare(spare, tight):
     assert not estimate(request, with_spare(request, spare, card("H200"))).tight
 
 
-NEAR_L40S = with_memory(L40S, L40S.memory_bytes - GIB)
+NEAR_L40S = replace(L40S, memory_bytes=L40S.memory_bytes - GIB)
 
 
 def test_a_calibration_measures_no_memory():
@@ -492,7 +492,7 @@ def test_the_safer_setting_stays_on_the_card_with_room_and_is_nearest_to_bf16():
 
 
 def test_where_nothing_leaves_more_nothing_is_called_safer():
-    least = estimate(USUAL, with_memory(card("RTX 4090"), 16 * GIB))
+    least = estimate(USUAL, replace(card("RTX 4090"), memory_bytes=16 * GIB))
     assert least.tight and least.safer is None
 
 

@@ -10,8 +10,7 @@ pytest.importorskip("scipy")
 
 from qwen_l40s import SettingError
 from qwen_l40s.bench import fit
-from qwen_l40s.machine.card_list import known_cards
-from qwen_l40s.machine.store import parse
+from qwen_l40s.machine.store import known_cards, parse
 from qwen_l40s.planning.cards import find_card
 from qwen_l40s.planning.rates import CONSTANT_NAMES, MEASURED, Constants, rates_by
 from qwen_l40s.spec.formats import GIB

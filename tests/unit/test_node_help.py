@@ -11,8 +11,8 @@ from help_pictures import DRAWN, PICTURES
 import qwen_l40s
 from qwen_l40s.bench.rows import BASELINE
 from qwen_l40s.charts.figures import duration
-from qwen_l40s.machine.card_list import BUNDLED, known_cards
-from qwen_l40s.planning.cards import find_card
+from qwen_l40s.machine.store import known_cards
+from qwen_l40s.planning.cards import BUNDLED, find_card
 from qwen_l40s.planning.estimate import estimate
 from qwen_l40s.planning.request import LORA_MODES, Loras, RunRequest
 from qwen_l40s.spec.formats import GIB

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qwen_l40s.errors import SettingError
-from qwen_l40s.machine.card_list import known_cards
-from qwen_l40s.planning.cards import read_prices
+from qwen_l40s.machine.store import known_cards
+from qwen_l40s.planning.advise import read_prices
 
 CARDS = known_cards()
 

@@ -16,7 +16,7 @@ from qwen_l40s.loaders.checkpoint import inspect_checkpoint
 from qwen_l40s.loaders.sizes import loaded_bytes
 from qwen_l40s.loaders.source import open_source
 from qwen_l40s.loaders.stored import StoredLayer, canonical_tensors, rotate
-from qwen_l40s.machine.card_list import known_cards
+from qwen_l40s.machine.store import known_cards
 from qwen_l40s.optimizations.reference import decode_weight
 from qwen_l40s.planning.bytes import TransformerBytes, buffer_bytes
 from qwen_l40s.planning.plan import plan

@@ -25,7 +25,7 @@ from qwen_l40s.planning.bytes import (
     table_bytes,
     text_encoder_bytes,
 )
-from qwen_l40s.planning.estimate import host_memory
+from qwen_l40s.planning.files import host_memory
 from qwen_l40s.planning.phases import (
     GRAPHS,
     KEPT_FREE_BYTES,

@@ -11,9 +11,9 @@ from qwen_l40s.charts.answer import estimate_json
 from qwen_l40s.charts.notes import reasons
 from qwen_l40s.errors import CheckpointError, UnavailableError
 from qwen_l40s.families.qwen_image import FULL_SIZE
-from qwen_l40s.machine.card_list import known_cards
+from qwen_l40s.machine.store import known_cards
 from qwen_l40s.planning.bytes import TransformerBytes, weight_bytes
-from qwen_l40s.planning.cards import find_card, with_memory
+from qwen_l40s.planning.cards import find_card
 from qwen_l40s.planning.estimate import estimate
 from qwen_l40s.planning.phases import GRAPHS, KEPT_FREE_BYTES, phases, transformer_bytes
 from qwen_l40s.planning.plan import plan
@@ -258,7 +258,7 @@ def test_what_is_on_the_card_fits_it_and_the_rest_is_moved(request, named, total
 @pytest.mark.parametrize("total", [4, 8, 16, 30])
 def test_an_estimate_says_the_same_everywhere(total):
     request = RunRequest(precision="bf16", text_encoder_place=ON_CARD)
-    found = estimate(request, with_memory(CARDS["L40S"], total * GIB))
+    found = estimate(request, replace(CARDS["L40S"], memory_bytes=total * GIB))
     option, answer = found.options[0], estimate_json(found)
     assert not found.fits and not option.resident
     assert found.headroom_bytes == option.headroom_bytes < 0

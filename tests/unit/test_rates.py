@@ -11,10 +11,10 @@ import pytest
 from qwen_l40s import UnavailableError
 from qwen_l40s.caches import forget
 from qwen_l40s.charts.notes import notes_of
-from qwen_l40s.machine.card_list import known_cards
+from qwen_l40s.machine.store import known_cards
 from qwen_l40s.planning import rates as module
 from qwen_l40s.planning.bytes import step_bytes
-from qwen_l40s.planning.cards import find_card, is_named, with_memory
+from qwen_l40s.planning.cards import find_card, is_named
 from qwen_l40s.planning.estimate import basis_within, estimate
 from qwen_l40s.planning.rates import (
     Basis,
@@ -138,7 +138,7 @@ def test_a_measured_card_with_other_figures_is_predicted(fitted, cards, changed,
     assert slow.attention < fast.attention
     assert (basis.kind, basis.origin) == ("predicted", "")
     assert "no H200 with the figures of your list was measured" in basis.text
-    part = with_memory(cards["H200"], 30 * 2**30)
+    part = replace(cards["H200"], memory_bytes=30 * 2**30)
     assert rates_of(part)[2].kind == "measured"
 
 

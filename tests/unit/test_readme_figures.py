@@ -7,7 +7,7 @@ from pathlib import Path
 
 from qwen_l40s.charts.figures import duration, tenths, tenths_between, usd
 from qwen_l40s.charts.words import changes, moves, usable_bytes
-from qwen_l40s.machine.card_list import known_cards
+from qwen_l40s.machine.store import known_cards
 from qwen_l40s.planning.cards import find_card
 from qwen_l40s.planning.estimate import estimate
 from qwen_l40s.planning.rates import measured

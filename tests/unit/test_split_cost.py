@@ -32,7 +32,7 @@ def cost(side, link, times=BF16, cards=2):
 
 
 def gain(found):
-    return found.block.all / found.best.seconds
+    return sum(found.block) / found.best.seconds
 
 
 def test_gathered_rows_gain_what_the_research_says():
@@ -66,7 +66,7 @@ def test_a_floor_that_was_measured_without_copies():
     """
     for side, keys in ((1024, 0.525), (2048, 0.492)):
         found = cost(side, 1e6, MEASURED)
-        share = (found.best.seconds - FIXED) / found.block.all
+        share = (found.best.seconds - FIXED) / sum(found.block)
         assert share == pytest.approx(keys, rel=0.05)
 
 
@@ -114,7 +114,7 @@ def test_a_measured_block_decides():
     assert slow.gain > LEAST_GAIN > fast.gain
     assert fast.words.endswith(f"a split needs {LEAST_GAIN}: one card computes it.")
     # And so does a processor that launches both cards' blocks.
-    assert not replace(slow, launch=slow.block.all / 2).pays
+    assert not replace(slow, launch=sum(slow.block) / 2).pays
 
 
 def test_parts_of_a_measured_block():
@@ -123,6 +123,6 @@ def test_parts_of_a_measured_block():
         products, attention = (ms / 1000 for ms in times[1024])
         text = products * TEXT / (TEXT + 4096)
         found = BlockSeconds.shared(products + attention, rows, quantized=quantized, text=text)
-        assert found.all == pytest.approx(products + attention)
+        assert sum(found) == pytest.approx(products + attention)
         assert found.text == text
         assert found.joint == pytest.approx(attention, rel=0.05)

@@ -8,7 +8,7 @@ import pytest
 from qwen_l40s.charts.advice import cards_json, cards_lines
 from qwen_l40s.charts.figures import between
 from qwen_l40s.cli import main
-from qwen_l40s.machine.card_list import known_cards
+from qwen_l40s.machine.store import known_cards
 from qwen_l40s.planning.advise import LINKS, together
 from qwen_l40s.planning.estimate import estimate
 from qwen_l40s.planning.request import Loras, RunRequest

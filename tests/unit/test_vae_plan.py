@@ -9,21 +9,17 @@ from hypothesis import strategies as st
 
 from qwen_l40s.errors import SettingError, UnavailableError
 from qwen_l40s.families.parts import VAE_21
-from qwen_l40s.planning.vae import (
+from qwen_l40s.planning.vae import largest_tile, plan_decode, plan_encode, plan_in_room
+from qwen_l40s.planning.vae_work import (
     CONVOLUTION_WORKSPACE,
-    VaeShape,
     encode_peak_bytes,
     image_bytes,
-    largest_tile,
     latent_bytes,
     middle_bytes,
     outside_middle_bytes,
-    plan_decode,
-    plan_encode,
-    plan_in_room,
 )
 from qwen_l40s.spec.formats import GIB, MIB
-from qwen_l40s.spec.vae import VaeLayer, parts
+from qwen_l40s.spec.vae import VaeLayer, VaeShape, parts
 
 FULL = VaeShape()
 PLANS = [plan_decode, plan_encode]

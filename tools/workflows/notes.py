@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 from ...charts.figures import duration, tenths
 from ...charts.words import changes, step_cache_lines, usable_bytes
 from ...families.registry import member_of_file
-from ...machine.card_list import BUNDLED, known_cards
+from ...machine.store import known_cards
 from ...planning.bytes import weight_bytes
-from ...planning.cards import Card, find_card
+from ...planning.cards import BUNDLED, Card, find_card
 from ...planning.estimate import Estimate, estimate
 from ...planning.request import AUTO, Loras, Parts, RunRequest
 from ...spec.formats import GIB, format_gib

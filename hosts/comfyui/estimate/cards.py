@@ -8,9 +8,8 @@ import comfy.model_management
 import torch
 
 from ....errors import SettingError
-from ....machine.card_list import BUNDLED, known_cards
-from ....machine.store import CALIBRATION, cache_folder, own_cards_path
-from ....planning.cards import DEFAULT_CARD, Card, card_by_driver, find_card
+from ....machine.store import CALIBRATION, cache_folder, known_cards, own_cards_path
+from ....planning.cards import BUNDLED, DEFAULT_CARD, Card, card_by_driver, find_card
 from ..load.plan import card_facts
 
 THIS_CARD = "this card"
@@ -32,7 +31,6 @@ def own_files_changed_at() -> tuple[int, int]:
 
 
 def _changed(path: Path) -> int:
-    """Reads when a file changed, in nanoseconds; 0 where there is none."""
     try:
         return path.stat().st_mtime_ns
     except OSError:

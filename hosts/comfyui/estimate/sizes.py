@@ -1,7 +1,4 @@
-"""The true sizes of a MODEL, CLIP, VAE and LATENT, read where they lie.
-
-Nothing is loaded or moved for it.
-"""
+"""The true sizes of a MODEL, CLIP, VAE and LATENT, read where they lie without moving them."""
 
 from __future__ import annotations
 
