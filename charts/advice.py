@@ -1,4 +1,4 @@
-"""Advice in words: the cheapest card for a load, and what several cards of one kind do."""
+"""Advice in words and as a picture: the cheapest card for a load, and what several cards do."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from ..planning.cards import STARTING, Price
 from ..planning.phases import figure, gib
 from ..split_cost import KEYS, LEAST_GAIN, ROWS
 from .figures import LINE, between, dollars, duration, folded, many, significant, table, tenths
+from .run_chart import LEAST, Bar, Figure, RunPicture, run_chart, wrapped
 from .words import (
     changes,
+    request_text,
     rests_on,
     safer_text,
     settings_text,
@@ -20,9 +22,13 @@ from .words import (
 )
 
 if TYPE_CHECKING:
+    from PIL import Image
+
     from ..planning.advise import Advice, Comparison, Offer, Together
     from ..planning.estimate import Estimate
 
+CARDS = 6  # that have a bar
+NAME, THIRD = 560, 360  # pixels of a name beside a bar, and below a figure
 EXCHANGED = {ROWS: "normalized rows", KEYS: "keys and values"}
 COLUMNS = ("", "card", "in", "an image", "cards", "busy", "USD per image")
 COUNTED = (
@@ -114,7 +120,6 @@ def price_source(price: Price | None) -> str:
 
 
 def setting_text(offer: Offer) -> str:
-    """Names the setting that a card is estimated in, in one clause."""
     option = offer.found.option
     setting = option.setting
     words = [setting.precision, f"modulation {setting.modulation}"]
@@ -176,6 +181,53 @@ def _without_offer(advice: Advice) -> list[str]:
         )
         lines += folded([", ".join(advice.unpriced)])
     return lines
+
+
+def cost_chart(advice: Advice) -> Image.Image:
+    """Draws the cheapest card at three loads, and a bar for each of the cheapest at the load that
+    was asked for; needs at least one that fits and costs something.
+    """
+    load, offers = advice.images_per_hour, advice.paid
+    best = offers[0]
+    request = best.found.request
+    return run_chart(
+        RunPicture(
+            sign="tight" if best.found.tight else "good",
+            answer=f"{_counted(best, load)}: {_usd(best.usd_for(load))} an image",
+            basis=best.found.basis.kind,
+            lines=(f"Cheapest for {load:,.10g} images per hour",),
+            about=f"{request.family}, {request_text(request)}",
+            figures=[_cheapest(offers, each) for each in advice.loads],
+            bars=[
+                Bar(
+                    _counted(offer, load),
+                    {"USD an image": offer.usd_for(load)},
+                    _usd(offer.usd_for(load)),
+                    duration(offer.found.image_seconds),
+                )
+                for offer in offers[:CARDS]
+            ],
+        )
+    )
+
+
+def _cheapest(offers: list[Offer], load: float) -> Figure:
+    best = min(offers, key=lambda offer: offer.usd_for(load))
+    cost = _usd(best.usd_for(load))
+    return Figure(f"{load:,.10g} images/h", cost, _counted(best, load, THIRD))
+
+
+def _usd(cost: float) -> str:
+    # `$0.013`, `$12,345`, `$1.2e+06`: at most eight characters.
+    if not 1e-4 <= cost < 1e6:
+        return f"${cost:.1e}"
+    return f"${cost:,.0f}" if cost >= 1000 else f"${dollars(cost)}"
+
+
+def _counted(offer: Offer, load: float, room: int = NAME) -> str:
+    # `4 RTX 4090`, `3 L40S, tight`; of a longer name the beginning.
+    name = f"{offer.cards_for(load):,} {offer.name}{', tight' * offer.found.tight}"
+    return wrapped(name, LEAST, room)[0].rstrip(",")
 
 
 def cards_answer(

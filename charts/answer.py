@@ -1,9 +1,9 @@
-"""An estimate as the JSON object that command and node give, and what they say where it stops."""
+"""An estimate as a picture and as the JSON object of command and node; and what stops."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..planning.cards import Card
@@ -11,12 +11,27 @@ from ..planning.estimate import DOES_NOT_FIT, Estimate
 from ..planning.phases import Phase, Range, figure, gib
 from ..planning.plan import PlanOption
 from ..planning.request import RunRequest
+from ..planning.times import PROCESSOR
 from ..spec.formats import GB
 from ..step_cache import OFF
-from .figures import folded
-from .notes import notes_of, reasons
-from .run_chart import RunPicture, run_chart
-from .words import request_text
+from .figures import duration, folded, tenths, usd
+from .notes import notes_of, price_of, reasons
+from .run_chart import HOST_MEMORY, Bar, Figure, Limit, RunPicture, run_chart
+from .words import (
+    BOUND,
+    PHASE_NAMES,
+    WORKING,
+    answer,
+    fullest,
+    heading,
+    moves,
+    parts_of,
+    remedy,
+    request_text,
+    rests_on,
+    saved_otherwise,
+    usable_bytes,
+)
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -96,7 +111,6 @@ def _step_cache(estimate: Estimate) -> dict[str, Any] | None:
 
 
 def phase_json(phase: Phase) -> dict[str, Any]:
-    """Gives a phase in GiB and seconds."""
     parts: dict[str, Any] = {
         name: gib(getattr(phase, name))
         for name in ("weights", "activations", "workspace", "context")
@@ -116,13 +130,9 @@ def _ends(found: Mapping[str, Range] | None) -> dict[str, list[float]] | None:
 
 
 def _option(option: PlanOption) -> dict[str, Any]:
-    setting = option.setting
     return {
-        "precision": setting.precision,
-        "modulation": setting.modulation,
-        "text_encoder_place": setting.text_encoder_place,
-        "tiles": option.tiles,
-        "resident": option.resident,
+        **_named(option.setting, "precision", "modulation", "text_encoder_place"),
+        **_named(option, "tiles", "resident"),
         "peak_gib": gib(option.peak_bytes),
         "peak_phase": option.peak_phase,
         "headroom_gib": gib(option.headroom_bytes),
@@ -134,30 +144,69 @@ def _option(option: PlanOption) -> dict[str, Any]:
 
 def _settings(request: RunRequest, option: PlanOption) -> dict[str, Any]:
     setting = option.setting
+    counts = "width", "height", "batch", "steps", "cfg", "references", "layers", "text_tokens"
     return {
         "precision": setting.precision,
-        "width": request.width,
-        "height": request.height,
-        "batch": request.batch,
-        "steps": request.steps,
-        "cfg": request.cfg,
-        "references": request.references,
-        "layers": request.layers,
-        "text_tokens": request.text_tokens,
-        "modulation": setting.modulation,
-        "text_encoder": setting.text_encoder,
-        "text_encoder_place": setting.text_encoder_place,
-        "loras": {
-            "count": request.loras.count,
-            "rank": request.loras.rank,
-            "mode": request.loras.mode,
-        },
+        **_named(request, *counts),
+        **_named(setting, "modulation", "text_encoder", "text_encoder_place"),
+        "loras": asdict(request.loras),
         "controlnet_gib": gib(request.controlnet_bytes),
         "with": [f"{other.family}:{other.precision}" for other in request.others],
         "tiles": option.tiles,
         "cache": request.cache,
         "attention": setting.attention,
     }
+
+
+def _named(thing: Any, *names: str) -> dict[str, Any]:
+    return {name: getattr(thing, name) for name in names}
+
+
+def memory_chart(estimate: Estimate) -> Image.Image:
+    """Draws whether an estimate fits, how long an image takes and what it costs, and a bar for each
+    phase: amber is what has no room on the card and waits in host memory.
+    """
+    peak, usable = fullest(estimate).card_bytes, usable_bytes(estimate.card)
+    figures = [Figure("card memory", f"{tenths(peak)} of {tenths(usable)} GiB")]
+    if estimate.image_seconds:
+        step, cost = duration(estimate.step_seconds), estimate.usd_per_image
+        figures.append(Figure("an image", duration(estimate.image_seconds), f"{step} a step"))
+        if cost:
+            figures.append(Figure("cost of an image", usd(cost), f"at {price_of(estimate)}"))
+        else:
+            figures.append(Figure("cost of an image", "unknown", "no price known"))
+    return run_chart(
+        RunPicture(
+            sign="good" if estimate.fits and not estimate.tight else "tight",
+            answer=answer(estimate),
+            basis=rests_on(estimate),
+            lines=[
+                estimate.card_note,
+                f"A step is {BOUND}." if estimate.bound == PROCESSOR else "",
+                "" if estimate.fits else f"{moves(estimate)}.",
+                remedy(estimate),
+                saved_otherwise(estimate),
+            ],
+            about=heading(estimate),
+            figures=figures,
+            bars=[_bar(estimate, name, phase) for name, phase in estimate.phases.items()],
+            limit=Limit(peak, usable, estimate.card.memory_bytes),
+        )
+    )
+
+
+def _bar(estimate: Estimate, name: str, phase: Phase) -> Bar:
+    # What would have to be there too for all to stay.
+    beyond = max(0, estimate.option.needs.get(name, 0) - phase.card_bytes)
+    held = parts_of(phase)
+    parts = {part: held.pop(part) for part in ("transformer", "text encoder", WORKING)}
+    time = "" if phase.seconds is None else duration(phase.seconds)
+    return Bar(
+        PHASE_NAMES[name],
+        {**parts, "other": sum(held.values()), HOST_MEMORY: beyond},
+        f"{tenths(phase.card_bytes)} GiB",
+        time,
+    )
 
 
 @dataclass(frozen=True)
@@ -181,11 +230,9 @@ class Refusal:
 
     @property
     def text(self) -> str:
-        """Folds the summary into lines that a terminal shows whole."""
         return "\n".join(folded(self.summary.splitlines()))
 
     def as_dict(self) -> dict[str, Any]:
-        """Gives for JSON, of an estimate's keys, those that have an answer."""
         return {
             "card": self.card.name,
             "family": self.request.family,

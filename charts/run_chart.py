@@ -1,8 +1,6 @@
-"""A run as a picture that answers in three seconds: whether it fits, how long, how much.
-
-What is predicted and what was measured have the same layout: the answer, its figures, and a bar for
-each phase; what an image costs has a bar for each card. A node shows the picture a third as wide as
-it is, so the type is large and there is little of it.
+"""A run as a picture: the answer, its figures, and a bar for each phase, or for each card in one of
+costs. Predicted and measured runs have one layout. A node shows it a third as wide as it is, so the
+type is large and there is little of it.
 """
 
 from __future__ import annotations
@@ -135,7 +133,6 @@ def _answer(page: Page, shown: RunPicture) -> None:
 
 
 def _sign(page: Page, sign: str, box: tuple[float, float, float, float]) -> None:
-    """Draws a tick, an exclamation mark or a cross, for those who do not see the colour."""
     left, top, right, _ = box
     size, draw = right - left, page.draw
 
@@ -180,7 +177,6 @@ def _figures(page: Page, shown: RunPicture) -> None:
 
 
 def _peak(page: Page, shown: RunPicture, left: float, right: float, middle: float) -> None:
-    """Draws the peak against the card: what a run may use ends at a line."""
     limit = shown.limit
     scale = (right - left) / max(limit.capacity, limit.peak, limit.expected)
     top, bottom = middle - BAR / 2, middle + BAR / 2
@@ -199,7 +195,6 @@ def _mark(page: Page, x: float, middle: float, colour: str) -> None:
 
 
 def _phases(page: Page, shown: RunPicture) -> None:
-    """Draws bars, with the limit of the card across all of them."""
     sizes = SIZES if any(bar.value for bar in shown.bars) else 0
     names = max(NAMES, *(text_width(bar.name, LEAST) + 24 for bar in shown.bars))
     left, right = SIDE + names, WIDTH - SIDE - TIMES - sizes
@@ -281,7 +276,6 @@ class Page:
         fill: str = INK,
         anchor: str = "lm",
     ) -> None:
-        """Writes one line; the anchor is PIL's."""
         self.draw.text(place, plain(text), fill=fill, font=font(size), anchor=anchor)
 
     def finish(self) -> Image.Image:
@@ -299,7 +293,6 @@ def font(size: int) -> ImageFont.FreeTypeFont:
 
 
 def text_width(text: str, size: int) -> float:
-    """Measures the pixels that one line takes."""
     return font(size).getlength(text)
 
 

@@ -71,13 +71,8 @@ def estimate_text(estimate: Estimate, cards: Iterable[str] = ()) -> str:
     return "\n\n".join("\n".join(lines) for lines in blocks if lines)
 
 
-def summary_text(estimate: Estimate) -> str:
-    """Says what the node shows: six lines, the answer first."""
-    return "\n".join(summary_lines(estimate))
-
-
 def summary_lines(estimate: Estimate) -> list[str]:
-    """Says the answer, card and request, time, cost, the settings, and what to do next."""
+    """Says what the node shows: the answer, card and request, time, cost, settings, what next."""
     about = f"{estimate.card_note} {heading(estimate)}".strip()
     return [
         verdict(estimate),
@@ -107,7 +102,6 @@ def answer(estimate: Estimate) -> str:
 
 
 def fullest(estimate: Estimate) -> Phase:
-    """Finds the phase with the most on the card, as it runs."""
     return max(estimate.phases.values(), key=lambda phase: phase.card_bytes)
 
 
@@ -186,7 +180,6 @@ def safer_text(estimate: Estimate) -> str:
 
 
 def changes(setting: Setting, other: Setting) -> str:
-    """Says what another setting has changed, as the settings are named."""
     return ", ".join(
         f"{name} {after}"
         for (name, before), after in zip(
@@ -224,7 +217,6 @@ def usable_bytes(card: Card) -> int:
 
 
 def heading(estimate: Estimate) -> str:
-    """Names the card and what runs on it, in one line."""
     request, precision = estimate.request, estimate.option.setting.precision
     return f"{estimate.card.name}: {request.family}, {precision}, {request_text(request)}"
 
@@ -255,7 +247,6 @@ def request_text(request: RunRequest) -> str:
 
 
 def rests_on(estimate: Estimate) -> str:
-    """Says what times are computed from."""
     return "from measured rates" if estimate.basis.kind == "measured" else "predicted"
 
 
@@ -337,7 +328,6 @@ def _plan_lines(estimate: Estimate) -> list[str]:
 
 
 def option_text(option: PlanOption) -> str:
-    """Names the settings of one option in one line."""
     setting = option.setting
     tiles = "" if option.tiles <= 1 else f", VAE in {option.tiles} tiles"
     moved = "" if option.resident else ", weights move for each image"

@@ -92,7 +92,7 @@ def _chosen(only: Sequence[str] | None, cards: Mapping[str, Card]) -> list[Card]
 
 
 def _plot(path: str, found: Advice) -> None:
-    from ..charts.pictures import cost_chart
+    from ..charts.advice import cost_chart
 
     if not found.paid:
         raise SettingError(

@@ -141,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
     if args.model is not None:
         found = replace(found, notes=(*found.notes, f"Sizes are those of {args.model}."))
     if args.plot:
-        from ..charts.pictures import memory_chart
+        from ..charts.answer import memory_chart
 
         write_plot(memory_chart(found), args.plot)
     lines, answer = (), {}

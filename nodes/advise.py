@@ -94,8 +94,7 @@ class QwenL40SAdviseGPU(io.ComfyNode):
     @classmethod
     def execute(cls, images_per_hour: float, prices: str = "", **settings: Any) -> io.NodeOutput:
         require_host()
-        from ..charts.advice import advise_text, summary_lines
-        from ..charts.pictures import cost_chart
+        from ..charts.advice import advise_text, cost_chart, summary_lines
         from ..hosts.comfyui.estimate.request import request_from
         from ..planning.advise import advise
 

@@ -169,9 +169,8 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
     ) -> io.NodeOutput:
         require_host()
         from ..charts.advice import cards_answer
-        from ..charts.answer import Refusal, estimate_json
-        from ..charts.pictures import memory_chart
-        from ..charts.words import estimate_text, summary_text
+        from ..charts.answer import Refusal, estimate_json, memory_chart
+        from ..charts.words import estimate_text, summary_lines
         from ..hosts.comfyui.estimate.cards import card_of
         from ..hosts.comfyui.estimate.request import estimate_on, request_from
         from ..planning.estimate import DOES_NOT_FIT
@@ -199,7 +198,7 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
         return with_picture(
             cls,
             memory_chart(found),
-            summary_text(found),
+            "\n".join(summary_lines(found)),
             estimate_text(found, lines),
             found.fits,
             json.dumps({**estimate_json(found), **answer}, indent=2),

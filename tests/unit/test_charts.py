@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qwen_l40s.charts import figures, run_chart, words
-from qwen_l40s.charts.answer import Refusal
-from qwen_l40s.charts.pictures import cost_chart, memory_chart
+from qwen_l40s.charts.advice import cost_chart
+from qwen_l40s.charts.answer import Refusal, memory_chart
 from qwen_l40s.errors import UnavailableError
 from qwen_l40s.machine.store import known_cards
 from qwen_l40s.planning.advise import Advice, Offer
@@ -318,7 +318,9 @@ def test_the_text_says_first_whether_it_fits():
     assert words.estimate_text(estimate_of(16, like="RTX 4090")).splitlines()[5] == (
         words.NOTHING_SAFER
     )
-    slow = words.summary_text(estimate_of(28, replace(IN_BF16, tiles=1, width=2048, height=2048)))
+    slow = "\n".join(
+        words.summary_lines(estimate_of(28, replace(IN_BF16, tiles=1, width=2048, height=2048)))
+    )
     assert slow.count("\n") == 5 and re.match(r"Runs slowly: [\d.]+ GiB move in every pass; ", slow)
 
 
