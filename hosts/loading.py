@@ -15,8 +15,7 @@ from ..charts.notes import kept_precision, reasons, requested_precision, weight_
 from ..errors import SettingError, UnavailableError
 from ..loaders.quantize import quantize_rows
 from ..optimizations import kernels
-from ..optimizations.trial import try_once
-from ..optimizations.verdict import Verdict
+from ..optimizations.verdict import Verdict, try_once
 from ..planning.bytes import TransformerBytes, weight_bytes
 from ..planning.plan import LEAST_SIDE, PlanOption, check_stored, check_tensor_cores, plan
 from ..planning.request import AUTO, PRECISIONS, Parts, RunRequest
@@ -251,12 +250,12 @@ def _kernel(
         same = all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
         return "" if same else "a trial gave a wrong result"
 
-    reason = try_once((quantize_weight, device, dtype, form, columns), trial)
-    if reason:
-        _log(reason)
-    return None if reason else quantize_weight
+    refusal = try_once((quantize_weight, device, dtype, form, columns), trial)
+    if refusal:
+        _log(refusal)
+    return None if refusal else quantize_weight
 
 
 @cached
-def _log(reason: str) -> None:
-    Verdict(f"Triton: {reason}").log("torch rounds the weights, which takes longer")
+def _log(refusal: Verdict) -> None:
+    Verdict(f"Triton: {refusal}").log("torch rounds the weights, which takes longer")

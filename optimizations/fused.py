@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -11,8 +12,7 @@ from ..caches import cached
 from ..spec.formats import RowFormat
 from . import attention_8bit, kernels, reference
 from .reference import HEAD_DIMS, WIDEST_ROW, Modulation, QKNorm, QuantizedRows, Rotary, Tokens
-from .trial import FULL, try_once
-from .verdict import Verdict
+from .verdict import Verdict, try_once
 
 # Takes the tensors that differ from call to call, of the shapes and strides that it is for.
 Prepared = Callable[..., None]
@@ -137,15 +137,15 @@ def choose_ops(device: torch.device) -> Ops | Verdict:
         with kernels.on_card_of(torch.empty(0, device=device)):
             return _compare(ops, device)
 
-    reason = try_once((choose_ops, device), trial)
-    return Verdict(f"Triton: {reason}", final=reason != FULL) if reason else ops
+    found = try_once((choose_ops, device), trial)
+    return replace(found, fact=f"Triton: {found}") if found else ops
 
 
 def unsupported_shape(dim: int, head_dim: int, dtype: torch.dtype) -> Verdict | None:
     """Why the kernels do not take a model; None when they do."""
     if dtype not in (torch.bfloat16, torch.float32):
         # Residuals of Qwen-Image exceed what fp16 holds: both hosts clip or refuse it.
-        return Verdict(f"{dtype}: the fused blocks take bf16 and fp32")
+        return Verdict(f"{dtype}", rule="the fused blocks take bf16 and fp32")
     if dim > WIDEST_ROW:
         return Verdict(f"a width of {dim}, more than {WIDEST_ROW}", final=True)
     if head_dim not in HEAD_DIMS:

@@ -19,7 +19,7 @@ from ..machine.card import State
 from ..machine.packages import check_kitchen
 from ..spec.formats import FORMATS, RowFormat
 from . import kernels, reference
-from .trial import FULL, try_once
+from .verdict import Verdict, try_once
 
 # `scaled_mm` with fast accumulation, for those who ask for it. On Hopper it keeps so few bits of a
 # sum that 12288 products of one sign come out 23 % too small, 3072 of them 5 %; without it the
@@ -267,7 +267,7 @@ def choose_gemm(format: str, device: torch.device, *, backend: str | None = None
             reason = "; ".join([f"{ground} to be the fastest that runs here", *refused])
             return _gemm(name, format, device, reason, lasting)
         refused.append(f"not {name}: {refusal}")
-        lasting = lasting and refusal != FULL
+        lasting = lasting and refusal.final
     return Gemm(format, "dequantize", "; ".join(refused), lasting=lasting)
 
 
@@ -309,13 +309,19 @@ def _gemm(
         return Gemm(format, backend, reason)
     refusal = _refusal("triton", format, device)
     quantizer = "torch" if refusal else "triton"
-    return Gemm(format, backend, reason, quantizer, lasting and refusal != FULL)
+    return Gemm(format, backend, reason, quantizer, lasting and (not refusal or refusal.final))
 
 
-def _refusal(backend: str, format: str, device: torch.device) -> str:
-    """Says why a backend does not run on a device, in one clause; empty when it does."""
+def _refusal(backend: str, format: str, device: torch.device) -> Verdict | None:
     if backend == "dequantize":
-        return ""
+        return None
+    if fact := _unsupported(backend, format, device):
+        return Verdict(fact, final=True)
+    gemm = Gemm(format, backend, "", "triton" if backend == "triton" else "torch")
+    return try_once((gemm, device), lambda: _trial(gemm, device))
+
+
+def _unsupported(backend: str, format: str, device: torch.device) -> str:
     sm, oldest = _sm(device), FORMATS[format].oldest
     if sm is None and device.type != "cpu":
         return f"{device} is not an NVIDIA card that torch can use"
@@ -324,14 +330,11 @@ def _refusal(backend: str, format: str, device: torch.device) -> str:
     interpreted = backend == "triton" and kernels.interpreted()
     if sm is None and backend in ("triton", "kitchen") and not interpreted:
         return "needs an NVIDIA card"
-    if backend == "triton" and kernels.missing():
-        return kernels.missing()
     if backend == "kitchen":
         capability = check_kitchen(torch)
-        if capability.state is not State.USABLE:
-            return f"comfy-kitchen {capability.reason}"
-    gemm = Gemm(format, backend, "", "triton" if backend == "triton" else "torch")
-    return try_once((gemm, device), lambda: _trial(gemm, device))
+        usable = capability.state is State.USABLE
+        return "" if usable else f"comfy-kitchen {capability.reason}"
+    return kernels.missing() if backend == "triton" else ""
 
 
 def prepare_trial(format: str) -> None:

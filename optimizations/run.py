@@ -20,9 +20,9 @@ from ..machine.links import link_between
 from .attention import ChosenAttention
 from .blocks.block_form import is_changed
 from .blocks.graphs import PassMemory
-from .blocks.host import HostPass, PreparedModel
+from .blocks.host import FirstBlockCheck, HostPass, PreparedModel
 from .blocks.passes import ForwardPass, WatchedError
-from .cards.team import CardPass, ShapeFigures, Team
+from .cards.team import CardPass, ShapeFigures, SplitFigures, Team
 from .step_cache import Later
 from .verdict import Verdict
 
@@ -183,7 +183,7 @@ class Optimization:
         prepared.passes += 1
 
         def fall_back(fallback: Verdict, blocks: int) -> None:
-            prepared.fallbacks[fallback] += blocks
+            prepared.verdicts.add("blocks", fallback, blocks)
             if fallback.fact not in self._logged:
                 self._logged.add(fallback.fact)
                 fallback.log(f"{self.host} own blocks run")
@@ -236,7 +236,10 @@ class Optimization:
         return output
 
     def _team(self, first: CardPass, stack: ExitStack) -> Team | None:
-        figures = first.prepared.split
+        prepared = first.prepared
+        if prepared.split is None:
+            prepared.split = SplitFigures(FirstBlockCheck(prepared.rounds), prepared.verdicts)
+        figures = prepared.split
         if figures.refusal:
             figures.refuse(figures.refusal)
             return None
@@ -335,7 +338,7 @@ def _whole_pass_fallback(prepared: PreparedModel, host: HostPass) -> Verdict | N
         return prepared.check.failed
     if torch.is_grad_enabled():
         recorded = "gradients are recorded, which the kernels do not support"
-        return Verdict(recorded, "use torch.no_grad()")
+        return Verdict(recorded, remedy="use torch.no_grad()")
     if found := host.fallback():
         return found
     if prepared.unknown:

@@ -1,9 +1,19 @@
-"""Why something of this package does not run, and what runs in its place."""
+"""Why something of this package does not run, and what runs in its place.
+
+What builds of torch, compilers, drivers and packages can is declared nowhere: it is tried once.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+
+import torch
+
+from ..caches import remembered
+from ..machine.card import first_line
 
 logger = logging.getLogger(__name__)
 
@@ -14,17 +24,75 @@ class Verdict:
 
     Attributes:
         fact: One clause.
+        rule: What it breaks; empty where the fact says it.
         remedy: What would change it; empty where nothing is known.
         final: Whether it stays so for this model on this card, so that nothing is tried again.
     """
 
     fact: str
+    rule: str = ""
     remedy: str = ""
     final: bool = False
 
     def __str__(self) -> str:
-        return f"{self.fact}: {self.remedy}" if self.remedy else self.fact
+        return ": ".join(filter(None, (self.fact, self.rule, self.remedy)))
 
     def log(self, instead: str) -> None:
         """Logs it, and what runs `instead`."""
         logger.warning("Qwen-Image L40S: %s: %s.", self, instead)
+
+
+# What a run says of a part of it.
+SENTENCES = {
+    "blocks": "blocks: {instead}, {count} of {total}: {verdict}",
+    "cards": "cards: one in {count} forward passes: {verdict}",
+    "graphs": "CUDA graphs: none in {count} forward passes: {verdict}",
+}
+
+
+class Verdicts:
+    """Collects what did not run in a run, and why: by a key of `SENTENCES`, with how often."""
+
+    def __init__(self) -> None:
+        self._found: defaultdict[str, Counter[Verdict]] = defaultdict(Counter)
+
+    def add(self, part: str, verdict: Verdict, count: int = 1) -> None:
+        self._found[part][verdict] += count
+
+    def of(self, part: str) -> Counter[Verdict]:
+        """Gives those of one part, with how often each was added."""
+        return self._found[part]
+
+    def lines(self, part: str, **words: object) -> list[str]:
+        """Tells those of one part, a line each."""
+        return [
+            SENTENCES[part].format(verdict=verdict, count=count, **words)
+            for verdict, count in self.of(part).most_common()
+        ]
+
+
+FULL = Verdict("no memory is free for a trial")
+_answers: dict[Hashable, Verdict | None] = remembered({})
+
+
+def try_once(what: Hashable, trial: Callable[[], str]) -> Verdict | None:
+    """Says why something does not run; None where it does.
+
+    An answer stays for the process. Out of memory is none: another time the card has room.
+
+    Args:
+        what: Whose answer it is.
+        trial: Runs it, and says what is wrong with the result, in one clause.
+    """
+    if what not in _answers:
+        try:
+            found = trial()
+        except torch.OutOfMemoryError:
+            return FULL
+        except Exception as error:  # packages, drivers, Triton and C compilers raise anything
+            found = f"a trial failed: {first_line(error)}"
+        answer = Verdict(found, final=True) if found else None
+        if answer is None:  # stays, though a trial in another thread may fail
+            _answers[what] = None
+        return _answers.setdefault(what, answer)
+    return _answers[what]

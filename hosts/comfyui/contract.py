@@ -159,18 +159,19 @@ def unsupported_host() -> Verdict | None:
         found = importlib.import_module("comfyui_version").__version__
     except (ImportError, AttributeError):
         return Verdict(
-            f"this ComfyUI does not give its version: Qwen-Image L40S needs {floor} or newer.",
+            "this ComfyUI does not give its version",
+            rule=f"Qwen-Image L40S needs {floor} or newer.",
             final=True,
         )
     if release(found) < COMFYUI_FLOOR:
         old = f"ComfyUI is {found} and Qwen-Image L40S needs {floor} or newer"
-        return Verdict(old, "update ComfyUI.", final=True)
+        return Verdict(old, remedy="update ComfyUI.", final=True)
     for module, names in HOOKS.items():
         for name, parameters in names.items():
             if fault := _fault(module, name, parameters):
                 return Verdict(
                     f"ComfyUI {found} {fault}, which Qwen-Image L40S calls",
-                    "update Qwen-Image L40S, and until then use ComfyUI's own loaders.",
+                    remedy="update Qwen-Image L40S, and until then use ComfyUI's own loaders.",
                     final=True,
                 )
     return None

@@ -22,8 +22,7 @@ from ...families.registry import blocks_of
 from ...optimizations.attention import ChosenAttention, aligned_mask
 from ...optimizations.blocks.block import Step
 from ...optimizations.blocks.block_form import token_layers
-from ...optimizations.blocks.host import BlockInputs, DoubleStream
-from ...optimizations.blocks.self_check import Streams
+from ...optimizations.blocks.host import BlockInputs, DoubleStream, Streams
 from ...optimizations.modulation import Entry
 from ...optimizations.reference import Rotary, Tokens
 from ...optimizations.verdict import Verdict
@@ -117,7 +116,7 @@ class TransformerPass(DoubleStream):
 
     def fallback(self) -> Verdict | None:
         if self.owner.training:
-            return Verdict("the transformer is in training mode", "call eval()")
+            return Verdict("the transformer is in training mode", remedy="call eval()")
         if torch.jit.is_tracing():
             return Verdict("torch.jit traces the model")
         if torch.is_autocast_enabled(self.device.type):
@@ -129,7 +128,8 @@ class TransformerPass(DoubleStream):
             names = " and ".join(sorted(found.__name__ for found in classes))
             return Verdict(f"its blocks are {names}")
         if any(block._compiled_call_impl is not None for block in self.blocks):
-            return Verdict("torch.compile runs the blocks", "without it the fused ones would")
+            without = "without it the fused ones would"
+            return Verdict("torch.compile runs the blocks", remedy=without)
         return None
 
     def unsupported(self, block: torch.nn.Module) -> Verdict | None:

@@ -15,6 +15,7 @@ from ...errors import SettingError, UnavailableError
 from ...machine.card import first_line, read_cards
 from ...machine.store import AttentionTimings, load_attention, save_attention
 from ..kernels import on_card_of
+from ..verdict import Verdict
 from .backends import AttentionRequest, dtype_name, sm_name, sm_of
 from .registry import BACKENDS, limits_of, refusal
 
@@ -223,7 +224,7 @@ def _may_launch(sm: tuple[int, int] | None, device: torch.device) -> bool:
 
 
 def _check_asked(
-    asked: str, request: AttentionRequest, refuse: Callable[[str, AttentionRequest], str]
+    asked: str, request: AttentionRequest, refuse: Callable[[str, AttentionRequest], Verdict | None]
 ) -> None:
     if asked not in BACKENDS:
         names = " or ".join(("auto", FAST, *BACKENDS))

@@ -19,6 +19,7 @@ from .registry import BACKENDS, refusal
 
 # Relative, of one call. On Gaussian q, k and v int8 is off by 0.010, int8_fp8 by 0.038 (H200).
 MOST_ERROR = 0.02
+NOT_RUN = Verdict("it did not run")
 
 
 class _Pass(threading.local):
@@ -44,7 +45,7 @@ class MeasuredErrors:
         self.complete = False
         self._pass = _Pass()
         self._found: dict[str, list[torch.Tensor]] = {}
-        self._refused: dict[str, str] = {}
+        self._refused: dict[str, Verdict | None] = {}
 
     def start_pass(self, blocks: int) -> None:
         """Begins to count blocks, which are measured unless those of another pass were."""
@@ -84,9 +85,9 @@ class MeasuredErrors:
             for name, found in list(self._found.items())
         }
 
-    def refused(self, name: str) -> str:
-        """Says why a backend was not measured, in one clause."""
-        return self._refused.get(name, "it did not run")
+    def refused(self, name: str) -> Verdict:
+        """Says why a backend was not measured."""
+        return self._refused.get(name) or NOT_RUN
 
 
 def lossy_backends() -> list[str]:

@@ -10,7 +10,7 @@ import torch
 from ...caches import cached
 from ...machine.card import Capability, InstalledCards, State
 from ...machine.packages import Package, check_package
-from ..trial import try_once
+from ..verdict import Verdict, try_once
 from .backends import (
     FLASH_ATTN_2,
     FLASH_ATTN_3,
@@ -43,32 +43,35 @@ EXACT_ERROR = {torch.bfloat16: 0.01, torch.float16: 0.002, torch.float32: 0.002}
 LOSSY_ERROR = 0.08
 
 
-def limits_of(name: str, request: AttentionRequest) -> str:
-    """Says why a request is outside a backend's limits, in one clause; launches nothing."""
+def limits_of(name: str, request: AttentionRequest) -> Verdict | None:
+    """Says why a request is outside a backend's limits; launches nothing."""
     backend, sm = BACKENDS[name], sm_of(request.device)
     on_cpu = request.device.type == "cpu"
     limits = backend.card if sm is not None else backend.cpu if on_cpu else backend.other
     if limits is None:
         other = f"{request.device} is not an NVIDIA card that torch can use"
-        return "needs an NVIDIA card" if on_cpu else other
-    return limits.refusal(request, sm)
+        return Verdict("needs an NVIDIA card" if on_cpu else other, final=True)
+    fact = limits.refusal(request, sm)
+    return Verdict(fact, final=True) if fact else None
 
 
-def refusal(name: str, request: AttentionRequest, tried: bool = False) -> str:
-    """Says why a backend cannot run a request, in one clause; empty when it can.
+def refusal(name: str, request: AttentionRequest, tried: bool = False) -> Verdict | None:
+    """Says why a backend cannot run a request; None when it can.
 
     The last thing asked is a trial against float64, once per card, dtype, head and mask: which
     builds, compilers and drivers can, and which packages work, is declared nowhere. None is needed
     where backends were `tried` here for such a request before.
     """
     backend = BACKENDS[name]
-    reason = limits_of(name, request)
-    if not reason and backend.package is not None:
-        reason = _missing(backend.package)
-    if not reason and backend.further is not None:
-        reason = backend.further(request)
-    if reason or tried:
-        return reason
+    if found := limits_of(name, request):
+        return found
+    fact = "" if backend.package is None else _missing(backend.package)
+    if not fact and backend.further is not None:
+        fact = backend.further(request)
+    if fact:
+        return Verdict(fact, final=True)
+    if tried:
+        return None
     kind = name, request.device, request.dtype, request.head_dim, request.masked
     return try_once((refusal, *kind), lambda: _trial(*kind))
 

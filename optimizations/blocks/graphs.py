@@ -8,10 +8,9 @@ what the executor launches, kernel by kernel, so that its results are the same b
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -186,24 +185,18 @@ class GraphFigures:
     Attributes:
         replayed: Passes that replayed one.
         captured, seconds: Graphs, and what capturing them took.
-        reasons: Why other passes launched kernel by kernel, with how many.
     """
 
     replayed: int = 0
     captured: int = 0
     seconds: float = 0.0
-    reasons: Counter[Verdict] = field(default_factory=Counter)
 
     def lines(self) -> list[str]:
-        lines = []
-        if self.replayed:
-            lines.append(
-                f"CUDA graphs: {self.replayed} forward passes replay one, {self.captured} captured "
-                f"in {self.seconds:.2f} s"
-            )
-        return lines + [
-            f"CUDA graphs: none in {count} forward passes: {reason}"
-            for reason, count in self.reasons.items()
+        if not self.replayed:
+            return []
+        return [
+            f"CUDA graphs: {self.replayed} forward passes replay one, {self.captured} captured "
+            f"in {self.seconds:.2f} s"
         ]
 
 

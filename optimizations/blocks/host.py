@@ -8,17 +8,17 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import is_
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ...spec.formats import RowFormat
+from ...spec.sizes import COMPARED_AT_ONCE
 from ..attention import ChosenAttention
-from ..cards.team import SplitFigures
 from ..fused import choose_ops
 from ..modulation import Entry, shared_entry
 from ..reference import Tokens
-from ..verdict import Verdict
+from ..verdict import Verdict, Verdicts
 from .block import KnownBlock, Layers, Step
 from .block_form import (
     OwnCode,
@@ -28,10 +28,13 @@ from .block_form import (
     unsupported_block,
 )
 from .graphs import GraphFigures
-from .self_check import FirstBlockCheck, Streams
 from .workspace import DENSE, Prefix
 
+if TYPE_CHECKING:
+    from ..cards.team import SplitFigures
+
 OTHER_CLASSES = Verdict("another extension has replaced modules of it")
+Streams = tuple[torch.Tensor, torch.Tensor]  # text and image
 
 
 class BlockInputs(NamedTuple):
@@ -54,33 +57,79 @@ class BlockInputs(NamedTuple):
     watched: bool
 
 
-class HostCall:
-    """Gives a host's pass what it does not have to say itself.
+class HostPass:
+    """A host's adapter: one call of its transformer.
 
     Attributes:
+        owner: The host's model; referenced weakly.
+        state: What its weights are; what is known of the model in this run is known under it.
+        blocks: The transformer's, in order.
+        dtype, device: Of the activations.
+        latents: What the call denoises.
+        layers: Access to its layers.
+        modulation: Of the model, over its runs; `start_run()` begins new figures, `lines()` tells.
+        attention: This package's, where it computes the attention of the block that runs.
+        peers: Of cards that have nothing to do in this pass, each with its own copy of the model;
+            they have no modulation of their own in it, and what the host gives blocks is here.
+        in_turns: Whether passes of other cards are launched meanwhile, by threads that the
+            interpreter lets run in turns.
+        names: Of a block's arguments, as far as the host passes them by place.
         streams: The names of what the host's block gets: text, image and embedding, or the last of
             them.
+        additions: What the host adds to the first image rows after each block, (batch or 1, rows,
+            D) in any floating dtype, on this pass's device, or None; empty where nothing is added.
+        prefixes: What the attention of each block reads besides, where that is known before it is
+            called and stays where it is until the run ends; None for none.
+        steps: Of the run, where the host tells.
     """
 
-    names = ()
-    prefixes = None
+    owner: Any
+    state: Hashable
+    blocks: Sequence[torch.nn.Module]
+    dtype: torch.dtype
+    device: torch.device
+    latents: torch.Tensor
+    layers: Layers
+    modulation: Any
+    attention: ChosenAttention | None
+    peers: Sequence[HostPass]
+    in_turns: bool
+    names: Sequence[str] = ()
     streams: tuple[str, ...]
+    additions: Sequence[torch.Tensor | None]
+    prefixes: Sequence[Prefix] | None = None
+    steps: int | None
     _kept: tuple[tuple, Any, Step | None] = (), None, None
 
+    def fallback(self) -> Verdict | None:
+        """Why the host's own blocks run in this pass; None when the executor's do."""
+
     def unsupported(self, block: torch.nn.Module) -> Verdict | None:
-        """Refuses nothing beyond a block's form."""
+        """Why the executor does not compute a block, beyond its form."""
+
+    def inputs(
+        self, block: torch.nn.Module, positional: tuple, arguments: dict[str, Any]
+    ) -> BlockInputs | Verdict | None:
+        """What a block was called with, or why the executor cannot take it; None where the call is
+        beside the pass and the host's own.
+        """
+        raise NotImplementedError
 
     def lasting(self, capturing: bool = False) -> AbstractContextManager[None]:
+        """Lets what is allocated meanwhile outlive the block that runs.
+
+        Args:
+            capturing: Whether a CUDA graph is captured.
+        """
         return nullcontext()
 
     def failed(self, error: RuntimeError) -> Verdict | None:
-        return None
+        """Why the host's blocks run from here on, after an error of the host's memory that fused
+        blocks can cause; None for another.
+        """
 
     def clean_up(self) -> None:
-        """Does nothing: nothing is left open."""
-
-    def no_graphs(self) -> Verdict | None:
-        return None
+        """Ends what a call of the transformer that raised has left open, before it is repeated."""
 
     def unchanged(
         self,
@@ -89,8 +138,32 @@ class HostCall:
         arguments: dict[str, Any],
         inputs: tuple[torch.Tensor, torch.Tensor, object],
     ) -> bool:
+        """Whether a block was called with these text, image and embedding, as `inputs` would find,
+        and with the prefix that was announced.
+        """
         given = map(arguments.get, self.streams)
         return not positional and all(map(is_, given, inputs[-len(self.streams) :]))
+
+    def output(self, streams: Streams) -> Any:
+        """What the host's block returns for text and image."""
+        return streams
+
+    def entry(self, embedding: Any, batch: int) -> Entry:
+        """The modulation of all blocks for a timestep embedding."""
+        raise NotImplementedError
+
+    def no_graphs(self) -> Verdict | None:
+        """Why the pass may not replay a CUDA graph; None when it may."""
+
+    def host_attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The host's own attention of the block that runs, as `block.Attend`."""
+        raise NotImplementedError
+
+    def host_block(self, block: torch.nn.Module, arguments: dict[str, Any]) -> Streams:
+        """The block's own forward with the host's own attention."""
+        raise NotImplementedError
 
     def kept_step(self, given: tuple, form: Any, make: Callable[[], Step]) -> Step:
         """Makes what the blocks of a pass share once, as long as the host gives them the same.
@@ -107,16 +180,13 @@ class HostCall:
         return step
 
 
-class DoubleStream(HostCall):
+class DoubleStream(HostPass):
     """Gives the hosts' passes of Qwen-Image 1.x what they have in common."""
 
     streams = "encoder_hidden_states", "hidden_states", "temb"
 
-    def output(self, streams: Streams) -> Streams:
-        return streams
 
-
-class PrefixedStream(HostCall):
+class PrefixedStream(HostPass):
     """Gives the hosts' passes of Qwen-Image-2.1 what they have in common: their blocks run with the
     rows of the image alone, beside keys and values that the host has kept.
 
@@ -171,107 +241,91 @@ class PrefixedStream(HostCall):
         return image[:, :0], out
 
 
-class HostPass(Protocol):
-    """A host's adapter: one call of its transformer.
+# What the check allows, of what a block adds to a stream. The fused bf16 block differs by 0.2 % to
+# 0.5 % from the host's, whose roundings it leaves out; a quantized one by what fp8 rounds twice.
+EXACT_TOLERANCE = 0.02
+ROUNDING_TOLERANCE = 0.15
+
+
+class FirstBlockCheck:
+    """Compares one block by the executor with the host's own, for each shape.
+
+    A change of the host, of a weight's layout or of another extension that the executor misses
+    would otherwise be a wrong picture without a word.
+
+    Args:
+        rounds: Whether weights are quantized or attention is lossy, so that host and executor round
+            differently.
 
     Attributes:
-        owner: The host's model; referenced weakly.
-        state: What its weights are; what is known of the model in this run is known under it.
-        blocks: The transformer's, in order.
-        dtype, device: Of the activations.
-        latents: What the call denoises.
-        layers: Access to its layers.
-        modulation: Of the model, over its runs; has `start_run()`, which begins new figures, and
-            `lines()` about the run.
-        attention: This package's, where it computes the attention of the block that runs.
-        peers: Of cards that have nothing to do in this pass, each with its own copy of the model;
-            they have no modulation of their own in it, and what the host gives blocks is here.
-        in_turns: Whether passes of other cards are launched meanwhile, by threads that the
-            interpreter lets run in turns.
-        names: Of a block's arguments, as far as the host passes them by place.
-        additions: What the host adds to the first image rows after each block, (batch or 1, rows,
-            D) in any floating dtype, on this pass's device, or None; empty where nothing is added.
+        failed: Why the host's blocks run from here on.
+        worst: The largest relative difference of a stream that passed; None before.
     """
 
-    owner: Any
-    state: Hashable
-    blocks: Sequence[torch.nn.Module]
-    dtype: torch.dtype
-    device: torch.device
-    latents: torch.Tensor
-    layers: Layers
-    modulation: Any
-    attention: ChosenAttention | None
-    peers: Sequence[HostPass]
-    in_turns: bool
-    names: Sequence[str]
-    additions: Sequence[torch.Tensor | None]
+    def __init__(self, rounds: bool) -> None:
+        self._most = ROUNDING_TOLERANCE if rounds else EXACT_TOLERANCE
+        self._passed: set[tuple[Tokens, int, bool]] = set()
+        self.failed: Verdict | None = None
+        self.worst: float | None = None
 
-    def fallback(self) -> Verdict | None:
-        """Why the host's own blocks run in this pass; None when the executor's do."""
+    def wanted(self, step: Step) -> bool:
+        """Whether these shapes have not been compared yet."""
+        return _form(step) not in self._passed
 
-    def unsupported(self, block: torch.nn.Module) -> Verdict | None:
-        """Why the executor does not compute a block, beyond its form."""
+    def fail(self, reason: str) -> None:
+        """Leaves the blocks to the host from here on."""
+        self.failed = Verdict(reason, final=True)
 
-    def inputs(
-        self, block: torch.nn.Module, positional: tuple, arguments: dict[str, Any]
-    ) -> BlockInputs | Verdict | None:
-        """What a block was called with, or why the executor cannot take it; None where the call is
-        beside the pass and the host's own.
+    def passes(self, before: Streams, ours: Streams, host: Streams, step: Step) -> bool:
+        """Compares text and image, and keeps the answer.
+
+        The difference may be a part of what the block added, and the rounding of the result:
+        |ours - host| <= most * |host - before| + eps / 2 * |host|, as Euclidean norms.
         """
+        norms = torch.stack([_norms(*streams) for streams in zip(before, ours, host, strict=True)])
+        # Read at once: each time, the card waits for the processor afterwards.
+        for stream, (change, off, size) in zip(("text", "image"), norms.tolist(), strict=True):
+            change = max(change, 1e-30)
+            allowance = torch.finfo(before[0].dtype).eps / 2 * size / change
+            error = off / change
+            if not error <= self._most + allowance:  # NaN fails too
+                self.fail(
+                    f"the fused block's {stream} stream differs by {error:.2g} of what the block "
+                    f"adds from the host's own, and {self._most} is allowed"
+                )
+                return False
+            self.worst = max(self.worst or 0.0, off / max(size, 1e-30))
+        self._passed.add(_form(step))
+        return True
 
-    def lasting(self, capturing: bool = False) -> AbstractContextManager[None]:
-        """Lets what is allocated meanwhile outlive the block that runs.
 
-        Args:
-            capturing: Whether a CUDA graph is captured.
-        """
+def _form(step: Step) -> tuple[Tokens, int, bool]:
+    return step.tokens, step.before, step.mask is not None
 
-    def failed(self, error: RuntimeError) -> Verdict | None:
-        """Why the host's blocks run from here on, after an error of the host's memory that fused
-        blocks can cause; None for another.
-        """
 
-    def clean_up(self) -> None:
-        """Ends what a call of the transformer that raised has left open, before it is repeated."""
+def _norms(start: torch.Tensor, ours: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
+    """|host - start|, |ours - host| and |host| of streams (batch, tokens, D), as (3,).
 
-    def unchanged(
-        self,
-        index: int,
-        positional: tuple,
-        arguments: dict[str, Any],
-        inputs: tuple[torch.Tensor, torch.Tensor, object],
-    ) -> bool:
-        """Whether a block was called with these text, image and embedding, as `inputs` would find,
-        and with the prefix that was announced.
-        """
+    In fp32 and so many tokens at a time, which take little memory.
+    """
+    found = []
+    parts = (stream.split(COMPARED_AT_ONCE, 1) for stream in (start, ours, host))
+    for before, mine, theirs in zip(*parts, strict=True):
+        theirs = theirs.float()
+        # One difference at a time takes the memory that planning counts.
+        norms = (theirs - before).norm(), (mine - theirs).norm(), theirs.norm()
+        found.append(torch.stack(norms))
+    return torch.stack(found).norm(dim=0)
 
-    def output(self, streams: Streams) -> Any:
-        """What the host's block returns for text and image."""
 
-    @property
-    def prefixes(self) -> Sequence[Prefix] | None:
-        """What the attention of each block reads besides, where that is known before it is called
-        and stays where it is until the run ends; None for none.
-        """
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether it holds neither NaN nor infinity; some rows at a time, which take little memory.
 
-    def entry(self, embedding: Any, batch: int) -> Entry:
-        """The modulation of all blocks for a timestep embedding."""
-
-    @property
-    def steps(self) -> int | None:
-        """Of the run, where the host tells."""
-
-    def no_graphs(self) -> Verdict | None:
-        """Why the pass may not replay a CUDA graph; None when it may."""
-
-    def host_attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:
-        """The host's own attention of the block that runs, as `block.Attend`."""
-
-    def host_block(self, block: torch.nn.Module, arguments: dict[str, Any]) -> Streams:
-        """The block's own forward with the host's own attention."""
+    Args:
+        tensor: (..., rows, columns).
+    """
+    parts = tensor.split(COMPARED_AT_ONCE, -2)  # torch's isfinite takes 2.5 times a bf16 tensor
+    return all(bool(part.isfinite().all()) for part in parts)
 
 
 class PreparedModel:
@@ -290,7 +344,8 @@ class PreparedModel:
         kinds: With how many layers each.
         quantized: Whether any is.
         graphs: What this run had of CUDA graphs.
-        split: What it had of several cards.
+        split: What it had of several cards; None where no pass had others.
+        verdicts: What did not run in it, and why.
         exchanged: Whether somebody exchanged what blocks were given, unannounced.
         dropped: How often graphs were given up because memory ran out.
     """
@@ -316,10 +371,10 @@ class PreparedModel:
         others = (layer for layer, kind in zip(read, self.read, strict=True) if kind != DENSE)
         self.rounds = lossy_attention or any(map(host.layers.rounds, others))
         self.check = FirstBlockCheck(self.rounds)
-        self.split = SplitFigures(FirstBlockCheck(self.rounds))
+        self.split: SplitFigures | None = None
         self.modulation = host.modulation
         self.passes = self.fused = 0
-        self.fallbacks: Counter[Verdict] = Counter()
+        self.verdicts = Verdicts()
         self.quantized = bool(self._formats)
         self.graphs = GraphFigures()
         self.exchanged = False
@@ -355,11 +410,7 @@ class PreparedModel:
     def code(self, host: HostPass) -> OwnCode:
         """Watches the blocks that run fused, from the first run until `let_go`."""
         if self._code is None:
-            blocks = {
-                index: block
-                for index, block in enumerate(host.blocks)
-                if not self.unsupported[index]
-            }
+            blocks = {i: it for i, it in enumerate(host.blocks) if not self.unsupported[i]}
             layers = (layer for block in blocks.values() for layer in token_layers(block))
             multiplied = (layer for layer in layers if host.layers.kind(layer) is not None)
             self._code = OwnCode(blocks, multiplied, host.layers.any_foreign)
@@ -371,19 +422,19 @@ class PreparedModel:
         self._code = None
 
     def lines(self, host: str) -> list[str]:
-        total = self.fused + self.fallbacks.total()
-        lines = []
+        total = self.fused + self.verdicts.of("blocks").total()
+        lines, split = [], self.split
         if self.fused:
             check = "checked in an earlier run"
-            worst = [it.worst for it in (self.check, self.split.check) if it.worst is not None]
+            checks = (self.check,) if split is None else (self.check, split.check)
+            worst = [it.worst for it in checks if it.worst is not None]
             if worst:
                 check = f"the check's largest difference was {max(worst):.2g}"
             lines.append(
                 f"blocks: fused, {self.fused} of {total} in {self.passes} forward passes "
                 f"({self.ops.name}); {check}"
             )
-        for fallback, count in self.fallbacks.most_common():
-            lines.append(f"blocks: {host} own, {count} of {total}: {fallback}")
+        lines += self.verdicts.lines("blocks", instead=f"{host} own", total=total)
         if not self.fused:
             return lines
         lines += [f"layers: {gemm}" for gemm in self._gemms]
@@ -394,4 +445,6 @@ class PreparedModel:
                 lines.append(f"layers: {count} rotated, {format.rotation} columns at a time")
         if self.kinds[None]:
             lines.append(f"layers: {self.kinds[None]} of {layers} run {host} own way")
-        return lines + self.split.lines() + self.graphs.lines() + self.modulation.lines()
+        if split is not None:
+            lines += split.lines()
+        return lines + self.graphs.lines() + self.verdicts.lines("graphs") + self.modulation.lines()

@@ -24,8 +24,7 @@ from ..verdict import Verdict
 from .block import Attend, BlockExecutor
 from .block_form import heads_of
 from .graphs import FIRST, LAST_PART, Inputs, PassGraph, PassMemory, Seen, Work, key_of
-from .host import BlockInputs, HostPass, PreparedModel
-from .self_check import Streams, is_finite
+from .host import BlockInputs, HostPass, PreparedModel, Streams, is_finite
 
 WATCHED = Verdict("something reads or changes the streams between two blocks")
 NOT_OURS = Verdict("the attention is not this package's")
@@ -347,10 +346,10 @@ class ForwardPass:
         """
         if not given[0].is_cuda:
             return None
-        figures, host, memory = self._prepared.graphs, self._host, self._memory
+        verdicts, host, memory = self._prepared.verdicts, self._host, self._memory
         refusal = self._no_graphs(clear)
         if refusal or self._weights is None:  # never over weights that may move
-            figures.reasons[refusal] += 1
+            verdicts.add("graphs", refusal)
             return None
         work = work_of()
         seen = memory.seen(work.key)
@@ -359,7 +358,7 @@ class ForwardPass:
         if graph is not None:
             return graph
         if not compared:
-            figures.reasons[FIRST] += 1
+            verdicts.add("graphs", FIRST)
             return None
         if host.in_turns and seen.waited is not None:
             seen.waited = True
@@ -369,13 +368,13 @@ class ForwardPass:
         if not refusal:
             text, _, step, entry = given
             with host.lasting(capturing=True):
-                graph = memory.capture(work, text, entry, step, figures)
+                graph = memory.capture(work, text, entry, step, self._prepared.graphs)
             if isinstance(graph, PassGraph):
                 return graph
             refusal = graph
             if graph != FIRST:  # which the next pass is not
                 seen.refusal = graph
-        figures.reasons[refusal] += 1
+        verdicts.add("graphs", refusal)
         if work.prepared:
             self._watch = _Watch(seen, len(host.blocks))
         return None

@@ -24,7 +24,7 @@ import torch
 from ... import split_cost
 from ...machine.links import Route
 from ..blocks.block import Step
-from ..blocks.self_check import Streams
+from ..blocks.host import Streams
 from ..blocks.shape import Share
 from ..blocks.workspace import streams_of
 from ..modulation import Entry

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -14,18 +13,14 @@ from ...machine.links import Link, Route
 from ...split_cost import KEYS, LEAST_GAIN, ROWS, BlockSeconds, PassRows, SplitCost, row_bytes
 from ..attention import Attention, AttentionRequest, ChosenAttention
 from ..blocks.block import BlockExecutor, Step
-from ..blocks.graphs import Inputs, Work, recent
-from ..blocks.self_check import FirstBlockCheck
+from ..blocks.graphs import Inputs, PassMemory, Work, recent
+from ..blocks.host import FirstBlockCheck, HostPass, PreparedModel
 from ..blocks.shape import Share
 from ..blocks.workspace import PLACES
 from ..modulation import Entry
-from ..verdict import Verdict
+from ..verdict import Verdict, Verdicts
 from .parts import ShareCard
 from .split import Split, Timed, shares_of
-
-if TYPE_CHECKING:
-    from ..blocks.graphs import PassMemory
-    from ..blocks.host import HostPass, PreparedModel
 
 EXCHANGED = {KEYS: "keys and values", ROWS: "normalized rows"}
 TRIED = 3  # blocks, to find out
@@ -109,24 +104,24 @@ class SplitFigures:
         passes: That were.
         blocks, seconds: What the processor issued of them, and took for it.
         gain: How many times as fast as one card they are; None where nobody measured.
+        verdicts: Of the run.
         refusal: Why the passes that come run on one card.
-        reasons: Why others did, with how many.
         sent: Whether normalized rows can be, and whether in 8 bits; None before anybody looked.
     """
 
     check: FirstBlockCheck
+    verdicts: Verdicts
     plan: SplitPlan | None = None
     passes: int = 0
     blocks: int = 0
     seconds: float = 0.0
     gain: float | None = None
     refusal: Verdict | None = None
-    reasons: Counter[Verdict] = field(default_factory=Counter)
     sent: tuple[bool, bool] | None = None
 
     def refuse(self, reason: Verdict) -> None:
         """Counts a pass on one card, and the rest of the run where that is final."""
-        self.reasons[reason] += 1
+        self.verdicts.add("cards", reason)
         if reason.final:
             self.refusal = reason
 
@@ -143,10 +138,7 @@ class SplitFigures:
             )
             if self.gain is not None:
                 lines[0] += f"; {self.gain:.2f} times as fast as one, measured"
-        return lines + [
-            f"cards: one in {count} forward passes: {reason}"
-            for reason, count in self.reasons.items()
-        ]
+        return lines + self.verdicts.lines("cards")
 
 
 @dataclass

@@ -157,7 +157,7 @@ def test_a_package_that_is_not_installed(monkeypatch, card, name):
         pytest.skip(f"{module} is installed")
     card(sm)
     package = BACKENDS[name].package.distribution
-    assert registry.refusal(name, request()) == f"{package} not installed"
+    assert str(registry.refusal(name, request())) == f"{package} not installed"
 
 
 @on_each
@@ -177,7 +177,7 @@ def test_a_package_that_lacks_its_function(monkeypatch, card, name):
     module, _, sm = PACKAGES[name]
     card(sm)
     published.install(monkeypatch, module, {})
-    assert "has no attribute" in registry.refusal(name, request())
+    assert "has no attribute" in registry.refusal(name, request()).fact
 
 
 @on_each
@@ -190,7 +190,7 @@ def test_a_package_that_computes_wrongly(monkeypatch, card, name):
     ):
         card(sm)
         published.install(monkeypatch, module, functions, change)
-        assert registry.refusal(name, request(tokens=256)).startswith(reason)
+        assert str(registry.refusal(name, request(tokens=256))).startswith(reason)
 
 
 def scaled(result, factor):
@@ -206,7 +206,7 @@ def test_sage_1_is_too_old(monkeypatch, card, tmp_path):
     (tmp_path / "sageattention-1.0.6.dist-info" / "METADATA").write_text(metadata)
     monkeypatch.syspath_prepend(tmp_path)
     card((8, 9))
-    assert registry.refusal("sage_2", request()) == "sageattention 1.0.6, needs 2.0 or newer"
+    assert str(registry.refusal("sage_2", request())) == "sageattention 1.0.6, needs 2.0 or newer"
 
 
 def test_declared_limits(monkeypatch, card):
@@ -228,7 +228,7 @@ def test_declared_limits(monkeypatch, card):
         ("sdpa_cudnn", (8, 9), {"tokens": 1}, "takes two tokens or more"),
     ):
         card(sm)
-        assert registry.refusal(name, request(**about)).startswith(reason)
+        assert str(registry.refusal(name, request(**about))).startswith(reason)
 
 
 def test_cudnn_is_left_alone_where_torch_is_to_be_deterministic(monkeypatch, card):
@@ -236,9 +236,9 @@ def test_cudnn_is_left_alone_where_torch_is_to_be_deterministic(monkeypatch, car
     card((8, 9))
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     reason = "torch counts it as not deterministic"
-    assert registry.refusal("sdpa_cudnn", request()) == reason
+    assert str(registry.refusal("sdpa_cudnn", request())) == reason
     monkeypatch.setattr(torch, "is_deterministic_algorithms_warn_only_enabled", lambda: True)
-    assert registry.refusal("sdpa_cudnn", request()) != reason
+    assert str(registry.refusal("sdpa_cudnn", request())) != reason
 
 
 # ------------------------------------------------------------------------------------------- doctor

@@ -11,7 +11,7 @@ pytest.importorskip("diffusers")
 from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformerBlock
 
 from qwen_l40s.optimizations import reference
-from qwen_l40s.optimizations.blocks import self_check
+from qwen_l40s.optimizations.blocks import host as block_host
 from qwen_l40s.optimizations.blocks.block import DENSE, BlockExecutor, LayerTensors, Step
 from qwen_l40s.optimizations.blocks.block_form import is_changed, unsupported_block
 from qwen_l40s.optimizations.blocks.products import PackedWeight
@@ -720,8 +720,8 @@ def test_the_check_compares_whole_streams_in_parts(monkeypatch):
     before, ours, host = ((random(2, 5, DIM, seed=seed), random(2, 9, DIM)) for seed in (1, 2, 3))
     step, found = Step(Tokens(2, 5, 9, 9), None, None), []
     for count in (512, 4, 1):
-        monkeypatch.setattr(self_check, "COMPARED_AT_ONCE", count)
-        check = self_check.FirstBlockCheck(rounds=False)
+        monkeypatch.setattr(block_host, "COMPARED_AT_ONCE", count)
+        check = block_host.FirstBlockCheck(rounds=False)
         check._most = 10.0
         assert check.passes(before, ours, host, step)
         found.append(check.worst)

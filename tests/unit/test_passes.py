@@ -551,6 +551,10 @@ class Passes:
     def figures(self):
         return self.optimization._last.graphs
 
+    @property
+    def reasons(self):
+        return self.optimization._last.verdicts.of("graphs")
+
 
 @pytest.mark.parametrize("mix", ["all int8", "all dense"])
 def test_a_graph_gives_what_launching_gives(graphs_here, mix):
@@ -561,7 +565,7 @@ def test_a_graph_gives_what_launching_gives(graphs_here, mix):
             assert_same(found, passes.expected(tokens, seed))
     # The first one is compared, the second one is watched.
     assert (passes.figures.captured, passes.figures.replayed) == (2, 6)
-    assert passes.figures.reasons == {graphs.FIRST: 4}
+    assert passes.reasons == {graphs.FIRST: 4}
     passes.optimization.end_run()
     passes.optimization.start_run()
     for seed in range(3):
@@ -571,7 +575,7 @@ def test_a_graph_gives_what_launching_gives(graphs_here, mix):
     # Weights that have moved are read where they are.
     assert_same(passes(weights="elsewhere"), passes.expected())
     assert_same(passes(weights=None), passes.expected())
-    assert passes.figures.reasons[Verdict("it moves")] == 1
+    assert passes.reasons[Verdict("it moves")] == 1
     passes.optimization.release(passes.model)
     assert not any(graph.work for graph in Graph.made)
 
@@ -640,7 +644,7 @@ def test_layers_that_run_themselves_are_called_in_every_pass(graphs_here):
     for seed in range(5):
         assert_same(passes(seed=seed), passes.expected(seed=seed))
     assert passes.figures.captured == 0
-    assert passes_module.THEMSELVES in passes.figures.reasons
+    assert passes_module.THEMSELVES in passes.reasons
 
 
 def test_graphs_make_room_for_the_hosts_block_where_the_card_is_full(graphs_here, monkeypatch):
@@ -693,7 +697,7 @@ def test_what_is_exchanged_between_two_blocks_is_heeded(graphs_here):
     calls.clear()
     passes(between=between)
     assert calls == [0, 1, 2]  # no graph from then on
-    assert passes_module.WATCHED in passes.figures.reasons
+    assert passes_module.WATCHED in passes.reasons
 
 
 class OwnBlock(QwenImageTransformerBlock):

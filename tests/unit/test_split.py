@@ -279,7 +279,7 @@ class Passes:
 
     @property
     def reasons(self):
-        return list(map(str, self.figures.reasons))
+        return list(map(str, self.optimization._last.verdicts.of("cards")))
 
 
 @pytest.mark.parametrize(("gbps", "exchange"), [(0.5, "normalized rows"), (250.0, "keys and")])
@@ -292,7 +292,7 @@ def test_a_pass_is_shared_and_says_so(monkeypatch, gbps, exchange):
     assert "cards: 2 share 3 forward passes, image tokens " in report
     assert "2.00 times as fast as one, measured" in report
     assert f"they exchange {exchange}" in report
-    assert not passes.figures.reasons
+    assert not passes.reasons
     passes.gives_the_same(additions=[random(1, 1700, DIM, seed=8), random(1, 13, DIM, seed=9)])
     assert passes.figures.passes == 4
 
@@ -389,14 +389,14 @@ def test_passes_on_one_card_say_why(monkeypatch):
     passes = Passes(monkeypatch)
     passes.gives_the_same(weights=None)
     assert passes.reasons.pop().endswith("it moves")
-    passes.figures.reasons.clear()
+    passes.optimization._last.verdicts.of("cards").clear()
     passes.gives_the_same(watched=True)
     assert passes.reasons == ["something reads or changes the streams between two blocks"]
-    passes.figures.reasons.clear()
+    passes.optimization._last.verdicts.of("cards").clear()
     passes(Tokens(1, 5, 1, 1))
     assert passes.reasons == ["the image has fewer tokens than there are cards"]
     monkeypatch.setattr(PassHost, "attention", None)
-    passes.figures.reasons.clear()
+    passes.optimization._last.verdicts.of("cards").clear()
     passes()
     assert passes.reasons == ["the attention is not this package's"]
 

@@ -124,7 +124,7 @@ def _cloned(model: ModelPatcher, cards: int) -> ModelPatcher | Verdict:
     try:
         from comfy.multigpu import create_multigpu_deepclones
     except ImportError:
-        return Verdict("because this ComfyUI has no comfy.multigpu", "update ComfyUI")
+        return Verdict("because this ComfyUI has no comfy.multigpu", remedy="update ComfyUI")
     if model.cached_patcher_init is None:
         return Verdict(
             "because the node that loaded the MODEL cannot load it again: use Load Qwen-Image "

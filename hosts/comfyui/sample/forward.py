@@ -22,8 +22,7 @@ from ....families.comfyui import imported_code
 from ....families.registry import blocks_of
 from ....optimizations.blocks.block import Step
 from ....optimizations.blocks.block_form import called_by
-from ....optimizations.blocks.host import BlockInputs, DoubleStream
-from ....optimizations.blocks.self_check import Streams
+from ....optimizations.blocks.host import BlockInputs, DoubleStream, Streams
 from ....optimizations.modulation import Entry
 from ....optimizations.reference import Rotary, Tokens
 from ....optimizations.verdict import Verdict
