@@ -16,6 +16,7 @@ import torch
 
 from ..errors import UnavailableError
 from ..machine.card import first_line
+from ..machine.device import Later
 from ..machine.links import link_between
 from .attention import ChosenAttention
 from .blocks.block_form import is_changed
@@ -23,7 +24,6 @@ from .blocks.graphs import PassMemory
 from .blocks.host import FirstBlockCheck, HostPass, PreparedModel
 from .blocks.passes import ForwardPass, WatchedError
 from .cards.team import CardPass, ShapeFigures, SplitFigures, Team
-from .step_cache import Later
 from .verdict import Verdict
 
 _Value = TypeVar("_Value")

@@ -16,7 +16,9 @@ from typing import NamedTuple
 
 import torch
 
+from ..machine.device import Later
 from ..step_cache import ADAPTIVE, SCHEDULE, CacheSettings, plan_steps
+from .verdict import Verdict
 
 # A forecast that misses by more has the next ones refused. A first guess: the micro model's good
 # settings miss by 0.012 to 0.035, its poor ones by 0.05 to 0.14.
@@ -30,7 +32,13 @@ MOST_ASTRAY = 1.5
 SAME_SIGMA = 1e-3  # relative; float32 rounds by 6e-8
 TINY = torch.finfo(torch.float32).tiny
 # Of settings that ask for it.
-GONE = f"the method {ADAPTIVE} is gone: the steps are chosen before the run, by {SCHEDULE}"
+GONE = Verdict(
+    f"the method {ADAPTIVE} is gone", rule=f"the steps are chosen before the run, by {SCHEDULE}"
+)
+CHANGED = Verdict("size, type, device or CFG change during the run")
+NONE_SKIPPED = Verdict("no step is skipped")
+CALLED_AGAIN = Verdict("the sampler calls the model more than once a step")
+ENDED = Verdict("the run has ended")
 
 
 class Computed(NamedTuple):
@@ -39,37 +47,6 @@ class Computed(NamedTuple):
     velocity: torch.Tensor
     step: int
     sigma: float
-
-
-class Later:
-    """Reads numbers that the card is still computing, copied to the host without waiting.
-
-    Args:
-        step: After whose beginning the card computes them.
-        numbers: 0-dimensional tensors.
-    """
-
-    def __init__(self, step: int, *numbers: torch.Tensor) -> None:
-        self.step = step
-        values = torch.stack([number.float() for number in numbers])
-        self._event: torch.cuda.Event | None = None
-        if values.is_cuda:
-            self._values = torch.empty(values.shape, pin_memory=True)
-            self._values.copy_(values, non_blocking=True)
-            self._event = torch.cuda.current_stream(values.device).record_event()
-        else:
-            self._values = values.cpu()
-
-    @property
-    def ready(self) -> bool:
-        """Says whether reading them takes no wait."""
-        return self._event is None or self._event.query()
-
-    def read(self) -> list[float]:
-        """Waits until the card has come that far, and gives them."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._values.tolist()
 
 
 @dataclass
@@ -86,12 +63,12 @@ class CacheFigures:
         audited: The same of the skipped steps, where `CacheSettings.audit` had them computed.
         distance: Estimated relative L2 distance of the final latent from that of a run without the
             cache; None where nothing was skipped, or the cache went off in mid-run.
-        not_estimated: Why the host does not trust `distance`, in one clause; empty where it does.
+        not_estimated: Why the host does not trust `distance`; None where it does.
         refused: Steps that were computed after all, since a forecast had missed by more than
             `MOST_MISSED`.
         forgotten: How often size, type, device or guidance changed in mid-run.
         seconds_saved: About.
-        reason: Why the cache was off, or went off in mid-run, in one clause.
+        reason: Why the cache was off, or went off in mid-run.
     """
 
     name: str
@@ -101,11 +78,11 @@ class CacheFigures:
     missed: list[float] = field(default_factory=list)
     audited: list[float] = field(default_factory=list)
     distance: float | None = None
-    not_estimated: str = ""
+    not_estimated: Verdict | None = None
     refused: int = 0
     forgotten: int = 0
     seconds_saved: float = 0.0
-    reason: str = ""
+    reason: Verdict | None = None
 
     @property
     def computed(self) -> int:
@@ -114,10 +91,10 @@ class CacheFigures:
 
     def lines(self) -> list[str]:
         """Tells the run, a line each."""
-        changed = "size, type, device or CFG change during the run" if self.forgotten else ""
+        changed = CHANGED if self.forgotten else None
         gone = [f"step cache: {GONE}"] if self.method == ADAPTIVE else []
         if not self.skipped:
-            reason = self.reason or changed or "no step is skipped"
+            reason = self.reason or changed or NONE_SKIPPED
             return [f"step cache: {self.name} has no effect: {reason}", *gone]
         said = [f"{self.name} computes {self.computed} of {self.steps} steps"]
         if self.audited:
@@ -160,7 +137,7 @@ class CachedRun:
         settings: What may be skipped.
         sigmas: Of the run, one more than it has steps.
         kept: Steps that are computed besides.
-        refusal: Why the host wants none skipped, in one clause.
+        refusal: Why the host wants none skipped; None where it does not mind.
         followed: Where the sampler follows the model's prediction, broadcastable to the latent;
             None for everywhere. Inpainting has a mask.
     """
@@ -171,7 +148,7 @@ class CachedRun:
         sigmas: Sequence[float],
         *,
         kept: Collection[int] = (),
-        refusal: str = "",
+        refusal: Verdict | None = None,
         followed: torch.Tensor | None = None,
     ) -> None:
         self.settings = settings
@@ -179,7 +156,7 @@ class CachedRun:
         self._plan = plan = plan_steps(self._sigmas, settings, kept)
         self.figures = CacheFigures(settings.name, plan.steps, settings.method)
         self._followed = followed
-        self._reason = refusal or plan.reason
+        self._reason = refusal or (Verdict(plan.reason) if plan.reason else None)
         self._calls = 0
         self._key: Hashable = None
         self._history: list[Computed] = []  # the last two
@@ -221,7 +198,7 @@ class CachedRun:
         if self._reason:
             return None
         if step >= self.figures.steps:
-            self.stop("the sampler calls the model more than once a step")
+            self.stop(CALLED_AGAIN)
             return None
         self._forget_if_other((x.shape, x.dtype, x.device, key))
         self._watch(step, x, sigma)
@@ -248,7 +225,7 @@ class CachedRun:
         self._history = [*self._history[-1:], Computed(velocity, step, self._sigmas[step])]
         self._expect(step, x, velocity)
 
-    def stop(self, reason: str) -> None:
+    def stop(self, reason: Verdict) -> None:
         """Has the rest of the run computed; the first reason counts."""
         self._reason = self._reason or reason
         self._history, self._expected = [], None
@@ -268,7 +245,7 @@ class CachedRun:
             seconds = (time.perf_counter() - self._warm) / (figures.computed - 1)
             figures.seconds_saved = seconds * len(figures.skipped)
         figures.reason = self._reason
-        self.stop(self._reason or "the run has ended")
+        self.stop(self._reason or ENDED)
         self._followed = None
         return figures
 
@@ -291,26 +268,21 @@ class CachedRun:
 
     def _astray(self) -> bool:
         last = self._history[-1].step if self._history else -1
-        while self._watched and self._watched[0].step <= last:
+        while self._watched and self._watched[0].step <= last and not self._reason:
             later = self._watched.pop(0)
             astray, sigma = later.read()
             wanted = self._sigmas[later.step]
             if not abs(sigma - wanted) <= SAME_SIGMA * max(wanted, SAME_SIGMA):
-                self.stop(
-                    f"the sampler calls the model at sigma {sigma:.3g} in step {later.step + 1}, "
-                    f"whose sigma is {wanted:.3g}"
+                called = (
+                    f"the sampler calls the model at sigma {sigma:.3g} in step {later.step + 1}"
                 )
-                return True
-            if math.isnan(astray):
-                self.stop(f"the model's prediction of step {later.step} is not finite")
-                return True
-            if astray > MOST_ASTRAY:
-                self.stop(
-                    f"the latent is {astray:.3g} steps away from where the prediction leads: "
-                    "the sampler adds noise or combines several predictions"
-                )
-                return True
-        return False
+                self.stop(Verdict(f"{called}, whose sigma is {wanted:.3g}"))
+            elif math.isnan(astray):
+                self.stop(Verdict(f"the model's prediction of step {later.step} is not finite"))
+            elif astray > MOST_ASTRAY:
+                away = f"the latent is {astray:.3g} steps away from where the prediction leads"
+                self.stop(Verdict(away, "the sampler adds noise or combines several predictions"))
+        return self._reason is not None
 
     def _skips(self, step: int) -> bool:
         if not self._plan.skipped[step] or len(self._history) < 2:

@@ -17,8 +17,11 @@ from diffusers import DiffusionPipeline
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 
 from ...optimizations.step_cache import CachedRun, CacheFigures
+from ...optimizations.verdict import Verdict
 from ...step_cache import OFF, CacheSettings, cache_settings
 from .patch import Forward
+
+ITS_OWN = Verdict("a cache of diffusers is on the transformer")
 
 
 @contextmanager
@@ -125,7 +128,7 @@ class PipelineStepCache:
             return None
         if self._run is None or self._run.sigmas is not self._scheduler.sigmas:
             cached = getattr(self._transformer, "is_cache_enabled", False)
-            refusal = "a cache of diffusers is on the transformer" if cached else ""
+            refusal = ITS_OWN if cached else None
             self.figures, self._run = None, _Run(self._scheduler, self._settings, refusal)
         velocity = self._run.decide(given)
         return None if self._settings.audit else velocity
@@ -145,7 +148,7 @@ class PipelineStepCache:
 class _Run:
     """Follows one call of a pipeline, whose scheduler makes `sigmas` anew for each run."""
 
-    def __init__(self, scheduler: Any, settings: CacheSettings, refusal: str) -> None:
+    def __init__(self, scheduler: Any, settings: CacheSettings, refusal: Verdict | None) -> None:
         self.sigmas = scheduler.sigmas
         self._scheduler = scheduler
         sigmas = self.sigmas[self._index() :].tolist()

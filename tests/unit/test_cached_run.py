@@ -16,6 +16,7 @@ from test_step_cache import schedules, skipped_steps
 
 from qwen_l40s.optimizations import step_cache
 from qwen_l40s.optimizations.step_cache import MOST_MISSED, CachedRun
+from qwen_l40s.optimizations.verdict import Verdict
 from qwen_l40s.step_cache import PRESETS, CacheSettings, usual_sigmas
 
 SHAPE = (2, 4, 8, 8)
@@ -113,7 +114,7 @@ def test_a_run_is_the_same_bit_for_bit_up_to_its_first_skip():
         same = [torch.equal(*pair) for pair in zip(latents, expected, strict=True)]
         assert same == [i <= first for i in range(51)]
     assert figures.lines() == ["step cache: custom has no effect: of 50 steps none may be skipped"]
-    figures, calls, last = sample(PRESETS["fast"], refusal="the model is no flow")
+    figures, calls, last = sample(PRESETS["fast"], refusal=Verdict("the model is no flow"))
     assert torch.equal(last, expected[-1])
     assert figures.lines() == ["step cache: fast has no effect: the model is no flow"]
 
@@ -160,10 +161,10 @@ def test_an_audited_step_in_which_the_host_ends_it():
         Card.queued += 1
         run.computed(x, velocity := flow()(x, sigma))
         x = euler(x, sigma, following, velocity)
-    run.stop("guidance remembers")
+    run.stop(Verdict("guidance remembers"))
     run.computed(x, x)  # says nothing of a forecast that is no longer known
     Card.queued += 1
-    assert (run.finish().audited, run.figures.reason) == ([], "guidance remembers")
+    assert (run.finish().audited, str(run.figures.reason)) == ([], "guidance remembers")
 
 
 def test_the_estimate_is_near_the_true_distance():
@@ -194,7 +195,7 @@ def test_after_a_miss_the_next_row_that_can_know_is_computed():
     assert re.search(r" off by \d\d % on average, 1\d\d % at most$", figures.lines()[1])
     # Computed in step 18, the miss is read in step 22; that of 21 in step 25.
     assert set(usual.skipped) - set(figures.skipped) == {22, 23, 25, 26}
-    assert (figures.refused, figures.reason) == (4, "")
+    assert (figures.refused, figures.reason) == (4, None)
     assert figures.lines()[-1] == (
         "step cache: 4 more steps are computed, because a forecast is off by more than 15 %"
     )
@@ -252,7 +253,7 @@ def test_a_prediction_that_is_not_finite_ends_it():
     figures, _, last = sample(BALANCED, velocity=broken)
     assert last.isnan().all()
     assert figures.skipped == [step for step in ROWS if step <= 20]
-    assert figures.reason == "the model's prediction of step 19 is not finite"
+    assert figures.reason.fact == "the model's prediction of step 19 is not finite"
     assert figures.distance is None
     assert all(map(math.isfinite, figures.missed))
     json.dumps(asdict(figures), allow_nan=False)
@@ -281,7 +282,7 @@ def test_another_size_type_or_guidance_shares_no_forecast():
     ):
         figures, _, _ = sample(BALANCED, **others)
         assert figures.skipped == [step for step in planned if step not in (19, 20)]
-        assert (figures.forgotten, figures.reason) == (1, "")
+        assert (figures.forgotten, figures.reason) == (1, None)
         assert figures.lines()[-1] == (
             "step cache: starts over: size, type, device or CFG change during the run"
         )
@@ -307,12 +308,12 @@ def test_a_half_painted_mask_is_no_other_direction():
 
     figures, _, _ = sample(BALANCED, move=inpaint, followed=kept)
     assert figures.skipped == skipped_steps(FIFTY, BALANCED)
-    assert figures.reason == ""
+    assert figures.reason is None
     # Where nothing is followed, or the velocity is 0, nothing is divided by 0.
     for others in ({"followed": kept * 0}, {"velocity": lambda x, s: x * 0}):
         figures, _, _ = sample(BALANCED, x=noise() * 0, **others)
         assert figures.skipped == skipped_steps(FIFTY, BALANCED)
-        assert (set(figures.missed), figures.distance, figures.reason) == ({0.0}, 0.0, "")
+        assert (set(figures.missed), figures.distance, figures.reason) == ({0.0}, 0.0, None)
 
 
 def test_rounded_latents_are_no_other_direction():
@@ -320,7 +321,7 @@ def test_rounded_latents_are_no_other_direction():
         for sigmas in schedules(50) + schedules(250):
             figures, _, _ = sample(BALANCED, sigmas, x=noise().to(dtype))
             assert figures.skipped == skipped_steps(sigmas, BALANCED)
-            assert figures.reason == ""
+            assert figures.reason is None
 
 
 def test_nothing_is_kept_of_a_run():

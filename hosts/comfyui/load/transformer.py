@@ -31,9 +31,9 @@ from ....families.comfyui import kind_of_family
 from ....loaders.convert import is_finite, not_finite
 from ....loaders.quantized_file import marker_of
 from ....loaders.source import MICRO_ADVICE, MICRO_TRANSFORMER, Source, open_source
+from ....machine.device import Later
 from ....optimizations import fused, linear
 from ....optimizations.linear import choose_gemm
-from ....optimizations.step_cache import Later
 from ....optimizations.warm_up import warm_up
 from ....spec.formats import QUANTIZED, format_gib
 from ..linear import quantized_operations
