@@ -10,7 +10,8 @@ import torch
 
 from ..caches import cached
 from ..spec.formats import RowFormat
-from . import attention_8bit, kernels, reference
+from . import kernels, reference
+from .attention import quantized
 from .reference import HEAD_DIMS, WIDEST_ROW, Modulation, QKNorm, QuantizedRows, Rotary, Tokens
 from .verdict import Verdict, try_once
 
@@ -94,12 +95,12 @@ def _swiglu_quantize(
 
 
 def _attention_8bit(
-    heads: attention_8bit.Heads, v: torch.Tensor, _: torch.Tensor | None, out: torch.Tensor
+    heads: quantized.Heads, v: torch.Tensor, _: torch.Tensor | None, out: torch.Tensor
 ) -> Prepared:
     def run(mask: torch.Tensor | None) -> None:
         if heads.v is not None:
-            attention_8bit.quantize_values(v, heads)
-        attention_8bit.attention_8bit(heads, v, mask, out)
+            quantized.quantize_values(v, heads)
+        quantized.attention_8bit(heads, v, mask, out)
 
     return run
 
@@ -108,7 +109,7 @@ TORCH = Ops(
     "plain torch: no card",
     _residual_norm,
     lambda q, k, norm, rotary, *how: (
-        lambda norm, rotary: attention_8bit.qk_norm_rope(q, k, norm, rotary, *how)
+        lambda norm, rotary: quantized.qk_norm_rope(q, k, norm, rotary, *how)
     ),
     _quantizer(reference.gelu_quantize),
     _quantizer(reference.row_quantize),
@@ -201,7 +202,7 @@ def _compare(ops: Ops, device: torch.device) -> str:
     rotary = Rotary(random(1, 8, 16), random(1, 8, 16))
     twins = q.clone(), k.clone()
     ops.qk_norm_rope(q, k, weights, rotary, tokens, 1e-6)(weights, rotary)
-    attention_8bit.qk_norm_rope(*twins, weights, rotary, tokens, 1e-6)
+    quantized.qk_norm_rope(*twins, weights, rotary, tokens, 1e-6)
     pairs = ((x, twin), (h, expected), (q, twins[0]), (k, twins[1]))
     right = meta or all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in pairs)
     return "" if right else "a trial gave a wrong result"

@@ -6,8 +6,9 @@ the twin in float64, which tests/unit/test_block_kernels.py compares with publis
 
 import torch
 
-from qwen_l40s.optimizations import attention_8bit, reference
-from qwen_l40s.optimizations.attention_8bit import Heads
+from qwen_l40s.optimizations import reference
+from qwen_l40s.optimizations.attention import quantized
+from qwen_l40s.optimizations.attention.quantized import Heads
 from qwen_l40s.optimizations.reference import Modulation, QKNorm, QuantizedRows, Rotary, Tokens
 from qwen_l40s.spec.formats import RowFormat
 
@@ -211,7 +212,7 @@ def check_qk_norm_rope(
     rotary = rotation(items, tokens.joint, head_dim, angles or torch.float32, device)
     norm = norm_weights(head_dim, dtype, device)
     exact_q, exact_k, values = q.double(), k.double(), v.clone()
-    attention_8bit.qk_norm_rope(exact_q, exact_k, doubled(norm), doubled(rotary), tokens, EPS)
+    quantized.qk_norm_rope(exact_q, exact_k, doubled(norm), doubled(rotary), tokens, EPS)
     function(q, k, norm, rotary, tokens, EPS)
     assert_rounded(q, exact_q, 1e-5, truncated=truncated)
     assert_rounded(k, exact_k, 1e-5, truncated=truncated)
@@ -291,7 +292,7 @@ def check_attention_8bit(
     norm = norm_weights(head_dim, dtype, device)
     before = buffer.clone()
     twin, ours = (Heads.empty(form, q) for _ in range(2))
-    attention_8bit.qk_norm_rope(q, k, norm, rotary, tokens, EPS, twin)
+    quantized.qk_norm_rope(q, k, norm, rotary, tokens, EPS, twin)
     ops.qk_norm_rope(q, k, norm, rotary, tokens, EPS, ours)
     rows = tokens.joint
     for name in ("q", "k"):
@@ -301,14 +302,14 @@ def check_attention_8bit(
         torch.testing.assert_close(*scales, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(ours.mean, twin.mean, rtol=1e-5, atol=1e-5)
     if form == "int8_fp8":
-        attention_8bit.quantize_values(v, twin)
+        quantized.quantize_values(v, twin)
         ops.attention_8bit(ours, v, None, torch.empty_like(q))
         assert torch.equal(ours.v_scale, twin.v_scale)
         apart = (ours.v.float() - twin.v.float()).abs() / twin.v.float().abs().clamp(min=2.0**-9)
         assert apart.max() <= 1  # e4m3's own step, where a reciprocal put it beyond a middle
         assert (apart > 0).float().mean() < 1e-3
     exact_q, exact_k = q.double(), k.double()
-    attention_8bit.qk_norm_rope(exact_q, exact_k, doubled(norm), doubled(rotary), tokens, EPS)
+    quantized.qk_norm_rope(exact_q, exact_k, doubled(norm), doubled(rotary), tokens, EPS)
     mask = torch.zeros(batch, 1, 1, rows, dtype=dtype, device=device)
     mask[-1, ..., : rows // 3] = -torch.inf
     mask[0, ..., rows // 2 :: 5] = -1
@@ -322,7 +323,7 @@ def check_attention_8bit(
         ops.attention_8bit(ours, v, added, out)
         assert relative(out, exact) <= (most or MOST_ERROR_OF_FEW[form])
         expected = torch.empty_like(out)
-        attention_8bit.attention_8bit(ours, v, added, expected)
+        quantized.attention_8bit(ours, v, added, expected)
         # Weights are rounded beside the largest score so far, in the twin beside the largest.
         assert relative(out, expected.double()) <= (most or {"int8": 4e-3, "int8_fp8": 0.04}[form])
         assert_surrounded(around)

@@ -10,7 +10,7 @@ import torch
 
 from ...spec.formats import RowFormat
 from ...spec.transformer import GELU, SPLIT_SWIGLU, SWIGLU
-from ..attention_8bit import Heads
+from ..attention.quantized import Heads
 from ..reference import LowRank, Modulation, QuantizedRows, RowOrder, Tokens, storage_of
 from .products import Rows
 

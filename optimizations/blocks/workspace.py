@@ -16,7 +16,7 @@ import torch
 from ...spec.formats import RowFormat
 from ...spec.sizes import ROWS_AT_ONCE
 from ...spec.transformer import GELU, SPLIT_SWIGLU
-from ..attention_8bit import Heads
+from ..attention.quantized import Heads
 from ..fused import Ops
 from ..linear import Gemm
 from ..reference import Modulation, QKNorm, QuantizedRows, Rotary, Tokens

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ...spec.sizes import HEAD_TOKENS_AT_ONCE
-from ..attention_8bit import HEAD_DIMS, LARGEST_VALUE, WEIGHT_SCALE, Heads, padded
+from ..attention.quantized import HEAD_DIMS, LARGEST_VALUE, WEIGHT_SCALE, Heads, padded
 from ..reference import SMALLEST_ROW
 from .launch import Launch, PreparedLaunch
 from .rows import magnitude, round_to_step
@@ -289,7 +289,7 @@ def prepare_attention_8bit(
 def attention_8bit(
     heads: Heads, v: torch.Tensor, mask: torch.Tensor | None, out: torch.Tensor
 ) -> list[Launch]:
-    """As `attention_8bit.attention_8bit`, after `quantize_values` where the form has them; v, mask
+    """As `quantized.attention_8bit`, after `quantize_values` where the form has them; v, mask
     and out have a contiguous last dimension.
     """
     batch, tokens, count, head_dim = v.shape

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..attention_8bit import SAMPLED, Heads, padded, score_scale
+from ..attention.quantized import SAMPLED, Heads, padded, score_scale
 from ..reference import HEAD_DIMS, SMALLEST_ROW, QKNorm, Rotary, Tokens
 from .launch import Launch
 from .rows import magnitude, round_to_step
@@ -193,7 +193,7 @@ def qk_norm_rope(
     into: Heads | None = None,
     first: int = 0,
 ) -> list[Launch]:
-    """As `attention_8bit.qk_norm_rope`: the mean of the keys, which int8 needs, and the rest;
+    """As `quantized.qk_norm_rope`: the mean of the keys, which int8 needs, and the rest;
     head_dim is one of `HEAD_DIMS`, heads lie side by side.
     """
     batch, joint, heads, _ = k.shape
