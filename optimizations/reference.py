@@ -126,20 +126,6 @@ class RowOrder(NamedTuple):
     image: int
 
 
-class LowRank(NamedTuple):
-    """What all LoRAs of a layer add beside it: `x @ down[start : start + R].T @ up.T`.
-
-    Attributes:
-        down: (R or more, K), contiguous: of all layers that read the same rows of one stream.
-        start: The layer's first row in it.
-        up: (N, R), contiguous.
-    """
-
-    down: torch.Tensor
-    start: int
-    up: torch.Tensor
-
-
 class Rotary(NamedTuple):
     """Rotation of each token in joint order, each (1 or batch, joint, head_dim / 2), contiguous.
 

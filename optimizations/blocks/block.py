@@ -31,11 +31,11 @@ from ...spec.formats import RowFormat
 from ..fused import Ops
 from ..linear import Gemm
 from ..modulation import Entry
-from ..reference import LowRank, Modulation, QKNorm, Rotary, Tokens
+from ..reference import Modulation, QKNorm, Rotary, Tokens
 from ..verdict import Verdict
 from .block_form import heads_of, part_of
 from .products import Operand, PackedOperand, PackedWeight, merged_product
-from .shape import LowForm, Share, downs_of
+from .shape import LowForm, LowRank, Share, downs_of
 from .workspace import DENSE, PLACES, BlockForm, LayerForm, Prefix, Program, Workspace, streams_of
 
 
@@ -257,7 +257,9 @@ class BlockExecutor:
             program.begin(x, attention)
         if carried is None:
             text, image = streams_of(x, tokens)
-        self._run(program, here, x, step, halves)
+        self._multiply(program, here, 0, 6)
+        self.go_to_last(program, here, x, step, halves)
+        self._multiply(program, here, 10, 12)
         if following is None:
             program.end(x, halves[1])
         else:
@@ -309,19 +311,6 @@ class BlockExecutor:
             if changes == self._workspace.changes:
                 return programs[id(form)], programs[id(after)]
             programs.clear()
-
-    def _run(
-        self,
-        program: Program,
-        here: KnownBlock,
-        x: torch.Tensor,
-        step: Step,
-        halves: tuple[Modulation, Modulation],
-    ) -> None:
-        """Runs all of a block but its first norm and its last residual."""
-        self._multiply(program, here, 0, 6)
-        self.go_to_last(program, here, x, step, halves)
-        self._multiply(program, here, 10, 12)
 
     def go_to_last(
         self,
@@ -380,7 +369,7 @@ class BlockExecutor:
             if product is None:
                 continue
             module, form = here.modules[place], here.form.layers[place]
-            part = here.form.thirds[place]
+            part = here.form.spec.third_of(place)
             if form.kind is None:
                 product(run_third(module, part))
                 continue
@@ -423,7 +412,7 @@ class BlockExecutor:
         ups = tuple(low and third(low.up, part) for low, part in zip(lows, parts, strict=True))
         inner = modules[10].in_features
         eps = part_of(block, spec.norms[0]).eps, modules[12].eps
-        form = BlockForm(layers, heads_of(block), inner, *eps, spec.activation, parts)
+        form = BlockForm(spec, layers, heads_of(block), inner, *eps)
         form = self._workspace.forms.setdefault(form, form)
         downs = downs_of(lows, form.readers) if any(lows) else ()
         if not self._held:

@@ -11,7 +11,7 @@ import torch
 from ...spec.formats import RowFormat
 from ...spec.transformer import GELU, SPLIT_SWIGLU, SWIGLU
 from ..attention.quantized import Heads
-from ..reference import LowRank, Modulation, QuantizedRows, RowOrder, Tokens, storage_of
+from ..reference import Modulation, QuantizedRows, RowOrder, Tokens, storage_of
 from .products import Rows
 
 if TYPE_CHECKING:
@@ -230,6 +230,20 @@ READERS: Readers = (
 )
 # The same where gate and up are two layers of the image's rows.
 SPLIT_READERS: Readers = (*READERS[:2], (range(0), range(8, 10)), READERS[3])
+
+
+class LowRank(NamedTuple):
+    """What all LoRAs of a layer add beside it: `x @ down[start : start + R].T @ up.T`.
+
+    Attributes:
+        down: (R or more, K), contiguous: of all layers that read the same rows of one stream.
+        start: The layer's first row in it.
+        up: (N, R), contiguous.
+    """
+
+    down: torch.Tensor
+    start: int
+    up: torch.Tensor
 
 
 class LowForm(NamedTuple):

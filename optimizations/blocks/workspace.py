@@ -15,7 +15,7 @@ import torch
 
 from ...spec.formats import RowFormat
 from ...spec.sizes import ROWS_AT_ONCE
-from ...spec.transformer import GELU, SPLIT_SWIGLU
+from ...spec.transformer import GELU, SPLIT_SWIGLU, BlockSpec
 from ..attention.quantized import Heads
 from ..fused import Ops
 from ..linear import Gemm
@@ -73,25 +73,23 @@ class BlockForm(NamedTuple):
     """What blocks have in common that run the same program.
 
     Attributes:
+        spec: The names of their modules.
         layers: In the order of `PLACES`.
         heads: Of attention.
         inner: What the MLP's last layers read, in columns.
         eps, head_eps: Of the LayerNorms, and of the RMSNorms of a head.
-        activation: As of `BlockSpec`.
-        thirds: As of `BlockSpec.third_of`, by place.
     """
 
+    spec: BlockSpec
     layers: tuple[LayerForm, ...]
     heads: int
     inner: int
     eps: float
     head_eps: float
-    activation: str = GELU
-    thirds: tuple[int | None, ...] = (None,) * len(PLACES)
 
     @property
     def readers(self) -> Readers:
-        return SPLIT_READERS if self.activation == SPLIT_SWIGLU else READERS
+        return SPLIT_READERS if self.spec.activation == SPLIT_SWIGLU else READERS
 
     @property
     def sends_rows(self) -> bool:
@@ -129,13 +127,13 @@ class Workspace:
         Args:
             x: (rows of the share, D), of the dtype and on the device of the pass.
         """
-        key = share, x.dtype, x.device, x.shape[1], form.inner, form.activation
+        key = share, x.dtype, x.device, x.shape[1], form.inner, form.spec.activation
         while True:
             changes = self.changes
             if key not in self._shapes:
                 while len(self._shapes) >= MOST_SHAPES:
                     del self._shapes[next(iter(self._shapes))]
-                shape = Shape(self, share, x, form.inner, form.activation)
+                shape = Shape(self, share, x, form.inner, form.spec.activation)
                 self._shapes[key] = shape, {}
             shape, programs = self._shapes[key]
             if form not in programs:
@@ -191,7 +189,7 @@ class Program:
             any(form.low for form in part) for part in (forms[:6], forms[8:10])
         )
         # Before others: they take the widest buffers.
-        self._activations = self._gelu() if form.activation == GELU else [self._swiglu()]
+        self._activations = self._gelu() if form.spec.activation == GELU else [self._swiglu()]
         self._first = self._quantizers(shape.rows, forms[:6], self.first_format)
         self._inner = self._quantizers(shape.rows, forms[8:10], self._inner_format)
         self._out = self._quantizers(shape.mixed, forms[6:8], None)
@@ -221,7 +219,7 @@ class Program:
         self._decoders: dict[tuple, tuple[torch.Tensor, Callable[..., None]]] = {}
 
     def _read_first(self, place: int) -> Read:
-        shape, tokens, activation = self.shape, self.shape.tokens, self.form.activation
+        shape, tokens, activation = self.shape, self.shape.tokens, self.form.spec.activation
         streams, index = in_stream_order(tokens), STREAMS.index(PLACES[place])
         if activation == GELU:
             gelu = self.form.layers[place].format is None

@@ -20,10 +20,11 @@ from qwen_l40s.optimizations import reference
 from qwen_l40s.optimizations.blocks.block import DENSE, BlockExecutor, Step
 from qwen_l40s.optimizations.blocks.block_form import part_of, spec_of, unsupported_block
 from qwen_l40s.optimizations.blocks.host import BlockInputs, PrefixedStream
+from qwen_l40s.optimizations.blocks.shape import LowRank
 from qwen_l40s.optimizations.blocks.workspace import Prefix
 from qwen_l40s.optimizations.fused import TORCH
 from qwen_l40s.optimizations.modulation import shared_entry
-from qwen_l40s.optimizations.reference import LowRank, Rotary, Tokens
+from qwen_l40s.optimizations.reference import Rotary, Tokens
 from qwen_l40s.optimizations.run import Optimization
 from qwen_l40s.spec.formats import FORMATS
 

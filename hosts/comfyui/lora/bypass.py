@@ -28,8 +28,8 @@ from comfy.weight_adapter import LoKrAdapter, LoRAAdapter, WeightAdapterBase
 
 from ....errors import UnavailableError
 from ....families.registry import first_reader
-from ....optimizations import reference
 from ....optimizations.blocks.block_form import is_changed
+from ....optimizations.blocks.shape import LowRank
 from ..linear import AroundLinear
 
 BYPASS_KEY = "qwen_l40s_lora"
@@ -231,7 +231,7 @@ class Beside:
     """
 
     def __init__(self, model: Any) -> None:
-        self.lows: dict[torch.nn.Module, reference.LowRank | None] = {}
+        self.lows: dict[torch.nn.Module, LowRank | None] = {}
         place: list[Hashable] = []
         patcher = model.current_patcher
         for layers in bypass_models(patcher):
@@ -241,7 +241,7 @@ class Beside:
                 low = None
                 if there and layer not in self.lows and isinstance(change, BesideLayer):
                     weights = change.down.weight, change.start, change.up.weight
-                    low = reference.LowRank(*weights)
+                    low = LowRank(*weights)
                 self.lows[layer] = low
         self.place = tuple(place)
 

@@ -25,9 +25,9 @@ from ....caches import cached
 from ....families.registry import blocks_of
 from ....optimizations.blocks.block import DENSE, LayerTensors
 from ....optimizations.blocks.block_form import modulated_by, token_layers
+from ....optimizations.blocks.shape import LowRank
 from ....optimizations.fused import choose_ops
 from ....optimizations.linear import Gemm, known_gemm
-from ....optimizations.reference import LowRank
 from ....optimizations.stream import uploads_to
 from ....optimizations.verdict import Verdict
 from ....optimizations.warm_up import rehearse, warm_up
