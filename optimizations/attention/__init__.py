@@ -1,13 +1,27 @@
 """Joint attention over text and image tokens: every way to compute it, and which one is chosen.
 
-`backends` and `quantized` hold them, `registry` lists them and says why one cannot run, `choice`
-picks one, `chosen` keeps it for a run and measures what quantized ones cost in accuracy.
+`backends` and `quantized` hold them, `choice` lists them, says why one cannot run and picks one,
+`chosen` keeps it for a run and measures what quantized ones cost in accuracy.
 """
 
-from .backends import AttentionRequest, aligned_mask
-from .choice import FAST, Attention, choose_attention, is_lossy
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from ...machine.card import Capability, InstalledCards, State
+from ...machine.packages import check_package
+from .backends import AttentionRequest, Backend, aligned_mask
+from .choice import (
+    BACKENDS,
+    FAST,
+    Attention,
+    choose_attention,
+    is_lossy,
+    refusal,
+)
 from .chosen import MOST_ERROR, ChosenAttention
-from .registry import BACKENDS, check_backends, refusal
 
 __all__ = [
     "BACKENDS",
@@ -22,3 +36,28 @@ __all__ = [
     "is_lossy",
     "refusal",
 ]
+
+
+def check_backends(cards: InstalledCards) -> tuple[Capability, ...]:
+    """Says what each backend does for Qwen-Image's heads in bf16, on the first card, or without one
+    on the processor.
+    """
+    device = torch.device("cuda", 0) if cards.usable else torch.device("cpu")
+    return tuple(_capability(backend, device) for backend in BACKENDS.values())
+
+
+def _capability(backend: Backend, device: torch.device) -> Capability:
+    name = f"attention {backend.name}"
+    request = AttentionRequest(device, torch.bfloat16, 1, 24, 128, 4096)
+    reason = refusal(backend.name, request)
+    if reason:
+        unproven = f"; {backend.unproven}" if backend.unproven else ""
+        return Capability(name, State.NOT_USABLE, f"{reason}{unproven}")
+    masked = refusal(backend.name, replace(request, masked=True))
+    clauses = ["exact" if backend.exact else "quantized, by name or with fast"]
+    clauses.append(f"not with a mask: {masked}" if masked else "with and without a mask")
+    if backend.package is not None:
+        clauses.insert(0, check_package(backend.package)[0].reason)
+    if backend.unproven:
+        clauses.append(f"{backend.unproven}, agrees here with PyTorch in a trial")
+    return Capability(name, State.LIMITED if masked else State.USABLE, "; ".join(clauses))

@@ -1,11 +1,12 @@
-"""Which attention backend computes a request, and why: on a card, by timing those that run."""
+"""Lists every attention backend, says why one cannot run, and chooses one: on a card by timing."""
 
 from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -13,11 +14,32 @@ import torch
 from ...caches import cached, remembered
 from ...errors import SettingError, UnavailableError
 from ...machine.card import first_line, read_cards
+from ...machine.packages import Package, check_package
 from ...machine.store import AttentionTimings, load_attention, save_attention
 from ..kernels import on_card_of
-from ..verdict import Verdict
-from .backends import AttentionRequest, dtype_name, sm_name, sm_of
-from .registry import BACKENDS, limits_of, refusal
+from ..verdict import Verdict, try_once
+from .backends import (
+    FLASH_ATTN_2,
+    FLASH_ATTN_3,
+    MATH,
+    SDPA_CUDNN,
+    SDPA_EFFICIENT,
+    SDPA_FLASH,
+    SLICED,
+    AttentionRequest,
+    dtype_name,
+    sm_name,
+    sm_of,
+)
+from .quantized import INT8, INT8_FP8, SAGE_2
+
+BACKENDS = {
+    backend.name: backend
+    for backend in (
+        *(SDPA_FLASH, SDPA_CUDNN, SDPA_EFFICIENT, FLASH_ATTN_2, FLASH_ATTN_3),
+        *(INT8, INT8_FP8, SAGE_2, SLICED, MATH),
+    )
+}
 
 FAST = "fast"
 VARIABLE = "QWEN_L40S_ATTENTION"
@@ -41,6 +63,48 @@ MOST_FLOP = 4e12
 
 _measured: dict[str, AttentionTimings] = remembered({})
 
+# No multiple of a tile, and more than two of the largest.
+TRIAL_TOKENS = 333
+# How far from the result in float64, relative. PyTorch's CPU kernels come to 0.0022, 0.0003 and
+# 5e-7 on the trial's inputs; a card may compute fp32 in TF32.
+EXACT_ERROR = {torch.bfloat16: 0.01, torch.float16: 0.002, torch.float32: 0.002}
+# SageAttention and int8_fp8 are off by 0.038 on an H200. A tail of 77 in 333 keys that is left out
+# or counted twice is off by 0.3 and more.
+LOSSY_ERROR = 0.08
+
+
+def limits_of(name: str, request: AttentionRequest) -> Verdict | None:
+    """Says why a request is outside a backend's limits; launches nothing."""
+    backend, sm = BACKENDS[name], sm_of(request.device)
+    on_cpu = request.device.type == "cpu"
+    limits = backend.card if sm is not None else backend.cpu if on_cpu else backend.other
+    if limits is None:
+        other = f"{request.device} is not an NVIDIA card that torch can use"
+        return Verdict("needs an NVIDIA card" if on_cpu else other, final=True)
+    fact = limits.refusal(request, sm)
+    return Verdict(fact, final=True) if fact else None
+
+
+def refusal(name: str, request: AttentionRequest, tried: bool = False) -> Verdict | None:
+    """Says why a backend cannot run a request; None when it can.
+
+    The last thing asked is a trial against float64, once per card, dtype, head and mask: which
+    builds, compilers and drivers can, and which packages work, is declared nowhere. None is needed
+    where backends were `tried` here for such a request before.
+    """
+    backend = BACKENDS[name]
+    if found := limits_of(name, request):
+        return found
+    fact = "" if backend.package is None else _missing(backend.package)
+    if not fact and backend.further is not None:
+        fact = backend.further(request)
+    if fact:
+        return Verdict(fact, final=True)
+    if tried:
+        return None
+    kind = name, request.device, request.dtype, request.head_dim, request.masked
+    return try_once((refusal, *kind), lambda: _trial(*kind))
+
 
 @dataclass(frozen=True)
 class Attention:
@@ -55,10 +119,6 @@ class Attention:
     name: str
     reason: str
     masked: bool = False
-    _attend: Callable[..., torch.Tensor] = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_attend", BACKENDS[self.name].attend)
 
     @property
     def quantizes(self) -> bool:
@@ -89,7 +149,7 @@ class Attention:
                 f"attention {self.name} was chosen for requests without a mask: choose it again "
                 "with masked=True"
             )
-        return self._attend(q, k, v, mask)
+        return BACKENDS[self.name].attend(q, k, v, mask)
 
 
 def choose_attention(request: AttentionRequest, name: str = "auto") -> Attention:
@@ -223,9 +283,7 @@ def _may_launch(sm: tuple[int, int] | None, device: torch.device) -> bool:
     return not (on_card and torch.cuda.is_current_stream_capturing())
 
 
-def _check_asked(
-    asked: str, request: AttentionRequest, refuse: Callable[[str, AttentionRequest], Verdict | None]
-) -> None:
+def _check_asked(asked: str, request: AttentionRequest, refuse: Callable) -> None:
     if asked not in BACKENDS:
         names = " or ".join(("auto", FAST, *BACKENDS))
         raise SettingError(f"there is no attention {asked!r}: use {names}")
@@ -341,3 +399,52 @@ def _l2_bytes(device: torch.device) -> int:
         return 1
     # An L40S has 96 MiB; torch tells since 2.6.
     return getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 96 * 2**20)
+
+
+@cached
+def _missing(package: Package) -> str:
+    capability, module = check_package(package)
+    return "" if module is not None else f"{capability.name} {capability.reason}"
+
+
+def _trial(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, masked: bool) -> str:
+    backend = BACKENDS[name]
+    q, k, v, mask = _trial_inputs(dtype, head_dim, masked)
+    expected = attend_float64(q, k, v, mask)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # PyTorch tells with several what its error says
+        # Views of one tensor, as the blocks have them.
+        q, k, v = torch.stack((q, k, v), dim=2).to(device).unbind(2)
+        mask = None if mask is None else mask.to(device)
+        out = backend.attend(q, k, v, mask)
+        if out.dtype != dtype or out.shape != expected.shape:
+            return f"a trial gave {tuple(out.shape)} in {out.dtype}"
+        out = out.cpu().double()
+    if not out.isfinite().all():
+        return "a trial gave values that are not finite"
+    error = ((out - expected).norm() / expected.norm()).item()
+    most = EXACT_ERROR[dtype] if backend.exact else LOSSY_ERROR
+    return "" if error <= most else f"a trial was off by {error:.2g} of the result"
+
+
+def _trial_inputs(dtype: torch.dtype, head_dim: int, masked: bool) -> tuple:
+    generator = torch.Generator().manual_seed(0)
+    shape = (3, 2, TRIAL_TOKENS, 2, head_dim)
+    q, k, v = torch.randn(shape, generator=generator).to(dtype)
+    if not masked:
+        return q, k, v, None
+    mask = torch.zeros(2, 1, 1, TRIAL_TOKENS, dtype=dtype)
+    mask[0, ..., ::3] = -1
+    mask[1, ..., 20:60] = -torch.inf  # as the text padding of the shorter prompt
+    return q, k, v, mask
+
+
+def attend_float64(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """Computes what every backend does, (B, tokens, heads * head_dim), written down plainly."""
+    q, k, v = (x.transpose(1, 2).double() for x in (q, k, v))
+    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    if mask is not None:
+        scores = scores + mask.double()
+    return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)

@@ -14,8 +14,15 @@ import torch
 from ...errors import UnavailableError
 from ..verdict import Verdict
 from .backends import AttentionRequest, sm_of
-from .choice import FAST, Attention, asked_name, choose_attention, measurement
-from .registry import BACKENDS, refusal
+from .choice import (
+    BACKENDS,
+    FAST,
+    Attention,
+    asked_name,
+    choose_attention,
+    measurement,
+    refusal,
+)
 
 # Relative, of one call. On Gaussian q, k and v int8 is off by 0.010, int8_fp8 by 0.038 (H200).
 MOST_ERROR = 0.02

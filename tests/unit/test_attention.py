@@ -17,8 +17,8 @@ from qwen_l40s.optimizations.attention import (
     AttentionRequest,
     aligned_mask,
     backends,
+    choice,
     choose_attention,
-    registry,
 )
 from qwen_l40s.optimizations.attention.backends import FLOATS
 
@@ -44,7 +44,7 @@ def chosen(name, device, dtype=torch.bfloat16, *, shape, masked=False):
     """The backend; None where this machine cannot, and a skip where a package is missing."""
     batch, tokens, heads, head_dim = shape
     request = AttentionRequest(device, dtype, batch, heads, head_dim, tokens, masked)
-    refusal = registry.refusal(name, request)
+    refusal = choice.refusal(name, request)
     reason = str(refusal or "")
     if "not installed" in reason:
         pytest.skip(reason)
@@ -68,12 +68,12 @@ def padding(batch, tokens, padded, device=CPU, dtype=torch.bfloat16):
 
 
 def distance(out, q, k, v, mask=None):
-    expected = registry.attend_float64(q, k, v, mask)
+    expected = choice.attend_float64(q, k, v, mask)
     return ((out.double() - expected).norm() / expected.norm()).item()
 
 
 def most(attention, dtype=torch.bfloat16):
-    return EXACT[dtype] if BACKENDS[attention.name].exact else registry.LOSSY_ERROR
+    return EXACT[dtype] if BACKENDS[attention.name].exact else choice.LOSSY_ERROR
 
 
 # ----------------------------------------------------------------------------------------- numerics
@@ -263,7 +263,7 @@ def test_the_trial_finds_every_kind_of_fault(monkeypatch):
     for expected, faulty in faults.items():
         monkeypatch.setitem(BACKENDS, "sliced", replace(BACKENDS["sliced"], attend=faulty))
         forget()
-        assert str(registry.refusal("sliced", request)).startswith(expected)
+        assert str(choice.refusal("sliced", request)).startswith(expected)
 
 
 def test_a_trial_is_made_once_per_kind_of_request(monkeypatch):
@@ -275,7 +275,7 @@ def test_a_trial_is_made_once_per_kind_of_request(monkeypatch):
         (1, 1, 2), ((100, False), (300, False), (300, True)), strict=True
     ):
         asked = AttentionRequest(CPU, torch.bfloat16, 1, 2, 64, tokens, masked)
-        assert registry.refusal("sliced", asked) is None and len(calls) == count
+        assert choice.refusal("sliced", asked) is None and len(calls) == count
 
 
 def test_a_trial_that_found_no_memory_is_made_again(monkeypatch):
@@ -285,8 +285,8 @@ def test_a_trial_that_found_no_memory_is_made_again(monkeypatch):
     request = AttentionRequest(CPU, torch.bfloat16, 1, 2, 64, 100)
     with monkeypatch.context() as short:
         short.setitem(BACKENDS, "sliced", replace(BACKENDS["sliced"], attend=full))
-        assert registry.refusal("sliced", request).fact == "no memory is free for a trial"
-    assert registry.refusal("sliced", request) is None
+        assert choice.refusal("sliced", request).fact == "no memory is free for a trial"
+    assert choice.refusal("sliced", request) is None
 
 
 def test_a_trial_leaves_the_random_numbers_of_a_seed_alone():
@@ -294,5 +294,5 @@ def test_a_trial_leaves_the_random_numbers_of_a_seed_alone():
     expected = torch.randn(4)
     torch.manual_seed(5)
     for name in BACKENDS:
-        registry.refusal(name, AttentionRequest(CPU, torch.bfloat16, 1, 2, 64, 100))
+        choice.refusal(name, AttentionRequest(CPU, torch.bfloat16, 1, 2, 64, 100))
     assert torch.equal(torch.randn(4), expected)

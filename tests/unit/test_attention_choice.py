@@ -25,11 +25,11 @@ from qwen_l40s.optimizations.attention import (
     choice,
     choose_attention,
     chosen,
-    registry,
 )
 
 CPU = torch.device("cpu")
 CARD = torch.device("cuda", 0)
+own_refusal = choice.refusal
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +53,7 @@ def card(monkeypatch):
         refused = refused or {}
 
         def refuse(key, request, tried=False):
-            declared = registry.limits_of(key, request)
+            declared = choice.limits_of(key, request)
             return declared or ("" if key in ms else refused.get(key, "not installed"))
 
         def timed_ms(call, *_):
@@ -64,8 +64,7 @@ def card(monkeypatch):
                 raise taken
             return taken.pop(0) if isinstance(taken, list) else taken
 
-        for module in (registry, choice):
-            monkeypatch.setattr(module, "sm_of", lambda device: sm)
+        monkeypatch.setattr(choice, "sm_of", lambda device: sm)
         monkeypatch.setattr(choice, "refusal", refuse)
         monkeypatch.setattr(choice, "_machine", lambda device: name)
         monkeypatch.setattr(choice, "timed_ms", timed_ms)
@@ -330,8 +329,8 @@ def test_what_another_process_has_measured_needs_no_trial(card, monkeypatch, dri
         tried.append(name)
         return "a trial failed"
 
-    monkeypatch.setattr(choice, "refusal", registry.refusal)
-    monkeypatch.setattr(registry, "_trial", trial)
+    monkeypatch.setattr(choice, "refusal", own_refusal)
+    monkeypatch.setattr(choice, "_trial", trial)
     monkeypatch.setattr(choice, "_may_launch", lambda *_: True)
     if driver == "another":
         with pytest.raises(UnavailableError, match="not sdpa_cudnn: a trial failed"):
@@ -441,7 +440,7 @@ def test_a_card_is_measured_in_under_two_seconds(masked):
 
     torch.zeros(1, device=CARD)
     asked = AttentionRequest(CARD, torch.bfloat16, 1, 24, 128, 4296, masked)
-    names = [name for name in choice._order(None) if not registry.refusal(name, asked)]
+    names = [name for name in choice._order(None) if not choice.refusal(name, asked)]
     quick = [name for name in names if not BACKENDS[name].whole_scores]
     torch.cuda.synchronize()
     begin = time.monotonic()

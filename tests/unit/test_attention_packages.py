@@ -21,7 +21,6 @@ from qwen_l40s.optimizations.attention import (
     choice,
     choose_attention,
     quantized,
-    registry,
 )
 
 CPU = torch.device("cpu")
@@ -48,7 +47,7 @@ def card(monkeypatch):
     """Makes the processor pass for a card of a compute capability and a CUDA version."""
 
     def set_up(sm, cuda="13.0"):
-        for module in (registry, choice, quantized):
+        for module in (choice, quantized):
             monkeypatch.setattr(module, "sm_of", lambda device: sm)
         monkeypatch.setattr(torch.version, "cuda", cuda)
         forget()
@@ -66,7 +65,7 @@ def random(tokens, head_dim=64, dtype=torch.bfloat16):
 
 
 def distance(out, q, k, v):
-    expected = registry.attend_float64(q, k, v, None)
+    expected = choice.attend_float64(q, k, v, None)
     return ((out.double() - expected).norm() / expected.norm()).item()
 
 
@@ -157,7 +156,7 @@ def test_a_package_that_is_not_installed(monkeypatch, card, name):
         pytest.skip(f"{module} is installed")
     card(sm)
     package = BACKENDS[name].package.distribution
-    assert str(registry.refusal(name, request())) == f"{package} not installed"
+    assert str(choice.refusal(name, request())) == f"{package} not installed"
 
 
 @on_each
@@ -177,7 +176,7 @@ def test_a_package_that_lacks_its_function(monkeypatch, card, name):
     module, _, sm = PACKAGES[name]
     card(sm)
     published.install(monkeypatch, module, {})
-    assert "has no attribute" in registry.refusal(name, request()).fact
+    assert "has no attribute" in choice.refusal(name, request()).fact
 
 
 @on_each
@@ -190,7 +189,7 @@ def test_a_package_that_computes_wrongly(monkeypatch, card, name):
     ):
         card(sm)
         published.install(monkeypatch, module, functions, change)
-        assert str(registry.refusal(name, request(tokens=256))).startswith(reason)
+        assert str(choice.refusal(name, request(tokens=256))).startswith(reason)
 
 
 def scaled(result, factor):
@@ -206,7 +205,7 @@ def test_sage_1_is_too_old(monkeypatch, card, tmp_path):
     (tmp_path / "sageattention-1.0.6.dist-info" / "METADATA").write_text(metadata)
     monkeypatch.syspath_prepend(tmp_path)
     card((8, 9))
-    assert str(registry.refusal("sage_2", request())) == "sageattention 1.0.6, needs 2.0 or newer"
+    assert str(choice.refusal("sage_2", request())) == "sageattention 1.0.6, needs 2.0 or newer"
 
 
 def test_declared_limits(monkeypatch, card):
@@ -228,7 +227,7 @@ def test_declared_limits(monkeypatch, card):
         ("sdpa_cudnn", (8, 9), {"tokens": 1}, "takes two tokens or more"),
     ):
         card(sm)
-        assert str(registry.refusal(name, request(**about))).startswith(reason)
+        assert str(choice.refusal(name, request(**about))).startswith(reason)
 
 
 def test_cudnn_is_left_alone_where_torch_is_to_be_deterministic(monkeypatch, card):
@@ -236,9 +235,9 @@ def test_cudnn_is_left_alone_where_torch_is_to_be_deterministic(monkeypatch, car
     card((8, 9))
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     reason = "torch counts it as not deterministic"
-    assert str(registry.refusal("sdpa_cudnn", request())) == reason
+    assert str(choice.refusal("sdpa_cudnn", request())) == reason
     monkeypatch.setattr(torch, "is_deterministic_algorithms_warn_only_enabled", lambda: True)
-    assert str(registry.refusal("sdpa_cudnn", request())) != reason
+    assert str(choice.refusal("sdpa_cudnn", request())) != reason
 
 
 # ------------------------------------------------------------------------------------------- doctor
