@@ -19,6 +19,7 @@ from ..machine.card import State
 from ..machine.packages import check_kitchen
 from ..spec.formats import FORMATS, RowFormat
 from . import kernels, reference
+from .kernels import sm_of
 from .verdict import Verdict, try_once
 
 # `scaled_mm` with fast accumulation, for those who ask for it. On Hopper it keeps so few bits of a
@@ -259,7 +260,7 @@ def choose_gemm(format: str, device: torch.device, *, backend: str | None = None
         return _gemm(asked, format, device, reason)
     if device.type == "cpu":
         return Gemm(format, "dequantize", f"no card: {format} saves memory here, not time")
-    order, ground = PREFERENCE.get((format, _sm(device)), PREFERENCE[format, None])
+    order, ground = PREFERENCE.get((format, sm_of(device)), PREFERENCE[format, None])
     refused, lasting = [], True
     for name in order:
         refusal = _refusal(name, format, device)
@@ -297,11 +298,6 @@ def _check_asked(asked: str, format: str, device: torch.device) -> None:
         raise UnavailableError("; ".join(clauses))
 
 
-def _sm(device: torch.device) -> tuple[int, int] | None:
-    usable = device.type == "cuda" and torch.cuda.is_available() and torch.version.hip is None
-    return torch.cuda.get_device_capability(device) if usable else None
-
-
 def _gemm(
     backend: str, format: str, device: torch.device, reason: str, lasting: bool = True
 ) -> Gemm:
@@ -322,7 +318,7 @@ def _refusal(backend: str, format: str, device: torch.device) -> Verdict | None:
 
 
 def _unsupported(backend: str, format: str, device: torch.device) -> str:
-    sm, oldest = _sm(device), FORMATS[format].oldest
+    sm, oldest = sm_of(device), FORMATS[format].oldest
     if sm is None and device.type != "cpu":
         return f"{device} is not an NVIDIA card that torch can use"
     if sm is not None and sm < oldest:

@@ -86,7 +86,7 @@ class Optimization:
         self._passes = WeakKeyDictionary()
         if self.attention is not None:
             self.attention.start_run()
-        for memory in self._all_memories():
+        for memory in _values(self._memories):
             memory.start_run()
 
     def confirm(self) -> None:
@@ -105,7 +105,7 @@ class Optimization:
             self._last.let_go()
         for prepared in _values(self._prepared):
             prepared.known(None)
-        for memory in self._all_memories():
+        for memory in _values(self._memories):
             memory.free_buffers()
 
     def release(self, owner: Any) -> None:
@@ -114,7 +114,7 @@ class Optimization:
             prepared.let_go()
         for memory in self._memories.pop(owner, {}).values():
             memory.release()
-        for memory in self._all_memories():  # graphs over this card and another
+        for memory in _values(self._memories):  # graphs over this card and another
             memory.drop_void()
 
     def run_pass(self, host: HostPass, call: Callable[[], Any]) -> Any:
@@ -289,9 +289,6 @@ class Optimization:
         for memory in found:
             memory.release()
         return bool(found)
-
-    def _all_memories(self) -> list[PassMemory]:
-        return _values(self._memories)
 
     def _prepare(self, host: HostPass) -> PreparedModel:
         if host.owner not in self._prepared:

@@ -122,12 +122,6 @@ class Backend:
     quantizes: bool = False
 
 
-def sm_of(device: torch.device) -> tuple[int, int] | None:
-    """Gives the compute capability of an NVIDIA card; None for any other device."""
-    usable = device.type == "cuda" and torch.cuda.is_available() and torch.version.hip is None
-    return torch.cuda.get_device_capability(device) if usable else None
-
-
 def sm_name(sm: tuple[int, int]) -> str:
     return f"sm_{sm[0]}{sm[1]}"
 

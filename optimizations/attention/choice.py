@@ -16,7 +16,7 @@ from ...errors import SettingError, UnavailableError
 from ...machine.card import first_line, read_cards
 from ...machine.packages import Package, check_package
 from ...machine.store import AttentionTimings, load_attention, save_attention
-from ..kernels import on_card_of
+from ..kernels import on_card_of, sm_of
 from ..verdict import Verdict, try_once
 from .backends import (
     FLASH_ATTN_2,
@@ -29,7 +29,6 @@ from .backends import (
     AttentionRequest,
     dtype_name,
     sm_name,
-    sm_of,
 )
 from .quantized import INT8, INT8_FP8, SAGE_2
 

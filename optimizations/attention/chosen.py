@@ -12,8 +12,9 @@ from dataclasses import replace
 import torch
 
 from ...errors import UnavailableError
+from ..kernels import sm_of
 from ..verdict import Verdict
-from .backends import AttentionRequest, sm_of
+from .backends import AttentionRequest
 from .choice import (
     BACKENDS,
     FAST,

@@ -20,9 +20,9 @@ from ...machine.packages import SAGE_ATTENTION, release
 from ...spec.formats import EIGHT_BIT, FORMATS
 from ...spec.sizes import HEAD_TOKENS_AT_ONCE
 from .. import kernels
-from ..kernels import on_card_of
+from ..kernels import on_card_of, sm_of
 from ..reference import SMALLEST_ROW, QKNorm, Rotary, Tokens, wide_dtype
-from .backends import ANY, HALVES, AttentionRequest, Backend, Limits, sm_of
+from .backends import ANY, HALVES, AttentionRequest, Backend, Limits
 
 HEAD_DIMS = (32, 64, 128)  # that the kernels take
 # Keys that their mean is taken of; any vector near it does.

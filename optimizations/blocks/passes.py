@@ -233,7 +233,7 @@ class ForwardPass:
     ) -> bool:
         """Has several cards compute all blocks; whether they did."""
         figures, host = self._prepared.split, self._host
-        refusal = self._no_split(watched)
+        refusal = self._not_at_once(not watched) or self._team.refusal
         if refusal:
             figures.refuse(refusal)
             return False
@@ -289,9 +289,6 @@ class ForwardPass:
     def _end_sharing(self, error: Verdict) -> None:
         """Has the rest of the run computed on one card, and says whether a link was to blame."""
         self._prepared.split.refuse(self._team.find_damage() or error)
-
-    def _no_split(self, watched: bool) -> Verdict | None:
-        return self._not_at_once(not watched) or self._team.refusal
 
     def _not_at_once(self, clear: bool) -> Verdict | None:
         attention = self._host.attention

@@ -235,9 +235,6 @@ class Team:
             figures.plans[key] = plan
         return plan
 
-    def split(self, plan: SplitPlan, step: Step) -> Split:
-        return self._split(plan, step, self._routes)
-
     def work(self, plan: SplitPlan, key: tuple[Hashable, ...]) -> Work:
         """Says what a CUDA graph over all cards computes of a pass.
 
@@ -247,7 +244,7 @@ class Team:
 
         def launch() -> Callable[[Inputs, torch.cuda.Stream], None]:
             routes = {pair: route.captured for pair, route in self._routes.items()}
-            return lambda inputs, _: self._split(plan, inputs.step, routes).capture(
+            return lambda inputs, _: self.split(plan, inputs.step, routes).capture(
                 inputs.x, inputs.step, inputs.entry
             )
 
@@ -261,10 +258,13 @@ class Team:
         attention = self._members[0].host.attention
         return [member.card(attention) for member in self._members]
 
-    def _split(self, plan: SplitPlan, step: Step, routes: dict[tuple[int, int], Route]) -> Split:
+    def split(
+        self, plan: SplitPlan, step: Step, routes: dict[tuple[int, int], Route] | None = None
+    ) -> Split:
+        """Makes what runs a pass, or with the `routes` of a capture what is captured."""
         shares = shares_of(step.tokens, plan.images, plan.exchange)
         additions = self._members[0].host.additions
-        return Split(self._cards(), shares, routes, additions, plan.early)
+        return Split(self._cards(), shares, routes or self._routes, additions, plan.early)
 
     def find_damage(self) -> Verdict | None:
         """Verifies the links after an error; which of them lose data, None where none does."""

@@ -37,3 +37,9 @@ def on_card_of(x: torch.Tensor) -> contextlib.AbstractContextManager:
     if index < 0 or index == torch.cuda.current_device():
         return _NOTHING
     return torch.cuda.device(index)
+
+
+def sm_of(device: torch.device) -> tuple[int, int] | None:
+    """Gives the compute capability of an NVIDIA card; None for any other device."""
+    usable = device.type == "cuda" and torch.cuda.is_available() and torch.version.hip is None
+    return torch.cuda.get_device_capability(device) if usable else None

@@ -246,7 +246,7 @@ def card(monkeypatch):
     """Sets up a card that is not there: its compute capability, and what fails its trial."""
 
     def set_up(sm, failing=(), kitchen=True):
-        monkeypatch.setattr(linear, "_sm", lambda device: sm if device.type == "cuda" else None)
+        monkeypatch.setattr(linear, "sm_of", lambda device: sm if device.type == "cuda" else None)
         monkeypatch.setattr(linear.kernels, "missing", lambda: "")
         monkeypatch.setattr(linear.kernels, "interpreted", lambda: False)
         state = State.USABLE if kitchen else State.NOT_USABLE
