@@ -1,12 +1,9 @@
 """The modulation of every block as a table on the card, one entry for each timestep that was seen.
 
-Two linears of each block see the timestep embedding and nothing else, and hold a third of the
-model's parameters: 13.6 GB in bf16, which every forward pass reads for a matrix of one or two rows.
-Their outputs for a timestep, 4.42 MB, are the same in every forward pass of the run.
-
-The entries are what the host's own modules give for the host's own rows, bit for bit. Their key is
-the embedding itself, all of its bits: whatever a sampler, an additional condition or another
-person's patch does to the timestep is in there.
+Two linears of each block see the timestep embedding alone, and hold a third of the model's
+parameters: 13.6 GB in bf16. Their outputs for a timestep, 4.42 MB, are the same in every forward
+pass. An entry is what the host's own modules give, bit for bit, under all bits of the embedding:
+whatever a sampler, an additional condition or another person's patch does to it is in there.
 """
 
 from __future__ import annotations

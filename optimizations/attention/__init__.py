@@ -1,7 +1,5 @@
-"""Joint attention over text and image tokens: every way to compute it, and which one is chosen.
-
-`backends` and `quantized` hold them, `choice` lists them, says why one cannot run and picks one,
-`chosen` keeps it for a run and measures what quantized ones cost in accuracy.
+"""Joint attention over text and image tokens: `backends` and `quantized` compute it, `choice` lists
+these and picks one, `chosen` keeps it for a run.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""Attention over a run: one choice for each shape, and what `fast` measures of the quantized ones.
-
-`fast` is the fastest backend whose error, measured in the run, stays below a bound.
+"""Attention over a run: one choice for each shape. `fast` is the fastest backend whose error,
+measured in the run, stays below a bound.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""CUDA graphs of all blocks of a pass: one launch in place of a thousand.
-
-A graph holds addresses. Its inputs are copied into tensors of its own, the weights are where they
-were (`block.Layers.hold`), and the buffers are those of one workspace. What a graph computes is
-what the executor launches, kernel by kernel, so that its results are the same bits.
+"""CUDA graphs of all blocks of a pass: one launch of the executor's own kernels in place of a
+thousand, with inputs copied into tensors of its own, held weights and one workspace's buffers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""One forward pass of an optimized model, in whichever host.
-
-The host's own loop over the blocks stays, with what others do between two blocks or around one. For
-the length of one call of the transformer each block's `forward` is replaced by one that runs the
-executor, replays a graph of all blocks, or hands its arguments to the host's own.
+"""One forward pass of an optimized model, in whichever host: for one call of the transformer each
+block's `forward` is replaced by one that runs the executor, replays a graph of all blocks, or hands
+its arguments to the host's own. What others do between two blocks or around one stays.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""What the blocks of a forward pass need for one shape: buffers, and launches that read and write
-them, made once and used by every block of that shape.
-
-A workspace serves one pass at a time. Its buffers are reused from shape to shape; they take what a
-block takes at its peak.
+"""What the blocks of a forward pass need for one shape: buffers, which take what a block takes at
+its peak, and launches that read and write them. A workspace serves one pass at a time.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """The blocks of one forward pass on several cards, each with a share of the rows.
 
-A card computes what the executor computes, for its rows; attention alone needs the others' keys and
-values. They come in one of two ways, each once a block:
+Attention alone needs the others' keys and values. They come in one of two ways, each once a block:
 
 - `split_cost.KEYS`: keys and values themselves, 4 bytes x D a row in bf16;
-- `split_cost.ROWS`: the normalized rows that q, k and v are made of, as the layers read them, 1 or
-  2 bytes x D a row, and every card makes all keys and values. Integer products of the same rows
-  are the same bits.
+- `split_cost.ROWS`: the normalized rows that q, k and v are made of, 1 or 2 bytes x D a row, and
+  every card makes all keys and values. Integer products of the same rows are the same bits.
 
 Image rows are cut anywhere, and the text's are on the first card. One thread issues the work of all
 cards, block by block; copies run beside q, k and v.

@@ -1,10 +1,7 @@
-"""Parts of a VAE's layers on one image, in 2 dimensions and with channels last.
+"""Parts of a VAE's layers on one image, in 2 dimensions and with channels last, as cuDNN computes a
+convolution where it lies; a causal 3-D one is a 2-D one with the last frame of its kernel.
 
-On one image a causal 3-D convolution is a 2-D one with the last frame of its kernel. cuDNN computes
-it as it lies in memory where channels come last. A layer goes through its input in strips of rows.
-
-Between convolutions stand `norm` and `add`: Triton kernels on a card, and without one the functions
-here, which define what the kernels compute and take as little memory.
+`norm` and `add` are Triton kernels on a card, and the functions here define what these compute.
 """
 
 from __future__ import annotations
