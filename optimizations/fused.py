@@ -183,7 +183,6 @@ def prepare_trial() -> None:
 
 
 def _compare(ops: Ops, device: torch.device) -> str:
-    """Runs the two kernels of every block."""
     meta = device.type == "meta"  # nothing is launched there
     generator = None if meta else torch.Generator(device).manual_seed(0)
 

@@ -109,7 +109,6 @@ class Optimization:
             memory.free_buffers()
 
     def release(self, owner: Any) -> None:
-        """Frees graphs and buffers of a model that leaves the card."""
         for prepared in list(self._prepared.get(owner, {}).values()):
             prepared.let_go()
         for memory in self._memories.pop(owner, {}).values():
@@ -169,7 +168,6 @@ class Optimization:
         return "\n".join([*lines, *self.attention_lines()])
 
     def attention_lines(self) -> list[str]:
-        """Says which attention ran, a line each."""
         if self.attention is None:
             return [f"attention: {self.host} own, or what another node has set"]
         return self.attention.lines()

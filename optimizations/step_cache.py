@@ -86,11 +86,9 @@ class CacheFigures:
 
     @property
     def computed(self) -> int:
-        """Counts the steps that called the transformer."""
         return self.steps - len(self.skipped)
 
     def lines(self) -> list[str]:
-        """Tells the run, a line each."""
         changed = CHANGED if self.forgotten else None
         gone = [f"step cache: {GONE}"] if self.method == ADAPTIVE else []
         if not self.skipped:
@@ -178,7 +176,6 @@ class CachedRun:
 
     @property
     def is_over(self) -> bool:
-        """Says whether all steps were asked for."""
         return self._calls >= self.figures.steps
 
     def forecast(

@@ -123,7 +123,6 @@ class _Uploads:
         self._turn = 0
 
     def put(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Queues the upload of some bytes of host memory."""
         for begin in range(0, source.nbytes, self._chunk):
             piece, place = (x[begin : begin + self._chunk] for x in (source, target))
             if not self._buffers:

@@ -64,7 +64,6 @@ class Verdicts:
         return self._found[part]
 
     def lines(self, part: str, **words: object) -> list[str]:
-        """Tells those of one part, a line each."""
         return [
             SENTENCES[part].format(verdict=verdict, count=count, **words)
             for verdict, count in self.of(part).most_common()

@@ -93,7 +93,6 @@ class MeasuredErrors:
         }
 
     def refused(self, name: str) -> Verdict:
-        """Says why a backend was not measured."""
         return self._refused.get(name) or NOT_RUN
 
 
@@ -179,7 +178,6 @@ class ChosenAttention:
         self.fallback.log(f"{self.host} own attention runs from here")
 
     def lines(self) -> list[str]:
-        """Says what was chosen and why, a line each."""
         if self.fallback:
             return [f"attention: {self.host} own: {self.fallback}"]
         found = {f"attention: {chosen}" for chosen in self._found()}

@@ -70,7 +70,6 @@ def part_of(block: torch.nn.Module, name: str) -> torch.nn.Module:
 
 
 def heads_of(block: torch.nn.Module) -> int:
-    """Counts the heads of a block's attention."""
     return part_of(block, spec_of(block).attention).heads
 
 

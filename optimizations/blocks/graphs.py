@@ -293,7 +293,6 @@ class PassMemory:
         return found
 
     def drop_void(self) -> None:
-        """Drops the graphs of buffers that were exchanged."""
         for void in [key for key, graph in self._graphs.items() if graph.void]:
             self._graphs.pop(void).reset()
 

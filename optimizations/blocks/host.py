@@ -273,7 +273,6 @@ class FirstBlockCheck:
         return _form(step) not in self._passed
 
     def fail(self, reason: str) -> None:
-        """Leaves the blocks to the host from here on."""
         self.failed = Verdict(reason, final=True)
 
     def passes(self, before: Streams, ours: Streams, host: Streams, step: Step) -> bool:
@@ -417,7 +416,6 @@ class PreparedModel:
         return self._code
 
     def let_go(self) -> None:
-        """Lets go of the model's modules and weights."""
         self.known(None)
         self._code = None
 

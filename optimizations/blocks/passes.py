@@ -118,7 +118,6 @@ class ForwardPass:
         arguments: dict[str, Any],
         inputs: BlockInputs,
     ) -> Streams:
-        """Runs one block, or all of them where it is the first."""
         text, image, embedding, step, watched = inputs
         check, unsupported = self._prepared.check, self._prepared.unsupported
         if self._executor is None:
@@ -160,7 +159,6 @@ class ForwardPass:
         return expected
 
     def _look(self, index: int) -> Verdict | None:
-        """Why the host's blocks run from this one on: another extension has changed a block."""
         if self._changed is None:
             # Each block looks at its own, also where a graph has run it: before a replay, a look at
             # all of them would keep the card waiting for 0.5 ms.
@@ -221,7 +219,6 @@ class ForwardPass:
     def _choice(
         self, attention: ChosenAttention, request: Callable[..., AttentionRequest], *given: Any
     ) -> Attention:
-        """Asks once what is chosen for the shapes of this pass."""
         if attention is not self._asked:
             self._asked, self._chosen = attention, attention.choose(request(*given))
         return self._chosen
@@ -285,7 +282,6 @@ class ForwardPass:
         return False
 
     def _end_sharing(self, error: Verdict) -> None:
-        """Has the rest of the run computed on one card, and says whether a link was to blame."""
         self._prepared.split.refuse(self._team.find_damage() or error)
 
     def _not_at_once(self, clear: bool) -> Verdict | None:

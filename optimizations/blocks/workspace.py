@@ -231,7 +231,6 @@ class Program:
     def _received(
         self, other: Share, parts: Sequence[torch.Tensor], forms: Sequence[LayerForm]
     ) -> tuple[Rows, list[tuple[int, Product]]]:
-        """Makes room for another card's rows, and keys and values of them."""
         shape, streams = self.shape, in_stream_order(other.tokens)
         rows = shape.received(other, self.first_format)
         made = []

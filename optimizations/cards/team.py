@@ -126,7 +126,6 @@ class SplitFigures:
             self.refusal = reason
 
     def lines(self) -> list[str]:
-        """Tells the run, a line each."""
         lines = []
         if self.passes:
             rows = " + ".join(map(str, self.plan.images))
