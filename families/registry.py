@@ -9,16 +9,14 @@ from __future__ import annotations
 import functools
 import importlib
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..caches import cached
 from ..errors import CheckpointError, SettingError
 from ..spec.transformer import BlockSpec, TransformerShape
 from ..spec.vae import PIXELS_PER_LATENT, VaeShape
-from .parts import tiny_vae, vision_tower
-from .protocol import Adapted, Family, Fits, Identity, Member, Tensors, TextEncoder, Vae
+from .protocol import Family, Member, TextEncoder, Vae
 from .qwen_image import EDIT, EDIT_2511, LAYERED, QWEN_IMAGE, TEXT_TO_IMAGE
 from .qwen_image_21 import QWEN_IMAGE_21
 
@@ -210,34 +208,6 @@ def title_by_pipeline(title: str, pipeline: str) -> str | None:
     return None if named == title else named
 
 
-# Headers.
-
-
-def identify_part(tensors: Tensors) -> Identity:
-    """Returns what the tensors of one part are that is no adapter; an answer always comes, if only
-    that it is not Qwen-Image.
-    """
-    for kinds, other in ((FAMILIES, None), (text_encoders(), vision_tower), (vaes(), tiny_vae)):
-        claims = [(it.title, found) for it in kinds if (found := it.identify(tensors)) is not None]
-        if claims:
-            return _one(claims)
-        if other and (found := other(tensors)) is not None:
-            return found
-    from .others import other_model  # an estimate reads no headers
-
-    return other_model(tensors)
-
-
-def _one(claims: list[tuple[str, Identity]]) -> Identity:
-    (_, found), *more = claims
-    titles = " and ".join(title for title, _ in claims)
-    sentence = (
-        f"The {found.role} has the tensors of {titles}: a file holds one of them, so download it "
-        "again."
-    )
-    return replace(found, errors=(*found.errors, sentence)) if more else found
-
-
 def shape_from_header(
     title: str, dims: Mapping[str, int | str], blocks: int | None
 ) -> TransformerShape:
@@ -268,28 +238,6 @@ def shape_from_header(
             "again."
         )
     return family.shape(sizes, dims, title)
-
-
-def adapted_by(adapted: Callable[[str], Adapted], tensors: Tensors) -> tuple[Fits | None, Adapted]:
-    """Says which family an adapter is for, None where it is for none, and what it changes.
-
-    Later families are asked first: they tell themselves from earlier ones.
-
-    Args:
-        adapted: Gives what it changes, by the name of a family's stack of blocks.
-    """
-    found = []
-    for family in reversed(FAMILIES):
-        changed = adapted(family.stack)
-        if (fits := family.adapts(changed, tensors)) is not None:
-            found.append((fits.title != family.title, len(found), fits, changed))
-    return min(found)[2:] if found else (None, adapted(FAMILIES[0].stack))
-
-
-def dotted_targets() -> dict[str, str]:
-    """Returns {the name of a layer that LoRAs change with "_" for ".": its name}."""
-    targets = (target for family in FAMILIES for target in family.lora_targets)
-    return {target.replace(".", "_"): target for target in targets}
 
 
 # The layers of blocks, by their names in files.

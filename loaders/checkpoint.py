@@ -15,10 +15,10 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, TypeVar
 
 from ..errors import CheckpointError
+from ..families.identify import Slice, identify, split_parts
 from ..families.protocol import Identity, Tensors
 from ..families.registry import family_titled, pipeline_family, title_by_pipeline
 from ..files import parse_object
-from .detect import Slice, file_name_hint, identify, split_parts
 from .header import NUMBERED, Header, Shards, open_regular, read_object, read_shards
 from .quantization import (
     ATTENTION_CONFIG,
@@ -39,6 +39,7 @@ SAME = {
         "num_hidden_layers": "blocks",
     },
 }
+NAMED = ("2512", "2511", "2509", "layered", "edit", "turbo")  # of variants, in names of files
 Parsed = TypeVar("Parsed")
 
 
@@ -170,7 +171,7 @@ def inspect_shards(shards: Shards) -> Checkpoint:
     """Does the same as `inspect_checkpoint` with headers that are read already."""
     path = shards.path
     config = _config_of(path if shards.index is None else shards.index.parent)
-    parts = tuple(_part(part.name, part, shards, config) for part in split_parts(shards.tensors))
+    parts = tuple(_part(part, shards, config) for part in split_parts(shards.tensors))
     return Checkpoint(
         path, "file" if shards.index is None else "sharded", None, parts, shards.file_bytes
     )
@@ -182,7 +183,9 @@ def _diffusers_folder(path: Path) -> Checkpoint:
     file_bytes = 0
     for name in _components(path, index):
         shards = read_shards(path / name)
-        part = _part(name, Slice(name, "", shards.tensors), shards, _config_of(path / name))
+        tensors = shards.tensors
+        found = Slice(name, "", tensors, identify(tensors))
+        part = _part(found, shards, _config_of(path / name))
         parts.append(replace(part, folder=f"diffusers folder: {name}/"))
         file_bytes += shards.file_bytes
     parts = [named_by_pipeline(part, pipeline) for part in parts]
@@ -268,9 +271,8 @@ def _config_of(folder: Path) -> dict[str, Any]:
     )
 
 
-def _part(name: str, part: Slice, shards: Shards, config: Mapping[str, Any]) -> CheckpointPart:
-    tensors = part.tensors
-    identity = identify(tensors)
+def _part(part: Slice, shards: Shards, config: Mapping[str, Any]) -> CheckpointPart:
+    tensors, identity = part.tensors, part.identity
     if family := family_titled(identity.family):
         identity = family.from_config(identity, config)
     quantization = find_quantization(
@@ -284,7 +286,7 @@ def _part(name: str, part: Slice, shards: Shards, config: Mapping[str, Any]) -> 
         if name.endswith(ATTENTION_CONFIG)
     )
     return CheckpointPart(
-        name=name,
+        name=part.name,
         family=identity.family,
         role=identity.role,
         variant=identity.variant,
@@ -330,12 +332,15 @@ def _with_matching_widths(parts: list[CheckpointPart]) -> list[CheckpointPart]:
 
 
 def _hint(shards: Shards) -> str | None:
-    hints = [file_name_hint(shards.path.name.partition(".safetensors")[0])]
+    # What the name says is worded so that nobody takes it for evidence.
+    stem, hints = shards.path.name.partition(".safetensors")[0].lower(), []
+    if words := " ".join(word for word in NAMED if word in stem):
+        hints.append(f"the file name says {words}, which nothing in the file confirms")
     if shards.index is None and NUMBERED.search(shards.headers[0].path.name):
         hints.append(
             "one shard of several, so its counts are partial: name the folder or the index for all"
         )
-    return "; ".join(hint for hint in hints if hint) or None
+    return "; ".join(hints) or None
 
 
 def _dtypes(tensors: Tensors) -> dict[str, dict[str, int]]:

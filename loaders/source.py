@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
-from ..families.others import told
+from ..families.identify import told
 from ..families.registry import family_titled, micro_folders
 from ..files import parse_object
 from ..spec.formats import METADATA_KEY

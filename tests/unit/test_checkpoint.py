@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from published_text_encoder import published_shapes
 
 from qwen_l40s.errors import CheckpointError
-from qwen_l40s.families.others import SIGNS
+from qwen_l40s.families.identify import SIGNS
 from qwen_l40s.families.parts import vae_name_to_native
 from qwen_l40s.loaders.checkpoint import inspect_checkpoint
 from qwen_l40s.loaders.header import DTYPE_BITS, read_shards

@@ -14,7 +14,7 @@ from test_project_text import FILES, ROOT, tree_of
 from qwen_l40s.caches import forget
 from qwen_l40s.errors import CheckpointError, SettingError, UnavailableError
 from qwen_l40s.families import comfyui, protocol, registry
-from qwen_l40s.families.others import SIGNS
+from qwen_l40s.families.identify import SIGNS, identify
 from qwen_l40s.families.protocol import Family
 from qwen_l40s.families.registry import FAMILIES, shape_from_header
 from qwen_l40s.loaders.source import PLACES, open_source
@@ -480,7 +480,7 @@ def test_a_family_that_lacks_a_part_is_refused(families, part, base):
     }.items(),
 )
 def test_tensors_that_two_families_claim(role, tensors):
-    found = registry.identify_part(dict.fromkeys(tensors, SimpleNamespace(shape=(8, 8))))
+    found = identify(dict.fromkeys(tensors, SimpleNamespace(shape=(8, 8))))
     assert found.role == role
     (error,) = found.errors
     assert f"The {role} has the tensors of Qwen-Image and Qwen-Image-2.1: " in error

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qwen_l40s.families.lora import PREFIXES, SUFFIX
+from qwen_l40s.families.identify import PREFIXES, SUFFIX
 from qwen_l40s.families.qwen_image import QWEN_IMAGE
 from qwen_l40s.loaders.convert import normalize_name
 

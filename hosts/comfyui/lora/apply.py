@@ -23,7 +23,7 @@ from comfy.weight_adapter import LoHaAdapter, LoKrAdapter, WeightAdapterBase
 
 from ....errors import CheckpointError, SettingError
 from ....families.comfyui import kind_of
-from ....families.lora import FOREIGN_STACKS
+from ....families.identify import FOREIGN_STACKS
 from ....families.registry import adapts_other
 from ....loaders.checkpoint import CheckpointPart
 from ....loaders.convert import normalize_name

@@ -9,7 +9,7 @@ import comfy.utils
 import torch
 
 from ....errors import CheckpointError
-from ....families.lora import SUFFIX
+from ....families.identify import SUFFIX
 from ....families.protocol import WHOLE_TENSORS
 from ....loaders.checkpoint import CheckpointPart, inspect_checkpoint
 from ....loaders.convert import normalize_name

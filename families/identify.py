@@ -1,0 +1,289 @@
+"""Says what the tensors of a file are: its parts, adapters (LoRA, LoHa, LoKr), the families'
+models, and the other models that are taken for one of them, by name.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from .parts import tiny_vae, vision_tower
+from .protocol import Adapted, Fits, Identity, Tensors, known, size
+from .registry import FAMILIES, text_encoders, vaes
+
+# Prefixes of the parts of a full checkpoint, and the name of the part. A file may also hold one
+# part under its prefix.
+PARTS = (
+    (re.compile(r"(model\.)?diffusion_model\."), "diffusion model"),
+    (re.compile(r"transformer\.(?!resblocks\.)"), "diffusion model"),
+    (re.compile(r"(vae|first_stage_model)\."), "vae"),
+    (re.compile(r"text_encoders?\.([^.]+\.transformer\.)?"), "text encoder"),
+    (re.compile(r"(cond_stage_model|conditioner)\."), "text encoder"),
+)
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Holds one part of a file, where a tensor's name is `prefix` and its name in `tensors`."""
+
+    name: str
+    prefix: str
+    tensors: Tensors
+    identity: Identity
+
+
+def split_parts(tensors: Tensors) -> list[Slice]:
+    """Separates a full checkpoint into its parts.
+
+    An adapter is one part: its prefixes tell the key style. Tensors without a known prefix form the
+    part "weights".
+    """
+    if adapter := lora(tensors):
+        return [Slice("weights", "", tensors, adapter)]
+    parts: dict[tuple[str, str], dict] = {}
+    for name, info in tensors.items():
+        part, prefix = _part_of(name)
+        parts.setdefault((part, prefix), {})[name.removeprefix(prefix)] = info
+    parts = parts or {("weights", ""): {}}
+    return [Slice(*key, own, identify_model(own)) for key, own in parts.items()]
+
+
+def _part_of(name: str) -> tuple[str, str]:
+    for pattern, part in PARTS:
+        if match := pattern.match(name):
+            return part, match[0]
+    return "weights", ""
+
+
+def identify(tensors: Tensors) -> Identity:
+    """Returns what the tensors of one part are; an answer always comes, if only that it is not
+    Qwen-Image.
+    """
+    return lora(tensors) or identify_model(tensors)
+
+
+def identify_model(tensors: Tensors) -> Identity:
+    """Does the same of tensors that are no adapter."""
+    for kinds, other in ((FAMILIES, None), (text_encoders(), vision_tower), (vaes(), tiny_vae)):
+        claims = [(it.title, found) for it in kinds if (found := it.identify(tensors)) is not None]
+        if claims:
+            return _one(claims)
+        if other and (found := other(tensors)) is not None:
+            return found
+    return _other_model(tensors)
+
+
+def _one(claims: list[tuple[str, Identity]]) -> Identity:
+    (_, found), *more = claims
+    titles = " and ".join(title for title, _ in claims)
+    sentence = (
+        f"The {found.role} has the tensors of {titles}: a file holds one of them, so download it "
+        "again."
+    )
+    return replace(found, errors=(*found.errors, sentence)) if more else found
+
+
+# LoRA, LoHa and LoKr files: their key style, their rank, and which family they are for.
+
+SUFFIX = re.compile(
+    r"\.(?P<kind>lora_A|lora_B|lora_down|lora_up|lora\.down|lora\.up|lokr_w[12](_[ab])?|lokr_t2"
+    r"|hada_w[12]_[ab]|hada_t[12]|dora_scale|lora_magnitude_vector|diff|diff_b|alpha)(\..*)?$"
+)
+RANK_AXIS = {"lora_A": 0, "lora_down": 0, "lora.down": 0, "hada_w1_b": 0, "lokr_w2_a": 1}
+ALGORITHMS = {"lokr": "LoKr", "hada": "LoHa", "lora": "LoRA"}
+PREFIXES = {
+    "model.diffusion_model.": "checkpoint (model.diffusion_model.)",
+    "diffusion_model.": "ComfyUI (diffusion_model.)",
+    "base_model.model.": "PEFT (base_model.model.)",
+    "transformer.": "diffusers (transformer.)",
+    "lora_unet_": "kohya (lora_unet_)",
+    "lycoris_": "LyCORIS (lycoris_)",
+    "lora_transformer_": "OneTrainer (lora_transformer_)",
+    "pipe.dit.": "DiffSynth (pipe.dit.)",
+    "transformer_blocks.": "bare (transformer_blocks.)",
+}
+# The second axes of LoKr's two factors multiply to a layer's input.
+READS_INPUT = {"lora_A", "lora_down", "lora.down", "hada_w1_b"} | {
+    f"lokr_w{factor}{part}" for factor in (1, 2) for part in ("", "_b")
+}
+FOREIGN_STACKS = ("single_transformer_blocks", "single_blocks", "double_blocks", "joint_blocks")
+
+
+def lora(tensors: Tensors) -> Identity | None:
+    """Recognizes any low-rank adapter; `blocks` counts the transformer blocks that it touches."""
+    found = {name: match for name in tensors if (match := SUFFIX.search(name))}
+    if not found or not any(
+        match["kind"].startswith(("lora", "lokr", "hada")) for match in found.values()
+    ):
+        return None
+    modules = sorted({name[: match.start()] for name, match in found.items()})
+    kinds = {match["kind"] for match in found.values()}
+    algorithm = next(
+        label
+        for start, label in ALGORITHMS.items()
+        if any(kind.startswith(start) for kind in kinds)
+    )
+    foreign = any(stack in module for module in modules for stack in FOREIGN_STACKS)
+    widths = _widths(tensors, found)
+
+    @functools.cache
+    def adapted(stack: str) -> Adapted:
+        return _adapted(modules, widths, foreign, stack)
+
+    fits, (targets, blocks, *_) = _fits(adapted, tensors)
+    styles = sorted({PREFIXES.get(_prefix(module), "unknown") for module in modules})
+    return Identity(
+        family=f"{algorithm} for {fits.title}"
+        if fits
+        else f"not Qwen-Image: a {algorithm} for another model",
+        role="lora",
+        variant=f"{' and '.join(styles)} keys, {'with' if 'alpha' in kinds else 'without'} alpha",
+        dims=known(
+            **_ranks(tensors, found),
+            modules=len(modules),
+            targets=", ".join(sorted(targets)),
+        ),
+        blocks=len(blocks) or None,
+        folder="loras",
+        licence=fits and fits.licence,
+        cannot_run=fits.cannot_run if fits else (),
+    )
+
+
+def _fits(adapted: Callable[[str], Adapted], tensors: Tensors) -> tuple[Fits | None, Adapted]:
+    # Later families are asked first: they tell themselves from earlier ones.
+    found = []
+    for family in reversed(FAMILIES):
+        changed = adapted(family.stack)
+        if (fits := family.adapts(changed, tensors)) is not None:
+            found.append((fits.title != family.title, len(found), fits, changed))
+    return min(found)[2:] if found else (None, adapted(FAMILIES[0].stack))
+
+
+def _widths(tensors: Tensors, found: dict[str, re.Match[str]]) -> dict[str, int]:
+    # Of what each module reads.
+    widths: dict[str, int] = {}
+    for name, match in found.items():
+        if match["kind"] in READS_INPUT:
+            module = name[: match.start()]
+            widths[module] = widths.get(module, 1) * (size(tensors, name, 1) or 0)
+    return widths
+
+
+def _adapted(
+    modules: Sequence[str], widths: Mapping[str, int], foreign: bool, stack: str
+) -> Adapted:
+    # As a family sees it whose blocks are in this stack.
+    block = re.compile(rf"(?:^|[._]){re.escape(stack)}[._](\d{{1,4}})[._](.+)$")
+    targets = (target for family in FAMILIES for target in family.lora_targets)
+    dotted, by_target, blocks = {it.replace(".", "_"): it for it in targets}, {}, set()
+    for module in modules:
+        match = block.search(module)
+        name = match[2] if match else module.removeprefix(_prefix(module))
+        target = by_target.setdefault(dotted.get(name, name), set())
+        if module in widths:
+            target.add(widths[module])
+        if match:
+            blocks.add(int(match[1]))
+    return Adapted({*by_target}, blocks, by_target, foreign)
+
+
+def _prefix(module: str) -> str:
+    return next((prefix for prefix in PREFIXES if module.startswith(prefix)), "")
+
+
+def _ranks(tensors: Tensors, found: dict[str, re.Match[str]]) -> dict[str, int | None]:
+    ranks = set()
+    for name, match in found.items():
+        axis, shape = RANK_AXIS.get(match["kind"]), tensors[name].shape
+        if axis is not None and len(shape) > axis:
+            ranks.add(shape[axis])
+    return {
+        "rank": min(ranks, default=None),
+        "largest_rank": max(ranks) if len(ranks) > 1 else None,
+    }
+
+
+# The models that are taken for one of the families.
+
+# By tensors that only they have. The first row whose names are all present wins, so a row with more
+# names stands before one with fewer.
+SIGNS: Mapping[str, tuple[str, ...]] = {
+    "Lens": (
+        "transformer_blocks.0.attn.norm_added_q.weight",
+        "transformer_blocks.0.img_mlp.w1.weight",
+    ),
+    "FLUX.2": ("double_stream_modulation_img.lin.weight",),
+    "FLUX.2 in diffusers names": ("double_stream_modulation_img.linear.weight",),
+    "HunyuanVideo or HunyuanImage": ("txt_in.individual_token_refiner.blocks.0.norm1.weight",),
+    "HunyuanVideo in diffusers names": (
+        "context_embedder.token_refiner.refiner_blocks.0.norm1.weight",
+    ),
+    "Chroma": ("distilled_guidance_layer.norms.0.scale",),
+    "FLUX": ("double_blocks.0.img_attn.qkv.weight",),
+    "FLUX or a FLUX ControlNet in diffusers names": (
+        "context_embedder.weight",
+        "x_embedder.weight",
+        "transformer_blocks.0.attn.norm_added_q.weight",
+    ),
+    "Wan": ("head.modulation", "patch_embedding.weight"),
+    "Wan in diffusers names": ("condition_embedder.time_proj.weight", "patch_embedding.weight"),
+    "Stable Diffusion 3": ("joint_blocks.0.context_block.attn.qkv.weight",),
+    "Stable Diffusion 3 in diffusers names": ("pos_embed.proj.weight", "context_embedder.weight"),
+    "Z-Image or Lumina 2": ("cap_embedder.1.weight", "noise_refiner.0.attention.k_norm.weight"),
+    "Z-Image in diffusers names": (
+        "cap_embedder.1.weight",
+        "noise_refiner.0.attention.norm_k.weight",
+    ),
+    "HiDream": ("caption_projection.0.linear.weight",),
+    "LTX-Video": (
+        "adaln_single.emb.timestep_embedder.linear_1.bias",
+        "transformer_blocks.0.attn2.to_k.weight",
+    ),
+    "OmniGen2": ("time_caption_embed.timestep_embedder.linear_1.bias",),
+    "Cosmos": ("blocks.0.mlp.layer1.weight", "x_embedder.proj.1.weight"),
+    "SDXL": ("input_blocks.0.0.weight", "label_emb.0.0.weight"),
+    "Stable Diffusion 1 or 2": ("input_blocks.0.0.weight", "time_embed.0.weight"),
+    "SDXL in diffusers names": ("conv_in.weight", "add_embedding.linear_1.weight"),
+    "Stable Diffusion 1 or 2 in diffusers names": (
+        "conv_in.weight",
+        "down_blocks.0.resnets.0.conv1.weight",
+    ),
+    "the Wan 2.2 VAE": ("decoder.upsamples.0.upsamples.0.residual.2.weight",),
+    "the Wan 2.2 VAE in diffusers names": ("decoder.up_blocks.0.upsampler.resample.1.weight",),
+    "a FLUX or Stable Diffusion VAE": (
+        "decoder.conv_in.weight",
+        "decoder.mid.block_1.norm1.weight",
+    ),
+    "a FLUX or Stable Diffusion VAE in diffusers names": (
+        "decoder.conv_in.weight",
+        "decoder.mid_block.resnets.0.norm1.weight",
+    ),
+    "a Qwen3.5 language model, as the prompt enhancers of Qwen-Image-2.1 are": (
+        "model.language_model.layers.0.linear_attn.A_log",
+    ),
+    "a T5 text encoder": ("encoder.block.0.layer.0.SelfAttention.k.weight",),
+    "a CLIP text encoder": ("text_model.encoder.layers.0.mlp.fc1.weight",),
+    "a Qwen3 text encoder": ("model.layers.0.self_attn.q_norm.weight", "model.embed_tokens.weight"),
+    "a Llama or Mistral text encoder": (
+        "model.layers.0.self_attn.q_proj.weight",
+        "model.embed_tokens.weight",
+    ),
+}
+NOT_RUN = "not Qwen-Image: "
+
+
+def told(title: str) -> str:
+    """Returns what inspection says of another model, without that it is one."""
+    return title.removeprefix(NOT_RUN)
+
+
+def _other_model(tensors: Tensors) -> Identity:
+    for name, signs in SIGNS.items():
+        if all(sign in tensors for sign in signs):
+            return Identity(f"{NOT_RUN}looks like {name}", "other")
+    if not tensors:
+        return Identity(f"{NOT_RUN}it holds no tensors", "other")
+    return Identity(f"{NOT_RUN}no known model has these tensors", "other")
