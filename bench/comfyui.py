@@ -30,8 +30,8 @@ from ..hosts.comfyui.decode.wan import WAN22, build_wan21
 from ..hosts.comfyui.linear import quantized_operations
 from ..hosts.comfyui.sample.optimize import report_of
 from ..hosts.comfyui.sample.run import OPTIMIZATION_KEY
-from ..loaders.convert import shapes_of
 from ..loaders.quantize import layers_to_quantize, quantize_rows, row_format
+from ..loaders.source import shapes_of
 from ..loaders.stored import StoredLayer
 from ..loaders.writer import SafetensorsLayout, write_safetensors
 from ..spec.formats import FORMATS, RowFormat

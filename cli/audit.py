@@ -176,8 +176,7 @@ def _model(args: argparse.Namespace) -> Path:
 def _checked_source(model: Path, keep: Sequence[str]) -> Source:
     """Reads headers alone: the transformer is complete, not quantized, and has layers to audit."""
     from ..hosts.diffusers.quantized import chosen_layers
-    from ..loaders.convert import check_complete
-    from ..loaders.source import open_source
+    from ..loaders.source import check_complete, open_source
 
     source = open_source(model, "transformer")
     formats = source.part.quantization.formats

@@ -129,6 +129,39 @@ def vision_tower(tensors: Tensors) -> Identity | None:
     return None
 
 
+# transformers 5 nests the language model and the vision tower in `model`. ComfyUI keeps the flat
+# names of the published folder, with the unused head inside `model`.
+_TEXT_ENCODER = (
+    ("model.language_model.", "model."),
+    ("model.visual.", "visual."),
+    ("lm_head.", "model.lm_head."),
+    ("model.", "model."),
+    ("visual.", "visual."),
+)
+# Marks a file whose layers have a `scale_weight`.
+_SCALED_FP8 = "scaled_fp8"
+
+
+def text_encoder_name_to_native(name: str) -> str:
+    """Maps a tensor name of a Qwen2.5-VL checkpoint, or a name that is native already, to the name
+    ComfyUI's class has for it; scales and markers of quantized layers go with their layer.
+
+    Raises:
+        CheckpointError: the name is not one of a Qwen2.5-VL.
+    """
+    if name == _SCALED_FP8:
+        return name
+    for prefix, native in _TEXT_ENCODER:
+        if name == prefix:
+            break
+        if name.startswith(prefix):
+            return native + name.removeprefix(prefix)
+    raise CheckpointError(
+        f"The tensor {name!r} is not one of a Qwen2.5-VL text encoder: give the text_encoder/ "
+        "folder of a Qwen-Image diffusers folder, or ComfyUI's single file."
+    )
+
+
 QWEN25_VL = TextEncoder(
     name="Qwen2.5-VL 7B",
     title="Qwen2.5-VL text encoder",

@@ -10,6 +10,7 @@ import functools
 import importlib
 import re
 from collections.abc import Iterable, Mapping
+from types import ModuleType
 from typing import Any
 
 from ..caches import cached
@@ -339,6 +340,42 @@ def load(name: str) -> Any:
     path, _, attribute = name.partition(":")
     module = importlib.import_module(path, __package__.rpartition(".")[0])
     return getattr(module, attribute) if attribute else module
+
+
+# What diffusers runs of each family.
+
+
+def _in_diffusers() -> Iterable[tuple[Family, ModuleType]]:
+    return ((family, load(family.diffusers)) for family in FAMILIES)
+
+
+def pass_of(transformer: object) -> type | None:
+    """Returns what makes a call of a transformer, a `hosts.diffusers.forward.TransformerPass`; None
+    of another model's.
+    """
+    found = (module.PASSES.get(type(transformer)) for _, module in _in_diffusers())
+    return next(filter(None, found), None)
+
+
+def family_of_vae(vae: Any) -> tuple[Family, ModuleType]:
+    """Returns the family whose VAE it is, and its module."""
+    return next(it for it in _in_diffusers() if it[1].VAE and isinstance(vae, it[1].VAE))
+
+
+def runnable_pipelines() -> list[str]:
+    """Lists the pipelines that run here."""
+    return [module.PIPELINE for _, module in _in_diffusers()]
+
+
+def module_of(pipeline: str) -> ModuleType | None:
+    """Returns the module of a pipeline; None where it does not run here."""
+    return next((module for _, module in _in_diffusers() if pipeline == module.PIPELINE), None)
+
+
+def is_related(pipeline: str) -> bool:
+    """Tells whether a pipeline that does not run here is one of a family's."""
+    known = {name for family in FAMILIES for name in family.pipelines} - {*runnable_pipelines()}
+    return pipeline.startswith(tuple(name.removesuffix("Pipeline") for name in known))
 
 
 def register(family: Family) -> None:

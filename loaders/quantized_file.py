@@ -19,11 +19,18 @@ from .. import __version__
 from ..errors import CheckpointError, SettingError, UnavailableError
 from ..families.registry import member_titled
 from ..spec.formats import FORMATS, METADATA_KEY, QUANTIZED
-from .convert import check_complete, check_finite, not_finite
 from .header import Header, TensorInfo
 from .quantization import ATTENTION_CONFIG, AUXILIARY
-from .quantize import VALUE_DTYPES, RoundedLayer, layers_to_quantize, quantize_layers, row_format
-from .source import Source, check_unchanged, fingerprint, open_source
+from .quantize import (
+    VALUE_DTYPES,
+    RoundedLayer,
+    check_finite,
+    layers_to_quantize,
+    not_finite,
+    quantize_layers,
+    row_format,
+)
+from .source import Source, check_complete, check_unchanged, fingerprint, open_source
 from .stored import StoredLayer
 from .writer import SAFETENSORS_DTYPES, SafetensorsLayout, Specs, write_safetensors
 

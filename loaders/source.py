@@ -11,13 +11,14 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError
 from ..families.identify import told
-from ..families.registry import family_titled, micro_folders
+from ..families.registry import family_titled, micro_folders, shape_from_header
 from ..files import parse_object
 from ..spec.formats import METADATA_KEY
+from ..spec.transformer import TransformerShape
 from .checkpoint import (
     Checkpoint,
     CheckpointPart,
@@ -26,6 +27,10 @@ from .checkpoint import (
     read_index,
 )
 from .header import NUMBERED, STEMS, Shards, TensorInfo, read_object, read_shards
+from .quantization import unpacked_shape
+
+if TYPE_CHECKING:
+    import torch
 
 MICRO = next(iter(micro_folders()))  # of the first family
 MICRO_SIDE = 256  # the only size that the micro model was trained at
@@ -250,3 +255,69 @@ def check_unchanged(source: Source, before: tuple[tuple[str, int, int], ...]) ->
         "again once it is whole.",
         source.path,
     )
+
+
+# Compares what a file holds with what a host's class needs, because hosts only log the difference
+# and then compute with whatever their memory contained before.
+
+
+def check_names(
+    path: Path,
+    found: Mapping[str, tuple[int, ...]],
+    expected: Mapping[str, tuple[int, ...]],
+    what: str,
+) -> None:
+    """Compares {name: shape} of a file with that of a class.
+
+    Args:
+        what: the class in words, such as "the Qwen-Image VAE".
+
+    Raises:
+        CheckpointError: a tensor is missing, unexpected, or of another shape.
+    """
+    if missing := sorted(expected.keys() - found.keys()):
+        raise CheckpointError(
+            f"This file lacks the tensor {missing[0]!r} ({len(missing)} in all) that {what} has: "
+            "download it again.",
+            path,
+        )
+    if unexpected := sorted(found.keys() - expected.keys()):
+        raise CheckpointError(
+            f"This file holds the tensor {unexpected[0]!r} ({len(unexpected)} in all) that {what} "
+            "has no place for: get the file from the model's own source.",
+            path,
+        )
+    for name, shape in expected.items():
+        if found[name] != shape:
+            raise CheckpointError(
+                f"The tensor {name!r} has the shape {found[name]} where {what} has {shape}: get "
+                "the file from the model's own source.",
+                path,
+            )
+
+
+def shapes_of(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    """Returns {name: shape} of everything that a module loads."""
+    return {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+
+
+def check_complete(source: Source) -> TransformerShape:
+    """Compares a transformer's header with what its sizes ask for, and returns the sizes.
+
+    Raises:
+        CheckpointError: a tensor is missing or has another shape; hosts only log that, and would
+            run on random memory.
+    """
+    part = source.part
+    try:
+        shape = shape_from_header(part.family, part.dims, part.blocks)
+    except CheckpointError as error:
+        raise CheckpointError(error, source.path) from error
+    found = {
+        name: unpacked_shape(part.quantization, name, info) for name, info in source.tensors.items()
+    }
+    expected = shape.tensors()
+    # What else a file holds, such as scales and markers, is for others to judge.
+    known = {name: sizes for name, sizes in found.items() if name in expected}
+    check_names(source.path, known, expected, f"a transformer with {shape.blocks} blocks")
+    return shape

@@ -20,7 +20,6 @@ import torch
 from ..errors import CheckpointError
 from ..families.registry import is_modulation
 from ..spec.formats import RowFormat, is_rotation
-from .convert import is_finite
 from .quantization import (
     AUXILIARY,
     DECODING,
@@ -30,7 +29,14 @@ from .quantization import (
     STORAGE_ONLY,
     Quantization,
 )
-from .quantize import VALUE_DTYPES, comfy_quant_tensor, dequantize_rows, layers_to_quantize, rotate
+from .quantize import (
+    VALUE_DTYPES,
+    comfy_quant_tensor,
+    dequantize_rows,
+    is_finite,
+    layers_to_quantize,
+    rotate,
+)
 
 DEFAULT_GROUP = 256
 SCALES = (".weight_scale", ".scale_weight", ".weight_s_channel")

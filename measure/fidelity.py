@@ -25,8 +25,7 @@ from safetensors import safe_open
 
 from ..errors import CheckpointError
 from ..hosts.diffusers.quantized import chosen_layers, quantizable, tensor_core_product
-from ..loaders.convert import is_finite
-from ..loaders.quantize import quantize_rows, row_format
+from ..loaders.quantize import is_finite, quantize_rows, row_format
 from ..loaders.source import Source
 from ..machine.card import first_line
 from ..spec.formats import BYTES_PER_SCALE

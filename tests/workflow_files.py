@@ -25,11 +25,8 @@ from PIL import Image, ImageDraw
 from published_text_encoder import published_shapes
 from safetensors.torch import load_file, save_file
 
-from qwen_l40s.families.parts import vae_name_to_native
+from qwen_l40s.families.parts import text_encoder_name_to_native, vae_name_to_native
 from qwen_l40s.families.qwen_image import MARKER_2511, QwenImageShape
-from qwen_l40s.loaders.convert import (
-    text_encoder_name_to_native,
-)
 from qwen_l40s.loaders.writer import SAFETENSORS_DTYPES, SafetensorsLayout
 
 Graph = dict[str, dict[str, Any]]

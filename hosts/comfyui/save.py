@@ -19,9 +19,8 @@ from comfy.quant_ops import QuantizedTensor
 from ...errors import CheckpointError, SettingError, UnavailableError
 from ...families.comfyui import kind_of_transformer
 from ...families.registry import attention_names, blocks_of
-from ...loaders.convert import is_finite
 from ...loaders.quantization import ATTENTION_CONFIG, AUXILIARY
-from ...loaders.quantize import RoundedLayer, quantize_layers
+from ...loaders.quantize import RoundedLayer, is_finite, quantize_layers
 from ...loaders.quantized_file import (
     READERS,
     check_destination,

@@ -11,7 +11,7 @@ from diffusers import ModelMixin
 from PIL import Image
 
 from ...errors import SettingError
-from ...families.diffusers import family_of_vae
+from ...families.registry import family_of_vae
 from ...machine.device import available_bytes
 from ...optimizations.vae import tiles as planned
 from ...optimizations.vae.tiles import Middle, Stages

@@ -26,11 +26,12 @@ from transformers import PreTrainedModel, Qwen2Tokenizer
 from transformers.processing_utils import ProcessorMixin
 
 from ...errors import CheckpointError, SettingError, UnavailableError
-from ...families.diffusers import is_related, module_of, pipelines
 from ...families.protocol import Member
+from ...families.registry import is_related, module_of, runnable_pipelines
 from ...loaders.checkpoint import sample_sigmas
-from ...loaders.convert import check_finite, check_names, shapes_of
 from ...loaders.header import PLAIN_DTYPES, Shards, read_object, read_shards
+from ...loaders.quantize import check_finite
+from ...loaders.source import check_names, shapes_of
 from ...machine.device import available_bytes, choose_device
 from ...machine.memory import available_memory
 from ...spec.formats import BYTES_PER_WEIGHT
@@ -283,7 +284,7 @@ def _family(folder: Path) -> PipelineParts:
         if not sigmas:
             return family
         return replace(family, arguments={**family.arguments, "sigmas": sigmas})
-    known = " or ".join(pipelines())
+    known = " or ".join(runnable_pipelines())
     if is_related(name):
         raise CheckpointError(
             f"This is a {name}, and only text to image ({known}) runs here: use a "

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from diffusers import QwenImageTransformer2DModel
 
-from ...families.diffusers import pass_of
-from ...families.registry import blocks_of
+from ...families.registry import blocks_of, pass_of
 from ...optimizations.attention import is_lossy
 from ...optimizations.run import Optimization
 from ...optimizations.verdict import Verdict

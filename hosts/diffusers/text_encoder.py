@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, Qwen2Tokenizer
 from transformers.processing_utils import ProcessorMixin
 
 from ...errors import CheckpointError
-from ...loaders.convert import check_finite
+from ...loaders.quantize import check_finite
 from ...loaders.source import TEMPLATE_PREFIX, check_prefix, holds_tokenizer
 
 

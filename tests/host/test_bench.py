@@ -13,8 +13,7 @@ from safetensors.torch import load_file
 from qwen_l40s.bench.rows import FORWARD
 from qwen_l40s.cli import main
 from qwen_l40s.families.qwen_image import FULL_SIZE
-from qwen_l40s.loaders.convert import check_complete
-from qwen_l40s.loaders.source import open_source
+from qwen_l40s.loaders.source import check_complete, open_source
 from qwen_l40s.loaders.writer import SafetensorsLayout
 
 SMALL = ["--device", "cpu", "--width", "small", "--text", "5", "--repeats", "2"]

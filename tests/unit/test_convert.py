@@ -13,9 +13,10 @@ from test_checkpoint import flat
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from qwen_l40s.errors import CheckpointError
-from qwen_l40s.families.parts import vae_21_name_to_native, vae_name_to_native
-from qwen_l40s.loaders.convert import (
+from qwen_l40s.families.parts import (
     text_encoder_name_to_native,
+    vae_21_name_to_native,
+    vae_name_to_native,
 )
 
 

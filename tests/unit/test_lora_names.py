@@ -3,9 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qwen_l40s.families.identify import PREFIXES, SUFFIX
+from qwen_l40s.families.identify import PREFIXES, SUFFIX, normalize_name
 from qwen_l40s.families.qwen_image import QWEN_IMAGE
-from qwen_l40s.loaders.convert import normalize_name
 
 PREFIX = st.sampled_from(
     ["", "base_model.model.", "pipe.dit.", "dit.", "_orig_mod.", *PREFIXES, "lora_transformer_"]

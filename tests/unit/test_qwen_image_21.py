@@ -33,9 +33,8 @@ from qwen_l40s.families.parts import vae_21_name_to_native
 from qwen_l40s.families.qwen_image_21 import SHAPE as SHAPE_21
 from qwen_l40s.families.registry import shape_from_header
 from qwen_l40s.loaders.checkpoint import inspect_checkpoint
-from qwen_l40s.loaders.convert import check_complete
 from qwen_l40s.loaders.quantize import layers_to_quantize, quantize_rows
-from qwen_l40s.loaders.source import PLACES, open_source
+from qwen_l40s.loaders.source import PLACES, check_complete, open_source
 from qwen_l40s.spec.formats import QUANTIZED
 
 PARAMETERS = 7_115_124_736

@@ -11,10 +11,9 @@ from qwen_l40s.cli import main
 from qwen_l40s.errors import CheckpointError, SettingError
 from qwen_l40s.families import registry
 from qwen_l40s.loaders.checkpoint import inspect_checkpoint
-from qwen_l40s.loaders.convert import check_complete
 from qwen_l40s.loaders.quantize import layers_to_quantize
 from qwen_l40s.loaders.sizes import read_sizes
-from qwen_l40s.loaders.source import open_source
+from qwen_l40s.loaders.source import check_complete, open_source
 from qwen_l40s.planning.request import RunRequest
 
 

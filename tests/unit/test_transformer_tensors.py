@@ -14,8 +14,7 @@ from test_checkpoint import write
 
 from qwen_l40s.errors import CheckpointError
 from qwen_l40s.families.qwen_image import FULL_SIZE, QwenImageShape
-from qwen_l40s.loaders.convert import check_complete
-from qwen_l40s.loaders.source import open_source
+from qwen_l40s.loaders.source import check_complete, open_source
 
 ODD = QwenImageShape(3, 5 * 12, 5, 12, 17, 20, 28)
 LAYER = "transformer_blocks.1.attn.to_add_out"

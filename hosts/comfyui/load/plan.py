@@ -18,11 +18,10 @@ from comfy.quant_ops import QUANT_ALGOS
 
 from ....errors import UnavailableError
 from ....families.registry import family_titled
-from ....loaders.convert import check_complete
 from ....loaders.quantization import PACKED, STORAGE_ONLY, computed_precision
 from ....loaders.quantize import layers_to_quantize
 from ....loaders.sizes import loaded_bytes
-from ....loaders.source import Source
+from ....loaders.source import Source, check_complete
 from ....machine.memory import available_memory
 from ....planning.bytes import TransformerBytes, weight_bytes, weights_by_precision
 from ....planning.phases import KEPT_FREE_BYTES

@@ -11,9 +11,10 @@ import comfy.model_management
 import torch
 
 from ....errors import CheckpointError
+from ....families.parts import text_encoder_name_to_native
 from ....families.registry import text_encoder_titled
-from ....loaders.convert import check_finite, check_names, shapes_of, text_encoder_name_to_native
-from ....loaders.source import Source
+from ....loaders.quantize import check_finite
+from ....loaders.source import Source, check_names, shapes_of
 from ....loaders.stored import KINDS, StoredLayer, accompanies, stored_layers
 from ....spec.formats import MULTIPLIED, QUANTIZED
 from .encoder_kind import EncoderKind, kind_of

@@ -28,7 +28,7 @@ from comfy.quant_ops import QuantizedTensor
 
 from ....errors import CheckpointError, UnavailableError
 from ....families.comfyui import kind_of_family
-from ....loaders.convert import is_finite, not_finite
+from ....loaders.quantize import is_finite, not_finite
 from ....loaders.quantized_file import marker_of
 from ....loaders.source import MICRO_ADVICE, MICRO_TRANSFORMER, Source, open_source
 from ....machine.device import Later

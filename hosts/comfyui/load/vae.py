@@ -10,9 +10,9 @@ import torch
 
 from ....errors import CheckpointError
 from ....families.registry import family_with, load, vae_titled
-from ....loaders.convert import check_finite, check_names, shapes_of
 from ....loaders.header import PLAIN_DTYPES
-from ....loaders.source import Source, open_source
+from ....loaders.quantize import check_finite
+from ....loaders.source import Source, check_names, open_source, shapes_of
 from ...loading import check_known
 from ..contract import require
 from ..decode.fused import compile_ahead

@@ -17,9 +17,8 @@ import comfy.utils
 import torch
 from safetensors.torch import load_file
 
-from ....loaders.convert import not_finite
 from ....loaders.quantization import PACKED
-from ....loaders.quantize import RoundedLayer, layers_to_quantize, quantize_layers
+from ....loaders.quantize import RoundedLayer, layers_to_quantize, not_finite, quantize_layers
 from ....loaders.source import Source, check_unchanged, fingerprint
 from ....loaders.stored import PackedLayer, StoredLayer, canonical_tensors
 from ....optimizations.reference import decode_weight

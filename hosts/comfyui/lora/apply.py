@@ -23,10 +23,9 @@ from comfy.weight_adapter import LoHaAdapter, LoKrAdapter, WeightAdapterBase
 
 from ....errors import CheckpointError, SettingError
 from ....families.comfyui import kind_of
-from ....families.identify import FOREIGN_STACKS
+from ....families.identify import FOREIGN_STACKS, normalize_name
 from ....families.registry import adapts_other
 from ....loaders.checkpoint import CheckpointPart
-from ....loaders.convert import normalize_name
 from ....planning.request import LORA_MODES
 from ....spec.formats import format_gib
 from ...loading import check_known

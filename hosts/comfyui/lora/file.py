@@ -9,10 +9,9 @@ import comfy.utils
 import torch
 
 from ....errors import CheckpointError
-from ....families.identify import SUFFIX
+from ....families.identify import SUFFIX, normalize_name
 from ....families.protocol import WHOLE_TENSORS
 from ....loaders.checkpoint import CheckpointPart, inspect_checkpoint
-from ....loaders.convert import normalize_name
 from ....loaders.quantization import ATTENTION_CONFIG
 
 
