@@ -30,8 +30,6 @@ class ModelKind:
         base: Of `comfy.model_base`.
         transformer: Of its `diffusion_model`.
         config: Of `comfy.supported_models`.
-        config_sizes: Makes of a shape and its `Source` what `config` takes besides what ComfyUI
-            detects.
         shape: Reads the sizes of a transformer's modules.
         takes: Reads the width of text and the latent channels, whatever its blocks are.
         settings: Reads what config.json says of a transformer and no tensor tells.
@@ -45,7 +43,6 @@ class ModelKind:
     base: type
     transformer: type
     config: type
-    config_sizes: Callable[[TransformerShape, Any], dict[str, Any]]
     shape: Callable[[torch.nn.Module], TransformerShape]
     takes: Callable[[torch.nn.Module], tuple[int, int]]
     settings: Callable[[torch.nn.Module], dict[str, Any]]
@@ -88,6 +85,16 @@ def kind_of_family(family: Family, path: Path) -> ModelKind:
         "and until then use ComfyUI's own loaders.",
         path,
     )
+
+
+def require(family: Family, path: Path) -> None:
+    """Raises UnavailableError where this ComfyUI is older than a family."""
+    if family.needs and not hasattr(load("comfy.supported_models"), family.comfyui_class):
+        raise UnavailableError(
+            f"{family.title} needs ComfyUI {family.needs} or newer, and this one is older: update "
+            "ComfyUI.",
+            path,
+        )
 
 
 def kind_of(model: Any) -> ModelKind | None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
+from ..errors import CheckpointError
 from ..spec.transformer import GELU, TIME_CHANNELS, BlockSpec, TransformerShape
 from ..spec.vae import VaeShape
 from .parts import QWEN25_VL, QWEN_IMAGE_VAE
@@ -86,6 +87,14 @@ class QwenImageShape(TransformerShape):
     def block(self) -> BlockSpec:
         return DOUBLE_STREAM
 
+    def comfyui_config(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        return rope_axes(settings, self.head_dim) | {
+            "num_attention_heads": self.heads,
+            "attention_head_dim": self.head_dim,
+            "joint_attention_dim": self.joint_dim,
+            "out_channels": self.packed_out_channels // 4,
+        }
+
     def outer_layers(self) -> dict[str, tuple[int, int]]:
         dim, time = self.dim, "time_text_embed.timestep_embedder"
         return {
@@ -102,6 +111,23 @@ class QwenImageShape(TransformerShape):
         if self.addition_t_cond:
             found[SECOND_TIME_EMBEDDING] = (2, self.dim)
         return found
+
+
+def rope_axes(settings: Mapping[str, Any], head_dim: int) -> dict[str, tuple[int, ...]]:
+    """Says how a head is split over time, height and width, which no tensor tells.
+
+    Raises:
+        CheckpointError: the settings of the weights do not, or not rightly.
+    """
+    axes = settings.get("axes_dims_rope")
+    if axes is None and head_dim == 128:
+        return {}  # the published models: ComfyUI's default
+    if not isinstance(axes, list) or len(axes) != 3 or sum(axes) != head_dim:
+        raise CheckpointError(
+            f"axes_dims_rope is {axes} in config.json and must be three numbers that add up to "
+            f"{head_dim}: put the config.json of the model next to its weights."
+        )
+    return {"axes_dims_rope": tuple(axes)}
 
 
 # The published models: Qwen-Image, 2512, Edit, 2509 and 2511.

@@ -30,7 +30,7 @@ from .protocol import (
     size,
 )
 from .protocol import QWEN_IMAGE_21 as TITLE
-from .qwen_image import ATTENTION, fun_controlnet
+from .qwen_image import ATTENTION, fun_controlnet, rope_axes
 
 COMFYUI = "0.37"  # the first that has it
 # A header does not tell the licence of what others train for it.
@@ -90,6 +90,9 @@ class QwenImage21Shape(TransformerShape):
     def in_comfyui(self) -> QwenImage21Shape:
         return replace(self, fused_mlp=True)
 
+    def comfyui_config(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        return rope_axes(settings, self.head_dim)
+
     def outer_layers(self) -> dict[str, tuple[int, int]]:
         dim, time = self.dim, "time_text_embed.timestep_embedder"
         return {
@@ -142,7 +145,7 @@ class _QwenImage21(Family):
     needs = COMFYUI
     joined = MappingProxyType({GATE_UP: GATED})
     comfyui_class, comfyui_code = "QwenImage21", "comfy.ldm.qwen_image21.model"
-    comfyui, diffusers = ".hosts.comfyui.qwen_image_21:KIND", ".hosts.diffusers.qwen_image_21"
+    comfyui, diffusers = ".hosts.comfyui.qwen_image:KIND_21", ".hosts.diffusers.qwen_image_21"
 
     @property
     def members(self) -> tuple[Member, ...]:

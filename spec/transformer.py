@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
-
-if TYPE_CHECKING:
-    from ..families.protocol import Family
+from typing import Any, ClassVar
 
 # The area that Qwen-Image is trained at; the choice of a precision leaves room for one step of it.
 USUAL_SIDE = 1328
@@ -122,8 +119,8 @@ class TransformerShape:
     packed_out_channels: int
 
     @property
-    def family(self) -> Family:
-        """Gives the family that this is a shape of."""
+    def family(self) -> Any:
+        """Gives the `families.protocol.Family` that this is a shape of."""
         raise NotImplementedError
 
     @property
@@ -134,6 +131,17 @@ class TransformerShape:
     def in_comfyui(self) -> TransformerShape:
         """Gives the shape as ComfyUI builds it, where that has other layers than a file."""
         return self
+
+    def comfyui_config(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns what ComfyUI's configuration takes besides what it detects.
+
+        Args:
+            settings: the config.json of the weights, or what stands for it.
+
+        Raises:
+            CheckpointError: they lack something that no tensor tells.
+        """
+        return {}
 
     def outer_layers(self) -> dict[str, tuple[int, int]]:
         """Returns {layer without `.weight`: (rows, columns)} of those around the blocks."""

@@ -16,13 +16,10 @@ import inspect
 import textwrap
 from collections.abc import Mapping
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from ...caches import remembered
-from ...errors import UnavailableError
 from ...families.comfyui import kind_of
-from ...families.protocol import Family
 from ...machine.packages import COMFYUI_FLOOR, TESTED, is_newer_than_tested, release
 from ...optimizations.verdict import Verdict
 
@@ -223,16 +220,6 @@ def is_known(replaced: tuple[str, str], block: tuple[str, str], arguments: tuple
         return False
     forward = _target(*block)
     return tuple(inspect.signature(forward).parameters)[1:] == arguments
-
-
-def require(family: Family, path: Path) -> None:
-    """Raises UnavailableError where this ComfyUI is older than a family."""
-    if family.needs and _fault("comfy.supported_models", family.comfyui_class, ()):
-        raise UnavailableError(
-            f"{family.title} needs ComfyUI {family.needs} or newer, and this one is older: update "
-            "ComfyUI.",
-            path,
-        )
 
 
 def unsupported_model(model: Any) -> Verdict | None:

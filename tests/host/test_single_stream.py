@@ -10,7 +10,7 @@ from narrow_21 import TEXT, model_21, random
 from reported_runs import reported, running
 
 from qwen_l40s.caches import forget
-from qwen_l40s.hosts.comfyui import qwen_image_21
+from qwen_l40s.hosts.comfyui import qwen_image
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of
 
 pytestmark = [
@@ -60,7 +60,7 @@ def test_off_is_comfyuis_own():
 
 def test_what_a_graph_would_read_is_what_the_blocks_are_given(monkeypatch):
     """ComfyUI's cache, from which graphs know all prefixes before the first block runs."""
-    found, own = [], qwen_image_21.PrefixedComfyPass.inputs
+    found, own = [], qwen_image.PrefixedComfyPass.inputs
 
     def inputs(self, block, positional, arguments):
         given = own(self, block, positional, arguments)
@@ -69,9 +69,9 @@ def test_what_a_graph_would_read_is_what_the_blocks_are_given(monkeypatch):
             found.append((index, self.prefixes, given.step.prefix, self.no_graphs()))
         return given
 
-    monkeypatch.setattr(qwen_image_21.PrefixedComfyPass, "inputs", inputs)
+    monkeypatch.setattr(qwen_image.PrefixedComfyPass, "inputs", inputs)
     sample(optimize(model_21()), cfg=3.0)
-    assert [filling for *_, filling in found[:2]] == [qwen_image_21.FILLS] * 2
+    assert [filling for *_, filling in found[:2]] == [qwen_image.FILLS] * 2
     # The first step of each prompt fills the cache; the rest read it.
     for index, prefixes, prefix, refusal in found[4:]:
         assert refusal is None
@@ -83,7 +83,7 @@ def test_what_a_graph_would_read_is_what_the_blocks_are_given(monkeypatch):
     model = optimize(model_21())
     model.model_options["transformer_options"].update(options)
     sample(model)
-    assert found[-1][3] == qwen_image_21.NOT_READ
+    assert found[-1][3] == qwen_image.NOT_READ
 
 
 def test_without_the_cache_comfyuis_blocks_run():
@@ -103,7 +103,7 @@ def test_a_comfyui_whose_model_has_no_inner_forward_runs_its_own_blocks(monkeypa
     try:
         optimized = optimize(model)
         assert torch.equal(sample(optimized), sample(model))
-        assert qwen_image_21.OTHER_MODEL.fact in report_of(optimized)
+        assert qwen_image.OTHER_MODEL.fact in report_of(optimized)
     finally:
         forget()
 

@@ -76,7 +76,6 @@ KIND = ModelKind(
     base=ToyImage,
     transformer=ToyTransformer,
     config=ToyConfig,
-    config_sizes=lambda shape, source: {},
     shape=_shape,
     takes=lambda it: (it.caption.in_features, it.patch.in_features // ToyShape.patch**2),
     settings=lambda transformer: {},

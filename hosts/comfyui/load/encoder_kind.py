@@ -23,9 +23,9 @@ from transformers import Qwen2Tokenizer
 
 from ....caches import cached
 from ....errors import CheckpointError, UnavailableError
+from ....families.comfyui import require
 from ....families.registry import family_with, load, text_encoder_titled
 from ....loaders.source import TEMPLATE_PREFIX, Source, check_prefix, holds_tokenizer
-from ..contract import require
 
 START = "<|im_start|>"
 USER = "user\n"

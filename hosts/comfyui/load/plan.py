@@ -17,6 +17,7 @@ import torch
 from comfy.quant_ops import QUANT_ALGOS
 
 from ....errors import UnavailableError
+from ....families.comfyui import require
 from ....families.registry import family_titled
 from ....loaders.quantization import PACKED, STORAGE_ONLY, computed_precision
 from ....loaders.quantize import layers_to_quantize
@@ -30,7 +31,6 @@ from ....spec.formats import QUANTIZED, CardFacts, format_gib
 from ....spec.sizes import STAGING_BYTES
 from ....spec.transformer import TransformerShape
 from ...loading import LOADER_PRECISIONS, LoadDecision, check_known, decide_load
-from ..contract import require
 from ..kept import KeptFile
 
 STORED = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}

@@ -245,7 +245,10 @@ def _model_config(
     """
     kind = kind_of_family(plan.shape.family, plan.source.path)
     sizes: dict[str, Any] = comfy.model_detection.detect_unet_config(tensors, "")
-    sizes.update(kind.config_sizes(plan.shape, plan.source))
+    try:
+        sizes.update(plan.shape.comfyui_config(plan.source.config))
+    except CheckpointError as error:
+        raise CheckpointError(error, plan.source.path) from error
     config = kind.config(sizes)
     supported = config.supported_inference_dtypes
     quantized = any(name.endswith(".comfy_quant") for name in tensors)

@@ -9,12 +9,12 @@ import comfy.sd
 import torch
 
 from ....errors import CheckpointError
+from ....families.comfyui import require
 from ....families.registry import family_with, load, vae_titled
 from ....loaders.header import PLAIN_DTYPES
 from ....loaders.quantize import check_finite
 from ....loaders.source import Source, check_names, open_source, shapes_of
 from ...loading import check_known
-from ..contract import require
 from ..decode.fused import compile_ahead
 from .plan import LoadReport
 from .weights import FLOAT_NAMES, map_tensors
