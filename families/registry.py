@@ -143,6 +143,12 @@ def member_titled(title: str) -> Member | None:
     return next((it for it in members().values() if title and it.told_as == title), None)
 
 
+def marker_titled(title: str) -> str:
+    """Names the tensor by which files for ComfyUI tell such a member; empty for none."""
+    member = member_titled(title)
+    return member.marker if member else ""
+
+
 def may_be(name: str, found: str) -> bool:
     """Tells whether tensors that count as the member `found` may be those of the member `name`."""
     if name == found:

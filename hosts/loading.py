@@ -17,10 +17,10 @@ from ..loaders.quantize import quantize_rows
 from ..optimizations import kernels
 from ..optimizations.verdict import Verdict, try_once
 from ..planning.bytes import TransformerBytes, weight_bytes
-from ..planning.plan import LEAST_SIDE, PlanOption, check_stored, check_tensor_cores, plan
+from ..planning.plan import LEAST_SIDE, PlanOption, check_tensor_cores, plan
 from ..planning.request import AUTO, PRECISIONS, Parts, RunRequest
 from ..spec.formats import BYTES_PER_WEIGHT, FORMATS, QUANTIZED, CardFacts, RowFormat, format_gib
-from ..spec.transformer import OFF_CARD, ON_CARD, TransformerShape
+from ..spec.transformer import OFF_CARD, ON_CARD, PLACES, TransformerShape
 
 PIPELINE_PRECISIONS = (AUTO, "bf16", "fp32", *QUANTIZED)
 AS_STORED = "as stored"
@@ -119,12 +119,13 @@ def decide_load(
 
     Raises:
         SettingError: the precision or the place is unknown.
-        CheckpointError: `stored` is no precision that this package computes with.
         UnavailableError: fp8 or int8 was demanded by name of a card that does not multiply it, or
             the card is too small even for a small image.
     """
     check_known("precision", requested, LOADER_PRECISIONS)
-    check_stored(stored)
+    check_known("modulation", modulation, PLACES)
+    if card is None:
+        return _on_processor(requested, modulation, stored)
     as_stored = requested == AS_STORED
     member = shape.family.members[0]
     request = RunRequest(
@@ -138,8 +139,6 @@ def decide_load(
     sizes = dict(sizes or {})
     if not shape.modulation_layers():
         request = replace(request, modulation=ON_CARD)
-    if card is None:
-        return _on_processor(requested, modulation, stored)
     if not as_stored:
         check_tensor_cores(requested, card, LOADER_PRECISIONS)
     name = stored if as_stored else None

@@ -4,10 +4,9 @@ from the mapped source through the card or the processor to the file.
 
 from __future__ import annotations
 
-import json
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from .. import __version__
 from ..errors import CheckpointError, SettingError, UnavailableError
-from ..families.registry import member_titled
-from ..spec.formats import FORMATS, METADATA_KEY, QUANTIZED
+from ..families.registry import marker_titled
+from ..spec.formats import QUANTIZED
 from .header import Header, TensorInfo
 from .quantization import ATTENTION_CONFIG, AUXILIARY
 from .quantize import (
@@ -32,24 +30,21 @@ from .quantize import (
 )
 from .source import Source, check_complete, check_unchanged, fingerprint, open_source
 from .stored import StoredLayer
-from .writer import SAFETENSORS_DTYPES, SafetensorsLayout, Specs, write_safetensors
+from .writer import (
+    DTYPE_NAMES,
+    SAFETENSORS_DTYPES,
+    SafetensorsLayout,
+    Specs,
+    file_metadata,
+    write_safetensors,
+)
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
-DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
-# Settings that no tensor tells, and that a single file would lose: how a head is split over time,
-# height and width.
-CONFIG = ("axes_dims_rope",)
 READERS = {
     "int8": "ComfyUI itself and this package",
     "fp8": "this package only: ComfyUI's own fp8 has one scale for a whole weight, and this file "
     "has one for every row",
 }
-
-
-def marker_of(source: Source) -> str:
-    """Names the tensor by which files for ComfyUI tell a transformer's member; empty for none."""
-    member = member_titled(source.part.family)
-    return member.marker if member else ""
 
 
 # What every writer of a quantized file shares.
@@ -85,21 +80,6 @@ def specs_of_layer(
         stored = StoredLayer.rounded(values, scale, row_format(precision, shape[1]))
     tensors = stored.tensors(layer)
     return {name: (DTYPE_NAMES[value.dtype], tuple(value.shape)) for name, value in tensors.items()}
-
-
-def file_metadata(
-    precision: str, keep: Sequence[str], config: Mapping[str, Any], **more: str
-) -> dict[str, str]:
-    """Returns what the header of a quantized file says of it."""
-    entry = {
-        **more,
-        "precision": precision,
-        "format": FORMATS[precision].marker,
-        "keep": list(keep),
-        "version": __version__,
-        "config": {name: config[name] for name in CONFIG if name in config},
-    }
-    return {"format": "pt", METADATA_KEY: json.dumps(entry)}
 
 
 def check_destination(
@@ -220,7 +200,7 @@ def plan_quantized(
             if layer
             else {name: (kept_dtype, info.shape)}
         )
-    if marker := marker_of(source):
+    if marker := marker_titled(source.part.family):
         specs.setdefault(marker, ("F32", (0,)))
     metadata: dict[str, str] = {}
     for header in source.shards.headers:
@@ -275,7 +255,7 @@ def write_quantized(
                 f"{device} has no room for one weight and its copy: free its memory or choose the "
                 "device cpu."
             ) from error
-        marker = marker_of(source)
+        marker = marker_titled(source.part.family)
         if marker and marker not in source.tensors:
             file.write(marker, torch.empty(0))
     worst = max(errors, key=errors.__getitem__)

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..errors import CheckpointError
-from ..families.registry import is_modulation
+from ..families.registry import is_modulation, is_quantizable
 from ..spec.formats import RowFormat, is_rotation
 from .quantization import (
     AUXILIARY,
@@ -34,7 +34,6 @@ from .quantize import (
     comfy_quant_tensor,
     dequantize_rows,
     is_finite,
-    layers_to_quantize,
     rotate,
 )
 
@@ -237,7 +236,6 @@ def _converted(
     decode: Decode,
     packed: bool,
 ) -> Iterator[tuple[str, torch.Tensor | StoredLayer | PackedLayer]]:
-    computed = layers_to_quantize(quantization.layers)
     slow_marker = MARKER in tensors and tensors[MARKER].numel() == 2
     for name in tensors:
         if AUXILIARY.search(name):
@@ -252,9 +250,10 @@ def _converted(
             what = f"is {weight.dtype} and declared as {form}"
             _refuse(name, what, "dtype and format must agree")
         settings = quantization.settings.get(layer, {})
-        stays = form not in STORAGE_ONLY and (layer in computed or is_modulation(layer))
+        computed = is_quantizable(layer)
+        stays = form not in STORAGE_ONLY and (computed or is_modulation(layer))
         slow = (
-            layer not in computed
+            not computed
             or bool(settings.get("full_precision_matrix_mult"))
             or (slow_marker and f"{layer}.scale_weight" in tensors)
         )

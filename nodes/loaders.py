@@ -49,6 +49,15 @@ def check_transformer(model: str | None, precision: str | None, keep: str | None
         check_settings(source, precision or "auto", keep_patterns(keep or ""))
 
 
+def _load_model(source: Source, precision: str, keep: str, settings: dict[str, Any]) -> Any:
+    from ..hosts.comfyui.load.transformer import load_model
+    from ..hosts.comfyui.sample.layers import compile_ahead
+
+    patcher, report = load_model(source, precision, keep_patterns(keep), **settings)
+    compile_ahead(patcher)  # while the text is encoded, not while the host brings the weights
+    return patcher, report
+
+
 def files_behind(name: str | None, role: str) -> Any:
     """Changes when a file behind the choice is replaced, so that it is loaded again."""
     if not isinstance(name, str):  # a linked input is known only when it runs
@@ -183,10 +192,8 @@ class QwenL40SLoadModel(io.ComfyNode):
         cls, model: str, precision: str, keep_in_bf16: str = "", **settings: Any
     ) -> io.NodeOutput:
         require_host()
-        from ..hosts.comfyui.load.transformer import load_model
-
         source = source_of(model, "transformer")
-        patcher, report = load_model(source, precision, keep_patterns(keep_in_bf16), **settings)
+        patcher, report = _load_model(source, precision, keep_in_bf16, settings)
         return with_report(patcher, report=report.text(), summary=report.summary())
 
 
@@ -389,16 +396,13 @@ class QwenL40SLoad(io.ComfyNode):
     ) -> io.NodeOutput:
         require_host()
         from ..hosts.comfyui.load.text_encoder import load_text_encoder
-        from ..hosts.comfyui.load.transformer import load_model
         from ..hosts.comfyui.load.vae import load_vae
 
         transformer, encoder, decoder = cls._sources(model, text_encoder, vae)
         # The transformer comes last: the others fail before its 38 GiB are read.
         decoder, vae_report = load_vae(decoder, "auto")
         clip, clip_report = load_text_encoder(encoder, "auto", placement)
-        patcher, model_report = load_model(
-            transformer, precision, keep_patterns(keep_in_bf16), **settings
-        )
+        patcher, model_report = _load_model(transformer, precision, keep_in_bf16, settings)
         reports = (model_report, clip_report, vae_report)
         summary = (
             f"transformer: {model_report.summary()}",

@@ -26,11 +26,15 @@ from ...loaders.quantized_file import (
     check_destination,
     check_precision,
     choose_layers,
-    file_metadata,
     specs_of_layer,
 )
 from ...loaders.stored import StoredLayer
-from ...loaders.writer import SAFETENSORS_DTYPES, SafetensorsLayout, write_safetensors
+from ...loaders.writer import (
+    SAFETENSORS_DTYPES,
+    SafetensorsLayout,
+    file_metadata,
+    write_safetensors,
+)
 from ...spec.formats import RowFormat, format_gib
 from ...spec.sizes import STAGING_BYTES
 from .linear import LAYOUTS, rotation_of

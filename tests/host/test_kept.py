@@ -24,11 +24,11 @@ import torch
 from comfyui_boot import BASE, ROOT
 from safetensors.torch import load_file, save_file
 
-from qwen_l40s.hosts.comfyui import kept
 from qwen_l40s.hosts.comfyui.load import choose, weights
 from qwen_l40s.hosts.comfyui.load import plan as load_plan
 from qwen_l40s.hosts.comfyui.lora.apply import apply_lora
 from qwen_l40s.loaders import writer
+from qwen_l40s.loaders import writer as kept
 from qwen_l40s.loaders.source import open_source
 from qwen_l40s.nodes.loaders import QwenL40SLoad, QwenL40SLoadModel
 
@@ -425,7 +425,7 @@ import torch
 sys.path.insert(0, {tests!r})
 import comfyui_boot
 comfyui_boot.import_package()
-from qwen_l40s.hosts.comfyui.kept import KeptFile
+from qwen_l40s.loaders.writer import KeptFile
 from qwen_l40s.loaders import writer
 from qwen_l40s.loaders.source import open_source
 write, slow = writer.TensorFile.write, threading.Event()
@@ -433,7 +433,7 @@ def slowly(file, name, tensor):
     write(file, name, tensor)
     slow.wait(0.01)
 writer.TensorFile.write = slowly
-kept = KeptFile(open_source({path!r}, "transformer"), "int8", (), True)
+kept = KeptFile(open_source({path!r}, "transformer"), "int8", ())
 tensors = {{str(number): torch.zeros(9, 99) for number in range({count})}}
 print(kept.write(tensors), flush=True)
 {then}

@@ -18,11 +18,12 @@ from comfy.quant_ops import QUANT_ALGOS
 
 from ....errors import UnavailableError
 from ....families.comfyui import require
-from ....families.registry import family_titled
+from ....families.registry import family_titled, is_quantizable
 from ....loaders.quantization import PACKED, STORAGE_ONLY, computed_precision
 from ....loaders.quantize import layers_to_quantize
 from ....loaders.sizes import loaded_bytes
 from ....loaders.source import Source, check_complete
+from ....loaders.writer import KeptFile
 from ....machine.memory import available_memory
 from ....planning.bytes import TransformerBytes, weight_bytes, weights_by_precision
 from ....planning.phases import KEPT_FREE_BYTES
@@ -31,7 +32,6 @@ from ....spec.formats import QUANTIZED, CardFacts, format_gib
 from ....spec.sizes import STAGING_BYTES
 from ....spec.transformer import TransformerShape
 from ...loading import LOADER_PRECISIONS, LoadDecision, check_known, decide_load
-from ..kept import KeptFile
 
 STORED = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
 
@@ -43,21 +43,23 @@ class LoadPlan(LoadDecision):
     Args:
         source: its files, as their headers describe them.
         shape: its sizes.
-        keep: shell patterns of layers that stay in bf16 when the others are quantized.
+        left: layers that stay in bf16 when the others are quantized.
         named: whether the user named a quantized precision: only then is one quantized format
             converted into another.
         modulation_bytes: of the modulation weights in that precision.
         packed: why weights of 4 and 6 bits stay so, and are int8 for the length of a product; empty
             where they become int8 on load.
-        kept: where weights that are rounded on load are kept; None where none are.
+        rounded: whether weights are rounded on load.
+        kept: where these are kept, if they are.
     """
 
     source: Source
     shape: TransformerShape
-    keep: tuple[str, ...]
+    left: frozenset[str]
     named: bool
     modulation_bytes: int
     packed: str = ""
+    rounded: bool = False
     kept: KeptFile | None = None
 
 
@@ -131,8 +133,15 @@ def plan_load(
             older than the model.
     """
     shape = host_shape(source)
+    layers = shape.quantizable_layers()
+    left = frozenset(layers) - layers_to_quantize(layers, keep)
     stored = _stored_precision(source)
-    sizes = _bytes_by_precision(source, shape, stored, keep)
+    sizes = {
+        precision: TransformerBytes(total, weight_bytes(shape, precision).modulation)
+        for precision, total in weights_by_precision(shape, left).items()
+    }
+    if stored in QUANTIZED and not keep:  # taken over as it lies in the file
+        sizes[stored] = loaded_bytes(source)
     card = card_facts(comfy.model_management.get_torch_device())
     decide = functools.partial(
         decide_load, requested, modulation, stored=stored, shape=shape, card=card
@@ -147,19 +156,20 @@ def plan_load(
             decision = decide(sizes=sizes)
     name = decision.precision
     _check_card(source, decision, card)
-    kept = None
-    if name in QUANTIZED and name != stored:
-        kept = KeptFile(source, name, keep, keep_quantized)
+    kept, rounded = None, name in QUANTIZED and name != stored
+    if rounded and keep_quantized:
+        kept = KeptFile(source, name, keep)
         needed = 0 if kept.open() else needed  # a mapped file
     check_host_memory(needed, f"{source.path.name} in {name}")
     return LoadPlan(
         **vars(decision),
         source=source,
         shape=shape,
-        keep=tuple(keep),
+        left=left,
         named=requested in QUANTIZED,
         modulation_bytes=sizes[name].modulation,
         packed=packed,
+        rounded=rounded,
         kept=kept,
     )
 
@@ -218,7 +228,7 @@ def check_host_memory(needed: int, what: str) -> None:
 
 def _stored_precision(source: Source) -> str:
     layers = source.part.quantization.layers
-    formats = [layers[layer] for layer in layers_to_quantize(layers)]
+    formats = [form for layer, form in layers.items() if is_quantizable(layer)]
     if formats:  # others, such as e5m2, are converted
         return computed_precision(formats) or "bf16"
     plain = {name: entry["bytes"] for name, entry in source.part.dtypes.items() if name in STORED}
@@ -244,20 +254,6 @@ def _why_packed(decision: LoadDecision, needed: int) -> str:
     if decision.option is not None and decision.option.setting.packed:
         return "in int8 they would not stay on the card"
     return "host memory has no room for them in int8" if needed > available_memory() else ""
-
-
-def _bytes_by_precision(
-    source: Source, shape: TransformerShape, stored: str, keep: Sequence[str]
-) -> dict[str, TransformerBytes]:
-    layers = shape.quantizable_layers()
-    kept = frozenset(layers) - layers_to_quantize(layers, keep)
-    sizes = {
-        name: TransformerBytes(total, weight_bytes(shape, name).modulation)
-        for name, total in weights_by_precision(shape, kept).items()
-    }
-    if stored in QUANTIZED and not keep:  # taken over as it lies in the file
-        sizes[stored] = loaded_bytes(source)
-    return sizes
 
 
 def _check_card(source: Source, decision: LoadDecision, card: CardFacts | None) -> None:

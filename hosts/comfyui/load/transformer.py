@@ -28,8 +28,8 @@ from comfy.quant_ops import QuantizedTensor
 
 from ....errors import CheckpointError, UnavailableError
 from ....families.comfyui import kind_of_family
+from ....families.registry import marker_titled
 from ....loaders.quantize import is_finite, not_finite
-from ....loaders.quantized_file import marker_of
 from ....loaders.source import MICRO_ADVICE, MICRO_TRANSFORMER, Source, open_source
 from ....machine.device import Later
 from ....optimizations import fused, linear
@@ -37,8 +37,7 @@ from ....optimizations.linear import choose_gemm
 from ....optimizations.warm_up import warm_up
 from ....spec.formats import QUANTIZED, format_gib
 from ..linear import quantized_operations
-from ..sample.layers import compile_ahead
-from ..sample.measure import record_runs
+from ..sample.measure import SAMPLING_KEY, measure_sampling
 from ..sample.modulation import MODULATION_KEY, ModelModulation
 from ..sample.off_card import (
     OffCardDynamicPatcher,
@@ -51,6 +50,7 @@ from ..sample.run import PARTS_KEY, check_parts
 from .plan import LoadPlan, LoadReport, joined_bytes, plan_load, require_less_memory
 from .weights import FLOAT_NAMES, transformer_tensors
 
+NOT_KEPT = "keep_quantized would write what was quantized to a file for the next load."
 KEEP_DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -85,7 +85,6 @@ def load_model(
     if quantized:
         warm_up(device, partial(linear.prepare_trial, plan.precision))
     patcher, notes = _build(plan)
-    compile_ahead(patcher)  # while the text is encoded, not while the host brings the weights
     if plan.place_reason:
         notes.append(f"{plan.place_reason[0].upper()}{plan.place_reason[1:]}.")
     licence = plan.source.part.licence or ""
@@ -125,7 +124,7 @@ def load_patcher(plan: LoadPlan, disable_dynamic: bool = False) -> ModelPatcher:
 
 def _read(
     plan: LoadPlan, source: Source, device: torch.device
-) -> tuple[dict[str, torch.Tensor], list[str], frozenset[str]]:
+) -> tuple[dict[str, torch.Tensor], list[str]]:
     try:
         return transformer_tensors(replace(plan, source=source), device)
     except CheckpointError as error:
@@ -139,21 +138,22 @@ def _build(plan: LoadPlan, disable_dynamic: bool = False) -> tuple[ModelPatcher,
     source, quantized = plan.source, plan.precision in QUANTIZED
     taken = plan.kept and plan.kept.open()
     try:
-        tensors, notes, kept = _read(plan, taken or source, load_device)
+        tensors, notes = _read(plan, taken or source, load_device)
     except CheckpointError:
         if not taken:
             raise
         plan.kept.damaged, taken = True, None
-        tensors, notes, kept = _read(plan, source, load_device)
+        tensors, notes = _read(plan, source, load_device)
     if taken:
         notes.append(f"keep_quantized: weights from the kept file {taken.path.name}.")
-    elif plan.kept:
-        notes.append(plan.kept.write(tensors))
-    if marker := marker_of(source):
+    elif plan.rounded:
+        notes.append(plan.kept.write(tensors) if plan.kept else NOT_KEPT)
+    if marker := marker_titled(source.part.family):
         tensors.setdefault(marker, torch.empty(0))
     model = _model_config(plan, tensors, load_device).get_model(tensors, "")
     if quantized:
-        notes += _what_is_not_quantized(model.get_dtype(), [tensors[f"{it}.weight"] for it in kept])
+        left = [tensors[f"{layer}.weight"] for layer in plan.left]
+        notes += _what_is_not_quantized(model.get_dtype(), left)
     dynamic = not disable_dynamic and comfy.memory_management.aimdo_enabled
     if plan.off_card:
         take_off_card(model)
@@ -174,7 +174,7 @@ def _build(plan: LoadPlan, disable_dynamic: bool = False) -> tuple[ModelPatcher,
         tensors = {name: _in_dtype_of(model, tensor) for name, tensor in tensors.items()}
         assign = True
     model.load_model_weights(tensors, "", assign=assign)
-    record_runs(patcher)
+    patcher.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, SAMPLING_KEY, measure_sampling)
     patcher.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, PARTS_KEY, check_parts)
     if plan.off_card:
         _keep_off_card(patcher, quantized)

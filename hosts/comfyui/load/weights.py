@@ -18,14 +18,14 @@ import torch
 from safetensors.torch import load_file
 
 from ....loaders.quantization import PACKED
-from ....loaders.quantize import RoundedLayer, layers_to_quantize, not_finite, quantize_layers
+from ....loaders.quantize import RoundedLayer, not_finite, quantize_layers
 from ....loaders.source import Source, check_unchanged, fingerprint
 from ....loaders.stored import PackedLayer, StoredLayer, canonical_tensors
+from ....loaders.writer import SUFFIX
 from ....optimizations.reference import decode_weight
 from ....spec.formats import QUANTIZED
 from ....spec.sizes import STAGING_BYTES
 from ...loading import round_weight
-from ..kept import SUFFIX
 from .plan import LoadPlan
 
 
@@ -56,9 +56,8 @@ FLOAT_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp
 
 def transformer_tensors(
     plan: LoadPlan, device: torch.device
-) -> tuple[dict[str, torch.Tensor], list[str], frozenset[str]]:
-    """Returns the state dict to load, sentences about what was changed on the way, and the layers
-    that `plan.keep` left as they are.
+) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Returns the state dict to load, and sentences about what was changed on the way.
 
     It reads only what it has to convert.
 
@@ -67,7 +66,6 @@ def transformer_tensors(
 
     Raises:
         CheckpointError: a weight or a scale cannot be used; the message names it.
-        SettingError: a pattern of `plan.keep` matches no layer.
     """
     source, precision = plan.source, plan.precision
     tensors = map_tensors(source)
@@ -84,20 +82,14 @@ def transformer_tensors(
         else:
             ready[name] = entry
     halves = _join(plan.shape.family.joined, ready, stored)
-    linear = [
-        *stored,
-        *halves,
-        *(_layer(name) for name, tensor in ready.items() if _is_weight(name, tensor)),
-    ]
-    quantizable = layers_to_quantize(linear)
-    kept = quantizable - layers_to_quantize(linear, plan.keep)
+    quantizable = plan.shape.quantizable_layers().keys()
 
     to_round = []
     # What the author of a quantized file left in bf16 stays so.
     if precision in QUANTIZED and not (plan.packed or quantizable & stored.keys()):
-        to_round = sorted(quantizable - kept)
+        to_round = sorted(quantizable - plan.left)
     for layer, entry in stored.items():
-        if precision not in QUANTIZED or layer in kept:
+        if precision not in QUANTIZED or layer in plan.left:
             ready[f"{layer}.weight"] = entry.dequantized()
         elif plan.named and layer in quantizable and entry.format.split()[0] != precision:
             to_round.append(layer)
@@ -116,7 +108,7 @@ def transformer_tensors(
         ready |= quantize_shown(source, to_round, weight_of, precision, device)
         form = "int8, rotated (ConvRot)" if precision == "int8" else precision
         notes.append(f"{len(to_round)} layers quantized to {form}, one scale for each row.")
-    return ready, notes, kept if precision in QUANTIZED else frozenset()
+    return ready, notes
 
 
 def quantize_shown(
@@ -192,10 +184,6 @@ def _decoded(
 ) -> torch.Tensor:
     codebook = None if codebook is None else codebook.to(device)
     return decode_weight(codes.to(device), group_scale.to(device), codebook, bits).cpu()
-
-
-def _is_weight(name: str, tensor: torch.Tensor) -> bool:
-    return name.endswith(".weight") and tensor.dim() == 2 and tensor.dtype in FLOAT_NAMES
 
 
 def _layer(name: str) -> str:
