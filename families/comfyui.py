@@ -140,7 +140,6 @@ class VaeKind:
 
 
 def vae_kinds() -> tuple[VaeKind, ...]:
-    """Lists the VAEs of the families."""
     return _vae_kinds(tuple(vaes()))
 
 

@@ -1,6 +1,5 @@
-"""What a transformer runs with: the text encoders, Qwen2.5-VL and Qwen3-VL, and the VAEs, that of
-Qwen-Image in native and in diffusers names, that of Qwen-Image-2.1, and the tiny ones that stand in
-for the first.
+"""What a transformer runs with: the text encoders Qwen2.5-VL and Qwen3-VL, and the VAEs of 1.x and
+2.1 in native and diffusers names, and the tiny ones that stand in for the first.
 """
 
 from __future__ import annotations
@@ -336,11 +335,6 @@ _STAGES_21 = {
 
 
 def _native_name(stages: Mapping[str, Callable[..., str]], what: str, name: str) -> str:
-    """Maps the name that diffusers has for a tensor to ComfyUI's.
-
-    Raises:
-        CheckpointError: the name is not one of this VAE in diffusers form.
-    """
     half, _, rest = name.partition(".")
     if half in _QUANT and rest:
         return f"{_QUANT[half]}.{rest}"

@@ -163,7 +163,6 @@ class TextEncoder:
 
     @property
     def query(self) -> int:
-        """Returns the columns of the queries."""
         return self.heads * self.head_dim
 
     @property
@@ -187,7 +186,6 @@ class TextEncoder:
 
     @property
     def language(self) -> int:
-        """Counts the language model's parameters."""
         return self.layer_parameters + self.vocabulary * self.hidden
 
 
@@ -223,7 +221,6 @@ class Vae:
         return shape.latent_channels == self.shape.latent_channels
 
     def notes(self, dims: Mapping[str, Any]) -> list[str]:
-        """Says what is to be told of a file with these dims."""
         return [note for count, note in self.other_channels if count == dims.get("image_channels")]
 
 
@@ -272,12 +269,10 @@ class Member:
 
     @property
     def text_encoder(self) -> TextEncoder:
-        """Gives what encodes its prompts."""
         return self.family.text_encoder
 
     @property
     def vae_bytes(self) -> int:
-        """Counts the VAE's weights in bf16."""
         return self.family.vae.bytes
 
 

@@ -1,9 +1,6 @@
 """Qwen-Image, 2512, Edit and Layered: a stream of text and one of the image, each modulated by
-layers of its own.
-
-The names are those of diffusers' `QwenImageTransformer2DModel`, which ComfyUI keeps. Sizes come
-from first dimensions and from norms and biases, because 4-bit formats pack the second dimension and
-flatten the weight.
+layers of its own, in the names of diffusers and ComfyUI. Sizes come from first dimensions, norms
+and biases, because 4-bit formats pack the second dimension and flatten the weight.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Qwen-Image-2.1 and its Turbo: text and image are one stream, and all blocks share one modulation.
-
-Text and references are computed in a prompt's first step alone, and their keys and values kept for
-the others. The names are those of diffusers' `QwenImage21Transformer2DModel`; the gated MLP's first
-weights are apart there, and [gate; up] in one in ComfyUI and its files.
+Keys and values of text and references are kept from a prompt's first step. The gated MLP's first
+weights are apart in diffusers, and [gate; up] in one in ComfyUI and its files.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""The families that this package runs, and what is asked of all of them.
-
-To add one, append it to `FAMILIES`: CONTRIBUTING.md says what it tells. What is registered later is
-not among the choices of nodes and command, which list them as they are imported.
+"""The families that this package runs, and what is asked of all of them. CONTRIBUTING.md says how
+to add one; what is registered later is not among the choices of nodes and command.
 """
 
 from __future__ import annotations
@@ -59,12 +57,10 @@ def member_by_text(references: int, text_tokens: int) -> Member | None:
 
 
 def text_encoders() -> list[TextEncoder]:
-    """Lists what the families encode prompts with."""
     return list(dict.fromkeys(family.text_encoder for family in FAMILIES))
 
 
 def vaes() -> list[Vae]:
-    """Lists what the families decode with."""
     return list(dict.fromkeys(family.vae for family in FAMILIES))
 
 
@@ -173,13 +169,11 @@ def belongs(part: Any, model: Any) -> bool:
 
 
 def text_encoder_titled(title: str) -> TextEncoder:
-    """Returns the text encoder that inspection calls so."""
     fitting = (it for it in text_encoders() if title.startswith(it.title))
     return max(fitting, key=lambda it: len(it.title))
 
 
 def vae_titled(title: str) -> Vae:
-    """Returns the VAE that inspection calls so."""
     return next(it for it in vaes() if it.title == title)
 
 
@@ -202,7 +196,6 @@ def is_later(title: str, dims: Mapping[str, int | str]) -> bool:
 
 
 def pipeline_family(pipeline: str) -> Family | None:
-    """Returns the family that a diffusers pipeline runs; None where it is another model's."""
     return next((family for family in FAMILIES if pipeline in family.pipelines), None)
 
 
@@ -291,7 +284,6 @@ def first_reader(layer: str) -> str:
 
 
 def block_specs() -> list[BlockSpec]:
-    """Lists the forms of blocks that are run."""
     return [spec for family in FAMILIES for spec in family.blocks]
 
 
@@ -320,7 +312,6 @@ def modulation_of(block: Any) -> Mapping[str, str]:
 
 
 def attention_names() -> tuple[str, ...]:
-    """Lists what a block's attention is called."""
     return _attention_names(tuple(FAMILIES))
 
 
@@ -330,7 +321,6 @@ def _attention_names(families: tuple[Family, ...]) -> tuple[str, ...]:
 
 
 def blocks_of(transformer: Any) -> tuple[Any, ...]:
-    """Returns the blocks of a transformer, in order."""
     stacks = dict.fromkeys(family.stack for family in FAMILIES)
     found = next(filter(functools.partial(hasattr, transformer), stacks), next(iter(stacks)))
     return tuple(getattr(transformer, found))
@@ -369,7 +359,6 @@ def family_of_vae(vae: Any) -> tuple[Family, ModuleType]:
 
 
 def runnable_pipelines() -> list[str]:
-    """Lists the pipelines that run here."""
     return [module.PIPELINE for _, module in _in_diffusers()]
 
 
@@ -379,7 +368,6 @@ def module_of(pipeline: str) -> ModuleType | None:
 
 
 def is_related(pipeline: str) -> bool:
-    """Tells whether a pipeline that does not run here is one of a family's."""
     known = {name for family in FAMILIES for name in family.pipelines} - {*runnable_pipelines()}
     return pipeline.startswith(tuple(name.removesuffix("Pipeline") for name in known))
 

@@ -1,7 +1,6 @@
-"""Says what a checkpoint is from its headers: milliseconds for 40 GB, and nothing is loaded.
-
-A component's config.json is compared with its tensors, so that a folder put together from two
-models fails here and not while sampling.
+"""Says what a checkpoint is from its headers: milliseconds for 40 GB, and nothing is loaded. A
+component's config.json is compared with its tensors, so that a folder put together from two models
+fails here and not while sampling.
 """
 
 from __future__ import annotations
@@ -137,7 +136,6 @@ class Checkpoint:
         return tuple(f"{part.name}: {sentence}" for part in self.parts for sentence in part.errors)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns only what `json.dumps` takes."""
         return {
             "path": str(self.path),
             "kind": self.kind,
@@ -379,7 +377,6 @@ def _declared_layers(header: Header) -> dict[str, dict[str, Any]]:
 
 
 def _read_text(shards: Shards, tensor: str, parse: Callable[[bytes], Parsed]) -> Parsed:
-    """Returns what `parse` makes of a tensor that holds a JSON text."""
     header = shards.header_of(tensor)
     info = header.tensors[tensor]
     try:

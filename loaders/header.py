@@ -1,11 +1,6 @@
-"""Reads the headers of a safetensors file or of a sharded set, and never the weights.
-
-The format (https://github.com/huggingface/safetensors#format): 8 bytes, the header's length N as an
-unsigned little-endian number; N bytes of UTF-8 JSON that begin with `{`; the tensors' bytes, which
-the header's offsets must cover without hole or overlap. The reader is as strict as the reference
-implementation, because a file that one reader accepts and the next one refuses costs its owner a 40
-GB download to find out. It is not that implementation, because inspecting a file needs no package
-here, names the tensor at fault, and needs the offsets, which `safe_open` does not give.
+"""Reads the headers of a safetensors file or a sharded set, never the weights, as strictly as the
+reference implementation (https://github.com/huggingface/safetensors#format): what one reader
+accepts and the next refuses costs a 40 GB download. Names the tensor at fault, and gives offsets.
 """
 
 from __future__ import annotations
@@ -390,7 +385,6 @@ def _why_not(names: list[str], indexes: list[str], files: list[str]) -> str:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Returns {tensor name: file name} with every file name checked to be a plain one."""
     weight_map = read_object(index, "a shard index").get("weight_map")
     if (
         not isinstance(weight_map, dict)

@@ -1,11 +1,6 @@
-"""Recognizes how weights are quantized, and how finely they are scaled.
-
-The names are those that ComfyUI 0.33 reads (`.comfy_quant`, `_quantization_metadata`, `scaled_fp8`
-with `.scale_weight`, `.weight_scale`), the package's own `float8_e4m3fn_rowwise`, and those of
-nunchaku (`.qweight`, `.wscales`), bitsandbytes (`.absmax`, `.quant_map`) and the block-scaled fp8
-that transformers writes (`.weight_scale_inv`). A `.comfy_quant` tensor is a short JSON text that is
-stored among the weights; those few bytes are the only ones outside the header that this package
-reads to inspect a file.
+"""Recognizes how weights are quantized, and how finely they are scaled, by the names that ComfyUI
+0.33, nunchaku, bitsandbytes and transformers write. A `.comfy_quant` tensor is a short JSON text
+among the weights: those few bytes are the only ones outside the header that are read to inspect.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
 """The quantizer: weights in fp8 or int8 with one scale for each output row, and which layers get
-them.
-
-A row's largest magnitude becomes 448 (e4m3) or 127 (int8), and every value is rounded to the
-nearest that the format has. Everything is computed in float32, in pieces of a few rows: temporaries
-stay small next to the weight, and in the processor's cache.
+them. A row's largest magnitude becomes 448 (e4m3) or 127 (int8), every value the nearest that the
+format has; in float32, in pieces of a few rows, which stay in the processor's cache.
 """
 
 from __future__ import annotations

@@ -51,7 +51,6 @@ READERS = {
 
 
 def check_precision(precision: str) -> None:
-    """Raises SettingError for a precision that no file is written in."""
     if precision not in QUANTIZED:
         raise SettingError(f"precision {precision!r} is unknown: choose {' or '.join(QUANTIZED)}.")
 
@@ -161,7 +160,6 @@ class QuantizedFile:
     readers: str
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns only what `json.dumps` takes."""
         paths = {"path": str(self.path), "source": str(self.source)}
         return {**vars(self), **paths, "kept": list(self.kept)}
 

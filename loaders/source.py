@@ -1,7 +1,5 @@
-"""Finds the one part of a model that was asked for, and refuses everything else by its name.
-
-A choice may be a single file, a full checkpoint, a sharded folder, a component folder, or a
-diffusers folder with all of them. Only headers are read here.
+"""Finds the one part of a model that was asked for, in a file, a full checkpoint, or a sharded,
+component or diffusers folder, and refuses everything else by its name. Only headers are read here.
 """
 
 from __future__ import annotations
@@ -297,7 +295,6 @@ def check_names(
 
 
 def shapes_of(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
-    """Returns {name: shape} of everything that a module loads."""
     return {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
 
 

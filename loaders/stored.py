@@ -1,12 +1,6 @@
-"""Brings the forms in which people store a quantized transformer into one form.
-
-What comes out: fp8 e4m3 or int8 weights with one float32 scale for each output row, and everything
-else in a plain dtype under its own name; scales, markers and settings are gone. Values do not
-change, except what was stored in e5m2 and quantized layers that are never computed quantized: these
-become bf16. Weights of 4 and 6 bits (`PackedLayer`) are codes of rotated int8 weights.
-
-Tensors are read one at a time, and those that need no conversion are passed on as they are: the
-host may have mapped them and not read them yet, so nothing here looks for NaN in them.
+"""Brings the forms in which people store a quantized transformer into one: fp8 e4m3 or int8 weights
+with a float32 scale for each row, the rest in a plain dtype. Values stay, except that e5m2 and what
+is never computed quantized become bf16. Tensors may be mapped: none is read that needs no change.
 """
 
 from __future__ import annotations
@@ -83,7 +77,6 @@ class StoredLayer:
 
     @classmethod
     def rounded(cls, values: torch.Tensor, scale: torch.Tensor, form: RowFormat) -> StoredLayer:
-        """Makes one of what rounding a weight gives."""
         name = "int8 ConvRot" if form.rotation else form.storage
         return cls(values, scale, name, form.rotation or None)
 
@@ -129,7 +122,6 @@ class PackedLayer:
     full_precision: bool = False
 
     def tensors(self, layer: str) -> dict[str, torch.Tensor]:
-        """Returns the layer as a file holds it, by name."""
         settings: dict[str, Any] = {"format": PACKED_NAMES[self.bits]}
         settings["group_size"] = self.codes.shape[1] * 8 // self.bits // self.group_scale.shape[1]
         settings["convrot_groupsize"] = self.convrot_groupsize
@@ -145,7 +137,6 @@ class PackedLayer:
         return {f"{layer}.{end}": tensor for end, tensor in found.items() if tensor is not None}
 
     def decoded(self, decode: Decode) -> StoredLayer:
-        """Decodes it to int8 ConvRot."""
         values = decode(self.codes, self.group_scale, self.codebook, self.bits)
         return StoredLayer(
             values, self.scale, "int8 ConvRot", self.convrot_groupsize, self.full_precision

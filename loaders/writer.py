@@ -1,8 +1,5 @@
-"""Writes a safetensors file of which only one tensor at a time is in memory.
-
-Names, dtypes and shapes are known before the first tensor is, so the header is written first and
-every tensor then goes to its place. The file appears under its name when it is whole, and else not
-at all.
+"""Writes a safetensors file of which only one tensor at a time is in memory: the header first, then
+every tensor to its place. The file appears under its name when it is whole, and else not at all.
 """
 
 from __future__ import annotations
@@ -113,12 +110,10 @@ class TensorFile:
                 self._file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
     def write_all(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Writes tensors by name, as `write` does one."""
         for name, tensor in tensors.items():
             self.write(name, tensor)
 
     def finish(self) -> None:
-        """Sees to it that every byte is on the disk."""
         if self._missing:
             raise ValueError(f"{min(self._missing)} was never written")
         with plain_write_errors(self._path):

@@ -125,7 +125,6 @@ class TransformerShape:
 
     @property
     def block(self) -> BlockSpec:
-        """Describes its blocks."""
         raise NotImplementedError
 
     def in_comfyui(self) -> TransformerShape:

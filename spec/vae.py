@@ -56,7 +56,6 @@ class VaeShape:
 
     @property
     def pixels(self) -> int:
-        """Returns the pixels of a latent pixel's side."""
         return 2 ** (len(self.widths) - 1)
 
     def channels(self, direction: str) -> tuple[int, ...]:

@@ -1,11 +1,6 @@
-"""Whether the running ComfyUI is one that this package knows, checked once, and whether a MODEL is.
-
-ComfyUI has no frozen internal interface. What this package hooks into or replaces is listed here
-with the parameters that it relies on, so that a change upstream is one sentence to the user instead
-of a wrong picture or a traceback. A test holds the list to every call with more than one argument.
-
-Two things can change. A name or a parameter that is gone: nothing of this package runs. A new
-parameter of what ComfyUI calls here: a call that uses it runs ComfyUI's own code.
+"""Whether the running ComfyUI is one that this package knows, and whether a MODEL is. Where a name
+or parameter of `HOOKS` is gone, nothing of this package runs; where what ComfyUI calls here has a
+new parameter, a call that uses it runs ComfyUI's own code. A test holds the list to every call.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Quantized linear layers in ComfyUI: the fp8 layout with a scale for each row, and the Linear.
-
-Core's own fp8 layout has one scale for the whole weight. A layout class is how ComfyUI moves,
-pins, casts, patches and saves a quantized weight; the multiplication is `operations.Linear`'s.
+"""Quantized linear layers in ComfyUI: the fp8 layout with a scale for each row, where core's has
+one for the weight, and the Linear. A layout is how ComfyUI moves, pins, casts, patches and saves a
+quantized weight; the multiplication is `operations.Linear`'s.
 """
 
 from __future__ import annotations
@@ -70,7 +69,6 @@ class FP8RowsLayout(QuantizedLayout):
 
     @classmethod
     def get_plain_tensors(cls, qtensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the values and the scales."""
         return qtensor._qdata, qtensor._params.scale
 
     @classmethod
@@ -232,7 +230,6 @@ def packed_parts(weight: QuantizedTensor) -> tuple[PackedWeight, torch.Tensor]:
 
 
 def _as_int8(weight: QuantizedTensor) -> QuantizedTensor:
-    """Decodes a weight in 4 or 6 bits to the rotated int8 that it stands for."""
     packed, scale = packed_parts(weight)
     own = weight._params
     params = TensorWiseINT8Layout.Params(
@@ -254,7 +251,6 @@ def _as_int8(weight: QuantizedTensor) -> QuantizedTensor:
 
 @cached
 def _launches(device: torch.device) -> bool:
-    """Whether Triton decodes weights there."""
     ops = choose_ops(device)
     return not isinstance(ops, Verdict) and ops is not TORCH
 

@@ -76,7 +76,6 @@ NO_PREFIX_CACHE = Verdict(
 
 @cached
 def is_known() -> bool:
-    """Whether ComfyUI's transformer and its block are called as this package knows it."""
     return contract.is_known(
         (CODE, "QwenImage21Transformer2DModel._forward"),
         (CODE, "QwenImage21TransformerBlock.forward"),

@@ -1,8 +1,6 @@
-"""What the loader nodes offer: files and folders in ComfyUI's model folders, and the micro model.
-
-A name ends with "/" when it is a folder. Names never hold a machine's paths, so that a workflow
-opens on the next machine. What its header says is Qwen-Image comes first, and a new node has it
-chosen.
+"""What the loader nodes offer: files and folders in ComfyUI's model folders, whose names end with
+"/", and the micro model. Names never hold a machine's paths, so that a workflow opens on the next.
+What its header says is Qwen-Image comes first, and a new node has it chosen.
 """
 
 from __future__ import annotations
@@ -274,7 +272,6 @@ def _files(role: str) -> list[str]:
 
 
 def _folders(role: str) -> dict[str, Path]:
-    """Finds diffusers folders, and component folders with a sharded part, by name."""
     found: dict[str, Path] = {}
     for root in _roots("diffusers", *FOLDERS[role]):
         for path in _subfolders(root, DEPTH):

@@ -1,9 +1,6 @@
-"""What of ComfyUI the text encoders are built with.
-
-ComfyUI's classes are the published ones. Their sizes can be set; the vision tower is always built.
-
-A model folder's own tokenizer takes the place of the published one's. ComfyUI finds the end of the
-chat template by the ids of the published vocabulary; here the same search runs with the folder's.
+"""What of ComfyUI the text encoders are built with. Sizes can be set; the vision tower is built
+whole. A model folder's own tokenizer takes the place of the published one's, and the end of the
+chat template is found by its ids.
 """
 
 from __future__ import annotations
@@ -340,7 +337,6 @@ KIND_OF_QWEN25 = EncoderKind(
 
 @cached
 def _qwen3_vl() -> EncoderKind:
-    """Describes Qwen3-VL in the sizes that ComfyUI has, since 0.37."""
     from comfy.text_encoders import qwen3vl, qwen_image21
 
     name = "qwen3vl_8b"

@@ -92,7 +92,6 @@ class LoadReport:
     hint: str = ""
 
     def text(self) -> str:
-        """Returns a few lines for a node, a log or a terminal."""
         lines = [
             f"{self.what}: {self.family} from {self.path}",
             f"{self.precision}, {format_gib(self.bytes)} of weights ({self.reason})",
@@ -278,7 +277,6 @@ def _host_bytes(
     sizes: Mapping[str, TransformerBytes],
     card: CardFacts | None,
 ) -> int:
-    """Peak of host memory that is no mapped file."""
     name, size = decision.precision, sizes[decision.precision]
     weights, formats = size.total, source.part.quantization.formats.keys()
     # What is converted on load is no part of the mapped file any more, wherever it waits.

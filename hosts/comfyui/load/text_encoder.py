@@ -1,7 +1,6 @@
-"""Loads a text encoder of Qwen-Image into a ComfyUI CLIP that says where it stays.
-
-ComfyUI moves the encoder to the card before each encoding, 15 GiB of the full-size one, and leaves
-it there until something else needs the room.
+"""Loads a text encoder of Qwen-Image into a ComfyUI CLIP that says where it stays: ComfyUI moves it
+to the card before each encoding, 15 GiB of the full-size one, and leaves it there until something
+else needs the room.
 """
 
 from __future__ import annotations
@@ -72,7 +71,6 @@ class PlacedClip(comfy.sd.CLIP):
 
     @classmethod
     def over(cls, clip: comfy.sd.CLIP, placement: str) -> PlacedClip:
-        """Takes a CLIP over that was just loaded."""
         placed = cls(no_init=True)
         vars(placed).update(vars(clip))
         placed.placement = placement

@@ -1,8 +1,6 @@
-"""Loads a Qwen-Image transformer into a ComfyUI MODEL.
-
-The module is ComfyUI's own, built from the sizes in the file instead of from constants, so that
-models of other widths load too. Without quantized layers it runs with ComfyUI's own operations and
-gives bit for bit what ComfyUI's own loader gives.
+"""Loads a Qwen-Image transformer into a ComfyUI MODEL: ComfyUI's own module, built from the sizes
+in the file. Without quantized layers it runs with ComfyUI's own operations and gives bit for bit
+what ComfyUI's own loader gives.
 """
 
 from __future__ import annotations
@@ -132,7 +130,6 @@ def _read(
 
 
 def _build(plan: LoadPlan, disable_dynamic: bool = False) -> tuple[ModelPatcher, list[str]]:
-    """Returns the MODEL of a plan, and sentences about what was changed in the weights."""
     load_device = comfy.model_management.get_torch_device()
     offload_device = comfy.model_management.unet_offload_device()
     source, quantized = plan.source, plan.precision in QUANTIZED
@@ -219,7 +216,6 @@ def _what_is_not_quantized(dtype: torch.dtype, kept: Sequence[torch.Tensor]) -> 
 
 
 def _keep_off_card(patcher: ModelPatcher, quantized: bool) -> None:
-    """Has ComfyUI count without the modulation, and run with its table."""
     model, device = patcher.model, patcher.load_device
     off_card = sum(layer.nbytes for layer in off_card_layers(model))
     patcher.size = comfy.model_management.module_size(model) - off_card
