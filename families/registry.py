@@ -1,5 +1,5 @@
 """The families that this package runs, and what is asked of all of them. CONTRIBUTING.md says how
-to add one; what is registered later is not among the choices of nodes and command.
+to add one; what is appended later is not among the choices of nodes and command.
 """
 
 from __future__ import annotations
@@ -370,25 +370,3 @@ def module_of(pipeline: str) -> ModuleType | None:
 def is_related(pipeline: str) -> bool:
     known = {name for family in FAMILIES for name in family.pipelines} - {*runnable_pipelines()}
     return pipeline.startswith(tuple(name.removesuffix("Pipeline") for name in known))
-
-
-def register(family: Family) -> None:
-    """Adds a family.
-
-    Raises:
-        SettingError: it lacks a part, or there is one of its title.
-    """
-    title = getattr(family, "title", type(family).__name__)
-    for name in (*Family.__annotations__, *(it for it in vars(Family) if not it.startswith("_"))):
-        own = getattr(type(family), name, None)
-        inherited = name in vars(Family) and own is vars(Family)[name]
-        if inherited or not hasattr(family, name):
-            raise SettingError(
-                f"The family {title} lacks `{name}`: every family has what `families.protocol."
-                "Family` lists."
-            )
-    if any(title == other.title for other in FAMILIES):
-        raise SettingError(f"The family {title} is there already: register it once.")
-    if twice := members().keys() & {member.name for member in family.members}:
-        raise SettingError(f"The family {title} has a member {min(twice)!r}, as another one has.")
-    FAMILIES.append(family)

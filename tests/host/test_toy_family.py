@@ -37,7 +37,7 @@ def known(monkeypatch):
     monkeypatch.setattr(comfy.supported_models, "ToyImage", model.ToyConfig, raising=False)
     models = [*comfy.supported_models.models, model.ToyConfig]
     monkeypatch.setattr(comfy.supported_models, "models", models)
-    registry.register(TOY)
+    registry.FAMILIES.append(TOY)
     yield
     registry.FAMILIES.remove(TOY)
 

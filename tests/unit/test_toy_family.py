@@ -19,7 +19,7 @@ from qwen_l40s.planning.request import RunRequest
 
 @pytest.fixture(autouse=True)
 def registered():
-    registry.register(TOY)
+    registry.FAMILIES.append(TOY)
     yield
     registry.FAMILIES.remove(TOY)
 
