@@ -70,8 +70,8 @@ def _contradictions(identity: Identity, config: Mapping[str, Any], tensors: Tens
 WEIGHTLESS = ("Scheduler", "Tokenizer", "TokenizerFast", "Processor", "FeatureExtractor")
 
 
-@dataclass(frozen=True)
-class CheckpointPart:
+@dataclass(frozen=True, kw_only=True)
+class CheckpointPart(Identity):
     """Describes one model in a checkpoint: a whole file, one prefix of a full checkpoint, or one
     folder of a diffusers folder.
 
@@ -81,34 +81,22 @@ class CheckpointPart:
         dtypes: {dtype: {"tensors": count, "bytes": bytes}}
         folder: where it belongs, under ComfyUI's `models/` or inside a diffusers folder; None when
             it does not.
-        licence: of the published weights, where it is another one than this package's.
-        cannot_run: sentences about what in it this package cannot run.
-        errors: sentences about what contradicts itself in it.
         prefix: what stands before its tensors' names in the file.
         attention: {what the file asks ComfyUI for: number of blocks}; empty when it says nothing.
     """
 
     name: str
-    family: str
-    role: str
-    variant: str | None
     hint: str | None
-    dims: Mapping[str, int | str]
-    blocks: int | None
     parameters: int
     tensors: int
     bytes: int
     dtypes: Mapping[str, Mapping[str, int]]
     quantization: Quantization
-    folder: str | None
-    licence: str | None = None
-    cannot_run: tuple[str, ...] = ()
-    errors: tuple[str, ...] = ()
     prefix: str = ""
     attention: Mapping[str, int] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        return {**vars(self), "quantization": self.quantization.as_dict()}
+        return {"name": self.name, **vars(self), "quantization": self.quantization.as_dict()}
 
 
 @dataclass(frozen=True)
@@ -283,23 +271,19 @@ def _part(part: Slice, shards: Shards, config: Mapping[str, Any]) -> CheckpointP
         for name in tensors
         if name.endswith(ATTENTION_CONFIG)
     )
+    found = vars(identity) | {
+        "cannot_run": identity.cannot_run or tuple(quantization.cannot_run(identity.role)),
+        "errors": (*identity.errors, *_contradictions(identity, config, tensors)),
+    }
     return CheckpointPart(
+        **found,
         name=part.name,
-        family=identity.family,
-        role=identity.role,
-        variant=identity.variant,
         hint=_hint(shards),
-        dims=identity.dims,
-        blocks=identity.blocks,
         parameters=count_parameters(tensors, quantization),
         tensors=len(tensors),
         bytes=sum(info.nbytes for info in tensors.values()),
         dtypes=_dtypes(tensors),
         quantization=quantization,
-        folder=identity.folder,
-        licence=identity.licence,
-        cannot_run=identity.cannot_run or tuple(quantization.cannot_run(identity.role)),
-        errors=(*identity.errors, *_contradictions(identity, config, tensors)),
         prefix=part.prefix,
         attention={name: count for name, count in attention.items() if name},
     )
