@@ -1,5 +1,5 @@
-"""What a load decides before weights are read, in which precision they are loaded and where a
-transformer's modulation waits, and what rounds them then.
+"""What a load decides before weights are read, their precision and where a transformer's modulation
+waits, and what rounds them then.
 """
 
 from __future__ import annotations

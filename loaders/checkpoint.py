@@ -43,9 +43,7 @@ Parsed = TypeVar("Parsed")
 
 
 def _contradictions(identity: Identity, config: Mapping[str, Any], tensors: Tensors) -> list[str]:
-    """Returns one sentence for every value that the tensors disprove; `config` is {} without a
-    file.
-    """
+    """Returns one sentence for every value that the tensors disprove."""
     if not config:
         return []
     nested = config.get("text_config")

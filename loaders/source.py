@@ -184,10 +184,8 @@ def _part_of(path: Path, role: str, shards: Shards, checkpoint: Checkpoint) -> S
 
 
 def _settings(path: Path, shards: Shards) -> dict[str, Any]:
-    """Reads the config.json of a component folder, else what this package wrote into its own file.
-
-    Next to a file of any other name a config.json may be another model's.
-    """
+    # That of a component folder, else what this package wrote into its own file: next to a file of
+    # any other name a config.json may be another model's.
     weights = shards.index or shards.headers[0].path
     in_folder = path.is_dir() or shards.index is not None or weights.stem in STEMS
     config = weights.parent / "config.json"

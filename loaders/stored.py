@@ -267,11 +267,7 @@ def _converted(
 def _scales(
     tensors: Mapping[str, torch.Tensor], quantized: Mapping[str, object]
 ) -> dict[str, torch.Tensor]:
-    """Returns {layer: its scale in float32}, and refuses what is left over or impossible.
-
-    Args:
-        quantized: {layer: its form, where it is known}.
-    """
+    """Returns {layer: its scale in float32}, and refuses what is left over or impossible."""
     found: dict[str, torch.Tensor] = {}
     for name in filter(AUXILIARY.search, tensors):
         if not accompanies(name):

@@ -74,10 +74,7 @@ def offered(role: str) -> dict[str, Any]:
 
 
 def _ranked(role: str) -> tuple[list[str], list[str]]:
-    """Returns choices that fit, the likeliest first, and the others; never an error.
-
-    Of more than `LOOKED_AT` files only those that are named after Qwen are looked at.
-    """
+    """Returns choices that fit, the likeliest first, and the others; never an error."""
     files = _files(role)
     folders = {f"{name}/": path for name, path in _folders(role).items()}
     looked_at = files if len(files) <= LOOKED_AT else [it for it in files if NAMED in it.lower()]
@@ -88,11 +85,8 @@ def _ranked(role: str) -> tuple[list[str], list[str]]:
 
 
 def _rank_of_file(name: str, role: str) -> tuple[bool, ...] | None:
-    """Sorts what fits first; None for what does not.
-
-    The published Qwen-Image comes before Layered and 2.1, and its VAE before Wan's, which has the
-    same tensors.
-    """
+    # The published Qwen-Image comes before Layered and 2.1, and its VAE before Wan's, which has
+    # the same tensors.
     try:
         part = source_of(name, role).part
     except (OSError, ValueError):  # removed just now, or of another model

@@ -309,10 +309,7 @@ class TextOnlyQwen25(TextOnly, BaseLlama, torch.nn.Module):
 
 
 def _is_qwen25_vl(encoder: object) -> bool:
-    """Tells whether a CLIP's `cond_stage_model` is Qwen-Image's.
-
-    Other models' text encoders are classes over it, in modules of their own.
-    """
+    # Other models' text encoders are classes over it, in modules of their own.
     own = QwenImageTEModel.__module__
     others = (kind for kind in type(encoder).__mro__ if issubclass(kind, QwenImageTEModel))
     return isinstance(encoder, QwenImageTEModel) and not any(

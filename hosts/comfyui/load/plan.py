@@ -235,21 +235,16 @@ def _stored_precision(source: Source) -> str:
 
 
 def _knows_packed(source: Source) -> bool:
-    """Whether the file has weights in 4 or 6 bits, and this ComfyUI's layers take all of them.
-
-    Each has a codebook of its own: gate and up that are apart become one weight in int8.
-    """
+    """Whether the file has weights in 4 or 6 bits, and this ComfyUI's layers take all of them."""
     quantization = source.part.quantization
-    if joined_bytes(source):
+    if joined_bytes(source):  # each has a codebook of its own: together they become int8
         return False
     names = {quantization.settings[layer]["format"] for layer in quantization.layers_in(PACKED)}
     return bool(names) and names <= QUANT_ALGOS.keys()
 
 
 def _why_packed(decision: LoadDecision, needed: int) -> str:
-    """Says in one clause why weights stay in 4 or 6 bits; empty where they become int8, which takes
-    `needed` bytes of host memory.
-    """
+    """Says in one clause why weights stay in 4 or 6 bits; empty where they become int8."""
     if decision.option is not None and decision.option.setting.packed:
         return "in int8 they would not stay on the card"
     return "host memory has no room for them in int8" if needed > available_memory() else ""

@@ -269,11 +269,7 @@ def _build(
 
 
 def _check_memory(source: Source, layout: TextEncoderLayout, precision: str, mapped: bool) -> None:
-    """Refuses what host memory cannot hold, before weights are read.
-
-    Args:
-        mapped: whether weights that need no conversion stay in the file.
-    """
+    # Where it is mapped, what needs no conversion stays in the file.
     target = precision if precision in MULTIPLIED else None
     needed = converted = 0
     for name, stored in layout.names.items():

@@ -236,9 +236,7 @@ def _in_dtype_of(model: torch.nn.Module, tensor: torch.Tensor) -> torch.Tensor:
 def _model_config(
     plan: LoadPlan, tensors: dict[str, torch.Tensor], device: torch.device
 ) -> comfy.supported_models.BASE:
-    """ComfyUI's configuration of the model: what it detects, completed by the sizes that it takes
-    for granted, with the dtypes that its own loader would choose.
-    """
+    """ComfyUI's configuration of the model, with the dtypes that its own loader would choose."""
     kind = kind_of_family(plan.shape.family, plan.source.path)
     sizes: dict[str, Any] = comfy.model_detection.detect_unet_config(tensors, "")
     try:

@@ -1,7 +1,6 @@
 """Brings a transformer's tensors into the chosen precision, under the names that ComfyUI reads.
-
-`comfy.utils.load_torch_file` maps files and copies nothing. Under dynamic VRAM its tensors also
-carry the place in the file that they come from, from which the host reads straight to the card.
+`comfy.utils.load_torch_file` maps files; under dynamic VRAM its tensors also carry their place in
+the file, from which the host reads straight to the card.
 """
 
 from __future__ import annotations
@@ -143,14 +142,8 @@ def _join(
     ready: dict[str, torch.Tensor],
     stored: dict[str, StoredLayer],
 ) -> dict[str, tuple[torch.Tensor, ...]]:
-    """Puts layers that diffusers has apart into one, as ComfyUI's own files have them, of which one
-    product is made.
-
-    Args:
-        joined: as of `Family`.
-
-    Returns:
-        {layer: its parts} of those that are in a dtype to compute with.
+    """Puts layers that diffusers has apart into one, as ComfyUI's own files have them, and returns
+    {layer: its parts} of those that are in a dtype to compute with.
     """
     plain = {}
     found = [
