@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,9 +121,6 @@ class Quantization:
     def formats(self) -> dict[str, int]:
         """Counts the layers of each format."""
         return dict(Counter(self.layers.values()))
-
-    def layers_in(self, formats: Container[str]) -> list[str]:
-        return [layer for layer, name in self.layers.items() if name in formats]
 
     def cannot_run(self, role: str) -> list[str]:
         """Says one sentence for every format that this package does not compute a part with."""

@@ -174,9 +174,9 @@ def _part_of(path: Path, role: str, shards: Shards, checkpoint: Checkpoint) -> S
     if len(parts) != 1:
         raise CheckpointError(_wrong(role, checkpoint.parts, len(parts)), path)
     (part,) = parts
-    faults = [*part.errors, *_cannot_run(part)]
-    if faults:
-        raise CheckpointError(faults[0], path)
+    # Storage formats are converted, and say so; the rest would compute nonsense.
+    for fault in (*part.errors, *(it for it in part.cannot_run if "storage only" not in it)):
+        raise CheckpointError(fault, path)
     settings = _settings(path, shards)
     if family := family_titled(part.family):
         part = family.from_config(part, settings)
@@ -203,11 +203,6 @@ def _settings(path: Path, shards: Shards) -> dict[str, Any]:
             f"The {METADATA_KEY} metadata is broken ({error}): write the file again.", path
         ) from error
     return settings
-
-
-def _cannot_run(part: CheckpointPart) -> list[str]:
-    # Storage formats are converted, and say so; the rest would compute nonsense.
-    return [sentence for sentence in part.cannot_run if "storage only" not in sentence]
 
 
 def _wrong(role: str, parts: tuple[CheckpointPart, ...], count: int) -> str:

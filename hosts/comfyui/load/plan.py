@@ -239,7 +239,8 @@ def _knows_packed(source: Source) -> bool:
     quantization = source.part.quantization
     if joined_bytes(source):  # each has a codebook of its own: together they become int8
         return False
-    names = {quantization.settings[layer]["format"] for layer in quantization.layers_in(PACKED)}
+    packed = (layer for layer, form in quantization.layers.items() if form in PACKED)
+    names = {quantization.settings[layer]["format"] for layer in packed}
     return bool(names) and names <= QUANT_ALGOS.keys()
 
 

@@ -295,13 +295,10 @@ def _notes(stored: Mapping[str, StoredLayer], rounded: list[str], target: str | 
             f"{odd} layers in fp8 with one scale for each row became bf16: ComfyUI's layers take "
             "one scale for the whole weight"
         )
-    if any(_is_unscaled(entry) for entry in stored.values()):
+    fp8 = [it.scale for it in stored.values() if it.format == "fp8" and it.scale.dim() == 0]
+    if any(float(scale) == 1.0 for scale in fp8):
         notes.append(
             "the file's fp8 has no scales, which loses small weights: a scaled or a bf16 file "
             "follows prompts more closely"
         )
     return notes
-
-
-def _is_unscaled(entry: StoredLayer) -> bool:
-    return entry.format == "fp8" and entry.scale.dim() == 0 and float(entry.scale) == 1.0

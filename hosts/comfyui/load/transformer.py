@@ -168,7 +168,10 @@ def _build(plan: LoadPlan, disable_dynamic: bool = False) -> tuple[ModelPatcher,
     assign = patcher.is_dynamic()
     if not assign and not quantized and (source.part.quantization.layers or joined_bytes(source)):
         # What was converted is taken over; copied, as mapped tensors are, it would exist twice.
-        tensors = {name: _in_dtype_of(model, tensor) for name, tensor in tensors.items()}
+        dtype = model.get_dtype()
+        tensors = {
+            name: it.to(dtype) if it.is_floating_point() else it for name, it in tensors.items()
+        }
         assign = True
     model.load_model_weights(tensors, "", assign=assign)
     patcher.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, SAMPLING_KEY, measure_sampling)
@@ -227,10 +230,6 @@ def _keep_off_card(patcher: ModelPatcher, quantized: bool) -> None:
     ):
         patcher.add_wrapper_with_key(wrapper, MODULATION_KEY, function)
     patcher.add_callback_with_key(CallbacksMP.ON_DETACH, MODULATION_KEY, ModelModulation.on_detach)
-
-
-def _in_dtype_of(model: torch.nn.Module, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(model.get_dtype()) if tensor.is_floating_point() else tensor
 
 
 def _model_config(
