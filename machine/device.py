@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from ..errors import SettingError, UnavailableError
+from ..patches import switched
 from .memory import available_memory
 
 
@@ -67,14 +68,8 @@ def flags_for_a_run(tf32: bool, cudnn_benchmark: bool) -> Iterator[None]:
     switches = _tf32() if tf32 else []
     if cudnn_benchmark:
         switches.append((torch.backends.cudnn, "benchmark", True))
-    before = [(switch, name, getattr(switch, name)) for switch, name, _ in switches]
-    try:
-        for switch in switches:
-            setattr(*switch)
+    with switched("switches", switches):
         yield
-    finally:
-        for switch in before:
-            setattr(*switch)
 
 
 def _tf32() -> list[tuple[object, str, object]]:

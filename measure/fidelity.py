@@ -28,6 +28,7 @@ from ..hosts.diffusers.quantized import chosen_layers, quantizable, tensor_core_
 from ..loaders.quantize import is_finite, quantize_rows, row_format
 from ..loaders.source import Source
 from ..machine.card import first_line
+from ..patches import call
 from ..spec.formats import BYTES_PER_SCALE
 
 GAUSSIAN_ROWS = 256
@@ -111,7 +112,7 @@ def measured_layers(
             out = product.linear(inputs[0], values, scale, layer.bias, rotation)
             total.add(out, output, inputs[0])
 
-        handles.append(layer.register_forward_hook(compare))
+        handles.append(call("layer errors", layer.register_forward_hook, compare))
     try:
         yield found
     finally:

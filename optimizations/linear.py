@@ -17,6 +17,7 @@ from ..caches import remembered
 from ..errors import SettingError, UnavailableError
 from ..machine.card import State
 from ..machine.packages import check_kitchen
+from ..patches import call
 from ..spec.formats import FORMATS, RowFormat
 from . import kernels, reference
 from .kernels import sm_of
@@ -224,7 +225,7 @@ def _shape_alone(x: torch.Tensor, weight: torch.Tensor, *how: Any) -> torch.Tens
 
 
 # `torch.library.custom_op` looks for its caller's source among all modules: 0.2 s of a first load.
-_LIBRARY = torch.library.Library("qwen_l40s", "FRAGMENT")
+_LIBRARY = call("operator", torch.library.Library, "qwen_l40s", "FRAGMENT")
 if not hasattr(torch.ops.qwen_l40s, "quantized_linear"):  # by a second import of this package
     _LIBRARY.define(
         "quantized_linear(Tensor x, Tensor weight, Tensor scale, Tensor? bias, str format, "

@@ -29,6 +29,7 @@ from ...optimizations.blocks.products import PackedWeight
 from ...optimizations.fused import TORCH, choose_ops
 from ...optimizations.linear import known_gemm, quantized_linear
 from ...optimizations.verdict import Verdict
+from ...patches import call, put
 from ...spec.formats import FORMATS
 
 FP8_ROWS, INT8_ROWS = FORMATS["fp8"], FORMATS["int8"]
@@ -79,7 +80,7 @@ class FP8RowsLayout(QuantizedLayout):
         return {"": qdata, "_scale": params.scale}
 
 
-register_layout_class(FP8_ROWS.layout, FP8RowsLayout)
+call("layout", register_layout_class, FP8_ROWS.layout, FP8RowsLayout)
 
 
 # The Linear of quantized models, handed to ComfyUI through its `custom_operations`.
@@ -271,9 +272,14 @@ def _load_fp8_rows(
         orig_dtype=compute_dtype,
         orig_shape=tuple(weight.shape),
     )
-    module.quant_format = settings["format"]
-    module.layout_type = FP8_ROWS.layout
-    module._full_precision_mm_config = settings.get("full_precision_matrix_mult", False)
-    module._full_precision_mm = module._full_precision_mm_config
     quantized = QuantizedTensor(weight, FP8_ROWS.layout, params)
-    module.weight = torch.nn.Parameter(quantized, requires_grad=False)
+    full_precision = settings.get("full_precision_matrix_mult", False)
+    put(
+        "weights",
+        module,
+        quant_format=settings["format"],
+        layout_type=FP8_ROWS.layout,
+        _full_precision_mm_config=full_precision,
+        _full_precision_mm=full_precision,
+        weight=torch.nn.Parameter(quantized, requires_grad=False),
+    )

@@ -34,6 +34,7 @@ from ...loaders.quantize import check_finite
 from ...loaders.source import check_names, shapes_of
 from ...machine.device import available_bytes, choose_device
 from ...machine.memory import available_memory
+from ...patches import put
 from ...spec.formats import BYTES_PER_WEIGHT
 from ...spec.transformer import USUAL_SIDE
 from ..loading import PrecisionChoice, choose_precision
@@ -91,7 +92,7 @@ def _fill(model: ModelMixin, shards: Shards, dtype: torch.dtype, device: str) ->
                 value = tensor.to(device=device, dtype=dtype)
                 weight = torch.nn.Parameter(value, requires_grad=False)
                 owner, _, leaf = name.rpartition(".")
-                setattr(model.get_submodule(owner), leaf, weight)
+                put("weights", model.get_submodule(owner), **{leaf: weight})
 
 
 @dataclass(frozen=True)

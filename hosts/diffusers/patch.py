@@ -20,6 +20,7 @@ from ...families.registry import blocks_of, pass_of
 from ...optimizations.attention import is_lossy
 from ...optimizations.run import Optimization
 from ...optimizations.verdict import Verdict
+from ...patches import ABSENT, swap
 from .forward import HOST_ATTENTION, TransformerAttention
 from .layers import DiffusersLayers, Timesteps, TransformerModulation
 
@@ -222,14 +223,14 @@ class Forward:
             run; None for that alone.
 
     Attributes:
-        before: What was in its place, of another extension; None for the class's own.
+        before: What was in its place, of another extension; ABSENT for the class's own.
     """
 
     __slots__ = ("__signature__", "_transformer", "before", "instead")
 
     def __init__(self, transformer: QwenImageTransformer2DModel, instead: Instead | None) -> None:
         self.instead = instead
-        self.before: Callable[..., Any] | None = None
+        self.before: Any = ABSENT
         self._transformer = weakref.ref(transformer)
         self.__signature__ = inspect.signature(type(transformer).forward.__get__(transformer))
 
@@ -237,8 +238,7 @@ class Forward:
         """Takes the innermost place there is."""
         own = self._transformer().__dict__
         slot = next((slot for slot in SLOTS if slot in own), "forward")
-        self.before = own.get(slot)
-        own[slot] = self
+        self.before = swap("forward", own, slot, self)
 
     def remove(self) -> None:
         """Puts back what was there; somebody who has wrapped this one since calls through it."""
@@ -248,10 +248,10 @@ class Forward:
         for slot in SLOTS:
             if own.get(slot) is not self:
                 continue
-            if self.before is None and slot == "forward":
-                del own[slot]
-            else:
-                own[slot] = self.before or type(transformer).forward.__get__(transformer)
+            before = self.before
+            if before is ABSENT and slot != "forward":
+                before = type(transformer).forward.__get__(transformer)
+            swap("forward", own, slot, before)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Neither the choices nor the launches can be traced.
@@ -260,7 +260,7 @@ class Forward:
         return self.instead(self._own, args, kwargs)
 
     def _own(self, *args: Any, **kwargs: Any) -> Any:
-        if self.before is not None:
+        if self.before is not ABSENT:
             return self.before(*args, **kwargs)
         transformer = self._transformer()
         return type(transformer).forward(transformer, *args, **kwargs)
@@ -274,10 +274,10 @@ class Forward:
 def _installed(transformer: QwenImageTransformer2DModel) -> Forward | None:
     """Finds what an earlier `optimize` hung on a transformer, wherever others have wrapped it."""
     for slot in SLOTS:
-        forward = transformer.__dict__.get(slot)
-        while forward is not None:
+        forward = transformer.__dict__.get(slot, ABSENT)
+        while forward is not ABSENT:
             ours = isinstance(forward, Forward)
             if ours and isinstance(forward.instead, TransformerOptimization):
                 return forward
-            forward = forward.before if ours else getattr(forward, "__wrapped__", None)
+            forward = forward.before if ours else getattr(forward, "__wrapped__", ABSENT)
     return None

@@ -20,6 +20,7 @@ from ...loaders.quantize import quantize_rows, row_format
 from ...loaders.quantized_file import check_precision, choose_layers
 from ...optimizations import reference
 from ...optimizations.linear import Gemm, choose_gemm
+from ...patches import put
 from ...spec.formats import RowFormat
 
 
@@ -167,4 +168,4 @@ def quantize_transformer(
 def replace_layer(model: torch.nn.Module, name: str, layer: torch.nn.Module) -> None:
     """Puts a module into a model at a dotted name."""
     owner, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(owner), leaf, layer)
+    put("weights", model.get_submodule(owner), **{leaf: layer})

@@ -18,6 +18,7 @@ from diffusers.models.modeling_outputs import Transformer2DModelOutput
 
 from ...optimizations.step_cache import CachedRun, CacheFigures
 from ...optimizations.verdict import Verdict
+from ...patches import patched
 from ...step_cache import OFF, CacheSettings, cache_settings
 from .patch import Forward
 
@@ -55,8 +56,7 @@ def cache_steps(
     controlnet = getattr(pipeline, "controlnet", None)
     if controlnet is not None:
         hung.append(Forward(controlnet, cached.run_controlnet))
-    own, host = vars(scheduler), scheduler.step
-    before = own.get("step")  # of another extension
+    host = scheduler.step
 
     @functools.wraps(host)
     def step(model_output: torch.Tensor, timestep: Any, sample: torch.Tensor, *args, **kwargs):
@@ -65,16 +65,12 @@ def cache_steps(
     try:
         for forward in hung:
             forward.install()
-        own["step"] = step
-        yield cached
+        with patched("scheduler", [(vars(scheduler), "step", step)]):
+            yield cached
     finally:
-        cached._run = None
+        cached._run = None  # for whoever has wrapped `step`
         for forward in hung:
             forward.remove()
-        if own.get("step") is step:  # else somebody has wrapped it, and it does nothing any more
-            own["step"] = before
-            if before is None:
-                del own["step"]
 
 
 class PipelineStepCache:

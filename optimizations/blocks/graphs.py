@@ -14,6 +14,7 @@ import torch
 
 from ...caches import remembered
 from ...machine.card import first_line
+from ...patches import call
 from ...spec.sizes import REPAID_BY
 from ..fused import Ops
 from ..modulation import Entry
@@ -414,11 +415,11 @@ def _begin(graph: torch.cuda.CUDAGraph, device: torch.device, pool: tuple[int, i
     """
     generator = torch.cuda.default_generators[device.index]
     everybodys = generator.graphsafe_get_state()
-    generator.graphsafe_set_state(generator.clone_state())
+    call("generator", generator.graphsafe_set_state, generator.clone_state())
     try:
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     finally:
-        generator.graphsafe_set_state(everybodys)
+        call("generator", generator.graphsafe_set_state, everybodys)
 
 
 def _end(graph: torch.cuda.CUDAGraph, device: torch.device, pool: tuple[int, int]) -> None:
@@ -430,6 +431,6 @@ def _end(graph: torch.cuda.CUDAGraph, device: torch.device, pool: tuple[int, int
         graph.capture_end()
     except RuntimeError:
         with suppress(AttributeError, RuntimeError):
-            torch._C._cuda_endAllocateToPool(device.index, pool)
-            torch._C._cuda_releasePool(device.index, pool)
+            for end in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
+                call("broken capture", end, device.index, pool)
         raise

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ...machine.card import first_line
+from ...patches import patched
 from ...spec.sizes import MOST_GRAPH_ROWS
 from ..attention import Attention, AttentionRequest, ChosenAttention
 from ..cards.team import Given, SplitPlan, Team
@@ -80,15 +81,10 @@ class ForwardPass:
         """Puts the executor into the blocks, and takes it out again."""
         bound = [_BoundForward(self, *it) for it in enumerate(self._host.blocks)]
         try:
-            for block, forward in zip(self._host.blocks, bound, strict=True):
-                # Not through Module.__setattr__, which costs as much as a launch.
-                block.__dict__["forward"] = forward
-            yield
+            # Not through Module.__setattr__, which costs as much as a launch.
+            with patched("block", [(it.block.__dict__, "forward", it) for it in bound]):
+                yield
         finally:
-            for block, forward in zip(self._host.blocks, bound, strict=True):
-                forward.leave()
-                if block.__dict__.get("forward") is forward:  # else another extension's
-                    del block.__dict__["forward"]
             del self._executor  # which holds this pass, and with it the model, in a circle
 
     def run(
@@ -422,11 +418,11 @@ class _Watch:
 
 
 class _BoundForward:
-    __slots__ = ("_block", "_index", "_pass")
+    __slots__ = ("_index", "_pass", "block")
 
     def __init__(self, forward_pass: ForwardPass, index: int, block: torch.nn.Module) -> None:
         self._pass: ForwardPass | None = forward_pass
-        self._index, self._block = index, block
+        self._index, self.block = index, block
 
     def leave(self) -> None:
         """Runs the host's own from here on, for an extension that has wrapped this one."""
@@ -434,5 +430,5 @@ class _BoundForward:
 
     def __call__(self, *positional: Any, **arguments: Any) -> Any:
         if self._pass is None:
-            return type(self._block).forward(self._block, *positional, **arguments)
-        return self._pass.run(self._index, self._block, positional, arguments)
+            return type(self.block).forward(self.block, *positional, **arguments)
+        return self._pass.run(self._index, self.block, positional, arguments)

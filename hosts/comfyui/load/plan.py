@@ -25,6 +25,7 @@ from ....loaders.sizes import loaded_bytes
 from ....loaders.source import Source, check_complete
 from ....loaders.writer import KeptFile
 from ....machine.memory import available_memory
+from ....patches import put
 from ....planning.bytes import TransformerBytes, weight_bytes, weights_by_precision
 from ....planning.phases import KEPT_FREE_BYTES
 from ....planning.plan import check_tensor_cores
@@ -315,7 +316,6 @@ def require_less_memory(model: Any, weights: int, device: torch.device) -> None:
         weights: bytes that ComfyUI loads of the model.
         device: where it loads them.
     """
-    model.memory_usage_factor = STEP_FACTOR
     reference = weakref.ref(model)
 
     def memory_required(*args: Any, **kwargs: Any) -> float:
@@ -327,4 +327,4 @@ def require_less_memory(model: Any, weights: int, device: torch.device) -> None:
         fits = weights + needed + comfy.model_management.minimum_inference_memory() <= free
         return max(0.0, needed - RESERVED_SHARE * weights) if fits else needed
 
-    model.memory_required = memory_required
+    put("memory", model, memory_usage_factor=STEP_FACTOR, memory_required=memory_required)

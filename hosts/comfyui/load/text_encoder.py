@@ -22,6 +22,7 @@ from comfy.model_patcher import ModelPatcher
 from ....errors import CheckpointError
 from ....families.registry import text_encoder_titled
 from ....loaders.source import Source, open_source
+from ....patches import put
 from ....planning.request import DROPPED, ON_PROCESSOR
 from ....spec.formats import MULTIPLIED, QUANTIZED
 from ....spec.sizes import STAGING_BYTES
@@ -177,7 +178,7 @@ def load_text_encoder(
     options = _model_options(layout, tokenizer, prepared) | devices
     clip = _build(source, layout.kind, tokenizer, prepared, options, disable_dynamic)
     arguments = source, precision, placement
-    clip.patcher.cached_patcher_init = load_text_encoder_patcher, arguments
+    put("second load", clip.patcher, cached_patcher_init=(load_text_encoder_patcher, arguments))
     reason = {"auto": "auto: as stored", AS_STORED: AS_STORED}.get(precision, "requested")
     encoder = text_encoder_titled(source.part.family)
     size = encoder.published.get((source.part.dims["hidden"], source.part.blocks))

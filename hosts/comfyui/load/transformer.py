@@ -33,6 +33,7 @@ from ....machine.device import Later
 from ....optimizations import fused, linear
 from ....optimizations.linear import choose_gemm
 from ....optimizations.warm_up import warm_up
+from ....patches import put
 from ....spec.formats import QUANTIZED, format_gib
 from ..linear import quantized_operations
 from ..sample.measure import SAMPLING_KEY, measure_sampling
@@ -179,7 +180,7 @@ def _build(plan: LoadPlan, disable_dynamic: bool = False) -> tuple[ModelPatcher,
     if plan.off_card:
         _keep_off_card(patcher, quantized)
     check_first_run(patcher, (taken or source).path)
-    patcher.cached_patcher_init = (load_patcher, (plan,))
+    put("second load", patcher, cached_patcher_init=(load_patcher, (plan,)))
     return patcher, notes
 
 
@@ -221,7 +222,7 @@ def _what_is_not_quantized(dtype: torch.dtype, kept: Sequence[torch.Tensor]) -> 
 def _keep_off_card(patcher: ModelPatcher, quantized: bool) -> None:
     model, device = patcher.model, patcher.load_device
     off_card = sum(layer.nbytes for layer in off_card_layers(model))
-    patcher.size = comfy.model_management.module_size(model) - off_card
+    put("patcher", patcher, size=comfy.model_management.module_size(model) - off_card)
     if not patcher.is_dynamic() and not quantized:
         require_less_memory(model, patcher.size, device)
     for wrapper, function in (
@@ -255,7 +256,7 @@ def _model_config(
     cast = comfy.model_management.unet_manual_cast(None if quantized else dtype, device, supported)
     config.set_inference_dtype(dtype, cast, device=device)
     if quantized:
-        config.custom_operations = quantized_operations(cast or dtype)
+        put("operations", config, custom_operations=quantized_operations(cast or dtype))
     return config
 
 

@@ -14,6 +14,7 @@ from ....families.registry import family_with, load, vae_titled
 from ....loaders.header import PLAIN_DTYPES
 from ....loaders.quantize import check_finite
 from ....loaders.source import Source, check_names, open_source, shapes_of
+from ....patches import put
 from ...loading import check_known
 from ..decode.fused import compile_ahead
 from .plan import LoadReport
@@ -51,7 +52,8 @@ def load_vae(
     vae = comfy.sd.VAE(sd=tensors, dtype=VAE_DTYPES[precision])
     vae.throw_exception_if_invalid()
     compile_ahead(vae)
-    vae.patcher.cached_patcher_init = (load_vae_patcher, (source, precision))
+    second = load_vae_patcher, (source, precision)
+    put("second load", vae.patcher, cached_patcher_init=second)
     why = "as requested" if VAE_DTYPES[precision] else f"auto: ComfyUI's choice on {vae.device}"
     return vae, LoadReport(
         what="VAE",

@@ -30,12 +30,10 @@ from ....errors import UnavailableError
 from ....families.registry import first_reader
 from ....optimizations.blocks.block_form import is_changed
 from ....optimizations.blocks.shape import LowRank
+from ....patches import patched, put
 from ..linear import AroundLinear
 
 BYPASS_KEY = "qwen_l40s_lora"
-# The second tells newer ComfyUI (#16862), whose fused linear layers read weights past `forward`,
-# that this forward counts.
-REPLACED = ("forward", "comfy_force_forward")
 
 
 class Matrices(NamedTuple):
@@ -276,20 +274,18 @@ def run_bypass(executor: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
 @contextmanager
 def bypassed(model: Any) -> Iterator[None]:
     """Puts every change of the patcher that samples into the layers of a BaseModel."""
-    wrapped: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    try:
-        for layers in bypass_models(model.current_patcher):
-            for layer, change in layers.of(model):
-                own = layer.__dict__  # past Module.__setattr__
-                wrapped.append((own, {name: own[name] for name in REPLACED if name in own}))
-                own["forward"] = BypassForward(layer.forward, change)
-                own["comfy_force_forward"] = True
+    with patched("bypass", _changes(model)):
         yield
-    finally:
-        for own, before in reversed(wrapped):
-            for name in REPLACED:
-                own.pop(name, None)
-            own.update(before)
+
+
+def _changes(model: Any) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    for layers in bypass_models(model.current_patcher):
+        for layer, change in layers.of(model):
+            own = layer.__dict__  # past Module.__setattr__
+            yield own, "forward", BypassForward(layer.forward, change)
+            # By this newer ComfyUI (#16862), whose fused linear layers read weights past `forward`,
+            # knows that this forward counts.
+            yield own, "comfy_force_forward", True
 
 
 class BypassForward:
@@ -302,6 +298,9 @@ class BypassForward:
     def __init__(self, forward: Callable[..., torch.Tensor], change: torch.nn.Module) -> None:
         self.forward = forward
         self._change = change
+
+    def leave(self) -> None:
+        self._change = lambda _, y: y
 
     def __call__(
         self,
@@ -327,7 +326,8 @@ def _patcher(
     # Never the dynamic class: torch.compile cannot trace a weight that is faulted in.
     patcher = ModelPatcher(layers, load_device=load_device, offload_device=offload_device)
     # For MultiGPU, which loads every model once more.
-    patcher.cached_patcher_init = (_second_patcher, (layers, load_device, offload_device))
+    second = _second_patcher, (layers, load_device, offload_device)
+    put("second load", patcher, cached_patcher_init=second)
     return patcher
 
 

@@ -19,6 +19,7 @@ from comfy_execution.progress import get_progress_state
 from comfy_execution.utils import get_executing_context
 
 from ....caches import remembered
+from ....patches import call
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +173,7 @@ class MeasuredPhase:
                 whose.allocated_bytes = max(whose.allocated_bytes, most)
                 if whose.waited_seconds is not None:
                     whose.working_bytes = max(whose.working_bytes, most - whose._base)
-            torch.cuda.reset_peak_memory_stats(self.device)
+            call("peak", torch.cuda.reset_peak_memory_stats, self.device)
 
 
 def phase(

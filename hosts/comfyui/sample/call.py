@@ -11,6 +11,7 @@ import comfy.model_prefetch
 import torch
 
 from ....optimizations.verdict import Verdict
+from ....patches import call
 
 # Of BaseModel.apply_model, behind x and t. ComfyUI passes them by place; a wrapper of another
 # extension may pass them on by name.
@@ -123,7 +124,7 @@ def clean_up(blocks: Collection[torch.nn.Module]) -> None:
         if any(module in blocks for module, _ in states):
             for module, layers in states:
                 prefetch.cleanup_prefetched_modules(module, layers or ())
-            queue.clear()
+            call("queues", queue.clear)
 
 
 def compiler_failed(error: RuntimeError) -> Verdict | None:

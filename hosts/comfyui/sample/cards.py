@@ -25,6 +25,7 @@ from ....errors import QwenL40SError
 from ....families.comfyui import kind_of
 from ....machine.card import InstalledCard, first_line
 from ....optimizations.verdict import Verdict
+from ....patches import call, patched
 from ....spec.formats import format_gib
 from ..contract import unsupported_model
 from .call import IDLE
@@ -133,7 +134,8 @@ def _cloned(model: ModelPatcher, cards: int) -> ModelPatcher | Verdict:
     # Where a MODEL is gone and others share its weights, ComfyUI 0.33 unloads the entry no more,
     # and looking for a copy to use again fails.
     loaded = management.current_loaded_models
-    loaded[:] = [entry for entry in loaded if entry.model is not None]
+    for entry in [it for it in loaded if it.model is None]:
+        call("gone models", loaded.remove, entry)
     try:
         return create_multigpu_deepclones(model, cards, reuse_loaded=True)
     except (RuntimeError, QwenL40SError) as error:
@@ -174,20 +176,19 @@ def share_idle_cards(
     working = 1 if unsafe else _working(conds, x, timestep, len(clones))
     models = [patcher.model for patcher in clones.values()]
     options = model_options["transformer_options"]
-    options[IDLE] = {
+    idle = {
         lead: tuple(models[working + place :: working])
         for place, lead in enumerate(models[:working])
     }
     try:
-        return executor(model, conds, x, timestep, alone if unsafe else model_options)
+        with patched("options", [(options, IDLE, idle)]):
+            return executor(model, conds, x, timestep, alone if unsafe else model_options)
     except torch.OutOfMemoryError as error:
         logger.warning(
             "Qwen-Image L40S, cards: %s The run goes on with one card: close what else uses the "
             "others.",
             first_line(error),
         )
-    finally:
-        options.pop(IDLE, None)
     # The other cards' results still wait in the pool, where the next step would take them.
     if pool is not None:
         _full.add(pool)

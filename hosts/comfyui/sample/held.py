@@ -25,6 +25,7 @@ from ....families.registry import spec_of
 from ....optimizations.blocks.block import DENSE
 from ....optimizations.blocks.block_form import head_norms, query_layer, token_layers
 from ....optimizations.verdict import Verdict
+from ....patches import call
 from ....spec.formats import RowFormat
 from ..linear import INT8_ROWS, packed_parts
 from ..lora.bypass import Beside
@@ -439,4 +440,4 @@ def _lift_watermark(last: Pages) -> None:
     the bottom. Once they are no longer pinned, as many go as are needed.
     """
     if last.vbar.get_watermark() < last.numbers.stop:
-        last.vbar.prioritize()
+        call("watermark", last.vbar.prioritize)

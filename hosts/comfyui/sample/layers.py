@@ -21,6 +21,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.quant_ops import QuantizedTensor
 from comfy_aimdo import model_vbar
 
+from .... import patches
 from ....caches import cached
 from ....families.registry import blocks_of
 from ....optimizations.blocks.block import DENSE, LayerTensors
@@ -146,8 +147,9 @@ class ComfyLayers:
                     for part, target in zip(*(_parts(it) for it in (tensors, there)), strict=True):
                         comfy.model_management.mark_mmap_dirty(part.untyped_storage())
                         put(part, target)
-                    layer._v_weight, layer._v_bias = there
-                    layer._v_signature = signature
+                    weight, bias = there
+                    kept = {"_v_weight": weight, "_v_bias": bias, "_v_signature": signature}
+                    patches.put("resident weights", layer, **kept)
                 finally:
                     model_vbar.vbar_unpin(own["_v"])
 

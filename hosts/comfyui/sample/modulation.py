@@ -19,6 +19,7 @@ from ....families.registry import blocks_of, modulation_of
 from ....optimizations.blocks.block_form import modulation_layers
 from ....optimizations.modulation import Entry, ModulationTable, TableFigures, compute_entries
 from ....optimizations.verdict import Verdict
+from ....patches import put
 from ....spec.formats import format_gib
 from ..lora.bypass import bypass_models, is_foreign, is_of_comfyui
 from ..record.phase import inner_phase
@@ -88,7 +89,8 @@ class ModelModulation:
         """The model's own, made on first use."""
         found = model.__dict__.get(MODULATION_KEY)
         if found is None:
-            found = model.__dict__[MODULATION_KEY] = cls(model)
+            found = cls(model)
+            put("table", model, **{MODULATION_KEY: found})
         return found
 
     @property

@@ -24,6 +24,7 @@ from ....families.registry import blocks_of, modulation_of
 from ....optimizations.blocks.block_form import ModulationLayer, modulation_layers
 from ....optimizations.modulation import Entry, compute_entries
 from ....optimizations.stream import WeightStream
+from ....patches import patched, put
 from ....planning.phases import LAYERS_ON_CARD
 from ....spec.formats import format_gib
 from ..record.phase import running
@@ -48,7 +49,7 @@ class OffCardLinear(torch.nn.Module):
         # Past Module.__setattr__, which would make it a submodule with parameters.
         self.__dict__["_linear"] = linear
         # As ComfyUI sets it where a layer may be in another dtype than what it is given.
-        linear.comfy_cast_weights = True
+        put("off-card layers", linear, comfy_cast_weights=True)
         self.key, self.block, self.stream = key, block, stream
         self.is_on_card = False
         self.__dict__["modulation"] = lambda: None  # weakly, what has the table
@@ -56,7 +57,7 @@ class OffCardLinear(torch.nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         """Hands weights on: ComfyUI sets them when it takes a patch back."""
         if name in TENSORS:
-            setattr(self._linear, name, value)
+            put("weights", self._linear, **{name: value})
         else:
             super().__setattr__(name, value)
 
@@ -85,19 +86,22 @@ class OffCardLinear(torch.nn.Module):
             parts: Copies of `parts()` on one device.
             patcher: Whose patches; None for none.
         """
-        own = self._linear.__dict__["_parameters"]
-        before, iterator = dict(own), iter(parts)
         self.is_on_card = True
         try:
-            own.update(
-                {name: _rebuilt(own[name], iterator) for name in TENSORS if own[name] is not None}
-            )
-            for name in TENSORS if patcher is not None else ():
-                own[name] = _patched(patcher, f"{self.key}.{name}", own[name])
-            yield
+            with patched("copies on the card", self._copies(iter(parts), patcher)):
+                yield
         finally:
             self.is_on_card = False
-            own.update(before)
+
+    def _copies(
+        self, parts: Iterator[torch.Tensor], patcher: ModelPatcher | None
+    ) -> Iterator[tuple[dict[str, Any], str, torch.Tensor | None]]:
+        own = self._linear.__dict__["_parameters"]
+        for name in TENSORS:
+            if own[name] is not None:
+                yield own, name, _rebuilt(own[name], parts)
+        for name in TENSORS if patcher is not None else ():
+            yield own, name, _patched(patcher, f"{self.key}.{name}", own[name])
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.is_on_card:
@@ -133,7 +137,7 @@ class OffCardLinear(torch.nn.Module):
             own = getattr(linear, name)
             dtype = getattr(linear, f"{name}_comfy_model_dtype", None) if own is None else own.dtype
             tensor = tensor.to(dtype or tensor.dtype)
-            setattr(linear, name, torch.nn.Parameter(tensor, requires_grad=False))
+            put("weights", linear, **{name: torch.nn.Parameter(tensor, requires_grad=False)})
 
 
 class OffCardModulation(torch.nn.Sequential):
@@ -160,7 +164,7 @@ class _OffCard:
         """A clone without dynamic VRAM, for torch.compile or hooks, is one of these too."""
         made = super().clone(*args, **kwargs)
         if type(made) is ModelPatcher:
-            made.__class__ = OffCardPatcher
+            put("patcher", made, __class__=OffCardPatcher)
         return made
 
 
@@ -186,7 +190,7 @@ def take_off_card(model: Any) -> None:
             activation, linear = getattr(block, name)
             key = f"diffusion_model.{stack}.{index}.{name}.1"
             off_card = OffCardLinear(linear, key, index, stream)
-            setattr(block, name, OffCardModulation(activation, off_card))
+            put("off-card layers", block, **{name: OffCardModulation(activation, off_card)})
 
 
 def off_card_layers(model: torch.nn.Module) -> list[OffCardLinear]:

@@ -22,6 +22,7 @@ from ....families.comfyui import kind_of
 from ....families.registry import blocks_of, spec_of
 from ....optimizations.attention import MOST_ERROR, is_lossy
 from ....optimizations.blocks.block_form import heads_of, query_layer
+from ....patches import ABSENT, swap
 from ..contract import unsupported_model
 from .attention import SLOT, SlotAttention
 from .layers import compile_ahead
@@ -84,9 +85,8 @@ def optimize(model: ModelPatcher, settings: OptimizeSettings | None = None) -> M
     if settings.attention != HOST_ATTENTION and not (others and settings.attention == "auto"):
         form = model.load_device, model.model.get_dtype_inference(), *_heads(model.model)
         lossy = is_lossy(settings.attention, *form)
-        attention = options[SLOT] = SlotAttention(
-            settings.attention, lossy, others, settings.attention_error
-        )
+        attention = SlotAttention(settings.attention, lossy, others, settings.attention_error)
+        swap("attention", options, SLOT, attention)
     optimization = ComfyOptimization(
         settings.blocks, attention, settings.tf32, settings.cudnn_benchmark
     )
@@ -124,10 +124,9 @@ def restore(model: ModelPatcher) -> ModelPatcher:
     clone.remove_callbacks_with_key(CallbacksMP.ON_DETACH, OPTIMIZATION_KEY)
     clone.remove_attachments(OPTIMIZATION_KEY)
     options = clone.model_options["transformer_options"]
-    if isinstance(options.get(SLOT), SlotAttention):
-        before = options.pop(SLOT).before
-        if before is not None:
-            options[SLOT] = before
+    filled = options.get(SLOT)
+    if isinstance(filled, SlotAttention):
+        swap("attention", options, SLOT, ABSENT if filled.before is None else filled.before)
     return clone
 
 

@@ -15,6 +15,7 @@ from comfy.model_management import cuda_device_context
 from comfy.quant_ops import QuantizedTensor
 from comfy.samplers import CFGGuider
 
+from .... import patches
 from ....caches import cached
 from ....errors import SettingError
 from ....families.comfyui import kind_of
@@ -121,7 +122,8 @@ class ComfyOptimization(Optimization):
             except NotFiniteError:
                 logger.warning("Qwen-Image L40S: the run begins again.")
                 unsafe_copies(guider.model_patcher, again=True)  # lost ones may give NaN, too
-            guider.conds = {name: [dict(prompt) for prompt in it] for name, it in prompts.items()}
+            again = {name: [dict(prompt) for prompt in it] for name, it in prompts.items()}
+            patches.put("prompts", guider, conds=again)
 
     def on_detach(self, patcher: Any, unpatch_all: bool) -> None:
         """ON_DETACH callback: what is kept for a model leaves the card with it."""
@@ -139,7 +141,9 @@ class ComfyOptimization(Optimization):
         file = self.read_file(model, options)
         others = not isinstance(options.get(SLOT), SlotAttention | None)
         self._instead = OTHER_NODES if others else "ComfyUI's own"
-        own = options.pop(SLOT, None) if file is not None and file.runs else None
+        own = patches.ABSENT
+        if file is not None and file.runs:
+            own = patches.swap("options", options, SLOT, patches.ABSENT)
         weights = None if self._brought is None else self._weights
         control = control_of(args, kwargs)
         idle = idle_models(options, model) if self._blocks else ()
@@ -163,8 +167,8 @@ class ComfyOptimization(Optimization):
                     return output
                 return self.run_pass(host, lambda: executor(x, t, *args, **kwargs))
         finally:
-            if own is not None:
-                options[SLOT] = own
+            if own is not patches.ABSENT:
+                patches.swap("options", options, SLOT, own)
 
     def _bring(self, host: HostPass) -> None:
         """Has the weights of a card that shares a pass brought, once a run."""
@@ -183,9 +187,7 @@ def _inside(
     """Has `run` make the calls of the transformer, inside of all wrappers: a pass that it makes
     twice is one step to other packs. Gives a list that has an item for each call.
     """
-    own = transformer.__dict__
-    before, inner = own.get("_forward"), transformer._forward
-    going, runs = True, []
+    inner, going, runs = transformer._forward, True, []
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         call = functools.partial(inner, *args, **kwargs)
@@ -194,16 +196,11 @@ def _inside(
         runs.append(True)
         return run(call)
 
-    own["_forward"] = forward
     try:
-        yield runs
+        with patches.patched("transformer", [(transformer.__dict__, "_forward", forward)]):
+            yield runs
     finally:
         going = False  # for a pack that has wrapped it meanwhile
-        if own.get("_forward") is forward:
-            if before is None:
-                del own["_forward"]
-            else:
-                own["_forward"] = before
 
 
 def check_parts(executor: Any, noise: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

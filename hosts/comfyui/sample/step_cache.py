@@ -21,6 +21,7 @@ from comfy.patcher_extension import WrappersMP
 
 from ....optimizations.step_cache import CachedRun, CacheFigures
 from ....optimizations.verdict import Verdict
+from ....patches import patched
 from ....step_cache import CacheSettings
 from .call import COMPUTED_STEPS
 from .measure import record_runs
@@ -70,13 +71,14 @@ class SamplerStepCache:
         before = self._run, self._remembered
         self._run, self._remembered = self._new_run(guider, sigmas, denoise_mask), None
         options = guider.model_options.setdefault("transformer_options", {})
-        options[COMPUTED_STEPS] = self._run.computed_steps
         try:
-            output = executor(noise, latent_image, sampler, sigmas, denoise_mask, *args, **kwargs)
+            with patched("options", [(options, COMPUTED_STEPS, self._run.computed_steps)]):
+                output = executor(
+                    noise, latent_image, sampler, sigmas, denoise_mask, *args, **kwargs
+                )
             self._last = self._run.finish()
         finally:
             self._run, self._remembered = before
-            options.pop(COMPUTED_STEPS, None)
         logger.info("Qwen-Image L40S\n%s", "\n".join(self.lines()))
         return output
 
