@@ -26,7 +26,7 @@ from comfy.text_encoders.llama import Qwen25_7BVLI
 from ..families.parts import QWEN_IMAGE_21_VAE
 from ..families.qwen_image import FULL_SIZE, MARKER_2511
 from ..families.qwen_image_21 import SHAPE as SHAPE_21
-from ..hosts.comfyui.decode.wan import WAN22, build_wan21
+from ..hosts.comfyui.decode.fused import WAN22, build_wan21
 from ..hosts.comfyui.linear import quantized_operations
 from ..hosts.comfyui.sample.optimize import report_of
 from ..hosts.comfyui.sample.run import OPTIMIZATION_KEY

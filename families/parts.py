@@ -365,7 +365,7 @@ QWEN_IMAGE_VAE = Vae(
     identify=qwen_image_vae,
     read_shape=lambda dims: VaeShape(*map(dims.__getitem__, SIZES)),
     native_name=vae_name_to_native,
-    comfyui=".hosts.comfyui.decode.wan:WAN21",
+    comfyui=".hosts.comfyui.decode.fused:WAN21",
     other_channels=((4, "4 channels: it decodes to RGBA, for Qwen-Image-Layered"),),
 )
 QWEN_IMAGE_21_VAE = Vae(
@@ -376,5 +376,5 @@ QWEN_IMAGE_21_VAE = Vae(
     identify=qwen_image_21_vae,
     read_shape=lambda dims: VAE_21,
     native_name=vae_21_name_to_native,
-    comfyui=".hosts.comfyui.decode.wan:WAN22",
+    comfyui=".hosts.comfyui.decode.fused:WAN22",
 )

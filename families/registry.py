@@ -346,8 +346,8 @@ def _in_diffusers() -> Iterable[tuple[Family, ModuleType]]:
 
 
 def pass_of(transformer: object) -> type | None:
-    """Returns what makes a call of a transformer, a `hosts.diffusers.forward.TransformerPass`; None
-    of another model's.
+    """Returns the `TransformerPass` of `hosts.diffusers.qwen_image` that makes a call; None of
+    another model's.
     """
     found = (module.PASSES.get(type(transformer)) for _, module in _in_diffusers())
     return next(filter(None, found), None)

@@ -84,7 +84,7 @@ class QwenL40SLoadLora(io.ComfyNode):
             return True
         try:
             require_host()
-            from ..hosts.comfyui.lora.file import inspect_lora
+            from ..hosts.comfyui.lora.apply import inspect_lora
 
             inspect_lora(_path(lora))
         except QwenL40SError as error:

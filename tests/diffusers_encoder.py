@@ -1,6 +1,6 @@
 """Diffusers' VAE encoder in the pieces that a plan runs, of which the package has the decoder's."""
 
-from qwen_l40s.hosts.diffusers.decode import _head, _middle, vae_shape
+from qwen_l40s.hosts.diffusers.sample import _head, _middle, vae_shape
 from qwen_l40s.optimizations.vae.tiles import Stages, stage
 
 

@@ -21,7 +21,7 @@ from ...planning.estimate import usd_range
 from ...planning.phases import Range, figure
 from ...spec.formats import GIB
 from .contract import unsupported_model
-from .record.phase import MeasuredPhase, harmless, measured
+from .record import MeasuredPhase, harmless, measured
 from .report_rows import (
     PARTS_MISSING,
     ROW_NAMES,

@@ -27,7 +27,7 @@ from ...spec.transformer import REFERENCE_SIDE, whole_pixels
 from .estimate.cards import THIS_CARD, card_of
 from .estimate.request import WiredRequest, estimate_on, request_from
 from .load.plan import card_facts
-from .record.phase import MeasuredPhase, measured, prompt_id
+from .record import MeasuredPhase, measured, prompt_id
 
 ROW_NAMES = {**PHASE_NAMES, "encode": "VAE encode", "decode": "VAE decode"}
 ORDER = ("text", "encode", "tables", "sampling", "decode")

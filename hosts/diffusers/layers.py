@@ -59,7 +59,6 @@ class DiffusersLayers:
         return nullcontext(self._token)
 
     def _look(self, blocks: Sequence[torch.nn.Module]) -> Hashable | Verdict:
-        """Makes a token of the addresses and layouts of all tensors."""
         if not all(map(token_layers, blocks)):
             return OWN_WAY
         norms = [norm for block in blocks for norm in head_norms(block)]

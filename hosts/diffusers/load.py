@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,13 @@ from ...families.registry import is_related, module_of, runnable_pipelines
 from ...loaders.checkpoint import sample_sigmas
 from ...loaders.header import PLAIN_DTYPES, Shards, read_object, read_shards
 from ...loaders.quantize import check_finite
-from ...loaders.source import check_names, shapes_of
+from ...loaders.source import (
+    TEMPLATE_PREFIX,
+    check_names,
+    check_prefix,
+    holds_tokenizer,
+    shapes_of,
+)
 from ...machine.device import available_bytes, choose_device
 from ...machine.memory import available_memory
 from ...patches import put
@@ -40,7 +47,6 @@ from ...spec.transformer import USUAL_SIDE
 from ..loading import PrecisionChoice, choose_precision
 from .patch import Optimized, is_lossy_attention, optimize
 from .settings import OffloadChoice, choose_offload
-from .text_encoder import load_text_encoder
 
 logger = logging.getLogger(__name__)
 
@@ -293,3 +299,113 @@ def _family(folder: Path) -> PipelineParts:
             folder,
         )
     raise CheckpointError(f"This is a {name}, not a {known}: use a Qwen-Image folder.", folder)
+
+
+# The prompt side through transformers.
+#
+# It fills what a checkpoint lacks with random numbers and a tokenizer folder without files with an
+# empty vocabulary, and only logs it. Both would paint a wrong image, so both are errors here.
+
+
+def load_text_encoder(
+    model_class: type[PreTrainedModel], folder: Path, *, dtype: torch.dtype, device: str
+) -> PreTrainedModel:
+    """Loads the safetensors in `folder` in evaluation mode."""
+    with _quiet_report():
+        model, report = model_class.from_pretrained(
+            folder,
+            dtype=dtype,
+            device_map=device,
+            local_files_only=True,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # so that the report has them
+            output_loading_info=True,
+        )
+    mismatched = {name for name, *_ in report["mismatched_keys"]}
+    faults = (
+        ("lacks the tensor", report["missing_keys"]),
+        ("has no place in its config.json for the tensor", report["unexpected_keys"]),
+        ("has another shape than its config.json asks for in the tensor", mismatched),
+    )
+    for fault, names in faults:
+        if names:
+            raise CheckpointError(
+                f"The text encoder {fault} {min(names)!r} ({len(names)} in all): download the "
+                "folder again, unquantized.",
+                folder,
+            )
+    for name, weight in model.named_parameters():
+        check_finite(folder, name, weight)
+    return model
+
+
+@contextmanager
+def _quiet_report() -> Iterator[None]:
+    # The same facts become our one sentence.
+    theirs = logging.getLogger("transformers.modeling_utils")
+    theirs.addFilter(_is_no_report)
+    try:
+        yield
+    finally:
+        theirs.removeFilter(_is_no_report)
+
+
+def _is_no_report(record: logging.LogRecord) -> bool:
+    message = record.getMessage()
+    return "LOAD REPORT" not in message and "checkpoint seem corrupted" not in message
+
+
+def load_tokenizer(folder: Path) -> Qwen2Tokenizer:
+    """Loads tokenizer.json, or vocab.json with merges.txt.
+
+    Raises:
+        CheckpointError: neither is there, or Qwen-Image's chat template before the prompt is not 34
+            tokens long, which is what the pipeline cuts off.
+    """
+    _check_tokenizer(folder)
+    tokenizer = Qwen2Tokenizer.from_pretrained(folder, local_files_only=True)
+    check_prefix(folder, len(tokenizer(TEMPLATE_PREFIX).input_ids))
+    return tokenizer
+
+
+SPECIAL_TOKENS = {
+    "image": "<|image_pad|>",
+    "video": "<|video_pad|>",
+    "vision_start": "<|vision_start|>",
+    "vision_end": "<|vision_end|>",
+}
+
+
+def load_processor(folder: Path) -> ProcessorMixin:
+    """Loads what Qwen-Image-2.1 reads prompts and references with: Qwen3-VL's processor without
+    that of videos, which needs torchvision.
+
+    Raises:
+        CheckpointError: the tokenizer or another file is missing.
+    """
+    from transformers import Qwen3VLProcessor  # since 4.57
+
+    class ImageProcessor(Qwen3VLProcessor):
+        def __init__(self, image_processor=None, tokenizer=None, chat_template=None) -> None:
+            for name, token in SPECIAL_TOKENS.items():
+                setattr(self, f"{name}_token", token)
+                setattr(self, f"{name}_token_id", tokenizer.convert_tokens_to_ids(token))
+            ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
+
+    _check_tokenizer(folder)
+    try:
+        return ImageProcessor.from_pretrained(folder, local_files_only=True)
+    except OSError as error:
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(
+            f"The processor cannot be read ({reason}): download the folder again.", folder
+        ) from error
+
+
+def _check_tokenizer(folder: Path) -> None:
+    if not holds_tokenizer(folder):
+        raise CheckpointError(
+            "The tokenizer is missing (tokenizer.json, or vocab.json and merges.txt): download the "
+            "folder again.",
+            folder,
+        )

@@ -21,8 +21,8 @@ from ...optimizations.attention import is_lossy
 from ...optimizations.run import Optimization
 from ...optimizations.verdict import Verdict
 from ...patches import ABSENT, swap
-from .forward import HOST_ATTENTION, TransformerAttention
 from .layers import DiffusersLayers, Timesteps, TransformerModulation
+from .qwen_image import HOST_ATTENTION, TransformerAttention
 
 # Where a module's `forward` is found: accelerate keeps the one that it wraps, and puts it back
 # after every image.
@@ -70,11 +70,7 @@ def optimize(transformer: QwenImageTransformer2DModel, *, attention: str = "auto
 def is_lossy_attention(
     transformer: QwenImageTransformer2DModel, name: str, device: torch.device, dtype: torch.dtype
 ) -> bool:
-    """Tells whether the attention asked for differs from exact attention by more than rounding.
-
-    Raises:
-        SettingError, UnavailableError: As `optimize`.
-    """
+    """Tells whether the attention asked for differs from exact attention by more than rounding."""
     if name == HOST_ATTENTION:
         return False
     config = transformer.config
@@ -93,12 +89,7 @@ def unsupported_model(transformer: object) -> Verdict | None:
 
 
 class Optimized(AbstractContextManager):
-    """Holds what `optimize` has done to a transformer; as a context manager, until its end.
-
-    Args:
-        forward: What hangs on the transformer; None where nothing does.
-        fallback: Why nothing does.
-    """
+    """Holds what `optimize` has done to a transformer; as a context manager, until its end."""
 
     def __init__(self, forward: Forward | None, fallback: Verdict | None = None) -> None:
         self._forward = forward
@@ -190,7 +181,6 @@ class TransformerOptimization(Optimization):
                     self._leave()
 
     def close(self) -> None:
-        """Frees what it holds; only the report stays."""
         self._closing_report = self.report()
         self._modulation.close_run()
         self._leave()
@@ -266,13 +256,11 @@ class Forward:
         return type(transformer).forward(transformer, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Forward:
-        """A copy of the transformer runs diffusers' own forward."""
         transformer = self._transformer()
         return Forward(memo.get(id(transformer), transformer), None)
 
 
 def _installed(transformer: QwenImageTransformer2DModel) -> Forward | None:
-    """Finds what an earlier `optimize` hung on a transformer, wherever others have wrapped it."""
     for slot in SLOTS:
         forward = transformer.__dict__.get(slot, ABSENT)
         while forward is not ABSENT:

@@ -78,7 +78,6 @@ class QuantizedLinear(torch.nn.Module):
     """
 
     def __init__(self, layer: torch.nn.Linear, product: Gemm | PlainProduct) -> None:
-        """Rounds a layer's weight on its device, in the product's format."""
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.form = row_format(product.format, layer.in_features)

@@ -23,7 +23,7 @@ from ...optimizations.reference import Rotary, Tokens
 from ...optimizations.vae.tiles import Layer, stage
 from ...optimizations.verdict import Verdict
 from ...spec.vae import VaeShape
-from .forward import OTHER_ARGUMENTS, TransformerPass
+from .qwen_image import OTHER_ARGUMENTS, TransformerPass
 
 PIPELINE, PUBLISHED = "QwenImage21Pipeline", QWEN_IMAGE_21.vae.shape
 VAE = AutoencoderKLQwenImage21
@@ -97,8 +97,7 @@ def parts() -> Any:
     from diffusers import QwenImage21Pipeline, QwenImage21Transformer2DModel
     from transformers import Qwen3VLForConditionalGeneration
 
-    from .load import PipelineParts
-    from .text_encoder import load_processor
+    from .load import PipelineParts, load_processor
 
     return PipelineParts(
         pipeline=QwenImage21Pipeline,
@@ -127,12 +126,10 @@ def vae_shape(config: Any) -> VaeShape | None:
 
 
 def denormalized(latents: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
-    """Gives what the VAE decodes, by the pipeline's arithmetic."""
     return latents * std + mean
 
 
 def up_layers(block: torch.nn.Module) -> list[Layer]:
-    """Takes a stage of the decoder apart, which runs as one where it has a shortcut."""
     if block.avg_shortcut is None:
         return [*block.resnets, *([block.upsampler] if block.upsampler else ())]
     # Of the frames that it makes of one, the last is the image.

@@ -74,11 +74,7 @@ def cache_steps(
 
 
 class PipelineStepCache:
-    """Holds the state of `cache_steps`; settings are None for no cache.
-
-    Attributes:
-        figures: Of the last run, if it came to its end; else None.
-    """
+    """Holds the state of `cache_steps`; settings are None for no cache."""
 
     def __init__(
         self, transformer: torch.nn.Module, scheduler: Any, settings: CacheSettings | None
@@ -88,7 +84,6 @@ class PipelineStepCache:
         self._run: _Run | None = None
 
     def report(self) -> str:
-        """Tells the last run, a line each."""
         if self._settings is None:
             return f"step cache: {OFF}"
         if self.figures is None:
@@ -142,8 +137,6 @@ class PipelineStepCache:
 
 
 class _Run:
-    """Follows one call of a pipeline, whose scheduler makes `sigmas` anew for each run."""
-
     def __init__(self, scheduler: Any, settings: CacheSettings, refusal: Verdict | None) -> None:
         self.sigmas = scheduler.sigmas
         self._scheduler = scheduler

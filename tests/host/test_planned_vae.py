@@ -23,8 +23,8 @@ from vae_cases import (
 )
 
 from qwen_l40s.errors import SettingError, UnavailableError
-from qwen_l40s.hosts.comfyui.decode import batch as vae_batch
 from qwen_l40s.hosts.comfyui.decode import decode as planned_vae
+from qwen_l40s.hosts.comfyui.decode import decode as vae_batch
 from qwen_l40s.hosts.comfyui.decode.decode import decode, encode
 from qwen_l40s.hosts.comfyui.load.vae import load_vae
 from qwen_l40s.spec.formats import GIB, MIB

@@ -24,9 +24,9 @@ from comfyui_boot import MODE, ROOT, folder
 from narrow_transformer import random
 from reported_runs import reported, running
 
+from qwen_l40s.hosts.comfyui import record as measuring
 from qwen_l40s.hosts.comfyui import report_rows
-from qwen_l40s.hosts.comfyui.decode.batch import VaeBatch
-from qwen_l40s.hosts.comfyui.decode.decode import decode, encode
+from qwen_l40s.hosts.comfyui.decode.decode import VaeBatch, decode, encode
 from qwen_l40s.hosts.comfyui.estimate import cards as this_card
 from qwen_l40s.hosts.comfyui.load.text_encoder import (
     PlacedClip,
@@ -34,8 +34,7 @@ from qwen_l40s.hosts.comfyui.load.text_encoder import (
 )
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.hosts.comfyui.load.vae import load_vae
-from qwen_l40s.hosts.comfyui.record import phase as measuring
-from qwen_l40s.hosts.comfyui.record.phase import MeasuredPhase, inner_phase, measured, phase
+from qwen_l40s.hosts.comfyui.record import MeasuredPhase, inner_phase, measured, phase
 from qwen_l40s.hosts.comfyui.report import (
     EARLIER,
     FAILED,

@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 
 from qwen_l40s.errors import CheckpointError, SettingError, UnavailableError
 from qwen_l40s.hosts.diffusers import qwen_image_21
-from qwen_l40s.hosts.diffusers.decode import decode
 from qwen_l40s.hosts.diffusers.load import (
     PRECISION_DTYPES,
     LoadedPipeline,
@@ -22,7 +21,7 @@ from qwen_l40s.hosts.diffusers.load import (
     choose_offload,
     load_pipeline,
 )
-from qwen_l40s.hosts.diffusers.sample import generate, sample
+from qwen_l40s.hosts.diffusers.sample import decode, generate, sample
 from qwen_l40s.hosts.diffusers.settings import GenerateSettings
 from qwen_l40s.hosts.loading import choose_precision
 from qwen_l40s.loaders.source import TEMPLATE_PREFIX, TEMPLATE_PREFIX_TOKENS

@@ -230,7 +230,7 @@ def held(vae, plan):
     from diffusers_encoder import encoder_stages
     from tracked_allocations import Allocations, fused_attention
 
-    from qwen_l40s.hosts.diffusers.decode import decoder_stages
+    from qwen_l40s.hosts.diffusers.sample import decoder_stages
     from qwen_l40s.optimizations.vae.tiles import decode, encode
 
     shape = decoder_stages(vae).shape
@@ -253,7 +253,7 @@ def held(vae, plan):
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("latent", [(128, 128), (166, 166), (256, 256), (33, 70)])
 def test_the_predicted_peak_of_the_whole(published, plan, latent):
-    from qwen_l40s.hosts.diffusers.decode import vae_shape
+    from qwen_l40s.hosts.diffusers.sample import vae_shape
 
     size = published.dtype.itemsize
     found = plan(vae_shape(published), *latent, itemsize=size, budget=None, image_on_card=True)
@@ -264,7 +264,7 @@ def test_the_predicted_peak_of_the_whole(published, plan, latent):
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize(("rows", "tiles"), [(120, 2), (120, 12), (16, 12), (7, 2)])
 def test_the_predicted_peak_of_tiles(published, plan, rows, tiles):
-    from qwen_l40s.hosts.diffusers.decode import vae_shape
+    from qwen_l40s.hosts.diffusers.sample import vae_shape
 
     latent = (120, 96)
     shape, size = vae_shape(published), published.dtype.itemsize
@@ -280,7 +280,7 @@ def test_the_predicted_peak_of_tiles(published, plan, rows, tiles):
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_plan_within_a_budget_keeps_to_it(published, plan):
-    from qwen_l40s.hosts.diffusers.decode import vae_shape
+    from qwen_l40s.hosts.diffusers.sample import vae_shape
 
     shape, size = vae_shape(published), published.dtype.itemsize
     budget = 500 * MIB * size
@@ -297,7 +297,7 @@ def test_the_predicted_peak_of_the_middle(published, direction, rows):
     from diffusers_encoder import encoder_stages
     from tracked_allocations import Allocations, fused_attention
 
-    from qwen_l40s.hosts.diffusers.decode import decoder_stages
+    from qwen_l40s.hosts.diffusers.sample import decoder_stages
     from qwen_l40s.optimizations.vae.tiles import middle_layers
 
     stages = (decoder_stages if direction == "decode" else encoder_stages)(published)

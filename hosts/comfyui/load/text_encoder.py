@@ -28,7 +28,7 @@ from ....spec.formats import MULTIPLIED, QUANTIZED
 from ....spec.sizes import STAGING_BYTES
 from ....spec.transformer import ON_CARD
 from ...loading import AS_STORED, LOADER_PRECISIONS, check_known
-from ..record.phase import MeasuredPhase, harmless, phase, running
+from ..record import MeasuredPhase, harmless, phase, running
 from .encoder_kind import EncoderKind, FolderTokenizer, find_tokenizer, tokenizer_class
 from .plan import LoadReport, check_host_memory
 from .text_encoder_file import (

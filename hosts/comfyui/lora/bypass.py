@@ -289,11 +289,7 @@ def _changes(model: Any) -> Iterator[tuple[dict[str, Any], str, Any]]:
 
 
 class BypassForward:
-    """The `forward` of a layer with a bypass.
-
-    Attributes:
-        forward: What it was before.
-    """
+    """The `forward` of a layer with a bypass."""
 
     def __init__(self, forward: Callable[..., torch.Tensor], change: torch.nn.Module) -> None:
         self.forward = forward

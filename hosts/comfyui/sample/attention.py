@@ -28,12 +28,7 @@ HARMLESS = {"transformer_options", "_inside_attn_wrapper"}
 
 
 class SlotAttention(ChosenAttention):
-    """Attention by the backend that is chosen for the shapes at hand; fills the slot.
-
-    Args:
-        before: What another node had put into the slot.
-        most_error: What "fast" allows.
-    """
+    """Attention by the backend that is chosen for the shapes at hand; fills the slot."""
 
     host = "ComfyUI's"
 
@@ -165,11 +160,7 @@ class FileAttention:
         return bool(self.runs.keys() - EXACT)
 
     def lines(self, otherwise: list[str]) -> list[str]:
-        """Which attention ran and why, a line each.
-
-        Args:
-            otherwise: What is said where the file chooses nothing that runs.
-        """
+        """Which attention ran and why, a line each."""
         lines = [
             f"attention: {name}, {'exact' if name in EXACT else 'lossy'}: chosen for {count} of "
             f"{self._blocks} blocks by the file of the model or of a LoRA"

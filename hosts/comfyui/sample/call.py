@@ -49,11 +49,7 @@ def several_work(options: Mapping[str, Any]) -> bool:
 
 
 def is_skipped(options: Mapping[str, Any]) -> bool:
-    """Whether ComfyUI's EasyCache has answered a call in the transformer's place.
-
-    Args:
-        options: transformer_options, when the call is over.
-    """
+    """Whether ComfyUI's EasyCache has answered a call in the transformer's place."""
     # LazyCache, which keeps the same mark, has no wrapper there and skips the whole evaluation.
     wrapped = "easycache" in options.get("wrappers", {}).get("diffusion_model", {})
     return wrapped and bool(getattr(options.get("easycache"), "skip_current_step", False))
@@ -65,11 +61,7 @@ def _argument(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def is_compiled(options: dict[str, Any]) -> bool:
-    """Whether TorchCompileModel puts a compiled model in the place of the one that is called.
-
-    Args:
-        options: transformer_options.
-    """
+    """Whether TorchCompileModel puts a compiled model in the place of the one that is called."""
     return bool(options.get("wrappers", {}).get("apply_model", {}).get(COMPILED))
 
 
@@ -91,11 +83,7 @@ _pauses = threading.local()
 
 @contextmanager
 def unrecorded(capturing: bool = False) -> Iterator[None]:
-    """Keeps the compiler from recording what is allocated meanwhile; where there is none, nothing.
-
-    Args:
-        capturing: Whether a CUDA graph is captured, in which nothing may wait for the card.
-    """
+    """Keeps the compiler, where there is one, from recording what is allocated meanwhile."""
     pause = getattr(comfy.model_prefetch, "pause_malloc_graph", None)
     if pause is None:
         yield

@@ -205,7 +205,6 @@ def _working(
     timestep: torch.Tensor,
     cards: int,
 ) -> int:
-    """Counts the cards that get conditionings: ComfyUI fills one after the other."""
     given = [cond for prompts in conds if prompts is not None for cond in prompts]
     if any("default" in cond for cond in given):
         return cards  # which ComfyUI computes where others leave something

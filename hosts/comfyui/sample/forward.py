@@ -144,7 +144,6 @@ class ComfyPass(DoubleStream):
     failed = staticmethod(compiler_failed)
 
     def clean_up(self) -> None:
-        """As of `HostPass`."""
         clean_up(self.blocks)
 
     def fallback(self) -> Verdict | None:
@@ -210,7 +209,6 @@ def rotary_of(matrices: torch.Tensor) -> Rotary:
 def _step(
     tokens: Tokens, dtype: torch.dtype, matrices: torch.Tensor, text_mask: torch.Tensor | None
 ) -> Step:
-    """From what ComfyUI adds to the scores of the text tokens, (batch, text)."""
     mask = None
     if text_mask is not None:
         mask = text_mask.new_zeros((tokens.batch, 1, 1, tokens.joint), dtype=dtype)

@@ -73,11 +73,7 @@ class Pages(NamedTuple):
 
 
 class HeldWeights:
-    """Holds the weights of one model's blocks, pass by pass and run by run; it does not keep them.
-
-    Attributes:
-        reason: Why the last pass held none; None where it did.
-    """
+    """Holds the weights of one model's blocks, pass by pass, run by run; keeps none."""
 
     def __init__(self) -> None:
         self.reason: Verdict | None = None
@@ -100,13 +96,7 @@ class HeldWeights:
     def during(
         self, model: Any, blocks: Sequence[torch.nn.Module], read: ReadLayers, shape: torch.Size
     ) -> Iterator[Hashable | None]:
-        """For one pass: a token of where the weights are, or None where they may move.
-
-        Args:
-            model: ComfyUI's BaseModel.
-            read: The pass's access to layers.
-            shape: Of the latents.
-        """
+        """For one pass: a token of where the weights are, or None where they may move."""
         with ExitStack() as pins:
             found = self._hold(model, blocks, read, shape, pins)
             self.reason = found if isinstance(found, Verdict) else None
@@ -308,7 +298,6 @@ def _knows_pages() -> bool:
 
 
 def _has_room(model: Any, shape: torch.Size) -> bool:
-    """Whether what ComfyUI reserves for a pass is free beside the weights."""
     # Past the instance, where the loader of this package leaves a part out.
     needed = type(model).memory_required(model, shape) + management.extra_reserved_memory()
     free = management.get_free_memory(model.device)
@@ -412,7 +401,6 @@ def _pages(blocks: Sequence[torch.nn.Module]) -> list[Pages]:
 
 
 def _all_resident(stretches: Sequence[Pages]) -> bool:
-    """Whether all pages are there; asks for none."""
     states = {id(pages.vbar): pages.vbar.get_residency() for pages in stretches}
     return all(
         number < len(states[id(pages.vbar)]) and states[id(pages.vbar)][number] & 1
@@ -422,7 +410,6 @@ def _all_resident(stretches: Sequence[Pages]) -> bool:
 
 
 def _is_resident(layer: torch.nn.Module) -> bool:
-    """Whether a layer's pages, where it has any, still hold what it has put into them."""
     own = layer.__dict__
     if "_v" not in own:
         return True

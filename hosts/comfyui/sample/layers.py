@@ -154,11 +154,7 @@ class ComfyLayers:
                     model_vbar.vbar_unpin(own["_v"])
 
     def bring(self, blocks: Sequence[torch.nn.Module], like: torch.Tensor) -> None:
-        """Brings what dynamic VRAM brings when a layer is first used, before any is.
-
-        Args:
-            like: Of the dtype and on the device of the activations.
-        """
+        """Brings what dynamic VRAM brings when a layer is first used, before any is."""
         if not waits(blocks):
             return
         self.stream(blocks, like.device)
@@ -190,7 +186,6 @@ class ComfyLayers:
 
 
 def _is_known(layer_class: type) -> bool:
-    """Whether a class is core's mixed-precision Linear, or this package's, derived from it."""
     own = layer_class.__module__ == operations.__name__
     core = "mixed_precision_ops.<locals>.MixedPrecisionOps.Linear"
     return own or (layer_class.__module__, layer_class.__qualname__) == ("comfy.ops", core)

@@ -18,7 +18,7 @@ from ....families.comfyui import kind_of
 from ....families.registry import blocks_of
 from ....loaders.source import MICRO_ADVICE, MICRO_SIDE, MICRO_TRANSFORMER
 from ....spec.vae import PIXELS_PER_LATENT
-from ..record.phase import MeasuredPhase, forget, harmless, phase
+from ..record import MeasuredPhase, forget, harmless, phase
 from .call import context_of, control_of, is_skipped, options_of
 from .modulation import MODULATION_KEY
 from .run import CARDS_KEY, OPTIMIZATION_KEY, STEP_CACHE_KEY, unsafe_copies
@@ -141,7 +141,6 @@ class _Counts:
         return [end - begin for begin, end in self._evaluations] if kind == "cpu" else []
 
     def asked(self) -> dict[str, Any]:
-        """Gives the settings and counts of the run."""
         seconds, passes = self._seconds(), self._passes
         return {
             "steps": passes[-1].steps if passes else None,

@@ -22,7 +22,7 @@ from ....optimizations.verdict import Verdict
 from ....patches import put
 from ....spec.formats import format_gib
 from ..lora.bypass import bypass_models, is_foreign, is_of_comfyui
-from ..record.phase import inner_phase
+from ..record import inner_phase
 from .call import options_of
 from .off_card import OffCardLinear, PassFigures, compute_off_card, off_card_layers
 
@@ -46,12 +46,7 @@ class Call(NamedTuple):
 
 
 class _Current(NamedTuple):
-    """The entry of the pass that runs.
-
-    Attributes:
-        embedding: Holding it keeps its memory from being another tensor's.
-        copy: Of the embedding, where a node may write to it.
-    """
+    """The entry of the pass that runs."""
 
     embedding: torch.Tensor
     entry: Entry
@@ -59,15 +54,7 @@ class _Current(NamedTuple):
 
 
 class ModelModulation:
-    """Gives the blocks of one BaseModel their modulation.
-
-    Args:
-        model: ComfyUI's BaseModel, which holds this object from then on.
-
-    Attributes:
-        figures: What this run asked of the table.
-        passes: What this run's passes over off-card weights took.
-    """
+    """Gives the blocks of one BaseModel their modulation."""
 
     def __init__(self, model: Any) -> None:
         # Nothing here may hold the model or a part of it: its memory has to go when it goes.
@@ -102,7 +89,6 @@ class ModelModulation:
         return self._patcher()
 
     def start_run(self) -> None:
-        """Begins the figures of another run."""
         if self.passes.inexact:
             self.table.drop()
         self.figures, self.passes = TableFigures(), PassFigures()
@@ -186,7 +172,6 @@ class ModelModulation:
             ModelModulation.of(patcher.model).table.drop()
 
     def lines(self) -> list[str]:
-        """Lines about the run."""
         passes, lines = self.passes, self.figures.lines()
         patcher = self._patcher()
         on_card = patcher is not None and patcher.load_device.type == "cuda"
@@ -208,7 +193,6 @@ class ModelModulation:
         return self._call.blocks if self._call else blocks_of(self._model().diffusion_model)
 
     def _fallback(self) -> Verdict | None:
-        """Why no table can stand in for the weights."""
         # Without a patcher nobody says when weights change, nor when the table may go.
         if self._model().current_patcher is None:
             return Verdict("no ComfyUI sampler runs the model")
@@ -221,7 +205,6 @@ class ModelModulation:
         return None
 
     def _state(self) -> Hashable:
-        """A fingerprint of the modulation's weights."""
         patcher = self.patcher
         hooks = patcher.current_hooks.hooks if patcher.current_hooks else ()
         return (
@@ -262,7 +245,6 @@ class ModelModulation:
 
 
 def _identity(thing: Any) -> Hashable:
-    """Equal for the same object alone, also after it is gone."""
     try:
         return weakref.ref(thing)
     except TypeError:

@@ -27,19 +27,13 @@ from ....optimizations.stream import WeightStream
 from ....patches import patched, put
 from ....planning.phases import LAYERS_ON_CARD
 from ....spec.formats import format_gib
-from ..record.phase import running
+from ..record import running
 
 TENSORS = ("weight", "bias")
 
 
 class OffCardLinear(torch.nn.Module):
-    """Stands in the place of one of the host's Linear layers and runs it.
-
-    Args:
-        linear: The host's layer, not loaded yet.
-        key: Its name in the BaseModel, by which patches are found.
-        block, stream: Whose modulation it gives.
-    """
+    """Stands in the place of one of the host's Linear layers and runs it."""
 
     # By this ComfyUI knows that it has to merge patches while it saves.
     comfy_cast_weights = True
@@ -75,17 +69,11 @@ class OffCardLinear(torch.nn.Module):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weights in host memory."""
         return sum(part.nbytes for part in self.parts())
 
     @contextmanager
     def on_card(self, parts: list[torch.Tensor], patcher: ModelPatcher | None) -> Iterator[None]:
-        """Runs with copies of its tensors, and with the patches that are on them.
-
-        Args:
-            parts: Copies of `parts()` on one device.
-            patcher: Whose patches; None for none.
-        """
+        """Runs with copies of its tensors, and with the patches that are on them."""
         self.is_on_card = True
         try:
             with patched("copies on the card", self._copies(iter(parts), patcher)):
@@ -153,8 +141,6 @@ class OffCardModulation(torch.nn.Sequential):
 
 
 class _OffCard:
-    """Overrides of ComfyUI's patcher for a model with OffCardLinear layers."""
-
     def _load_list(self, *args: Any, **kwargs: Any) -> list[tuple[Any, ...]]:
         """The layers that ComfyUI moves, without those that stay off the card."""
         found = super()._load_list(*args, **kwargs)
@@ -216,7 +202,6 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _rebuilt(tensor: torch.Tensor, parts: Iterator[torch.Tensor]) -> torch.Tensor:
-    """A tensor like another one from copies of its parts."""
     if not isinstance(tensor, QuantizedTensor):
         return next(parts)
     values = next(parts)
@@ -252,14 +237,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class PassFigures:
-    """Figures of some passes.
-
-    Attributes:
-        passes: How many there were.
-        seconds: What they took.
-        inexact: Whether one rounded otherwise than the card does.
-        notes: Sentences about what did not go as it should.
-    """
+    """Figures of some passes."""
 
     passes: int = 0
     seconds: float = 0.0
@@ -267,7 +245,6 @@ class PassFigures:
     notes: list[str] = field(default_factory=list)
 
     def note(self, sentence: str) -> None:
-        """Keeps a sentence for the report, and tells it at once."""
         self.notes.append(sentence)
         logger.warning("Qwen-Image L40S, modulation: %s.", sentence)
 
@@ -349,7 +326,6 @@ def _streamed(
 def _walk(
     blocks: Sequence[torch.nn.Module], stream: WeightStream, patcher: ModelPatcher | None
 ) -> Iterator[ModulationLayer]:
-    """The layers in order, each with its weights on the device while it is had."""
     with closing(iter(stream)) as on_card:
         for layer, parts in zip(modulation_layers(blocks), on_card, strict=True):
             with layer.module[1].on_card(parts, patcher):
@@ -357,7 +333,6 @@ def _walk(
 
 
 def _make_room(needed: int, device: torch.device) -> None:
-    """Has ComfyUI move models that this run does not use off the card."""
     loaded = comfy.model_management.current_loaded_models
     keep = [model for model in loaded if model.currently_used]
     comfy.model_management.free_memory(needed, device, keep_loaded=keep)

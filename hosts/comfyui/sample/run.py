@@ -73,7 +73,6 @@ class ComfyOptimization(Optimization):
 
     @property
     def lossy_attention(self) -> bool:
-        """Also by what the model file says."""
         return super().lossy_attention or (self.file is not None and self.file.lossy)
 
     def read_file(self, model: Any, options: dict[str, Any]) -> FileAttention | None:
@@ -84,7 +83,6 @@ class ComfyOptimization(Optimization):
         return self.file
 
     def attention_lines(self) -> list[str]:
-        """Which attention ran, a line each."""
         lines, ours = super().attention_lines(), self.attention
         if self._instead and ours is not None and not (ours.used or ours.fallback):
             lines = [f"attention: {self._instead}"]
@@ -171,7 +169,6 @@ class ComfyOptimization(Optimization):
                 patches.swap("options", options, SLOT, own)
 
     def _bring(self, host: HostPass) -> None:
-        """Has the weights of a card that shares a pass brought, once a run."""
         if self._brought is None or host.owner in self._brought:
             return
         self._brought.add(host.owner)
@@ -229,11 +226,7 @@ def check_parts(executor: Any, noise: torch.Tensor, *args: Any, **kwargs: Any) -
 
 
 def unsafe_copies(patcher: Any, again: bool = False) -> list[str]:
-    """A line for each pair of a MODEL's cards whose copies lose data, ComfyUI's own too.
-
-    Args:
-        again: Whether to verify all pairs, as at the start of a run; else those that never were.
-    """
+    """A line for each pair of a MODEL's cards whose copies lose data, ComfyUI's own too."""
     clones = patcher.get_additional_models_with_key("multigpu")
     pairs = combinations([it.load_device for it in (patcher, *clones)], 2)
     warnings = [link_warning(*pair, again) for pair in pairs]
@@ -241,11 +234,7 @@ def unsafe_copies(patcher: Any, again: bool = False) -> list[str]:
 
 
 def link_warning(first: torch.device, second: torch.device, again: bool = False) -> str:
-    """What to say of two cards whose copies lose data; empty where they arrive.
-
-    Args:
-        again: As of `link_between`.
-    """
+    """What to say of two cards whose copies lose data; empty where they arrive."""
     if not {first.type, second.type} <= VERIFIED:
         return ""
     try:

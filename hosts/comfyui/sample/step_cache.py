@@ -111,7 +111,6 @@ class SamplerStepCache:
         return self._last
 
     def lines(self) -> list[str]:
-        """What it did in that run, a line each; none before the first."""
         figures = self.figures()
         return [] if figures is None else figures.lines()
 
@@ -157,7 +156,6 @@ def _guidance(guider: Any) -> Hashable:
 def _reads_more(
     guider: Any, model_options: Mapping[str, Any] = MappingProxyType({}), *_: Any, **__: Any
 ) -> bool:
-    """Whether a sampler has functions of its own around the guidance, beside those of the MODEL."""
     own = guider.model_options
     return any(model_options.get(name) != own.get(name) for name in AROUND_GUIDANCE)
 

@@ -18,8 +18,8 @@ import torch
 from comfy_execution.progress import get_progress_state
 from comfy_execution.utils import get_executing_context
 
-from ....caches import remembered
-from ....patches import call
+from ...caches import remembered
+from ...patches import call
 
 logger = logging.getLogger(__name__)
 
@@ -206,7 +206,6 @@ def inner_phase(name: str, patcher: Any, **asked: Any) -> MeasuredPhase:
 
 
 def prompt_id() -> str:
-    """Returns the id of the prompt that ComfyUI executes; empty where it executes none."""
     context = get_executing_context()
     return "" if context is None else context.prompt_id
 
@@ -228,7 +227,6 @@ def measured(patcher: Any) -> tuple[MeasuredPhase, ...] | None:
 
 
 def forget(patcher: Any) -> None:
-    """Drops the phases of a model that has sampled without being measured."""
     _keep(getattr(patcher, "clone_base_uuid", None), ())
 
 
