@@ -9,6 +9,8 @@ from qwen_l40s.patches import CHANGES
 HOSTS = {"accelerate", "comfy", "comfy_aimdo", "comfy_api", "comfy_execution", "comfy_kitchen"}
 HOSTS |= {"diffusers", "torch", "triton"}
 LISTED = {name for it in CHANGES.values() for name in re.findall(r"`(\w+)`", it.what)}
+# What a run of ComfyUI's alone changes, and a late import of Triton's.
+OF_THEIRS = {"global_progress_registry", "latent_shapes", "modules"}
 PLAIN = (bool, int, float, str, bytes, type(None))
 
 
@@ -72,12 +74,12 @@ class _Same:
 
 
 def _same(value):
-    return value if issubclass(type(value), PLAIN) else _Same(value)
+    return repr(value) if type(value) in PLAIN else _Same(value)
 
 
 def changed(before, after):
     """(where, attribute) of what has changed, come or gone and is not listed in patches.py."""
-    gone = before.keys() - after.keys()
-    new = {it for it in after.keys() - before.keys() if any(it[0] == place for place, _ in before)}
+    gone, places = before.keys() - after.keys(), {place for place, _ in before}
+    new = {it for it in after.keys() - before.keys() if it[0] in places}
     other = {it for it in before.keys() & after.keys() if before[it] != after[it]}
-    return sorted(it for it in gone | new | other if it[1] not in LISTED)
+    return sorted(it for it in gone | new | other if it[1] not in LISTED | OF_THEIRS)

@@ -27,7 +27,7 @@ from diffusers.models.transformers.transformer_qwenimage import (
 from qwen_l40s.caches import forget
 from qwen_l40s.cli import main
 from qwen_l40s.errors import SettingError, UnavailableError
-from qwen_l40s.hosts.diffusers import forward, layers
+from qwen_l40s.hosts.diffusers import layers, qwen_image
 from qwen_l40s.hosts.diffusers.layers import DiffusersLayers
 from qwen_l40s.hosts.diffusers.load import load_pipeline
 from qwen_l40s.hosts.diffusers.patch import optimize
@@ -238,7 +238,7 @@ def test_mask_among_the_arguments_of_attention(fused):
     given["attention_kwargs"] = {"attention_mask": mask}
     assert torch.equal(model(**given)[0], expected)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(forward.TransformerPass, "processors", (Older,))
+        patch.setattr(qwen_image.TransformerPass, "processors", (Older,))
         assert_fused(model, given, fused)
 
 
@@ -369,7 +369,7 @@ def test_error_in_a_block_leaves_the_model_as_it_was(fused, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(forward.TransformerPass, "entry", stop)
+        patch.setattr(qwen_image.TransformerPass, "entry", stop)
         with pytest.raises(KeyboardInterrupt):
             model(**given)
     assert not any("forward" in block.__dict__ for block in model.transformer_blocks)
@@ -1030,9 +1030,9 @@ def test_wrong_kernel_is_found_in_the_first_step(dtype, fused, monkeypatch, capl
 
 def test_new_shapes_are_checked_again(fused, monkeypatch):
     calls = []
-    host = forward.TransformerPass.host_block
+    host = qwen_image.TransformerPass.host_block
     monkeypatch.setattr(
-        forward.TransformerPass, "host_block", lambda *args: calls.append(0) or host(*args)
+        qwen_image.TransformerPass, "host_block", lambda *args: calls.append(0) or host(*args)
     )
     model = new_model()
     with optimize(model).run():

@@ -13,7 +13,7 @@ diffusers = pytest.importorskip("diffusers")
 
 from diffusers_encoder import encoder_stages
 
-from qwen_l40s.hosts.diffusers import decode as host
+from qwen_l40s.hosts.diffusers import sample as host
 from qwen_l40s.hosts.diffusers.sample import decoder_stages, vae_shape
 from qwen_l40s.loaders.source import bundled_micro_folder
 from qwen_l40s.optimizations.vae.tiles import decode, encode
