@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +23,15 @@ from comfy.weight_adapter import LoHaAdapter, LoKrAdapter, WeightAdapterBase
 
 from ....errors import CheckpointError, SettingError
 from ....families.comfyui import kind_of
-from ....families.identify import FOREIGN_STACKS, SUFFIX, normalize_name
-from ....families.protocol import WHOLE_TENSORS
+from ....families.identify import FOREIGN_STACKS, normalize_name
 from ....families.registry import adapts_other
-from ....loaders.checkpoint import CheckpointPart, inspect_checkpoint
-from ....loaders.quantization import ATTENTION_CONFIG
+from ....loaders.checkpoint import CheckpointPart
 from ....planning.request import LORA_MODES
 from ....spec.formats import format_gib
 from ...loading import check_known
 from ..contract import unsupported_model
 from .bypass import Kronecker, Matrices, add_bypass, bypass_change, in_rows
+from .file import LoraFile, inspect_lora, read_lora
 
 LISTED = 3  # names in a message
 # What the report says where `auto` has chosen for quantized weights.
@@ -365,85 +364,3 @@ def _list_names(not_applied: Sequence[tuple[str, str]]) -> str:
     names = [f"{name} ({reason})" for name, reason in not_applied[:LISTED]]
     more = len(not_applied) - len(names)
     return ", ".join(names) + (f" and {more} more" if more else "")
-
-
-@dataclass(frozen=True)
-class LoraFile:
-    """The tensors of a LoRA.
-
-    Args:
-        tensors: by normalized name; on the CPU, in the file's dtypes.
-        modules: {normalized name of a module: its name in the file}
-        attention: {name of a `.comfy_attention.config` in the file: its text, uint8}
-    """
-
-    path: Path
-    metadata: dict[str, str] | None
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    modules: dict[str, str] = field(default_factory=dict)
-    attention: dict[str, torch.Tensor] = field(default_factory=dict)
-    ignored: list[str] = field(default_factory=list)
-
-
-def inspect_lora(path: Path) -> CheckpointPart:
-    """What a LoRA file is, from its header: a model in the wrong slot has tens of gigabytes.
-
-    Raises:
-        CheckpointError: it is no LoRA, or more than one, and belongs elsewhere.
-    """
-    parts = inspect_checkpoint(path).parts
-    if len(parts) == 1 and parts[0].role == "lora":
-        if WHOLE_TENSORS in parts[0].cannot_run:
-            raise CheckpointError(WHOLE_TENSORS, path)
-        return parts[0]
-    found = ", ".join(f"{part.family} ({part.role})" for part in parts)
-    folders = sorted({part.folder for part in parts if part.folder})
-    remedy = f"move it to models/{folders[0]}" if folders else "choose a LoRA"
-    raise CheckpointError(f"This is not a LoRA but {found}: {remedy}.", path)
-
-
-def read_lora(path: Path) -> LoraFile:
-    """Reads a file that `inspect_lora` knows.
-
-    Raises:
-        CheckpointError: it names a module twice, holds NaN, infinity or nothing, or is of a form
-            that ComfyUI would apply wrongly.
-    """
-    stored, metadata = comfy.utils.load_torch_file(str(path), safe_load=True, return_metadata=True)
-    file = LoraFile(path, metadata)
-    for name, tensor in stored.items():
-        if name.endswith(ATTENTION_CONFIG):
-            file.attention[name] = tensor
-            continue
-        suffix = SUFFIX.search(name)
-        if suffix is None:
-            file.ignored.append(name)
-            continue
-        if fault := _fault(name, suffix["kind"], tensor):
-            raise CheckpointError(fault, path)
-        normalized = normalize_name(name)
-        if normalized in file.tensors:
-            raise CheckpointError(
-                f"This LoRA holds {normalized!r} twice, once as {name!r}: a LoRA changes each "
-                "module once, so split it into two files.",
-                path,
-            )
-        file.tensors[normalized] = tensor
-        file.modules.setdefault(SUFFIX.sub("", normalized), SUFFIX.sub("", name))
-    return file
-
-
-def _fault(name: str, kind: str, tensor: torch.Tensor) -> str | None:
-    shape = f"{name!r} has the shape {tuple(tensor.shape)}"
-    if kind == "alpha" and tensor.numel() != 1:
-        return f"{shape} and must be one number: download the file again."
-    if tensor.numel() == 0:
-        return f"{shape}, and a LoRA of rank 0 changes nothing: download the file again."
-    if kind == "lora_magnitude_vector":
-        return (
-            f"This is a DoRA as PEFT writes it ({name!r}), which ComfyUI would apply without its "
-            "magnitudes: save it as a plain LoRA, or merge it into the model."
-        )
-    # fp8 has no isfinite.
-    if not (tensor.float() if tensor.itemsize == 1 else tensor).isfinite().all():
-        return f"This file holds NaN or infinity in the tensor {name!r}: download it again."

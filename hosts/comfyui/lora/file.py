@@ -1,0 +1,150 @@
+"""A LoRA file: what it is, its tensors by ComfyUI's names, and the scale that its metadata tell."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import comfy.utils
+import torch
+
+from ....errors import CheckpointError
+from ....families.identify import SUFFIX, normalize_name
+from ....families.protocol import WHOLE_TENSORS
+from ....files import parse_object
+from ....loaders.checkpoint import CheckpointPart, inspect_checkpoint
+from ....loaders.quantization import ATTENTION_CONFIG
+
+DOWN = ("lora_A", "lora_down", "lora.down")  # have the rank as their rows
+ADAPTER_METADATA = "lora_adapter_metadata"
+
+
+@dataclass(frozen=True)
+class LoraFile:
+    """The tensors of a LoRA.
+
+    Args:
+        tensors: by normalized name; on the CPU, in the file's dtypes. An alpha that only the
+            metadata tells is among them.
+        modules: {normalized name of a module: its name in the file}
+        attention: {name of a `.comfy_attention.config` in the file: its text, uint8}
+    """
+
+    path: Path
+    metadata: dict[str, str] | None
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    modules: dict[str, str] = field(default_factory=dict)
+    attention: dict[str, torch.Tensor] = field(default_factory=dict)
+    ignored: list[str] = field(default_factory=list)
+
+
+def inspect_lora(path: Path) -> CheckpointPart:
+    """What a LoRA file is, from its header: a model in the wrong slot has tens of gigabytes.
+
+    Raises:
+        CheckpointError: it is no LoRA, or more than one, and belongs elsewhere.
+    """
+    parts = inspect_checkpoint(path).parts
+    if len(parts) == 1 and parts[0].role == "lora":
+        if WHOLE_TENSORS in parts[0].cannot_run:
+            raise CheckpointError(WHOLE_TENSORS, path)
+        return parts[0]
+    found = ", ".join(f"{part.family} ({part.role})" for part in parts)
+    folders = sorted({part.folder for part in parts if part.folder})
+    remedy = f"move it to models/{folders[0]}" if folders else "choose a LoRA"
+    raise CheckpointError(f"This is not a LoRA but {found}: {remedy}.", path)
+
+
+def read_lora(path: Path) -> LoraFile:
+    """Reads a file that `inspect_lora` knows.
+
+    Raises:
+        CheckpointError: it names a module twice, holds NaN, infinity or nothing, is of a form that
+            ComfyUI would apply wrongly, or has metadata that tell no scale.
+    """
+    stored, metadata = comfy.utils.load_torch_file(str(path), safe_load=True, return_metadata=True)
+    file, ranks = LoraFile(path, metadata), {}
+    for name, tensor in stored.items():
+        if name.endswith(ATTENTION_CONFIG):
+            file.attention[name] = tensor
+            continue
+        suffix = SUFFIX.search(name)
+        if suffix is None:
+            file.ignored.append(name)
+            continue
+        if fault := _fault(name, suffix["kind"], tensor):
+            raise CheckpointError(fault, path)
+        normalized = normalize_name(name)
+        if normalized in file.tensors:
+            raise CheckpointError(
+                f"This LoRA holds {normalized!r} twice, once as {name!r}: a LoRA changes each "
+                "module once, so split it into two files.",
+                path,
+            )
+        file.tensors[normalized] = tensor
+        module = SUFFIX.sub("", normalized)
+        file.modules.setdefault(module, SUFFIX.sub("", name))
+        if suffix["kind"] in DOWN:
+            ranks[module] = len(tensor)
+    for module, alpha in stored_alphas(path, metadata or {}, ranks).items():
+        file.tensors.setdefault(f"{module}.alpha", torch.tensor(alpha, dtype=torch.float64))
+    return file
+
+
+def _fault(name: str, kind: str, tensor: torch.Tensor) -> str | None:
+    shape = f"{name!r} has the shape {tuple(tensor.shape)}"
+    if kind == "alpha" and tensor.numel() != 1:
+        return f"{shape} and must be one number: download the file again."
+    if tensor.numel() == 0:
+        return f"{shape}, and a LoRA of rank 0 changes nothing: download the file again."
+    if kind == "lora_magnitude_vector":
+        return (
+            f"This is a DoRA as PEFT writes it ({name!r}), which ComfyUI would apply without its "
+            "magnitudes: save it as a plain LoRA, or merge it into the model."
+        )
+    # fp8 has no isfinite.
+    if not (tensor.float() if tensor.itemsize == 1 else tensor).isfinite().all():
+        return f"This file holds NaN or infinity in the tensor {name!r}: download it again."
+
+
+def stored_alphas(
+    path: Path, metadata: Mapping[str, str], ranks: Mapping[str, int]
+) -> dict[str, float]:
+    """Gives the alpha of each module that makes the scale of PEFT's LoraConfig, if there is one.
+
+    diffusers writes it as JSON into the metadata (`save_lora_weights` with the part's name before
+    each field, `save_lora_adapter` without): `lora_alpha / r`, with `use_rslora` by the root of r.
+
+    Raises:
+        CheckpointError: it is damaged, or tells no scale.
+    """
+    found = {}
+    try:
+        stored = parse_object(metadata.get(ADAPTER_METADATA, "{}").encode()).items()
+        config = {name.removeprefix("transformer."): value for name, value in stored}
+        if "lora_alpha" not in config:
+            return {}
+        for module, rank in ranks.items():
+            alpha = _matched(config, "alpha_pattern", module, config["lora_alpha"])
+            r = _matched(config, "rank_pattern", module, config.get("r", rank))
+            scale = alpha / (math.sqrt(r) if config.get("use_rslora") else r)
+            if not math.isfinite(scale) or r < 0:
+                raise ValueError(f"lora_alpha {alpha} and r {r}")
+            found[module] = scale * rank
+    except (ArithmeticError, AttributeError, TypeError, ValueError, re.error) as e:
+        raise CheckpointError(
+            f"The scale of this LoRA stands in its {ADAPTER_METADATA!r}, which cannot be used "
+            f"({e}): download the file again.",
+            path,
+        ) from e
+    return found
+
+
+def _matched(config: Mapping[str, Any], patterns: str, module: str, default: float) -> float:
+    # As PEFT's `get_pattern_key`: the first that the end of the name matches.
+    found = (config.get(patterns) or {}).items()
+    return next((it for key, it in found if re.match(rf"(.*\.)?({key})$", module)), default)
