@@ -64,9 +64,10 @@ class QwenL40SLoadLora(io.ComfyNode):
                     LORA_MODES,
                     default=LORA_MODES[0],
                     optional=True,  # files of 0.1 have it under its older name
-                    tooltip="auto: bypass on int8 and fp8 weights, else merge. merge: added to the "
-                    "weights; steps take no longer, but fp8 or int8 weights are rounded once more. "
-                    "bypass: computed in bf16 in each step; exact, but slower.",
+                    tooltip="auto: bypass on int8 and fp8 weights, and on bf16 where a merge would "
+                    "round away over 20% of the LoRA; else merge. merge: added to the weights, "
+                    "which are rounded; steps take no longer. bypass: computed in bf16 in each "
+                    "step; exact, but slower.",
                 ),
             ],
             accept_all_inputs=True,  # older names
@@ -74,7 +75,7 @@ class QwenL40SLoadLora(io.ComfyNode):
                 io.Model.Output(
                     tooltip="To another LoRA loader, Optimize Qwen-Image or the sampler."
                 ),
-                io.String.Output("report", tooltip="How many of the LoRA's keys were applied."),
+                io.String.Output("report", tooltip="Keys applied, and what a merge loses."),
             ],
         )
 

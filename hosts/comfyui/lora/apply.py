@@ -32,6 +32,7 @@ from ...loading import check_known
 from ..contract import unsupported_model
 from .bypass import Kronecker, Matrices, add_bypass, bypass_change, in_rows
 from .file import LoraFile, inspect_lora, read_lora
+from .loss import MOST_LOSS, merge_loss, step_cost, told
 
 LISTED = 3  # names in a message
 # What the report says where `auto` has chosen for quantized weights.
@@ -40,6 +41,10 @@ ROUNDED = (
     "grids from that."
 )
 NO_BYPASS = "auto takes merge because this kind of LoRA has no bypass."
+UNTOLD = (
+    "What a merge rounds away cannot be told, because this LoRA is no sum of matrix products: "
+    "auto takes merge, the only way for it."
+)
 TEXT_ENCODER_PREFIXES = ("text_encoder", "text_model", "lora_te", "te_", "clip", "cond_stage_model")
 # What `comfy.lora.load_lora` makes of a module: an adapter, or ("diff", (tensor,)).
 Patch = WeightAdapterBase | tuple[str, tuple[Any, ...]]
@@ -58,7 +63,8 @@ class LoraReport:
         not_applied: (name as in the file, reason) of the others.
         ranks: smallest and largest, or None where the kind of LoRA has none.
         bytes: of the tensors in the file.
-        why: what "auto" went by, in one sentence; empty where the mode was asked for.
+        why: what "auto" went by, or what the merge that was asked for loses.
+        loss: of `merge_loss`; None on quantized weights and where bypass was asked for.
     """
 
     path: Path
@@ -71,6 +77,7 @@ class LoraReport:
     bytes: int = 0
     quantized: int = 0
     why: str = ""
+    loss: float | None = None
 
     def summary(self) -> str:
         """How much was applied, for the node."""
@@ -117,7 +124,8 @@ def apply_lora(
         strength: factor on the change, also negative; 0 returns the model itself.
         how: "merge" adds the change to the weights as ComfyUI does, which rounds quantized weights
             again; "bypass" computes it in the dtype of the activations and leaves weights alone;
-            "auto" is bypass where weights are quantized, as far as the kind of LoRA has one.
+            "auto" is bypass where weights are quantized or a merge loses more than `MOST_LOSS`,
+            as far as the kind of LoRA has one.
 
     Raises:
         CheckpointError: the file is not a LoRA, is for another model or width, is damaged, holds
@@ -158,15 +166,22 @@ def apply_lora(
         _check_shape(path, _name(key), patch, shape)
     clone = model.clone()
     quantized = sum(map(_is_quantized, weights.values()))
-    beside, why = None, ""
-    if how == "bypass" or (how == "auto" and quantized):
+    loss = None
+    if how != "bypass" and not quantized:
+        loss = merge_loss(patches, lambda key: _stored(clone, key), strength)
+    beside = None
+    if how == "bypass" or (how == "auto" and (quantized or (loss or 0) > MOST_LOSS)):
         try:
             beside = _beside(clone, path, patches, weights, strength)
-            why = ROUNDED if how == "auto" else ""
         except SettingError:
             if how != "auto":
                 raise
-            why = NO_BYPASS
+    taken = "merge" if beside is None else "bypass"
+    why = ""
+    if loss is not None:
+        why = told(loss, how, taken, step_cost(clone, patches))
+    elif how == "auto":
+        why = UNTOLD if not quantized else NO_BYPASS if beside is None else ROUNDED
     changes, merged = beside or ((), patches)
     if changes:
         add_bypass(clone, changes)
@@ -178,12 +193,20 @@ def apply_lora(
     ignored += _choose_attention(clone, file)
     return clone, replace(
         report,
-        how="merge" if beside is None else "bypass",
+        how=taken,
         applied=len(file.modules) - len(not_applied),
         not_applied=(*not_applied, *ignored),
         quantized=quantized,
         why=why,
+        loss=loss,
     )
+
+
+def _stored(clone: ModelPatcher, key: Key) -> torch.Tensor:
+    # As the file has it: in a model that is loaded another LoRA may be merged into it.
+    kept = clone.backup.get(_name(key))
+    weight = kept.weight if kept else comfy.utils.get_attr(clone.model, _name(key))
+    return weight if isinstance(key, str) else weight.narrow(*key[1])
 
 
 def _check_family(model: ModelPatcher, part: CheckpointPart, path: Path) -> None:

@@ -92,8 +92,7 @@ def bypass_change(
         up, down, alpha, *others = weights
         if any(other is not None for other in others):
             return None
-        scale = strength * (1.0 if alpha is None else alpha / len(down))
-        up = (up.flatten(1).float() * scale).to(dtype)
+        up = (up.flatten(1).float() * (strength * scale_of(alpha, len(down)))).to(dtype)
         return Matrices(up, down.flatten(1).to(dtype))
     if isinstance(adapter, LoKrAdapter):
         outer, inner, alpha, outer_a, outer_b, inner_a, inner_b, *others = weights
@@ -101,11 +100,16 @@ def bypass_change(
             return None
         # Core divides alpha by the inner rank where both factors have one.
         rank = next((len(factor) for factor in (inner_b, outer_b) if factor is not None), None)
-        scale = 1.0 if alpha is None or rank is None else alpha / rank
+        scale = scale_of(alpha, rank)
         outer = outer_a.float() @ outer_b.float() if outer is None else outer
         inner = inner_a.float() @ inner_b.float() if inner is None else inner
         return Kronecker(outer.to(dtype), inner.to(dtype), strength * scale)
     return None
+
+
+def scale_of(alpha: float | None, rank: int | None) -> float:
+    """The factor that core puts on a product of matrices of a rank."""
+    return 1.0 if alpha is None or rank is None else alpha / rank
 
 
 def in_rows(change: Matrices | Kronecker, start: int, rows: int) -> Matrices | Kronecker:
