@@ -21,12 +21,10 @@ import comfy.supported_models
 import comfy.utils
 import torch
 from comfy.model_patcher import CoreModelPatcher, ModelPatcher
-from comfy.text_encoders.llama import Qwen25_7BVLI
 
-from ..families.parts import QWEN_IMAGE_21_VAE
-from ..families.qwen_image import FULL_SIZE, MARKER_2511
-from ..families.qwen_image_21 import SHAPE as SHAPE_21
-from ..hosts.comfyui.decode.fused import WAN22, build_wan21
+from ..families.protocol import Member
+from ..families.qwen_image import MARKER_2511
+from ..families.registry import find_member, load
 from ..hosts.comfyui.linear import quantized_operations
 from ..hosts.comfyui.sample.optimize import report_of
 from ..hosts.comfyui.sample.run import OPTIMIZATION_KEY
@@ -43,13 +41,11 @@ from .forward import (
     Measured,
     random_tensor,
 )
-from .prompt import FILES, TEXT_WIDTH
-from .rows import rope_axes
+from .rows import Published, rope_axes
 
 Tensors = dict[str, torch.Tensor]
 Shapes = dict[str, tuple[int, ...]]
 VOCABULARY = 152_064
-PUBLISHED_DIM = 96
 
 
 @torch.inference_mode()  # as loader nodes run: quantized tensors cannot enter it later
@@ -196,46 +192,35 @@ def _forward_pass(model: Any, model_options: dict[str, Any], tensors: InputTenso
     return call
 
 
-def vae_shapes() -> dict[str, tuple[int, ...]]:
-    """Lists the tensors of the published VAE."""
+def vae_shapes(member: Member) -> Shapes:
+    """Lists the tensors of the published VAE, from ComfyUI's class."""
+    shape = member.vae
+    dims = {"dim": shape.encoder_dim or shape.dim}
     with torch.device("meta"):
-        return shapes_of(build_wan21({"dim": PUBLISHED_DIM}))
+        made = load(member.family.vae.comfyui).build(dims, {"decoder.head.0.gamma": (shape.dim,)})
+    return shapes_of(made)
 
 
 def random_vae(device: torch.device) -> comfy.sd.VAE:
-    shapes = vae_shapes().items()
+    shapes = vae_shapes(find_member("qwen-image")).items()
     vae = comfy.sd.VAE(sd={name: random_tensor(name, size, device).cpu() for name, size in shapes})
     vae.throw_exception_if_invalid()
     return vae
 
 
-def text_encoder_shapes() -> Shapes:
-    """Reads ComfyUI's class; the published file holds the language model's head too."""
-    model = Qwen25_7BVLI({}, torch.bfloat16, "meta", torch.nn)
-    return shapes_of(model) | {"lm_head.weight": (VOCABULARY, TEXT_WIDTH)}
+def text_encoder_shapes(member: Member) -> Shapes:
+    """Lists the tensors of the published text encoder, in its file's names."""
+    kind = load(member.text_encoder.comfyui).kind()
+    found = shapes_of(kind.model({}, torch.bfloat16, "meta", torch.nn))
+    if kind.nested:
+        parts = {"model.": "model.language_model.", "visual.": "model.visual."}
+        pattern = re.compile("^(model|visual)\\.")
+        found = {pattern.sub(lambda it: parts[it[0]], name): found[name] for name in found}
+    head = found.pop("model.language_model.lm_head.weight", None)
+    return found | {"lm_head.weight": head or (VOCABULARY, member.transformer.joint_dim)}
 
 
-def _vae_21_shapes() -> Shapes:
-    dims = {"dim": QWEN_IMAGE_21_VAE.shape.encoder_dim}
-    found = {"decoder.head.0.gamma": (QWEN_IMAGE_21_VAE.shape.dim, 1, 1, 1)}
-    with torch.device("meta"):
-        return shapes_of(WAN22.build(dims, found))
-
-
-def _text_encoder_21_shapes() -> Shapes:
-    from comfy.text_encoders import qwen3vl  # ComfyUI 0.37 has it
-
-    model = qwen3vl._make_qwen3vl_model("qwen3vl_8b")({}, torch.bfloat16, "meta", torch.nn)
-    # As the published file has them, and comfy/sd.py renames them.
-    parts = {"model.lm_head.": "lm_head.", "model.": "model.language_model."}
-    parts |= {"visual.": "model.visual."}
-    pattern = re.compile("^" + "|^".join(map(re.escape, parts)))
-    return {
-        pattern.sub(lambda it: parts[it[0]], name): size for name, size in shapes_of(model).items()
-    }
-
-
-def write_models(folder: Path, family: str = "1.x", int8: bool = False) -> None:
+def write_models(folder: Path, files: Published, int8: bool = False) -> None:
     """Writes a model of the published sizes with random weights, made on the card.
 
     The folder gets diffusion_models, text_encoders and vae, each with one file in bf16 and in
@@ -244,21 +229,14 @@ def write_models(folder: Path, family: str = "1.x", int8: bool = False) -> None:
     Args:
         int8: also writes the transformer as ComfyUI's int8 ConvRot.
     """
-    files, device = FILES[family], torch.device("cuda")
-    shapes, text, vae = (
-        (SHAPE_21, _text_encoder_21_shapes, _vae_21_shapes)
-        if family == "2.1"
-        else (FULL_SIZE, text_encoder_shapes, vae_shapes)
-    )
-    models = folder / "diffusion_models"
-    write_random(models / files.transformer, shapes.tensors(), device)
-    write_random(folder / "text_encoders" / files.text_encoder, text(), device)
-    write_random(folder / "vae" / files.vae, vae(), device)
+    member, device = find_member(files.member), torch.device("cuda")
+    models, shape = folder / "diffusion_models", member.transformer
+    write_random(models / files.transformer, shape.tensors(), device)
+    write_random(folder / "text_encoders" / files.text_encoder, text_encoder_shapes(member), device)
+    write_random(folder / "vae" / files.vae, vae_shapes(member), device)
     if int8 and not (models / files.int8).exists():
-        tensors = {
-            name: tensor.cpu()
-            for name, tensor in _random_weights("comfyui int8", shapes, device).items()
-        }
+        weights = _random_weights("comfyui int8", shape, device)
+        tensors = {name: tensor.cpu() for name, tensor in weights.items()}
         comfy.utils.save_torch_file(tensors, str(models / files.int8))
 
 

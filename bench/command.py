@@ -29,7 +29,17 @@ from ..machine.packages import (
 )
 from ..planning.bytes import weight_bytes
 from ..spec.formats import format_gib
-from .rows import COMFYUI, DIFFUSERS, FORWARD, IMAGE, BenchSetup, Inputs, Row, select
+from .rows import (
+    COMFYUI,
+    DIFFUSERS,
+    FORWARD,
+    IMAGE,
+    BenchSetup,
+    Inputs,
+    Row,
+    published,
+    select,
+)
 
 ROWS = {"forward": FORWARD, "image": IMAGE, "ops": ()}
 MOST_LAYERS = 60  # of the published models
@@ -87,12 +97,12 @@ def _setup(args: argparse.Namespace) -> BenchSetup:
         SettingError: an argument breaks its rule.
         UnavailableError: a package or a card is missing, or a file cannot be written.
     """
-    image, family = args.what == "image", args.family or "1.x"
+    image = args.what == "image"
     if not image:
         for option in ("models", "free_gib", "server_args"):
             if getattr(args, option):
                 raise SettingError(f"--{option.replace('_', '-')} goes with `image` alone.")
-    if family != "1.x" and not image:
+    if args.family and not image:
         raise SettingError("--family goes with `image` alone.")
     layers = MOST_LAYERS if args.layers is None else args.layers
     if layers > MOST_LAYERS:
@@ -110,7 +120,7 @@ def _setup(args: argparse.Namespace) -> BenchSetup:
             "bench image times prompts in ComfyUI servers: name a folder for random models "
             "of up to 78 GB with --models."
         )
-    if image and device.type == "cpu" and (args.references or family != "1.x"):
+    if image and device.type == "cpu" and (args.references or args.family):
         raise SettingError(
             "--references and --family need a card: the bundled model, which a CPU runs, sees no "
             "images."
@@ -130,7 +140,7 @@ def _setup(args: argparse.Namespace) -> BenchSetup:
         shape=shape,
         rows=tuple(row for row in rows if row.name in names),
         names=names,
-        family=family,
+        files=published(args.family),
         inputs=inputs,
         repeats=args.repeats or REPEATS[args.what],
         steps=args.steps,

@@ -30,9 +30,10 @@ import torch
 
 from .command import conditions, import_comfyui
 from .measure import Fields, RowWriter, used_bytes
-from .prompt import FILES, PROMPT, TEXT_WIDTH
+from .prompt import PROMPT
+from .rows import PUBLISHED
 
-FILE = FILES["1.x"]
+FILES, TEXT_WIDTH = PUBLISHED[0], 3584
 PRECISIONS = ("bf16", "int8", "fp8")
 OFF_CARD, ON_CARD = PLACES = ("off card", "on card")
 SIZES = ((1024, 1024), (1664, 928), (1328, 1328), (2048, 2048))
@@ -167,7 +168,7 @@ def measure_sampling(folder: Path, add: Add, used: Callable[[], int]) -> None:
     for precision, place in itertools.product(PRECISIONS, PLACES):
         wanted = cases(precision, place)
         patcher, _ = load_model(
-            folder / "diffusion_models" / FILE.transformer, precision, (), place
+            folder / "diffusion_models" / FILES.transformer, precision, (), place
         )
         optimized = optimize(patcher, OptimizeSettings())
         comfy.model_management.load_models_gpu([optimized])
@@ -228,7 +229,9 @@ def measure_text(folder: Path, add: Add, used: Callable[[], int]) -> None:
     from ..hosts.comfyui.load.text_encoder import load_text_encoder
 
     for precision in ("bf16", "fp8"):
-        clip, _ = load_text_encoder(folder / "text_encoders" / FILE.text_encoder, precision, "auto")
+        clip, _ = load_text_encoder(
+            folder / "text_encoders" / FILES.text_encoder, precision, "auto"
+        )
         comfy.model_management.load_models_gpu([clip.patcher])
         for references in (0, 1, 3):
             images = [torch.rand(1, 384, 384, 3) for _ in range(references)]
@@ -265,7 +268,7 @@ def main() -> None:
     }
     from .comfyui import write_models
 
-    write_models(args.models)
+    write_models(args.models, FILES)
     writer, names = RowWriter(about, args.json, "runs"), defaultdict(halves)
 
     def add(run: Fields) -> None:

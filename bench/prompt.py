@@ -15,7 +15,8 @@ import time
 import urllib.error
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from itertools import count, cycle, islice, product
 from pathlib import Path
 from statistics import median
@@ -37,38 +38,6 @@ TURNS, FEW, CACHE = 3, 10, "balanced"
 # Asked rarely: the server answers in the interpreter that runs the prompt, and tells times itself.
 SECONDS, POLL_SECONDS = 600, 0.2
 MICRO = "micro (bundled)"  # what a CPU runs
-TEXT_WIDTH = 3584
-
-
-@dataclass(frozen=True)
-class RandomFiles:
-    """Names the files that `comfyui.write_models` writes of a family."""
-
-    transformer: str
-    text_encoder: str
-    vae: str
-    encodes: str  # the node that encodes text and references
-
-    @property
-    def int8(self) -> str:
-        """As the published files of ComfyUI's int8 ConvRot."""
-        return self.transformer.replace("bf16", "int8_convrot")
-
-
-FILES = {
-    "1.x": RandomFiles(
-        "qwen_image_random_bf16.safetensors",
-        "qwen_2.5_vl_7b_random_bf16.safetensors",
-        "qwen_image_vae_random_bf16.safetensors",
-        "TextEncodeQwenImageEditPlus",
-    ),
-    "2.1": RandomFiles(
-        "qwen_image_2.1_random_bf16.safetensors",
-        "qwen3vl_8b_random_bf16.safetensors",
-        "qwen_image_2.1_vae_random_bf16.safetensors",
-        "TextEncodeQwenImage21",
-    ),
-}
 PROMPT = (
     "A lighthouse keeper in a yellow raincoat stands on wet rocks at dusk and holds a brass lamp "
     "while waves break behind him; far out a three-masted ship leans into the wind, gulls circle "
@@ -90,7 +59,7 @@ def run_prompts(setup: BenchSetup, add: Callable[[Fields], None]) -> None:
     if on_card:
         from .comfyui import write_models
 
-        write_models(setup.models, setup.family, any(it.from_int8 for it in rows))
+        write_models(setup.models, setup.files, any(it.from_int8 for it in rows))
         torch.cuda.empty_cache()
         held = hold_all_but(setup.free_gib)
         reader = PeakReader(used_bytes())
@@ -191,16 +160,16 @@ def graph_of(setup: BenchSetup, row: Row, inputs: Inputs, seed: int, shift: int 
         nodes[name] = {"class_type": kind, "inputs": given}
         return [name, 0]
 
-    ours, cfg = row.ours, setup.steps > FEW and setup.family == "1.x"
-    files = FILES[setup.family]
+    ours, files = row.ours, setup.files
     if setup.device.type == "cpu":
-        files = RandomFiles(MICRO, MICRO, MICRO, files.encodes)
+        files = replace(files, transformer=MICRO, text_encoder=MICRO, vae=MICRO)
+    cfg = files.cfg if setup.steps > FEW else 1.0
     transformer = files.int8 if row.from_int8 else files.transformer
     if ours:
         model = add("model", "QwenL40S_LoadModel", model=transformer, precision=row.precision)
         how = {"attention": "auto", "fused_blocks": True}
         model = add("optimize", "QwenL40S_Optimize", model=model, **how)
-        if cfg and not inputs.references:
+        if cfg > 1 and not inputs.references:
             model = add("cache", "QwenL40S_StepCache", model=model, cache=CACHE)
         encoder = {"text_encoder": files.text_encoder, "precision": "bf16"}
         clip = add("clip", "QwenL40S_LoadTextEncoder", **encoder)
@@ -214,17 +183,11 @@ def graph_of(setup: BenchSetup, row: Row, inputs: Inputs, seed: int, shift: int 
         add(f"reference_{number}", "LoadImage", image=f"reference_{number}.png")
         for number in range(1, inputs.references + 1)
     ]
-    if images and setup.family == "2.1":
-        given = {f"images.image_{number}": image for number, image in enumerate(images, 1)}
-        both = {"prompt": text, "negative_prompt": " ", "resolution": REFERENCE_SIDE}
-        positive = add("positive", files.encodes, clip=clip, vae=vae, **both, **given)
-        negative = ["positive", 1]
-    elif images:
-        given = {f"image{number}": image for number, image in enumerate(images, 1)}
-        positive, negative = (
-            add(name, files.encodes, clip=clip, vae=vae, prompt=prompt, **given)
-            for name, prompt in (("positive", text), ("negative", " "))
-        )
+    if images:
+        shown = {files.image.format(number): image for number, image in enumerate(images, 1)}
+        encode = partial(add, kind=files.encodes, clip=clip, vae=vae, **shown)
+        positive = encode("positive", prompt=text, **files.both)
+        negative = ["positive", 1] if files.both else encode("negative", prompt=" ")
     else:
         positive = add("positive", "CLIPTextEncode", text=text, clip=clip)
         negative = add("negative", "CLIPTextEncode", text=" ", clip=clip)
@@ -238,7 +201,7 @@ def graph_of(setup: BenchSetup, row: Row, inputs: Inputs, seed: int, shift: int 
         latent_image=add("latent", "EmptySD3LatentImage", **size),
         seed=seed,
         steps=setup.steps,
-        cfg=4.0 if cfg else 1.0,
+        cfg=cfg,
         sampler_name="euler",
         scheduler="simple",
         denoise=1.0,

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import filter as matching
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingError
-from ..spec.transformer import PIXELS_PER_TOKEN_SIDE, REFERENCE_TOKENS, TransformerShape
+from ..spec.transformer import (
+    PIXELS_PER_TOKEN_SIDE,
+    REFERENCE_SIDE,
+    REFERENCE_TOKENS,
+    TransformerShape,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -132,20 +137,78 @@ def rope_axes(head_dim: int) -> tuple[int, int, int]:
 
 
 @dataclass(frozen=True)
+class Published:
+    """Names a member, its files that `comfyui.write_models` writes, and how its template runs.
+
+    Args:
+        name: as `--family` takes it.
+        encodes: the node that encodes text and references.
+        image: its input for a reference, by number.
+        cfg: with more than `prompt.FEW` steps.
+        both: what else that node takes where it encodes the negative prompt too.
+    """
+
+    name: str
+    member: str
+    transformer: str
+    text_encoder: str
+    vae: str
+    encodes: str
+    image: str
+    cfg: float
+    both: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def int8(self) -> str:
+        """As the published files of ComfyUI's int8 ConvRot."""
+        return self.transformer.replace("bf16", "int8_convrot")
+
+
+PUBLISHED = (
+    Published(
+        name="1.x",
+        member="qwen-image",
+        transformer="qwen_image_random_bf16.safetensors",
+        text_encoder="qwen_2.5_vl_7b_random_bf16.safetensors",
+        vae="qwen_image_vae_random_bf16.safetensors",
+        encodes="TextEncodeQwenImageEditPlus",
+        image="image{}",
+        cfg=4.0,
+    ),
+    Published(
+        name="2.1",
+        member="qwen-image-2.1",
+        transformer="qwen_image_2.1_random_bf16.safetensors",
+        text_encoder="qwen3vl_8b_random_bf16.safetensors",
+        vae="qwen_image_2.1_vae_random_bf16.safetensors",
+        encodes="TextEncodeQwenImage21",
+        image="images.image_{}",
+        cfg=1.0,
+        both={"negative_prompt": " ", "resolution": REFERENCE_SIDE},
+    ),
+)
+
+
+def published(name: str | None) -> Published:
+    """Finds what `--family` names; the first without."""
+    return next(it for it in PUBLISHED if name in (it.name, None))
+
+
+@dataclass(frozen=True)
 class BenchSetup:
     """Holds what a run measures, as the options of `bench` name it.
 
     Args:
         rows: the programs, in the order of `FORWARD`; none of `ops`.
         names: of the operations of `ops`.
-        family: "1.x" or "2.1", of `image`.
+        files: of `image`.
     """
 
     device: torch.device
     shape: TransformerShape
     rows: tuple[Row, ...]
     names: tuple[str, ...]
-    family: str
+    files: Published
     inputs: tuple[Inputs, ...]
     repeats: int
     steps: int

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from qwen_l40s.bench.rows import FORWARD
 from qwen_l40s.cli import main
-from qwen_l40s.families.qwen_image import FULL_SIZE
+from qwen_l40s.families.registry import find_member
 from qwen_l40s.loaders.source import check_complete, open_source
 from qwen_l40s.loaders.writer import SafetensorsLayout
 
@@ -120,20 +120,30 @@ def header_only(path, shapes):
     return path
 
 
-def test_the_random_weights_are_those_of_the_published_files(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("qwen-image", [40.86, 16.58, 0.25]),
+        pytest.param(
+            *("qwen-image-2.1", [14.23, 17.53, 0.68]),
+            marks=pytest.mark.host_has("comfy.model_base.QwenImage21"),
+        ),
+    ],
+)
+def test_the_random_weights_are_those_of_the_published_files(tmp_path, name, known):
     from qwen_l40s.bench.comfyui import text_encoder_shapes, vae_shapes
 
-    shapes = FULL_SIZE.tensors(), text_encoder_shapes(), vae_shapes()
+    member = find_member(name)
+    shapes = member.transformer.tensors(), text_encoder_shapes(member), vae_shapes(member)
     roles = ("transformer", "text_encoder", "vae")
     files = [
         header_only(tmp_path / f"{role}.safetensors", found)
         for role, found in zip(roles, shapes, strict=True)
     ]
-    sizes = [round(file.stat().st_size / 1e9, 2) for file in files]
-    assert sizes == [40.86, 16.58, 0.25]
-    assert check_complete(open_source(files[0], "transformer")).blocks == 60
-    variant = open_source(files[1], "text_encoder").part.variant
-    assert "7B, with its vision tower, with lm_head, flat names" in variant
+    assert [round(file.stat().st_size / 1e9, 2) for file in files] == known
+    assert check_complete(open_source(files[0], "transformer")).blocks == member.transformer.blocks
+    encoder = open_source(files[1], "text_encoder").part
+    assert encoder.family.startswith(member.text_encoder.title)
     assert open_source(files[2], "vae").part.dims["dim"] == 96
 
 
