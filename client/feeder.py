@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingError
-from .graph.check import OURS, renamed
 from .journal import Attempt, Fetched, fetch, place
 from .progress import within
 from .scheduler import CANCELLED, COLLECTING, DONE, FAILED, QUEUED, WAITING, Job
 from .server import Listener, RunningPrompt, Server, failure, of_execution, of_validation
-from .servers import Listed
+from .servers import OURS, Listed
 from .transport import AnswerError, GoneError, ServerError
+from .workflow import renamed
 
 if TYPE_CHECKING:
     from .run import Run

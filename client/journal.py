@@ -21,9 +21,9 @@ from typing import Any
 
 from ..errors import QwenL40SError, SettingError
 from ..files import lock, name_file
-from .graph.workflow import title
 from .scheduler import DONE
 from .server import Server
+from .workflow import title
 
 SUFFIX = ".submit.jsonl"
 # Version 1 had one server, and its name in the line "run" alone.

@@ -12,12 +12,12 @@ from typing import Any
 
 from ..errors import SettingError
 from .feeder import Feeder
-from .graph.workflow import title
 from .journal import Attempt, Journal
 from .progress import Progress, within
 from .scheduler import CANCELLED, DONE, FAILED, Job, Scheduler
 from .servers import Admission, Listed, ServerList, Takes
 from .transport import GoneError, ServerError
+from .workflow import title
 
 # How long a server may be away before its jobs go to others, and all before the run ends.
 WAIT_SECONDS = 60.0

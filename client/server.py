@@ -15,8 +15,8 @@ from typing import Any
 
 import aiohttp
 
-from .graph.workflow import called, title
 from .transport import Address, AnswerError, ServerAnswer, ServerError, Transport
+from .workflow import called, title
 
 # Pings, whose missing answers tell of a connection that died without a word.
 HEARTBEAT_SECONDS = 20.0

@@ -20,7 +20,7 @@ import aiohttp
 from yarl import URL
 
 from ..errors import QwenL40SError, SettingError
-from .graph.inputs import shortened
+from .workflow import shortened
 
 PATIENCE_STATUS = (429, 502, 503, 504)
 CONNECT_SECONDS = 10.0

@@ -6,8 +6,9 @@ import re
 import pytest
 from server_nodes import limited, stored
 
-from qwen_l40s.client.graph.check import IMAGE_FORMATS, Checker
 from qwen_l40s.client.server import of_validation
+from qwen_l40s.client.servers import Checker
+from qwen_l40s.client.submit import IMAGE_FORMATS
 from qwen_l40s.errors import SettingError
 
 

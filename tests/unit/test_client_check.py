@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 from server_nodes import stored
 
-from qwen_l40s.client.graph.check import Checker
-from qwen_l40s.client.graph.inputs import node_inputs
-from qwen_l40s.client.graph.workflow import read_workflow
+from qwen_l40s.client.servers import Checker
+from qwen_l40s.client.workflow import node_inputs, read_workflow
 from qwen_l40s.errors import SettingError
 
 TESTS = Path(__file__).resolve().parents[1]

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from server_nodes import stored
 
-from qwen_l40s.client.graph.inputs import NodeInput, value_of
-from qwen_l40s.client.graph.settings import find_input, parse_settings, variations
+from qwen_l40s.client.settings import find_input, parse_settings, value_of, variations
+from qwen_l40s.client.workflow import NodeInput
 from qwen_l40s.errors import SettingError
 
 INFO = stored()

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from server_nodes import stored
 
-from qwen_l40s.client.graph.check import (
+from qwen_l40s.client.submit import (
     IMAGE_FORMATS,
     check_image,
     local_images,

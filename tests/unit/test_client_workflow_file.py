@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qwen_l40s.client.graph.workflow import (
+from qwen_l40s.client.workflow import (
     called,
     input_called,
     loaders_key,

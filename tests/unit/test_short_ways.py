@@ -29,4 +29,4 @@ def test_four_jobs_on_two_servers(tmp_path, capsys):
     submit("first")
     with traced() as files:
         submit("second")
-    assert 10 < len(files) <= 18, sorted(files)
+    assert 10 < len(files) <= 16, sorted(files)

@@ -1,5 +1,5 @@
-"""Workflow files in ComfyUI's API form: reading them, what people call their nodes, and which load
-the same models.
+"""Workflow files in ComfyUI's API form: reading them, what people call their nodes, what inputs
+these have by GET /object_info, and which load the same models.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ import json
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
-from ...errors import SettingError
+from ..errors import SettingError
 
 Graph = dict[str, dict[str, Any]]  # {node id: {class_type, inputs, _meta?}}
 
@@ -23,6 +24,15 @@ EXPORT = "export it on ComfyUI's page with File > Export (API)"
 LOADS = re.compile("Load")
 # Load3D, LoadImageMask, VHS_LoadVideo: what is painted on, which differs from job to job.
 LOADS_DATA = re.compile(r"Load(3D|Audio|Image|Latent|Mask|TrainingDataset|Video)")
+# Inputs whose list the server does not hold them to: their class checks by itself (ComfyUI 0.33).
+UNLISTED = {
+    ("CustomCombo", "choice"),
+    ("LoadLatent", "latent"),
+    ("ModelAttentionBackend", "attention"),
+    ("SelectCLIPDevice", "device"),
+    ("SelectModelDevice", "device"),
+    ("SelectVAEDevice", "device"),
+}
 
 
 def with_inputs(graph: Graph, values: Mapping[tuple[str, str], Any]) -> Graph:
@@ -34,6 +44,18 @@ def with_inputs(graph: Graph, values: Mapping[tuple[str, str], Any]) -> Graph:
     for (node, name), value in values.items():
         copy[node] = {**copy[node], "inputs": {**copy[node]["inputs"], name: value}}
     return copy
+
+
+def renamed(graph: Graph, names: Mapping[str, str]) -> Graph:
+    """Copies the graph with the names that a server gave to uploaded images."""
+    given = {name: to for name, to in names.items() if name != to}
+    values = {
+        (node, key): given[value]
+        for node, described in graph.items()
+        for key, value in described["inputs"].items()
+        if isinstance(value, str) and value in given
+    }
+    return with_inputs(graph, values)
 
 
 def without(graph: Graph, places: Iterable[tuple[str, str]]) -> Graph:
@@ -173,6 +195,11 @@ def called(graph: Mapping[str, Any], node: str) -> str:
     return f"{kind} (id {node})" if text == kind else f"{text!r} ({kind}, id {node})"
 
 
+def shortened(text: str, most: int = 60) -> str:
+    """Quotes a text, cut where it is long."""
+    return repr(text if len(text) <= most else f"{text[:most]}...")
+
+
 def plain(name: str) -> str:
     """Takes from a name what need not be typed right: case, spaces, dashes and underscores."""
     return re.sub(r"[\s_-]+", "", name).casefold()
@@ -257,3 +284,104 @@ def _loaders(graph: Graph) -> Iterator[Mapping[str, Any]]:
     for node in graph.values():
         if LOADS.search(node["class_type"]) and not LOADS_DATA.search(node["class_type"]):
             yield node
+
+
+@dataclass(frozen=True)
+class NodeInput:
+    """One input.
+
+    Attributes:
+        kind: `INT`, `FLOAT`, `BOOLEAN`, `STRING`, `COMBO`, or the type of a socket.
+        rules: what object_info says besides the type: `min`, `max`, `step`, `image_upload` ...
+        choices: what a COMBO lists.
+        closed: whether the server takes nothing but what is listed.
+        opens: whether what it is set to decides which other inputs the node has.
+    """
+
+    kind: str
+    rules: Mapping[str, Any] = field(default_factory=dict)
+    choices: tuple[Any, ...] = ()
+    closed: bool = False
+    opens: bool = False
+
+    @property
+    def takes_image(self) -> bool:
+        return bool(self.rules.get("image_upload"))
+
+
+def node_inputs(
+    object_info: Mapping[str, Any], node: Mapping[str, Any]
+) -> dict[str, NodeInput] | None:
+    """The inputs that a node of a graph can have, by name; None for a class the server lacks.
+
+    Those that come with what is chosen (`resize_type.width`) or wired (`images.image0`) are among
+    them under their whole names.
+    """
+    described = object_info.get(node["class_type"])
+    if described is None:
+        return None
+    found: dict[str, NodeInput] = {}
+    _add_groups(found, described.get("input") or {}, node, "")
+    for name, spec in list(found.items()):
+        # Our nodes tell what an input and its values were called before, and take both.
+        if "older_name" in spec.rules:
+            choices = (*spec.choices, *spec.rules.get("older", ()))
+            found[name] = replace(spec, choices=choices)
+            found.setdefault(spec.rules["older_name"], found[name])
+    return found
+
+
+def other_names(known: Mapping[str, NodeInput]) -> dict[str, str]:
+    """Returns {name: the other one of the same input}, of inputs that have an older name."""
+    older = {name: spec.rules.get("older_name", name) for name, spec in known.items()}
+    found = {name: other for name, other in older.items() if other != name}
+    return found | {other: name for name, other in found.items()}
+
+
+def _add_groups(
+    found: dict[str, NodeInput], groups: Mapping[str, Any], node: Mapping[str, Any], prefix: str
+) -> None:
+    for group in ("required", "optional"):
+        for name, (kind, *more) in (groups.get(group) or {}).items():
+            rules = more[0] if more and isinstance(more[0], dict) else {}
+            if kind == "COMFY_DYNAMICCOMBO_V3":
+                _add_dynamic_combo(found, rules, node, prefix + name)
+            elif kind == "COMFY_AUTOGROW_V3":
+                _add_growing(found, rules["template"], node, f"{prefix}{name}.")
+            else:
+                choices = kind if isinstance(kind, list) else rules.get("options")
+                combo = isinstance(kind, list) or kind == "COMBO"
+                closed = (
+                    combo
+                    and choices is not None
+                    and "remote" not in rules
+                    and not any(rule.endswith("_upload") for rule in rules)
+                    and (node["class_type"], name) not in UNLISTED
+                )
+                found[prefix + name] = NodeInput(
+                    "COMBO" if combo else str(kind),
+                    rules,
+                    tuple(choices or ()) if combo else (),
+                    closed,
+                )
+
+
+def _add_dynamic_combo(
+    found: dict[str, NodeInput], rules: Mapping[str, Any], node: Mapping[str, Any], name: str
+) -> None:
+    options = {option["key"]: option["inputs"] for option in rules.get("options", ())}
+    found[name] = NodeInput("COMBO", rules, tuple(options), closed=True, opens=True)
+    chosen = node["inputs"].get(name)
+    if isinstance(chosen, str) and chosen in options:
+        _add_groups(found, options[chosen], node, f"{name}.")
+
+
+def _add_growing(
+    found: dict[str, NodeInput], template: Mapping[str, Any], node: Mapping[str, Any], prefix: str
+) -> None:
+    grown = template.get("names") or [
+        f"{template['prefix']}{number}" for number in range(template["max"])
+    ]
+    for entries in template["input"].values():
+        for entry in entries.values():
+            _add_groups(found, {"optional": dict.fromkeys(grown, entry)}, node, prefix)

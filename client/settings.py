@@ -1,7 +1,10 @@
-"""`--set KEY=VALUE`: which input a key means, and one graph for each combination of values."""
+"""`--set KEY=VALUE`: which input a key means, which value a text is, and one graph for each
+combination of values.
+"""
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import math
 import re
@@ -10,34 +13,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...errors import SettingError
-from .inputs import (
-    NodeInput,
-    listed,
-    nearest,
-    node_inputs,
-    number_range,
-    other_names,
-    shortened,
-    value_of,
-)
+from ..errors import SettingError
 from .workflow import (
     Graph,
+    NodeInput,
     called,
     input_called,
     is_link,
+    node_inputs,
     nodes_called,
+    other_names,
     plain,
+    shortened,
     source,
     with_inputs,
     without,
 )
 
 TYPED = ("INT", "FLOAT", "BOOLEAN", "STRING", "COMBO")
-# How many of a graph's inputs a message lists.
-SHOWN = 16
+# How many choices, and how many of a graph's inputs, a message lists.
+LISTED, SHOWN = 8, 16
 # Another seed of a graph of 13 nodes takes 1.2 KB of this machine's memory, so these take 1.2 GB.
 MAX_JOBS = 1_000_000
+WHOLE = re.compile(r"[+-]?[0-9]+")
+NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+RANGE = re.compile(r"([+-]?[0-9]+)\.\.([+-]?[0-9]+)")
+# Python refuses to read longer numbers (4300 digits); the largest seed has 20.
+DIGITS = 40
+YES = ("true", "yes", "on", "1")
+NO = ("false", "no", "off", "0")
 LINE_END = re.compile(r"\r\n|\r|\n")
 
 Place = tuple[str, str]  # node id, input name
@@ -315,3 +319,118 @@ def _check_count(counts: Mapping[str, int]) -> None:
 def _converted(target: InputTarget, axis: Iterable[str | range]) -> list[Any]:
     texts = [str(each) for part in axis for each in (part if isinstance(part, range) else [part])]
     return [value_of(text, target.spec, target.where) for text in texts]
+
+
+def number_range(text: str, spec: NodeInput, where: str) -> range | None:
+    """The range that `1..8` means for a number; None for any other text or input.
+
+    Raises:
+        SettingError: it runs downwards.
+    """
+    match = RANGE.fullmatch(text.strip()) if spec.kind in ("INT", "FLOAT") else None
+    if match is None:
+        return None
+    first, last = (_whole(side, where) for side in match.groups())
+    if last < first:
+        raise SettingError(
+            f"{where} is {text.strip()!r}, and a range must go upwards: write {last}..{first}."
+        )
+    return range(first, last + 1)
+
+
+def value_of(text: str, spec: NodeInput, where: str) -> Any:
+    """The value that a text means for an input.
+
+    Args:
+        where: the input's address, for messages.
+
+    Raises:
+        SettingError: the text is no such value, or breaks the input's rules.
+    """
+    if spec.kind == "INT":
+        return _in_steps(_in_bounds(_whole(text.strip(), where), spec, where), spec, where)
+    if spec.kind == "FLOAT":
+        return _in_bounds(_number(text.strip(), where), spec, where)
+    if spec.kind == "BOOLEAN":
+        return _yes_or_no(text.strip(), where)
+    if spec.kind == "COMBO":
+        return _choice(text, spec, where)
+    if spec.kind == "STRING":
+        return text
+    raise SettingError(f"{where} takes a link of type {spec.kind}, which cannot be typed.")
+
+
+def _in_bounds(value: Any, spec: NodeInput, where: str) -> Any:
+    least, most = spec.rules.get("min"), spec.rules.get("max")
+    if (least is None or least <= value) and (most is None or value <= most):
+        return value
+    between = f"from {least} to {most}"
+    if least is None or most is None:
+        between = f"{most} or less" if least is None else f"{least} or more"
+    raise SettingError(f"{where} is {value} and must be {between}.")
+
+
+def _in_steps(value: int, spec: NodeInput, where: str) -> int:
+    """Holds the number to the step as the page's box does and the server does not."""
+    least, most, step = (spec.rules.get(rule) for rule in ("min", "max", "step"))
+    over = (value - (least or 0)) % step if isinstance(step, int) and step > 1 else 0
+    if not over:
+        return value
+    near = [value - over, value - over + step]
+    near = [each for each in near if most is None or each <= most]
+    raise SettingError(
+        f"{where} is {value} and goes in steps of {step}: take {' or '.join(map(str, near))}."
+    )
+
+
+def nearest(word: str, names: Iterable[str]) -> list[str]:
+    """Sorts names, most alike first: as a whole, or in one of their parts between dots."""
+
+    def likeness(name: str) -> float:
+        # Long texts say nothing more and take quadratic time.
+        parts = [part[:80].lower() for part in {name, *name.split(".")}]
+        return max(difflib.SequenceMatcher(None, word[:80].lower(), part).ratio() for part in parts)
+
+    return sorted(names, key=likeness, reverse=True)
+
+
+def listed(names: Sequence[str], most: int = LISTED) -> str:
+    """Puts the first names into words, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def _whole(text: str, where: str) -> int:
+    if not WHOLE.fullmatch(text) or len(text) > DIGITS:
+        raise SettingError(
+            f"{where} is {shortened(text)} and must be a whole number such as 8, or a range such "
+            "as 1..8."
+        )
+    return int(text)
+
+
+def _number(text: str, where: str) -> float:
+    value = float(text) if NUMBER.fullmatch(text) else math.inf
+    if math.isinf(value):
+        raise SettingError(f"{where} is {shortened(text)} and must be a number such as 4.0.")
+    return value
+
+
+def _yes_or_no(text: str, where: str) -> bool:
+    if text.lower() not in (*YES, *NO):
+        raise SettingError(f"{where} is {shortened(text)} and must be true or false.")
+    return text.lower() in YES
+
+
+def _choice(text: str, spec: NodeInput, where: str) -> Any:
+    # An empty list is a folder without models, of which `Checker` knows more to say.
+    if not spec.closed or not spec.choices:
+        return text
+    for same in (str, lambda choice: str(choice).strip().casefold()):
+        found = [choice for choice in spec.choices if same(choice) == same(text)]
+        if len(found) == 1:
+            return found[0]
+    raise SettingError(
+        f"{where} is {shortened(text)} and must be one of "
+        f"{listed(nearest(text, map(str, spec.choices)))}."
+    )
