@@ -10,21 +10,22 @@ has an entry that it had before, or where the fleet's file gives it the same boo
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingError
-from .journal import Attempt, Fetched, fetch, place
-from .progress import within
-from .scheduler import CANCELLED, COLLECTING, DONE, FAILED, QUEUED, WAITING, Job
-from .server import Listener, RunningPrompt, Server, failure, of_execution, of_validation
-from .servers import OURS, Listed
+from .journal import Attempt, DiskError
+from .progress import Listener, RunningPrompt, within
+from .results import Collector, Fetched, place
+from .scheduler import CANCELLED, COLLECTING, QUEUED, WAITING, Job
+from .server import Server, failure, of_validation
+from .servers import Listed
 from .transport import AnswerError, GoneError, ServerError
-from .workflow import renamed
+from .workflow import OURS, renamed, shortened, with_job_id
 
 if TYPE_CHECKING:
     from .run import Run
@@ -35,14 +36,12 @@ POLL_SECONDS, POLL_SECONDS_ALONE = 5.0, 1.0
 POLL_SHARE = 0.05
 # A websocket that says nothing for so long is not waited for.
 SOCKET_SECONDS = 5.0
-# After a server was lost, before it is tried again.
-PAUSE_SECONDS = 1.0
+# After a server was lost, before it is tried again; doubled each time where something answers.
+PAUSE_SECONDS, LONGEST_PAUSE = 1.0, 30.0
 # A job that shows no progress for so long, and for so many times the longest job, hangs.
 HUNG_SECONDS, HUNG_TIMES = 1800.0, 20
 # A run that is stopped waits so long for the answer to a prompt on its way.
 ANSWER_SECONDS = 5.0
-# What a node raises where its machine is too small or too old, and another server's may not be.
-UNABLE = re.compile(r"OutOfMemory|\.(Unavailable|DoesNotFit)Error$")
 
 
 @dataclass
@@ -52,6 +51,7 @@ class Posted:
     job: Job
     boot: str
     breaks: int = -1  # `Feeder._breaks` when the server was last known to have it
+    accepted: bool = False  # by the answer to POST /prompt
     ran: bool = False  # as far as was seen
     hung: bool = False
     moved: float = field(default_factory=time.monotonic)  # when it was last seen to go on
@@ -69,8 +69,9 @@ class Feeder:
         error: why it is away; None while it is not.
         away_since: when it was lost (time.monotonic).
         asked: whether it has said what it has, or was lost.
+        posted: {prompt id: a job at this server}.
+        results: of them.
         leaving: it gets no more jobs; `go` returns when it has none.
-        fault: of a task that fetched results.
     """
 
     def __init__(self, listed: Listed, run: Run) -> None:
@@ -82,7 +83,6 @@ class Feeder:
         self.away_since = 0.0
         self.asked = False
         self.leaving = False
-        self.fault: BaseException | None = None
         self.wake = asyncio.Event()
         self.server = Server(
             listed.address, headers=run.admission.headers, wait=run.wait, notify=run.say
@@ -90,12 +90,12 @@ class Feeder:
         self.listener = Listener(self.server, changed=self.wake.set, notify=run.say)
         self._run = run
         self._scheduler = run.scheduler
-        self._posted: dict[str, Posted] = {}
+        self.posted: dict[str, Posted] = {}
         self._witness: str | None = None  # a prompt in the history of the process we know
         self._uploaded: dict[str, str] = {}  # {what graphs call an image: what the server does}
         self._posting: asyncio.Task[Any] | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._longest = 0.0
+        self.results = Collector(self, run)
+        self._doubts = 0  # prompts in a row that were answered wrongly: the server stays away
         self._met = False
 
     @property
@@ -104,12 +104,12 @@ class Feeder:
 
     @property
     def busy(self) -> bool:
-        return self.error is None and bool(self._posted)
+        return self.error is None and bool(self.posted)
 
     def follow(self, posted: Iterable[tuple[Attempt, Job]]) -> None:
         """Takes in jobs that earlier runs posted to this server."""
         for attempt, job in posted:
-            self._posted[attempt.prompt_id] = Posted(job, attempt.boot)
+            self.posted[attempt.prompt_id] = Posted(job, attempt.boot)
             self._met = False
             if self.error is None:
                 self.asked = False
@@ -130,21 +130,27 @@ class Feeder:
         listening = asyncio.create_task(self.listener.listen())
         try:
             await within(self.listener.tried.wait(), SOCKET_SECONDS)
+            pause = PAUSE_SECONDS
             while True:
                 try:
                     await self._meet()
+                    pause = pause if self._doubts else PAUSE_SECONDS
                     await self._feed()
                     return
-                except ServerError as error:
-                    self._lose(error)
+                except DiskError:
+                    raise
+                except Exception as error:
+                    self._lose(self.fault(error))
                     if self.leaving:
                         return
-                await asyncio.sleep(PAUSE_SECONDS)
+                    await asyncio.sleep(pause)
+                    gone = isinstance(error, GoneError)
+                    pause = PAUSE_SECONDS if gone else min(2 * pause, LONGEST_PAUSE)
         finally:
             self._scheduler.leave(self.name)
-            for task in (listening, *self._tasks):
+            for task in (listening, *self.results.tasks):
                 task.cancel()
-            await asyncio.gather(listening, *self._tasks, return_exceptions=True)
+            await asyncio.gather(listening, *self.results.tasks, return_exceptions=True)
 
     async def stop(self) -> bool:
         """Takes our jobs off the server, as `Server.withdraw` does, and gives it no more."""
@@ -153,12 +159,12 @@ class Feeder:
             await asyncio.wait({self._posting}, timeout=ANSWER_SECONDS)
             self._posting.cancel()
             await asyncio.gather(self._posting, return_exceptions=True)
-        return await self.server.withdraw(list(self._posted))
+        return await self.server.withdraw(list(self.posted))
 
     def running(self) -> tuple[Job, RunningPrompt] | None:
         """The job that runs, and how far it is."""
-        here = self.listener.running.keys() & self._posted.keys()
-        return next(((self._posted[i].job, self.listener.running[i]) for i in here), None)
+        here = self.listener.running.keys() & self.posted.keys()
+        return next(((self.posted[i].job, self.listener.running[i]) for i in here), None)
 
     async def _meet(self) -> None:
         self._met = True
@@ -166,12 +172,12 @@ class Feeder:
         await self._recognize()
         breaks, queue = self._breaks, await self.server.queue()
         strays = []
-        for prompt_id, posted in list(self._posted.items()):
+        for prompt_id, posted in list(self.posted.items()):
             entry = None if prompt_id in queue else await self.server.history(prompt_id)
             if entry is not None:
                 self._collect(prompt_id, entry)
             elif prompt_id not in queue:
-                del self._posted[prompt_id]
+                del self.posted[prompt_id]
                 if posted.ran and posted.boot != self.boot:
                     self._died(posted)
             elif posted.job.status == WAITING and not posted.hung:
@@ -181,9 +187,10 @@ class Feeder:
                 strays.append(prompt_id)
         if not await self.server.withdraw(strays):
             raise ServerError(f"{self.name} still runs a job that another server has.")
-        if self.error is not None and self._run.journal is not None:
-            self._run.say(f"{self.name} is back")
-        self.error = None
+        if self.error is not None and not self._doubts:
+            if self._run.journal is not None:
+                self._run.say(f"{self.name} is back")
+            self.error = None
         if not self.leaving:
             self._scheduler.join(self.name, takes)
         if self._met:  # else it is asked once more, for jobs that came meanwhile
@@ -191,7 +198,7 @@ class Feeder:
 
     async def _recognize(self) -> None:
         # A later prompt may have reached the next process before we knew of it: it proves nothing.
-        oldest = [i for i, p in self._posted.items() if p.boot == self.boot][:1]
+        oldest = [i for i, p in self.posted.items() if p.boot == self.boot][:1]
         known = {self._witness, *oldest} - {None}
         same = bool(self.listed.boot) and self.listed.boot == self.boot
         for prompt_id in [] if self.listed.boot else known:
@@ -204,18 +211,18 @@ class Feeder:
 
     async def _feed(self) -> None:
         next_look, breaks = 0.0, self._breaks
-        while self._posted or not self.leaving:
+        while self.posted or not self.leaving:
             if not self._met:
                 await self._meet()
             while self._run.all_asked and (job := self._scheduler.next(self.name)) is not None:
                 await self._post(job)
             # A server that has nothing of ours is left alone.
-            pause = max(0.0, next_look - time.monotonic()) if self._posted else None
+            pause = max(0.0, next_look - time.monotonic()) if self.posted else None
             await within(self.wake.wait(), pause)
             self.wake.clear()
             await self._look_up_ended()
             # A websocket that was lost may mean that the server is.
-            if self._posted and (time.monotonic() >= next_look or breaks != self._breaks):
+            if self.posted and (time.monotonic() >= next_look or breaks != self._breaks):
                 breaks = self._breaks
                 took = await self._look()
                 usual = POLL_SECONDS if self.listener.connected else POLL_SECONDS_ALONE
@@ -233,26 +240,34 @@ class Feeder:
                 if kept & self._run.admission.local_files(self.name, others).keys():
                     await self.server.free()
             graph = renamed(job.graph, self._uploaded) if job.images else job.graph
+            known = self._run.admission.object_info(self.name)
+            graph = with_job_id(graph, known, job.key, job.ran)
             self._run.journal.queued(job.key, attempt)
             # Counted before: the process may end as soon as it has answered.
-            self._posted[attempt.prompt_id] = Posted(job, self.boot, self._breaks)
+            self.posted[attempt.prompt_id] = Posted(job, self.boot, self._breaks)
             job.prompt_id = attempt.prompt_id
             post = self.server.submit(graph, attempt.prompt_id, self.listener.client_id)
             self._posting = asyncio.create_task(post)
             # Ctrl-C must not cut off a prompt that the server would queue after we left.
             left_out = await asyncio.shield(self._posting)
+            self.posted[attempt.prompt_id].accepted = True
+            self._doubts, self.error = 0, None
             wrong: Any = {"node_errors": left_out}
         except SettingError as error:  # of an image
             wrong = str(error)
         except AnswerError as error:
             if error.status not in (400, 413, 500):
+                self._doubts += 1
                 raise
             wrong = error.body if error.status == 400 else str(error)
+        except ServerError as error:
+            self._doubts += not (error.waited or isinstance(error, GoneError))
+            raise
         else:
             if not left_out:
                 return
             await self.server.withdraw([attempt.prompt_id])
-        self._refuse(job, attempt.prompt_id, of_validation(job.graph, wrong))
+        self.refuse(job, attempt.prompt_id, of_validation(job.graph, wrong))
 
     async def _upload(self, job: Job) -> None:
         for name, path in job.images.items():
@@ -267,9 +282,9 @@ class Feeder:
             except OSError as error:
                 raise SettingError(f"{path} cannot be read any more: {error.strerror}") from error
 
-    def _refuse(self, job: Job, prompt_id: str, error: dict[str, Any]) -> None:
-        self._posted.pop(prompt_id, None)
-        self._journal("refused", job, prompt_id)
+    def refuse(self, job: Job, prompt_id: str, error: dict[str, Any]) -> None:
+        self.posted.pop(prompt_id, None)
+        self.journal("refused", job, prompt_id)
         if self._scheduler.refuse(job, self.name, error):
             self._ended(job, prompt_id)
             return
@@ -281,10 +296,10 @@ class Feeder:
 
     async def _look_up_ended(self) -> None:
         ended, self.listener.ended[:] = set(self.listener.ended), []
-        for prompt_id, posted in list(self._posted.items()):
+        for prompt_id, posted in list(self.posted.items()):
             if not posted.job.open:  # another server was first
                 await self.server.withdraw([prompt_id])
-                self._posted.pop(prompt_id, None)
+                self.posted.pop(prompt_id, None)
             elif prompt_id in ended and (entry := await self.server.history(prompt_id)):
                 self._collect(prompt_id, entry)
 
@@ -294,7 +309,7 @@ class Feeder:
         queue = await self.server.queue()
         took = time.monotonic() - start
         places = []
-        for prompt_id, posted in list(self._posted.items()):
+        for prompt_id, posted in list(self.posted.items()):
             if prompt_id in queue:
                 places.append(queue.places[prompt_id])
                 posted.breaks = breaks
@@ -309,7 +324,7 @@ class Feeder:
                 if not known and not await self._same_process():
                     raise ServerError(f"{self.name} was restarted and has forgotten its jobs.")
                 message = "someone took it out of the server's queue."
-                self._end(posted.job, prompt_id, CANCELLED, failure("removed", message))
+                self.end(posted.job, prompt_id, CANCELLED, failure("removed", message))
         self.ahead = min(places, default=0)
         return took
 
@@ -325,7 +340,7 @@ class Feeder:
         if progress != posted.progress or not runs:
             posted.progress, posted.moved = progress, time.monotonic()
         silent = time.monotonic() - posted.moved
-        if silent > max(HUNG_SECONDS, HUNG_TIMES * self._longest):
+        if silent > max(HUNG_SECONDS, HUNG_TIMES * self.results.longest):
             posted.hung = True
             self._died(posted)
             raise ServerError(
@@ -335,89 +350,73 @@ class Feeder:
 
     def _collect(self, prompt_id: str, entry: dict[str, Any]) -> None:
         self._witness = prompt_id
-        posted = self._posted.get(prompt_id)
+        posted = self.posted.get(prompt_id)
         if posted is None or (posted.job.status == COLLECTING and posted.job.server == self.name):
             return
         if not self._scheduler.collect(posted.job, self.name):
-            del self._posted[prompt_id]
-            self._journal("late", posted.job, prompt_id)
+            del self.posted[prompt_id]
+            self.journal("late", posted.job, prompt_id)
             return
         self.wake.set()  # there is room for another
-        task = asyncio.create_task(self._fetch(posted.job, prompt_id, entry))
-        self._tasks.add(task)
-        task.add_done_callback(self._fetched)
+        self.results.start(posted.job, prompt_id, entry)
 
-    def _fetched(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            self.fault = self.fault or task.exception()
-        self.wake.set()
+    def fault(self, error: Exception) -> ServerError:
+        """Whatever one server's answers raise is its fault, and ends its turn alone."""
+        if isinstance(error, ServerError):
+            return error
+        return ServerError(
+            f"{self.name} answers in another form than ComfyUI ({type(error).__name__}: "
+            f"{shortened(str(error), 100)}): update ComfyUI there, and see what stands before it."
+        )
 
-    async def _fetch(self, job: Job, prompt_id: str, entry: dict[str, Any]) -> None:
-        fetched = Fetched()
-        try:
-            async with self._run.downloads:
-                await fetch(self.server, job.graph, entry, self._run.journal.part, fetched)
-            self._accept(job, prompt_id, fetched)
-        except AnswerError as error:
-            self._end(job, prompt_id, FAILED, failure("download", str(error)))
-        except ServerError:  # it is asked again when it is back
-            self._scheduler.give_back(job, self.name)
-            self._run.wake()
-        finally:
-            fetched.discard()
-
-    def _accept(self, job: Job, prompt_id: str, fetched: Fetched) -> None:
-        # A node that blocks the rest with a message is reported on the websocket alone.
-        broken = fetched.broken or self.listener.errors.pop(prompt_id, None)
-        error = None if broken is None else of_execution(job.graph, broken)
-        self._longest = max(self._longest, fetched.seconds or 0.0)
-        if fetched.interrupted:
-            message = "someone interrupted it on the server."
-            self._end(job, prompt_id, CANCELLED, failure("interrupted", message))
-        elif error is None:
-            self._end(job, prompt_id, DONE, None, fetched)
-        elif UNABLE.search(error["type"]):
-            self._refuse(job, prompt_id, error)
-        else:
-            self._end(job, prompt_id, FAILED, error, fetched)
-
-    def _end(
+    def end(
         self,
         job: Job,
         prompt_id: str,
         status: str,
         error: dict[str, Any] | None = None,
         fetched: Fetched | None = None,
+        *,
+        kept: bool = False,
     ) -> None:
-        self._posted.pop(prompt_id, None)
+        self.posted.pop(prompt_id, None)
         if not job.open:
-            self._journal("late", job, prompt_id)
+            self._scheduler.give_back(job, self.name)
+            self.journal("late", job, prompt_id)
             return
-        if fetched is not None:  # on a full disk the job stays open
-            job.files = place(fetched, self._run.journal.path.parent, job.key)
-            job.texts, job.seconds = fetched.texts, fetched.seconds
-        self._scheduler.end(job, self.name, status, error)
-        self._ended(job, prompt_id)
+        parts = fetched.parts if fetched is not None else []
 
-    def _ended(self, job: Job, prompt_id: str) -> None:
-        self._posted.pop(prompt_id, None)
+        def told(paths: list[Path]) -> None:
+            facts = {"files": [path.name for path in paths], "kept": kept}
+            facts |= {"sizes": [part.size for part in parts]}
+            facts |= {"hashes": [part.sha256 for part in parts]}
+            self.journal(status, job, prompt_id, seconds=job.seconds, texts=job.texts, **facts)
+
+        if fetched is not None:
+            job.texts, job.seconds = fetched.texts, fetched.seconds
+        # On a full disk the job stays open.
+        job.files = place(parts, self._run.journal.path.parent, job.key, told)
+        self._scheduler.end(job, self.name, status, error)
         job.prompt_id = prompt_id
-        facts = {"seconds": job.seconds, "texts": job.texts}
-        facts["files"] = [path.name for path in job.files]
-        self._journal(job.status, job, prompt_id, **facts)
         self._run.job_ended(job)
 
-    def _journal(self, event: str, job: Job, prompt_id: str, **facts: Any) -> None:
+    def _ended(self, job: Job, prompt_id: str) -> None:
+        self.posted.pop(prompt_id, None)
+        job.prompt_id = prompt_id
+        self.journal(job.status, job, prompt_id)
+        self._run.job_ended(job)
+
+    def journal(self, event: str, job: Job, prompt_id: str, **facts: Any) -> None:
         self._run.journal.ended(
             event, job.key, prompt_id, server=self.name, boot=self.boot, **facts
         )
 
     def _lose(self, error: ServerError) -> None:
         back = self._scheduler.lose(self.name)
-        for posted in self._posted.values():
+        for posted in self.posted.values():
             # The first one's turn had come; it may have taken the server down at once.
-            posted.ran = posted.ran or (posted.job in back[:1] and not self.ahead)
+            first = posted.job in back[:1] and not self.ahead
+            posted.ran = posted.ran or (posted.accepted and first)
         if self.error is None:
             gone = isinstance(error, GoneError)
             fact = f"{self.name} is gone (connection refused)." if gone else error

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ..errors import QwenL40SError
-from .journal import Journal, key_of
+from .journal import Journal
 from .progress import Progress
 from .run import WAIT_SECONDS, Run
 from .scheduler import DONE, Job
 from .servers import Admission, Listed, ServerList
-from .workflow import loaders_key, read_workflow
+from .workflow import key_of, loaders_key, read_workflow
 
 
 class JobError(QwenL40SError):

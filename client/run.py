@@ -26,7 +26,10 @@ TICK_SECONDS = 0.1
 # How long all servers of a fleet's file may be away: it starts them again, and loads models.
 RESTART_SECONDS = 600.0
 STOP_SECONDS = 15.0
-DOWNLOADS = 4
+# Results that are fetched at once.
+DOWNLOADS = 16
+# Bytes of the largest file that is taken.
+MOST_BYTES = 4e9
 
 
 class Run:
@@ -41,6 +44,7 @@ class Run:
         admission: lets servers in.
         say: takes lines for people.
         wait: see `WAIT_SECONDS`.
+        most: bytes that a file of a server may have.
         downloads: limits how many results are fetched at once.
         all_asked: whether every server was asked for the jobs of earlier runs.
     """
@@ -52,13 +56,14 @@ class Run:
         *,
         progress: Progress,
         wait: float = WAIT_SECONDS,
+        most: float = MOST_BYTES,
         ended: Callable[[Job], None] = lambda job: None,
     ) -> None:
         self.scheduler = Scheduler()
         self.journal: Journal | None = None
         self.admission = admission
         self.say = progress.say
-        self.wait = wait
+        self.wait, self.most = wait, most
         self.downloads = asyncio.Semaphore(DOWNLOADS)
         self.all_asked = False
         self.feeders: dict[str, Feeder] = {}
@@ -70,6 +75,7 @@ class Run:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._sessions = contextlib.AsyncExitStack()
         self._posted: dict[str, list[tuple[Attempt, Job]]] = {}
+        self._said: set[str] = set()
         self._counts = {"total": 0, "done": 0, "failed": 0}
         self._alone_since: float | None = None
         self._stranded_since: float | None = None
@@ -200,6 +206,8 @@ class Run:
             await self._update()
             self._check_stalled()
             self._show()
+            if self.journal.unsynced:
+                await asyncio.to_thread(self.journal.sync)
             await self._tick()
 
     async def _tick(self) -> None:
@@ -210,8 +218,8 @@ class Run:
             if task.done() and not task.cancelled() and task.exception() is not None:
                 raise task.exception()
         for feeder in self.feeders.values():
-            if feeder.fault is not None:
-                raise feeder.fault
+            if feeder.results.fault is not None:
+                raise feeder.results.fault
 
     async def stop(self) -> bool:
         """Takes the open jobs off all servers.
@@ -231,6 +239,11 @@ class Run:
             task.cancel()
         await asyncio.gather(*late, return_exceptions=True)
         return not late and all(not task.exception() and task.result() for task in done)
+
+    def say_once(self, line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            self.say(line)
 
     def wake(self) -> None:
         """Makes every server look for jobs, and `go` for what changed."""

@@ -31,6 +31,12 @@ MOST_DEATHS = 3
 WORTH_A_RELOAD = 3
 # A server that refuses so many jobs of one kind, and has taken none, is offered no more of them.
 MOST_REFUSALS = 3
+# A server that fails so many jobs in a row while another fails none rests.
+MOST_STRIKES = 3
+# A job that ended so often and brought nothing is not run again, whatever was the reason.
+MOST_RUNS = 3
+# Results that wait to be fetched from one server; more would wait longer.
+MOST_FETCHED = 4
 
 
 @dataclass(eq=False, slots=True)
@@ -49,7 +55,9 @@ class Job:
         seconds: that the server ran it.
         error: see `server.failure`; None unless it failed.
         deaths: (server, boot) of those that ended while they ran it.
-        refused: {server: why it does not take this job}.
+        refused: {server: why it does not take this job, or failed it}.
+        ran: how often it ended on a server, whatever came of it.
+        failed: whether it failed on a server.
     """
 
     number: int
@@ -68,6 +76,13 @@ class Job:
     error: dict[str, Any] | None = None
     deaths: set[tuple[str, str]] = field(default_factory=set)
     refused: dict[str, dict[str, Any]] = field(default_factory=dict)
+    ran: int = 0
+    failed: bool = False
+
+    @property
+    def worn(self) -> bool:
+        """Whether it ended often enough."""
+        return self.ran + len(self.deaths) >= MOST_RUNS
 
     @property
     def open(self) -> bool:
@@ -98,6 +113,9 @@ class Lane:
         taken: the loads of jobs that it did not refuse.
         refusals: {loads: how many of these jobs it refused}.
         seen: {loads: the group's `arrivals` when it had nothing for this server}.
+        fetching: jobs whose results are on their way.
+        strikes: jobs that it failed since it last did one, and that no other server failed.
+        resting: it gets nothing while another server does.
     """
 
     name: str
@@ -107,6 +125,9 @@ class Lane:
     taken: set[str] = field(default_factory=set)
     refusals: dict[str, int] = field(default_factory=dict)
     seen: dict[str, int] = field(default_factory=dict)
+    fetching: set[Job] = field(default_factory=set)
+    strikes: set[Job] = field(default_factory=set)
+    resting: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -187,7 +208,10 @@ class Scheduler:
     def next(self, server: str) -> Job | None:
         """Gives the server a job; None where it has enough, or none is for it."""
         lane = self.lanes[server]
-        if not (self.waiting and server in self.ready and len(lane.held) < self._depth):
+        depth = 1 if self._suspect(lane) else self._depth
+        if not (self.waiting and server in self.ready and len(lane.held) < depth):
+            return None
+        if len(lane.fetching) >= MOST_FETCHED or (lane.resting and self._others(lane)):
             return None
         # The last jobs go to whoever is free first, and wait behind none.
         if lane.held and self.waiting < len(self.ready):
@@ -218,12 +242,14 @@ class Scheduler:
         if job.open:
             lane.taken.add(job.loads)
             self._unwait(job)
+            job.ran += job.status != COLLECTING
             job.status, job.server = COLLECTING, server
+            lane.fetching.add(job)
         return job.open
 
     def give_back(self, job: Job, server: str) -> None:
-        """The server has not ended the job and never will."""
-        self._lane(server).held.pop(job, None)
+        """The server has not ended the job, or lost its result."""
+        self._drop(job, server)
         if job.status in (QUEUED, COLLECTING) and job.server == server:
             self._wait(job, first=True)
 
@@ -241,6 +267,43 @@ class Scheduler:
         if any(self._suits(job, other) for other in self.lanes.values()):
             return False
         return self.end(job, server, FAILED, error)
+
+    def another(self, job: Job, server: str) -> bool:
+        """Whether another server may try a job that failed while it ran on this one: once."""
+        others = (self.lanes[name] for name in self.ready - {server})
+        return not (job.failed or job.worn) and any(self._suits(job, lane) for lane in others)
+
+    def pass_on(self, job: Job, server: str, error: dict[str, Any]) -> None:
+        """The job failed on the server, and another one tries it."""
+        job.failed, job.refused[server] = True, error
+        self.give_back(job, server)
+
+    def strike(self, job: Job, server: str) -> bool:
+        """The server failed the job, in whatever way.
+
+        Returns:
+            Whether it has failed so many in a row that it shall rest, while another fails none.
+        """
+        lane = self._lane(server)
+        struck = [other for other in self.lanes.values() if job in other.strikes]
+        for other in struck:  # then it is the job
+            other.strikes.discard(job)
+        if not struck or lane in struck:
+            lane.strikes.add(job)
+        before = lane.resting
+        lane.resting = self._suspect(lane) and self._others(lane)
+        return lane.resting and not before
+
+    def wake(self, server: str, *, well: bool = False) -> None:
+        """The server has rested, and may be given one job.
+
+        Args:
+            well: it has done a job, and may be given as many as others.
+        """
+        lane = self._lane(server)
+        lane.resting = False
+        if well:
+            lane.strikes.clear()
 
     def died(self, job: Job, server: str, boot: str) -> bool:
         """The server ended while it ran the job.
@@ -261,7 +324,7 @@ class Scheduler:
         Returns:
             Whether it is the first: a later one changes nothing.
         """
-        self._lane(server).held.pop(job, None)
+        self._drop(job, server)
         if not job.open:
             return False
         self._unwait(job)
@@ -284,6 +347,19 @@ class Scheduler:
         found = (job.refused.get(lane.name) or lane.takes(job) for lane in self.lanes.values())
         nobody = {"type": "refused", "message": "no server takes it.", "nodes": []}
         return next(filter(None, found), nobody)
+
+    def _drop(self, job: Job, server: str) -> None:
+        lane = self._lane(server)
+        lane.held.pop(job, None)
+        lane.fetching.discard(job)
+
+    def _suspect(self, lane: Lane) -> bool:
+        return len(lane.strikes) >= MOST_STRIKES
+
+    def _others(self, lane: Lane) -> bool:
+        """Whether another server does its jobs."""
+        others = (self.lanes[name] for name in self.ready - {lane.name})
+        return any(not other.strikes for other in others)
 
     def _lane(self, server: str) -> Lane:
         return self.lanes.setdefault(server, Lane(server))

@@ -1,31 +1,55 @@
-"""A ComfyUI server: what a client asks of it, one method a call, what it tells of running prompts
-on its websocket, and why a job failed.
+"""A ComfyUI server: what a client asks of it, one method a call, and what its answers say: the
+files and texts of a prompt, and why it failed.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
 from .transport import Address, AnswerError, ServerAnswer, ServerError, Transport
-from .workflow import called, title
+from .workflow import Graph, called, title
 
 # Pings, whose missing answers tell of a connection that died without a word.
 HEARTBEAT_SECONDS = 20.0
-# After a websocket was lost or refused, before the next.
-PAUSE_SECONDS = 2.0
-# It makes the server send no preview images in the older, larger form, should it send any.
-FEATURES = {"type": "feature_flags", "data": {"supports_preview_metadata": True}}
+ENDS = ("execution_success", "execution_error", "execution_interrupted")
 # Prompts that are withdrawn are looked for so many times, after so long each.
 LOOKS, LOOK_SECONDS = 40, 0.25
+
+
+# What is read of answers: {key: its value's shape, ...: that of all}, [that of all], a list that
+# begins with (these), or a type.
+QUEUE = {"queue_running": [(int | float, str)], "queue_pending": [(int | float, str)]}
+STATUS = {"status_str": str, "messages": [(str, {})]}
+ENTRY = {"outputs": {...: {}}, "status": STATUS}
+
+
+class ShapeError(ServerError):
+    """An answer is JSON of another form than ComfyUI's."""
+
+
+def fits(value: Any, shape: Any) -> bool:
+    """Whether JSON has at least the parts of a shape."""
+    if isinstance(shape, dict):
+        return isinstance(value, dict) and all(
+            all(fits(some, each) for some in value.values())
+            if key is ...
+            else key in value and fits(value[key], each)
+            for key, each in shape.items()
+        )
+    if isinstance(shape, list):
+        return isinstance(value, list) and all(fits(each, shape[0]) for each in value)
+    if isinstance(shape, tuple):
+        enough = isinstance(value, list) and len(value) >= len(shape)
+        return enough and all(map(fits, value, shape))
+    return isinstance(value, shape)
 
 
 def failure(kind: str, message: str) -> dict[str, Any]:
@@ -137,18 +161,18 @@ class Server:
 
     async def stats(self) -> dict[str, Any]:
         """Asks for ComfyUI's version, the memory and the cards (GET /system_stats)."""
-        return await self._json("GET", "system_stats")
+        return await self._json("GET", "system_stats", shape={})
 
     async def model_folders(self) -> set[Path]:
         """Asks where the server looks for models, on its own disk; empty where it does not tell."""
         try:
-            found = await self._json("GET", "experiment/models")
+            found = await self._json("GET", "experiment/models", shape=[{"folders": [str]}])
             return {Path(folder) for kind in found for folder in kind["folders"]}
-        except (AnswerError, LookupError, TypeError):  # an older ComfyUI, or a proxy
+        except (AnswerError, ShapeError):  # an older ComfyUI, or a proxy
             return set()
 
     async def queue(self) -> ServerQueue:
-        found = await self._json("GET", "queue")
+        found = await self._json("GET", "queue", shape=QUEUE)
         running, pending = found["queue_running"], found["queue_pending"]
         # The pending ones come as a heap: only sorted do they stand in the order of their turn.
         items = [*running, *sorted(pending, key=lambda item: (item[0], item[1]))]
@@ -159,11 +183,17 @@ class Server:
 
     async def history(self, prompt_id: str) -> dict[str, Any] | None:
         """Asks for the entry of a prompt that ended; None while it waits or runs, or is unknown."""
-        return (await self._json("GET", f"history/{prompt_id}")).get(prompt_id)
+        found = await self._json("GET", f"history/{prompt_id}", shape={})
+        if prompt_id not in found:
+            return None
+        entry = found[prompt_id]
+        self._check(entry, ENTRY, f"GET /history/{prompt_id}")
+        return entry
 
     async def newest(self) -> str | None:
         """Asks for the id of the prompt that ended last; None with an empty history."""
-        return next(iter(await self._json("GET", "history", params={"max_items": "1"})), None)
+        found = await self._json("GET", "history", shape={}, params={"max_items": "1"})
+        return next(iter(found), None)
 
     async def has(self, prompt_id: str) -> bool:
         """Asks whether the prompt waits, runs or has ended."""
@@ -195,7 +225,7 @@ class Server:
         answer = await self.transport.call("POST", "prompt", before_retry=already, json=body)
         if not isinstance(answer, ServerAnswer):
             return answer
-        content = self._parsed(answer, "POST /prompt")
+        content = self._parsed(answer, "POST /prompt", {})
         if content.get("prompt_id") != prompt_id:
             raise ServerError(
                 f"{self.address} chooses the ids of prompts itself, as ComfyUI before 0.33 may: "
@@ -223,17 +253,13 @@ class Server:
             fields.add_field("subfolder", subfolder)
             return fields
 
-        content = await self._json("POST", "upload/image", form=form)
+        content = await self._json("POST", "upload/image", shape={"name": str}, form=form)
         folder = content.get("subfolder")
         return f"{folder}/{content['name']}" if folder else content["name"]
 
-    async def download(self, image: Mapping[str, str], target: Path) -> None:
-        """Writes a file that an output names into `target`.
-
-        Raises:
-            OSError: of the local file.
-        """
-        await self.transport.download("view", image, target)
+    async def download(self, item: Mapping[str, str], target: Path, most: int) -> tuple[int, str]:
+        """Writes a file that an output names into `target`; see `Transport.download`."""
+        return await self.transport.download("view", item, target, most)
 
     async def withdraw(self, prompt_ids: Sequence[str]) -> bool:
         """Takes prompts out of the queue, and interrupts one that runs; others are left alone.
@@ -271,146 +297,66 @@ class Server:
             self.address.websocket(client_id), heartbeat=HEARTBEAT_SECONDS, max_msg_size=0
         )
 
-    async def _json(self, method: str, path: str, **arguments: Any) -> Any:
+    async def _json(self, method: str, path: str, *, shape: Any, **arguments: Any) -> Any:
         answer = await self.transport.call(method, path, **arguments)
-        return self._parsed(answer, f"{method} /{path}")
+        return self._parsed(answer, f"{method} /{path}", shape)
 
-    def _parsed(self, answer: ServerAnswer, call: str) -> Any:
+    def _check(self, value: Any, shape: Any, call: str) -> None:
+        if not fits(value, shape):
+            raise ShapeError(
+                f"{self.address} answers {call} in another form than ComfyUI: update ComfyUI "
+                "there, and see what stands before it."
+            )
+
+    def _parsed(self, answer: ServerAnswer, call: str, shape: Any) -> Any:
         try:
-            return json.loads(answer.body)
-        except ValueError as error:  # such as the page by which a proxy asks for a sign-in
+            found = json.loads(answer.body)
+        except (ValueError, RecursionError) as error:  # such as a page that asks for a sign-in
             raise AnswerError(
                 f"{self.address} answered {call} with {answer.content_type} and not with JSON: "
                 "check --server, and whether a sign-in needs a --header.",
                 200,
                 answer.body.decode("utf-8", "replace"),
             ) from error
+        self._check(found, shape, call)
+        return found
 
 
-@dataclass
-class RunningPrompt:
-    """How far a prompt is; `value` of `maximum` are the steps of the node that runs."""
+def files_of(entry: Mapping[str, Any], graph: Graph) -> list[dict[str, str]]:
+    """What /view takes, for each file of a history entry, once.
 
-    node: str | None = None
-    value: float = 0
-    maximum: float = 0
-    finished: set[str] = field(default_factory=set)  # nodes that ran, or whose result was kept
-
-    def take(self, kind: str, data: Mapping[str, Any]) -> None:
-        """Takes in a message.
-
-        Raises:
-            LookupError, TypeError, ValueError, AttributeError: it has another form than ComfyUI's.
-        """
-        if kind == "execution_cached":
-            self.finished.update(map(str, data["nodes"]))
-        elif kind == "executing":
-            self._at(data["node"], 0, 0)
-        elif kind == "progress":
-            self._at(data["node"], data["value"], data["max"])
-        elif kind == "progress_state":
-            for node, state in data["nodes"].items():
-                # One that made others of itself runs under their ids; people know what they placed.
-                node = state.get("display_node_id") or node
-                if state["state"] == "finished":
-                    self.finished.add(str(node))
-                elif state["state"] == "running":
-                    self._at(node, state["value"], state["max"])
-
-    def _at(self, node: Any, value: Any, maximum: Any) -> None:
-        if node is not None:
-            self.node, self.value, self.maximum = str(node), float(value), float(maximum)
-
-
-KINDS = ("execution_start", "execution_cached", "executing", "progress", "progress_state")
-
-
-class Listener:
-    """Listens to one server; reconnects, each time as another client.
-
-    ComfyUI registers a socket under its client id, and drops a new one's registration when an old
-    one of that id ends late (server.py, websocket_handler). With an id of its own a new socket is
-    heard; what was queued before it shows no progress, and is found ended by the history.
-
-    Args:
-        changed: called when a prompt ended or failed, and when the socket was opened or lost.
-        notify: gets a line where the server refuses websockets.
-
-    Attributes:
-        client_id: under which the next prompt is queued.
-        connected: whether a websocket is open.
-        turns: how often one was opened or lost; unseen, a server restarts only between the two.
-        running: the prompts that run.
-        ended: ids of prompts that ended since the reader last emptied it.
-        errors: what execution_error said, by prompt id.
-        tried: set once the server has said something, or refused the websocket: before it has
-            registered one, prompts start unnoticed.
+    Files that the server deletes at its next start (type temp) count only where there are no
+    others: they are the previews of a workflow that also saves.
     """
+    found = []
+    for node, output in entry["outputs"].items():
+        kind = graph[node]["class_type"] if node in graph else ""
+        for name, items in output.items():
+            for item in items if isinstance(items, list) else ():
+                if isinstance(item, dict) and item.get("filename"):
+                    keys = ("filename", "subfolder", "type")
+                    found.append({key: str(item.get(key, "")) for key in keys})
+                # 3-D files are named by their path in the output folder, where they are saved.
+                elif name == "result" and kind.startswith("Save") and isinstance(item, str):
+                    subfolder, _, file = item.rpartition("/")
+                    found.append({"filename": file, "subfolder": subfolder, "type": "output"})
+    once = list({tuple(item.values()): item for item in found}.values())
+    return [item for item in once if item["type"] == "output"] or once
 
-    def __init__(
-        self,
-        server: Server,
-        *,
-        changed: Callable[[], None] = lambda: None,
-        notify: Callable[[str], None] = lambda line: None,
-    ) -> None:
-        self.client_id = uuid.uuid4().hex
-        self.connected = False
-        self.turns = 0
-        self.running: dict[str, RunningPrompt] = {}
-        self.ended: list[str] = []
-        self.errors: dict[str, Mapping[str, Any]] = {}
-        self.tried = asyncio.Event()
-        self._server = server
-        self._changed = changed
-        self._notify = notify
 
-    async def listen(self) -> None:
-        """Keeps a websocket open until it is cancelled."""
-        notified = False
-        while True:
-            client_id = uuid.uuid4().hex
-            try:
-                async with self._server.websocket(client_id) as socket:
-                    await socket.send_json(FEATURES)
-                    self.connected = True
-                    self.turns += 1
-                    async for message in socket:
-                        self.client_id = client_id
-                        if message.type is aiohttp.WSMsgType.TEXT:
-                            self.hear(message.data)
-            except aiohttp.WSServerHandshakeError as error:
-                if not notified:
-                    self._notify(
-                        f"no websocket (the answer is {error.status}): progress is not shown, but "
-                        "results are fetched"
-                    )
-                notified = True
-            except (aiohttp.ClientError, asyncio.TimeoutError, OSError):
-                pass  # whether the server is there at all is for the other requests to say
-            if self.connected:
-                self.connected = False
-                self.turns += 1
-                self.running.clear()
-            self.tried.set()
-            self._changed()
-            await asyncio.sleep(PAUSE_SECONDS)
+def texts_of(entry: Mapping[str, Any], graph: Graph) -> dict[str, list[str]]:
+    """Returns {title of a node: the texts that it shows}."""
+    texts: dict[str, list[str]] = {}
+    for node, output in entry["outputs"].items():
+        shown = output.get("text")
+        lines = [shown] if isinstance(shown, str) else shown
+        if isinstance(lines, list) and any(lines):
+            texts.setdefault(title(graph, node), []).extend(str(line) for line in lines)
+    return texts
 
-    def hear(self, text: str) -> None:
-        """Takes in one message of execution.py, comfy_execution/progress.py or main.py."""
-        self.tried.set()
-        # A node pack may send what it likes under any name.
-        with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError):
-            message = json.loads(text)
-            kind, data = message["type"], message["data"]
-            prompt_id = str(data["prompt_id"])
-            if kind == "executing" and data["node"] is None:
-                # Sent after the history has the entry; execution_success comes before.
-                self.running.pop(prompt_id, None)
-                self.ended.append(prompt_id)
-            elif kind == "execution_error":
-                self.errors[prompt_id] = data
-            elif kind in KINDS:
-                self.running.setdefault(prompt_id, RunningPrompt()).take(kind, data)
-                return
-            self._changed()
+
+def seconds_of(messages: Mapping[str, Mapping[str, Any]]) -> float | None:
+    start = messages.get("execution_start", {}).get("timestamp")
+    end = next((messages[kind].get("timestamp") for kind in messages if kind in ENDS), None)
+    known = isinstance(start, int | float) and isinstance(end, int | float)
+    return round((end - start) / 1000, 3) if known else None

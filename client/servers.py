@@ -24,6 +24,7 @@ from .server import Server, failure
 from .settings import listed, nearest
 from .transport import Address, AnswerError
 from .workflow import (
+    OURS,
     Graph,
     NodeInput,
     called,
@@ -38,7 +39,6 @@ from .workflow import (
 
 # Of `qwen-l40s fleet`'s file.
 VERSION = 1
-OURS = "QwenL40S_"
 PACK = "Qwen-Image L40S"
 
 

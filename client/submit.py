@@ -17,9 +17,9 @@ from typing import Any, TextIO
 from PIL import Image, UnidentifiedImageError
 
 from ..errors import QwenL40SError, SettingError
-from .journal import DiskError, Journal, key_of
+from .journal import DiskError, Journal
 from .progress import Progress, cancelled_by_signals
-from .run import WAIT_SECONDS, Run, check_jobs
+from .run import MOST_BYTES, WAIT_SECONDS, Run, check_jobs
 from .scheduler import CANCELLED, DONE, LOST, Job
 from .server import failure
 from .servers import Admission, ServerList
@@ -30,6 +30,7 @@ from .workflow import (
     NodeInput,
     called,
     input_called,
+    key_of,
     loaders_key,
     node_inputs,
     read_workflow,
@@ -112,6 +113,7 @@ class SubmitRequest:
         settings: as they are typed after --set.
         again: run jobs that are done, too.
         wait: seconds to wait for a first server; None for none, and `WAIT_SECONDS` for lost ones.
+        most: bytes that a file of a server may have.
     """
 
     workflow: Path
@@ -124,6 +126,7 @@ class SubmitRequest:
     resume: bool = False
     again: bool = False
     dry_run: bool = False
+    most: float = MOST_BYTES
 
 
 @dataclass(frozen=True)
@@ -186,7 +189,8 @@ async def submit(
             with progress.paused():
                 ended(job)
 
-        async with Run(servers, admission, progress=progress, wait=wait, ended=tell) as run:
+        limits = {"wait": wait, "most": request.most}
+        async with Run(servers, admission, progress=progress, ended=tell, **limits) as run:
             takes = await run.reach(listed, request.wait or 0)
             info = admission.object_info(next(iter(takes)))
             jobs, equal = plan_jobs(graph, settings, info, request.workflow.parent)

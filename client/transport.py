@@ -7,6 +7,7 @@ after the answers by which servers and proxies ask for patience.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import ipaddress
 import json
 import time
@@ -24,8 +25,11 @@ from .workflow import shortened
 
 PATIENCE_STATUS = (429, 502, 503, 504)
 CONNECT_SECONDS = 10.0
-# A server that runs a node holds Python's lock and may answer late.
-READ_SECONDS = 120.0
+# A server that runs a node holds Python's lock and may answer late. With the look at its queue that
+# finds it so, its jobs are with others within a minute.
+READ_SECONDS = 50.0
+# A download without a further byte for so long is given up, and begun again.
+STALL_SECONDS = 30.0
 # Before the second try; doubled for each further one.
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 5.0
 CHUNK_BYTES = 1 << 18
@@ -124,7 +128,19 @@ class PatienceError(Exception):
         self.seconds = seconds
 
 
-REFUSED = "connection refused"
+class LostError(Exception):
+    """A request found no answer, and another try may.
+
+    Attributes:
+        seconds: when to try, if the server says.
+    """
+
+    def __init__(self, reason: str, seconds: float | None) -> None:
+        super().__init__(reason)
+        self.seconds = seconds
+
+
+REFUSED, SILENT = "connection refused", "no answer in time"
 # A disk's OSError while downloading is none of them.
 TRANSIENT = (
     aiohttp.ClientConnectionError,
@@ -158,7 +174,7 @@ def transient_words(error: Exception) -> str:
         refused = "Connect call failed" in str(cause) or isinstance(cause, ConnectionRefusedError)
         return REFUSED if refused else str(cause.strerror or cause)
     if isinstance(error, asyncio.TimeoutError):
-        return "no answer in time"
+        return SILENT
     if isinstance(error, PatienceError):
         return str(error)
     return "connection lost"
@@ -265,22 +281,54 @@ class Transport:
 
         return await self._patiently(once, before_retry)
 
-    async def download(self, path: str, params: Mapping[str, str], target: Path) -> None:
-        """Writes the body of an answer into a file; each try begins it anew.
+    async def download(
+        self, path: str, params: Mapping[str, str], target: Path, most: int
+    ) -> tuple[int, str]:
+        """Writes the body of an answer into a file, in one try.
+
+        Args:
+            most: bytes that are taken.
+
+        Returns:
+            How many bytes it has, and their sha256.
 
         Raises:
+            ServerError: it does not come, or not whole.
             OSError: of the file.
         """
+        size, digest = 0, hashlib.sha256()
 
-        async def once() -> bool:
-            async with self._send("GET", path, params=dict(params)) as answer:
+        async def once() -> None:
+            nonlocal size
+            limit = aiohttp.ClientTimeout(
+                total=None, sock_connect=CONNECT_SECONDS, sock_read=STALL_SECONDS
+            )
+            async with self._send("GET", path, params=dict(params), timeout=limit) as answer:
                 await self._check(answer, f"GET /{path}")
+                # ComfyUI gives no file so.
+                if answer.content_type in ("text/html", "application/xhtml+xml"):
+                    raise ServerError(
+                        f"{self.address} answers GET /{path} with a page: check --server, and "
+                        "whether a sign-in needs a --header."
+                    )
                 with target.open("wb") as file:
                     async for chunk in answer.content.iter_chunked(CHUNK_BYTES):
+                        size += len(chunk)
+                        if size > most:
+                            raise ServerError(
+                                f"{self.address} gives a file of more than {most / 1e9:g} GB: "
+                                "raise --most-gb."
+                            )
+                        digest.update(chunk)
                         file.write(chunk)
-            return True
 
-        await self._patiently(once, None)
+        try:
+            await self._once(once)
+        except LostError as error:
+            if str(error) == REFUSED:
+                raise self._gone() from error
+            raise ServerError(f"{self.address} does not give a file ({error}).") from error
+        return size, digest.hexdigest()
 
     def _send(self, method: str, path: str, **arguments: Any) -> Any:
         # A redirected POST would become a GET, and a --header go to another server.
@@ -299,6 +347,33 @@ class Transport:
         if answer.status >= 400:
             raise answer_error(self.address, call, answer.status, await answer.read())
 
+    def _gone(self) -> GoneError:
+        return GoneError(
+            f"nothing listens at {self.address} (connection refused): start ComfyUI there, "
+            "name another --server, or wait for it with --wait SECONDS."
+        )
+
+    async def _once(self, once: Callable[[], Awaitable[Any]]) -> Any:
+        try:
+            return await once()
+        except aiohttp.ClientSSLError as error:
+            raise ServerError(
+                f"no secure connection to {self.address} ({tls_reason(error)}): install a "
+                "valid certificate there, or use http:// for a ComfyUI without one."
+            ) from error
+        except aiohttp.ClientConnectorDNSError as error:
+            if not self._answered:
+                raise ServerError(
+                    f"no machine is called {self.address.base.host!r}: check --server."
+                ) from error
+            raise LostError("its name is not found", None) from error
+        except TRANSIENT as error:
+            raise LostError(transient_words(error), getattr(error, "seconds", None)) from error
+        except aiohttp.ClientError as error:
+            raise ServerError(
+                f"{self.address} does not speak HTTP: give --server the address of ComfyUI's page."
+            ) from error
+
     async def _patiently(
         self,
         once: Callable[[], Awaitable[Any]],
@@ -307,25 +382,9 @@ class Transport:
         pause, start = FIRST_PAUSE, time.monotonic()
         while True:
             try:
-                found = await once()
-            except aiohttp.ClientSSLError as error:
-                raise ServerError(
-                    f"no secure connection to {self.address} ({tls_reason(error)}): install a "
-                    "valid certificate there, or use http:// for a ComfyUI without one."
-                ) from error
-            except aiohttp.ClientConnectorDNSError as error:
-                if not self._answered:
-                    raise ServerError(
-                        f"no machine is called {self.address.base.host!r}: check --server."
-                    ) from error
-                asked, reason = None, "its name is not found"
-            except TRANSIENT as error:
-                asked, reason = getattr(error, "seconds", None), transient_words(error)
-            except aiohttp.ClientError as error:
-                raise ServerError(
-                    f"{self.address} does not speak HTTP: give --server the address of ComfyUI's "
-                    "page."
-                ) from error
+                found = await self._once(once)
+            except LostError as error:
+                lost = error
             else:
                 self._answered = True
                 if self._waiting:
@@ -333,23 +392,22 @@ class Transport:
                     self._notify(f"{self.address} is back")
                 return found
             self.breaks += 1
+            reason = str(lost)
             if reason == REFUSED:
-                raise GoneError(
-                    f"nothing listens at {self.address} (connection refused): start ComfyUI there, "
-                    "name another --server, or wait for it with --wait SECONDS."
-                )
-            left = start + self._wait - time.monotonic()
+                raise self._gone() from lost
+            waited = min(self._wait, READ_SECONDS) if reason == SILENT else self._wait
+            left = start + waited - time.monotonic()
             if left <= 0:
                 silent = ServerError(
-                    f"{self.address} gave no answer for {self._wait:g} s ({reason}): start ComfyUI "
+                    f"{self.address} gave no answer for {waited:g} s ({reason}): start ComfyUI "
                     "there, name another --server, or wait longer with --wait SECONDS."
                 )
-                silent.waited = self._wait
-                raise silent
+                silent.waited = waited
+                raise silent from lost
             if not self._waiting:
                 self._waiting = True
                 self._notify(f"waiting up to {self._wait:g} s for {self.address}: {reason}")
-            await asyncio.sleep(min(pause if asked is None else asked, left))
+            await asyncio.sleep(min(pause if lost.seconds is None else lost.seconds, left))
             pause = min(2 * pause, LONGEST_PAUSE)
             if before_retry is not None and (known := await before_retry()) is not None:
                 return known

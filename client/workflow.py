@@ -17,9 +17,16 @@ from PIL import Image
 
 from ..errors import SettingError
 
+OURS = "QwenL40S_"
 Graph = dict[str, dict[str, Any]]  # {node id: {class_type, inputs, _meta?}}
 
 PNG_START = b"\x89PNG\r\n\x1a\n"
+KEY_LETTERS = 16
+# What the names of a job's files on a server end with: the beginning of its key, and how often it
+# ran before, for a server names a file that is lost again where nothing has changed.
+JOB_ID = re.compile(r"_job-([0-9a-f]{12})(-[0-9]+)?$")
+# Types of inputs of which nodes make files.
+MEDIA = re.compile(r"(^|,)(IMAGE|VIDEO|AUDIO|MESH|SVG|FILE_3D\w*)(,|$)")
 EXPORT = "export it on ComfyUI's page with File > Export (API)"
 LOADS = re.compile("Load")
 # Load3D, LoadImageMask, VHS_LoadVideo: what is painted on, which differs from job to job.
@@ -56,6 +63,48 @@ def renamed(graph: Graph, names: Mapping[str, str]) -> Graph:
         if isinstance(value, str) and value in given
     }
     return with_inputs(graph, values)
+
+
+def with_job_id(graph: Graph, object_info: Mapping[str, Any], key: str, ran: int = 0) -> Graph:
+    """Copies the graph with names of its own for the files that its nodes save on a server.
+
+    Two jobs never share one, in whatever folder servers write; nodes that save models keep theirs.
+
+    Args:
+        key: of the job.
+        ran: how often it ran before.
+    """
+    own = f"_job-{key[:12]}" + (f"-{ran}" if ran else "")
+    prefixes = {
+        (node, "filename_prefix"): JOB_ID.sub("", prefix) + own
+        for node, described in graph.items()
+        if isinstance(prefix := described["inputs"].get("filename_prefix"), str)
+        and saves_media(object_info, described["class_type"])
+    }
+    return with_inputs(graph, prefixes)
+
+
+def saves_media(object_info: Mapping[str, Any], kind: str) -> bool:
+    """Whether nodes of a class save images, video, audio or 3-D under a prefix."""
+    groups = (object_info.get(kind) or {}).get("input") or {}
+    inputs = {**(groups.get("optional") or {}), **(groups.get("required") or {})}
+    kinds = [described[0] for described in inputs.values()]
+    media = any(isinstance(each, str) and MEDIA.search(each) for each in kinds)
+    return media and "filename_prefix" in inputs
+
+
+def always_names(graph: Graph, object_info: Mapping[str, Any]) -> str | None:
+    """Names a node that saves media and tells the names of its files; None where there is none.
+
+    Packs' nodes need tell none, nor do those that write data sets into a folder.
+    """
+    for node, described in graph.items():
+        kind = described["class_type"]
+        if saves_media(object_info, kind) and object_info[kind].get("output_node"):
+            core = not str(object_info[kind].get("python_module")).startswith("custom_nodes.")
+            if (core or kind.startswith(OURS)) and "folder_name" not in described["inputs"]:
+                return called(graph, node)
+    return None
 
 
 def without(graph: Graph, places: Iterable[tuple[str, str]]) -> Graph:
@@ -385,3 +434,10 @@ def _add_growing(
     for entries in template["input"].values():
         for entry in entries.values():
             _add_groups(found, {"optional": dict.fromkeys(grown, entry)}, node, prefix)
+
+
+def key_of(graph: Mapping[str, Any]) -> str:
+    """Hashes what a graph computes, whatever its nodes are titled."""
+    bare = {node: (content["class_type"], content["inputs"]) for node, content in graph.items()}
+    text = json.dumps(bare, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:KEY_LETTERS]

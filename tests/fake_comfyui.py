@@ -38,9 +38,10 @@ from typing import Any
 import pytest
 from aiohttp import WSCloseCode, web
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 from waiting import SECONDS
 
-from qwen_l40s.client import feeder, run, server, transport
+from qwen_l40s.client import feeder, progress, results, run, transport
 from qwen_l40s.client.scheduler import Job
 from qwen_l40s.client.submit import SubmitOutcome, SubmitRequest, submit
 
@@ -97,7 +98,8 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feeder, "POLL_SECONDS_ALONE", 0.02)
     monkeypatch.setattr(feeder, "PAUSE_SECONDS", 0.02)
     monkeypatch.setattr(run, "TICK_SECONDS", 0.02)
-    monkeypatch.setattr(server, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(progress, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(results, "FETCH_PAUSE", 0.01)
     monkeypatch.setattr(transport, "FIRST_PAUSE", 0.01)
 
 
@@ -157,6 +159,11 @@ class Faults:
     frozen: bool = False  # takes connections and answers nothing
     job_seconds: float = 0.0
     answer: Any = None  # a handler of every request, in ComfyUI's place
+    odd: dict[str, str] = field(default_factory=dict)  # {"GET /queue": a body in place of its own}
+    view: str = ""  # see `_sick_view`
+    prompt: str = ""  # see `_sick_prompt`
+    entry: Callable[[dict[str, Any]], Any] = lambda entry: entry  # what the history says
+    broken: bool = False  # every job fails at once, as after a sticky CUDA error
 
 
 @dataclass
@@ -263,6 +270,9 @@ class FakeComfyUI:
         if self.faults.busy and request.path != "/ws":
             self.faults.busy -= 1
             return web.Response(status=503, headers={"Retry-After": self.faults.retry_after})
+        odd = self.faults.odd.get(f"{request.method} /{request.path.split('/')[1]}")
+        if odd is not None:
+            return web.Response(text=odd, content_type="application/json")
         return await handler(request)
 
     async def _object_info(self, request: web.Request) -> web.Response:
@@ -342,8 +352,9 @@ class FakeComfyUI:
 
     async def _get_history(self, request: web.Request) -> web.Response:
         prompt_id = request.match_info["prompt_id"]
-        entry = self.state.history.get(prompt_id)
-        return web.json_response({prompt_id: entry} if entry else {})
+        if prompt_id not in self.state.history:
+            return web.json_response({})
+        return web.json_response({prompt_id: self.faults.entry(self.state.history[prompt_id])})
 
     async def _post_prompt(self, request: web.Request) -> web.StreamResponse:
         if self.faults.lose_request:
@@ -351,6 +362,8 @@ class FakeComfyUI:
             request.transport.close()
             return web.Response()
         body = await request.json()
+        if self.faults.prompt:
+            return self._sick_prompt()
         await asyncio.sleep(self.faults.slow_answer)
         if "draw" not in body["prompt"]:  # it makes no image, and ends at once
             return web.json_response({"prompt_id": body["prompt_id"], "node_errors": {}})
@@ -407,7 +420,11 @@ class FakeComfyUI:
         if self.faults.no_file:
             self.faults.no_file -= 1
             return web.Response(status=404)
+        if request.query["filename"] not in self.files:
+            return web.Response(status=404)
         data = self.files[request.query["filename"]]
+        if self.faults.view:
+            return await self._sick_view(request, data)
         if self.faults.cut_file:
             self.faults.cut_file -= 1
             answer = web.StreamResponse(headers={"Content-Length": str(len(data))})
@@ -425,6 +442,42 @@ class FakeComfyUI:
             return answer
         return web.Response(body=data, content_type="image/png")
 
+    def _sick_prompt(self) -> web.Response:
+        if self.faults.prompt == "no JSON":
+            return web.Response(text="<html>", content_type="text/html")
+        if self.faults.prompt == "redirect":
+            return web.Response(status=307, headers={"Location": "/login"})
+        if self.faults.prompt == "wrong id":
+            return web.json_response({"prompt_id": "another", "node_errors": {}})
+        return web.Response(status=int(self.faults.prompt))
+
+    async def _sick_view(self, request: web.Request, data: bytes) -> web.StreamResponse:
+        fault = self.faults.view
+        if fault.isdecimal():
+            return web.Response(status=int(fault), headers={"Location": "/login"})
+        if fault == "another":
+            first = next(iter(self.files.values()))
+            return web.Response(body=first if first != data else data, content_type="image/png")
+        bodies = {"empty": b"", "noise": bytes(range(256)), "html": b"<html>", "json": b"{}"}
+        bodies |= {"page as png": b"<html>sign in</html>", "short": data[: len(data) // 2]}
+        kinds = {"html": "text/html", "json": "application/json"}
+        if fault == "hang":
+            await asyncio.sleep(60)
+        if fault in ("cut", "long"):
+            length = len(data) + 9 if fault == "cut" else len(data) - 9
+            head = f"HTTP/1.1 200 OK\r\nContent-Length: {length}\r\n\r\n".encode()
+            request.transport.write(head + data)
+            request.transport.close()
+            return web.Response()
+        if fault == "endless":
+            answer = web.StreamResponse()
+            await answer.prepare(request)
+            with contextlib.suppress(ConnectionError):
+                while True:
+                    await answer.write(bytes(1 << 16))
+        kind = kinds.get(fault, "image/png")
+        return web.Response(body=bodies[fault], content_type=kind)
+
     async def _work(self) -> None:
         while True:
             if self.faults.paused or not self.state.queue:
@@ -440,6 +493,7 @@ class FakeComfyUI:
         _, prompt_id, nodes, extra, _ = item
         client, messages = extra.get("client_id"), []
         text = nodes["draw"]["inputs"]["text"]
+        name = self._next_name(nodes)
         self.state.interrupted = False
 
         async def add(kind: str, **data: Any) -> None:
@@ -481,7 +535,7 @@ class FakeComfyUI:
         if self.state.interrupted:
             status = "error"
             await add("execution_interrupted", **where)
-        elif text == "fail" or self.faults.small or self.faults.old:
+        elif text == "fail" or self.faults.small or self.faults.old or self.faults.broken:
             status = "error"
             if self.faults.old:
                 broken["exception_type"] = "custom_nodes.qwen.errors.UnavailableError"
@@ -492,7 +546,7 @@ class FakeComfyUI:
         else:
             if text == "block":
                 await self._send("execution_error", {"prompt_id": prompt_id, **broken}, client)
-            outputs["save"] = {"images": [self._image(prompt_id, nodes)]}
+            outputs["save"] = {"images": [self._image(name, nodes)]}
             shown = {"node": "save", "display_node": "save", "output": outputs["save"]}
             await self._send("executed", {**shown, "prompt_id": prompt_id}, client)
             await add("execution_success")
@@ -508,13 +562,18 @@ class FakeComfyUI:
         }
         await self._send("executing", {"node": None, "prompt_id": prompt_id}, client)
 
-    def _image(self, prompt_id: str, nodes: dict[str, Any]) -> dict[str, str]:
-        name = f"fake_{len(self.files) + 1:05d}_.png"
+    def _next_name(self, nodes: dict[str, Any]) -> str:
+        """Numbers a name by those that are there before the job, as two servers of one folder."""
+        prefix = nodes["save"]["inputs"]["filename_prefix"]
+        count = sum(name.startswith(f"{prefix}_0") for name in self.files)
+        return f"{prefix}_{count + 1:05d}_.png"
+
+    def _image(self, name: str, nodes: dict[str, Any]) -> dict[str, str]:
         seed = nodes["draw"]["inputs"]["seed"]
-        data = io.BytesIO()
-        Image.new("RGB", (4, 4), (seed % 256, self.port % 256, len(self.files) % 256)).save(
-            data, "PNG"
-        )
+        data, texts = io.BytesIO(), PngInfo()
+        texts.add_text("prompt", json.dumps(nodes))
+        colour = (seed % 256, self.port % 256, len(self.files) % 256)
+        Image.new("RGB", (4, 4), colour).save(data, "PNG", pnginfo=texts)
         self.files[name] = data.getvalue()
         return {"filename": name, "subfolder": "", "type": "output"}
 

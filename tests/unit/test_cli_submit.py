@@ -17,7 +17,7 @@ from PIL import Image
 from waiting import SECONDS, until
 
 from qwen_l40s.cli import build_parser, main
-from qwen_l40s.client.journal import key_of
+from qwen_l40s.client.workflow import key_of
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -19,7 +19,7 @@ import pytest
 import waiting
 from fake_comfyui import FakeComfyUI, fake_comfyui, graph, hurry, submitted
 
-from qwen_l40s.client import Fleet, JobError, feeder, journal, run, transport
+from qwen_l40s.client import Fleet, JobError, feeder, run, transport
 from qwen_l40s.client.journal import DiskError
 from qwen_l40s.client.scheduler import Job
 from qwen_l40s.client.server import Server
@@ -116,7 +116,7 @@ def test_a_silent_server_with_the_last_jobs_holds_nobody_up(tmp_path: Path):
         one.faults.frozen = False
         one.state.queue.clear()
     check(tmp_path, outcome.jobs)
-    assert f"{one.url} gave no answer for 0.3 s" in log
+    assert f"{one.url} gave no answer for 0.2 s" in log
 
 
 def test_a_server_without_a_node_gets_nothing_and_says_why(tmp_path: Path):
@@ -347,10 +347,10 @@ def test_ten_thousand_jobs_on_a_hundred_servers(tmp_path: Path, monkeypatch):
 
 
 def test_an_error_of_ours_ends_the_run_instead_of_being_waited_for(tmp_path: Path, monkeypatch):
-    def broken(entry: dict[str, Any], nodes: dict[str, Any]) -> None:
+    def broken(*_: Any) -> None:
         raise KeyError("ours")
 
-    monkeypatch.setattr(journal, "texts_of", broken)
+    monkeypatch.setattr(feeder, "place", broken)
     with fake_comfyui() as one, pytest.raises(KeyError, match="ours"):
         start(tmp_path, one, jobs=3)
 
@@ -428,7 +428,7 @@ def test_a_fleet_runs_a_graph_again_once_its_lora_was_replaced(tmp_path: Path):
 
 
 def test_a_fleet_that_a_full_disk_has_ended_says_so_to_the_next_graph(tmp_path: Path, monkeypatch):
-    async def full(self: Server, image: Any, target: Path) -> None:
+    async def full(self: Server, image: Any, target: Path, most: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Server, "download", full)

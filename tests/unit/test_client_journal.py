@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from fake_comfyui import graph
 
-from qwen_l40s.client.journal import Attempt, DiskError, Journal, file_state, key_of
+from qwen_l40s.client.journal import Attempt, DiskError, Journal, file_state
+from qwen_l40s.client.workflow import key_of
 from qwen_l40s.errors import SettingError
 
 

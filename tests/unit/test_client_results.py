@@ -11,9 +11,10 @@ import pytest
 from fake_comfyui import fake_comfyui, graph
 
 from qwen_l40s.client import transport
-from qwen_l40s.client.journal import DiskError, Fetched, fetch, files_of, place, texts_of
-from qwen_l40s.client.server import Server
-from qwen_l40s.client.transport import Address, AnswerError
+from qwen_l40s.client.journal import DiskError
+from qwen_l40s.client.results import Fetched, fetch, place
+from qwen_l40s.client.server import Server, files_of, texts_of
+from qwen_l40s.client.transport import Address, AnswerError, ServerError
 
 
 @pytest.fixture(autouse=True)
@@ -25,6 +26,10 @@ def image(name: str = "a.png", subfolder: str = "", kind: str = "output") -> dic
     return {"filename": name, "subfolder": subfolder, "type": kind}
 
 
+def png(data: bytes) -> bytes:
+    return b"\x89PNG\r\n\x1a\n" + data + b"IEND\xaeB`\x82"
+
+
 def fetched(
     folder: Path, *items: dict[str, str], data: bytes = b"data", **faults: object
 ) -> list[Path]:
@@ -34,16 +39,19 @@ def fetched(
         options = {"headers": {}, "wait": 5, "notify": lambda line: None}
         async with Server(Address.parse(url), **options) as server:
             found = Fetched()
-            entry = {"outputs": {"1": {"images": list(items)}}}
+            status = {"status_str": "success", "messages": []}
+            entry = {"outputs": {"1": {"images": list(items)}}, "status": status}
             part = iter(folder / f".{number}.part" for number in range(9)).__next__
             try:
-                await fetch(server, {}, entry, part, found)
-                return place(found, folder, "key")
+                limits = {"most": 1 << 20, "owns": lambda prompt: True}
+                await fetch(server, {}, entry, part, found, **limits)
+                return place(found.parts, folder, "key", lambda paths: None)
             finally:
                 found.discard()
 
     with fake_comfyui(**faults) as fake:
-        fake.files.update({item["filename"]: data for item in items})
+        files = {item["filename"]: data for item in items}
+        fake.files.update({name: png(data) if "png" in name else data for name in files})
         return asyncio.run(run(fake.url))
 
 
@@ -56,8 +64,8 @@ def names(folder: Path) -> list[str]:
 def test_previews_count_only_where_nothing_else_was_made():
     preview, saved = image("p.png", kind="temp"), image()
     both = {"outputs": {"1": {"images": [preview]}, "2": {"images": [saved]}}}
-    assert files_of(both) == [saved]
-    assert files_of({"outputs": {"1": {"images": [preview]}}}) == [preview]
+    assert files_of(both, {}) == [saved]
+    assert files_of({"outputs": {"1": {"images": [preview]}}}, {}) == [preview]
 
 
 def test_every_kind_of_file_counts_once_and_other_outputs_do_not():
@@ -66,7 +74,7 @@ def test_every_kind_of_file_counts_once_and_other_outputs_do_not():
         "1": {"images": [image(), image()], "animated": [False], "text": ["hello"]},
         "2": {"video": [clip], "audio": None, "size": 7},
     }
-    assert files_of({"outputs": outputs}) == [image(), clip]
+    assert files_of({"outputs": outputs}, {}) == [image(), clip]
 
 
 def test_texts_stand_under_the_titles_of_their_nodes():
@@ -87,9 +95,9 @@ def test_texts_stand_under_the_titles_of_their_nodes():
 
 
 def test_files_are_numbered_under_the_key_of_their_job_and_keep_their_kind(tmp_path: Path):
-    found = fetched(tmp_path, image("b.png"), image("a.webp"), image("c"), image("d.p/ng"))
-    assert [path.name for path in found] == ["key_1.png", "key_2.webp", "key_3", "key_4"]
-    assert names(tmp_path) == ["key_1.png", "key_2.webp", "key_3", "key_4"]
+    found = fetched(tmp_path, image("b.png"), image("a.xyz"), image("c"), image("d.p/ng"))
+    assert [path.name for path in found] == ["key_1.png", "key_2.xyz", "key_3", "key_4"]
+    assert names(tmp_path) == ["key_1.png", "key_2.xyz", "key_3", "key_4"]
 
 
 @pytest.mark.parametrize("links", [True, False])
@@ -102,7 +110,7 @@ def test_a_file_of_another_content_is_never_replaced(tmp_path: Path, monkeypatch
     for data, name in ((b"one", "key_1.png"), (b"two", "key_2.png"), (b"two", "key_2.png")):
         assert fetched(tmp_path, image(), data=data) == [tmp_path / name]
     assert names(tmp_path) == ["key_1.png", "key_2.png"]
-    assert (tmp_path / "key_1.png").read_bytes() == b"one"
+    assert (tmp_path / "key_1.png").read_bytes() == png(b"one")
 
 
 def test_a_name_of_the_server_never_leads_out_of_the_folder(tmp_path: Path):
@@ -111,10 +119,10 @@ def test_a_name_of_the_server_never_leads_out_of_the_folder(tmp_path: Path):
     assert names(tmp_path) == ["out/key_1.png", "out/key_2.png"]
 
 
-def test_a_cut_download_is_tried_again_and_leaves_nothing_else(tmp_path: Path):
-    (path,) = fetched(tmp_path, image(), data=bytes(1000), cut_file=2)
-    assert path.read_bytes() == bytes(1000)
-    assert names(tmp_path) == ["key_1.png"]
+def test_a_cut_download_leaves_nothing(tmp_path: Path):
+    with pytest.raises(ServerError, match=r"does not give a file \(connection lost\)"):
+        fetched(tmp_path, image(), data=bytes(1000), cut_file=1)
+    assert names(tmp_path) == []
 
 
 def test_a_file_that_the_server_no_longer_has(tmp_path: Path):
@@ -128,7 +136,7 @@ def test_a_full_disk_leaves_no_half_file(tmp_path: Path, monkeypatch, step: str)
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    async def half(server: Server, item: object, target: Path) -> None:
+    async def half(server: Server, item: object, target: Path, most: int) -> None:
         target.write_bytes(b"half")
         full()
 

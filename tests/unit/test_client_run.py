@@ -14,7 +14,8 @@ from fake_comfyui import FakeComfyUI, fake_comfyui, graph, hurry, submitted
 
 from qwen_l40s.client import scheduler
 from qwen_l40s.client.journal import DiskError, Journal
-from qwen_l40s.client.server import Listener, Server
+from qwen_l40s.client.progress import Listener
+from qwen_l40s.client.server import Server
 from qwen_l40s.client.transport import ServerError
 
 until = functools.partial(waiting.until, seconds=30)
@@ -310,18 +311,26 @@ def test_the_journal_has_a_job_before_the_server_hears_of_it(tmp_path: Path):
     assert [json.loads(line)["event"] for line in lines] == ["run", "queued"]
 
 
-def test_a_file_that_the_server_lost_fails_its_job_alone(tmp_path: Path):
+def test_a_job_whose_file_the_server_lost_runs_again_under_another_name_and_three_times_at_most(
+    tmp_path: Path,
+):
     with fake_comfyui(no_file=1) as fake:
-        ran = Ran(fake, tmp_path, "a", "b")
-    assert sorted(ran.status) == ["done", "failed"]
-    error = next(job.error for job in ran.jobs if job.error)
+        ran = Ran(fake, tmp_path, "a")
+        names = [body["prompt"]["save"]["inputs"]["filename_prefix"] for body in fake.posted]
+    assert ran.status == ["done"]
+    id_of_job = f"fake_job-{ran.jobs[0].key[:12]}"
+    assert names == [id_of_job, f"{id_of_job}-1"]
+    with fake_comfyui(no_file=99) as fake:
+        ran = Ran(fake, tmp_path, "b")
+        assert len(fake.posted) == 3
+    [error] = [job.error for job in ran.jobs]
     assert error["type"] == "download" and "404" in error["message"]
 
 
 def test_a_full_disk_ends_the_run_and_the_next_one_fetches_what_the_server_has(
     tmp_path: Path, monkeypatch
 ):
-    async def full(server: Server, image: Any, target: Path) -> None:
+    async def full(server: Server, image: Any, target: Path, most: int) -> None:
         target.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 

@@ -29,6 +29,7 @@ from qwen_l40s.client.scheduler import (
     Scheduler,
 )
 
+FATES = ["done", "failed", "refuse", "died", "unfetched", "broke"]
 NO = {"type": "refused", "message": "no", "nodes": []}
 
 
@@ -156,6 +157,74 @@ def test_a_job_that_ends_servers_is_set_aside():
     assert "ended 3 times while it ran this job (A, B, C)" in job.error["message"]
 
 
+def fail(made: Scheduler, job: Job, server: str) -> bool:
+    """The job fails while it runs; returns whether the server shall rest."""
+    made.collect(job, server)
+    rests = made.strike(job, server)
+    if made.another(job, server):
+        made.pass_on(job, server, NO)
+    else:
+        made.end(job, server, FAILED, NO)
+    return rests
+
+
+def test_a_job_that_fails_is_tried_once_more_and_only_elsewhere():
+    made = scheduler(jobs(1), servers="ABC")
+    job = made.next("A")
+    fail(made, job, "A")
+    assert made.next("A") is None
+    assert made.next("B") is job
+    fail(made, job, "B")
+    assert (job.status, made.next("C")) == (FAILED, None)
+    alone = scheduler(jobs(1), servers="A")
+    fail(alone, job := alone.next("A"), "A")
+    assert job.status == FAILED
+
+
+def test_jobs_that_fail_on_two_servers_are_at_fault_and_no_server_is():
+    made = scheduler(jobs(6), servers="AB")
+    for _ in range(6):
+        job = made.next("A")
+        fail(made, job, "A")
+        assert made.next("B") is job
+        assert not fail(made, job, "B")
+    assert not made.lanes["A"].strikes and not made.lanes["B"].strikes
+
+
+@pytest.mark.parametrize("healthy", [1, 7])
+def test_beside_a_server_that_fails_at_once_no_other_waits_and_no_job_fails(healthy: int):
+    todo = jobs(200)
+    made = scheduler(todo, servers="")
+    names = ["sick", *(f"well {number}" for number in range(healthy))]
+    for name in names:
+        made.join(name)
+    events, failures, rest = [(0.0, name, None) for name in names], 0, 30.0
+    running: dict[str, Job | None] = dict.fromkeys(names)
+    while made.open:
+        now, name, job = heapq.heappop(events)
+        if job is not None:
+            running[name] = None
+            if name == "sick":
+                failures += 1
+                if fail(made, job, name):
+                    heapq.heappush(events, (now + rest, name, None))
+                    rest *= 2
+            else:
+                made.end(job, name, DONE)
+        elif now:
+            made.wake(name)
+        for each in names:
+            while made.next(each) is not None:
+                pass
+            if running[each] is None and (held := made.lanes[each].held):
+                running[each] = job = next(iter(held))
+                seconds = 0.1 if each == "sick" else 10.0 + job.number / 1000
+                heapq.heappush(events, (now + seconds, each, job))
+            assert each == "sick" or running[each] or not made.waiting
+    assert {job.status for job in todo} == {DONE}
+    assert failures < 16
+
+
 class AnyOrder(RuleBasedStateMachine):
     """Servers come, refuse, die and return in any order; a model of what each of them has."""
 
@@ -189,7 +258,7 @@ class AnyOrder(RuleBasedStateMachine):
             self.at[server].add(job)
 
     @precondition(lambda self: any(self.at.values()))
-    @rule(data=st.data(), fate=st.sampled_from(["done", "failed", "refuse", "died", "unfetched"]))
+    @rule(data=st.data(), fate=st.sampled_from(FATES))
     def end(self, data: st.DataObject, fate: str) -> None:
         server = data.draw(st.sampled_from([name for name in self.at if self.at[name]]))
         job = data.draw(st.sampled_from(sorted(self.at[server], key=lambda job: job.key)))
@@ -205,7 +274,14 @@ class AnyOrder(RuleBasedStateMachine):
             assert wanted == job.open
             if fate == "unfetched":
                 self.scheduler.give_back(job, server)
+            elif fate == "broke" and wanted:
+                self.scheduler.strike(job, server)
+                if self.scheduler.another(job, server):
+                    self.scheduler.pass_on(job, server, NO)
+                else:
+                    self.accepted[job] += self.scheduler.end(job, server, FAILED)
             else:
+                self.scheduler.wake(server, well=fate == "done")
                 self.accepted[job] += self.scheduler.end(job, server, fate)
 
     @invariant()

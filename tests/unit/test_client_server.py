@@ -14,9 +14,10 @@ import pytest
 from aiohttp import web
 from fake_comfyui import FakeComfyUI, fake_comfyui, graph
 
-from qwen_l40s.client import server as module
+from qwen_l40s.client import progress as module
 from qwen_l40s.client import transport
-from qwen_l40s.client.server import Listener, Server
+from qwen_l40s.client.progress import Listener
+from qwen_l40s.client.server import Server
 from qwen_l40s.client.transport import Address, AnswerError, ServerError
 from qwen_l40s.errors import SettingError
 

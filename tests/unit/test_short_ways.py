@@ -21,7 +21,8 @@ def test_four_jobs_on_two_servers(tmp_path, capsys):
     workflow.write_text(json.dumps(graph()))
 
     def submit(name):
-        with fake_comfyui() as one, fake_comfyui() as other:
+        folders = {"folders": (tmp_path,)}
+        with fake_comfyui(**folders) as one, fake_comfyui(**folders) as other:
             servers = ["--server", one.url, "--server", other.url]
             more = ["--set", "seed=4..7", "--output", str(tmp_path / name)]
             assert main(["submit", str(workflow), *servers, *more]) == 0

@@ -1,0 +1,426 @@
+"""What a prompt made: the files that its history names, looked at before they count, and what they
+are called here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import filecmp
+import itertools
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from PIL import Image
+
+from ..files import name_file
+from .journal import DiskError
+from .scheduler import CANCELLED, DONE, FAILED, MOST_STRIKES, Job
+from .server import Server, failure, files_of, of_execution, seconds_of, texts_of
+from .transport import GoneError, ServerError
+from .workflow import JOB_ID, Graph, always_names, key_of
+
+if TYPE_CHECKING:
+    from .feeder import Feeder
+    from .run import Run
+
+# What a suffix of a server's file may be; another is left out.
+FILE_SUFFIX = re.compile(r"\.[A-Za-z0-9]{1,8}")
+# How files begin (and from which byte on) and end, of what ComfyUI 0.33 and common packs save.
+KINDS = {
+    suffix: (place, start, end)
+    for suffixes, place, start, end in (
+        (".png", 0, b"\x89PNG\r\n\x1a\n", b"IEND\xaeB`\x82"),
+        (".jpg .jpeg", 0, b"\xff\xd8\xff", b"\xff\xd9"),
+        (".webp", 8, b"WEBP", b""),
+        (".gif", 0, b"GIF8", b";"),
+        (".exr", 0, b"v/1\x01", b""),
+        (".mp4 .mov .m4a", 4, b"ftyp", b""),
+        (".webm .mkv", 0, b"\x1aE\xdf\xa3", b""),
+        (".flac", 0, b"fLaC", b""),
+        (".opus .ogg", 0, b"OggS", b""),
+        (".wav", 8, b"WAVE", b""),
+        (".glb", 0, b"glTF", b""),
+        (".ply", 0, b"ply", b""),
+        (".spz", 0, b"\x1f\x8b", b""),
+        (".usdz", 0, b"PK\x03\x04", b""),
+        (".svg", 0, b"", b"</svg>"),
+    )
+    for suffix in suffixes.split()
+}
+# Their length, in bytes 4 to 7 and 8 to 11, little-endian; RIFF counts from byte 8.
+LENGTHS = {".webp": (4, 8), ".wav": (4, 8), ".glb": (8, 0)}
+# Results of one prompt: fetched so often, in so long a time, with pauses that grow from the first.
+FETCHES, FETCH_SECONDS, FETCH_PAUSE = 10, 600.0, 1.0
+# From one server at a time.
+DOWNLOADS = 2
+# A server that fails jobs which others do rests so long; doubled each time.
+REST_SECONDS, LONGEST_REST = 30.0, 900.0
+# What a node raises where its machine is too small or too old, and another server's may not be.
+UNABLE = re.compile(r"OutOfMemory|\.(Unavailable|DoesNotFit)Error$")
+# At its end; packs append some bytes of their own.
+TAIL_BYTES = 4096
+
+
+class ResultError(ServerError):
+    """What came is not the result of the job.
+
+    Attributes:
+        lost: whether the server no longer has it.
+    """
+
+    def __init__(self, message: str, *, lost: bool = False) -> None:
+        super().__init__(message)
+        self.lost = lost
+
+
+class ResultFile(NamedTuple):
+    """A whole file under a temporary name."""
+
+    path: Path
+    suffix: str
+    size: int
+    sha256: str
+
+
+@dataclass
+class Fetched:
+    """What a prompt made.
+
+    Attributes:
+        texts: {title of a node: the texts that it shows}.
+        seconds: that the run took, by the server's clock; None where it does not say.
+        error: see `server.failure`; None where the run succeeded.
+        interrupted: whether someone stopped it.
+    """
+
+    parts: list[ResultFile] = field(default_factory=list)
+    texts: dict[str, list[str]] = field(default_factory=dict)
+    seconds: float | None = None
+    error: dict[str, Any] | None = None
+    interrupted: bool = False
+
+    def discard(self) -> None:
+        """Removes what has not been given a name."""
+        for part in self.parts:
+            part.path.unlink(missing_ok=True)
+
+
+async def fetch(
+    server: Server,
+    graph: Graph,
+    entry: Mapping[str, Any],
+    part: Callable[[], Path],
+    fetched: Fetched,
+    *,
+    most: int,
+    owns: Callable[[str], bool],
+) -> None:
+    """Fetches what an ended prompt made; of a failed one too, as far as it is there.
+
+    Args:
+        entry: of the server's history.
+        part: makes a temporary name on the disk of the results.
+        fetched: is filled.
+        most: bytes that a file may have.
+        owns: whether the text `prompt` of a PNG may be this job's.
+
+    Raises:
+        ServerError: the server went away, or does not give a file.
+        ResultError: it gives another one.
+        DiskError: the folder takes no more.
+    """
+    status = entry["status"]
+    messages = dict(status["messages"])
+    fetched.seconds = seconds_of(messages)
+    fetched.interrupted = "execution_interrupted" in messages
+    if fetched.interrupted:
+        return
+    fetched.texts = texts_of(entry, graph)
+    if "execution_error" in messages:
+        fetched.error = of_execution(graph, messages["execution_error"])
+    elif status["status_str"] != "success":
+        told = f"{server.address} says that the job failed, and not why: see its log."
+        fetched.error = failure("execution_error", told)
+    for item in files_of(entry, graph):
+        path, suffix = part(), Path(item["filename"]).suffix
+        named = f"{server.address} gives {item['filename']!r}, which"
+        fetched.parts.append(ResultFile(path, "", 0, ""))
+        try:
+            size, sha256 = await server.download(item, path, most)
+            fault = fault_of(path, suffix.lower(), size)
+            if fault is None:
+                await asyncio.to_thread(_sync, path)
+        except OSError as error:
+            raise no_room(error, path.parent) from error
+        if fault is not None:
+            raise ResultError(f"{named} {fault}: see what stands before the server.")
+        # A preview may be that of an earlier job, which ComfyUI has not made again.
+        saved = item["type"] == "output" and suffix.lower() == ".png"
+        if saved and not owns(prompt_of(path)):
+            raise ResultError(f"{named} is the image of another job.", lost=True)
+        suffix = suffix if FILE_SUFFIX.fullmatch(suffix) else ""
+        fetched.parts[-1] = ResultFile(path, suffix, size, sha256)
+
+
+def fault_of(path: Path, suffix: str, size: int) -> str | None:
+    """Says why a file is not what its name says, by its first and last bytes; None where it may be.
+
+    Args:
+        suffix: of that name, in small letters.
+    """
+    if not size:
+        return "is empty"
+    with path.open("rb") as file:
+        head = file.read(64)
+        file.seek(max(0, size - TAIL_BYTES))
+        tail = file.read()
+    place, start, end = KINDS.get(suffix, (0, b"", b""))
+    if head[place : place + len(start)] != start:
+        return f"is no {suffix[1:]} file (it begins with {head[:16]!r})"
+    at, more = LENGTHS.get(suffix, (0, -8))
+    told = int.from_bytes(head[at : at + 4], "little") + more if suffix in LENGTHS else 0
+    return "is cut off" if end not in tail or told > size else None
+
+
+def prompt_of(path: Path) -> str:
+    """Returns the graph in the text `prompt` of a PNG; an empty one where it holds none."""
+    try:
+        with Image.open(path, formats=("PNG",)) as image:
+            return str(image.info.get("prompt", ""))
+    except Exception:  # a damaged file makes Pillow's readers fail in many ways
+        return ""
+
+
+def owned(prompt: str, key: str, keys: Collection[str]) -> bool:
+    """Whether the text `prompt` of a PNG may be that of a job.
+
+    The ids in the names of its files decide. Without one, as where a pack rewrites the text, only
+    the graph of another job is refused.
+
+    Args:
+        keys: of all jobs.
+    """
+    try:
+        graph = json.loads(prompt)
+        names = [str(node["inputs"].get("filename_prefix")) for node in graph.values()]
+        ids = tuple(found[1] for name in names if (found := JOB_ID.search(name)))
+        return key.startswith(ids) if ids else (of := key_of(graph)) == key or of not in keys
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return True
+
+
+def place(
+    parts: Sequence[ResultFile], folder: Path, key: str, told: Callable[[list[Path]], None]
+) -> list[Path]:
+    """Gives the files their names, `<key>_<n>.png` from 1, and replaces none but the beginning of
+    the same file.
+
+    A file that is there with the same content, from a run that was killed before it noted the job
+    as done, is the result.
+
+    Args:
+        told: gets the names before they are given.
+
+    Raises:
+        DiskError: the folder takes no names.
+    """
+    found: list[Path] = []
+    numbers = itertools.count(1)
+
+    def free(part: ResultFile) -> Path:
+        names = (folder / f"{key}_{number}{part.suffix}" for number in numbers)
+        return next(path for path in names if not _taken(part.path, path))
+
+    try:
+        found += map(free, parts)
+        told(found)
+        for index, part in enumerate(parts):
+            while not _linked(part.path, found[index]):  # another run was faster
+                found[index] = free(part)
+                told(found)
+    except OSError as error:
+        raise no_room(error, folder) from error
+    return found
+
+
+def no_room(error: OSError, folder: Path) -> DiskError:
+    return DiskError(
+        f"results cannot be written ({error.strerror or error}): make room, then --resume fetches "
+        "them.",
+        folder,
+    )
+
+
+def _taken(part: Path, path: Path) -> bool:
+    """Removes a file that is the beginning of the same one, as a power cut leaves."""
+    try:
+        with path.open("rb") as there, part.open("rb") as new:
+            size = os.fstat(there.fileno()).st_size
+            if size < os.fstat(new.fileno()).st_size and there.read() == new.read(size):
+                path.unlink()
+                return False
+    except FileNotFoundError:
+        return False
+    return not filecmp.cmp(part, path, shallow=False)
+
+
+def _linked(part: Path, path: Path) -> bool:
+    try:
+        name_file(part, path)
+    except FileExistsError:
+        return filecmp.cmp(part, path, shallow=False)
+    return True
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+class Collector:
+    """Brings what the prompts of one server made, and says what became of their jobs.
+
+    Attributes:
+        tasks: that fetch.
+        fault: of one of them.
+        longest: seconds of the longest job.
+    """
+
+    def __init__(self, feeder: Feeder, run: Run) -> None:
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.fault: BaseException | None = None
+        self.longest = 0.0
+        self._feeder, self._name = feeder, feeder.name
+        self._run, self._scheduler = run, run.scheduler
+        self._downloads = asyncio.Semaphore(DOWNLOADS)
+        self._rest = 0.0
+
+    def start(self, job: Job, prompt_id: str, entry: dict[str, Any]) -> None:
+        task = asyncio.create_task(self._fetch(job, prompt_id, entry))
+        self.tasks.add(task)
+        task.add_done_callback(self._fetched)
+
+    def _fetched(self, task: asyncio.Task[None]) -> None:
+        self.tasks.discard(task)
+        if not task.cancelled():
+            self.fault = self.fault or task.exception()
+        self._feeder.wake.set()
+
+    async def _fetch(self, job: Job, prompt_id: str, entry: dict[str, Any]) -> None:
+        """Asks for the results until they are here or gone, or it was asked often enough."""
+        pause, began = FETCH_PAUSE, time.monotonic()
+        for tries in range(1, FETCHES + 1):
+            fault = await self._try(job, prompt_id, entry)
+            if fault is None:
+                return
+            if tries == 1:
+                self._run.say(f"{job.label} is done, but its result does not come: {fault}")
+                self.strike(job)
+            last = tries == FETCHES or time.monotonic() - began > FETCH_SECONDS
+            lost = getattr(fault, "lost", False) or getattr(fault, "status", 0) == 404
+            away = isinstance(fault, GoneError)
+            if not (last or lost or away):
+                await asyncio.sleep(pause)
+                pause *= 2
+                try:
+                    found = await self._feeder.server.history(prompt_id)
+                    lost = found is None and prompt_id not in await self._feeder.server.queue()
+                    entry = found or entry
+                except ServerError as error:  # if it answers, it does so wrongly, as before
+                    away = bool(error.waited) or isinstance(error, GoneError)
+            if last or ((lost or away) and job.worn):
+                error = failure("download", f"{fault} It was asked {tries} times: try --resume.")
+                self._feeder.end(job, prompt_id, FAILED, error, kept=True)
+                return
+            if lost or away:
+                if lost:
+                    self._feeder.posted.pop(prompt_id, None)
+                    self._feeder.journal("late", job, prompt_id)
+                    self._run.say(f"{self._name} has lost the result of {job.label}: it runs again")
+                self._scheduler.give_back(job, self._name)
+                self._run.wake()
+                return
+
+    async def _try(self, job: Job, prompt_id: str, entry: dict[str, Any]) -> ServerError | None:
+        """Fetches once; returns what went wrong."""
+        journal, fetched = self._run.journal, Fetched()
+        limits = {
+            "most": self._run.most,
+            "owns": lambda prompt: owned(prompt, job.key, journal.records),
+        }
+        try:
+            async with self._downloads, self._run.downloads:
+                if job.open:  # else another server was first
+                    server = self._feeder.server
+                    await fetch(server, job.graph, entry, journal.part, fetched, **limits)
+        except DiskError:
+            raise
+        except Exception as error:
+            return self._feeder.fault(error)
+        else:
+            self._accept(job, prompt_id, fetched)
+        finally:
+            fetched.discard()
+        return None
+
+    def _accept(self, job: Job, prompt_id: str, fetched: Fetched) -> None:
+        # A node that blocks the rest with a message is reported on the websocket alone.
+        told = self._feeder.listener.errors.pop(prompt_id, None)
+        error = fetched.error or (of_execution(job.graph, told) if told else None)
+        known = self._run.admission.object_info(self._name)
+        self.longest = max(self.longest, fetched.seconds or 0.0)
+        if fetched.interrupted:
+            message = "someone interrupted it on the server."
+            self._feeder.end(job, prompt_id, CANCELLED, failure("interrupted", message))
+            return
+        if error is None and not fetched.parts:
+            if saver := always_names(job.graph, known):
+                message = f"{saver} names no file on {self._name}: see its log."
+                error = failure("no output", message)
+            elif not fetched.texts:
+                self._run.say_once(
+                    "no file is named by the output nodes of these jobs, as by a websocket's and "
+                    "those that save models: what they made stays on the servers"
+                )
+        if error is None:
+            self._rest = 0.0
+            self._scheduler.wake(self._name, well=True)
+            self._feeder.end(job, prompt_id, DONE, None, fetched)
+        elif UNABLE.search(error["type"]) and not job.worn:
+            self._feeder.refuse(job, prompt_id, error)
+        else:
+            self.strike(job)
+            self._fail(job, prompt_id, error, fetched)
+
+    def _fail(self, job: Job, prompt_id: str, error: dict[str, Any], fetched: Fetched) -> None:
+        """Leaves it to another server, once."""
+        if job.open and not self._scheduler.another(job, self._name):
+            self._feeder.end(job, prompt_id, FAILED, error, fetched)
+            return
+        self._feeder.posted.pop(prompt_id, None)
+        if job.open:
+            self._feeder.journal("refused", job, prompt_id)
+            self._scheduler.pass_on(job, self._name, error)
+            self._run.say(
+                f"{self._name} failed {job.label}, which another tries: {error['message']}"
+            )
+            self._run.wake()
+
+    def strike(self, job: Job) -> None:
+        if self._scheduler.strike(job, self._name):
+            self._rest = min(max(REST_SECONDS, 2 * self._rest), LONGEST_REST)
+            self._run.say(
+                f"{self._name} failed {MOST_STRIKES} jobs in a row, and another server none: it "
+                f"rests for {self._rest:g} s, then gets one more. See its log, or restart it."
+            )
+            asyncio.get_running_loop().call_later(self._rest, self._rested)
+
+    def _rested(self) -> None:
+        self._scheduler.wake(self._name)
+        self._feeder.wake.set()

@@ -1,0 +1,189 @@
+"""Servers, and proxies before them, that answer wrongly: each costs itself, and no other's jobs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import waiting
+from fake_comfyui import FakeComfyUI, fake_comfyui, hurry, submitted
+from PIL import Image
+
+from qwen_l40s.client import feeder, results, transport
+from qwen_l40s.client.scheduler import Job
+
+VIEWS = ["302", "500", "504", "long", "cut", "empty", "noise", "html", "json", "page as png"]
+VIEWS += ["short", "hang", "another"]
+SUCCESS = {"status_str": "success", "messages": []}
+ODD = {
+    "a list": '["a"]',
+    "a text": '"a"',
+    "null": "null",
+    "nested": "[" * 100_000,
+}
+ENTRIES = {
+    "none": lambda entry: None,
+    "empty": lambda entry: {},
+    "no outputs": lambda entry: entry | {"outputs": None},
+    "outputs of another shape": lambda entry: entry | {"outputs": {"save": 5}},
+    "no messages": lambda entry: entry | {"status": {"status_str": "success", "messages": None}},
+    "odd messages": lambda entry: entry | {"status": SUCCESS | {"messages": [["a"], [5, 6, 7]]}},
+}
+FAILURES = {
+    "error without a reason": lambda entry: entry | {"status": SUCCESS | {"status_str": "error"}},
+    "no files": lambda entry: entry | {"outputs": {}},
+    "no images": lambda entry: entry | {"outputs": {"save": {"images": []}}},
+}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    hurry(monkeypatch)
+    monkeypatch.setattr(feeder, "LONGEST_PAUSE", 0.05)
+    monkeypatch.setattr(results, "FETCHES", 3)
+    monkeypatch.setattr(results, "REST_SECONDS", 0.2)
+    monkeypatch.setattr(transport, "STALL_SECONDS", 0.1)
+
+
+class Ran:
+    """A run of jobs on these servers; no file of it is another's or damaged, none ran too often."""
+
+    def __init__(self, folder: Path, *servers: FakeComfyUI, jobs: int = 6, **more: Any) -> None:
+        names = [each.url for each in servers]
+        more = {"wait": 0.5} | more
+        self.outcome, self.log, _ = submitted(folder, names, [f"seed=1..{jobs}"], **more)
+        self.jobs: list[Job] = self.outcome.jobs
+        self.status = Counter(job.status for job in self.jobs)
+        self.errors = {job.error["type"] for job in self.jobs if job.error}
+        for job in self.jobs:
+            assert job.files or job.status != "done"
+            for path in job.files:
+                with Image.open(path) as image:
+                    image.load()
+                    assert image.getpixel((0, 0))[0] == job.settings["seed"]
+        posted = [body["prompt"]["draw"]["inputs"]["seed"] for s in servers for body in s.posted]
+        assert not posted or Counter(posted).most_common(1)[0][1] <= 3
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_result_that_does_not_come_fails_as_a_download_and_runs_thrice_at_most(
+    tmp_path: Path, view: str
+):
+    with fake_comfyui(view=view) as sick:
+        ran = Ran(tmp_path, sick, jobs=3)
+        asked = sick.requests.count("GET /view")
+        sick.faults.view = ""
+        posted = len(sick.posted)
+        again = Ran(tmp_path, sick, jobs=3, resume=True)
+        if view != "another":
+            assert len(sick.posted) == posted  # asked again, and not run again
+    if view == "another":  # the first one's own
+        assert ran.status == {"done": 1, "failed": 2}
+    else:
+        assert (ran.status, asked) == ({"failed": 3}, 9)
+    assert ran.errors == {"download"}
+    assert ran.log.count("its result does not come: ") >= 1
+    assert again.status == {"done": 3}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_beside_a_healthy_server_it_costs_few_jobs(tmp_path: Path, view: str):
+    with fake_comfyui(view=view) as sick, fake_comfyui(job_seconds=0.01) as well:
+        ran = Ran(tmp_path, sick, well, jobs=40)
+    assert set(ran.status) <= {"done", "failed"} and ran.status["done"] >= 30
+    assert ran.errors <= {"download"}
+
+
+def test_a_file_larger_than_the_limit_is_refused(tmp_path: Path):
+    with fake_comfyui(view="endless") as sick:
+        ran = Ran(tmp_path, sick, jobs=1, most=1e6)
+    assert ran.errors == {"download"}
+    assert "gives a file of more than 0.001 GB: raise --most-gb." in ran.jobs[0].error["message"]
+
+
+@pytest.mark.parametrize("entry", FAILURES)
+def test_a_prompt_that_names_no_file_or_failed_without_a_word_has_failed(
+    tmp_path: Path, entry: str
+):
+    with fake_comfyui(entry=FAILURES[entry]) as sick, fake_comfyui(job_seconds=0.01) as well:
+        alone = Ran(tmp_path, sick, jobs=2)
+        beside = Ran(tmp_path, sick, well, jobs=20)
+    assert alone.status == {"failed": 2}
+    assert alone.errors == {"execution_error" if entry.startswith("error") else "no output"}
+    assert beside.status == {"done": 20}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_history_of_another_shape_is_that_servers_fault(tmp_path: Path, entry: str):
+    with fake_comfyui(entry=ENTRIES[entry]) as sick, fake_comfyui(job_seconds=0.01) as well:
+        alone = Ran(tmp_path, sick, jobs=2)
+        beside = Ran(tmp_path, sick, well, jobs=20)
+    assert (alone.status, alone.outcome.exit_code) == ({"lost": 2}, 3)
+    assert beside.status == {"done": 20}
+
+
+@pytest.mark.parametrize(
+    "call", ["GET /queue", "GET /history", "GET /system_stats", "POST /prompt"]
+)
+@pytest.mark.parametrize("shape", ODD)
+def test_json_of_another_shape_ends_the_turn_of_its_server_alone(
+    tmp_path: Path, call: str, shape: str
+):
+    with fake_comfyui() as sick, fake_comfyui(job_seconds=0.01) as well:
+        sick.faults.odd[call] = ODD[shape]
+        alone = Ran(tmp_path, sick, jobs=2) if call == "POST /prompt" else None
+        beside = Ran(tmp_path, sick, well, jobs=20)
+    assert beside.status == {"done": 20}
+    assert alone is None or (alone.status, alone.outcome.exit_code) == ({"lost": 2}, 3)
+
+
+@pytest.mark.parametrize("prompt", ["no JSON", "redirect", "wrong id", "404", "500"])
+def test_a_post_that_is_answered_wrongly_is_no_death(tmp_path: Path, prompt: str):
+    with fake_comfyui(prompt=prompt) as sick, fake_comfyui(job_seconds=0.01) as well:
+        alone = Ran(tmp_path, sick, jobs=2)
+        beside = Ran(tmp_path, sick, well, jobs=20)
+    assert alone.status == ({"failed": 2} if prompt == "500" else {"lost": 2})
+    assert beside.status == {"done": 20}
+
+
+def test_a_server_that_fails_at_once_fails_no_job_of_seven_healthy_ones_and_rests(tmp_path: Path):
+    with ExitStack() as stack:
+        healthy = [stack.enter_context(fake_comfyui(job_seconds=0.02)) for _ in range(7)]
+        sick = stack.enter_context(fake_comfyui(broken=True))
+        ran = Ran(tmp_path, sick, *healthy, jobs=200)
+        assert len(sick.posted) < 50
+    assert ran.status == {"done": 200}
+    assert f"{sick.url} failed 3 jobs in a row, and another server none: it rests for" in ran.log
+
+
+def test_a_server_that_has_rested_and_is_well_gets_jobs_again(tmp_path: Path):
+    with fake_comfyui(broken=True) as sick, fake_comfyui(job_seconds=0.03) as well:
+
+        def mend() -> None:
+            waiting.until(lambda: len(sick.posted) >= 4, seconds=30)
+            sick.faults.broken = False
+
+        ran = Ran(tmp_path, sick, well, jobs=100, meanwhile=mend)
+        assert len(sick.posted) > 10
+    assert ran.status == {"done": 100}
+
+
+def test_two_servers_with_one_output_folder_mix_nothing_up(tmp_path: Path):
+    with fake_comfyui(job_seconds=0.002) as one, fake_comfyui(job_seconds=0.002) as two:
+        two.files = one.files
+        ran = Ran(tmp_path, one, two, jobs=60)
+    assert ran.status == {"done": 60}
+
+
+def test_a_folder_that_was_emptied_between_two_runs_gives_no_other_image(tmp_path: Path):
+    with fake_comfyui() as one:
+        first = Ran(tmp_path, one, jobs=1)
+        first.jobs[0].files[0].unlink()
+        one.files.clear()
+        (tmp_path / "other").mkdir()
+        Ran(tmp_path / "other", one, jobs=2)
+        again = Ran(tmp_path, one, jobs=1, resume=True)
+    assert again.status == {"done": 1}
