@@ -79,6 +79,11 @@ def write_whole(path: Path, data: bytes) -> None:
             part.unlink(missing_ok=True)
 
 
+def private(path: str, flags: int) -> int:
+    """Opens a file for this user alone, as `opener` of open(): it holds prompts."""
+    return os.open(path, flags, 0o600)
+
+
 def lock(file: BinaryIO) -> bool:
     """Locks a file until its process ends, however it ends.
 

@@ -84,6 +84,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ADDRESS",
         help="run the servers on a Ray cluster, one on each GPU: auto, or host:6379",
     )
+    parser.add_argument(
+        "--open",
+        action="store_true",
+        help="with --ray: servers listen on the addresses of their machines, without a password",
+    )
     parser.add_argument("--json", action="store_true", help="status as one JSON object")
     parser.add_argument(
         "rest",
@@ -128,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
     if not (cpu or args.cards == "all" or args.cards.isdecimal()):
         raise SettingError(f"--cards {args.cards!r} must be all, a number, or cpu:2 with --ray.")
     count = len(find_cards(args.cards)) if cpu else None if args.cards == "all" else int(args.cards)
-    return run_ray_fleet(plan, args.ray, count, args.port, _say, cpu=cpu)
+    return run_ray_fleet(plan, args.ray, count, args.port, _say, cpu=cpu, open_=args.open)
 
 
 def _say(text: str) -> None:

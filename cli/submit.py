@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import math
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from ..client.submit import SubmitOutcome
 
 SERVER = "http://127.0.0.1:8188"
+TOKEN = "QWEN_L40S_TOKEN"
 PACKAGES = ("aiohttp", "PIL", "tqdm")
 
 EPILOG = """\
@@ -94,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     past.add_argument("--again", action="store_true", help="run jobs that are done, too")
     parser.add_argument(
         "--wait",
-        type=_seconds,
+        type=_number,
         metavar="SECONDS",
         help="wait this long for a server that is still starting (default: 0), and for servers "
         "that are lost during the run (default: 60)",
@@ -105,6 +107,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar='"NAME: VALUE"',
         help='a header for each request, such as "Authorization: Bearer TOKEN"',
+    )
+    parser.add_argument(
+        "--header-file",
+        type=Path,
+        metavar="FILE",
+        help=f"headers, one on each line, which no list of processes shows; {TOKEN} in the "
+        "environment is the TOKEN of that one",
+    )
+    parser.add_argument(
+        "--most-gb",
+        type=_number,
+        default=4.0,
+        metavar="GB",
+        help="refuse larger files of a server; default: %(default)g",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="check everything, list the jobs, queue nothing"
@@ -135,7 +151,8 @@ def run(args: argparse.Namespace) -> int:
         server_file=args.servers,
         output=args.output,
         settings=args.set,
-        headers=_headers(args.header),
+        headers=_headers(args.header, args.header_file),
+        most=args.most_gb * 1e9,
         wait=args.wait,
         resume=args.resume,
         again=args.again,
@@ -196,22 +213,29 @@ class Printer:
                 print_text("\n".join(f"  {line}".rstrip() for line in text.splitlines()))
 
 
-def _headers(texts: list[str]) -> dict[str, str]:
-    headers = {}
+def _headers(texts: list[str], file: Path | None) -> dict[str, str]:
+    token = os.environ.get(TOKEN)
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    if file is not None:
+        try:
+            texts = [*filter(str.strip, file.read_text("utf-8").splitlines()), *texts]
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or "it is not UTF-8"
+            raise SettingError(f"--header-file cannot be read ({reason}).", file) from error
     for text in texts:
         name, colon, value = text.partition(":")
         name, value = name.strip(), value.strip()
         if not colon or not name or not (name + value).isprintable() or " " in name:
-            raise SettingError(f'--header {text!r} must be "Name: value".')
+            raise SettingError('a header must be "Name: value", such as "X-Token: 5".')
         headers[name] = value
     return headers
 
 
-def _seconds(text: str) -> float:
+def _number(text: str) -> float:
     try:
         seconds = float(text)
     except ValueError:
         seconds = -1.0
     if not (seconds >= 0 and math.isfinite(seconds)):
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds, 0 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number, 0 or more")
     return seconds

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import QwenL40SError, SettingError
-from ..files import lock
+from ..files import lock, private
 from .scheduler import DONE
 
 SUFFIX = ".submit.jsonl"
@@ -292,11 +292,6 @@ class Journal:
         self._torn = False
         self.unsynced = True
         self._take(line)
-
-
-def private(path: str, flags: int) -> int:
-    """Opens a file that others cannot read: it holds prompts."""
-    return os.open(path, flags, 0o600)
 
 
 def file_state(path: Path) -> list[int] | None:

@@ -25,6 +25,8 @@ from .server import Server
 EXIT_CODE = 130
 # Between two lines about the same thing where there is no terminal.
 LINE_SECONDS = 10.0
+# Between two lines about the whole run there.
+TOTAL_SECONDS = 60.0
 # Between two drawings of a bar.
 DRAW_SECONDS = 0.1
 LONGEST_NAME = 28
@@ -86,6 +88,8 @@ class Progress:
         self._stream = stream
         self._last = ("", 0.0)
         self._drawn = 0.0
+        self._first = (0, time.monotonic())  # jobs that were done when the run began
+        self._told = time.monotonic()
         self._jobs = self._node = None
 
     def begin(self, total: int, *, done: int = 0) -> None:
@@ -95,6 +99,7 @@ class Progress:
             done: jobs that earlier runs did; they say nothing about the time that is left.
         """
         stream = self._stream
+        self._first = (done, time.monotonic())
         if stream.isatty():
             layout = "{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"
             options = {"file": stream, "leave": False, **_size(stream)}
@@ -138,6 +143,13 @@ class Progress:
             self._jobs.n, self._jobs.total = done, total
             self._jobs.set_postfix_str(", ".join(facts), refresh=False)
             self._draw()
+        elif time.monotonic() - self._told >= TOTAL_SECONDS:
+            self._told = time.monotonic()
+            before, began = self._first
+            if done > before:
+                seconds = (time.monotonic() - began) / (done - before) * (total - done)
+                facts.insert(0, f"about {max(1, round(seconds / 60))} min left")
+            self.say(f"{done} of {total} jobs, {', '.join(facts)}".rstrip(", "))
         elif ahead:
             self._line("queue", f"{done}/{total} jobs, {', '.join(facts)}")
 

@@ -19,6 +19,8 @@ from .workflow import Graph, called, title
 
 # Pings, whose missing answers tell of a connection that died without a word.
 HEARTBEAT_SECONDS = 20.0
+# Of what a node says; some print their input.
+LONGEST_MESSAGE = 2000
 ENDS = ("execution_success", "execution_error", "execution_interrupted")
 # Prompts that are withdrawn are looked for so many times, after so long each.
 LOOKS, LOOK_SECONDS = 40, 0.25
@@ -84,6 +86,9 @@ def of_execution(graph: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str,
 
 
 def _node(graph: Mapping[str, Any], node: str, message: str) -> dict[str, Any]:
+    if len(message) > LONGEST_MESSAGE:
+        left = len(message) - LONGEST_MESSAGE
+        message = f"{message[:LONGEST_MESSAGE]}... ({left} letters more in the server's log)"
     return {
         "id": node,
         "title": title(graph, node),

@@ -54,11 +54,13 @@ def plan_jobs(
     settings: Mapping[str, Sequence[str]],
     object_info: Mapping[str, Any],
     folder: Path,
+    say: Callable[[str], None] = lambda line: None,
 ) -> tuple[list[Job], int]:
     """The jobs of a workflow, each graph once.
 
     Args:
         folder: of the workflow file.
+        say: gets a line for each image outside it that the file itself names.
 
     Returns:
         The jobs, and how many equal ones were left out.
@@ -76,6 +78,11 @@ def plan_jobs(
         if wanted not in named:
             local = local_images(variation.graph, object_info, folder)
             names = {path: server_name(path) for path in local.values()}
+            for (node, name), path in local.items():
+                by_file = variation.graph[node] is graph[node]
+                if by_file and not path.is_relative_to(folder.resolve()):
+                    where = input_called(graph, node, name)
+                    say(f"{where} is a file outside the workflow's folder, to be sent: {path}")
             named[wanted] = {place: names[path] for place, path in local.items()}, names
         renamed, names = named[wanted]
         ready = with_inputs(variation.graph, renamed)
@@ -193,7 +200,7 @@ async def submit(
         async with Run(servers, admission, progress=progress, ended=tell, **limits) as run:
             takes = await run.reach(listed, request.wait or 0)
             info = admission.object_info(next(iter(takes)))
-            jobs, equal = plan_jobs(graph, settings, info, request.workflow.parent)
+            jobs, equal = plan_jobs(graph, settings, info, request.workflow.parent, run.say_once)
             for line in check_jobs(jobs, takes):
                 progress.say(line)
             if equal:

@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import ipaddress
 import json
+import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -55,8 +56,9 @@ class Address:
         except ValueError:
             usable = False
         if not usable or any(letter.isspace() for letter in text):
+            shown = re.sub(r"[^/]*@", "...@", text)  # without a password
             raise SettingError(
-                f"--server {text!r} is not an address: write it like http://127.0.0.1:8188 or "
+                f"--server {shown!r} is not an address: write it like http://127.0.0.1:8188 or "
                 "https://host/prefix."
             )
         if "?" in text or "#" in text:
@@ -230,6 +232,10 @@ class Transport:
         wait: float,
         notify: Callable[[str], None],
     ) -> None:
+        if address.base.user and "authorization" in map(str.lower, headers):
+            raise SettingError(
+                f"{address} has a password in its address, and a header Authorization: give one."
+            )
         self.address = address
         self.breaks = 0
         self._wait = wait

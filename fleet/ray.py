@@ -35,14 +35,16 @@ PORTS = 100
 class ServerActor:
     """Runs a server of the fleet on a machine of the cluster, as a Ray actor."""
 
-    def __init__(self, plan: ServerPlan, cpu: bool, ports: range, threads: str | None) -> None:
+    def __init__(
+        self, plan: ServerPlan, cpu: bool, ports: range, threads: str | None, open_: bool
+    ) -> None:
         import ray
 
         # Ray sets one thread, in which ComfyUI would quantize and encode on the processor.
         os.environ.pop("OMP_NUM_THREADS", None)
         if threads:
             os.environ["OMP_NUM_THREADS"] = threads
-        host = ray.util.get_node_ip_address()
+        host = ray.util.get_node_ip_address() if open_ else "127.0.0.1"
         # Ray shows the process its own card alone.
         listening = replace(plan, arguments=("--listen", host, *plan.arguments))
         self._server = FleetServer(listening, _free_port(ports), "cpu" if cpu else "", host=host)
@@ -66,6 +68,7 @@ def run_ray_fleet(
     notify: Callable[[str], None],
     *,
     cpu: bool = False,
+    open_: bool = False,
 ) -> int:
     """Runs a server on each card of a cluster until SIGINT or SIGTERM.
 
@@ -74,6 +77,8 @@ def run_ray_fleet(
         count: servers; None for one on each card.
         port: the first that a server tries on its machine.
         cpu: whether the servers use no card.
+        open_: whether they listen on the addresses of their machines, without a password; else on
+            127.0.0.1, which takes a cluster of one machine.
 
     Returns:
         The exit code: 0 after a signal, 1 where no server can be started, 3 where the cluster was
@@ -81,7 +86,7 @@ def run_ray_fleet(
 
     Raises:
         UnavailableError: Ray is missing, has another version, or the cluster lacks the cards.
-        SettingError: no cluster is there.
+        SettingError: no cluster is there, or it has several machines and is not `open_`.
     """
     if count is not None and count < 1:
         raise SettingError("--cards must name at least one server.")
@@ -93,6 +98,12 @@ def run_ray_fleet(
             f"the cluster has {cards} GPUs, and {count or 1} servers need one each: start Ray with "
             "--num-gpus on machines with cards, or name fewer with --cards."
         )
+    machines = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+    if len(machines) > 1 and not open_:
+        raise SettingError(
+            f"the cluster has {len(machines)} machines, which reach each other's servers by the "
+            "network, and ComfyUI asks for no password: in a private network, add --open."
+        )
     options = {"num_cpus": 1, "num_gpus": 0} if cpu else {"num_cpus": 0, "num_gpus": 1}
     remote = ray.remote(**options, max_restarts=-1, scheduling_strategy="SPREAD")(ServerActor)
     # Several may come to one machine at the same time: each has ports of its own.
@@ -103,7 +114,7 @@ def run_ray_fleet(
     try:
         with on_signals(stop.set):
             with fleet.unless_lost():
-                fleet.actors = [remote.remote(plan, cpu, own, threads) for own in ports]
+                fleet.actors = [remote.remote(plan, cpu, own, threads, open_) for own in ports]
             while not (fleet.look(drain=False) or stop.wait(POLL_SECONDS)):
                 pass
             notify("draining the servers")

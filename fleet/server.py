@@ -2,7 +2,9 @@
 
 The process never outlives the fleet: the kernel kills it when the thread that started it ends,
 however that ends, so no orphan holds the card. It is in a process group of its own, so that Ctrl-C
-reaches the fleet alone and what it starts ends with it, and in no session of its own.
+reaches the fleet alone and what it starts ends with it, and in no session of its own. What its
+nodes have started is known by a variable of its environment, and ends with the server, or where the
+fleet was killed with the start of the next one.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SettingError
+from ..files import private
 from .state import (
     DRAINING,
     FAILED,
@@ -48,6 +51,8 @@ PROBE_SECONDS, START_PROBE_SECONDS = 10.0, 0.5
 FIRST_PAUSE, LONGEST_PAUSE, HEALTHY_SECONDS = 1.0, 60.0, 300.0
 # A server that was never ready is not started more often.
 MOST_STARTS = 3
+# In the environment of a server and of what its nodes start: its folder.
+MARK = "QWEN_L40S_FLEET"
 TICK_SECONDS = 0.2
 END_SECONDS = 20.0
 # A queue stays empty for this long before its server ends: clients fetch their last images.
@@ -189,15 +194,17 @@ class FleetServer:
 
     def _start(self) -> None:
         log = Path(self.state.log)
+        end_left(log.parent)
         command = self._plan.command(self._port, self.state.card)
         self.state.starts += 1
         self._check_port()
         with contextlib.suppress(FileNotFoundError):  # which says why the last one ended
             log.replace(log.with_suffix(".log.1"))
-        with log.open("wb") as file:
+        with open(log, "wb", opener=private) as file:
             pipes = {"stdout": file, "stderr": subprocess.STDOUT}
             # The numbers of nvidia-smi; by itself CUDA counts the fastest card first.
             environment = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **os.environ}
+            environment[MARK] = str(log.parent)
             self._process = _guarded(command, cwd=log.parent, env=environment, **pipes)
         self.state.boot, self.state.pid = uuid.uuid4().hex, self._process.pid
         self._set(STARTING)
@@ -261,6 +268,7 @@ class FleetServer:
     def _end(self) -> None:
         if self._process is not None:
             _end(self._process)
+            end_left(Path(self.state.log).parent)
 
     def _check_alive(self) -> None:
         if _has_ended(self._process):
@@ -295,6 +303,16 @@ class FleetServer:
         if error is not None:
             self.state.error = error
         self._changed()
+
+
+def end_left(folder: Path) -> None:
+    """Ends what servers of a folder, or of folders in it, have started and left."""
+    mark = os.fsencode(f"{MARK}={folder}")
+    for process in {*Path("/proc").glob("[0-9]*")} - {Path(f"/proc/{os.getpid()}")}:
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            for variable in (process / "environ").read_bytes().split(b"\0"):
+                if variable == mark or variable.startswith(mark + b"/"):
+                    os.kill(int(process.name), signal.SIGKILL)
 
 
 class ServerEndedError(Exception):

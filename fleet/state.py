@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SettingError
-from ..files import lock
+from ..files import lock, private
 
 VERSION = 1
 NAME, LOCK = "servers.json", "fleet.lock"
@@ -101,7 +101,8 @@ class StateFile:
         with self._writing:
             try:
                 new = self.path.with_suffix(".new")
-                new.write_text(text, encoding="utf-8")
+                with open(new, "w", encoding="utf-8", opener=private) as file:
+                    file.write(text)
                 os.replace(new, self.path)
             except OSError as error:  # a full disk ends no server
                 self._notify(f"{self.path} cannot be written ({error.strerror}): free space.")
@@ -146,14 +147,17 @@ def is_running(path: Path) -> bool:
 
 
 def read_states(path: Path) -> list[ServerState]:
-    """The servers of a fleet's file.
+    """The servers of a fleet's file; all stopped where its fleet was killed.
 
     Raises:
         SettingError: there is none, or it is no such file.
     """
     try:
         servers = json.loads(path.read_text(encoding="utf-8"))["servers"]
-        return [ServerState(**each) for each in servers]
+        found = [ServerState(**each) for each in servers]
+        for each in found if not is_running(path) else ():
+            each.state = FAILED if each.state == FAILED else STOPPED
+        return found
     except OSError as error:
         raise SettingError(
             f"no fleet has written here ({error.strerror}): start one with `qwen-l40s fleet`, or "

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from ..errors import SettingError, UnavailableError
 from ..machine.card import ask_nvidia_smi
-from .server import FleetServer, ServerPlan
+from .server import FleetServer, ServerPlan, end_left
 from .state import FAILED, StateFile, try_port
 
 JOIN_SECONDS = 0.2
@@ -132,6 +132,7 @@ def run_fleet(
     host = listen_address(plan.arguments)
     check_ports(range(port, port + len(cards)), host)
     file = StateFile(plan.folder, notify)
+    end_left(plan.folder)  # of a fleet that was killed
 
     def changed() -> None:
         file.write([server.state for server in servers])

@@ -10,7 +10,8 @@ port = int(sys.argv[sys.argv.index("--port") + 1])
 faults = json.loads((Path(__file__).parent / "faults.json").read_text())
 print("arguments", *sys.argv[1:], flush=True)
 if "child" in faults:
-    print("child", subprocess.Popen(["sleep", "600"]).pid, flush=True)
+    child = subprocess.Popen(["sleep", "600"], start_new_session=faults["child"] == "apart")
+    print("child", child.pid, flush=True)
 if "end" in faults:
     sys.exit("no such file: a model")
 

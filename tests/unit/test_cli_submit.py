@@ -64,7 +64,10 @@ def test_one_json_object_and_nothing_else_on_stdout(workflow: Path, capsys):
         (["--set", "seed=x"], "seed"),
         (["--server", "https://host/x?token=secret"], "--header"),
         (["--server", "ftp://x"], "is not an address"),
-        (["--header", "no colon"], 'must be "Name: value"'),
+        (["--header", "my token"], 'must be "Name: value"'),
+        (["--header-file", "nowhere"], "--header-file cannot be read"),
+        (["--server", "http://me:my token@x"], "is not an address"),
+        (["--server", "http://me:a@x", "--header", "authorization: b"], "Authorization: give one"),
         (["--output", "/proc/nowhere"], "--output cannot be written"),
     ],
 )

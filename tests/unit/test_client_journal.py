@@ -182,6 +182,44 @@ def test_a_line_cut_by_a_full_disk_spoils_no_other(tmp_path: Path, monkeypatch):
         assert list(journal.records) == ["k2"]
 
 
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"files": [1]},
+        {"files": ["/etc/passwd"]},
+        {"files": ["../a.png"]},
+        {"texts": [1, 2]},
+        {"server": 5},
+        {"sizes": "a", "files": ["a.png"]},
+        {"key": []},
+    ],
+    ids=str,
+)
+def test_a_line_that_no_run_wrote_is_passed_over(tmp_path: Path, facts: dict[str, object]):
+    line = {"event": "done", "key": "k", "prompt_id": "p"} | facts
+    text = f"{json.dumps(line)}\n{'[' * 200_000}\n5\nnull\n"
+    (tmp_path / "work.submit.jsonl").write_text(text)
+    with Journal(tmp_path, "work", resume=True) as journal:
+        assert journal.finished("k") is None or "server" in facts
+        for attempt in journal.attempts("k"):
+            assert isinstance(attempt.server, str)
+
+
+def test_a_file_of_another_size_is_not_done(tmp_path: Path):
+    (tmp_path / "a.png").write_bytes(b"whole")
+    with Journal(tmp_path, "work") as journal:
+        assert journal.path.stat().st_mode & 0o777 == 0o600
+        queue(journal, "k", "p1")
+        journal.ended("done", "k", "p1", server="http://a", files=["a.png"], sizes=[5])
+    for data in (b"", b"who"):
+        with Journal(tmp_path, "work") as journal:
+            assert journal.finished("k") is not None
+            (tmp_path / "a.png").write_bytes(data)
+            assert journal.finished("k") is None
+            assert journal.attempts("k") == [Attempt("p1", "http://a")]
+        (tmp_path / "a.png").write_bytes(b"whole")
+
+
 @pytest.mark.parametrize("place", ["taken", "taken/sub", "/proc/nowhere"])
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path, place: str):
     (tmp_path / "taken").write_text("")

@@ -56,6 +56,21 @@ def test_elsewhere_a_line_a_job_at_the_most_within_ten_seconds():
     ]
 
 
+def test_a_log_gets_a_line_each_minute_with_the_time_that_is_left(monkeypatch):
+    now, stream = [0.0], io.StringIO()
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    with Progress(stream) as progress:
+        progress.begin(500, done=100)
+        for second in range(0, 200, 10):
+            now[0] = second
+            progress.show(done=100 + second, total=500, failed=second // 100, ahead=None)
+    assert stream.getvalue().splitlines() == [
+        "160 of 500 jobs, about 6 min left",
+        "220 of 500 jobs, about 5 min left, 1 failed",
+        "280 of 500 jobs, about 4 min left, 1 failed",
+    ]
+
+
 def test_the_position_in_the_queue():
     for stream in (io.StringIO(), Terminal()):
         with Progress(stream) as progress:

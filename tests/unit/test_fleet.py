@@ -12,14 +12,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import waiting
 
 from qwen_l40s.errors import SettingError, UnavailableError
+from qwen_l40s.fleet import ray, supervisor
 from qwen_l40s.fleet import server as module
-from qwen_l40s.fleet import supervisor
 from qwen_l40s.fleet.server import FleetServer, ServerPlan
 from qwen_l40s.fleet.state import (
     ServerState,
@@ -111,6 +112,52 @@ def test_a_server_that_ends_or_hangs_starts_again_as_another_boot(plan: ServerPl
         assert seen.state.boot != boot
         assert seen.state.error == ""
     assert seen.states[:3] == ["starting", "ready", "restarting"]
+
+
+@pytest.mark.parametrize("how", ["apart", "with its server killed"])
+def test_what_nodes_started_ends_with_the_fleet(plan: ServerPlan, how: str):
+    fault(plan, child=how)
+    with Seen(plan) as seen:
+        until(lambda: seen.state.state == "ready")
+        child = int(Path(seen.state.log).read_text().split("child ")[1].split()[0])
+        if how != "apart":
+            os.kill(seen.state.pid, signal.SIGKILL)
+    until(lambda: not alive(child))
+
+
+def test_what_a_killed_fleet_left_ends_with_the_next(plan: ServerPlan):
+    left = {**os.environ, module.MARK: str(plan.folder / "8190")}
+    other = {**os.environ, module.MARK: f"{plan.folder} 2/8190"}
+    sleeps = [subprocess.Popen(["sleep", "600"], env=each) for each in (left, other)]
+    try:
+        module.end_left(plan.folder)
+        assert sleeps[0].wait(10) == -signal.SIGKILL
+        assert sleeps[1].poll() is None
+    finally:
+        for each in sleeps:
+            each.kill()
+            each.wait()
+
+
+def test_the_files_of_a_fleet_are_its_users_alone_and_its_status_is_true_after_a_kill(
+    tmp_path: Path,
+):
+    file = StateFile(tmp_path, lambda line: None)
+    file.write([ServerState("http://a", "0", "ready"), ServerState("http://b", "1", "failed")])
+    assert file.path.stat().st_mode & 0o777 == 0o600
+    assert [each.state for each in read_states(file.path)] == ["ready", "failed"]
+    file.close()  # as its process does, however it ends
+    assert [each.state for each in read_states(file.path)] == ["stopped", "failed"]
+
+
+def test_servers_of_a_cluster_of_several_machines_listen_openly_only_if_told(
+    plan: ServerPlan, monkeypatch
+):
+    nodes = [{"Alive": True, "NodeManagerAddress": address} for address in ("10.0.0.1", "10.0.0.2")]
+    cluster = SimpleNamespace(cluster_resources=lambda: {"GPU": 2}, nodes=lambda: nodes)
+    monkeypatch.setattr(ray, "_connect", lambda address: cluster)
+    with pytest.raises(SettingError, match="asks for no password: in a private network, add --ope"):
+        ray.run_ray_fleet(plan, "auto", None, 8188, print)
 
 
 def test_who_else_has_the_port_is_not_taken_for_the_server(plan: ServerPlan):
