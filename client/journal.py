@@ -8,11 +8,13 @@ import glob
 import json
 import os
 import stat
+import sys
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ..errors import QwenL40SError, SettingError
@@ -22,6 +24,8 @@ from .scheduler import DONE
 SUFFIX = ".submit.jsonl"
 # Version 1 had one server, and its name in the line "run" alone.
 VERSION = 2
+# What a hundred thousand records share.
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class DiskError(QwenL40SError):
@@ -40,7 +44,7 @@ class Attempt:
     prompt_id: str
     server: str = ""
     boot: str = ""
-    local: Mapping[str, Any] = field(default_factory=dict)
+    local: Mapping[str, Any] = field(default_factory=lambda: NOTHING)
 
 
 @dataclass(slots=True)
@@ -62,9 +66,9 @@ class Record:
     files: tuple[str, ...] = ()
     sizes: tuple[int, ...] = ()
     kept: bool = False
-    texts: Mapping[str, list[str]] = field(default_factory=dict)
-    local: Mapping[str, Any] = field(default_factory=dict)
-    open: list[Attempt] = field(default_factory=list)
+    texts: Mapping[str, list[str]] = field(default_factory=lambda: NOTHING)
+    local: Mapping[str, Any] = field(default_factory=lambda: NOTHING)
+    open: Sequence[Attempt] = ()
 
 
 class Journal:
@@ -142,7 +146,7 @@ class Journal:
         record = self.records.get(key)
         if record is None or record.status != DONE:
             return None
-        found = [file_state(self.path.parent / name) for name in record.files]
+        found = [file_state(os.path.join(self.path.parent, name)) for name in record.files]
         sizes = record.sizes or [state and state[0] for state in found]
         there = all(state and state[0] == size for state, size in zip(found, sizes, strict=True))
         return record if there else None
@@ -151,7 +155,7 @@ class Journal:
         """Says where a server may still have the job, or its results that are not here."""
         record = self.records.get(key, Record())
         left = record.kept or record.status == DONE
-        return record.open + [Attempt(record.prompt_id, record.server)] * left
+        return [*record.open, *[Attempt(record.prompt_id, record.server)] * left]
 
     def changed(self, key: str) -> set[str]:
         """Returns the paths of local files that were replaced since the job was posted."""
@@ -161,7 +165,7 @@ class Journal:
             path
             for local in posted
             for path, state in local.items()
-            if file_state(Path(path)) not in (None, state)  # None: this is another machine
+            if file_state(path) not in (None, state)  # None: this is another machine
         }
 
     def kept(self, server: str, local: Mapping[str, Any]) -> set[str]:
@@ -171,7 +175,7 @@ class Journal:
         loaded = self._loaded
         return {path for path in local if loaded.get((server, path)) not in (None, local[path])}
 
-    def forget(self, key: str) -> list[Attempt]:
+    def forget(self, key: str) -> Sequence[Attempt]:
         """Notes that a job runs again, whatever became of it; its files stay.
 
         Returns:
@@ -257,22 +261,26 @@ class Journal:
     def _note(self, record: Record, event: str, entry: Mapping[str, Any]) -> None:
         prompt_id = str(entry["prompt_id"])
         if event == "queued":
-            server, boot = str(entry.get("server", self._server)), entry.get("boot", "")
-            local = dict(entry.get("local", {}))
-            record.open.append(Attempt(prompt_id, server, boot, local))
-            self._loaded |= {(server, path): state for path, state in local.items()}
+            server = sys.intern(str(entry.get("server", self._server)))
+            boot = sys.intern(str(entry.get("boot", "")))
+            local = dict(entry.get("local", {})) or NOTHING
+            record.open = (*record.open, Attempt(prompt_id, server, boot, local))
+            for path, state in local.items():
+                self._loaded[server, path] = state
         else:
             ended = [each for each in record.open if each.prompt_id == prompt_id]
-            record.open = [each for each in record.open if each.prompt_id != prompt_id]
+            record.open = tuple(each for each in record.open if each.prompt_id != prompt_id)
             if event == "late":
                 return
             record.local = ended[-1].local if ended else record.local
-            record.prompt_id, record.server = prompt_id, str(entry.get("server", self._server))
+            record.prompt_id = prompt_id
+            record.server = sys.intern(str(entry.get("server", self._server)))
             record.seconds, record.kept = entry.get("seconds"), bool(entry.get("kept"))
-            record.texts = {name: [*map(str, x)] for name, x in entry.get("texts", {}).items()}
+            texts = entry.get("texts", NOTHING)
+            record.texts = {name: [*map(str, x)] for name, x in texts.items()} or NOTHING
             record.files, sizes = tuple(entry.get("files", ())), entry.get("sizes", ())
             record.sizes = tuple(sizes) if len(sizes) == len(record.files) else ()
-            if any(Path(name).name != name for name in record.files):
+            if any(os.path.basename(name) != name for name in record.files):
                 record.status = "damaged"  # a line that no run wrote
                 return
         record.status = event
@@ -294,10 +302,10 @@ class Journal:
         self._take(line)
 
 
-def file_state(path: Path) -> list[int] | None:
+def file_state(path: Path | str) -> list[int] | None:
     """Returns size in bytes and time of change in ns; None where there is no file."""
     try:
-        found = path.stat()
+        found = os.stat(path)
     except (OSError, ValueError):  # ValueError: a zero byte in the name
         return None
     return [found.st_size, found.st_mtime_ns] if stat.S_ISREG(found.st_mode) else None

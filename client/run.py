@@ -234,11 +234,10 @@ class Run:
         if not here:
             return True
         stops = [asyncio.create_task(feeder.stop()) for feeder in here]
-        done, late = await asyncio.wait(stops, timeout=STOP_SECONDS)
+        _, late = await asyncio.wait(stops, timeout=STOP_SECONDS)
         for task in late:
             task.cancel()
-        await asyncio.gather(*late, return_exceptions=True)
-        return not late and all(not task.exception() and task.result() for task in done)
+        return all(each is True for each in await asyncio.gather(*stops, return_exceptions=True))
 
     def say_once(self, line: str) -> None:
         if line not in self._said:

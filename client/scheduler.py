@@ -74,7 +74,7 @@ class Job:
     files: list[Path] = field(default_factory=list)
     texts: dict[str, list[str]] = field(default_factory=dict)
     error: dict[str, Any] | None = None
-    deaths: set[tuple[str, str]] = field(default_factory=set)
+    deaths: frozenset[tuple[str, str]] = frozenset()
     refused: dict[str, dict[str, Any]] = field(default_factory=dict)
     ran: int = 0
     failed: bool = False
@@ -311,7 +311,7 @@ class Scheduler:
         Returns:
             Whether it was one too many, and the job is set aside.
         """
-        job.deaths.add((server, boot))
+        job.deaths |= {(server, boot)}
         if len(job.deaths) < MOST_DEATHS:
             return False
         names = ", ".join(sorted({name for name, _ in job.deaths}))

@@ -70,10 +70,11 @@ def plan_jobs(
     """
     found = variations(graph, settings, object_info)
     named: dict[Any, tuple[Any, dict[Path, str]]] = {}
+    known: dict[str, dict[str, NodeInput]] = {}
     jobs: dict[str, Job] = {}
     for variation, label in zip(found, labels([each.chosen for each in found]), strict=True):
         # Hundreds of seeds on one image: it is read once.
-        inputs = image_inputs(variation.graph, object_info)
+        inputs = image_inputs(variation.graph, object_info, known)
         wanted = tuple((node, name, value) for node, name, _, value in inputs)
         if wanted not in named:
             local = local_images(variation.graph, object_info, folder)
@@ -85,7 +86,7 @@ def plan_jobs(
                     say(f"{where} is a file outside the workflow's folder, to be sent: {path}")
             named[wanted] = {place: names[path] for place, path in local.items()}, names
         renamed, names = named[wanted]
-        ready = with_inputs(variation.graph, renamed)
+        ready = with_inputs(variation.graph, renamed) if renamed else variation.graph
         key = key_of(ready)
         if key not in jobs:
             images = {name: path for path, name in names.items()}
@@ -254,7 +255,7 @@ def local_images(
             image.
     """
     found: dict[tuple[str, str], Path] = {}
-    for node, name, spec, value in image_inputs(graph, object_info):
+    for node, name, spec, value in image_inputs(graph, object_info, {}):
         if _on_server(value, spec):
             continue
         path = _local_file(value, folder)
@@ -267,13 +268,24 @@ def local_images(
 
 
 def image_inputs(
-    graph: Graph, object_info: Mapping[str, Any]
+    graph: Graph, object_info: Mapping[str, Any], known: dict[str, dict[str, NodeInput]]
 ) -> Iterator[tuple[str, str, NodeInput, str]]:
-    """Yields (node id, input, what the server says of it, name of the image)."""
+    """Yields (node id, input, what the server says of it, name of the image).
+
+    Args:
+        known: {class: its inputs that take images}, is filled.
+    """
     for node, described in graph.items():
-        for name, spec in (node_inputs(object_info, described) or {}).items():
+        kind = described["class_type"]
+        images = known.get(kind)
+        if images is None:
+            specs = node_inputs(object_info, described) or {}
+            images = {name: spec for name, spec in specs.items() if spec.takes_image}
+            if not any(spec.opens for spec in specs.values()):
+                known[kind] = images
+        for name, spec in images.items():
             value = described["inputs"].get(name)
-            if spec.takes_image and isinstance(value, str):
+            if isinstance(value, str):
                 yield node, name, spec, value
 
 

@@ -1,6 +1,7 @@
-"""A hundred stand-ins for ComfyUI in one process, whose jobs end at once: `many_servers.py COUNT`.
+"""A hundred stand-ins for ComfyUI in one process, whose jobs end at once.
 
-It prints the ports, and ends with its standard input.
+`many_servers.py COUNT BYTES`, of each image, which is tiny without. It prints the ports, and ends
+with its standard input.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import asyncio
 import json
 import sys
 import time
+import zlib
 
 from aiohttp import web
 from fake_comfyui import OBJECT_INFO
@@ -17,6 +19,10 @@ PNG = bytes.fromhex(
     "89504e470d0a1a0a0000000d4948445200000001000000010802000000907753de"
     "0000000c49444154789c63606060000000040001f61738550000000049454e44ae426082"
 )
+if len(sys.argv) > 2:  # a text before the pixels
+    chunk = b"tEXt" + b"a\0" + b"b" * int(sys.argv[2])
+    head = (len(chunk) - 4).to_bytes(4, "big")
+    PNG = PNG[:33] + head + chunk + zlib.crc32(chunk).to_bytes(4, "big") + PNG[33:]
 
 
 class Standin:

@@ -46,7 +46,7 @@ def test_a_late_result_changes_nothing_and_leaves_no_attempt_open(tmp_path: Path
         journal.ended("late", "k", "p1", server="http://a")
     with Journal(tmp_path, "work") as journal:
         assert journal.finished("k").server == "http://b"
-        assert journal.records["k"].open == []
+        assert not journal.records["k"].open
 
 
 def test_a_job_that_is_forgotten_runs_again_however_its_run_ends(tmp_path: Path):

@@ -178,12 +178,12 @@ def test_two_servers_with_one_output_folder_mix_nothing_up(tmp_path: Path):
     assert ran.status == {"done": 60}
 
 
-def test_a_folder_that_was_emptied_between_two_runs_gives_no_other_image(tmp_path: Path):
+def test_names_that_other_images_have_meanwhile_give_no_other_image(tmp_path: Path):
     with fake_comfyui() as one:
-        first = Ran(tmp_path, one, jobs=1)
-        first.jobs[0].files[0].unlink()
-        one.files.clear()
-        (tmp_path / "other").mkdir()
-        Ran(tmp_path / "other", one, jobs=2)
-        again = Ran(tmp_path, one, jobs=1, resume=True)
-    assert again.status == {"done": 1}
+        first = Ran(tmp_path, one, jobs=2)
+        for job in first.jobs:
+            job.files[0].unlink()
+        one.files = dict(zip(one.files, reversed(one.files.values()), strict=True))
+        again = Ran(tmp_path, one, jobs=2, resume=True)
+        assert len(one.posted) == 4
+    assert again.status == {"done": 2}
