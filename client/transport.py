@@ -118,18 +118,6 @@ class AnswerError(ServerError):
         self.body = body
 
 
-class PatienceError(Exception):
-    """The server, or a proxy before it, asks to come back later.
-
-    Attributes:
-        seconds: when, if it says.
-    """
-
-    def __init__(self, status: int, seconds: float | None) -> None:
-        super().__init__(f"it answers {status}")
-        self.seconds = seconds
-
-
 class LostError(Exception):
     """A request found no answer, and another try may.
 
@@ -137,7 +125,7 @@ class LostError(Exception):
         seconds: when to try, if the server says.
     """
 
-    def __init__(self, reason: str, seconds: float | None) -> None:
+    def __init__(self, reason: str, seconds: float | None = None) -> None:
         super().__init__(reason)
         self.seconds = seconds
 
@@ -149,7 +137,6 @@ TRANSIENT = (
     aiohttp.ClientPayloadError,
     asyncio.TimeoutError,
     ConnectionError,
-    PatienceError,
 )
 
 
@@ -177,8 +164,6 @@ def transient_words(error: Exception) -> str:
         return REFUSED if refused else str(cause.strerror or cause)
     if isinstance(error, asyncio.TimeoutError):
         return SILENT
-    if isinstance(error, PatienceError):
-        return str(error)
     return "connection lost"
 
 
@@ -344,7 +329,7 @@ class Transport:
 
     async def _check(self, answer: aiohttp.ClientResponse, call: str) -> None:
         if answer.status in PATIENCE_STATUS:
-            raise PatienceError(answer.status, patience_seconds(answer.headers))
+            raise LostError(f"it answers {answer.status}", patience_seconds(answer.headers))
         if 300 <= answer.status < 400:
             raise ServerError(
                 f"{self.address} redirects {call} to {answer.headers.get('Location')!r}: give "
@@ -372,9 +357,9 @@ class Transport:
                 raise ServerError(
                     f"no machine is called {self.address.base.host!r}: check --server."
                 ) from error
-            raise LostError("its name is not found", None) from error
+            raise LostError("its name is not found") from error
         except TRANSIENT as error:
-            raise LostError(transient_words(error), getattr(error, "seconds", None)) from error
+            raise LostError(transient_words(error)) from error
         except aiohttp.ClientError as error:
             raise ServerError(
                 f"{self.address} does not speak HTTP: give --server the address of ComfyUI's page."

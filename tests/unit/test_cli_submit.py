@@ -92,6 +92,18 @@ def test_what_is_no_setting_or_no_workflow_needs_no_server(workflow: Path, capsy
     assert words in capsys.readouterr().err
 
 
+def test_headers_come_from_a_file_and_a_token_from_the_environment(
+    workflow: Path, tmp_path: Path, monkeypatch
+):
+    (tmp_path / "headers").write_text("X-One: 1\n\nX-Two: 2\n")
+    monkeypatch.setenv("QWEN_L40S_TOKEN", "hidden")
+    with fake_comfyui() as fake:
+        assert main(arguments(fake, workflow, "--header-file", str(tmp_path / "headers"))) == 0
+    for sent in fake.headers:
+        assert (sent["X-One"], sent["X-Two"]) == ("1", "2")
+        assert sent["Authorization"] == "Bearer hidden"
+
+
 @pytest.mark.parametrize("text", ["-1", "soon", "nan", "inf"])
 def test_a_wait_that_is_no_time(text):
     with pytest.raises(SystemExit) as error:

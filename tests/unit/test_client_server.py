@@ -17,7 +17,7 @@ from fake_comfyui import FakeComfyUI, fake_comfyui, graph
 from qwen_l40s.client import progress as module
 from qwen_l40s.client import transport
 from qwen_l40s.client.progress import Listener
-from qwen_l40s.client.server import Server
+from qwen_l40s.client.server import Server, of_execution
 from qwen_l40s.client.transport import Address, AnswerError, ServerError
 from qwen_l40s.errors import SettingError
 
@@ -347,3 +347,9 @@ def test_a_refused_socket_is_told_once_and_tried_again():
     assert lines == [
         "no websocket (the answer is 403): progress is not shown, but results are fetched"
     ]
+
+
+def test_a_long_error_of_a_node_is_cut():
+    data = {"node_id": "draw", "exception_message": "x" * 1_000_000}
+    message = of_execution(graph(), data)["message"]
+    assert len(message) < 2100 and message.endswith("... (998000 letters more in the server's log)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 import waiting
-from fake_comfyui import FakeComfyUI, fake_comfyui, hurry, submitted
+from fake_comfyui import OBJECT_INFO, FakeComfyUI, fake_comfyui, hurry, submitted
 from PIL import Image
 
 from qwen_l40s.client import feeder, results, transport
@@ -51,7 +52,9 @@ def quick(monkeypatch):
 class Ran:
     """A run of jobs on these servers; no file of it is another's or damaged, none ran too often."""
 
-    def __init__(self, folder: Path, *servers: FakeComfyUI, jobs: int = 6, **more: Any) -> None:
+    def __init__(
+        self, folder: Path, *servers: FakeComfyUI, jobs: int = 6, files: bool = True, **more: Any
+    ) -> None:
         names = [each.url for each in servers]
         more = {"wait": 0.5} | more
         self.outcome, self.log, _ = submitted(folder, names, [f"seed=1..{jobs}"], **more)
@@ -59,7 +62,7 @@ class Ran:
         self.status = Counter(job.status for job in self.jobs)
         self.errors = {job.error["type"] for job in self.jobs if job.error}
         for job in self.jobs:
-            assert job.files or job.status != "done"
+            assert job.files or job.status != "done" or not files
             for path in job.files:
                 with Image.open(path) as image:
                     image.load()
@@ -169,6 +172,71 @@ def test_a_server_that_has_rested_and_is_well_gets_jobs_again(tmp_path: Path):
         ran = Ran(tmp_path, sick, well, jobs=100, meanwhile=mend)
         assert len(sick.posted) > 10
     assert ran.status == {"done": 100}
+
+
+@pytest.mark.parametrize("outcome", ["done", "failed"])
+def test_output_nodes_that_name_no_file_by_design_are_done_and_it_is_said_once(
+    tmp_path: Path, outcome: str
+):
+    socket = {"class_type": "SaveImageWebsocket", "inputs": {"images": ["draw", 0]}}
+    known = {
+        "input": {"required": {"images": ["IMAGE", {}]}},
+        "output_node": True,
+        "python_module": "custom_nodes.websocket_image_save",
+    }
+    # The graph's own SaveImage is then a pack's, too, and need not name one either.
+    pack = {"python_module": "custom_nodes.pack"} if outcome == "done" else {}
+    knows = {"SaveImageWebsocket": known, "SaveImage": OBJECT_INFO["SaveImage"] | pack}
+    with fake_comfyui(entry=FAILURES["no files"], knows=knows) as one:
+        ran = Ran(tmp_path, one, jobs=3, nodes={"socket": socket}, files=False)
+    assert ran.status == {outcome: 3}
+    assert ran.log.count("no file is named by the output nodes") == (outcome == "done")
+
+
+def test_a_run_that_is_killed_between_line_and_file_leaves_one_version(tmp_path: Path, monkeypatch):
+    def killed(*_: Any) -> None:
+        raise KeyError("killed")
+
+    with fake_comfyui() as one:
+        with monkeypatch.context() as patch, pytest.raises(KeyError):
+            patch.setattr(results, "name_file", killed)
+            Ran(tmp_path, one, jobs=1)
+        one.call(one.restart())  # and forgets; its next image differs in its bits
+        again = Ran(tmp_path, one, jobs=1, resume=True)
+    assert again.status == {"done": 1}
+    assert len(list((tmp_path / "out").glob("*.png"))) == 1
+
+
+def test_a_result_reaches_the_disk_before_its_name_and_the_journal_after_it(
+    tmp_path: Path, monkeypatch
+):
+    events, sync, link = [], os.fsync, os.link
+
+    def synced(file: int) -> None:
+        events.append(Path(os.readlink(f"/proc/self/fd/{file}")).suffix)
+        sync(file)
+
+    def linked(*names: Any) -> None:
+        events.append("named")
+        link(*names)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "link", linked)
+    with fake_comfyui() as one:
+        Ran(tmp_path, one, jobs=1)
+    kinds = list(dict.fromkeys(reversed(events)))
+    assert kinds.index("named") < kinds.index(".part")
+    assert events[-2:] == [".jsonl", ""]
+
+
+@pytest.mark.parametrize("left", [b"", b"\x89PNG\r\n"])
+def test_a_damaged_file_is_fetched_again_in_its_place(tmp_path: Path, left: bytes):
+    with fake_comfyui() as one:
+        [job] = Ran(tmp_path, one, jobs=1).jobs
+        job.files[0].write_bytes(left)
+        [again] = Ran(tmp_path, one, jobs=1, resume=True).jobs
+        assert len(one.posted) == 1
+    assert again.files == job.files
 
 
 def test_two_servers_with_one_output_folder_mix_nothing_up(tmp_path: Path):

@@ -13,6 +13,7 @@ from qwen_l40s.client.submit import (
     IMAGE_FORMATS,
     check_image,
     local_images,
+    plan_jobs,
 )
 from qwen_l40s.errors import SettingError
 
@@ -223,3 +224,15 @@ def test_any_file_is_taken_or_refused(tmp_path_factory, data, kind, cut):
         check_image(path, "LoadImage (id 1)")
     except SettingError as error:
         assert str(path) in str(error)
+
+
+def test_a_file_outside_the_workflows_folder_that_the_workflow_names_is_said(tmp_path):
+    (tmp_path / "work").mkdir()
+    painted(tmp_path / "outside.png"), painted(tmp_path / "work" / "inside.png")
+    graph, lines = loading("../outside.png", "inside.png"), []
+    plan_jobs(graph, {}, server_with(), tmp_path / "work", lines.append)
+    assert len(lines) == 1 and lines[0].endswith(f"to be sent: {tmp_path / 'outside.png'}")
+    lines.clear()
+    chosen = {"1.image": [str(tmp_path / "outside.png")]}
+    plan_jobs(loading("inside.png"), chosen, server_with(), tmp_path / "work", lines.append)
+    assert lines == []
