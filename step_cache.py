@@ -14,6 +14,7 @@ from itertools import accumulate, pairwise
 
 from .caches import remembered
 from .errors import SettingError
+from .families.schedules import official_sigmas
 
 OFF, CUSTOM = "off", "custom"
 # The second, of older workflows, runs as the first.
@@ -174,22 +175,7 @@ def computed_steps(steps: int, name: str) -> int:
 
 
 def computed_with(steps: int, settings: CacheSettings) -> int:
-    return plan_steps(usual_sigmas(steps), settings).computed
-
-
-def usual_sigmas(steps: int, tokens: int = 4096) -> list[float]:
-    """Computes diffusers' sigmas for Qwen-Image: shifted by the size, the last stretched to 0.02.
-
-    Source: `QwenImagePipeline.__call__` and `FlowMatchEulerDiscreteScheduler.set_timesteps` with
-    the scheduler's configuration of Qwen/Qwen-Image.
-    """
-    if steps == 1:
-        return [1.0, 0.0]
-    shift = math.exp(0.5 + (0.9 - 0.5) * (tokens - 256) / (8192 - 256))
-    even = (1 - i * (1 - 1 / steps) / (steps - 1) for i in range(steps))
-    shifted = [shift / (shift + 1 / s - 1) for s in even]
-    stretch = (1 - shifted[-1]) / (1 - 0.02)
-    return [*(1 - (1 - s) / stretch for s in shifted), 0.0]
+    return plan_steps(official_sigmas(steps), settings).computed
 
 
 # How far the hidden state after the last block moves from one step to the next: relative L1 of
@@ -205,7 +191,7 @@ PUBLISHED_CHANGES = (
 @lru_cache(maxsize=1)
 def _trace() -> tuple[list[float], list[float]]:
     # (sigmas, rising; how far the velocity moves from there to the beginning)
-    sigmas = usual_sigmas(len(PUBLISHED_CHANGES) + 1, 1024)[:-1]
+    sigmas = official_sigmas(len(PUBLISHED_CHANGES) + 1, 1024)[:-1]
     moved = [0.0, *accumulate(PUBLISHED_CHANGES)]
     return sigmas[::-1], moved[::-1]
 

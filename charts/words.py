@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from ..families.schedules import official_sigmas
 from ..planning.phases import KEPT_FREE_BYTES, Phase
 from ..planning.request import EXACT, RunRequest, Setting
 from ..planning.times import PROCESSOR
 from ..spec.formats import format_gib
-from ..step_cache import CUSTOM, OFF, cache_settings, plan_steps, usual_sigmas
+from ..step_cache import CUSTOM, OFF, cache_settings, plan_steps
 from .figures import adding_up, duration, folded, many, table, tenths, tenths_between, usd
 from .notes import notes_of, price_of, reasons
 
@@ -144,7 +145,7 @@ def _refusal(request: RunRequest) -> str:
     none = f"of {request.steps} steps none may be skipped"
     if request.cache == CUSTOM:
         return none
-    return plan_steps(usual_sigmas(request.steps), cache_settings(request.cache)).reason or none
+    return plan_steps(official_sigmas(request.steps), cache_settings(request.cache)).reason or none
 
 
 def steps_text(request: RunRequest) -> str:

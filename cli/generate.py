@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any
 from .. import __version__
 from ..errors import CheckpointError
 from ..families.qwen_image import TEXT_TO_IMAGE
-from ..families.registry import FAMILIES, find_member, micro_folders, pipeline_family
+from ..families.registry import (
+    FAMILIES,
+    find_member,
+    micro_folders,
+    pipeline_family,
+    schedule_names,
+)
 from ..files import write_whole
 from ..hosts.diffusers.settings import GenerateSettings
 from ..loaders.source import MICRO_ADVICE, MICRO_SIDE, MICRO_STEPS
@@ -59,6 +65,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=1,
         metavar="N",
         help="number of images, with seed, seed + 1, ...",
+    )
+    parser.add_argument(
+        "--schedule",
+        metavar="NAME",
+        help=f"of the sigmas: {', '.join(schedule_names())}; few-step ones are for models trained "
+        "for them, and set steps and cfg; default: the folder's own",
     )
     add_run_arguments(parser, output_help="default: the next free image_00001.png here")
     parser.add_argument("--grid", metavar="FILE", help="also write a .png contact sheet")
@@ -148,6 +160,7 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
         batch=args.batch,
         cache=args.cache,
+        schedule=args.schedule and args.schedule.replace("-", " "),
     )
     target = ImageTarget(args.output)
     if args.grid:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from ..spec.formats import BYTES_PER_SCALE
 from ..spec.transformer import PIXELS_PER_TOKEN_SIDE, USUAL_SIDE, BlockSpec, TransformerShape
 from ..spec.vae import VaeShape
+from .schedules import Schedule
 
 # What people call the families, and the licences of their weights.
 QWEN_IMAGE, QWEN_IMAGE_21 = "Qwen-Image", "Qwen-Image-2.1"
@@ -289,6 +290,7 @@ class Family(Protocol):
         lora_targets: The layers of a block that LoRAs change.
         pipelines: {class of a diffusers pipeline: title of what it paints with}.
         sigmas: The key in such a pipeline's index that lists a Turbo's sigmas; empty for none.
+        schedules: Of its few-step models.
         config: {key in a transformer's config.json: name in `Identity.dims`, or "blocks"}.
         repository: Who has its files for ComfyUI, below huggingface.co.
         micro: The folder in models/ of the bundled model, and its name for people; None without.
@@ -315,6 +317,7 @@ class Family(Protocol):
     lora_targets: tuple[str, ...]
     pipelines: Mapping[str, str]
     sigmas: str
+    schedules: tuple[Schedule, ...]
     config: Mapping[str, str]
     repository: str
     micro: tuple[str, str] | None

@@ -27,6 +27,7 @@ from .protocol import (
     known,
     size,
 )
+from .schedules import OF_QWEN_IMAGE
 
 TITLE, LAYERED_TITLE = "Qwen-Image", "Qwen-Image-Layered"
 EDIT_2511_TITLE, MARKER_2511 = "Qwen-Image-Edit-2511", "__index_timestep_zero__"
@@ -165,6 +166,7 @@ class _QwenImage(Family):
     lora_targets = (*DOUBLE_STREAM.gemms, *(f"{it}.1" for it in DOUBLE_STREAM.modulation.values()))
     pipelines, config = PIPELINES, CONFIG
     sigmas = ""
+    schedules = OF_QWEN_IMAGE
     repository = "Comfy-Org/Qwen-Image_ComfyUI"
     micro = "micro", "1.x"
     split_rows = norm_guided = True

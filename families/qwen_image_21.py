@@ -29,6 +29,7 @@ from .protocol import (
 )
 from .protocol import QWEN_IMAGE_21 as TITLE
 from .qwen_image import ATTENTION, fun_controlnet, rope_axes
+from .schedules import OF_QWEN_IMAGE_21
 
 COMFYUI = "0.37"  # the first that has it
 # A header does not tell the licence of what others train for it.
@@ -137,6 +138,7 @@ class _QwenImage21(Family):
     lora_targets = (*(f"attn.{name}" for name in ATTENTION), *MLP)
     pipelines, config = PIPELINES, CONFIG
     sigmas = "sample_sigmas"
+    schedules = OF_QWEN_IMAGE_21
     repository = "Comfy-Org/Qwen-Image-2.1"
     micro = "micro_21", "2.1"
     split_rows = norm_guided = False

@@ -18,6 +18,7 @@ from ..spec.vae import PIXELS_PER_LATENT, VaeShape
 from .protocol import Family, Member, TextEncoder, Vae
 from .qwen_image import EDIT, EDIT_2511, LAYERED, QWEN_IMAGE, TEXT_TO_IMAGE
 from .qwen_image_21 import QWEN_IMAGE_21
+from .schedules import OFFICIAL, Schedule
 
 FAMILIES: list[Family] = [QWEN_IMAGE, QWEN_IMAGE_21]
 
@@ -54,6 +55,35 @@ def likely_member(references: int, layers: int) -> Member:
 def member_by_text(references: int, text_tokens: int) -> Member | None:
     """Tells the member whose references add more text tokens than any other's; None for others."""
     return EDIT if references == 1 and text_tokens > EDIT.vision_tokens else None
+
+
+def schedule_names() -> tuple[str, ...]:
+    """Lists the schedules of sigmas, the official one first."""
+    return (OFFICIAL.name, *(it.name for family in FAMILIES for it in family.schedules))
+
+
+def family_of_schedule(name: str) -> Family | None:
+    """Returns the family whose few-step models know a schedule; None for the official one."""
+    return next((it for it in FAMILIES if name in (own.name for own in it.schedules)), None)
+
+
+def find_schedule(name: str, family: Family) -> Schedule:
+    """Returns a schedule for models of a family.
+
+    Raises:
+        SettingError: it is another family's, or there is none.
+    """
+    known = {it.name: it for it in (OFFICIAL, *family.schedules)}
+    if name in known:
+        return known[name]
+    owner = family_of_schedule(name)
+    whose = f"of {owner.title}" if owner else "unknown"
+    if owner and owner.needs:
+        whose += f", which needs ComfyUI {owner.needs} or newer"
+    raise SettingError(
+        f"the schedule {name!r} is {whose}, and the model is {family.label}: choose "
+        f"{', '.join(known)}."
+    )
 
 
 def text_encoders() -> list[TextEncoder]:

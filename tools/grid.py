@@ -21,13 +21,14 @@ from typing import Any
 
 from .. import errors
 from ..families.registry import find_member, members
+from ..families.schedules import official_sigmas
 from ..hosts.loading import decide_load
 from ..loaders.sizes import stored_precision
 from ..machine.store import known_cards
 from ..options import request_settings
 from ..planning import advise, cards, estimate, plan, request, vae
 from ..spec.formats import GIB, CardFacts
-from ..step_cache import CHOICES, PRESETS, CacheSettings, plan_steps, usual_sigmas
+from ..step_cache import CHOICES, PRESETS, CacheSettings, plan_steps
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 import stand_ins
@@ -194,7 +195,7 @@ def cache_case(draw: Draw, method: str = "schedule") -> Any:
     """Which steps a step cache skips."""
     settings = draw("preset", (CacheSettings(**draw.all(CACHE)), *PRESETS.values()))
     steps = draw("steps", (1, 8, 11, 14, 20, 30, 40, 50, 80))
-    sigmas = usual_sigmas(steps, draw("tokens", (256, 4096, 9999)))
+    sigmas = official_sigmas(steps, draw("tokens", (256, 4096, 9999)))
     it = plan_steps(sigmas, replace(settings, method=method), draw("kept", ((), (5, 9))))
     return pick(it, "skipped")
 

@@ -14,12 +14,13 @@ from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, ModelM
 from PIL import Image
 
 from ...errors import CheckpointError, SettingError, UnavailableError
-from ...families.registry import family_of_vae
+from ...families.registry import family_of_vae, find_schedule
 from ...machine.device import available_bytes
 from ...optimizations.step_cache import CacheFigures
 from ...optimizations.vae import tiles as planned
 from ...optimizations.vae.tiles import Middle, Stages
 from ...planning.vae import plan_decode
+from ...spec.transformer import PIXELS_PER_TOKEN_SIDE
 from ...spec.vae import VaeShape
 from .load import LoadedPipeline
 from .settings import GenerateSettings
@@ -67,6 +68,10 @@ def generate(
         UnavailableError: the card ran out of memory.
     """
     chosen = settled(GenerateSettings(prompt=prompt, **settings), pipeline)
+    if chosen.schedule is not None:
+        advice = find_schedule(chosen.schedule, pipeline.family.member.family).advice
+        if advice:
+            logger.warning(advice)
     start = time.perf_counter()
     try:
         latents, cached = _sample(pipeline, chosen, progress, callback)
@@ -105,7 +110,12 @@ def _sample(
     progress: bool,
     callback: StepCallback | None,
 ) -> tuple[torch.Tensor, CacheFigures | None]:
-    pipe = pipeline.to_diffusers(_scheduler(pipeline, settings.steps))
+    given = dict(pipeline.family.arguments)
+    if settings.schedule is not None:
+        tokens = settings.width * settings.height // PIXELS_PER_TOKEN_SIDE**2
+        schedule = find_schedule(settings.schedule, pipeline.family.member.family)
+        given["sigmas"] = schedule.sigmas(settings.steps, tokens)[:-1]
+    pipe = pipeline.to_diffusers(_scheduler(pipeline, settings))
     pipe.set_progress_bar_config(disable=not progress)
     _check(pipeline, settings)
 
@@ -131,7 +141,7 @@ def _sample(
             ],
             callback_on_step_end=on_step_end if callback else None,
             output_type="latent",
-            **pipeline.family.arguments,
+            **given,
         ).images
     if not torch.isfinite(latents).all():
         raise CheckpointError(
@@ -145,7 +155,18 @@ def _sample(
 
 
 def settled(settings: GenerateSettings, pipeline: LoadedPipeline) -> GenerateSettings:
-    """Fills in steps and guidance, and refuses other steps than those a Turbo is trained for."""
+    """Fills in steps and guidance, and refuses other steps than those a Turbo or a schedule is
+    trained for.
+    """
+    member = pipeline.family.member
+    if settings.schedule is not None:
+        schedule = find_schedule(settings.schedule, member.family)
+        cfg = 1.0 if schedule.trained else member.cfg
+        return replace(
+            settings,
+            steps=schedule.steps(settings.steps, member.steps),
+            cfg=cfg if settings.cfg is None else settings.cfg,
+        )
     trained = len(pipeline.family.arguments.get("sigmas", ()))
     if trained and settings.steps not in (None, trained):
         raise SettingError(
@@ -154,15 +175,20 @@ def settled(settings: GenerateSettings, pipeline: LoadedPipeline) -> GenerateSet
         )
     return replace(
         settings,
-        steps=settings.steps or trained or pipeline.family.member.steps,
-        cfg=pipeline.family.member.cfg if settings.cfg is None else settings.cfg,
+        steps=settings.steps or trained or member.steps,
+        cfg=member.cfg if settings.cfg is None else settings.cfg,
     )
 
 
-def _scheduler(pipeline: LoadedPipeline, steps: int) -> FlowMatchEulerDiscreteScheduler:
+def _scheduler(
+    pipeline: LoadedPipeline, settings: GenerateSettings
+) -> FlowMatchEulerDiscreteScheduler:
+    if settings.schedule is not None:  # whose sigmas are shifted already
+        changes = {"use_dynamic_shifting": False, "shift": 1.0, "shift_terminal": None}
+        return FlowMatchEulerDiscreteScheduler.from_config(pipeline.scheduler.config, **changes)
     # Stretching the schedule to `shift_terminal` divides 0 by 0 when its only sigma is 1, and the
     # image would be NaN.
-    changes = {"shift_terminal": None} if steps == 1 else {}
+    changes = {"shift_terminal": None} if settings.steps == 1 else {}
     return FlowMatchEulerDiscreteScheduler.from_config(pipeline.scheduler.config, **changes)
 
 

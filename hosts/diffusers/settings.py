@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ...errors import SettingError, UnavailableError
+from ...families.registry import schedule_names
 from ...spec.formats import format_gib
 from ...step_cache import OFF, cache_settings
 
@@ -21,11 +22,13 @@ class GenerateSettings:
 
     Attributes:
         width, height: pixels, divisible by 16.
-        steps: None for as many as a Turbo is trained for, else as of the family's model card.
+        steps: None for those of the schedule, else as many as a Turbo is trained for, or as of the
+            family's model card.
         cfg: classifier-free guidance scale; at most 1 switches it off and halves the work. None for
-            the pipeline's own: 4, and 1 of Qwen-Image-2.1.
+            the pipeline's own: 4, and 1 of Qwen-Image-2.1 and of few-step schedules.
         seed: image i of the batch starts from the noise of `seed + i`.
         cache: the step cache, one of `step_cache.CHOICES`.
+        schedule: one of `families.registry.schedule_names`; None for the folder's own.
 
     Raises:
         SettingError: a value breaks its rule.
@@ -40,6 +43,7 @@ class GenerateSettings:
     seed: int = 0
     batch: int = 1
     cache: str = OFF
+    schedule: str | None = None
 
     def __post_init__(self) -> None:
         _check_text("prompt", self.prompt)
@@ -60,6 +64,10 @@ class GenerateSettings:
                 "switch guidance off."
             )
         cache_settings(self.cache)
+        if self.schedule is not None and self.schedule not in schedule_names():
+            raise SettingError(
+                f"schedule {self.schedule!r} is unknown: choose {', '.join(schedule_names())}."
+            )
 
 
 def _check_text(name: str, value: str) -> None:

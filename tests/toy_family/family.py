@@ -93,6 +93,7 @@ class _Toy(Family):
     lora_targets = tuple(block(2).gemms)
     pipelines, config, joined = PIPELINES, CONFIG, NONE
     sigmas = needs = ""
+    schedules = ()
     repository = "Toy/Toy-Image"
     micro = None
     split_rows = norm_guided = False

@@ -14,13 +14,14 @@ torch = pytest.importorskip("torch")
 
 from test_step_cache import schedules, skipped_steps
 
+from qwen_l40s.families.schedules import official_sigmas
 from qwen_l40s.optimizations import step_cache
 from qwen_l40s.optimizations.step_cache import MOST_MISSED, CachedRun
 from qwen_l40s.optimizations.verdict import Verdict
-from qwen_l40s.step_cache import PRESETS, CacheSettings, usual_sigmas
+from qwen_l40s.step_cache import PRESETS, CacheSettings
 
 SHAPE = (2, 4, 8, 8)
-FIFTY = usual_sigmas(50)
+FIFTY = official_sigmas(50)
 BALANCED = PRESETS["balanced"]
 # Of 50 steps: rows of one or two, with one computed step between them.
 ROWS = [8, 10, 11, 13, 14, 16, 17, 19, 20, 22, 23, 25]

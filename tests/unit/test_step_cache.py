@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from qwen_l40s.errors import SettingError
+from qwen_l40s.families.schedules import official_sigmas
 from qwen_l40s.optimizations.step_cache import CachedRun
 from qwen_l40s.step_cache import (
     PRESETS,
@@ -22,7 +23,6 @@ from qwen_l40s.step_cache import (
     computed_steps,
     ends,
     plan_steps,
-    usual_sigmas,
 )
 
 COMPUTED = {
@@ -46,7 +46,7 @@ def simple(steps, *, flux=None, shift=None):
 
 def schedules(steps):
     """diffusers', and ComfyUI's with and without ModelSamplingAuraFlow."""
-    return usual_sigmas(steps), simple(steps, flux=1.15), simple(steps, shift=3.1)
+    return official_sigmas(steps), simple(steps, flux=1.15), simple(steps, shift=3.1)
 
 
 def skipped_steps(sigmas, settings, kept=()):
@@ -67,22 +67,22 @@ def test_a_preset_computes_the_steps_that_its_tooltip_promises():
 def test_no_preset_computes_fewer_than_12_steps():
     for name, settings in PRESETS.items():
         runs = (*range(11, 80), *range(80, 250, 19), 250)
-        counts = [plan_steps(usual_sigmas(n), settings).computed for n in runs]
+        counts = [plan_steps(official_sigmas(n), settings).computed for n in runs]
         assert counts[0] == 11
         assert min(counts[1:]) == 12
         assert all(a <= b for a, b in itertools.pairwise(counts)), name
 
 
 def test_runs_that_cannot_be_skipped_say_why():
-    fifty = usual_sigmas(50)
+    fifty = official_sigmas(50)
     rising, again = fifty.copy(), fifty.copy()
     rising[20], again[20] = fifty[18], fifty[19]
     for sigmas, reason in (
         ([], "runs of 10 steps or fewer need every step"),
         ([1.0, 0.0], "runs of 10 steps or fewer need every step"),
-        (usual_sigmas(10), "runs of 10 steps or fewer need every step"),
-        (usual_sigmas(11), "of 11 steps none may be skipped"),
-        (usual_sigmas(20_000), "the run has 20000 steps, more than 250"),
+        (official_sigmas(10), "runs of 10 steps or fewer need every step"),
+        (official_sigmas(11), "of 11 steps none may be skipped"),
+        (official_sigmas(20_000), "the run has 20000 steps, more than 250"),
         *(
             (odd, "the sigmas do not fall from step to step")
             for odd in (rising, again, [0.0] * 51, [math.inf, *fifty[1:]], [*fifty[:-1], -0.01])
@@ -98,7 +98,7 @@ def test_runs_that_cannot_be_skipped_say_why():
 
 def cost(sigmas, chosen):
     """Length of each skipped step times the published change since the last computed one."""
-    published = usual_sigmas(20, 1024)[:-1]
+    published = official_sigmas(20, 1024)[:-1]
     moved = [0.0, *itertools.accumulate(PUBLISHED_CHANGES)]
     at = np.interp(sigmas, published[::-1], moved[::-1])
     total = 0.0
@@ -185,7 +185,7 @@ def test_settings_are_checked():
     assert cache_settings("off") is None
 
 
-def test_the_usual_sigmas_are_those_of_diffusers():
+def test_the_official_sigmas_are_those_of_diffusers():
     """With the micro model's scheduler, whose configuration is that of Qwen/Qwen-Image."""
     diffusers = pytest.importorskip("diffusers")
     config = json.loads(SCHEDULER.read_text())
@@ -197,5 +197,7 @@ def test_the_usual_sigmas_are_those_of_diffusers():
             scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_config(config)
             mu = np.interp(tokens, lengths, shifts)
             scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
-            assert usual_sigmas(steps, tokens) == pytest.approx(scheduler.sigmas.tolist(), abs=1e-6)
-    assert usual_sigmas(1) == [1.0, 0.0]
+            assert official_sigmas(steps, tokens) == pytest.approx(
+                scheduler.sigmas.tolist(), abs=1e-6
+            )
+    assert official_sigmas(1) == [1.0, 0.0]
