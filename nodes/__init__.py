@@ -13,6 +13,7 @@ from .loaders import QwenL40SLoad, QwenL40SLoadModel, QwenL40SLoadTextEncoder, Q
 from .lora import QwenL40SLoadLora
 from .optimize import QwenL40SCFGNorm, QwenL40SOptimize, QwenL40SSplitCards
 from .save import QwenL40SSaveImage, QwenL40SSaveQuantized
+from .sigmas import QwenL40SSigmas
 from .step_cache import QwenL40SStepCache
 from .vae import QwenL40SVAEDecode, QwenL40SVAEEncode
 
@@ -28,6 +29,7 @@ NODES: list[type[io.ComfyNode]] = [
     QwenL40SSplitCards,
     QwenL40SCFGNorm,
     QwenL40SStepCache,
+    QwenL40SSigmas,
     QwenL40SVAEDecode,
     QwenL40SVAEEncode,
     QwenL40SSaveImage,

@@ -89,6 +89,7 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
     names = BLOCK_ARGUMENTS
     streams, shared = ("x", "mod"), ("pe",)
     additions = ()
+    masked = True
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)

@@ -11,6 +11,7 @@ from reported_runs import reported, running
 
 from qwen_l40s.caches import forget
 from qwen_l40s.hosts.comfyui import qwen_image
+from qwen_l40s.hosts.comfyui.sample.attention import SLOT
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of
 
 pytestmark = [
@@ -115,6 +116,32 @@ def test_a_report_says_what_ran():
     text = reported(model, None, None).text
     assert "Sampled: 128x128, batch 1, 3 steps" in text
     assert "blocks: fused, 6 of 6 in 3 forward passes" in text
+
+
+def test_a_report_says_where_anothers_attention_meets_the_texts_mask():
+    """As KJ's Patch Sage Attention, which drops the mask; before Optimize and after it."""
+    masks = []
+
+    def drops(attend, q, k, v, heads, mask=None, **options):
+        masks.append(mask is not None)
+        return attend(q, k, v, heads, mask=None, **options)
+
+    model = model_21()
+    for late in (False, True):
+        masks.clear()
+        patched = model.clone()
+        if not late:
+            patched.model_options["transformer_options"][SLOT] = drops
+        optimized = optimize(patched)
+        optimized.model_options["transformer_options"][SLOT] = drops
+        sample(optimized)
+        assert any(masks)
+        assert "the text's rows have a mask, which some nodes' attention drops" in report_of(
+            optimized
+        )
+    clean = optimize(model)
+    sample(clean)
+    assert "the text's rows have a mask" not in report_of(clean)
 
 
 def test_a_function_of_comfyuis_own_that_is_replaced_late_is_heeded(monkeypatch):

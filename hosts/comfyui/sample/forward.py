@@ -66,7 +66,10 @@ class ComfyPass(DoubleStream):
     Attributes:
         peers: Of these models, with the same options and attention.
         additions: What ControlNets add after each block.
+        masked: Whether the attention of text rows has a mask of its own.
     """
+
+    masked = False
 
     def __init__(
         self,

@@ -40,6 +40,10 @@ STEP_CACHE_KEY = "qwen_l40s_steps"
 CARDS_KEY = "qwen_l40s_cards"
 VERIFIED = {"cuda"}  # kinds of cards whose links are
 OTHER_NODES = "another node's, set after Optimize Qwen-Image"
+MASKED = (
+    "attention: the text's rows have a mask, which some nodes' attention drops (Patch Sage "
+    "Attention KJ): if the picture misses the prompt, remove that node"
+)
 
 
 class ComfyOptimization(Optimization):
@@ -66,6 +70,7 @@ class ComfyOptimization(Optimization):
         super().__init__(attention, blocks)
         self._flags = tf32, cudnn_benchmark
         self.file: FileAttention | None = None
+        self._masked = False  # whether another node's attention met text rows with a mask
         self._instead = ""  # whose attention ran in the last pass where none was chosen
         # Models on cards that share a pass, whose weights a run has asked for; None outside of one.
         self._brought: WeakSet[Any] | None = None
@@ -86,6 +91,8 @@ class ComfyOptimization(Optimization):
         lines, ours = super().attention_lines(), self.attention
         if self._instead and ours is not None and not (ours.used or ours.fallback):
             lines = [f"attention: {self._instead}"]
+        if self._masked:
+            lines.append(MASKED)
         return lines if self.file is None else self.file.lines(lines)
 
     def outer_sample(self, executor: Any, noise: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -145,7 +152,9 @@ class ComfyOptimization(Optimization):
         weights = None if self._brought is None else self._weights
         control = control_of(args, kwargs)
         idle = idle_models(options, model) if self._blocks else ()
-        host = kind_of(model).passes(model, self.attention, x, options, control, weights, idle)
+        passes = kind_of(model).passes
+        self._masked = others and passes.masked
+        host = passes(model, self.attention, x, options, control, weights, idle)
         try:
             with ExitStack() as stack:
                 for each in (host, *host.peers) if host.peers else ():

@@ -1,0 +1,64 @@
+"""The sigmas of a schedule for a MODEL and the size that it is to paint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from comfy.model_patcher import ModelPatcher
+
+from ...errors import SettingError
+from ...families.comfyui import kind_of
+from ...families.registry import find_schedule
+from ...spec.transformer import PIXELS_PER_TOKEN_SIDE
+from .contract import unsupported_model
+from .estimate.sizes import latent_sizes
+
+
+def sigmas_for(
+    model: ModelPatcher,
+    name: str,
+    steps: int = 0,
+    width: int = 0,
+    height: int = 0,
+    latent: Mapping[str, Any] | None = None,
+) -> tuple[list[float], str]:
+    """Computes a schedule's sigmas, and says in a few lines what they are.
+
+    Args:
+        name: One of `families.registry.schedule_names`.
+        steps: 0 for the schedule's, or the model card's.
+        width, height: In pixels; 0 for those that the model is trained for.
+        latent: What is to be sampled, whose size wins.
+
+    Raises:
+        SettingError: The MODEL is not Qwen-Image, the schedule is another family's or has other
+            steps, the size is none of the model's, or it paints layers.
+    """
+    if unsupported_model(model):
+        raise SettingError(
+            f"the MODEL is {type(model.model).__name__} and these schedules are Qwen-Image's: "
+            "connect Qwen-Image, or use BasicScheduler."
+        )
+    kind, transformer = kind_of(model.model), model.model.diffusion_model
+    schedule = find_schedule(name, kind.family)
+    shape = kind.shape(transformer)
+    member, _ = kind.family.member_of(shape, kind.timestep_zero(transformer), 0)
+    if member.layers:
+        raise SettingError(
+            f"the MODEL is {member.name}, whose schedule is not known here: use BasicScheduler."
+        )
+    sides = width or member.side, height or member.side
+    if latent is not None:
+        found = latent_sizes(latent)
+        sides = found["width"], found["height"]
+    advice = [schedule.advice] if schedule.advice else []
+    if any(side % member.size_step for side in sides):
+        rule = f"{member.name} is trained for sides in multiples of {member.size_step}"
+        if latent is None:
+            raise SettingError(f"{sides[0]}x{sides[1]}: {rule}: change width and height.")
+        advice.append(f"{rule}, and the LATENT has {sides[0]}x{sides[1]}.")
+    tokens = sides[0] * sides[1] // PIXELS_PER_TOKEN_SIDE**2
+    count = schedule.steps(steps, member.steps)
+    found = f"{name}: {count} steps at {sides[0]}x{sides[1]}, for {kind.family.title}."
+    return schedule.sigmas(count, tokens), "\n".join([found, *advice])

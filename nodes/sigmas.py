@@ -1,0 +1,100 @@
+"""The node that gives samplers the schedule that a model is trained for."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from comfy_api.latest import io
+
+from ..families.registry import schedule_names
+from ..families.schedules import OFFICIAL
+from ..options import MOST_PIXELS
+from .common import CATEGORY, require_host, with_report
+
+logger = logging.getLogger(__name__)
+
+
+class QwenL40SSigmas(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="QwenL40S_Sigmas",
+            display_name="Qwen-Image Sigmas",
+            category=CATEGORY,
+            description="Gives SamplerCustomAdvanced and SamplerCustom the schedule of diffusers "
+            "for the size, or that of a few-step model. ComfyUI's own schedule of "
+            "Qwen-Image-2.1 is the same at every size, which paints grids and bands in large "
+            "pictures.",
+            search_aliases=[
+                "scheduler",
+                "schedule",
+                "basic scheduler",
+                "manual sigmas",
+                "turbo",
+                "viggle",
+                "pruna",
+                "fun-acc",
+                "lightning",
+                "few steps",
+                "shift",
+            ],
+            has_intermediate_output=True,
+            inputs=[
+                io.Model.Input("model", tooltip="The MODEL that the sampler takes."),
+                io.Combo.Input(
+                    "preset",
+                    options=list(schedule_names()),
+                    default=OFFICIAL.name,
+                    tooltip="official: as diffusers, for any number of steps. Others are for models"
+                    " and LoRAs trained for them, at CFG 1: lightning of Qwen-Image, the rest of "
+                    "Qwen-Image-2.1.",
+                ),
+                io.Int.Input(
+                    "steps",
+                    default=0,
+                    min=0,
+                    max=10_000,
+                    tooltip="0: the model card's, 40 or 50, or those in the schedule's name.",
+                ),
+                *(
+                    io.Int.Input(
+                        side,
+                        default=0,
+                        min=0,
+                        max=MOST_PIXELS,
+                        step=16,
+                        tooltip="In pixels; of 2.1 a multiple of 32. 0: what the model is trained "
+                        "for. A connected LATENT replaces it.",
+                    )
+                    for side in ("width", "height")
+                ),
+                io.Latent.Input(
+                    "latent", optional=True, tooltip="The latent to sample, for its size."
+                ),
+            ],
+            outputs=[
+                io.Sigmas.Output(tooltip="To sigmas of SamplerCustomAdvanced or SamplerCustom."),
+                io.String.Output(
+                    display_name="report", tooltip="Steps and size, and what has to be loaded."
+                ),
+            ],
+        )
+
+    @classmethod
+    def execute(
+        cls,
+        model: io.Model.Type,
+        preset: str,
+        steps: int,
+        width: int,
+        height: int,
+        latent: dict[str, Any] | None = None,
+    ) -> io.NodeOutput:
+        require_host()
+        from ..hosts.comfyui.sigmas import sigmas_for
+
+        sigmas, report = sigmas_for(model, preset, steps, width, height, latent)
+        logger.info(report)
+        return with_report(torch.tensor(sigmas), report=report)
