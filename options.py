@@ -9,7 +9,15 @@ from typing import Any
 
 from .errors import SettingError
 from .families.qwen_image import TEXT_TO_IMAGE
-from .families.registry import find_member, members
+from .families.registry import (
+    family_of_schedule,
+    find_member,
+    find_schedule,
+    likely_member,
+    members,
+    schedule_names,
+)
+from .families.schedules import OFFICIAL
 from .planning.request import (
     ATTENTIONS,
     AUTO,
@@ -217,6 +225,14 @@ OPTIONS = (
         wired="With a MODEL connected, exact takes the MODEL's.",
         added=True,
     ),
+    Option(
+        "schedule",
+        OFFICIAL.name,
+        "Of the sigmas. Others than official set the steps in their name, and CFG off unless cfg "
+        "says another: they are for models and LoRAs trained for them.",
+        choices=schedule_names(),
+        added=True,
+    ),
 )
 
 
@@ -287,9 +303,11 @@ def request_settings(**given: Any) -> dict[str, Any]:
     """Makes arguments of `RunRequest` of options; what is left out is the option's default.
 
     Raises:
-        SettingError: the ControlNet's size is negative or not finite.
+        SettingError: the ControlNet's size is negative or not finite, or the schedule is another
+            family's or has other steps.
     """
     settings = {option.name: option.default for option in OPTIONS} | given
+    _take_schedule(settings, settings.pop("schedule"))
     controlnet_gib = settings.pop("controlnet_gib")
     if not 0 <= controlnet_gib < math.inf:
         raise SettingError(
@@ -303,3 +321,17 @@ def request_settings(**given: Any) -> dict[str, Any]:
     for name in ("width", "height", "steps"):
         settings[name] = settings[name] or None
     return settings
+
+
+def _take_schedule(settings: dict[str, Any], name: str) -> None:
+    """Sets the steps of a few-step schedule, and CFG and family where they are left open."""
+    if name == OFFICIAL.name:
+        return
+    likely = likely_member(settings["references"], settings["layers"])
+    chosen = likely if settings["family"] == AUTO else find_member(settings["family"])
+    if settings["family"] == AUTO and (owner := family_of_schedule(name)):
+        chosen = chosen if chosen in owner.members else owner.members[0]
+        settings["family"] = AUTO if chosen == likely else chosen.name
+    settings["steps"] = find_schedule(name, chosen.family).steps(settings["steps"], 0)
+    if settings["cfg"] == AUTO:
+        settings["cfg"] = "off"

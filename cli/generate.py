@@ -17,6 +17,7 @@ from ..families.qwen_image import TEXT_TO_IMAGE
 from ..families.registry import (
     FAMILIES,
     find_member,
+    find_schedule,
     micro_folders,
     pipeline_family,
     schedule_names,
@@ -28,6 +29,7 @@ from ..step_cache import CHOICES, OFF
 from .output import ImageTarget, check_png, png_bytes, print_text, require_packages, write_sheet
 
 if TYPE_CHECKING:
+    from ..families.protocol import Family
     from ..hosts.diffusers.load import LoadedPipeline
     from ..hosts.diffusers.sample import Generation
     from ..optimizations.step_cache import CacheFigures
@@ -162,6 +164,8 @@ def run(args: argparse.Namespace) -> int:
         cache=args.cache,
         schedule=args.schedule and args.schedule.replace("-", " "),
     )
+    if settings.schedule is not None and (family := _family_of(Path(args.model))):
+        find_schedule(settings.schedule, family).steps(settings.steps, 1)  # before it is loaded
     target = ImageTarget(args.output)
     if args.grid:
         check_png("--grid", args.grid)
@@ -189,16 +193,19 @@ def run(args: argparse.Namespace) -> int:
 
 def side_of(model: str | Path) -> int:
     """Returns the side in pixels of the images that a model is trained for."""
-    from ..loaders.checkpoint import read_index
-
     folder = Path(model)
     if _is_micro(folder):
         return MICRO_SIDE
+    return (_family_of(folder) or FAMILIES[0]).members[0].side
+
+
+def _family_of(folder: Path) -> Family | None:
+    from ..loaders.checkpoint import read_index
+
     try:
-        _, pipeline = read_index(folder)
+        return pipeline_family(read_index(folder)[1])
     except CheckpointError:  # the loader says what is wrong with it
-        pipeline = ""
-    return (pipeline_family(pipeline) or FAMILIES[0]).members[0].side
+        return None
 
 
 def _is_micro(folder: Path) -> bool:

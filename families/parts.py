@@ -263,13 +263,15 @@ def tiny_vae(tensors: Tensors) -> Identity | None:
         kind, channels = "TAESD", size(tensors, "decoder.1.weight", 1)
     else:
         return None
-    fits = channels == PUBLISHED_VAE.latent_channels
+    known_as = {
+        PUBLISHED_VAE.latent_channels: "Qwen-Image's and Wan 2.1's look like others here",
+        VAE_21.latent_channels: "as Qwen-Image-2.1's",
+    }.get(channels)
+    other = "not Qwen-Image: looks like a tiny VAE of another model"
     return Identity(
-        family="tiny VAE" if fits else "not Qwen-Image: looks like a tiny VAE of another model",
+        family="tiny VAE" if known_as else other,
         role="tiny_vae",
-        variant=f"{kind}, 16 latent channels: Qwen-Image's and Wan 2.1's look like others here"
-        if fits
-        else kind,
+        variant=f"{kind}, {channels} latent channels: {known_as}" if known_as else kind,
         dims=known(latent_channels=channels),
         folder="vae_approx",
     )

@@ -246,6 +246,12 @@ def test_tiny_vaes(tmp_path):
         "decoder.3.conv.0.weight": ("F16", (1,)),
     }
     assert inspect_specs(tmp_path, sequential).family == "tiny VAE"
+    sequential["decoder.1.weight"] = ("F16", (64, 64, 3, 3))
+    part = inspect_specs(tmp_path, sequential)
+    assert (part.family, part.variant) == (
+        "tiny VAE",
+        "TAESD, 64 latent channels: as Qwen-Image-2.1's",
+    )
 
 
 # --- what sits beside the transformer

@@ -217,6 +217,13 @@ def test_the_options_make_the_request():
         tiles=4,
         cache="fast",
     )
+    assert request("--schedule", "official") == request()
+    few = request("--schedule", "viggle-6", "--size", "1024x1024")
+    assert (few.family, few.steps, few.cfg) == ("qwen-image-2.1", 6, "off")
+    assert request("--schedule", "lightning 4") == request("--steps", "4", "--cfg", "1")
+    edit = request("--schedule", "lightning 8", "--references", "1")
+    assert (edit.family, edit.steps) == ("qwen-image-edit-2511", 8)
+    assert request("--schedule", "turbo 8", "--cfg", "3").passes == 2
     assert request("--layers", "4").family == "qwen-image-layered"
     assert request("--references", "1").family == "qwen-image-edit-2511"
 
@@ -285,6 +292,15 @@ def test_guidance_is_a_scale_or_a_mode(text, mode):
         ),
         (["--card", "L40S", "--text-encoder-placement", "moon"], ["moon", "cpu"]),
         (["--card", "L40S", "--cache", "taylor"], ["cache 'taylor'", "faithful, balanced, fast"]),
+        (
+            ["--card", "L40S", "--schedule", "karras"],
+            ["schedule 'karras'", "official, lightning 4"],
+        ),
+        (["--card", "L40S", "--schedule", "pruna 8", "--steps", "5"], ["5", "has 8 steps"]),
+        (
+            ["--card", "L40S", "--schedule", "pai-4", "--family", "qwen-image-2512"],
+            ["'pai 4' is of Qwen-Image-2.1", "choose official, lightning 4, lightning 8"],
+        ),
         (["--card", "L40S", "--cfg", "much"], ["much", "one pass"]),
         (["--card", "L40S", "--cfg", "nan"], ["nan"]),
         (["--card", "L40S", "--cfg", "-1"], ["-1"]),

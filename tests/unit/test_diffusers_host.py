@@ -100,6 +100,17 @@ def test_one_step_is_finite_where_the_stock_schedule_divides_zero_by_zero(pipeli
     assert torch.isfinite(sample(pipeline, settings(steps=1), progress=False)).all()
 
 
+def test_a_schedule_that_is_named(pipeline, caplog):
+    """The official one is the folder's, but for the last bits of its sigmas."""
+    plain = sample(pipeline, settings(), progress=False)
+    named = sample(pipeline, settings(schedule="official"), progress=False)
+    torch.testing.assert_close(named, plain, rtol=1e-4, atol=1e-4)
+    result = generate(pipeline, **vars(settings(steps=None, schedule="lightning 4")))
+    assert (result.settings.steps, result.settings.cfg) == (4, 1.0)
+    assert "is for a Lightning LoRA of 4 steps, which cannot be told" in caplog.text
+    assert torch.equal(sample(pipeline, settings(), progress=False), plain)
+
+
 def test_runs_leave_no_state_for_the_next_run(pipeline):
     first = sample(pipeline, settings(), progress=False)
     sample(pipeline, settings(steps=1, width=128, batch=2), progress=False)

@@ -42,7 +42,8 @@ def sampled(name):
     nodes = json.loads(path.read_text(encoding="utf-8"))
     size, sample = nodes["size"]["inputs"], nodes["sample"]["inputs"]
     assert size["batch_size"] == 1
-    request = RunRequest(width=size["width"], height=size["height"], steps=sample["steps"])
+    steps = nodes.get("sigmas", nodes["sample"])["inputs"]["steps"]
+    request = RunRequest(width=size["width"], height=size["height"], steps=steps)
     if "2.1" not in nodes["load"]["inputs"]["model"]:
         assert sample["cfg"] > 1
         return request

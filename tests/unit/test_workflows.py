@@ -361,10 +361,13 @@ def test_others_take_the_steps_of_their_familys_model_card():
         graph = api(name)
         sampler = graph.get("sample", {"class_type": ""})
         few = "Lightning" in graph.get("lora", {"inputs": {"lora": ""}})["inputs"]["lora"]
-        if sampler["class_type"] == "KSampler" and "micro" not in name and not few:
+        paints = {"KSampler", "SamplerCustom"} & {sampler["class_type"]}
+        few = few or "turbo" in name
+        if paints and "micro" not in name and not few:
             model = graph["load"]["inputs"]["model"]
             [family] = [each for start, each in families.items() if model.startswith(start)]
-            found[name] = sampler["inputs"]["steps"], find_member(family).steps
+            steps = graph.get("sigmas", sampler)["inputs"]["steps"]
+            found[name] = steps, find_member(family).steps
     assert all(steps == own for steps, own in found.values()), found
     assert {own for _, own in found.values()} == {40, 50} and len(found) > 12
 
@@ -377,9 +380,14 @@ def test_those_of_qwen_image_21_say_what_they_need_and_its_licence():
             assert ("Qwen Research License" in text) == ("micro" not in name)
 
 
-def test_the_turbo_keeps_its_own_sigmas():
-    graph = api("qwen_image_21_turbo")
-    sigmas = [float(value) for value in graph["sigmas"]["inputs"]["sigmas"].split(",")]
-    assert len(sigmas) == 8 + 1 and sigmas == sorted(sigmas, reverse=True)
-    assert (sigmas[0], sigmas[-1]) == (1.0, 0.0)
-    assert graph["sample"]["inputs"]["cfg"] == 1.0
+def test_those_of_qwen_image_21_take_its_own_schedule():
+    for name in NAMES:
+        if "qwen_image_21" in name:
+            graph = api(name)
+            sample, sigmas = graph["sample"]["inputs"], graph["sigmas"]["inputs"]
+            assert graph["sigmas"]["class_type"] == "QwenL40S_Sigmas"
+            assert sample["sigmas"] == ["sigmas", 0] and sigmas["latent"] == sample["latent_image"]
+            preset, steps = ("turbo 8", 8) if "turbo" in name else ("official", 40)
+            assert sigmas["preset"] == preset
+            assert sigmas["steps"] == (20 if "micro" in name else steps)
+            assert sample["cfg"] == (4.0 if "micro" in name else 1.0)

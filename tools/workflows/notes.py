@@ -114,7 +114,7 @@ def run_request(graph: Graph) -> RunRequest | None:
         family=family.name,
         precision=load["precision"],
         **_size(nodes),
-        steps=sampler.get("steps") or nodes["ManualSigmas"]["sigmas"].count(","),
+        steps=(nodes.get("QwenL40S_Sigmas") or sampler)["steps"],
         cfg="off" if sampler["cfg"] == 1 else "two passes",
         references=classes.count("LoadImage") if family.most_references else 0,
         layers=nodes.get("EmptyQwenImageLayeredLatentImage", {}).get("layers", 0),
