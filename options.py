@@ -328,10 +328,10 @@ def _take_schedule(settings: dict[str, Any], name: str) -> None:
     if name == OFFICIAL.name:
         return
     likely = likely_member(settings["references"], settings["layers"])
+    owner = family_of_schedule(name)
+    if settings["family"] == AUTO and owner and likely not in owner.members:
+        settings["family"] = owner.members[0].name
     chosen = likely if settings["family"] == AUTO else find_member(settings["family"])
-    if settings["family"] == AUTO and (owner := family_of_schedule(name)):
-        chosen = chosen if chosen in owner.members else owner.members[0]
-        settings["family"] = AUTO if chosen == likely else chosen.name
     settings["steps"] = find_schedule(name, chosen.family).steps(settings["steps"], 0)
     if settings["cfg"] == AUTO:
         settings["cfg"] = "off"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..errors import SettingError
@@ -14,10 +14,15 @@ FEW_TOKENS, MANY_TOKENS = 256, 8192
 BASE_SHIFT, MAX_SHIFT = 0.5, 0.9
 LAST = 0.02  # sigma of the last step
 
-HUB = "https://huggingface.co/"
-VIGGLE = f"{HUB}Viggle/Qwen-Image-2.1-viggle-turbo"
+# Sources: files that programs read; of Viggle and Pruna, as the card states.
+HUB = "https://huggingface.co/Qwen/"
+PAI = (
+    "https://huggingface.co/alibaba-pai/Qwen-Image-2.1-Fun-Acc-LoRAs/blob"
+    "/f7545234760e1847cd8e89e52bd951cb0b7e327f/models/pdd_config.json"
+)
+VIGGLE = "https://huggingface.co/Viggle/Qwen-Image-2.1-viggle-turbo"
 VIGGLE_LORA = "Viggle's turbo LoRA of Qwen-Image-2.1, in lora_mode bypass at strength 1"
-PRUNA = f"{HUB}PrunaAI/Pruna-Qwen-Image-2.1"
+PRUNA = "https://huggingface.co/PrunaAI/Pruna-Qwen-Image-2.1"
 LIGHTNING = (
     "https://github.com/ModelTC/Qwen-Image-Lightning/blob/342260e8f5468d2f24d084ce04f55e101007118b"
     "/generate_with_diffusers.py"
@@ -35,9 +40,8 @@ def official_sigmas(steps: int, tokens: int = 4096) -> list[float]:
     """
     if steps == 1:
         return [1.0, 0.0]
-    shift = shift_of(tokens)
     even = (1 - i * (1 - 1 / steps) / (steps - 1) for i in range(steps))
-    shifted = _shifted(even, shift)
+    shifted = _shifted(even, shift_of(tokens))
     stretch = (1 - shifted[-1]) / (1 - LAST)
     return [*(1 - (1 - s) / stretch for s in shifted), 0.0]
 
@@ -48,7 +52,7 @@ def shift_of(tokens: int) -> float:
     return math.exp(BASE_SHIFT + slope)
 
 
-def _shifted(sigmas: Sequence[float], shift: float) -> list[float]:
+def _shifted(sigmas: Iterable[float], shift: float) -> list[float]:
     return [shift / (shift + 1 / s - 1) for s in sigmas]
 
 
@@ -58,8 +62,7 @@ class Schedule:
 
     Attributes:
         name: As nodes and command take it.
-        source: Where its sigmas are published.
-        as_the_card_states: Whether that is a model card, and no file that a program reads.
+        source: Where its sigmas are published; as the card states, where it is a model's page.
         nodes: Its sigmas before they are shifted, without the last 0; empty for any number.
         shift: At every size; None grows with the size, as `shift_of` says.
         trained: What has to be loaded for it, in words; empty for every model of the family.
@@ -67,17 +70,12 @@ class Schedule:
 
     name: str
     source: str
-    as_the_card_states: bool = False
     nodes: tuple[float, ...] = ()
     shift: float | None = None
     trained: str = ""
 
     def steps(self, asked: int | None, usual: int) -> int:
-        """Returns the number of steps.
-
-        Args:
-            asked: None or 0 for its own.
-            usual: Of the model card, where it has any number.
+        """Returns its number of steps, else those that are asked for, else the `usual`.
 
         Raises:
             SettingError: it has other steps than those that are asked for.
@@ -101,75 +99,47 @@ class Schedule:
         )
 
     def sigmas(self, steps: int, tokens: int) -> list[float]:
-        """Computes the sigmas, one more than there are steps, from 1 down to 0.
-
-        Args:
-            steps: that `steps` gave.
-            tokens: as of `official_sigmas`.
-        """
+        """Computes the sigmas, one more than `steps` gave; tokens as of `official_sigmas`."""
         if not self.nodes:
             return official_sigmas(steps, tokens)
         shift = shift_of(tokens) if self.shift is None else self.shift
         return [*_shifted(self.nodes, shift), 0.0]
 
 
-OFFICIAL = Schedule(
-    "official", f"{HUB}Qwen/Qwen-Image-2.1/blob/main/scheduler/scheduler_config.json"
-)
+OFFICIAL = Schedule("official", f"{HUB}Qwen-Image-2.1/blob/main/scheduler/scheduler_config.json")
 OF_QWEN_IMAGE = tuple(
-    Schedule(
-        f"lightning {steps}",
-        LIGHTNING,
-        nodes=tuple(1 - i / steps for i in range(steps)),
-        shift=3.0,
-        trained=f"a Lightning LoRA of {steps} steps",
-    )
-    for steps in (4, 8)
+    Schedule(f"lightning {n}", LIGHTNING, nodes, 3.0, f"a Lightning LoRA of {n} steps")
+    for n, nodes in ((4, (1.0, 0.75, 0.5, 0.25)), (8, tuple(1 - i / 8 for i in range(8))))
 )
 OF_QWEN_IMAGE_21 = (
     Schedule(
         "turbo 8",
-        f"{HUB}Qwen/Qwen-Image-2.1-Turbo/blob/main/model_index.json",
-        nodes=(1.0, 0.978453, 0.95418, 0.926626, 0.89508, 0.845148, 0.704534, 0.414568),
-        shift=1.0,
-        trained="Qwen-Image-2.1-Turbo, whose weights no header tells from the base model's",
+        f"{HUB}Qwen-Image-2.1-Turbo/blob/main/model_index.json",
+        (1.0, 0.978453, 0.95418, 0.926626, 0.89508, 0.845148, 0.704534, 0.414568),
+        1.0,
+        "Qwen-Image-2.1-Turbo, whose weights no header tells from the base model's",
     ),
-    Schedule(
-        "viggle 6",
-        VIGGLE,
-        as_the_card_states=True,
-        nodes=(1.0, 0.9375, 0.875, 0.75, 0.5, 0.25),
-        trained=VIGGLE_LORA,
-    ),
+    Schedule("viggle 6", VIGGLE, (1.0, 0.9375, 0.875, 0.75, 0.5, 0.25), None, VIGGLE_LORA),
     Schedule(
         "viggle 9",
         VIGGLE,
-        as_the_card_states=True,
-        nodes=(1.0, 0.9583, 0.9167, 0.875, 0.75, 0.5, 0.25, 1 / 6, 1 / 12),
-        trained=f"{VIGGLE_LORA}, v0.3, in the first 7 steps, and no LoRA in the last 2",
+        (1.0, 0.9583, 0.9167, 0.875, 0.75, 0.5, 0.25, 1 / 6, 1 / 12),
+        None,
+        f"{VIGGLE_LORA}, v0.3, in the first 7 steps, and no LoRA in the last 2",
     ),
     Schedule(
         "pruna 8",
         PRUNA,
-        as_the_card_states=True,
-        nodes=(1.0, 14 / 15, 6 / 7, 10 / 13, 2 / 3, 6 / 11, 0.4, 2 / 9),
-        shift=1.0,
-        trained="Pruna's LoRA of 8 steps",
+        (1.0, 14 / 15, 6 / 7, 10 / 13, 2 / 3, 6 / 11, 0.4, 2 / 9),
+        1.0,
+        "Pruna's LoRA of 8 steps",
     ),
-    Schedule(
-        "pruna 5",
-        PRUNA,
-        as_the_card_states=True,
-        nodes=(1.0, 0.94, 6 / 7, 2 / 3, 0.4),
-        shift=1.0,
-        trained="Pruna's LoRA of 5 steps",
-    ),
+    Schedule("pruna 5", PRUNA, (1.0, 0.94, 6 / 7, 2 / 3, 0.4), 1.0, "Pruna's LoRA of 5 steps"),
     Schedule(
         "pai 4",
-        f"{HUB}alibaba-pai/Qwen-Image-2.1-Fun-Acc-LoRAs/blob/f7545234760e1847cd8e89e52bd951cb0b7e327f"
-        "/models/pdd_config.json",
-        nodes=(1.0, 0.9169867038726807, 0.7861579060554504, 0.5494909882545471),
-        shift=1.0,
-        trained="alibaba-pai's Fun-Acc LoRA of 4 steps, whose four output layers its own nodes run",
+        PAI,
+        (1.0, 0.9169867038726807, 0.7861579060554504, 0.5494909882545471),
+        1.0,
+        "alibaba-pai's Fun-Acc LoRA of 4 steps, whose four output layers its own nodes run",
     ),
 )

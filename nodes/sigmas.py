@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
@@ -13,8 +12,6 @@ from ..families.schedules import OFFICIAL
 from ..options import MOST_PIXELS
 from .common import CATEGORY, require_host, with_report
 
-logger = logging.getLogger(__name__)
-
 
 class QwenL40SSigmas(io.ComfyNode):
     @classmethod
@@ -23,23 +20,10 @@ class QwenL40SSigmas(io.ComfyNode):
             node_id="QwenL40S_Sigmas",
             display_name="Qwen-Image Sigmas",
             category=CATEGORY,
-            description="Gives SamplerCustomAdvanced and SamplerCustom the schedule of diffusers "
-            "for the size, or that of a few-step model. ComfyUI's own schedule of "
-            "Qwen-Image-2.1 is the same at every size, which paints grids and bands in large "
-            "pictures.",
-            search_aliases=[
-                "scheduler",
-                "schedule",
-                "basic scheduler",
-                "manual sigmas",
-                "turbo",
-                "viggle",
-                "pruna",
-                "fun-acc",
-                "lightning",
-                "few steps",
-                "shift",
-            ],
+            description="Gives SamplerCustomAdvanced and SamplerCustom diffusers' schedule for the "
+            "size, or that of a few-step model. ComfyUI's own of Qwen-Image-2.1 is the same at "
+            "every size, which paints grids and bands in large pictures.",
+            search_aliases=["scheduler", "manual sigmas", "shift", "turbo", "viggle", "lightning"],
             has_intermediate_output=True,
             inputs=[
                 io.Model.Input("model", tooltip="The MODEL that the sampler takes."),
@@ -96,5 +80,4 @@ class QwenL40SSigmas(io.ComfyNode):
         from ..hosts.comfyui.sigmas import sigmas_for
 
         sigmas, report = sigmas_for(model, preset, steps, width, height, latent)
-        logger.info(report)
         return with_report(torch.tensor(sigmas), report=report)

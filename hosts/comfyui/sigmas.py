@@ -42,23 +42,21 @@ def sigmas_for(
         )
     kind, transformer = kind_of(model.model), model.model.diffusion_model
     schedule = find_schedule(name, kind.family)
-    shape = kind.shape(transformer)
-    member, _ = kind.family.member_of(shape, kind.timestep_zero(transformer), 0)
+    shape, timestep_zero = kind.shape(transformer), kind.timestep_zero(transformer)
+    member, _ = kind.family.member_of(shape, timestep_zero, 0)
     if member.layers:
         raise SettingError(
             f"the MODEL is {member.name}, whose schedule is not known here: use BasicScheduler."
         )
-    sides = width or member.side, height or member.side
     if latent is not None:
-        found = latent_sizes(latent)
-        sides = found["width"], found["height"]
-    advice = [schedule.advice] if schedule.advice else []
-    if any(side % member.size_step for side in sides):
+        width, height = map(latent_sizes(latent).get, ("width", "height"))
+    width, height = width or member.side, height or member.side
+    count, lines = schedule.steps(steps, member.steps), [schedule.advice]
+    if width % member.size_step or height % member.size_step:
         rule = f"{member.name} is trained for sides in multiples of {member.size_step}"
         if latent is None:
-            raise SettingError(f"{sides[0]}x{sides[1]}: {rule}: change width and height.")
-        advice.append(f"{rule}, and the LATENT has {sides[0]}x{sides[1]}.")
-    tokens = sides[0] * sides[1] // PIXELS_PER_TOKEN_SIDE**2
-    count = schedule.steps(steps, member.steps)
-    found = f"{name}: {count} steps at {sides[0]}x{sides[1]}, for {kind.family.title}."
-    return schedule.sigmas(count, tokens), "\n".join([found, *advice])
+            raise SettingError(f"{width}x{height}: {rule}: change width and height.")
+        lines.append(f"{rule}, and the LATENT has {width}x{height}.")
+    lines.insert(0, f"{name}: {count} steps at {width}x{height}, for {kind.family.title}.")
+    sigmas = schedule.sigmas(count, width * height // PIXELS_PER_TOKEN_SIDE**2)
+    return sigmas, "\n".join(filter(None, lines))

@@ -68,10 +68,6 @@ def generate(
         UnavailableError: the card ran out of memory.
     """
     chosen = settled(GenerateSettings(prompt=prompt, **settings), pipeline)
-    if chosen.schedule is not None:
-        advice = find_schedule(chosen.schedule, pipeline.family.member.family).advice
-        if advice:
-            logger.warning(advice)
     start = time.perf_counter()
     try:
         latents, cached = _sample(pipeline, chosen, progress, callback)
@@ -115,6 +111,8 @@ def _sample(
         tokens = settings.width * settings.height // PIXELS_PER_TOKEN_SIDE**2
         schedule = find_schedule(settings.schedule, pipeline.family.member.family)
         given["sigmas"] = schedule.sigmas(settings.steps, tokens)[:-1]
+        if schedule.advice:
+            logger.warning(schedule.advice)
     pipe = pipeline.to_diffusers(_scheduler(pipeline, settings))
     pipe.set_progress_bar_config(disable=not progress)
     _check(pipeline, settings)
