@@ -39,6 +39,7 @@ from qwen_l40s.nodes.loaders import (
 from qwen_l40s.nodes.lora import QwenL40SLoadLora
 from qwen_l40s.nodes.optimize import QwenL40SOptimize
 from qwen_l40s.nodes.save import QwenL40SSaveQuantized
+from qwen_l40s.nodes.sigmas import QwenL40SSigmas
 from qwen_l40s.nodes.step_cache import QwenL40SStepCache
 from qwen_l40s.nodes.vae import QwenL40SVAEDecode, QwenL40SVAEEncode
 from qwen_l40s.spec.formats import CardFacts
@@ -238,6 +239,7 @@ def test_nodes_of_a_host_that_is_off_are_there_and_say_why():
                 lambda: QwenL40SLoadLora.execute(None, "x", 1.0, lora_mode="merge"),
                 lambda: QwenL40SOptimize.execute(None, "auto", True),
                 lambda: QwenL40SStepCache.execute(None, {"cache": "balanced"}),
+                lambda: QwenL40SSigmas.execute(None, "official", 0, 0, 0),
                 lambda: QwenL40SSaveQuantized.execute(None, "int8", "x", False),
                 lambda: QwenL40SVAEDecode.execute({"samples": None}, None),
                 lambda: QwenL40SVAEEncode.execute(None, None),
