@@ -1,5 +1,5 @@
 """The families that this package runs, and what is asked of all of them. CONTRIBUTING.md says how
-to add one; what is appended later is not among the choices of nodes and command.
+to add one; one that is appended while a process runs is not among the choices of its nodes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The kernels in plain torch, and what they are given of a block's two streams.
 
-Every function has the name of the Triton kernel in `kernels/`: it defines what that computes, and
-runs where Triton does not.
+A function with the name of a Triton kernel in `kernels/` defines what that computes, and runs where
+Triton does not.
 
 Text and image tokens of a batch are rows of one matrix, in stream order: the text tokens of item 0,
 of item 1 and so on, then the image tokens of item 0, of item 1 and so on. Each stream is then one

@@ -1,4 +1,4 @@
 """Loads Qwen-Image into ComfyUI's own objects: MODEL, CLIP and VAE.
 
-With `hosts/diffusers`, the only code that imports a host.
+With `nodes/` and `hosts/diffusers`, the only code that imports a host.
 """
