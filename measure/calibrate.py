@@ -200,13 +200,13 @@ def _convolution(sizes: CalibrationSizes, device: torch.device, bandwidth: float
     """Finds the rate that explains what residual blocks take besides their traffic."""
     parts, flops, moved = [], 0, 0
     for channels, side in sizes.residuals:
-        counted = step_work(VaeLayer("residual", channels, channels), side, side)
-        flops, moved = flops + counted[0], moved + counted[1]
+        counted, bytes_ = step_work(VaeLayer("residual", channels, channels), side, side)
+        flops, moved = flops + counted, moved + bytes_
         x = _random(1, channels, 1, side, side, on=device)
         weights = _random(2, channels, channels, 1, 3, 3, on=device) * (9 * channels) ** -0.5
         gamma = _random(channels, 1, 1, 1, on=device)
         call = partial(_residual, x, weights, gamma)
-        parts.append(MixPart(CONVOLUTION, call, counted.flops))
+        parts.append(MixPart(CONVOLUTION, call, counted))
     rate = run_mix(parts, device, sizes.seconds)[CONVOLUTION].rate
     seconds = flops / rate
     return flops / max(seconds - moved / bandwidth, seconds / 5)  # a fifth is theirs at least

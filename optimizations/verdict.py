@@ -10,8 +10,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
-import torch
-
 from ..caches import remembered
 from ..machine.card import first_line
 
@@ -83,6 +81,8 @@ def try_once(what: Hashable, trial: Callable[[], str]) -> Verdict | None:
         what: Whose answer it is.
         trial: Runs it, and says what is wrong with the result, in one clause.
     """
+    import torch  # a verdict needs none
+
     if what not in _answers:
         try:
             found = trial()

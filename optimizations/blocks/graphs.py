@@ -431,6 +431,6 @@ def _end(graph: torch.cuda.CUDAGraph, device: torch.device, pool: tuple[int, int
         graph.capture_end()
     except RuntimeError:
         with suppress(AttributeError, RuntimeError):
-            for end in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
-                call("broken capture", end, device.index, pool)
+            for end in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+                call("broken capture", getattr(torch._C, end), device.index, pool)
         raise

@@ -144,6 +144,16 @@ def test_weights_in_fp32_keep_all() -> None:
     assert (report.how, report.loss) == ("merge", 0.0)
 
 
+def test_weights_that_become_bf16_as_they_are_merged() -> None:
+    """As those of a mapped fp32 file do under dynamic VRAM."""
+    mapped = model(torch.float32)
+    for layer in mapped.model.diffusion_model.modules():
+        if isinstance(layer, torch.nn.Linear):
+            layer.weight_comfy_model_dtype = torch.bfloat16
+    _, report = apply_lora(mapped, saved(of_norm(0.001)), 1.0, how="auto")
+    assert report.how == "bypass" and report.loss > 0.2
+
+
 def test_a_loss_that_cannot_be_told() -> None:
     loha, dora = {}, of_norm(0.001)
     for factor in ("w1", "w2"):

@@ -107,6 +107,7 @@ def test_images_are_compared_and_written_side_by_side(report):
         "seed": 0,
         "batch": 1,
         "cache": "off",
+        "schedule": None,
     }
 
 

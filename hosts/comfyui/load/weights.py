@@ -86,7 +86,11 @@ def transformer_tensors(
     to_round = []
     # What the author of a quantized file left in bf16 stays so.
     if precision in QUANTIZED and not (plan.packed or quantizable & stored.keys()):
-        to_round = sorted(quantizable - plan.left)
+        to_round = sorted(
+            layer
+            for layer in quantizable - plan.left
+            if layer in halves or ready[f"{layer}.weight"].dtype in FLOAT_NAMES
+        )
     for layer, entry in stored.items():
         if precision not in QUANTIZED or layer in plan.left:
             ready[f"{layer}.weight"] = entry.dequantized()

@@ -168,7 +168,9 @@ def apply_lora(
     quantized = sum(map(_is_quantized, weights.values()))
     loss = None
     if how != "bypass" and not quantized:
-        loss = merge_loss(patches, lambda key: _stored(clone, key), strength)
+        loss = merge_loss(
+            patches, lambda key: _stored(clone, key), strength, lambda key: _merged_in(clone, key)
+        )
     beside = None
     if how == "bypass" or (how == "auto" and (quantized or (loss or 0) > MOST_LOSS)):
         try:
@@ -207,6 +209,12 @@ def _stored(clone: ModelPatcher, key: Key) -> torch.Tensor:
     kept = clone.backup.get(_name(key))
     weight = kept.weight if kept else comfy.utils.get_attr(clone.model, _name(key))
     return weight if isinstance(key, str) else weight.narrow(*key[1])
+
+
+def _merged_in(clone: ModelPatcher, key: Key) -> torch.dtype | None:
+    # Under dynamic VRAM a mapped fp32 or fp16 weight keeps its dtype until it is merged, in this.
+    module, _, name = _name(key).rpartition(".")
+    return getattr(comfy.utils.get_attr(clone.model, module), f"{name}_comfy_model_dtype", None)
 
 
 def _check_family(model: ModelPatcher, part: CheckpointPart, path: Path) -> None:

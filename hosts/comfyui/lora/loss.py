@@ -31,18 +31,22 @@ ELEMENTS = 2**19
 
 
 def merge_loss(
-    patches: Mapping[Any, Any], weight_of: Callable[[Any], torch.Tensor], strength: float
+    patches: Mapping[Any, Any],
+    weight_of: Callable[[Any], torch.Tensor],
+    strength: float,
+    dtype_of: Callable[[Any], torch.dtype | None] = lambda key: None,
 ) -> float | None:
     """Measures ||round(W + D) - W - D|| / ||D|| over all layers that a LoRA changes.
 
-    W is a layer's weight and D its change in fp32; the sum is rounded to the dtype of W. Both are
-    read in one block of each layer, from a fixed seed: rows that lie together, because weights may
-    still be in their file, and columns that do, because whole rows need all of `down`.
+    W is a layer's weight and D its change in fp32; the sum is rounded to the dtype of the merge.
+    Both are read in one block of each layer, from a fixed seed: rows that lie together, because
+    weights may still be in their file, and columns that do, because whole rows need all of `down`.
 
     Args:
         patches: as ComfyUI makes them; a change given as a whole tensor is always merged and does
             not count.
         weight_of: gives the weight [N, K] of a key, in 16 or 32 bits.
+        dtype_of: gives the dtype in which it is merged; None where that is its own.
 
     Returns:
         The share, 0 for a LoRA of zeros; None where a change is no sum of products.
@@ -62,7 +66,7 @@ def merge_loss(
         if factors is None:
             return None
         left, right, scale = factors
-        found = weight[part]
+        found = weight[part].to(dtype_of(key) or weight.dtype)
         same = found.dtype, found.device, left.dtype, right.dtype, left.shape, right.shape
         sampled = found, left, right, strength * scale, weight.numel() / (rows * columns)
         alike[same].append(sampled)
@@ -74,7 +78,8 @@ def merge_loss(
         weights = torch.tensor(shares)
         lost += (weights @ (total.to(found.dtype) - total).square().sum((1, 2))).item()
         changed += (weights @ change.square().sum((1, 2))).item()
-    return math.sqrt(lost / changed) if changed else 0.0 if adapters else None
+    share = math.sqrt(lost / changed) if changed else 0.0 if adapters else None
+    return share if share is None or math.isfinite(share) else None  # NaN in the weights
 
 
 def told(loss: float, asked: str, how: str, cost: str) -> str:

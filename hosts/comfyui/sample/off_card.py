@@ -86,10 +86,10 @@ class OffCardLinear(torch.nn.Module):
     ) -> Iterator[tuple[dict[str, Any], str, torch.Tensor | None]]:
         own = self._linear.__dict__["_parameters"]
         for name in TENSORS:
-            if own[name] is not None:
+            if own.get(name) is not None:
                 yield own, name, _rebuilt(own[name], parts)
         for name in TENSORS if patcher is not None else ():
-            yield own, name, _patched(patcher, f"{self.key}.{name}", own[name])
+            yield own, name, _patched(patcher, f"{self.key}.{name}", own.get(name))
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.is_on_card:
