@@ -113,9 +113,9 @@ def test_the_modulation_stays_where_it_is_set():
 
 def test_a_step_cache_is_counted_by_name_or_as_the_model_has_it():
     for node in NODES:
-        last = node.GET_SCHEMA().inputs[-2:]
+        last = node.GET_SCHEMA().inputs[-3:]
         # Graphs that were saved without them keep the places of their widgets' values.
-        assert [each.id for each in last] == ["cache", "attention"]
+        assert [each.id for each in last] == ["cache", "attention", "schedule"]
         assert all(each.optional and not each.advanced for each in last)
     by_name = run(card="L40S", cache="balanced")
     assert "\nStep cache: balanced computes 26 of 50 steps, " in by_name[1]
