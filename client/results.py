@@ -370,6 +370,9 @@ class Collector:
         return None
 
     def _accept(self, job: Job, prompt_id: str, fetched: Fetched) -> None:
+        if not job.open:  # another server was first, and nothing was fetched
+            self._feeder.end(job, prompt_id, CANCELLED)
+            return
         # A node that blocks the rest with a message is reported on the websocket alone.
         told = self._feeder.listener.errors.pop(prompt_id, None)
         error = fetched.error or (of_execution(job.graph, told) if told else None)

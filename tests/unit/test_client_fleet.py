@@ -105,6 +105,26 @@ def test_the_first_result_wins_when_a_server_comes_back_with_an_old_one(
     assert events["queued"] <= 22
 
 
+def test_a_result_that_another_server_brought_meanwhile_is_noted_as_late(tmp_path: Path):
+    with fake_comfyui(paused=True) as one, fake_comfyui(view="500") as two:
+
+        def finish() -> None:
+            until(lambda: len(one.state.queue) == 1)
+            one.faults.busy = 10**6
+            until(lambda: len(two.posted) == 2 and two.requests.count("GET /view") >= 2)
+            one.faults.paused = False
+            until(lambda: one.state.history)
+            one.faults.busy = 0
+            journal = tmp_path / "out/work.submit.jsonl"
+            try:
+                waiting.until(lambda: '"late"' in journal.read_text(), seconds=6)
+            finally:
+                two.faults.view = ""
+
+        outcome, _ = start(tmp_path, one, two, jobs=2, meanwhile=finish, wait=0.3)
+    assert check(tmp_path, outcome.jobs)["late"] == 1
+
+
 def test_a_silent_server_with_the_last_jobs_holds_nobody_up(tmp_path: Path):
     with fake_comfyui(paused=True) as one, fake_comfyui() as two:
 
