@@ -151,6 +151,9 @@ class Feeder:
             for task in (listening, *self.results.tasks):
                 task.cancel()
             await asyncio.gather(listening, *self.results.tasks, return_exceptions=True)
+            for posted in self.posted.values():
+                if posted.job.status == COLLECTING:  # nobody fetches it any more
+                    self._scheduler.give_back(posted.job, self.name)
 
     async def stop(self) -> bool:
         """Takes our jobs off the server, as `Server.withdraw` does, and gives it no more."""

@@ -228,6 +228,23 @@ def test_a_server_that_the_file_takes_back_gets_jobs_again(tmp_path: Path):
     assert f"{one.url} gets no more jobs\n{one.url} gets jobs now" in log
 
 
+def test_a_result_that_is_fetched_when_its_leaving_server_is_lost_is_made_by_another(
+    tmp_path: Path,
+):
+    file = tmp_path / "servers.json"
+    with fake_comfyui(view="hang") as one, fake_comfyui() as two:
+        listed(file, a=(one, "ready"))
+
+        def change() -> None:
+            until(lambda: "GET /view" in one.requests)
+            one.faults.busy = 10**6
+            listed(file, a=(one, "draining"), b=(two, "ready"))
+
+        options = {"server_file": file, "meanwhile": change, "wait": 0.3}
+        outcome, _ = start(tmp_path, jobs=1, **options)
+    check(tmp_path, outcome.jobs)
+
+
 def test_a_new_boot_in_the_file_tells_of_a_restart_that_nobody_saw(tmp_path: Path):
     file = tmp_path / "servers.json"
     with fake_comfyui(paused=True) as one:
