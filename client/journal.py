@@ -270,7 +270,11 @@ class Journal:
         else:
             ended = [each for each in record.open if each.prompt_id == prompt_id]
             record.open = tuple(each for each in record.open if each.prompt_id != prompt_id)
-            if event == "late":
+            if event == "late" or (record.status == DONE and event != DONE):
+                return
+            files, sizes = tuple(entry.get("files", ())), entry.get("sizes", ())
+            if any(os.path.basename(name) != name for name in files):
+                record.status = "damaged"  # a line that no run wrote
                 return
             record.local = ended[-1].local if ended else record.local
             record.prompt_id = prompt_id
@@ -278,11 +282,8 @@ class Journal:
             record.seconds, record.kept = entry.get("seconds"), bool(entry.get("kept"))
             texts = entry.get("texts", NOTHING)
             record.texts = {name: [*map(str, x)] for name, x in texts.items()} or NOTHING
-            record.files, sizes = tuple(entry.get("files", ())), entry.get("sizes", ())
-            record.sizes = tuple(sizes) if len(sizes) == len(record.files) else ()
-            if any(os.path.basename(name) != name for name in record.files):
-                record.status = "damaged"  # a line that no run wrote
-                return
+            record.files = files
+            record.sizes = tuple(sizes) if len(sizes) == len(files) else ()
         record.status = event
 
     def _write(self, event: str, **facts: Any) -> None:

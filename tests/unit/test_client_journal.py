@@ -37,13 +37,14 @@ def test_a_job_is_done_while_its_files_are_here(tmp_path: Path):
         assert journal.attempts("k3") == []
 
 
-def test_a_late_result_changes_nothing_and_leaves_no_attempt_open(tmp_path: Path):
+@pytest.mark.parametrize("event", ["late", "refused", "failed"])
+def test_a_late_result_changes_nothing_and_leaves_no_attempt_open(tmp_path: Path, event: str):
     (tmp_path / "a.png").write_bytes(b"x")
     with Journal(tmp_path, "work") as journal:
         queue(journal, "k", "p1", "http://a")
         queue(journal, "k", "p2", "http://b")
         journal.ended("done", "k", "p2", server="http://b", files=["a.png"])
-        journal.ended("late", "k", "p1", server="http://a")
+        journal.ended(event, "k", "p1", server="http://a")
     with Journal(tmp_path, "work") as journal:
         assert journal.finished("k").server == "http://b"
         assert not journal.records["k"].open
@@ -203,6 +204,17 @@ def test_a_line_that_no_run_wrote_is_passed_over(tmp_path: Path, facts: dict[str
         assert journal.finished("k") is None or "server" in facts
         for attempt in journal.attempts("k"):
             assert isinstance(attempt.server, str)
+
+
+def test_such_a_line_leaves_what_is_known_of_a_job(tmp_path: Path):
+    (tmp_path / "a.png").write_bytes(b"x")
+    with Journal(tmp_path, "work") as journal:
+        queue(journal, "k")
+        journal.ended("done", "k", "p", server="http://a", files=["a.png"])
+    with journal.path.open("a") as lines:
+        lines.write('{"event": "done", "key": "k", "prompt_id": "p", "files": [1]}\n')
+    with Journal(tmp_path, "work") as journal:
+        assert journal.finished("k").files == ("a.png",)
 
 
 def test_a_file_of_another_size_is_not_done(tmp_path: Path):
