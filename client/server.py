@@ -81,7 +81,7 @@ def of_execution(graph: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str,
     message = str(data.get("exception_message", "")).strip() or "it gave no reason"
     node = _node(graph, str(data.get("node_id")), message)
     node["class_type"] = data.get("node_type", node["class_type"])
-    kind = data.get("exception_type", "execution_error")
+    kind = str(data.get("exception_type") or "execution_error")
     return {"type": kind, "message": _lines(graph, [node]), "nodes": [node]}
 
 

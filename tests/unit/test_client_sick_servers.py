@@ -33,7 +33,11 @@ ENTRIES = {
     "no messages": lambda entry: entry | {"status": {"status_str": "success", "messages": None}},
     "odd messages": lambda entry: entry | {"status": SUCCESS | {"messages": [["a"], [5, 6, 7]]}},
 }
+NAMELESS = [["execution_error", {"exception_type": None, "node_id": "draw"}]]
 FAILURES = {
+    "error of no type": lambda entry: (
+        entry | {"status": {"status_str": "error", "messages": NAMELESS}}
+    ),
     "error without a reason": lambda entry: entry | {"status": SUCCESS | {"status_str": "error"}},
     "no files": lambda entry: entry | {"outputs": {}},
     "no images": lambda entry: entry | {"outputs": {"save": {"images": []}}},
