@@ -154,6 +154,7 @@ class Feeder:
             for posted in self.posted.values():
                 if posted.job.status == COLLECTING:  # nobody fetches it any more
                     self._scheduler.give_back(posted.job, self.name)
+                    self._run.wake()
 
     async def stop(self) -> bool:
         """Takes our jobs off the server, as `Server.withdraw` does, and gives it no more."""

@@ -228,7 +228,7 @@ def test_a_server_that_the_file_takes_back_gets_jobs_again(tmp_path: Path):
     assert f"{one.url} gets no more jobs\n{one.url} gets jobs now" in log
 
 
-def test_a_result_that_is_fetched_when_its_leaving_server_is_lost_is_made_by_another(
+def test_a_result_that_a_lost_server_still_owes_is_made_by_another(
     tmp_path: Path,
 ):
     file = tmp_path / "servers.json"
