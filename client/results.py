@@ -394,7 +394,7 @@ class Collector:
             self._rest = 0.0
             self._scheduler.wake(self._name, well=True)
             self._feeder.end(job, prompt_id, DONE, None, fetched)
-        elif UNABLE.search(error["type"]) and not job.worn:
+        elif UNABLE.search(error["type"]):
             self._feeder.refuse(job, prompt_id, error)
         else:
             self.strike(job)

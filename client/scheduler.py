@@ -110,7 +110,7 @@ class Lane:
         takes: why it cannot run a job; None where it can.
         held: what it was given and has not ended, in that order.
         loads: of the job that it was given last: what it has loaded, or will have.
-        taken: the loads of jobs that it did not refuse.
+        taken: the loads of jobs that it did.
         refusals: {loads: how many of these jobs it refused}.
         seen: {loads: the group's `arrivals` when it had nothing for this server}.
         fetching: jobs whose results are on their way.
@@ -240,7 +240,6 @@ class Scheduler:
         lane = self._lane(server)
         lane.held.pop(job, None)
         if job.open:
-            lane.taken.add(job.loads)
             self._unwait(job)
             job.ran += job.status != COLLECTING
             job.status, job.server = COLLECTING, server
@@ -328,6 +327,8 @@ class Scheduler:
         if not job.open:
             return False
         self._unwait(job)
+        if status == DONE:
+            self._lane(server).taken.add(job.loads)
         job.status, job.error, job.server = status, error, server
         self.open -= 1
         return True

@@ -130,7 +130,7 @@ def test_a_server_that_refuses_a_kind_of_jobs_is_spared_the_rest():
     assert made.next("A") is None
     assert made.next("B").number <= MOST_REFUSALS
     made = scheduler(jobs(100))
-    made.collect(made.next("A"), "A")  # it has taken one: the next are to blame themselves
+    made.end(made.next("A"), "A", DONE)  # it has done one: the next are to blame themselves
     for _ in range(MOST_REFUSALS):
         made.refuse(made.next("A"), "A", NO)
     assert made.next("A") is not None
