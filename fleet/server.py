@@ -306,12 +306,12 @@ class FleetServer:
 
 
 def end_left(folder: Path) -> None:
-    """Ends what servers of a folder, or of folders in it, have started and left."""
-    mark = os.fsencode(f"{MARK}={folder}")
+    """Ends what servers of a fleet, each in a folder named by its port, have started and left."""
+    mark = re.compile(re.escape(os.fsencode(f"{MARK}={folder}/")) + rb"\d+")
     for process in {*Path("/proc").glob("[0-9]*")} - {Path(f"/proc/{os.getpid()}")}:
         with contextlib.suppress(OSError):  # it has ended, or is another user's
             for variable in (process / "environ").read_bytes().split(b"\0"):
-                if variable == mark or variable.startswith(mark + b"/"):
+                if mark.fullmatch(variable):
                     os.kill(int(process.name), signal.SIGKILL)
 
 

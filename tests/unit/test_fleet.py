@@ -127,12 +127,13 @@ def test_what_nodes_started_ends_with_the_fleet(plan: ServerPlan, how: str):
 
 def test_what_a_killed_fleet_left_ends_with_the_next(plan: ServerPlan):
     left = {**os.environ, module.MARK: str(plan.folder / "8190")}
-    other = {**os.environ, module.MARK: f"{plan.folder} 2/8190"}
-    sleeps = [subprocess.Popen(["sleep", "600"], env=each) for each in (left, other)]
+    others = [f"{plan.folder} 2/8190", str(plan.folder / "fleet/8190")]
+    marks = [left, *({**os.environ, module.MARK: other} for other in others)]
+    sleeps = [subprocess.Popen(["sleep", "600"], env=each) for each in marks]
     try:
         module.end_left(plan.folder)
         assert sleeps[0].wait(10) == -signal.SIGKILL
-        assert sleeps[1].poll() is None
+        assert [each.poll() for each in sleeps[1:]] == [None, None]
     finally:
         for each in sleeps:
             each.kill()
