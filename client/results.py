@@ -279,7 +279,7 @@ def _linked(part: Path, path: Path) -> bool:
 
 
 def _sync(path: Path) -> None:
-    with path.open("rb") as file:
+    with path.open("r+b") as file:  # Windows syncs no file that is open for reading alone
         os.fsync(file.fileno())
 
 

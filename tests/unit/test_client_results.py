@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import errno
 import os
 from pathlib import Path
@@ -117,6 +118,13 @@ def test_a_name_of_the_server_never_leads_out_of_the_folder(tmp_path: Path):
     (tmp_path / "out").mkdir()
     fetched(tmp_path / "out", image("../../a.png", "/etc"), image("C:\\x.png", ".."))
     assert names(tmp_path) == ["out/key_1.png", "out/key_2.png"]
+
+
+def test_a_file_is_synced_while_it_is_open_for_writing(tmp_path: Path, monkeypatch):
+    modes = []
+    monkeypatch.setattr(os, "fsync", lambda file: modes.append(fcntl.fcntl(file, fcntl.F_GETFL)))
+    fetched(tmp_path, image())
+    assert [mode & os.O_ACCMODE for mode in modes] == [os.O_RDWR]
 
 
 def test_a_cut_download_leaves_nothing(tmp_path: Path):
