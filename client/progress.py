@@ -143,7 +143,7 @@ class Progress:
             self._jobs.n, self._jobs.total = done, total
             self._jobs.set_postfix_str(", ".join(facts), refresh=False)
             self._draw()
-        elif time.monotonic() - self._told >= TOTAL_SECONDS:
+        elif done < total and time.monotonic() - self._told >= TOTAL_SECONDS:
             self._told = time.monotonic()
             before, began = self._first
             if done > before:

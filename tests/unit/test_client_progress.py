@@ -64,6 +64,8 @@ def test_a_log_gets_a_line_each_minute_with_the_time_that_is_left(monkeypatch):
         for second in range(0, 200, 10):
             now[0] = second
             progress.show(done=100 + second, total=500, failed=second // 100, ahead=None)
+        now[0] = 300  # an idle fleet says nothing
+        progress.show(done=500, total=500, failed=1, ahead=None)
     assert stream.getvalue().splitlines() == [
         "160 of 500 jobs, about 6 min left",
         "220 of 500 jobs, about 5 min left, 1 failed",
