@@ -102,6 +102,8 @@ class Journal:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = open(self.path, "a+b", buffering=0, opener=private)  # noqa: SIM115
+            with contextlib.suppress(OSError, AttributeError):  # another user's; Windows
+                os.fchmod(self._file.fileno(), 0o600)  # older versions left it open to all
         except OSError as error:
             raise SettingError(
                 f"--output cannot be written ({error.strerror}): name another folder.", folder

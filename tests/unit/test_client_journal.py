@@ -219,6 +219,7 @@ def test_such_a_line_leaves_what_is_known_of_a_job(tmp_path: Path):
 
 def test_a_file_of_another_size_is_not_done(tmp_path: Path):
     (tmp_path / "a.png").write_bytes(b"whole")
+    (tmp_path / "work.submit.jsonl").touch(0o644)  # as an older version did
     with Journal(tmp_path, "work") as journal:
         assert journal.path.stat().st_mode & 0o777 == 0o600
         queue(journal, "k", "p1")
