@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import errno
+import fcntl
 import os
 from pathlib import Path
 
