@@ -92,7 +92,10 @@ class Fleet:
         self._progress = Progress(io.StringIO() if log is None else log)
         file = None if server_file is None else Path(server_file)
         listed = ServerList(
-            [servers] if isinstance(servers, str) else servers, file, self._progress.say
+            [servers] if isinstance(servers, str) else servers,
+            file,
+            self._progress.say,
+            headers or {},
         )
         first = listed.read()
         self._journal = Journal(Path(output), "fleet")

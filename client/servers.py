@@ -12,7 +12,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,18 +68,20 @@ class ServerList:
         addresses: as typed.
         file: JSON of `qwen-l40s fleet`, or a text with an address on each line; None for none.
         notify: gets a line for an address that is named twice.
+        headers: the names of those that every request has.
     """
 
     addresses: Sequence[str] = ()
     file: Path | None = None
     notify: Callable[[str], None] = lambda line: None
+    headers: Collection[str] = ()
     _stamp: tuple[int, int] | None = None
 
     def read(self) -> list[Listed]:
         """All servers, each once.
 
         Raises:
-            SettingError: an address or the file is wrong.
+            SettingError: an address or the file is wrong, or a password is there twice.
         """
         found = [Listed(Address.parse(text)) for text in self.addresses]
         if self.file is not None:
@@ -87,6 +89,11 @@ class ServerList:
             found += _file(self.file)
         once: dict[str, Listed] = {}
         for each in found:
+            if each.address.base.user and "authorization" in map(str.lower, self.headers):
+                raise SettingError(
+                    f"{each.address} has a password in its address, and a header Authorization: "
+                    "give one."
+                )
             place = str(each.address).replace("//localhost", "//127.0.0.1")
             if place in once:
                 self.notify(f"{each.address} is named twice and used once")

@@ -187,7 +187,8 @@ async def submit(
         graph = read_workflow(request.workflow)
         settings = parse_settings(request.settings)
         admission = Admission(request.headers or {}, progress.say)
-        servers = ServerList(request.servers, request.server_file, progress.say)
+        names = request.headers or {}
+        servers = ServerList(request.servers, request.server_file, progress.say, names)
         listed = servers.read()
         wait = WAIT_SECONDS if request.wait is None else request.wait
 

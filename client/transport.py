@@ -217,10 +217,6 @@ class Transport:
         wait: float,
         notify: Callable[[str], None],
     ) -> None:
-        if address.base.user and "authorization" in map(str.lower, headers):
-            raise SettingError(
-                f"{address} has a password in its address, and a header Authorization: give one."
-            )
         self.address = address
         self.breaks = 0
         self._wait = wait

@@ -294,16 +294,20 @@ def test_a_file_that_lists_no_servers(tmp_path: Path, text: str | None, words: s
     assert not (tmp_path / "out").exists()
 
 
-def test_a_text_file_lists_servers_and_a_broken_change_of_it_changes_nothing(tmp_path: Path):
+@pytest.mark.parametrize("change", ["ftp://x", "http://me:secret@x"])
+def test_a_text_file_lists_servers_and_a_broken_change_of_it_changes_nothing(
+    tmp_path: Path, change: str
+):
     file = tmp_path / "servers.txt"
     with fake_comfyui(job_seconds=0.01) as one:
         file.write_text(f"# ours\n\n{one.url}  # here\n")
 
         def spoil() -> None:
             until(lambda: one.state.history)
-            file.write_text("ftp://x\n")
+            file.write_text(f"{change}\n")
 
-        outcome, log = start(tmp_path, server_file=file, meanwhile=spoil)
+        options = {"server_file": file, "meanwhile": spoil, "headers": {"Authorization": "b"}}
+        outcome, log = start(tmp_path, **options)
     check(tmp_path, outcome.jobs)
     assert "The servers stay as they were." in log
 
