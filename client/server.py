@@ -30,6 +30,7 @@ LOOKS, LOOK_SECONDS = 40, 0.25
 # begins with (these), or a type.
 QUEUE = {"queue_running": [(int | float, str)], "queue_pending": [(int | float, str)]}
 STATUS = {"status_str": str, "messages": [(str, {})]}
+NODE_ERRORS = {...: {"errors": [{}]}}
 ENTRY = {"outputs": {...: {}}, "status": STATUS}
 
 
@@ -63,17 +64,17 @@ def of_validation(graph: Mapping[str, Any], body: Any) -> dict[str, Any]:
     """Reads the answer to POST /prompt: a 400, or a 200 that leaves nodes out (server.py)."""
     if not isinstance(body, Mapping):
         return failure("refused", f"the server refuses the workflow: {body}")
-    nodes = [
-        _node(graph, node, " ".join(_sentence(error) for error in found.get("errors", ())))
-        for node, found in (body.get("node_errors") or {}).items()
-    ]
-    error = body.get("error")
-    if nodes:
-        kind = error.get("type", "refused") if isinstance(error, Mapping) else "node_errors"
+    error, found = body.get("error"), body.get("node_errors") or {}
+    if found and fits(found, NODE_ERRORS):
+        nodes = [
+            _node(graph, node, " ".join(map(_sentence, each["errors"])))
+            for node, each in found.items()
+        ]
+        kind = str(error.get("type", "refused")) if isinstance(error, Mapping) else "node_errors"
         return {"type": kind, "message": _lines(graph, nodes), "nodes": nodes}
     if isinstance(error, Mapping):
-        return failure(error.get("type", "refused"), _sentence(error))
-    return failure("refused", f"the server refuses the workflow: {error}")
+        return failure(str(error.get("type", "refused")), _sentence(error))
+    return failure("refused", f"the server refuses the workflow: {error or found}")
 
 
 def of_execution(graph: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from fake_comfyui import FakeComfyUI, fake_comfyui, graph
 from qwen_l40s.client import progress as module
 from qwen_l40s.client import transport
 from qwen_l40s.client.progress import Listener
-from qwen_l40s.client.server import Server, of_execution
+from qwen_l40s.client.server import Server, of_execution, of_validation
 from qwen_l40s.client.transport import Address, AnswerError, ServerError
 from qwen_l40s.errors import SettingError
 
@@ -353,3 +353,19 @@ def test_a_long_error_of_a_node_is_cut():
     data = {"node_id": "draw", "exception_message": "x" * 1_000_000}
     message = of_execution(graph(), data)["message"]
     assert len(message) < 2100 and message.endswith("... (998000 letters more in the server's log)")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"node_errors": ["draw"]},
+        {"node_errors": {"draw": "wrong"}},
+        {"node_errors": {"draw": {"errors": ["wrong"]}}, "error": "no"},
+        {"error": {"type": ["a"], "message": "no"}},
+        ["no"],
+    ],
+    ids=str,
+)
+def test_a_refusal_of_another_form_is_a_refusal(body: Any):
+    error = of_validation(graph(), body)
+    assert isinstance(error["type"], str) and error["message"] and not error["nodes"]
