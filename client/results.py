@@ -160,8 +160,9 @@ async def fetch(
             raise no_room(error, path.parent) from error
         if fault is not None:
             raise ResultError(f"{named} {fault}: see what stands before the server.")
-        # A preview may be that of an earlier job, which ComfyUI has not made again.
-        saved = item["type"] == "output" and suffix.lower() == ".png"
+        # One that got no id of ours, as a preview, may be that of an earlier job, which ComfyUI has
+        # not made again.
+        saved = "_job-" in item["filename"] and suffix.lower() == ".png"
         if saved and not owns(prompt_of(path)):
             raise ResultError(f"{named} is the image of another job.", lost=True)
         suffix = suffix if FILE_SUFFIX.fullmatch(suffix) else ""

@@ -104,6 +104,14 @@ def test_beside_a_healthy_server_it_costs_few_jobs(tmp_path: Path, view: str):
     assert ran.errors <= {"download"}
 
 
+def test_a_saver_that_got_no_id_may_give_the_file_of_an_equal_branch_again(tmp_path: Path):
+    inputs = {"images": ["draw", 0], "filename_prefix": ["draw", 0]}
+    nodes = {"save": {"class_type": "SaveImage", "inputs": inputs}}
+    with fake_comfyui(view="another") as cached:
+        outcome, _, _ = submitted(tmp_path, [cached.url], ["seed=1..3"], nodes=nodes)
+    assert [job.status for job in outcome.jobs] == ["done"] * 3
+
+
 def test_a_file_larger_than_the_limit_is_refused(tmp_path: Path):
     with fake_comfyui(view="endless") as sick:
         ran = Ran(tmp_path, sick, jobs=1, most=1e6)
