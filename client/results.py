@@ -360,11 +360,12 @@ class Collector:
                 if job.open:  # else another server was first
                     server = self._feeder.server
                     await fetch(server, job.graph, entry, journal.part, fetched, **limits)
-            self._accept(job, prompt_id, fetched)
         except DiskError:
             raise
         except Exception as error:
             return self._feeder.fault(error)
+        else:
+            self._accept(job, prompt_id, fetched)
         finally:
             fetched.discard()
         return None
