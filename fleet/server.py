@@ -306,8 +306,8 @@ class FleetServer:
 
 
 def end_left(folder: Path) -> None:
-    """Ends what servers of a fleet, each in a folder named by its port, have started and left."""
-    mark = re.compile(re.escape(os.fsencode(f"{MARK}={folder}/")) + rb"\d+")
+    """Ends what a server has started and left, or each of a fleet, in folders named by ports."""
+    mark = re.compile(re.escape(os.fsencode(f"{MARK}={folder}")) + rb"(/\d+)?")
     for process in {*Path("/proc").glob("[0-9]*")} - {Path(f"/proc/{os.getpid()}")}:
         with contextlib.suppress(OSError):  # it has ended, or is another user's
             for variable in (process / "environ").read_bytes().split(b"\0"):
