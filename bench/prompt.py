@@ -185,9 +185,9 @@ def graph_of(setup: BenchSetup, row: Row, inputs: Inputs, seed: int, shift: int 
     ]
     if images:
         shown = {files.image.format(number): image for number, image in enumerate(images, 1)}
-        encode = partial(add, kind=files.encodes, clip=clip, vae=vae, **shown)
-        positive = encode("positive", prompt=text, **files.both)
-        negative = ["positive", 1] if files.both else encode("negative", prompt=" ")
+        encoded = partial(add, kind=files.encodes, clip=clip, vae=vae, **shown)
+        positive = encoded("positive", prompt=text, **files.both)
+        negative = ["positive", 1] if files.both else encoded("negative", prompt=" ")
     else:
         positive = add("positive", "CLIPTextEncode", text=text, clip=clip)
         negative = add("negative", "CLIPTextEncode", text=" ", clip=clip)

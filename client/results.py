@@ -404,17 +404,14 @@ class Collector:
 
     def _fail(self, job: Job, prompt_id: str, error: dict[str, Any], fetched: Fetched) -> None:
         """Leaves it to another server, once."""
-        if job.open and not self._scheduler.another(job, self._name):
+        if not self._scheduler.another(job, self._name):
             self._feeder.end(job, prompt_id, FAILED, error, fetched)
             return
         self._feeder.posted.pop(prompt_id, None)
-        if job.open:
-            self._feeder.journal("refused", job, prompt_id)
-            self._scheduler.pass_on(job, self._name, error)
-            self._run.say(
-                f"{self._name} failed {job.label}, which another tries: {error['message']}"
-            )
-            self._run.wake()
+        self._feeder.journal("refused", job, prompt_id)
+        self._scheduler.pass_on(job, self._name, error)
+        self._run.say(f"{self._name} failed {job.label}, which another tries: {error['message']}")
+        self._run.wake()
 
     def strike(self, job: Job) -> None:
         if self._scheduler.strike(job, self._name):
