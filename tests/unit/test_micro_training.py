@@ -149,6 +149,26 @@ def test_the_loss_is_zero_for_the_velocity_that_the_scheduler_integrates(untrain
 # --- steps and folders
 
 
+def test_muon_takes_the_steps_of_torchs_own():
+    """Tall, wide and square, two of a shape, one without a gradient; the rate changes."""
+    draw, shapes = generator(60), [(96, 32), (32, 96), (64, 64), (96, 32), (64, 64)]
+    stacked = [0.1 * torch.randn(shape, generator=draw) for shape in shapes]
+    single, start = ([weight.clone() for weight in stacked] for _ in range(2))
+    ours = train.Muon(stacked, 0.02)
+    known = torch.optim.Muon(single, 0.02, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+    for rate in (0.02, 0.01, 0.005):
+        for one, other in list(zip(stacked, single, strict=True))[:-1]:
+            one.grad = torch.randn(one.shape, generator=draw)
+            other.grad = one.grad.clone()
+        for optimizer in (ours, known):
+            optimizer.param_groups[0]["lr"] = rate
+            optimizer.step()
+    for one, other, first in zip(stacked[:-1], single, start, strict=False):
+        assert (one - other).norm() < 0.01 * (other - first).norm()  # bf16, in another order
+        assert (other - first).norm() > 0.02 * first.norm()
+    assert torch.equal(stacked[-1], start[-1])
+
+
 def test_a_stage_ends_by_steps_or_by_time():
     assert list(train.progress(0, 4)) == [0, 0.25, 0.5, 0.75]
     done = list(train.progress(0.05))

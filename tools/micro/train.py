@@ -43,6 +43,52 @@ WORDINGS = 3
 ZERO_AT_START = re.compile(r"norm_out\.linear\.|proj_out\.|(.+_mod|modulation)\.1\.")
 
 
+class Muon(torch.optim.Optimizer):
+    """Computes torch.optim.Muon's step with AdamW's rate (arXiv:2502.16982), a shape at a time.
+
+    torch takes one matrix after another: 98 of them are 2,187 operations a step, here 180.
+    """
+
+    def __init__(
+        self,
+        weights: Iterable[torch.Tensor],
+        lr: float,
+        momentum: float = 0.95,
+        decay: float = 0.01,
+    ) -> None:
+        super().__init__(weights, {"lr": lr, "momentum": momentum, "decay": decay})
+        self._shapes: dict[torch.Size, tuple[list[torch.Tensor], torch.Tensor]] = {}
+
+    @torch.no_grad()
+    def step(self) -> None:
+        [group] = self.param_groups
+        if not self._shapes:  # some, behind the last text, have no gradient
+            learning = [weight for weight in group["params"] if weight.grad is not None]
+            for shape in dict.fromkeys(weight.shape for weight in learning):
+                same = [weight for weight in learning if weight.shape == shape]
+                self._shapes[shape] = same, torch.zeros_like(torch.stack(same))
+        for shape, (weights, mean) in self._shapes.items():
+            gradients = torch.stack([weight.grad for weight in weights])
+            mean.lerp_(gradients, 1 - group["momentum"])
+            update = orthogonal(gradients.lerp(mean, group["momentum"])).float().contiguous()
+            torch._foreach_mul_(weights, 1 - group["lr"] * group["decay"])
+            rate = group["lr"] * 0.2 * math.sqrt(max(shape))
+            torch._foreach_add_(weights, list(update.unbind()), alpha=-rate)
+
+
+def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
+    """Finds about the nearest orthogonal matrices of (N, rows, columns): Newton-Schulz in bf16."""
+    x = matrices.bfloat16()
+    tall = x.shape[1] > x.shape[2]
+    x = x.mT if tall else x
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    for _ in range(5):
+        gram = x.bmm(x.mT)
+        gram = torch.baddbmm(gram, gram, gram, beta=-4.775, alpha=2.0315)
+        x = torch.baddbmm(x, gram, x, beta=3.4445)
+    return x.mT if tall else x
+
+
 def progress(seconds: float, steps: int | None = None) -> Iterator[float]:
     """Yields before each step how much is done, of `steps` or else of the time; at least once."""
     start = time.monotonic()
@@ -262,14 +308,11 @@ def main() -> None:
     generator = torch.Generator(args.device).manual_seed(args.seed)
     loss = transformer_loss(model, args.scenes, args.batch, generator)
     matrices, rest = trained_weights(model)
-    muon = torch.optim.Muon(
-        matrices, LEARNING_RATE, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"
-    )
     adam = torch.optim.AdamW(
         rest, lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01, fused=True
     )
     left = args.seconds - (time.monotonic() - start)
-    fit(loss, [muon, adam], progress(left, args.steps))
+    fit(loss, [Muon(matrices, LEARNING_RATE), adam], progress(left, args.steps))
     model.save(args.folder)
     logger.info("saved %s", args.folder)
 
