@@ -82,10 +82,9 @@ class DualStream:
         transformer_qwenimage.apply_rotary_emb_qwen = rotate
 
     @staticmethod
-    def hidden_states(
-        language_model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor
-    ) -> torch.Tensor:
-        return language_model(input_ids=ids, attention_mask=mask).last_hidden_state
+    def hidden_states(language_model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+        """Returns the last; padding stands behind and attention is causal: no mask is needed."""
+        return language_model(input_ids=ids, use_cache=False).last_hidden_state
 
     @staticmethod
     def velocity(
@@ -139,16 +138,11 @@ class SingleStream:
         transformer_qwenimage21.apply_rotary_emb_qwen = rotate
 
     @staticmethod
-    def hidden_states(
-        language_model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor
-    ) -> torch.Tensor:
-        """Returns those before the last norm, which the pipeline takes out too.
-
-        Padding stands behind and attention is causal: no mask is needed.
-        """
+    def hidden_states(language_model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+        """Returns those before the last norm, which the pipeline takes out too."""
         handle = language_model.norm.register_forward_hook(lambda _, args, __: args[0])
         try:
-            return language_model(input_ids=ids).last_hidden_state
+            return DualStream.hidden_states(language_model, ids)
         finally:
             handle.remove()
 

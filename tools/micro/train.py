@@ -208,7 +208,7 @@ def text_features(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns what encode_prompt gives: hidden states after the prefix, and their mask."""
     language_model = model.text_encoder.model.language_model
-    hidden = model.family.stream.hidden_states(language_model, ids, mask)
+    hidden = model.family.stream.hidden_states(language_model, ids)
     start = len(model.tokenizer(model.family.dropped).input_ids)
     return hidden[:, start:].float(), mask[:, start:].bool()
 
@@ -226,6 +226,8 @@ def prepare_for_training(model: MicroModel, *, compile_blocks: bool) -> None:
     model.family.stream.real_rotation(transformer)
     if compile_blocks:
         transformer.compile_repeated_blocks(fullgraph=True)
+        for layer in model.text_encoder.model.language_model.layers:
+            layer.compile()
     device = transformer.device.type
     for block in transformer.transformer_blocks:
         block.forward = torch.autocast(device, torch.bfloat16)(block.forward)
