@@ -362,7 +362,7 @@ def test_others_take_the_steps_of_their_familys_model_card():
         sampler = graph.get("sample", {"class_type": ""})
         few = "Lightning" in graph.get("lora", {"inputs": {"lora": ""}})["inputs"]["lora"]
         paints = {"KSampler", "SamplerCustom"} & {sampler["class_type"]}
-        few = few or "turbo" in name
+        few = few or "turbo" in name or "viggle" in name
         if paints and "micro" not in name and not few:
             model = graph["load"]["inputs"]["model"]
             [family] = [each for start, each in families.items() if model.startswith(start)]
@@ -387,7 +387,7 @@ def test_those_of_qwen_image_21_take_its_own_schedule():
             sample, sigmas = graph["sample"]["inputs"], graph["sigmas"]["inputs"]
             assert graph["sigmas"]["class_type"] == "QwenL40S_Sigmas"
             assert sample["sigmas"] == ["sigmas", 0] and sigmas["latent"] == sample["latent_image"]
-            preset, steps = ("turbo 8", 8) if "turbo" in name else ("official", 40)
-            assert sigmas["preset"] == preset
-            assert sigmas["steps"] == (20 if "micro" in name else steps)
+            few = {"qwen_image_21_turbo": ("turbo 8", 8), "qwen_image_21_viggle_6": ("viggle 6", 6)}
+            few["micro_qwen_image_21"] = "official", 20
+            assert (sigmas["preset"], sigmas["steps"]) == few.get(name, ("official", 40))
             assert sample["cfg"] == (4.0 if "micro" in name else 1.0)

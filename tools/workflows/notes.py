@@ -30,6 +30,7 @@ TABLE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 ROW = re.compile(r"^\| \d+ \| \[(.+)\]\((.+)\) \| (.+) \| `models/(.+)` \|$", re.M)
 FILES, TAKES = "**Files**", "**What it takes**"
 SAMPLERS = ("KSampler", "SamplerCustom")
+RANK = re.compile(r"-r(\d+)\.")  # of a LoRA, in its file's name
 # Other sizes whose time a note says too.
 ALSO = {"try_on": ((480, 720),)}
 
@@ -119,11 +120,19 @@ def run_request(graph: Graph) -> RunRequest | None:
         references=classes.count("LoadImage") if family.most_references else 0,
         layers=nodes.get("EmptyQwenImageLayeredLatentImage", {}).get("layers", 0),
         text_encoder=next((each for each in ("fp8", "int8") if each in encoder), AUTO),
-        loras=Loras(count=classes.count("QwenL40S_LoadLora")),
+        loras=_loras(nodes.get("QwenL40S_LoadLora"), classes.count("QwenL40S_LoadLora")),
         controlnet_bytes=round(control_gib * GIB),
         cache=nodes.get("QwenL40S_StepCache", {}).get("cache", OFF),
         parts=parts,
     )
+
+
+def _loras(load: Mapping[str, Any] | None, count: int) -> Loras:
+    if load is None:
+        return Loras()
+    rank = RANK.search(load["lora"])
+    known = {"rank": int(rank[1])} if rank else {}
+    return Loras(count, mode=load["lora_mode"], **known)
 
 
 def _size(nodes: Graph) -> dict[str, int]:
