@@ -16,8 +16,8 @@ import torch
 
 from ..errors import UnavailableError
 from ..machine.card import first_line
-from ..machine.device import Later
 from ..machine.links import link_between
+from ..patches import switched
 from .attention import ChosenAttention
 from .blocks.block_form import is_changed
 from .blocks.graphs import PassMemory
@@ -29,6 +29,37 @@ from .verdict import Verdict
 _Value = TypeVar("_Value")
 
 PASSED_BY = Verdict("another extension runs the transformer its own way")
+
+
+class Later:
+    """Reads numbers that the card is still computing, copied to the host without waiting.
+
+    Args:
+        step: After whose beginning the card computes them.
+        numbers: 0-dimensional tensors.
+    """
+
+    def __init__(self, step: int, *numbers: torch.Tensor) -> None:
+        self.step = step
+        values = torch.stack([number.float() for number in numbers])
+        self._event: torch.cuda.Event | None = None
+        if values.is_cuda:
+            self._values = torch.empty(values.shape, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._event = torch.cuda.current_stream(values.device).record_event()
+        else:
+            self._values = values.cpu()
+
+    @property
+    def ready(self) -> bool:
+        """Says whether reading them takes no wait."""
+        return self._event is None or self._event.query()
+
+    def read(self) -> list[float]:
+        """Waits until the card has come that far, and gives them."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._values.tolist()
 
 
 class NotFiniteError(Exception):
@@ -341,3 +372,24 @@ def _whole_pass_fallback(prepared: PreparedModel, host: HostPass) -> Verdict | N
     if any(map(is_changed, host.blocks)):
         return Verdict("another extension has changed the blocks, as offloading and caching do")
     return None
+
+
+@contextmanager
+def flags_for_a_run(tf32: bool, cudnn_benchmark: bool) -> Iterator[None]:
+    """Sets what is asked for and puts back what was there; False leaves a switch alone."""
+    switches = _tf32() if tf32 else []
+    if cudnn_benchmark:
+        switches.append((torch.backends.cudnn, "benchmark", True))
+    with switched("switches", switches):
+        yield
+
+
+def _tf32() -> list[tuple[object, str, object]]:
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    older = [(matmul, "allow_tf32", True), (cudnn, "allow_tf32", True)]
+    try:
+        for switch, name, _ in older:
+            getattr(switch, name)
+    except RuntimeError:  # somebody uses torch's newer switches, and torch takes one kind only
+        return [(matmul, "fp32_precision", "tf32"), (cudnn.conv, "fp32_precision", "tf32")]
+    return older

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..machine.device import Later
 from ..step_cache import ADAPTIVE, SCHEDULE, CacheSettings, plan_steps
+from .run import Later
 from .verdict import Verdict
 
 # A forecast that misses by more has the next ones refused. A first guess: the micro model's good

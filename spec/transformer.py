@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar
 
 # The area that Qwen-Image is trained at; the choice of a precision leaves room for one step of it.
@@ -69,16 +70,16 @@ class BlockSpec:
     hidden: int = 4
     inner: int = 4
 
-    @property
+    @cached_property
     def qk_norms(self) -> tuple[str, ...]:
         """Names the RMSNorms of a `QKNorm`."""
         return self.head_norms if len(self.head_norms) == 4 else 2 * self.head_norms
 
-    def third_of(self, place: int) -> int | None:
-        """Tells which third of its layer's rows a place has; None for all of them."""
-        first = place // 3 * 3
-        one = place < 6 and self.places[first] == self.places[first + 1]
-        return place % 3 if one else None
+    @cached_property
+    def thirds(self) -> tuple[int | None, ...]:
+        """Tells which third of its layer's rows each place has; None for all of them."""
+        alone = [self.places[first] == self.places[first + 1] for first in (0, 3)]
+        return tuple(place % 3 if place < 6 and alone[place // 3] else None for place in range(12))
 
     @property
     def first_readers(self) -> tuple[str, ...]:

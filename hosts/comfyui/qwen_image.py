@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import comfy.model_base
@@ -51,7 +52,7 @@ KIND = ModelKind(
     transformer=QwenImageTransformer2DModel,
     config=comfy.supported_models.QwenImage,
     shape=_shape,
-    takes=lambda it: (it.txt_in.in_features, it.in_channels // QwenImageShape.patch**2),
+    takes=attrgetter("txt_in.in_features", "out_channels"),
     settings=settings_of,
     timestep_zero=lambda transformer: transformer.default_ref_method == TIMESTEP_ZERO,
     passes=ComfyPass,
@@ -188,7 +189,7 @@ def _kind_21() -> ModelKind | None:
         transformer=QwenImage21Transformer2DModel,
         config=comfy.supported_models.QwenImage21,
         shape=_shape_21,
-        takes=lambda it: (it.txt_in.in_layer.in_features, it.img_in.in_features),
+        takes=attrgetter("txt_in.in_layer.in_features", "img_in.in_features"),
         settings=settings_of,
         passes=PrefixedComfyPass,
     )

@@ -31,7 +31,7 @@ from ..verdict import Verdict
 from .block_form import heads_of, part_of
 from .products import Operand, PackedOperand, PackedWeight, merged_product
 from .shape import LowForm, LowRank, Share, downs_of
-from .workspace import DENSE, PLACES, BlockForm, LayerForm, Prefix, Program, Workspace, streams_of
+from .workspace import DENSE, BlockForm, LayerForm, Prefix, Program, Workspace, streams_of
 
 
 class LayerTensors(NamedTuple):
@@ -364,7 +364,7 @@ class BlockExecutor:
             if product is None:
                 continue
             module, form = here.modules[place], here.form.layers[place]
-            part = here.form.spec.third_of(place)
+            part = here.form.spec.thirds[place]
             if form.kind is None:
                 product(run_third(module, part))
                 continue
@@ -400,7 +400,7 @@ class BlockExecutor:
     def _look(self, block: torch.nn.Module, like: torch.Tensor) -> KnownBlock:
         spec = spec_of(block)
         modules = tuple(part_of(block, it) for it in (*spec.places, *spec.qk_norms))
-        parts = tuple(map(spec.third_of, range(len(PLACES))))
+        parts = spec.thirds
         layers, lows = zip(
             *(self._form(*it, like.device) for it in zip(modules, parts, strict=False)), strict=True
         )

@@ -27,8 +27,8 @@ from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.hosts.comfyui.lora.apply import apply_lora
 from qwen_l40s.hosts.comfyui.lora.bypass import BypassForward
 from qwen_l40s.hosts.comfyui.sample import cards, layers, run
-from qwen_l40s.hosts.comfyui.sample.call import COMPILED, IDLE
 from qwen_l40s.hosts.comfyui.sample.cards import split_cards
+from qwen_l40s.hosts.comfyui.sample.forward import IDLE
 from qwen_l40s.hosts.comfyui.sample.layers import ComfyLayers
 from qwen_l40s.hosts.comfyui.sample.measure import path_of
 from qwen_l40s.hosts.comfyui.sample.optimize import optimize
@@ -198,7 +198,7 @@ def split_two(model: Patcher) -> Patcher:
 def compiled(model: Patcher) -> None:
     """As far as it is seen: dynamo knows no "cpu:1"."""
     call = lambda executor, *args, **kwargs: executor(*args, **kwargs)  # noqa: E731
-    model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, COMPILED, call)
+    model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "torch.compile", call)
 
 
 def test_what_others_change_on_one_card_is_not_shared(pays):

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.hosts.comfyui.lora.apply import apply_lora
-from qwen_l40s.hosts.comfyui.sample.call import clean_up
+from qwen_l40s.hosts.comfyui.sample.forward import clean_up
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of
 from qwen_l40s.hosts.comfyui.sample.step_cache import cache_steps
 from qwen_l40s.step_cache import CacheSettings

@@ -34,12 +34,12 @@ from qwen_l40s.hosts.comfyui.sample.modulation import ModelModulation
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of, restore
 from qwen_l40s.hosts.comfyui.sample.run import OPTIMIZATION_KEY
 from qwen_l40s.loaders.quantize import quantize_rows
-from qwen_l40s.machine.device import Later
 from qwen_l40s.machine.store import AttentionTimings
 from qwen_l40s.nodes.optimize import QwenL40SOptimize
 from qwen_l40s.optimizations import fused
 from qwen_l40s.optimizations.attention import BACKENDS, chosen
 from qwen_l40s.optimizations.attention import Attention as ChosenBackend
+from qwen_l40s.optimizations.run import Later
 
 pytestmark = pytest.mark.each_device
 FOLDER = folder("optimize")

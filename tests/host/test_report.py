@@ -48,7 +48,6 @@ from qwen_l40s.hosts.comfyui.report import (
 from qwen_l40s.hosts.comfyui.report_rows import Row
 from qwen_l40s.hosts.comfyui.sample import measure as sampling_record
 from qwen_l40s.hosts.comfyui.sample import off_card as off_card_pass
-from qwen_l40s.hosts.comfyui.sample.call import options_of
 from qwen_l40s.hosts.comfyui.sample.forward import ComfyPass
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of, restore
 from qwen_l40s.hosts.comfyui.sample.run import OPTIMIZATION_KEY as OPTIMIZATION
@@ -307,8 +306,7 @@ def test_a_pass_knows_how_many_steps_call_the_model():
     found = []
 
     def look(executor, x, t, *args, **kwargs):
-        options = options_of(args, kwargs)
-        found.append(ComfyPass(executor.class_obj, None, x, options).steps)
+        found.append(ComfyPass(executor.class_obj, None, x, args[3]).steps)
         return executor(x, t, *args, **kwargs)
 
     model = optimized(load())
@@ -440,7 +438,7 @@ def test_arguments_that_are_passed_on_by_name():
 def test_measuring_that_fails_changes_no_run():
     plain = sample(load(off_card=True), cfg=2.5)
     for target, name in (
-        (sampling_record, "context_of"),
+        (sampling_record, "is_skipped"),
         (sampling_record, "path_of"),
         (sampling_record, "cfg_of"),
         (sampling_record, "add_wrapper_with_key"),

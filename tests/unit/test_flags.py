@@ -12,7 +12,7 @@ SCRIPT = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import conftest, torch
-from qwen_l40s.machine.device import flags_for_a_run
+from qwen_l40s.optimizations.run import flags_for_a_run
 matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
 """
 OLDER = """

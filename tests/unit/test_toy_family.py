@@ -39,10 +39,9 @@ def test_it_is_recognized_by_its_header(file, tmp_path):
 
 def test_q_k_and_v_of_one_layer_are_its_thirds_in_each_stream():
     whole = toy.SHAPE.block
-    assert [whole.third_of(place) for place in range(12)] == [0, 1, 2] * 2 + [None] * 6
+    assert whole.thirds == (0, 1, 2) * 2 + (None,) * 6
     image_alone = replace(whole, places=(*whole.places[:3], "q", "k", "v", *whole.places[6:]))
-    found = [image_alone.third_of(place) for place in range(12)]
-    assert found == [0, 1, 2] + [None] * 9
+    assert image_alone.thirds == (0, 1, 2) + (None,) * 9
 
 
 def test_a_file_that_lacks_a_tensor_is_refused(tmp_path, monkeypatch):

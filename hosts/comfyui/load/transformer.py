@@ -10,7 +10,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import comfy.memory_management
@@ -22,14 +21,11 @@ import comfy.utils
 import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP, WrappersMP
-from comfy.quant_ops import QuantizedTensor
 
-from ....errors import CheckpointError, UnavailableError
+from ....errors import CheckpointError
 from ....families.comfyui import kind_of_family
 from ....families.registry import marker_titled
-from ....loaders.quantize import is_finite, not_finite
 from ....loaders.source import MICRO_ADVICE, MICRO_TRANSFORMER, Source, open_source
-from ....machine.device import Later
 from ....optimizations import fused, linear
 from ....optimizations.linear import choose_gemm
 from ....optimizations.warm_up import warm_up
@@ -41,11 +37,10 @@ from ..sample.modulation import MODULATION_KEY, ModelModulation
 from ..sample.off_card import (
     OffCardDynamicPatcher,
     OffCardPatcher,
-    named_weights,
     off_card_layers,
     take_off_card,
 )
-from ..sample.run import PARTS_KEY, check_parts
+from ..sample.run import FINITE_KEY, PARTS_KEY, FirstRun, check_parts
 from .plan import LoadPlan, LoadReport, joined_bytes, plan_load, require_less_memory
 from .weights import FLOAT_NAMES, transformer_tensors
 
@@ -179,7 +174,9 @@ def _build(plan: LoadPlan, disable_dynamic: bool = False) -> tuple[ModelPatcher,
     patcher.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, PARTS_KEY, check_parts)
     if plan.off_card:
         _keep_off_card(patcher, quantized)
-    check_first_run(patcher, (taken or source).path)
+    first = FirstRun((taken or source).path)
+    patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, FINITE_KEY, first.apply_model)
+    patcher.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, FINITE_KEY, first.outer_sample)
     put("second load", patcher, cached_patcher_init=(load_patcher, (plan,)))
     return patcher, notes
 
@@ -258,53 +255,3 @@ def _model_config(
     if quantized:
         put("operations", config, custom_operations=quantized_operations(cast or dtype))
     return config
-
-
-# Notices NaN and infinity in a model's first run, and names where they come from.
-#
-# Reading 40 GB only to look for them would cost a load's time again, and under dynamic VRAM weights
-# are not read before they are used. A look in a step would keep the card waiting for the processor:
-# what each pass gives is looked at when the run is over.
-
-FINITE_KEY = "qwen_l40s_finite"
-
-
-def check_first_run(patcher: ModelPatcher, path: Path) -> None:
-    """Adds the check to a freshly loaded model; its clones share it, so it runs once a load.
-
-    What a sampler or a guider makes of finite passes is theirs.
-    """
-    checked, looks = False, []
-
-    def apply_model(executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        output = executor(x, *args, **kwargs)
-        if not checked:
-            looks.append(Later(0, x.isfinite().all(), output.isfinite().all()))
-        return output
-
-    def outer_sample(executor: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        nonlocal checked
-        looks.clear()
-        output = executor(*args, **kwargs)
-        passes = [look.read() for look in looks]
-        # Of a run that was begun again the first passes do not count.
-        if [1.0, 0.0] in passes and not is_finite(output):
-            _refuse(executor.class_obj.model_patcher.model.diffusion_model, path)
-        checked = checked or [1.0, 1.0] in passes
-        return output
-
-    patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, FINITE_KEY, apply_model)
-    patcher.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, FINITE_KEY, outer_sample)
-
-
-def _refuse(module: torch.nn.Module, path: Path) -> None:
-    for name, weight in named_weights(module):
-        quantized = isinstance(weight, QuantizedTensor)
-        stored = (weight._qdata, weight._params.scale) if quantized else (weight.detach(),)
-        if not all(map(is_finite, stored)):
-            raise not_finite(path, name)
-    raise UnavailableError(
-        "The model gave NaN or infinity in its first run although its weights are finite: an "
-        "attention kernel, a LoRA or another node's patch is at fault, so run once without them.",
-        path,
-    )

@@ -28,7 +28,7 @@ from ....optimizations.verdict import Verdict
 from ....patches import call, patched
 from ....spec.formats import format_gib
 from ..contract import unsupported_model
-from .call import IDLE
+from .forward import IDLE
 from .run import CARDS_KEY, OPTIMIZATION_KEY, link_warning
 
 logger = logging.getLogger(__name__)

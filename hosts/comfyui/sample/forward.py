@@ -7,13 +7,16 @@ blocks or around one happens as ever.
 from __future__ import annotations
 
 import inspect
+import threading
 import weakref
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import comfy.cli_args
 import comfy.model_base
+import comfy.model_prefetch
 import comfy.ops
 import torch
 
@@ -26,17 +29,10 @@ from ....optimizations.blocks.host import BlockInputs, DoubleStream, Streams
 from ....optimizations.modulation import Entry
 from ....optimizations.reference import Rotary, Tokens
 from ....optimizations.verdict import Verdict
+from ....patches import call
 from ..contract import BLOCK_ARGUMENTS, unknown_attention_arguments
 from ..lora.bypass import bypass_models
 from .attention import SLOT, SlotAttention, file_choice, host_attention, without_choice
-from .call import (
-    COMPUTED_STEPS,
-    clean_up,
-    compiler_failed,
-    is_compiled,
-    several_work,
-    unrecorded,
-)
 from .held import HeldWeights
 from .layers import ComfyLayers
 from .modulation import ModelModulation
@@ -49,6 +45,73 @@ OTHER_ARGUMENTS = Verdict("ComfyUI passes its blocks arguments that are unknown 
 COMPILED = Verdict("torch.compile runs the model; without it the fused blocks would")
 SWITCHED_OFF = Verdict("ComfyUI runs with --disable-cuda-graphs")
 INPUT_PATCH = Verdict("another node changes what attention reads (attn1_patch)")
+# Of transformer_options: how many steps of a run call the model, where a step cache skips others.
+COMPUTED_STEPS = "qwen_l40s_computed_steps"
+# {BaseModel that works: the BaseModels of cards that have nothing to do meanwhile}.
+IDLE = "qwen_l40s_idle"
+
+
+def is_skipped(options: Mapping[str, Any]) -> bool:
+    """Whether ComfyUI's EasyCache has answered a call in the transformer's place."""
+    # LazyCache, which keeps the same mark, has no wrapper there and skips the whole evaluation.
+    wrapped = "easycache" in options.get("wrappers", {}).get("diffusion_model", {})
+    return wrapped and bool(getattr(options.get("easycache"), "skip_current_step", False))
+
+
+def is_compiled(options: dict[str, Any]) -> bool:
+    """Whether TorchCompileModel puts a compiled model in the place of the one that is called."""
+    # The key of comfy_api.torch_helpers.
+    return bool(options.get("wrappers", {}).get("apply_model", {}).get("torch.compile"))
+
+
+# The Comfy Compiler, which a ComfyUI since 0.34 has: it records what a loop over blocks allocates
+# from CUDA's asynchronous allocator in one block, and gives the same addresses to the next.
+#
+# What outlives a block has to come from elsewhere: a tensor that is recorded and still there when
+# the block ends is a rogue, and a block that allocates something else than the one before is a
+# break.
+
+COMPILER_FAILED = Verdict(
+    "ComfyUI's compiler stopped with an aimdo memory compile error: --disable-comfy-compiler "
+    "starts ComfyUI without it",
+    final=True,
+)
+
+_pauses = threading.local()
+
+
+@contextmanager
+def unrecorded(capturing: bool = False) -> Iterator[None]:
+    """Keeps the compiler, where there is one, from recording what is allocated meanwhile."""
+    pause = getattr(comfy.model_prefetch, "pause_malloc_graph", None)
+    if pause is None:
+        yield
+        return
+    outer = getattr(_pauses, "depth", 0)
+    _pauses.depth = outer + 1
+    try:
+        with pause(sync=capturing):
+            yield
+    finally:
+        _pauses.depth = outer
+        if outer:  # ComfyUI's pauses do not count: the inner one has ended both
+            pause().__enter__()
+
+
+def clean_up(blocks: Collection[torch.nn.Module]) -> None:
+    """Ends what a loop over these blocks that raised has left open: what the compiler records in
+    this thread, and the pages of weights that ComfyUI has pinned for a block.
+    """
+    prefetch = comfy.model_prefetch
+    if hasattr(prefetch, "cleanup_malloc_graph"):
+        prefetch.cleanup_malloc_graph()
+    # Not cleanup_prefetch_queues, which takes the queues of cards at work in other threads too.
+    for queue in prefetch.PREFETCH_QUEUES:
+        states = [entry[1] for entry in queue if isinstance(entry, tuple)]
+        if any(module in blocks for module, _ in states):
+            for module, layers in states:
+                prefetch.cleanup_prefetched_modules(module, layers or ())
+            call("queues", queue.clear)
 
 
 class ComfyPass(DoubleStream):
@@ -126,8 +189,10 @@ class ComfyPass(DoubleStream):
 
     @property
     def in_turns(self) -> bool:
-        """Whether ComfyUI's MultiGPU CFG Split, or ours, has prompts on more cards than this."""
-        return several_work(self._options)
+        """Whether ComfyUI's MultiGPU CFG Split, or ours, has prompts on more cards than this, each
+        launched by a thread of its own.
+        """
+        return "multigpu_thread_device" in self._options and len(self._options.get(IDLE, ())) != 1
 
     @property
     def steps(self) -> int | None:
@@ -144,7 +209,9 @@ class ComfyPass(DoubleStream):
         return SWITCHED_OFF if off else None
 
     lasting = staticmethod(unrecorded)
-    failed = staticmethod(compiler_failed)
+
+    def failed(self, error: RuntimeError) -> Verdict | None:
+        return COMPILER_FAILED if "aimdo memory compile error" in str(error) else None
 
     def clean_up(self) -> None:
         clean_up(self.blocks)

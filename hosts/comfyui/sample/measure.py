@@ -19,8 +19,8 @@ from ....families.registry import blocks_of
 from ....loaders.source import MICRO_ADVICE, MICRO_SIDE, MICRO_TRANSFORMER
 from ....spec.vae import PIXELS_PER_LATENT
 from ..record import MeasuredPhase, forget, harmless, phase
-from .call import context_of, control_of, is_skipped, options_of
-from .modulation import MODULATION_KEY
+from .forward import is_skipped
+from .modulation import MODULATION_KEY, by_name
 from .run import CARDS_KEY, OPTIMIZATION_KEY, STEP_CACHE_KEY, unsafe_copies
 
 logger = logging.getLogger(__name__)
@@ -111,15 +111,15 @@ class _Counts:
         """Counts a forward pass on any of the cards that share a step, as APPLY_MODEL wrapper."""
         output = executor(x, t, *args, **kwargs)
         with harmless(self._run):
-            options = options_of(args, kwargs)
+            given, options = by_name(args, kwargs)
             if not (self._run.off or is_skipped(options)):
-                context, sigmas = context_of(args, kwargs), options.get("sample_sigmas")
+                context, sigmas = given.get("c_crossattn"), options.get("sample_sigmas")
                 self._passes.append(
                     _Pass(
                         len(x),
                         0 if context is None else context.shape[1],
-                        [list(latent.shape[-2:]) for latent in kwargs.get("ref_latents") or ()],
-                        control_of(args, kwargs) is not None,
+                        [list(latent.shape[-2:]) for latent in given.get("ref_latents") or ()],
+                        given.get("control") is not None,
                         None if sigmas is None else len(sigmas) - 1,
                     )
                 )

@@ -7,7 +7,7 @@ nothing; it leaves when ComfyUI moves a patcher with `on_detach` off the card.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -23,10 +23,20 @@ from ....patches import put
 from ....spec.formats import format_gib
 from ..lora.bypass import bypass_models, is_foreign, is_of_comfyui
 from ..record import inner_phase
-from .call import options_of
 from .off_card import OffCardLinear, PassFigures, compute_off_card, off_card_layers
 
 MODULATION_KEY = "qwen_l40s_modulation"
+# Of BaseModel.apply_model, behind x and t. ComfyUI passes them by place; a wrapper of another
+# extension may pass them on by name.
+CALL_ARGUMENTS = ("c_concat", "c_crossattn", "control", "transformer_options")
+
+
+def by_name(
+    args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What an APPLY_MODEL wrapper gets behind x and t, and the transformer_options among it."""
+    given = {**dict(zip(CALL_ARGUMENTS, args, strict=False)), **kwargs}
+    return given, given.get("transformer_options") or {}
 
 
 class Call(NamedTuple):
@@ -35,13 +45,13 @@ class Call(NamedTuple):
     Attributes:
         t: Sigmas as APPLY_MODEL wrappers get them, (batch,).
         options: The transformer_options; ComfyUI's samplers put the schedule into them.
-        extra: The further conditions of the forward pass.
+        given: All that the call is given behind x and t, by name.
         blocks: The model's, as the call began; another extension may exchange one inside of it.
     """
 
     t: torch.Tensor
     options: dict[str, Any]
-    extra: dict[str, Any]
+    given: dict[str, Any]
     blocks: Sequence[torch.nn.Module]
 
 
@@ -154,8 +164,8 @@ class ModelModulation:
         executor: Any, x: torch.Tensor, t: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         """APPLY_MODEL wrapper of a model with off-card layers: its own blocks use the table."""
-        model = executor.class_obj
-        call = Call(t, options_of(args, kwargs), kwargs, blocks_of(model.diffusion_model))
+        model, (given, options) = executor.class_obj, by_name(args, kwargs)
+        call = Call(t, options, given, blocks_of(model.diffusion_model))
         with ModelModulation.of(model).during(call):
             return executor(x, t, *args, **kwargs)
 
@@ -221,12 +231,12 @@ class ModelModulation:
 
     def _schedule(self, embedding: torch.Tensor) -> list[torch.Tensor]:
         """The embeddings of the run's timesteps in order; none where ComfyUI does not tell."""
-        t, options, extra, _ = self._call
+        t, options, given, _ = self._call
         sigmas = options.get("sample_sigmas")
         if sigmas is None or len(sigmas) < 3:
             return []
         model = self._model()
-        additional = extra.get("additional_t_cond")
+        additional = given.get("additional_t_cond")
         if additional is not None:
             additional = additional.to(embedding.device)
         embeddings, embed = [], kind_of(model).embed

@@ -6,7 +6,9 @@ import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -17,20 +19,21 @@ from comfy.samplers import CFGGuider
 
 from .... import patches
 from ....caches import cached
-from ....errors import SettingError
+from ....errors import SettingError, UnavailableError
 from ....families.comfyui import kind_of
 from ....families.registry import blocks_of
+from ....loaders.quantize import is_finite, not_finite
 from ....machine.card import first_line
-from ....machine.device import flags_for_a_run
 from ....machine.links import link_between
 from ....optimizations.blocks.block_form import token_layers
 from ....optimizations.blocks.host import HostPass
-from ....optimizations.run import NotFiniteError, Optimization
+from ....optimizations.run import Later, NotFiniteError, Optimization, flags_for_a_run
 from ..lora.bypass import bypassed
 from .attention import SLOT, FileAttention, SlotAttention
-from .call import control_of, idle_models, is_compiled, is_skipped, options_of
+from .forward import IDLE, is_compiled, is_skipped
 from .held import HeldWeights, drop_row_scales
-from .modulation import Call, ModelModulation
+from .modulation import Call, ModelModulation, by_name
+from .off_card import named_weights
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +145,7 @@ class ComfyOptimization(Optimization):
         self, executor: Any, x: torch.Tensor, t: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         """APPLY_MODEL wrapper: one forward pass."""
-        model, options = executor.class_obj, options_of(args, kwargs)
+        model, (given, options) = executor.class_obj, by_name(args, kwargs)
         file = self.read_file(model, options)
         others = not isinstance(options.get(SLOT), SlotAttention | None)
         self._instead = OTHER_NODES if others else "ComfyUI's own"
@@ -150,11 +153,10 @@ class ComfyOptimization(Optimization):
         if file is not None and file.runs:
             own = patches.swap("options", options, SLOT, patches.ABSENT)
         weights = None if self._brought is None else self._weights
-        control = control_of(args, kwargs)
-        idle = idle_models(options, model) if self._blocks else ()
+        idle = options.get(IDLE, {}).get(model, ()) if self._blocks else ()
         passes = kind_of(model).passes
         self._masked = others and passes.masked
-        host = passes(model, self.attention, x, options, control, weights, idle)
+        host = passes(model, self.attention, x, options, given.get("control"), weights, idle)
         try:
             with ExitStack() as stack:
                 for each in (host, *host.peers) if host.peers else ():
@@ -162,7 +164,7 @@ class ComfyOptimization(Optimization):
                 for peer in idle:
                     stack.enter_context(bypassed(peer))
                 stack.enter_context(
-                    ModelModulation.of(model).during(Call(t, options, kwargs, host.blocks))
+                    ModelModulation.of(model).during(Call(t, options, given, host.blocks))
                 )
                 # Compiled, it would trace what stands there; 2.1's may be gone in a newer ComfyUI.
                 if not is_compiled(options) and hasattr(model.diffusion_model, "_forward"):
@@ -289,3 +291,62 @@ def _check_parts(model: Any, guider: Any, noise: torch.Tensor) -> None:
 
 def _tensors(values: Iterable[Any]) -> Iterable[torch.Tensor]:
     return (value for value in values if isinstance(value, torch.Tensor))
+
+
+# Notices NaN and infinity in a model's first run, and names where they come from.
+#
+# Reading 40 GB only to look for them would cost a load's time again, and under dynamic VRAM weights
+# are not read before they are used. A look in a step would keep the card waiting for the processor:
+# what each pass gives is looked at when the run is over.
+
+FINITE_KEY = "qwen_l40s_finite"
+
+
+@dataclass
+class FirstRun:
+    """Checks the first run of a freshly loaded model; its clones share it, so once a load.
+
+    What a sampler or a guider makes of finite passes is theirs.
+    """
+
+    path: Path
+    checked: bool = False
+    looks: list[Later] = field(default_factory=list)
+
+    def apply_model(
+        self, executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """APPLY_MODEL wrapper: what a pass gives is looked at later."""
+        output = executor(x, *args, **kwargs)
+        if not self.checked:
+            self.looks.append(Later(0, x.isfinite().all(), output.isfinite().all()))
+        return output
+
+    def outer_sample(self, executor: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """OUTER_SAMPLE wrapper: one run.
+
+        Raises:
+            CheckpointError: the weights hold NaN or infinity.
+            UnavailableError: something else gave them.
+        """
+        self.looks.clear()
+        output = executor(*args, **kwargs)
+        passes = [look.read() for look in self.looks]
+        # Of a run that was begun again the first passes do not count.
+        if [1.0, 0.0] in passes and not is_finite(output):
+            _refuse(executor.class_obj.model_patcher.model.diffusion_model, self.path)
+        self.checked = self.checked or [1.0, 1.0] in passes
+        return output
+
+
+def _refuse(module: torch.nn.Module, path: Path) -> None:
+    for name, weight in named_weights(module):
+        quantized = isinstance(weight, QuantizedTensor)
+        stored = (weight._qdata, weight._params.scale) if quantized else (weight.detach(),)
+        if not all(map(is_finite, stored)):
+            raise not_finite(path, name)
+    raise UnavailableError(
+        "The model gave NaN or infinity in its first run although its weights are finite: an "
+        "attention kernel, a LoRA or another node's patch is at fault, so run once without them.",
+        path,
+    )

@@ -23,7 +23,7 @@ from ....optimizations.step_cache import CachedRun, CacheFigures
 from ....optimizations.verdict import Verdict
 from ....patches import patched
 from ....step_cache import CacheSettings
-from .call import COMPUTED_STEPS
+from .forward import COMPUTED_STEPS
 from .measure import record_runs
 from .run import STEP_CACHE_KEY
 
