@@ -20,7 +20,8 @@ from ..loaders.quantize import row_format
 from ..machine.card import first_line
 from ..optimizations import reference
 from ..optimizations.blocks.block import Attend, BlockExecutor, KnownBlock, LayerTensors, Step
-from ..optimizations.blocks.workspace import DENSE, Workspace
+from ..optimizations.blocks.block_form import DENSE
+from ..optimizations.blocks.workspace import Workspace
 from ..optimizations.fused import Ops
 from ..optimizations.linear import Gemm, choose_gemm
 from ..optimizations.reference import Modulation, Rotary, Tokens

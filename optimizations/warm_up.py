@@ -19,10 +19,9 @@ from ..families.registry import spec_of
 from ..spec.formats import RowFormat
 from . import kernels
 from .blocks.block import BlockExecutor, KnownBlock, Layers, Step
-from .blocks.block_form import query_layer
+from .blocks.block_form import DENSE, query_layer
 from .blocks.products import Operand
-from .blocks.shape import Share
-from .blocks.workspace import DENSE, Workspace
+from .blocks.workspace import Workspace
 from .fused import Ops, choose_ops
 from .modulation import Entry
 from .reference import QKNorm, QuantizedRows, Rotary, Tokens, storage_of
@@ -103,8 +102,10 @@ def rehearse(
         workspace, known = Workspace(ops), {}
         x = meta(tokens.rows, width)
         for form in forms:
-            shape_of = workspace.program(form, Share.all(tokens), x).weight_shape
-            operands = (operand(it.kind, *shape_of(i)) for i, it in enumerate(form.layers))
+            operands = (
+                operand(it.kind, *form.weight_shape(place, width))
+                for place, it in enumerate(form.layers)
+            )
             norms = QKNorm(*(meta(head) for _ in range(4)))
             known[len(known)] = KnownBlock((), form, (), (), tuple(operands), norms)
         step = Step(tokens, Rotary(*(meta(1, tokens.joint, head // 2) for _ in range(2))), None)

@@ -34,7 +34,7 @@ class BlockSpec:
 
     Attributes:
         gemms: {layer: (rows, columns) in multiples of dim}, those that may be quantized.
-        places: The layer of each of `workspace.PLACES`: q, k and v of the image, then of the text,
+        places: The layer of each of `block_form.PLACES`: q, k, v of the image, then of the text,
             both outputs of attention, and the first and the last layers of the MLP, the image's
             before the text's. Of one stream the text's name the same layers as the image's. The
             same layer as q, k and v gives all three, in this order of its rows.

@@ -18,8 +18,9 @@ import torch
 from diffusers import QwenImageTransformer2DModel
 
 from ...families.registry import blocks_of, spec_of
-from ...optimizations.blocks.block import DENSE, LayerTensors
+from ...optimizations.blocks.block import LayerTensors
 from ...optimizations.blocks.block_form import (
+    DENSE,
     head_norms,
     is_changed,
     modulation_layers,

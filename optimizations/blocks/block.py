@@ -28,10 +28,9 @@ from ..linear import Gemm
 from ..modulation import Entry
 from ..reference import Modulation, QKNorm, Rotary, Tokens
 from ..verdict import Verdict
-from .block_form import heads_of, part_of
-from .products import Operand, PackedOperand, PackedWeight, merged_product
-from .shape import LowForm, LowRank, Share, downs_of
-from .workspace import DENSE, BlockForm, LayerForm, Prefix, Program, Workspace, streams_of
+from .block_form import DENSE, BlockForm, LayerForm, LowRank, heads_of, part_of
+from .products import Operand, PackedOperand, PackedWeight, Share, merged_product, streams_of
+from .workspace import Prefix, Program, Workspace
 
 
 class LayerTensors(NamedTuple):
@@ -140,13 +139,14 @@ class Step(NamedTuple):
 
 
 class KnownBlock(NamedTuple):
-    """What is known of a block, its layers in the order of `workspace.PLACES`.
+    """What is known of a block, its layers in the order of `block_form.PLACES`.
 
     Attributes:
         modules: The host's layers, and the RMSNorms of a `QKNorm`.
         form: Equal forms are the same object.
         ups: The second matrix of each layer's LoRAs, or None.
-        downs: As of `shape.downs_of`; empty where there are no LoRAs.
+        downs: The first matrices of text and image for each of the form's readers; empty where
+            there are no LoRAs.
         operands: Of each layer, or its module where it runs itself; None where tensors may move.
         norms: Of queries and keys; None where they may move.
     """
@@ -358,7 +358,7 @@ class BlockExecutor:
                 if (product := products[place]) is not None:
                     product(program.readable(place, operands[place]))
             return
-        like = program.shape.like
+        like = program.like
         for place in places:
             product = products[place]
             if product is None:
@@ -409,7 +409,12 @@ class BlockExecutor:
         eps = part_of(block, spec.norms[0]).eps, modules[12].eps
         form = BlockForm(spec, layers, heads_of(block), inner, *eps)
         form = self._workspace.forms.setdefault(form, form)
-        downs = downs_of(lows, form.readers) if any(lows) else ()
+        downs = ()
+        if any(lows):
+            found = (tuple([lows[it] for it in part] for part in pair) for pair in form.readers)
+            downs = tuple(
+                tuple(next((it.down for it in part if it), None) for part in pair) for pair in found
+            )
         if not self._held:
             return KnownBlock(modules, form, ups, downs)
         operands = []
@@ -429,15 +434,15 @@ class BlockExecutor:
     ) -> tuple[LayerForm, LowRank | None]:
         kind = self._layers.kind(layer)
         if kind is None:
-            return LayerForm(None, None, None), None
+            return LayerForm(None), None
         low = self._layers.low_rank(layer)
-        low_form = low and LowForm(len(low.down), low.start, low.up.shape[1])
+        beside = () if low is None else (low.up.shape[1], low.start, len(low.down))
         if kind == DENSE:
-            return LayerForm(kind, None, None, low_form), low
+            return LayerForm(kind, None, None, *beside), low
         gemm = self._layers.gemm(kind.storage, device)
         rows = layer.out_features if part is None else layer.out_features // 3
         quantizes = not gemm.weight_only and gemm.takes(rows, layer.in_features)
-        return LayerForm(kind, kind if quantizes else None, gemm, low_form), low
+        return LayerForm(kind, kind if quantizes else None, gemm, *beside), low
 
     def _norms(self, modules: tuple[torch.nn.Module, ...], like: torch.Tensor) -> QKNorm:
         return QKNorm(*(self._layers.norm_weight(norm, like) for norm in modules[12:]))

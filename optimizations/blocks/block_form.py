@@ -1,7 +1,8 @@
-"""Whether a module is a transformer block that the executor computes, and still is the host's own.
+"""What a transformer block is: whether the executor computes a module, how it computes its layers,
+and whether the module still is the host's own.
 
 `BlockSpec` lists the names of its modules, which are the same in ComfyUI and diffusers for the
-families that both have.
+families that both have; `BlockForm` is what `workspace.Program` is compiled of.
 """
 
 from __future__ import annotations
@@ -19,8 +20,102 @@ import torch
 
 from ...caches import cached
 from ...families.registry import block_specs, modulation_of, spec_of
+from ...spec.formats import RowFormat
+from ...spec.transformer import SPLIT_SWIGLU, SWIGLU, BlockSpec
 from ..fused import unsupported_shape
+from ..linear import Gemm
 from ..verdict import Verdict
+
+DENSE = "dense"
+STREAMS = ("text", "image")
+# The layers of a block in the order in which they run, by their stream.
+PLACES = ("image",) * 3 + ("text",) * 3 + ("image", "text") * 3
+# LoRAs beside the layers: `x @ W.T + (x @ down.T) @ up.T`, the weights untouched. All LoRAs of a
+# layer are one pair of matrices, and the layers that read the same rows share the first: one launch
+# for both streams multiplies rows by it. The second is in the epilogue of the layer's own product,
+# where that is Triton's.
+
+
+class LowRank(NamedTuple):
+    """What all LoRAs of a layer add beside it: `x @ down[start : start + R].T @ up.T`.
+
+    Attributes:
+        down: (R or more, K), contiguous: of all layers that read the same rows of one stream.
+        start: The layer's first row in it.
+        up: (N, R), contiguous.
+    """
+
+    down: torch.Tensor
+    start: int
+    up: torch.Tensor
+
+
+# The places that read the same rows: of the text and of the image.
+Readers = tuple[tuple[range, range], ...]
+READERS: Readers = (
+    (range(3, 6), range(3)),
+    *((range(i + 1, i + 2), range(i, i + 1)) for i in (6, 8, 10)),
+)
+# The same where gate and up are two layers of the image's rows.
+SPLIT_READERS: Readers = (*READERS[:2], (range(0), range(8, 10)), READERS[3])
+
+
+class LayerForm(NamedTuple):
+    """How a linear layer is computed.
+
+    Attributes:
+        kind: As `block.Layers.kind`.
+        format: Of the rows, where its GEMM takes quantized ones; else None.
+        gemm: Of a quantized layer.
+        rank: Of the LoRAs beside it; 0 without.
+        start, down_rows: Its first row in their first matrix, and how many that has.
+    """
+
+    kind: str | RowFormat | None
+    format: RowFormat | None = None
+    gemm: Gemm | None = None
+    rank: int = 0
+    start: int = 0
+    down_rows: int = 0
+
+
+class BlockForm(NamedTuple):
+    """What blocks have in common that run the same program.
+
+    Attributes:
+        spec: The names of their modules.
+        layers: In the order of `PLACES`.
+        heads: Of attention.
+        inner: What the MLP's last layers read, in columns.
+        eps, head_eps: Of the LayerNorms, and of the RMSNorms of a head.
+    """
+
+    spec: BlockSpec
+    layers: tuple[LayerForm, ...]
+    heads: int
+    inner: int
+    eps: float
+    head_eps: float
+
+    @property
+    def readers(self) -> Readers:
+        return SPLIT_READERS if self.spec.activation == SPLIT_SWIGLU else READERS
+
+    @property
+    def sends_rows(self) -> bool:
+        """Whether other cards can make keys and values of the rows that the first layers read: all
+        read one form of them, and nothing besides.
+        """
+        first = self.layers[:6]
+        alone = all(layer.kind is not None and not layer.rank for layer in first)
+        return alone and len({layer.format for layer in first}) == 1
+
+    def weight_shape(self, place: int, width: int) -> tuple[int, int]:
+        """Gives (rows, columns) of what a layer is multiplied with, by the block's width."""
+        first = 2 * self.inner if self.spec.activation == SWIGLU else self.inner
+        return (
+            (width, width) if place < 8 else (first, width) if place < 10 else (width, self.inner)
+        )
 
 
 class ModulationLayer(NamedTuple):

@@ -21,7 +21,8 @@ from ..modulation import Entry
 from ..reference import Rotary, Tokens
 from ..verdict import Verdict
 from .block import BlockExecutor, Step
-from .workspace import Prefix, Workspace, streams_of
+from .products import streams_of
+from .workspace import Prefix, Workspace
 
 _Kept = TypeVar("_Kept")
 

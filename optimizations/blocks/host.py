@@ -21,6 +21,7 @@ from ..reference import Tokens
 from ..verdict import Verdict, Verdicts
 from .block import KnownBlock, Layers, Step
 from .block_form import (
+    DENSE,
     OwnCode,
     classes_of,
     token_layers,
@@ -28,7 +29,7 @@ from .block_form import (
     unsupported_block,
 )
 from .graphs import GraphFigures
-from .workspace import DENSE, Prefix
+from .workspace import Prefix
 
 if TYPE_CHECKING:
     from ..cards.team import SplitFigures

@@ -1,5 +1,5 @@
-"""The matrix products of a block, prepared for one shape: where each reads and writes is known, and
-a call takes the layer's tensors alone.
+"""Which rows of a pass are computed, and the matrix products of a block, prepared for them: where
+each reads and writes is known, and a call takes the layer's tensors alone.
 """
 
 from __future__ import annotations
@@ -13,11 +13,62 @@ from ...spec.formats import RowFormat
 from ..fused import Ops
 from ..linear import FAST, FEW_ROWS, Gemm, dense_linear
 from ..reference import QuantizedRows, Tokens, rotate
+from .block_form import DENSE, LayerForm
 
 ALIGNMENT = 16  # bytes; cuBLASLt takes scales from such addresses only
 
 # From so many rows on bf16 layers with LoRAs go through Triton; with few, cuBLAS has better tiles.
 MANY_ROWS = 1024
+
+
+class Share(NamedTuple):
+    """The rows of a pass that one card computes.
+
+    Attributes:
+        whole: Tokens of the pass.
+        text: Whether the text's rows are among them.
+        start, stop: The image tokens of each item that are.
+        received: The shares of other cards whose normalized rows come here, so that their keys and
+            values are made here; empty where keys and values come.
+        cached: Whether the text's keys and values come from a cache, normalized and rotated.
+    """
+
+    whole: Tokens
+    text: bool
+    start: int
+    stop: int
+    received: tuple[Share, ...] = ()
+    cached: bool = False
+
+    @classmethod
+    def all(cls, tokens: Tokens, prefix: int = 0) -> Share:
+        """That of a card alone.
+
+        Args:
+            prefix: Tokens before those of each item whose keys and values are cached; the text is
+                among them.
+        """
+        if not prefix:
+            return cls(tokens, True, 0, tokens.image)
+        whole = tokens._replace(text=prefix)
+        return cls(whole, False, 0, tokens.image, cached=True)
+
+    @property
+    def tokens(self) -> Tokens:
+        batch, text, _, zero_from = self.whole
+        image = self.stop - self.start
+        zero_from = min(max(zero_from - self.start, 0), image)
+        return Tokens(batch, text if self.text else 0, image, zero_from)
+
+    @property
+    def first(self) -> int:
+        """Gives the first of its tokens in joint order; they follow one another."""
+        return 0 if self.text else self.whole.text + self.start
+
+    @property
+    def image(self) -> slice:
+        """Gives its image tokens in joint order."""
+        return slice(self.whole.text + self.start, self.whole.text + self.stop)
 
 
 class PackedWeight(NamedTuple):
@@ -172,6 +223,16 @@ class Read(NamedTuple):
 
 # Takes the operand of a layer, or its module where the layer runs itself.
 Product = Callable[[Any], None]
+
+
+def product_of(read: Read, form: LayerForm, ops: Ops) -> Product:
+    if form.kind is None:
+        return module_product(read)
+    if form.kind == DENSE:
+        return dense_product(read, ops)
+    if form.format is None:
+        return expanded_product(read, form.kind, form.gemm)
+    return quantized_product(read, form.format, form.gemm)
 
 
 def module_product(read: Read) -> Product:

@@ -9,9 +9,18 @@ from typing import Any, NamedTuple
 import torch
 
 from ..blocks.block import BlockExecutor, KnownBlock, Step
-from ..blocks.products import StreamSlice
-from ..blocks.shape import SCALES_AT_ONCE, Share
-from ..blocks.workspace import Program, Workspace, product_of, streams_of
+from ..blocks.block_form import PLACES, STREAMS
+from ..blocks.products import (
+    Product,
+    Read,
+    Rows,
+    Share,
+    StreamSlice,
+    in_stream_order,
+    product_of,
+    streams_of,
+)
+from ..blocks.workspace import SCALES_AT_ONCE, Program, Workspace
 from ..modulation import Entry
 from ..reference import Modulation, QuantizedRows, Tokens
 
@@ -50,7 +59,7 @@ class _Tail:
     """
 
     def __init__(self, program: Program, following: Program) -> None:
-        shape, tokens = program.shape, program.shape.tokens
+        tokens = program.tokens
         cut = tokens.image // 2
         cut -= cut % (CUT if cut > CUT else SCALES_AT_ONCE)
         read = program.reads[IMAGE_LAST]
@@ -64,7 +73,7 @@ class _Tail:
             product_of(
                 read._replace(part=StreamSlice(start, 1, rows, rows), out=out),
                 program.form.layers[IMAGE_LAST],
-                shape.ops,
+                program.ops,
             )
             for start, rows, out in (
                 (read.part.start, cut, read.out[:, :cut]),
@@ -80,20 +89,20 @@ class _Tail:
         x = self._of(x, piece)
         norm = self._norms[piece]
         if norm is None:
-            shape, format = self._program.shape, self._following.first_format
-            branch, out = self._of(shape.branch, piece), None
+            program, format = self._program, self._following.first_format
+            branch, out = self._of(program.branch, piece), None
             if format is None:
                 out = branch
             else:
-                values, scale, cut = self._following.shape.rows.quantized[format]
+                values, scale, cut = self._following.rows.quantized[format]
                 at = self._cut + len(scale) - len(values)
                 parts = [
                     (values[: self._cut], scale[:at], cut),
                     (values[self._cut :], scale[at:], 0),
                 ]
                 out = QuantizedRows(*parts[piece])
-            norm = self._norms[piece] = shape.ops.residual_norm(
-                x, branch, gates, norms, self._tokens[piece], self._program.form.eps, format, out
+            norm = self._norms[piece] = program.ops.residual_norm(
+                x, branch, gates, norms, self._tokens[piece], program.form.eps, format, out
             )
         norm(x, gates, norms)
 
@@ -108,6 +117,35 @@ class _Tail:
 
     def _of(self, rows: torch.Tensor, piece: int) -> torch.Tensor:
         return rows[self._cut :] if piece else rows[: self._cut]
+
+
+# Rows of another card, and what makes keys and values of them: a place and a product each.
+Received = tuple[Rows, list[tuple[int, Product]]]
+
+
+def received(program: Program) -> dict[int, Received]:
+    """Gives what comes from other cards, by the first image token of their shares."""
+    found = program.kept.get(received)
+    if found is None:
+        others = program.share.received
+        found = program.kept[received] = {it.start: _received(program, it) for it in others}
+    return found
+
+
+def _received(program: Program, other: Share) -> Received:
+    tokens, format, layers = other.tokens, program.first_format, program.form.layers
+    name, size = f"received {other.start}", (tokens.rows, program.width)
+    rows = Rows()
+    if format is None:
+        rows = Rows(program.take(name, *size))
+    else:
+        rows.quantized[format] = program.room(name, size, format, tokens.text_rows)
+    made = []
+    for place in (1, 2, 4, 5) if other.text else (1, 2):
+        part = in_stream_order(tokens)[STREAMS.index(PLACES[place])]
+        read = Read(rows, part, program.of_share(place, other))
+        made.append((place, product_of(read, layers[place], program.ops)))
+    return rows, made
 
 
 class Part:
@@ -136,6 +174,8 @@ class Part:
         while changes != card.workspace.changes:  # a larger buffer makes all programs void
             changes = card.workspace.changes
             programs = [card.workspace.program(it.form, self.share, self.x) for it in known]
+            for program in programs:
+                received(program)
         self._blocks = dict(zip(indices, zip(known, programs, strict=True), strict=True))
         self._known, self.program = self._blocks[first]
         self.program.begin(self.x, self._entry.of(first)[0])
@@ -152,7 +192,7 @@ class Part:
     def go_to_last(self, index: int) -> None:
         """Computes all up to what the MLP's last layers read, once everything has come."""
         executor, known, program = self.card.executor, self._known, self.program
-        for _, products in program.received:
+        for _, products in received(program).values():
             for place, product in products:
                 product(program.readable(place, known.operands[place]))
         executor.go_to_last(program, known, self.x, self._step, self._entry.of(index))
@@ -162,9 +202,9 @@ class Part:
         """Ends a block and begins the next one for the first piece of the rows."""
         known, program = self._known, self.program
         self._known, self.program = self._blocks[index + 1]
-        tail = program.tails.get(id(self.program))
+        tail = program.kept.get(id(self.program))
         if tail is None:
-            tail = program.tails[id(self.program)] = _Tail(program, self.program)
+            tail = program.kept[id(self.program)] = _Tail(program, self.program)
         self.card.executor.multiply(program, known, (TEXT_LAST,))
         gates, norms = self._entry.of(index)[1], self._entry.of(index + 1)[0]
         self._ending = tail, (known.operands[IMAGE_LAST], self.x, gates, norms)
@@ -202,10 +242,10 @@ class Part:
     def rows_to(self, other: Part, piece: int | None) -> Pairs:
         """Gives normalized rows here, or a piece's, and where they go to on the other card."""
         program, format = self.program, self.program.first_format
-        there = other.program.rows_of(self.share)
+        there, _ = received(other.program)[self.share.start]
         if format is None:
-            pairs = [(program.shape.rows.matrix, there.matrix)]
+            pairs = [(program.rows.matrix, there.matrix)]
         else:
-            mine, theirs = program.shape.rows.quantized[format], there.quantized[format]
+            mine, theirs = program.rows.quantized[format], there.quantized[format]
             pairs = [(mine.values, theirs.values), (mine.scale, theirs.scale)]
         return pairs if piece is None else self._ending[0].rows(pairs, piece)

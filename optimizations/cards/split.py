@@ -23,8 +23,7 @@ from ... import split_cost
 from ...machine.links import Route
 from ..blocks.block import Step
 from ..blocks.host import Streams
-from ..blocks.shape import Share
-from ..blocks.workspace import streams_of
+from ..blocks.products import Share, streams_of
 from ..modulation import Entry
 from ..reference import Rotary, Tokens
 from .parts import KEYS, QUERIES, VALUES, Pairs, Part, ShareCard

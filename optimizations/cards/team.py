@@ -13,10 +13,10 @@ from ...machine.links import Link, Route
 from ...split_cost import KEYS, LEAST_GAIN, ROWS, BlockSeconds, PassRows, SplitCost, row_bytes
 from ..attention import Attention, AttentionRequest, ChosenAttention
 from ..blocks.block import BlockExecutor, Step
+from ..blocks.block_form import PLACES
 from ..blocks.graphs import Inputs, PassMemory, Work, recent
 from ..blocks.host import FirstBlockCheck, HostPass, PreparedModel
-from ..blocks.shape import Share
-from ..blocks.workspace import PLACES
+from ..blocks.products import Share
 from ..modulation import Entry
 from ..verdict import Verdict, Verdicts
 from .parts import ShareCard

@@ -12,10 +12,14 @@ from diffusers.models.transformers.transformer_qwenimage import QwenImageTransfo
 
 from qwen_l40s.optimizations import reference
 from qwen_l40s.optimizations.blocks import host as block_host
-from qwen_l40s.optimizations.blocks.block import DENSE, BlockExecutor, LayerTensors, Step
-from qwen_l40s.optimizations.blocks.block_form import is_changed, unsupported_block
+from qwen_l40s.optimizations.blocks.block import BlockExecutor, LayerTensors, Step
+from qwen_l40s.optimizations.blocks.block_form import (
+    DENSE,
+    LowRank,
+    is_changed,
+    unsupported_block,
+)
 from qwen_l40s.optimizations.blocks.products import PackedWeight
-from qwen_l40s.optimizations.blocks.shape import LowRank
 from qwen_l40s.optimizations.blocks.workspace import Workspace
 from qwen_l40s.optimizations.fused import TORCH
 from qwen_l40s.optimizations.modulation import ModulationTable, compute_entry

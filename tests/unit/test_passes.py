@@ -22,10 +22,18 @@ from qwen_l40s.optimizations.attention import AttentionRequest, ChosenAttention
 from qwen_l40s.optimizations.blocks import graphs, workspace
 from qwen_l40s.optimizations.blocks import passes as passes_module
 from qwen_l40s.optimizations.blocks.block import BlockExecutor
-from qwen_l40s.optimizations.blocks.block_form import OwnCode, is_changed, part_of
+from qwen_l40s.optimizations.blocks.block_form import (
+    DENSE,
+    PLACES,
+    BlockForm,
+    LayerForm,
+    OwnCode,
+    is_changed,
+    part_of,
+)
 from qwen_l40s.optimizations.blocks.graphs import MOST_GRAPHS, GraphFigures, PassMemory, Seen, Work
 from qwen_l40s.optimizations.blocks.host import BlockInputs, DoubleStream
-from qwen_l40s.optimizations.blocks.shape import Share
+from qwen_l40s.optimizations.blocks.products import Share
 from qwen_l40s.optimizations.blocks.workspace import Workspace
 from qwen_l40s.optimizations.modulation import compute_entry
 from qwen_l40s.optimizations.reference import Tokens
@@ -127,20 +135,21 @@ def test_prompts_of_many_lengths_take_what_the_longest_takes():
 
 
 def test_attention_in_8_bits_takes_what_planning_counts():
-    for form, batch, text in itertools.product(EIGHT_BIT, (1, 3), (7, 300)):
+    for name, batch, text in itertools.product(EIGHT_BIT, (1, 3), (7, 300)):
         request = RunRequest(width=256, height=256, batch=batch, cfg="off", text_tokens=text)
         width, heads = request.transformer.dim, request.transformer.heads
         tokens, space = Tokens(batch, text, 256, 256), Workspace(fused.TORCH)
         x = torch.empty(tokens.rows, width, dtype=torch.bfloat16)
-        shape = workspace.Shape(space, Share.all(tokens), x, 4 * width)
-        q = shape.cut_wide(width).view(batch, tokens.joint, heads, -1)
+        layers = (LayerForm(DENSE),) * len(PLACES)
+        form = BlockForm(request.transformer.block, layers, heads, 4 * width, 1e-6, 1e-6)
+        program = space.program(form, Share.all(tokens), x)
         assert space.bytes == buffer_bytes(request, Setting())
-        found = shape.heads_8bit(form, q)
-        assert space.bytes == buffer_bytes(request, Setting(attention=form))
+        found = program.heads_8bit(name)
+        assert space.bytes == buffer_bytes(request, Setting(attention=name))
         taken = sum(part.nbytes for part in found if part is not None)
-        assert heads_bytes(request, form) == taken
+        assert heads_bytes(request, name) == taken
         # No copy of the result, which is where q was.
-        exact, ours = (step_bytes(request, Setting(attention=it)).later for it in ("exact", form))
+        exact, ours = (step_bytes(request, Setting(attention=it)).later for it in ("exact", name))
         assert exact - 2 * width * tokens.rows <= ours <= exact + taken
 
 

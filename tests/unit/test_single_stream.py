@@ -17,10 +17,15 @@ from test_passes import Graph, Host, OnCard, with_graphs
 
 from qwen_l40s.hosts.diffusers.patch import optimize
 from qwen_l40s.optimizations import reference
-from qwen_l40s.optimizations.blocks.block import DENSE, BlockExecutor, Step
-from qwen_l40s.optimizations.blocks.block_form import part_of, spec_of, unsupported_block
+from qwen_l40s.optimizations.blocks.block import BlockExecutor, Step
+from qwen_l40s.optimizations.blocks.block_form import (
+    DENSE,
+    LowRank,
+    part_of,
+    spec_of,
+    unsupported_block,
+)
 from qwen_l40s.optimizations.blocks.host import BlockInputs, PrefixedStream
-from qwen_l40s.optimizations.blocks.shape import LowRank
 from qwen_l40s.optimizations.blocks.workspace import Prefix
 from qwen_l40s.optimizations.fused import TORCH
 from qwen_l40s.optimizations.modulation import shared_entry

@@ -19,7 +19,8 @@ from qwen_l40s.optimizations import fused, run
 from qwen_l40s.optimizations.blocks import graphs as blocks_graphs
 from qwen_l40s.optimizations.blocks.block import BlockExecutor, Step
 from qwen_l40s.optimizations.blocks.graphs import GraphFigures, PassMemory, Work
-from qwen_l40s.optimizations.blocks.workspace import Workspace, streams_of
+from qwen_l40s.optimizations.blocks.products import streams_of
+from qwen_l40s.optimizations.blocks.workspace import Workspace
 from qwen_l40s.optimizations.cards import team
 from qwen_l40s.optimizations.cards.parts import ShareCard
 from qwen_l40s.optimizations.cards.split import Split, shares_of

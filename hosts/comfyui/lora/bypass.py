@@ -28,8 +28,7 @@ from comfy.weight_adapter import LoKrAdapter, LoRAAdapter, WeightAdapterBase
 
 from ....errors import UnavailableError
 from ....families.registry import first_reader
-from ....optimizations.blocks.block_form import is_changed
-from ....optimizations.blocks.shape import LowRank
+from ....optimizations.blocks.block_form import LowRank, is_changed
 from ....patches import patched, put
 from ..linear import AroundLinear
 

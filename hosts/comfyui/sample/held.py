@@ -22,8 +22,7 @@ from comfy_aimdo import model_vbar
 
 from ....caches import cached, remembered
 from ....families.registry import spec_of
-from ....optimizations.blocks.block import DENSE
-from ....optimizations.blocks.block_form import head_norms, query_layer, token_layers
+from ....optimizations.blocks.block_form import DENSE, head_norms, query_layer, token_layers
 from ....optimizations.verdict import Verdict
 from ....patches import call
 from ....spec.formats import RowFormat

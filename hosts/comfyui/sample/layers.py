@@ -24,9 +24,8 @@ from comfy_aimdo import model_vbar
 from .... import patches
 from ....caches import cached
 from ....families.registry import blocks_of
-from ....optimizations.blocks.block import DENSE, LayerTensors
-from ....optimizations.blocks.block_form import modulated_by, token_layers
-from ....optimizations.blocks.shape import LowRank
+from ....optimizations.blocks.block import LayerTensors
+from ....optimizations.blocks.block_form import DENSE, LowRank, modulated_by, token_layers
 from ....optimizations.fused import choose_ops
 from ....optimizations.linear import Gemm, known_gemm
 from ....optimizations.stream import uploads_to
