@@ -7,9 +7,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import combinations
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,8 +26,6 @@ from .blocks.host import FirstBlockCheck, HostPass, PreparedModel
 from .blocks.passes import ForwardPass, WatchedError
 from .cards.team import CardPass, ShapeFigures, SplitFigures, Team
 from .verdict import Verdict
-
-_Value = TypeVar("_Value")
 
 PASSED_BY = Verdict("another extension runs the transformer its own way")
 
@@ -66,6 +65,17 @@ class NotFiniteError(Exception):
     """Says that attention gave NaN in an earlier pass: the run begins again, with the host's."""
 
 
+@dataclass
+class _Model:
+    # What is kept of one model: by its weights what is known in this run and was in the last one,
+    # by card and stream what passes use again; its passes in this run, and which may be NaN.
+    prepared: dict[Hashable, PreparedModel] = field(default_factory=dict)
+    earlier: dict[Hashable, PreparedModel] = field(default_factory=dict)
+    memories: dict[Hashable, PassMemory] = field(default_factory=dict)
+    passes: int = 0
+    doubts: list[Later] = field(default_factory=list)
+
+
 class Optimization:
     """The state of one optimized model, over its runs and forward passes.
 
@@ -85,15 +95,9 @@ class Optimization:
     def __init__(self, attention: ChosenAttention | None, blocks: bool = True) -> None:
         self.attention = attention
         self._blocks = blocks
-        self._prepared: WeakKeyDictionary[Any, dict[Hashable, PreparedModel]]
-        self._prepared = WeakKeyDictionary()
-        self._earlier: WeakKeyDictionary[Any, dict[Hashable, PreparedModel]]
-        self._earlier = WeakKeyDictionary()  # of the last run
-        self._memories: WeakKeyDictionary[Any, dict[Hashable, PassMemory]] = WeakKeyDictionary()
+        self._models: WeakKeyDictionary[Any, _Model] = WeakKeyDictionary()
         self._last: PreparedModel | None = None
         self._of_cards: dict[Hashable, ShapeFigures] = {}
-        self._passes: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        self._doubts: WeakKeyDictionary[Any, dict[int, Later]] = WeakKeyDictionary()  # by pass
         self._failed: Verdict | None = None
         self._passed_by = False
         self._logged: set[str] = set()
@@ -112,12 +116,12 @@ class Optimization:
         self.confirm()
         # What was compared with the host's attention says nothing of this package's.
         gave_up = self.attention is not None and self.attention.fallback
-        self._earlier = WeakKeyDictionary() if gave_up else self._prepared
-        self._prepared = WeakKeyDictionary()
-        self._passes = WeakKeyDictionary()
+        for model in self._known():
+            model.earlier, model.prepared = {} if gave_up else model.prepared, {}
+            model.passes = 0
         if self.attention is not None:
             self.attention.start_run()
-        for memory in _values(self._memories):
+        for memory in self._kept():
             memory.start_run()
 
     def confirm(self) -> None:
@@ -126,25 +130,28 @@ class Optimization:
         Raises:
             NotFiniteError: As of `run_pass`.
         """
-        self._settle(_values(self._doubts))
+        self._settle([doubt for model in self._known() for doubt in list(model.doubts)])
 
     def end_run(self) -> None:
         """Lets go of weights, and of buffers that no graph needs."""
-        self._doubts = WeakKeyDictionary()
         if self._last is not None:  # the report outlives the model, whose modules the others hold
             self._last = copy.copy(self._last)
             self._last.let_go()
-        for prepared in _values(self._prepared):
-            prepared.known(None)
-        for memory in _values(self._memories):
+        for model in self._known():
+            model.doubts = []
+            for prepared in list(model.prepared.values()):
+                prepared.known(None)
+        for memory in self._kept():
             memory.free_buffers()
 
     def release(self, owner: Any) -> None:
-        for prepared in list(self._prepared.get(owner, {}).values()):
+        model = self._of(owner)
+        for prepared in list(model.prepared.values()):
             prepared.let_go()
-        for memory in self._memories.pop(owner, {}).values():
+        memories, model.memories = model.memories, {}
+        for memory in memories.values():
             memory.release()
-        for memory in _values(self._memories):  # graphs over this card and another
+        for memory in self._kept():  # graphs over this card and another
             memory.drop_void()
 
     def run_pass(self, host: HostPass, call: Callable[[], Any]) -> Any:
@@ -157,17 +164,19 @@ class Optimization:
             NotFiniteError: An earlier pass gave NaN, in a host that `begins_again`.
         """
         self._passed_by = False
-        doubts = self._doubts.setdefault(host.owner, {})
-        self._settle([doubts.pop(it) for it in list(doubts) if doubts[it].ready])
-        passes = self._passes[host.owner] = self._passes.get(host.owner, 0) + 1
+        model = self._of(host.owner)
+        ready = [doubt for doubt in model.doubts if doubt.ready]
+        model.doubts = [doubt for doubt in model.doubts if doubt not in ready]
+        self._settle(ready)
+        model.passes += 1
         output = self._run_once(host, call)
         attention = host.attention
-        if attention is None or not attention.used or not (passes == 1 or attention.lossy):
+        if attention is None or not attention.used or not (model.passes == 1 or attention.lossy):
             return output
         found = output if isinstance(output, torch.Tensor) else output[0]
-        doubt = Later(passes, host.latents.isfinite().all() & ~found.isfinite().all())
+        doubt = Later(model.passes, host.latents.isfinite().all() & ~found.isfinite().all())
         if self.begins_again and not doubt.ready:
-            doubts[passes] = doubt
+            model.doubts.append(doubt)
             return output
         if not any(doubt.read()):
             return output
@@ -176,13 +185,14 @@ class Optimization:
 
     def _settle(self, doubts: list[Later]) -> None:
         if any(any(doubt.read()) for doubt in doubts):
-            self._doubts = WeakKeyDictionary()
+            for model in self._known():
+                model.doubts = []
             self.attention.give_up()
             raise NotFiniteError
 
     def pass_by(self, owner: Any) -> None:
         """Says that the host called a model and no pass of this run has been made of it."""
-        if self._blocks and not self._passed_by and owner not in self._passes:
+        if self._blocks and not self._passed_by and not self._of(owner).passes:
             self._passed_by = True
             PASSED_BY.log(f"{self.host} own blocks run")
 
@@ -299,7 +309,7 @@ class Optimization:
         key: Hashable = host.device
         if host.device.type == "cuda":
             key = host.device, torch.cuda.current_stream(host.device).cuda_stream
-        memories = self._memories.setdefault(host.owner, {})
+        memories = self._of(host.owner).memories
         memory = memories.get(key)
         if memory is None or memory.workspace.ops != prepared.ops:
             memory = memories[key] = PassMemory(prepared.ops)
@@ -313,32 +323,37 @@ class Optimization:
             memory.taken = False
 
     def _drop_graphs(self, owner: Any) -> bool:
-        memories = self._memories.get(owner, {}).values()
-        found = [it for it in list(memories) if it.has_graphs and not it.taken]
+        memories = list(self._of(owner).memories.values())
+        found = [it for it in memories if it.has_graphs and not it.taken]
         for memory in found:
             memory.release()
         return bool(found)
 
     def _prepare(self, host: HostPass) -> PreparedModel:
-        if host.owner not in self._prepared:
+        model = self._of(host.owner)
+        if not model.prepared:
             host.modulation.start_run()
-        known = self._prepared.setdefault(host.owner, {})
-        found = known.get(host.state)
+        found = model.prepared.get(host.state)
         if found is None or not found.is_of(host.blocks):
             if found is not None:  # another extension has exchanged a block
                 self.release(host.owner)
-            found = known[host.state] = PreparedModel(host, self.lossy_attention)
-            earlier = self._earlier.get(host.owner, {}).pop(host.state, None)
+            found = model.prepared[host.state] = PreparedModel(host, self.lossy_attention)
+            earlier = model.earlier.pop(host.state, None)
             if earlier is not None:
                 found.take_over(earlier)
         return found
 
+    def _of(self, owner: Any) -> _Model:
+        found = self._models.get(owner)
+        return self._models.setdefault(owner, _Model()) if found is None else found
 
-def _values(known: WeakKeyDictionary[Any, dict[Hashable, _Value]]) -> list[_Value]:
-    # Threads of other cards add some: what keyrefs() and values() give is copied in one go.
-    owners = [ref() for ref in known.keyrefs()]
-    found = [known.get(owner, {}) for owner in owners if owner is not None]
-    return [value for each in found for value in list(each.values())]
+    def _known(self) -> list[_Model]:
+        # Threads of other cards add some: what keyrefs() gives is copied in one go.
+        owners = [ref() for ref in self._models.keyrefs()]
+        return [self._models[owner] for owner in owners if owner is not None]
+
+    def _kept(self) -> list[PassMemory]:
+        return [memory for model in self._known() for memory in list(model.memories.values())]
 
 
 def _current(device: torch.device) -> AbstractContextManager:

@@ -639,7 +639,7 @@ def test_a_larger_run_without_graphs_leaves_no_buffers(graphs_here):
     for _ in range(4):
         passes()
     passes.optimization.end_run()
-    (memory,) = run._values(passes.optimization._memories)
+    (memory,) = passes.optimization._kept()
     assert memory.has_graphs
     passes.optimization.start_run()
     passes(LARGE, weights=None)
@@ -747,7 +747,7 @@ def test_a_replay_ends_where_another_extension_has_changed_a_block(graphs_here):
     assert not torch.equal(found[1], unchanged[1])
     lines = passes.optimization.report()
     assert "own, 2 of 18: another extension has changed attn of block 1" in lines
-    (memory,) = run._values(passes.optimization._memories)
+    (memory,) = passes.optimization._kept()
     assert not memory.has_graphs  # it was captured of the blocks as they were
     del attn.forward
     assert_same(passes(), unchanged)
