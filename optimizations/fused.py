@@ -49,25 +49,13 @@ class Ops(NamedTuple):
     scaled_gemm: Callable[..., Prepared] | None = None
 
 
-def _residual_norm(
-    x: torch.Tensor,
-    branch: torch.Tensor | None,
-    gates: Modulation | None,
-    norms: Modulation | None,
-    tokens: Tokens,
-    eps: float,
-    format: RowFormat | None,
-    out: torch.Tensor | QuantizedRows | None,
-    plain: torch.Tensor | None = None,
-) -> Prepared:
-    def run(x: torch.Tensor, gates: Modulation | None, norms: Modulation | None) -> None:
-        h, scale = reference.residual_norm(x, branch, gates, norms, tokens, eps, format, plain)
-        if format is not None:
-            out.write(h, scale)
-        elif out is not None:
-            out.copy_(h)
-
-    return run
+def _write(
+    out: torch.Tensor | QuantizedRows | None, h: torch.Tensor | None, scale: torch.Tensor | None
+) -> None:
+    if isinstance(out, QuantizedRows):
+        out.write(h, scale)
+    elif out is not None:
+        out.copy_(h)
 
 
 def _quantizer(
@@ -77,21 +65,6 @@ def _quantizer(
         return lambda x: out.write(*quantize(x, format, **how))
 
     return prepare
-
-
-def _swiglu_quantize(
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    format: RowFormat | None,
-    out: QuantizedRows | None,
-    keep: bool = False,
-) -> Prepared:
-    def run() -> None:
-        found = reference.swiglu_quantize(gate, up, format, keep)
-        if out is not None:
-            out.write(*found)
-
-    return run
 
 
 def _attention_8bit(
@@ -107,13 +80,19 @@ def _attention_8bit(
 
 TORCH = Ops(
     "plain torch: no card",
-    _residual_norm,
+    lambda x, branch, gates, norms, tokens, eps, format, out, plain=None: (
+        lambda x, gates, norms: _write(
+            out, *reference.residual_norm(x, branch, gates, norms, tokens, eps, format, plain)
+        )
+    ),
     lambda q, k, norm, rotary, *how: (
         lambda norm, rotary: quantized.qk_norm_rope(q, k, norm, rotary, *how)
     ),
     _quantizer(reference.gelu_quantize),
     _quantizer(reference.row_quantize),
-    _swiglu_quantize,
+    lambda gate, up, format, out, keep=False: (
+        lambda: _write(out, *(reference.swiglu_quantize(gate, up, format, keep) or (None, None)))
+    ),
     lambda x, text, image, order, out: (
         lambda x, text, image: reference.low_rank_rows(x, text, image, order, out)
     ),

@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...spec.vae import SCORES_TOGETHER, STRIP
-from .. import kernels
-from ..fused import choose_ops
+from ..fused import TORCH, choose_ops
 from ..verdict import Verdict
 
 # Items, rows, the rows that they are computed from, and where among those they are.
@@ -96,8 +95,8 @@ def attend(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 def choose_pixel_ops(device: torch.device) -> ModuleType:
     """Chooses the kernels where the trial of the blocks' kernels says they run; or this module."""
-    on_processor = device.type == "cpu" and not kernels.interpreted()
-    if on_processor or isinstance(choose_ops(device), Verdict):
+    ops = choose_ops(device)
+    if ops is TORCH or isinstance(ops, Verdict):
         return sys.modules[__name__]
     from ..kernels import vae_pixels
 
