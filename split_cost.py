@@ -21,6 +21,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from .errors import SettingError
+from .families.protocol import StepTokens
 from .families.qwen_image import BLOCK_GEMMS
 from .spec.formats import BYTES_PER_SCALE
 
@@ -38,15 +39,6 @@ KEYS_AND_VALUES, FIRST, HALF_OF_LAST = 2 / PRODUCTS, 3 / PRODUCTS, 2 / PRODUCTS
 QUANTIZED_OPERATION = 2 / 3
 
 
-class PassRows(NamedTuple):
-    """The rows of one pass: `items` times `text` and `image` ones, each of `width` numbers."""
-
-    items: int
-    text: int
-    image: int
-    width: int
-
-
 class BlockSeconds(NamedTuple):
     """One block on one card.
 
@@ -61,7 +53,7 @@ class BlockSeconds(NamedTuple):
 
     @classmethod
     def shared(
-        cls, seconds: float, rows: PassRows, *, quantized: bool, text: float
+        cls, seconds: float, tokens: StepTokens, width: int, *, quantized: bool, text: float
     ) -> BlockSeconds:
         """Shares a measured block out by the operations of its parts.
 
@@ -69,9 +61,9 @@ class BlockSeconds(NamedTuple):
             quantized: whether products are in 8 bits.
             text: seconds of the text's products, which were measured too.
         """
-        product = 2 * PRODUCTS * rows.items * rows.image * rows.width**2
+        product = 2 * PRODUCTS * tokens.image_rows * width**2
         product *= QUANTIZED_OPERATION if quantized else 1
-        attention = 4 * rows.items * (rows.text + rows.image) ** 2 * rows.width
+        attention = 4 * tokens.rows * tokens.joint * width
         rest = max(seconds - text, 0.0)
         joint = rest * attention / (product + attention)
         return cls(rest - joint, min(text, seconds), joint)
@@ -98,6 +90,7 @@ class SplitCost:
     """One pass over `cards` cards; figures are predicted or measured, as they are given.
 
     Args:
+        width: numbers of a row.
         block: on one card.
         row_bytes: of a normalized row as it is sent (`row_bytes`); None where only keys can be:
             with LoRAs beside weights, or layers that run themselves.
@@ -107,7 +100,8 @@ class SplitCost:
         launch: seconds of the processor for a block on one card; one thread launches all cards'.
     """
 
-    rows: PassRows
+    tokens: StepTokens
+    width: int
     block: BlockSeconds
     row_bytes: int | None
     cards: int
@@ -118,7 +112,7 @@ class SplitCost:
 
     @cached_property
     def best(self) -> Exchange:
-        keys = self._exchange(KEYS, 2 * BF16 * self.rows.width, made=0.0, window=KEYS_AND_VALUES)
+        keys = self._exchange(KEYS, 2 * BF16 * self.width, made=0.0, window=KEYS_AND_VALUES)
         if self.row_bytes is None:
             return keys
         return min(keys, self._exchange(ROWS, self.row_bytes, made=KEYS_AND_VALUES, window=FIRST))
@@ -126,9 +120,9 @@ class SplitCost:
     @property
     def seconds(self) -> float:
         """Counts the pass on all cards, with what others get of its input, give of its result."""
-        rows = self.rows
-        others = rows.items * (rows.image - self.best.image_rows[0])
-        ends = 2 * others * BF16 * rows.width / self.link
+        tokens = self.tokens
+        others = tokens.items * (tokens.image - self.best.image_rows[0])
+        ends = 2 * others * BF16 * self.width / self.link
         return self.outside + ends + self.blocks * self.best.seconds
 
     @property
@@ -155,24 +149,24 @@ class SplitCost:
             made: share of a stream's products that every card computes of all rows.
             window: share of a card's own products behind which the copy hides.
         """
-        rows, block, others = self.rows, self.block, self.cards - 1
-        each = block.joint / (rows.text + rows.image)
-        image = (1 - made) * block.image + each * rows.image
-        text = (1 - made) * block.text + each * rows.text
-        first = round(rows.image * (image - others * text) / (self.cards * image))
-        first = max(1, min(first, rows.image - others))
-        shared, more = divmod(rows.image - first, others)
+        tokens, block, others = self.tokens, self.block, self.cards - 1
+        each = block.joint / tokens.joint
+        image = (1 - made) * block.image + each * tokens.image
+        text = (1 - made) * block.text + each * tokens.text
+        first = round(tokens.image * (image - others * text) / (self.cards * image))
+        first = max(1, min(first, tokens.image - others))
+        shared, more = divmod(tokens.image - first, others)
         image_rows = (first, *(shared + (place < more) for place in range(others)))
         ends = [(self.cards * self.launch, False)]
         for count, with_text in ((first, 1), (image_rows[1], 0)):
-            own = count + with_text * rows.text
-            products = count / rows.image * block.image + with_text * block.text
-            most = max(own * others, rows.text + rows.image - own)  # sent, or received
-            copy = row_bytes * rows.items * most / self.link
+            own = count + with_text * tokens.text
+            products = count / tokens.image * block.image + with_text * block.text
+            most = max(own * others, tokens.joint - own)  # sent, or received
+            copy = row_bytes * tokens.items * most / self.link
             exposed = copy - window * products
-            early = name == ROWS and rows.items == 1 and exposed > 0
+            early = name == ROWS and tokens.items == 1 and exposed > 0
             if early:
-                exposed -= min(copy / 2, HALF_OF_LAST * count / rows.image * block.image)
+                exposed -= min(copy / 2, HALF_OF_LAST * count / tokens.image * block.image)
             seconds = products + made * (block.image + block.text - products) + each * own
             ends.append((seconds + max(0.0, exposed) + FIXED, early))
         seconds, early = max(ends)

@@ -21,6 +21,7 @@ from typing import Any
 from scipy.optimize import least_squares
 
 from ..errors import SettingError
+from ..families.protocol import StepTokens
 from ..families.registry import find_member
 from ..machine.store import known_cards
 from ..planning.bytes import step_bytes, table_bytes, weight_bytes
@@ -52,7 +53,8 @@ def passes_of(run: MeasuredRun) -> list[Pass]:
     texts = [run["text_tokens"]]
     if run["cfg"] == "two passes":
         texts.append(NEGATIVE_TOKENS)
-    return [Pass(family.transformer, run["batch"], text, inputs.stream_tokens) for text in texts]
+    tokens = (StepTokens(text, inputs.stream_tokens, items=run["batch"]) for text in texts)
+    return [Pass(family.transformer, each) for each in tokens]
 
 
 def seconds_of(run: MeasuredRun, rates: Rates) -> float:

@@ -77,16 +77,39 @@ def count_blocks(names: Iterable[str], prefix: str) -> int:
 
 
 class StepTokens(NamedTuple):
-    """Counts the tokens of one item in a forward pass.
+    """Counts the tokens of a forward pass.
 
     Attributes:
-        text, image: That are computed; references are among the image's.
-        prefix: Before them, whose keys and values are cached.
+        text, image: Of one item, that are computed; references are among the image's.
+        prefix: Of one item, before them, whose keys and values are cached.
+        items: Images in it.
     """
 
     text: int
     image: int
     prefix: int = 0
+    items: int = 1
+
+    @property
+    def joint(self) -> int:
+        return self.text + self.image
+
+    @property
+    def rows(self) -> int:
+        """Counts what is computed of all items, as the next ones count of a part."""
+        return self.items * self.joint
+
+    @property
+    def text_rows(self) -> int:
+        return self.items * self.text
+
+    @property
+    def image_rows(self) -> int:
+        return self.items * self.image
+
+    @property
+    def prefix_rows(self) -> int:
+        return self.items * self.prefix
 
 
 class Adapted(NamedTuple):

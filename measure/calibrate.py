@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from ..errors import UnavailableError
+from ..families.protocol import StepTokens
 from ..families.qwen_image import BLOCK_GEMMS
 from ..loaders.quantize import row_format
 from ..machine.card import first_line, read_cards
@@ -67,12 +68,12 @@ class CalibrationSizes(NamedTuple):
 
 def full_sizes(shape: TransformerShape) -> CalibrationSizes:
     """Returns those of the published model at 1024x1024."""
-    return CalibrationSizes(Pass(shape, 1, TEXT_TOKENS, IMAGE_TOKENS))
+    return CalibrationSizes(Pass(shape, StepTokens(TEXT_TOKENS, IMAGE_TOKENS)))
 
 
 def small_sizes(shape: TransformerShape) -> CalibrationSizes:
     """Returns those that only show that it runs."""
-    return CalibrationSizes(Pass(shape, 1, 8, 64), ((16, 16),), (8, 64, 128), 2**20, 0.05)
+    return CalibrationSizes(Pass(shape, StepTokens(8, 64)), ((16, 16),), (8, 64, 128), 2**20, 0.05)
 
 
 @torch.inference_mode()
@@ -108,7 +109,7 @@ def _calibrate(
     ops, shape = choose_ops(device), work.shape
     if isinstance(ops, Verdict):
         raise UnavailableError(f"the fused blocks, which this measures, do not run here: {ops}.")
-    sizes_of_pass = work.items, shape.heads, shape.head_dim, work.joint
+    sizes_of_pass = work.tokens.items, shape.heads, shape.head_dim, work.tokens.joint
     attend = choose_attention(AttentionRequest(device, torch.bfloat16, *sizes_of_pass))
     shared = {ATTENTION: MixSum(), NORM: MixSum()}
     for precision in MULTIPLIED:
@@ -180,18 +181,20 @@ def _products(work: Pass, precision: str, device: torch.device) -> list[MixPart]
 def _between(
     work: Pass, precision: str, attend: Attention, ops: Ops, device: torch.device
 ) -> list[MixPart]:
-    shape = work.shape
-    q, k, v = _random(3, work.items, work.joint, shape.heads, shape.head_dim, on=device)
-    tokens = Tokens(work.items, work.text, work.image, work.image)
-    x, branch = _random(2, work.rows, shape.dim, on=device)
-    halves = Modulation(*_random(2, work.items, 3 * shape.dim, on=device))
+    shape, counted = work
+    q, k, v = _random(3, counted.items, counted.joint, shape.heads, shape.head_dim, on=device)
+    tokens = Tokens(counted.items, counted.text, counted.image, counted.image)
+    x, branch = _random(2, counted.rows, shape.dim, on=device)
+    halves = Modulation(*_random(2, counted.items, 3 * shape.dim, on=device))
     format = row_format(precision, shape.dim) if precision in QUANTIZED else None
     out = torch.empty_like(x) if format is None else QuantizedRows.empty(x, format)
     norm = ops.residual_norm(x, branch, halves, halves, tokens, EPS, format, out)
     norm = partial(norm, x, halves, halves)
-    moved = work.rows * norm_bytes(shape.dim, format is not None)
+    moved = counted.rows * norm_bytes(shape.dim, format is not None)
     attention = MixPart(
-        ATTENTION, partial(attend, q, k, v), 4 * work.items * work.joint**2 * shape.dim
+        ATTENTION,
+        partial(attend, q, k, v),
+        4 * counted.items * counted.joint**2 * shape.dim,
     )
     return [attention, *2 * [MixPart(NORM, norm, moved)]]
 

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from ..errors import SettingError, UnavailableError
 from ..spec.formats import QUANTIZED
-from ..split_cost import LEAST_GAIN, PassRows, SplitCost, row_bytes
+from ..split_cost import LEAST_GAIN, SplitCost, row_bytes
 from .cards import Card, Price, find_card
 from .estimate import SECONDS_PER_HOUR, Estimate, check_positive, estimate, usd_range
 from .phases import Range
@@ -376,7 +376,8 @@ def _split_cost(option: PlanOption, rates: Rates, cards: int, link: float) -> Sp
     quantized = precision in QUANTIZED and not setting.weight_only
     beside = option.request.loras.beside(precision)
     return SplitCost(
-        PassRows(work.items, work.text, work.image, work.shape.dim),
+        work.tokens,
+        work.shape.dim,
         block,
         None if beside else row_bytes(work.shape.dim, quantized=quantized),
         cards,

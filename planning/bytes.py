@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ..caches import cached
 from ..errors import SettingError
 from ..families.parts import QWEN25_VL
-from ..families.protocol import TextEncoder
+from ..families.protocol import StepTokens, TextEncoder
 from ..spec.formats import BYTES_PER_SCALE, BYTES_PER_WEIGHT, INT8_FP8, MIB, QUANTIZED
 from ..spec.sizes import COMPARED_AT_ONCE, HEAD_TOKENS_AT_ONCE, MOST_TABLE_BYTES, ROWS_AT_ONCE
 from ..spec.transformer import REFERENCE_TOKENS, TransformerShape
@@ -135,35 +135,6 @@ CACHE_LATENTS = 3
 GRAPH_WORKSPACES = 2 * 32 * MIB
 
 
-@dataclass(frozen=True)
-class TokenRows:
-    """Tokens of all items in one forward pass.
-
-    Attributes:
-        items: Images in it.
-        text: Rows of the text stream.
-        painted: Rows of the image stream that are denoised.
-        image: Rows of the image stream, references included.
-        prefix: Rows before those of each step, whose keys and values are cached.
-    """
-
-    items: int
-    text: int
-    painted: int
-    image: int
-    prefix: int = 0
-
-    @classmethod
-    def of(cls, request: RunRequest) -> TokenRows:
-        text, image, prefix = request.step_tokens
-        tokens = text, request.painted_tokens, image, prefix
-        return cls(request.items, *(request.items * count for count in tokens))
-
-    @property
-    def all(self) -> int:
-        return self.text + self.image
-
-
 class StepBytes(NamedTuple):
     """Activations of one forward pass at its worst moment.
 
@@ -187,38 +158,38 @@ def step_bytes(request: RunRequest, setting: Setting) -> StepBytes:
     no more. `fast` attends exactly in its first pass, in which it measures errors. A cached prefix
     is computed in the host's own blocks, in the first step.
     """
-    shape, rows = request.transformer, TokenRows.of(request)
+    shape, tokens = request.transformer, request.step_tokens
     stream = BF16 * shape.dim
     added, control = control_bytes(request)
-    around = _around(shape, rows, request) + added
-    buffers, fused = _fused_bytes(shape, rows, request, setting)
+    around = _around(shape, tokens, request) + added
+    buffers, fused = _fused_bytes(shape, tokens, request, setting)
     begins = fused
     if request.attention == FAST:
         exact = replace(setting, attention=EXACT)
-        buffers, begins = _fused_bytes(shape, rows, request, exact)
-        begins += MEASURED_STREAMS * rows.all * stream
-    host = _host_block(shape, rows, request, setting)
-    expected = rows.all * stream
-    at_once = min(max(rows.image, rows.text), COMPARED_AT_ONCE * rows.items)
-    compared = buffers + (3 * rows.all + 4 * at_once) * stream
+        buffers, begins = _fused_bytes(shape, tokens, request, exact)
+        begins += MEASURED_STREAMS * tokens.rows * stream
+    host = _host_block(shape, tokens, request, setting)
+    expected = tokens.rows * stream
+    at_once = min(max(tokens.image_rows, tokens.text_rows), COMPARED_AT_ONCE * tokens.items)
+    compared = buffers + (3 * tokens.rows + 4 * at_once) * stream
     first = max(host, expected + begins, compared)
     return StepBytes(max(around + first, control), max(around + fused, control))
 
 
 def _fused_bytes(
-    shape: TransformerShape, rows: TokenRows, request: RunRequest, setting: Setting
+    shape: TransformerShape, tokens: StepTokens, request: RunRequest, setting: Setting
 ) -> tuple[int, int]:
     # (the buffers; all of a fused block at its worst moment)
     buffers = buffer_bytes(request, setting)
-    streams = 2 * rows.all * BF16 * shape.dim
-    return buffers, buffers + streams + _beside_buffers(shape, rows, request, setting)
+    streams = 2 * tokens.rows * BF16 * shape.dim
+    return buffers, buffers + streams + _beside_buffers(shape, tokens, request, setting)
 
 
 def input_bytes(request: RunRequest) -> int:
     """Counts what is on the card while the first block waits for its modulation."""
-    shape, rows = request.transformer, TokenRows.of(request)
-    stream = rows.all * BF16 * shape.dim
-    return stream + _around(shape, rows, request) + control_bytes(request)[0]
+    shape, tokens = request.transformer, request.step_tokens
+    stream = tokens.rows * BF16 * shape.dim
+    return stream + _around(shape, tokens, request) + control_bytes(request)[0]
 
 
 def embedding_rows(request: RunRequest) -> tuple[int, int]:
@@ -251,7 +222,7 @@ def graph_bytes(request: RunRequest, setting: Setting) -> int:
     if not replays_graph(request, setting):
         return 0
     streams = 2 if setting.attention == EXACT else 1
-    rows = streams * TokenRows.of(request).all * request.transformer.dim * BF16
+    rows = streams * request.step_tokens.rows * request.transformer.dim * BF16
     return rows + _timestep_bytes(request) + GRAPH_WORKSPACES
 
 
@@ -265,31 +236,33 @@ def _ranks_beside(request: RunRequest, setting: Setting) -> int:
     return request.loras.beside(setting.precision) * request.loras.rank
 
 
-def _around(shape: TransformerShape, rows: TokenRows, request: RunRequest) -> int:
+def _around(shape: TransformerShape, tokens: StepTokens, request: RunRequest) -> int:
     # Latents, conditioning and rotation, which last through all blocks.
     latent = shape.in_channels
     latents = SAMPLER_LATENTS + CACHE_LATENTS * (request.cache != OFF)
     sampled = request.batch * request.painted_tokens
     sampler = latents * FP32 * latent * sampled
     text = request.items * request.prompt_tokens
-    given = BF16 * latent * rows.image + BF16 * shape.joint_dim * text
+    given = BF16 * latent * tokens.image_rows + BF16 * shape.joint_dim * text
     # ComfyUI's matrices of 2 x 2 for every pair of a head, and cosine and sine separately.
-    rotation = (4 + 2) * shape.head_dim // 2 * BF16 * (rows.all + rows.prefix)
+    rotation = (4 + 2) * shape.head_dim // 2 * BF16 * (tokens.rows + tokens.prefix_rows)
     embedding = BF16 * shape.dim * embedding_rows(request)[0]
     last = 0
-    if rows.image > rows.painted:  # the loop over references keeps the last one and its places
-        last = rows.items * REFERENCE_TOKENS * (BF16 * latent + 3 * FP32)
-    prefixes = request.passes * 2 * shape.blocks * rows.prefix * shape.dim * BF16
+    if (
+        tokens.image > request.painted_tokens
+    ):  # the loop over references keeps the last one and its places
+        last = tokens.items * REFERENCE_TOKENS * (BF16 * latent + 3 * FP32)
+    prefixes = request.passes * 2 * shape.blocks * tokens.prefix_rows * shape.dim * BF16
     return sampler + given + rotation + embedding + last + prefixes
 
 
 def buffer_bytes(request: RunRequest, setting: Setting) -> int:
     """Counts the executor's buffers, which every block of a pass uses again."""
-    dim, block, tokens = request.transformer.dim, request.transformer.block, TokenRows.of(request)
+    dim, block, tokens = request.transformer.dim, request.transformer.block, request.step_tokens
     # q of these rows with k and v of all, or the MLP's hidden rows.
-    widest = max(3 * tokens.all + 2 * tokens.prefix, block.hidden * tokens.all) * dim
-    rows = -(-tokens.all // ROWS_AT_ONCE) * ROWS_AT_ONCE
-    count = rows * (-(-widest // tokens.all) + dim) * BF16
+    widest = max(3 * tokens.rows + 2 * tokens.prefix_rows, block.hidden * tokens.rows) * dim
+    rows = -(-tokens.rows // ROWS_AT_ONCE) * ROWS_AT_ONCE
+    count = rows * (-(-widest // tokens.rows) + dim) * BF16
     # What LoRAs make of the rows that q, k and v read.
     count += rows * 3 * _ranks_beside(request, setting) * BF16
     if setting.precision in QUANTIZED and not setting.weight_only:
@@ -307,10 +280,10 @@ def heads_bytes(request: RunRequest, attention: str) -> int:
     if attention == EXACT:
         return 0
     head_dim = request.transformer.head_dim
-    rows = TokenRows.of(request)
+    tokens = request.step_tokens
     queries, keys = (
-        -(-count // (rows.items * HEAD_TOKENS_AT_ONCE)) * HEAD_TOKENS_AT_ONCE
-        for count in (rows.all, rows.all + rows.prefix)
+        -(-count // (tokens.items * HEAD_TOKENS_AT_ONCE)) * HEAD_TOKENS_AT_ONCE
+        for count in (tokens.rows, tokens.rows + tokens.prefix_rows)
     )
     head = (queries + keys) * (head_dim + FP32) + FP32 * head_dim
     if attention == INT8_FP8:
@@ -319,12 +292,12 @@ def heads_bytes(request: RunRequest, attention: str) -> int:
 
 
 def _beside_buffers(
-    shape: TransformerShape, rows: TokenRows, request: RunRequest, setting: Setting
+    shape: TransformerShape, tokens: StepTokens, request: RunRequest, setting: Setting
 ) -> int:
     # The most that a block takes at once beside its input, the residual stream and buffers.
     stream = BF16 * shape.dim
-    most = max(rows.image, rows.text)
-    found = rows.all * stream if setting.attention == EXACT else 0  # what attention gives
+    most = max(tokens.image_rows, tokens.text_rows)
+    found = tokens.rows * stream if setting.attention == EXACT else 0  # what attention gives
     if setting.weight_only:
         # The result of the MLP's first product beside the weight that was expanded for it.
         found = max(found, shape.block.hidden * (most + shape.dim) * stream)
@@ -332,22 +305,22 @@ def _beside_buffers(
 
 
 def _host_block(
-    shape: TransformerShape, rows: TokenRows, request: RunRequest, setting: Setting | None = None
+    shape: TransformerShape, tokens: StepTokens, request: RunRequest, setting: Setting | None = None
 ) -> int:
     # ComfyUI's own, followed through its `forward`: at the GELU of its larger stream, or at
     # attention, where 0.33 holds queries, keys and values twice (0.40 frees them earlier).
-    block, most = shape.block, max(rows.image, rows.text, rows.prefix)
+    block, most = shape.block, max(tokens.image_rows, tokens.text_rows, tokens.prefix_rows)
     # The GELU's input and result; or gate and up with their product.
     hidden = block.hidden + block.inner
-    attended = 10 * rows.all + 2 * rows.prefix
+    attended = 10 * tokens.rows + 2 * tokens.prefix_rows
     if setting and request.loras.beside(setting.precision):
         # The layer's output, the LoRA's and their sum; the text's comes last.
         hidden = 3 * block.hidden
-        attended += max(2 * rows.text, 2 * rows.image - rows.text)
+        attended += max(2 * tokens.text_rows, 2 * tokens.image_rows - tokens.text_rows)
     modulation = block.modulation_rows * sum(embedding_rows(request))
     stream, heads = BF16 * shape.dim, setting and heads_bytes(request, setting.attention)
     attends = attended * stream + (heads or 0)
-    return max((2 * rows.all + (1 + hidden) * most) * stream, attends) + modulation * stream
+    return max((2 * tokens.rows + (1 + hidden) * most) * stream, attends) + modulation * stream
 
 
 def _control_blocks(request: RunRequest) -> int:
@@ -364,9 +337,9 @@ def control_bytes(request: RunRequest) -> tuple[int, int]:
     """
     if not request.controlnet_bytes:
         return 0, 0
-    rows, shape = TokenRows.of(request), request.transformer
-    seen = replace(rows, image=rows.painted)
-    added = _control_blocks(request) * rows.painted * BF16 * shape.dim
+    tokens, shape = request.step_tokens, request.transformer
+    seen = tokens._replace(image=request.painted_tokens)
+    added = _control_blocks(request) * seen.image_rows * BF16 * shape.dim
     return added, _around(shape, seen, request) + added + _host_block(shape, seen, request)
 
 

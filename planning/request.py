@@ -207,10 +207,11 @@ class RunRequest:
 
     @property
     def step_tokens(self) -> StepTokens:
-        """Counts the tokens of one item in a forward pass."""
+        """Counts the tokens of a forward pass."""
         words = self.text_tokens + self.references * self.member.reference_words
         references = self.references * REFERENCE_TOKENS
-        return self.member.family.step_tokens(words, self.painted_tokens, references)
+        tokens = self.member.family.step_tokens(words, self.painted_tokens, references)
+        return tokens._replace(items=self.items)
 
     @property
     def passes(self) -> int:

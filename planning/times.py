@@ -6,11 +6,10 @@ D. Patterson: Roofline, CACM 52(4), 2009); kernels follow one another, so that t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..families.parts import QWEN25_VL
-from ..families.protocol import TextEncoder
+from ..families.protocol import StepTokens, TextEncoder
 from ..spec.formats import BYTES_PER_SCALE, BYTES_PER_WEIGHT, INT8_FP8, QUANTIZED
 from ..spec.transformer import OFF_CARD, ON_CARD, TransformerShape
 from ..split_cost import BlockSeconds
@@ -33,35 +32,15 @@ TABLE_FACTOR = 1.05
 TABLE_LAYER_SECONDS = 0.00003
 
 
-@dataclass(frozen=True)
-class Pass:
-    """One forward pass.
-
-    Args:
-        shape: of the transformer.
-        items: images in it.
-        text: text tokens of each, with those that references add.
-        image: image tokens of each, with those of references.
-        prefix: tokens before those of each, whose keys and values are cached.
-    """
+class Pass(NamedTuple):
+    """One forward pass of a transformer."""
 
     shape: TransformerShape
-    items: int
-    text: int
-    image: int
-    prefix: int = 0
+    tokens: StepTokens
 
     @classmethod
     def of(cls, request: RunRequest) -> Pass:
-        return cls(request.transformer, request.items, *request.step_tokens)
-
-    @property
-    def joint(self) -> int:
-        return self.text + self.image
-
-    @property
-    def rows(self) -> int:
-        return self.items * self.joint
+        return cls(request.transformer, request.step_tokens)
 
     def products(self, layer: str) -> tuple[int, int]:
         """Counts (how many, rows of each) of the matrix products of one of the block's layers.
@@ -69,10 +48,10 @@ class Pass:
         Attention wants text and image of an item side by side, and what it reads and gives is
         multiplied item by item; the MLPs take a stream at once.
         """
-        block = self.shape.block
-        tokens = self.text if layer.startswith(block.text_layers) else self.image
+        block, (text, image, _, items) = self.shape.block, self.tokens
+        tokens = text if layer.startswith(block.text_layers) else image
         attends = layer.startswith(f"{block.attention}.")
-        return (self.items, tokens) if attends else (1, self.items * tokens)
+        return (items, tokens) if attends else (1, items * tokens)
 
 
 def block_bytes(
@@ -106,7 +85,7 @@ def block_bytes(
     elif block.hidden > block.inner:  # no epilogue multiplies gate and up
         each += WIDE * (block.hidden + block.inner) * dim
     # Cached keys and values are copied to those of the pass.
-    return work.rows * each + 2 * 2 * WIDE * dim * work.items * work.prefix
+    return work.tokens.rows * each + 2 * 2 * WIDE * dim * work.tokens.prefix_rows
 
 
 def norm_bytes(dim: int, narrow: bool) -> int:
@@ -186,7 +165,7 @@ def sampling_seconds(request: RunRequest, precision: str, rates: Rates, **how: A
     passes = request.computed_steps * request.passes
     seconds = passes * forward_seconds(request, precision, rates, **how)
     if tokens := request.step_tokens.prefix:  # by the host's own blocks, once a prompt
-        prefix = Pass(request.transformer, request.items, 0, tokens)
+        prefix = Pass(request.transformer, StepTokens(0, tokens, items=request.items))
         seconds += request.passes * STOCK * pass_times(prefix, precision, rates).seconds
     return seconds
 
@@ -246,9 +225,10 @@ def block_seconds(work: Pass, precision: str, rates: Rates, attention: str = EXA
 
 def attention_seconds(work: Pass, rates: Rates) -> float:
     """Predicts one block: 4 joint^2 dim operations an item, at least q, k, v and the output."""
-    keys = work.joint + work.prefix
-    arithmetic = 4 * work.items * work.joint * keys * work.shape.dim / rates.attention
-    moved = 2 * WIDE * work.items * (work.joint + keys) * work.shape.dim
+    tokens = work.tokens
+    keys = tokens.joint + tokens.prefix
+    arithmetic = 4 * tokens.rows * keys * work.shape.dim / rates.attention
+    moved = 2 * WIDE * tokens.items * (tokens.joint + keys) * work.shape.dim
     return max(arithmetic, moved / rates.bandwidth)
 
 
@@ -257,15 +237,15 @@ def _outside_seconds(work: Pass, rates: Rates) -> float:
     # streams are normed, joined and split: some ten times read and written. The modulation comes
     # from a table, two streams of six rows a block.
     shape = work.shape
-    image, text = work.items * work.image, work.items * work.text
+    image, text = work.tokens.image_rows, work.tokens.text_rows
     products = (
         (image, shape.dim, shape.in_channels),
         (text, shape.dim, shape.joint_dim),
         (image, shape.packed_out_channels, shape.dim),
     )
     seconds = sum(product_seconds(*sizes, "bf16", rates) for sizes in products)
-    table = 2 * shape.block.modulation_rows * shape.blocks * work.items
-    return seconds + (10 * work.rows + table) * shape.dim * WIDE / rates.bandwidth
+    table = 2 * shape.block.modulation_rows * shape.blocks * work.tokens.items
+    return seconds + (10 * work.tokens.rows + table) * shape.dim * WIDE / rates.bandwidth
 
 
 def _lora_seconds(work: Pass, rank: int, precision: str, rates: Rates) -> float:
@@ -295,7 +275,7 @@ def _controlnet_seconds(work: Pass, weights: int, rates: Rates) -> float:
     # image stream after each block of the transformer.
     shape = work.shape
     share = weights / weight_bytes(shape, "bf16").total
-    added = 4 * shape.blocks * work.items * work.image * shape.dim * WIDE / rates.bandwidth
+    added = 4 * shape.blocks * work.tokens.image_rows * shape.dim * WIDE / rates.bandwidth
     return STOCK * share * _card_seconds(work, "bf16", rates) + added
 
 

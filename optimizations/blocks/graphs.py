@@ -18,7 +18,7 @@ from ...patches import call
 from ...spec.sizes import REPAID_BY
 from ..fused import Ops
 from ..modulation import Entry
-from ..reference import Rotary, Tokens
+from ..reference import Rotary
 from ..verdict import Verdict
 from .block import BlockExecutor, Step
 from .products import streams_of
@@ -322,16 +322,6 @@ class PassMemory:
         if self._lent is None:
             self._lent = pool_on(card)
         return self._lent
-
-
-def key_of(text: torch.Tensor, step: Step, entry: Entry, attention: object) -> tuple[Hashable, ...]:
-    """What two passes have in common that one graph can compute."""
-    tokens: Tokens = step.tokens
-    cos = step.rotary.cos
-    mask = None if step.mask is None else (step.mask.shape, step.mask.stride())
-    prefix = None if step.prefix is None else (step.prefix.keys.data_ptr(), step.before)
-    form = tokens, text.dtype, cos.shape, cos.dtype, mask, prefix
-    return (*form, entry.image.shape, entry.text.shape, entry.image.dtype, attention)
 
 
 # Each keeps a workspace of cuBLAS.

@@ -15,14 +15,15 @@ import torch
 from ...machine.card import first_line
 from ...patches import patched
 from ...spec.sizes import MOST_GRAPH_ROWS
+from ...split_cost import Exchange
 from ..attention import Attention, AttentionRequest, ChosenAttention
-from ..cards.team import Given, SplitPlan, Team
+from ..cards.team import Given, Team
 from ..modulation import Entry, compute_entry
 from ..reference import Modulation
 from ..verdict import Verdict
 from .block import Attend, BlockExecutor
 from .block_form import heads_of
-from .graphs import FIRST, LAST_PART, Inputs, PassGraph, PassMemory, Seen, Work, key_of
+from .graphs import FIRST, LAST_PART, Inputs, PassGraph, PassMemory, Seen, Work
 from .host import BlockInputs, HostPass, PreparedModel, Streams, is_finite
 
 WATCHED = Verdict("something reads or changes the streams between two blocks")
@@ -265,7 +266,7 @@ class ForwardPass:
         return False
 
     def _compare_shared(
-        self, block: torch.nn.Module, given: Given, arguments: dict[str, Any], plan: SplitPlan
+        self, block: torch.nn.Module, given: Given, arguments: dict[str, Any], plan: Exchange
     ) -> bool:
         figures, (text, image, step, _) = self._prepared.split, given
         self._free_buffers()
@@ -313,13 +314,17 @@ class ForwardPass:
         return Work(key, self._weights, parts, beside, lambda: launch, borrowed=prefixes)
 
     def _key(self, given: Given) -> tuple[Hashable, ...]:
+        """What two passes have in common that one graph can compute."""
         text, _, step, entry = given
         heads, tokens = heads_of(self._host.blocks[0]), step.tokens
         joint = step.before + tokens.joint
         size = tokens.batch, heads, text.shape[-1] // heads, joint, step.mask is not None
         request = text.device, text.dtype, *size
         chosen = self._choice(self._host.attention, AttentionRequest, *request)
-        return key_of(text, step, entry, chosen)
+        cos, prefix = step.rotary.cos, step.prefix and step.prefix.keys.data_ptr()
+        mask = None if step.mask is None else (step.mask.shape, step.mask.stride())
+        form = tokens, text.dtype, cos.shape, cos.dtype, mask, prefix, step.before
+        return (*form, entry.image.shape, entry.text.shape, entry.image.dtype, chosen)
 
     def _graph(
         self, work_of: Callable[[], Work], given: Given, compared: bool, clear: bool

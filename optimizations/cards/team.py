@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 import torch
 
+from ...families.protocol import StepTokens
 from ...machine.links import Link, Route
-from ...split_cost import KEYS, LEAST_GAIN, ROWS, BlockSeconds, PassRows, SplitCost, row_bytes
+from ...split_cost import KEYS, LEAST_GAIN, ROWS, BlockSeconds, Exchange, SplitCost, row_bytes
 from ..attention import Attention, AttentionRequest, ChosenAttention
 from ..blocks.block import BlockExecutor, Step
 from ..blocks.block_form import PLACES
@@ -32,20 +33,6 @@ NOT_MEASURED = Verdict(
     "the link between the cards has not been measured: too little memory was free"
 )
 TOO_SMALL = Verdict("the image has fewer tokens than there are cards")
-
-
-class SplitPlan(NamedTuple):
-    """How a pass is split.
-
-    Attributes:
-        exchange: `split_cost.KEYS` or `split_cost.ROWS`.
-        images: Image tokens of an item for each card; the first has the text as well.
-        early: Whether normalized rows leave in two pieces.
-    """
-
-    exchange: str
-    images: tuple[int, ...]
-    early: bool
 
 
 class CardPass(NamedTuple):
@@ -111,7 +98,7 @@ class SplitFigures:
 
     check: FirstBlockCheck
     verdicts: Verdicts
-    plan: SplitPlan | None = None
+    plan: Exchange | None = None
     passes: int = 0
     blocks: int = 0
     seconds: float = 0.0
@@ -128,11 +115,11 @@ class SplitFigures:
     def lines(self) -> list[str]:
         lines = []
         if self.passes:
-            rows = " + ".join(map(str, self.plan.images))
+            rows = " + ".join(map(str, self.plan.image_rows))
             host = 1e6 * self.seconds / max(self.blocks, 1)
             lines.append(
-                f"cards: {len(self.plan.images)} share {self.passes} forward passes, image tokens "
-                f"{rows}; they exchange {EXCHANGED[self.plan.exchange]}; the processor takes "
+                f"cards: {len(self.plan.image_rows)} share {self.passes} forward passes, image "
+                f"tokens {rows}; they exchange {EXCHANGED[self.plan.name]}; the processor takes "
                 f"{host:.0f} us a block"
             )
             if self.gain is not None:
@@ -150,7 +137,7 @@ class ShapeFigures:
     """
 
     milliseconds: dict[int, float] = field(default_factory=dict)
-    plans: dict[Hashable, SplitPlan | Verdict] = field(default_factory=dict)
+    plans: dict[Hashable, Exchange | Verdict] = field(default_factory=dict)
 
 
 class Team:
@@ -188,7 +175,7 @@ class Team:
             device = changed[0].host.device
             self.refusal = Verdict(f"{device}: its layers are not those of the first card")
 
-    def plan(self, executor: BlockExecutor, given: Given) -> SplitPlan | Verdict:
+    def plan(self, executor: BlockExecutor, given: Given) -> Exchange | Verdict:
         """Says how a pass is split, or why it is not; measures some blocks on one card, once.
 
         Args:
@@ -212,29 +199,30 @@ class Team:
         plan = figures.plans.get(key)
         if plan is None:
             width, tokens = text.shape[2], step.tokens
-            rows = PassRows(tokens.batch, tokens.text, tokens.image, width)
+            counted = StepTokens(tokens.text, tokens.image, items=tokens.batch)
             milliseconds = self._of_a_block(1, lambda: self._alone(executor, given))
             block = BlockSeconds.shared(
                 milliseconds / 1000,
-                rows,
+                counted,
+                width,
                 quantized=first.prepared.quantized,
                 text=self._of_text(executor, given) / 1000,
             )
             cost = SplitCost(
-                rows,
+                counted,
+                width,
                 block,
                 row_bytes(width, quantized=quantized) if sends else None,
                 len(self._members),
                 self._gbps * 1e9,
                 len(first.host.blocks),
             )
-            best, plan = cost.best, Verdict(cost.words)
-            if cost.pays:
-                plan = SplitPlan(best.name, best.image_rows, best.early)
+            # Without the seconds, two measurements of a shape have one graph.
+            plan = cost.best._replace(seconds=0.0) if cost.pays else Verdict(cost.words)
             figures.plans[key] = plan
         return plan
 
-    def work(self, plan: SplitPlan, key: tuple[Hashable, ...]) -> Work:
+    def work(self, plan: Exchange, key: tuple[Hashable, ...]) -> Work:
         """Says what a CUDA graph over all cards computes of a pass.
 
         Args:
@@ -258,10 +246,10 @@ class Team:
         return [member.card(attention) for member in self._members]
 
     def split(
-        self, plan: SplitPlan, step: Step, routes: dict[tuple[int, int], Route] | None = None
+        self, plan: Exchange, step: Step, routes: dict[tuple[int, int], Route] | None = None
     ) -> Split:
         """Makes what runs a pass, or with the `routes` of a capture what is captured."""
-        shares = shares_of(step.tokens, plan.images, plan.exchange)
+        shares = shares_of(step.tokens, plan.image_rows, plan.name)
         additions = self._members[0].host.additions
         return Split(self._cards(), shares, routes or self._routes, additions, plan.early)
 

@@ -30,7 +30,7 @@ from qwen_l40s.optimizations.fused import TORCH
 from qwen_l40s.optimizations.modulation import compute_entry
 from qwen_l40s.optimizations.run import Optimization
 from qwen_l40s.planning import bytes as text_encoder
-from qwen_l40s.planning.bytes import FP32, SAMPLER_LATENTS, TokenRows, control_bytes, step_bytes
+from qwen_l40s.planning.bytes import FP32, SAMPLER_LATENTS, control_bytes, step_bytes
 from qwen_l40s.planning.request import (
     Loras,
     Parts,
@@ -171,9 +171,9 @@ def stand_ins():
 
 
 def given_bytes(request):
-    rows = TokenRows.of(request)
-    sampler = SAMPLER_LATENTS * FP32 * 64 * request.batch * rows.painted // rows.items
-    return sampler + 2 * 64 * rows.image + 2 * SHAPE.joint_dim * rows.text
+    tokens = request.step_tokens
+    sampler = SAMPLER_LATENTS * FP32 * 64 * request.batch * request.painted_tokens
+    return sampler + 2 * 64 * tokens.image_rows + 2 * SHAPE.joint_dim * tokens.text_rows
 
 
 def expands(layer):
@@ -248,14 +248,14 @@ def followed(request, setting):
     base = Base(transformer)
     if request.loras.count:
         add_loras(base, request.loras, setting)
-    blocks, rows = tuple(transformer.transformer_blocks), TokenRows.of(request)
+    blocks, tokens = tuple(transformer.transformer_blocks), request.step_tokens
     side = request.height // 8, request.width // 8
-    x = torch.randn(rows.items, 16, 1, *side).to(BF16)
-    text = torch.randn(rows.items, request.prompt_tokens, SHAPE.joint_dim).to(BF16)
-    references = [torch.randn(rows.items, 16, 1, 128, 128).to(BF16)] * request.references
-    timestep = torch.full((rows.items,), 0.5)
+    x = torch.randn(tokens.items, 16, 1, *side).to(BF16)
+    text = torch.randn(tokens.items, request.prompt_tokens, SHAPE.joint_dim).to(BF16)
+    references = [torch.randn(tokens.items, 16, 1, 128, 128).to(BF16)] * request.references
+    timestep = torch.full((tokens.items,), 0.5)
     run, optimization = {}, Optimization(None)
-    modulation = Modulation(blocks, rows.items)
+    modulation = Modulation(blocks, tokens.items)
     layers = Int8Layers(setting.weight_only, Beside(base))
     options = {"ref_latents_method": "index_timestep_zero"} if request.member.timestep_zero else {}
 
@@ -350,8 +350,10 @@ def test_a_controlnet():
     request = RunRequest(
         width=512, height=512, parts=Parts(transformer=SHAPE), controlnet_bytes=held
     )
-    rows = TokenRows.of(request)
-    assert control_bytes(request)[0] == blocks * 2 * SHAPE.dim * rows.painted
+    tokens = request.step_tokens
+    assert (
+        control_bytes(request)[0] == blocks * 2 * SHAPE.dim * tokens.items * request.painted_tokens
+    )
     x, hint = (torch.randn(1, 16, 1, 64, 64).to(BF16) for _ in range(2))
     text = torch.randn(1, request.prompt_tokens, SHAPE.joint_dim).to(BF16)
     with torch.inference_mode(), stand_ins(), Allocations(0) as seen:

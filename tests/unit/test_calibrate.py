@@ -419,7 +419,7 @@ def test_every_product_of_a_block_is_measured_once(module):
     cpu = torch.device("cpu")
     parts += module._between(sizes.work, "bf16", print, module.choose_ops(cpu), cpu)
     flops = sum(part.work for part in parts if part.name != module.NORM)
-    joint, dim = sizes.work.joint, SMALL.dim
+    joint, dim = sizes.work.tokens.joint, SMALL.dim
     assert flops == 2 * 12 * joint * dim**2 + 4 * joint**2 * dim
 
 

@@ -16,7 +16,6 @@ from qwen_l40s.planning import phases as phases_module
 from qwen_l40s.planning.bytes import (
     GRAPH_WORKSPACES,
     SAMPLER_LATENTS,
-    TokenRows,
     buffer_bytes,
     encoding_bytes,
     graph_bytes,
@@ -135,8 +134,8 @@ def test_the_count_is_what_an_h200_allocated(conditions, row):
     if setting.precision in QUANTIZED:
         # When this was measured, the first step looked for NaN in all tokens at once: in place of
         # attention's result, 2.5 of the image's stream.
-        rows = TokenRows.of(request)
-        first += int((2.5 * rows.image - rows.all) * 2 * request.transformer.dim)
+        tokens = request.step_tokens
+        first += int((2.5 * tokens.image_rows - tokens.rows) * 2 * request.transformer.dim)
     for found, count in (
         ("extra_gib", counted.later + graphs),
         ("warmup_extra_gib", first),
@@ -241,10 +240,8 @@ def test_a_reference_more_takes_more(references):
 
 
 def test_two_prompts_in_one_pass_take_twice_the_tokens():
-    apart = TokenRows.of(RunRequest(batch=2))
-    assert TokenRows.of(RunRequest(batch=2, cfg="one pass")) == TokenRows(
-        4, 2 * apart.text, 2 * apart.painted, 2 * apart.image
-    )
+    apart = RunRequest(batch=2).step_tokens
+    assert RunRequest(batch=2, cfg="one pass").step_tokens == apart._replace(items=4)
     assert step_bytes(RunRequest(cfg="off"), Setting()) == step_bytes(RunRequest(), Setting())
 
 

@@ -409,7 +409,7 @@ def test_shares_follow_what_the_text_takes(monkeypatch):
         passes = Passes(monkeypatch)
         monkeypatch.setattr(team.Team, "_of_text", lambda *_, text=text: text)
         passes.gives_the_same()
-        first[text] = passes.figures.plan.images[0]
+        first[text] = passes.figures.plan.image_rows[0]
     assert first[0.05] - first[0.4] > 100  # of 1,000 rows
     for mix in ("plain", "all fp8", "dense text, fp8 image"):
         passes = Passes(monkeypatch, mix=mix)

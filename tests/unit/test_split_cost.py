@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qwen_l40s.split_cost import FIXED, LEAST_GAIN, BlockSeconds, PassRows, SplitCost, row_bytes
+from qwen_l40s.families.protocol import StepTokens
+from qwen_l40s.split_cost import FIXED, LEAST_GAIN, BlockSeconds, SplitCost, row_bytes
 
 DIM, TEXT = 3072, 128
 SIZES = {1024: 4096, 1328: 6889, 2048: 16384}
@@ -23,7 +24,8 @@ def cost(side, link, times=BF16, cards=2):
     image = SIZES[side]
     text = products * TEXT / (TEXT + image)
     return SplitCost(
-        PassRows(1, TEXT, image, DIM),
+        StepTokens(TEXT, image),
+        DIM,
         BlockSeconds(products - text, text, attention),
         row_bytes(DIM, quantized=times is INT8),
         cards=cards,
@@ -81,7 +83,9 @@ def test_text_takes_the_place_of_image_rows():
     assert first + TEXT == pytest.approx(other, abs=20)
     text_bound = replace(found, block=found.block._replace(text=3 * found.block.text))
     assert text_bound.best.image_rows[0] < first
-    long = replace(found, rows=found.rows._replace(text=9000), block=BlockSeconds(0.005, 0.01, 0.2))
+    long = replace(
+        found, tokens=found.tokens._replace(text=9000), block=BlockSeconds(0.005, 0.01, 0.2)
+    )
     assert long.best.image_rows[0] == 1
 
 
@@ -94,10 +98,10 @@ def test_text_takes_the_place_of_image_rows():
 )
 def test_all_rows_are_somewhere(text, image, items, cards, link):
     cards = min(cards, image)
-    rows = PassRows(items, text, image, DIM)
+    tokens = StepTokens(text, image, items=items)
     seconds = 1e-6 * items * (text + image)
-    block = BlockSeconds.shared(seconds, rows, quantized=True, text=0.1 * seconds)
-    found = SplitCost(rows, block, DIM + 4, cards, link)
+    block = BlockSeconds.shared(seconds, tokens, DIM, quantized=True, text=0.1 * seconds)
+    found = SplitCost(tokens, DIM, block, DIM + 4, cards, link)
     for each in (found.best, replace(found, row_bytes=None).best):
         assert len(each.image_rows) == cards
         assert sum(each.image_rows) == image
@@ -118,11 +122,13 @@ def test_a_measured_block_decides():
 
 
 def test_parts_of_a_measured_block():
-    rows = PassRows(1, TEXT, 4096, DIM)
+    tokens = StepTokens(TEXT, 4096)
     for quantized, times in ((False, BF16), (True, INT8)):
         products, attention = (ms / 1000 for ms in times[1024])
         text = products * TEXT / (TEXT + 4096)
-        found = BlockSeconds.shared(products + attention, rows, quantized=quantized, text=text)
+        found = BlockSeconds.shared(
+            products + attention, tokens, DIM, quantized=quantized, text=text
+        )
         assert sum(found) == pytest.approx(products + attention)
         assert found.text == text
         assert found.joint == pytest.approx(attention, rel=0.05)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from qwen_l40s.families.protocol import StepTokens
 from qwen_l40s.families.qwen_image import FULL_SIZE
 from qwen_l40s.planning.files import QUANTIZING, SOURCES, Load, load_seconds
 from qwen_l40s.planning.rates import Launches, Rates, measured
@@ -69,9 +70,9 @@ def slower(rates, factor):
 
 def test_arithmetic_is_what_a_forward_pass_is_counted_to_have():
     rates = replace(FREE, gemm={"bf16": 1e12}, attention=1e12)
-    work = Pass(FULL_SIZE, 1, 200, 4096)
+    work = Pass(FULL_SIZE, StepTokens(200, 4096))
     dim = FULL_SIZE.dim  # a token meets 4 products of D x D in attention and 8 in the MLP
-    flops = 60 * (2 * 12 * work.joint * dim**2 + 4 * work.joint**2 * dim)
+    flops = 60 * (2 * 12 * work.tokens.joint * dim**2 + 4 * work.tokens.joint**2 * dim)
     found = pass_times(work, "bf16", rates).card * 1e12
     assert flops < found < 1.001 * flops  # the layers around the blocks
 
@@ -83,7 +84,7 @@ def test_the_kernels_between_products_are_counted_as_their_benchmark_counts_them
         for row in kernels
         if row["way"] == "ours" and row["size"] == "1024x1024"
     }
-    work = Pass(FULL_SIZE, 1, 200, 4096)
+    work = Pass(FULL_SIZE, StepTokens(200, 4096))
     bf16 = 2 * moved["residual_norm bf16"] + moved["qk_norm_rope bf16"]
     assert block_bytes(work, "bf16") == pytest.approx(bf16, rel=0.03)
     for precision in ("fp8", "int8"):
@@ -173,14 +174,14 @@ def test_a_step_has_as_many_passes_as_guidance_takes():
         10 * forward_seconds(single, "bf16", H200)
     )
     together = replace(guided, cfg="one pass")
-    assert Pass.of(together).items == 2
+    assert Pass.of(together).tokens.items == 2
 
 
 def test_tokens_are_those_of_image_layers_references_and_prompt():
     edit = RunRequest(family="qwen-image-edit-2511", width=1024, height=512, references=3)
-    assert Pass.of(edit) == Pass(FULL_SIZE, 1, 200 + 3 * 196, 2048 + 3 * 4096)
+    assert Pass.of(edit) == Pass(FULL_SIZE, StepTokens(200 + 3 * 196, 2048 + 3 * 4096))
     layered = RunRequest(family="qwen-image-layered", width=640, height=640, layers=4)
-    assert Pass.of(layered).image == 5 * 1600
+    assert Pass.of(layered).tokens.image == 5 * 1600
 
 
 def test_a_product_is_bound_by_its_arithmetic_or_by_its_weights():
