@@ -51,11 +51,9 @@ class Later:
 
     @property
     def ready(self) -> bool:
-        """Says whether reading them takes no wait."""
         return self._event is None or self._event.query()
 
     def read(self) -> list[float]:
-        """Waits until the card has come that far, and gives them."""
         if self._event is not None:
             self._event.synchronize()
         return self._values.tolist()

@@ -165,6 +165,5 @@ def quantize_transformer(
 
 
 def replace_layer(model: torch.nn.Module, name: str, layer: torch.nn.Module) -> None:
-    """Puts a module into a model at a dotted name."""
     owner, _, leaf = name.rpartition(".")
     put("weights", model.get_submodule(owner), **{leaf: layer})

@@ -100,7 +100,6 @@ def _tensors(
 
 
 def padded(tokens: int) -> int:
-    """Rounds up to a multiple of `HEAD_TOKENS_AT_ONCE`."""
     return -(-tokens // HEAD_TOKENS_AT_ONCE) * HEAD_TOKENS_AT_ONCE
 
 

@@ -296,7 +296,6 @@ class BlockExecutor:
     def _both(
         self, form: BlockForm, after: BlockForm, share: Share, x: torch.Tensor
     ) -> tuple[Program, Program]:
-        """Finds the programs of two blocks, which share buffers."""
         programs = self._programs
         while True:
             changes = self._workspace.changes

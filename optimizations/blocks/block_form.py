@@ -153,7 +153,6 @@ def modulated_by(block: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def head_norms(block: torch.nn.Module) -> list[torch.nn.Module]:
-    """The RMSNorms of a block that has token layers."""
     return [part_of(block, name) for name in spec_of(block).head_norms]
 
 

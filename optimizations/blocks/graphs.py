@@ -51,7 +51,6 @@ class Inputs(NamedTuple):
     step: Step
 
     def copy(self, text: torch.Tensor, image: torch.Tensor, step: Step, entry: Entry) -> None:
-        """Takes over the inputs of a pass of the same shapes."""
         for mine, theirs in zip(streams_of(self.x, step.tokens), (text, image), strict=True):
             mine.copy_(theirs)
         self.entry.image.copy_(entry.image)
@@ -118,7 +117,6 @@ class PassGraph:
 
     @property
     def void(self) -> bool:
-        """Whether a buffer was exchanged since, or the graph was reset."""
         return not self._buffers or any(it.changes != changes for it, changes in self._buffers)
 
     def replay(

@@ -270,7 +270,6 @@ class FirstBlockCheck:
         self.worst: float | None = None
 
     def wanted(self, step: Step) -> bool:
-        """Whether these shapes have not been compared yet."""
         return _form(step) not in self._passed
 
     def fail(self, reason: str) -> None:
@@ -397,7 +396,6 @@ class PreparedModel:
             self._code, self.check, self.check.worst = code, earlier.check, None
 
     def is_of(self, blocks: Sequence[torch.nn.Module]) -> bool:
-        """Whether these are the blocks, none of them exchanged."""
         same = (ref() is block for ref, block in zip(self._blocks, blocks, strict=False))
         return len(blocks) == len(self._blocks) and all(same)
 

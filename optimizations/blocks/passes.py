@@ -79,7 +79,6 @@ class ForwardPass:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Puts the executor into the blocks, and takes it out again."""
         bound = [_BoundForward(self, *it) for it in enumerate(self._host.blocks)]
         try:
             # Not through Module.__setattr__, which costs as much as a launch.
@@ -387,7 +386,6 @@ class ForwardPass:
         return NOT_ALL if any(self._prepared.unsupported) else self._host.no_graphs()
 
     def _hand_on(self, index: int, positional: tuple, arguments: dict[str, Any]) -> Streams:
-        """Gives what a block returns whose result a graph has computed."""
         (text, image), result = self._handed
         given = text, image, self._embedding
         unchanged = self._host.unchanged(index, positional, arguments, given)

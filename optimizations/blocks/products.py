@@ -67,7 +67,6 @@ class Share(NamedTuple):
 
     @property
     def image(self) -> slice:
-        """Gives its image tokens in joint order."""
         return slice(self.whole.text + self.start, self.whole.text + self.stop)
 
 
@@ -142,7 +141,6 @@ class StreamSlice(NamedTuple):
 
     @property
     def together(self) -> bool:
-        """Whether the runs follow one another without a gap."""
         return self.items == 1 or self.step == self.length
 
 
@@ -236,7 +234,6 @@ def product_of(read: Read, form: LayerForm, ops: Ops) -> Product:
 
 
 def module_product(read: Read) -> Product:
-    """Calls layers that run themselves."""
     rows, part, out, gelu, _ = read
 
     def run(module: torch.nn.Module) -> None:
@@ -249,7 +246,6 @@ def module_product(read: Read) -> Product:
 
 
 def dense_product(read: Read, ops: Ops) -> Product:
-    """Multiplies by weights in the activations' dtype."""
     rows = read.rows
     pieces = [
         (start, length, _dense_piece(out, read.low_of(start, length), read.gelu, ops))
@@ -309,7 +305,6 @@ def _dense(
 
 
 def quantized_product(read: Read, format: RowFormat, gemm: Gemm) -> Product:
-    """Multiplies quantized rows by quantized weights."""
     source = read.rows.quantized[format]
     pieces = [
         _quantized(gemm, *source.part(start, length), out, read.low_of(start, length))

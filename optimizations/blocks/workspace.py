@@ -293,7 +293,6 @@ class Program:
         return q.flatten(2)
 
     def heads_8bit(self, form: str) -> Heads:
-        """Makes room for q, k and v in a form of 8 bits."""
         found = self._heads_8bit.get(form)
         if found is None:
             keys, queries = self.heads[1].shape, self.tokens.joint
@@ -318,7 +317,6 @@ class Program:
             quantize(self.mixed.matrix)
 
     def middle(self, x: torch.Tensor, gates: Modulation, norms: Modulation) -> None:
-        """Goes from attention to the MLP."""
         self.mixed.matrix = None
         self._norm(x, gates, norms, self._inner_format, self._inner_plain)
         for quantize in self._inner:
@@ -330,7 +328,6 @@ class Program:
             activate()
 
     def end(self, x: torch.Tensor, gates: Modulation) -> None:
-        """Adds the last residual of a block."""
         self._norm(x, gates, None)
 
     def go_on(

@@ -30,7 +30,6 @@ def channels_last(x: Tensor) -> Tensor:
 
 
 def empty(x: Tensor, channels: int, height: int, width: int) -> Tensor:
-    """Makes room for as many items as x has."""
     shape, like = (len(x), channels, height, width), {"dtype": x.dtype, "device": x.device}
     return torch.empty(shape, **like, memory_format=torch.channels_last)
 

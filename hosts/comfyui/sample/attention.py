@@ -160,7 +160,6 @@ class FileAttention:
         return bool(self.runs.keys() - EXACT)
 
     def lines(self, otherwise: list[str]) -> list[str]:
-        """Which attention ran and why, a line each."""
         lines = [
             f"attention: {name}, {'exact' if name in EXACT else 'lossy'}: chosen for {count} of "
             f"{self._blocks} blocks by the file of the model or of a LoRA"

@@ -56,8 +56,6 @@ class Call(NamedTuple):
 
 
 class _Current(NamedTuple):
-    """The entry of the pass that runs."""
-
     embedding: torch.Tensor
     entry: Entry
     copy: torch.Tensor | None

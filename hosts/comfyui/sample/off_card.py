@@ -64,7 +64,6 @@ class OffCardLinear(torch.nn.Module):
         return super().__getattr__(name)
 
     def parts(self) -> list[torch.Tensor]:
-        """The plain tensors of weight and bias, where they are."""
         return [part for tensor in self._tensors() for part in _parts(tensor)]
 
     @property
