@@ -83,16 +83,6 @@ class Work(NamedTuple):
     cards: Sequence[tuple[torch.device, PassMemory]] = ()
     borrowed: Sequence[Prefix] | None = None
 
-    @property
-    def replayable(self) -> bool:
-        """Whether all of it is launched in the same way each time."""
-        return all(executor.replayable(blocks) for executor, blocks in self.parts)
-
-    @property
-    def prepared(self) -> bool:
-        """Whether all that is asked of the blocks was found in an earlier pass."""
-        return all(executor.prepared(blocks) for executor, blocks in self.parts)
-
 
 class PassGraph:
     """A captured pass.

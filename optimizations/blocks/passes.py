@@ -354,7 +354,7 @@ class ForwardPass:
         if host.in_turns and seen.waited is not None:
             seen.waited = True
         refusal = seen.not_worth(host.steps, work.beside)
-        if not work.replayable:
+        if not all(executor.replayable(blocks) for executor, blocks in work.parts):
             refusal = THEMSELVES
         if not refusal:
             text, _, step, entry = given
@@ -366,7 +366,7 @@ class ForwardPass:
             if graph != FIRST:  # which the next pass is not
                 seen.refusal = graph
         verdicts.add("graphs", refusal)
-        if work.prepared:
+        if all(executor.prepared(blocks) for executor, blocks in work.parts):
             self._watch = _Watch(seen, len(host.blocks))
         return None
 

@@ -12,7 +12,7 @@ import operator
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,7 +25,6 @@ from ....families.registry import spec_of
 from ....optimizations.blocks.block_form import DENSE, head_norms, query_layer, token_layers
 from ....optimizations.verdict import Verdict
 from ....patches import call
-from ....spec.formats import RowFormat
 from ..linear import INT8_ROWS, packed_parts
 from ..lora.bypass import Beside
 
@@ -43,18 +42,6 @@ ON_THE_WAY = Verdict("weights are changed on their way to their layers")
 CAST = Verdict("weights are cast on their way to their layers")
 ROOM = Verdict("the first pass of a run may need the memory of weights")
 TIGHT = Verdict("with all weights held, memory ran out")
-
-
-class ReadLayers(Protocol):
-    """What is asked of `ComfyLayers`."""
-
-    beside: Beside
-
-    def kind(self, layer: torch.nn.Module) -> str | RowFormat | None:
-        """As of `block.Layers`."""
-
-    def stream(self, blocks: Sequence[torch.nn.Module], device: torch.device) -> None:
-        """Brings weights that wait."""
 
 
 class Pages(NamedTuple):
@@ -93,9 +80,14 @@ class HeldWeights:
 
     @contextmanager
     def during(
-        self, model: Any, blocks: Sequence[torch.nn.Module], read: ReadLayers, shape: torch.Size
+        self, model: Any, blocks: Sequence[torch.nn.Module], read: Any, shape: torch.Size
     ) -> Iterator[Hashable | None]:
-        """For one pass: a token of where the weights are, or None where they may move."""
+        """For one pass: a token of where the weights are, or None where they may move.
+
+        Args:
+            read: The `ComfyLayers` of the pass.
+            shape: Of the latents.
+        """
         with ExitStack() as pins:
             found = self._hold(model, blocks, read, shape, pins)
             self.reason = found if isinstance(found, Verdict) else None
@@ -110,7 +102,7 @@ class HeldWeights:
         self,
         model: Any,
         blocks: Sequence[torch.nn.Module],
-        read: ReadLayers,
+        read: Any,
         shape: torch.Size,
         pins: ExitStack,
     ) -> Hashable | Verdict:
@@ -218,7 +210,7 @@ _Found = dict[torch.nn.Module, tuple[Any, ...]]
 
 
 def _look(
-    model: Any, blocks: Sequence[torch.nn.Module], read: ReadLayers, known: _Found
+    model: Any, blocks: Sequence[torch.nn.Module], read: Any, known: _Found
 ) -> Hashable | Verdict:
     """At every layer: a token of the addresses and layouts of all tensors.
 
