@@ -24,7 +24,7 @@ from .results import Collector, Fetched, place
 from .scheduler import CANCELLED, COLLECTING, QUEUED, WAITING, Job
 from .server import Server, failure, of_validation
 from .servers import Listed
-from .transport import AnswerError, GoneError, ServerError
+from .transport import AnswerError, AwayError, GoneError, ServerError
 from .workflow import OURS, renamed, shortened, with_job_id
 
 if TYPE_CHECKING:
@@ -265,7 +265,7 @@ class Feeder:
                 raise
             wrong = error.body if error.status == 400 else str(error)
         except ServerError as error:
-            self._doubts += not (error.waited or isinstance(error, GoneError))
+            self._doubts += not isinstance(error, AwayError)
             raise
         else:
             if not left_out:
@@ -427,7 +427,7 @@ class Feeder:
             jobs = f" Its jobs wait again: {len(back)}." if back else ""
             if self._run.journal is not None:
                 self._run.say(f"{fact}{jobs}")
-            self.away_since = time.monotonic() - error.waited
+            self.away_since = time.monotonic() - getattr(error, "waited", 0.0)
         self.error = error
         self.asked = True
         self._run.wake()
@@ -441,4 +441,4 @@ class Feeder:
     @property
     def _breaks(self) -> int:
         # Grows with each connection that is lost, and with each websocket that is opened.
-        return self.server.transport.breaks + self.listener.turns
+        return self.server.breaks + self.listener.turns

@@ -22,7 +22,7 @@ from ..files import name_file
 from .journal import DiskError
 from .scheduler import CANCELLED, DONE, FAILED, MOST_STRIKES, Job
 from .server import Server, failure, files_of, of_execution, seconds_of, texts_of
-from .transport import GoneError, ServerError
+from .transport import AwayError, GoneError, ServerError
 from .workflow import JOB_ID, Graph, always_names, key_of
 
 if TYPE_CHECKING:
@@ -334,7 +334,7 @@ class Collector:
                     lost = found is None and prompt_id not in await self._feeder.server.queue()
                     entry = found or entry
                 except ServerError as error:  # if it answers, it does so wrongly, as before
-                    away = bool(error.waited) or isinstance(error, GoneError)
+                    away = isinstance(error, AwayError)
             if last or ((lost or away) and job.worn):
                 error = failure("download", f"{fault} It was asked {tries} times: try --resume.")
                 self._feeder.end(job, prompt_id, FAILED, error, kept=True)

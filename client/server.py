@@ -7,14 +7,14 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
-from .transport import Address, AnswerError, ServerAnswer, ServerError, Transport
+from .transport import AnswerError, ServerAnswer, ServerError, Transport
 from .workflow import Graph, called, title
 
 # Pings, whose missing answers tell of a connection that died without a word.
@@ -121,30 +121,8 @@ class ServerQueue:
         return prompt_id in self.places
 
 
-class Server:
-    """An async context manager; every method raises ServerError when the server stays away.
-
-    Args:
-        headers, wait, notify: see `Transport`.
-    """
-
-    def __init__(
-        self,
-        address: Address,
-        *,
-        headers: Mapping[str, str],
-        wait: float,
-        notify: Callable[[str], None] = lambda line: None,
-    ) -> None:
-        self.address = address
-        self.transport = Transport(address, headers=headers, wait=wait, notify=notify)
-
-    async def __aenter__(self) -> Server:
-        await self.transport.open()
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self.transport.close()
+class Server(Transport):
+    """Every method raises ServerError when the server stays away."""
 
     async def object_info(self) -> bytes:
         """The JSON of every node class of the server with its inputs.
@@ -153,7 +131,7 @@ class Server:
             ServerError: what answers is no ComfyUI.
         """
         try:
-            found = (await self.transport.call("GET", "object_info")).body
+            found = (await self.call("GET", "object_info")).body
         except AnswerError as error:
             if error.status not in (404, 405):
                 raise
@@ -193,7 +171,7 @@ class Server:
         if prompt_id not in found:
             return None
         entry = found[prompt_id]
-        self._check(entry, ENTRY, f"GET /history/{prompt_id}")
+        self._must_fit(entry, ENTRY, f"GET /history/{prompt_id}")
         return entry
 
     async def newest(self) -> str | None:
@@ -228,7 +206,7 @@ class Server:
         async def already() -> dict[str, Any] | None:
             return {} if await self.has(prompt_id) else None
 
-        answer = await self.transport.call("POST", "prompt", before_retry=already, json=body)
+        answer = await self.call("POST", "prompt", before_retry=already, json=body)
         if not isinstance(answer, ServerAnswer):
             return answer
         content = self._parsed(answer, "POST /prompt", {})
@@ -263,10 +241,6 @@ class Server:
         folder = content.get("subfolder")
         return f"{folder}/{content['name']}" if folder else content["name"]
 
-    async def download(self, item: Mapping[str, str], target: Path, most: int) -> tuple[int, str]:
-        """Writes a file that an output names into `target`; see `Transport.download`."""
-        return await self.transport.download("view", item, target, most)
-
     async def withdraw(self, prompt_ids: Sequence[str]) -> bool:
         """Takes prompts out of the queue, and interrupts one that runs; others are left alone.
 
@@ -279,18 +253,18 @@ class Server:
         for _ in range(LOOKS):
             if not left:
                 break
-            await self.transport.call("POST", "queue", json={"delete": left})
+            await self.call("POST", "queue", json={"delete": left})
             queue = await self.queue()
             left = [prompt_id for prompt_id in left if prompt_id in queue]
             for prompt_id in queue.running.intersection(left):
-                await self.transport.call("POST", "interrupt", json={"prompt_id": prompt_id})
+                await self.call("POST", "interrupt", json={"prompt_id": prompt_id})
             if left:
                 await asyncio.sleep(LOOK_SECONDS)
         return not left
 
     async def free(self) -> None:
         """Makes the server drop its models, and what its nodes keep, before the next prompt."""
-        await self.transport.call("POST", "free", json={"free_memory": True})
+        await self.call("POST", "free", json={"free_memory": True})
         # ComfyUI does so after a prompt. An idle one may miss the call until the next prompt has
         # run: of 12 jobs whose LoRA was replaced, one got the old one.
         blank = {"blank": {"class_type": "PreviewAny", "inputs": {"source": ""}}}
@@ -299,15 +273,15 @@ class Server:
     def websocket(self, client_id: str) -> Any:
         """Opens the connection on which the server tells about this client."""
         # A preview of another client's request may be larger than aiohttp's limit of 4 MiB.
-        return self.transport.session.ws_connect(
+        return self.session.ws_connect(
             self.address.websocket(client_id), heartbeat=HEARTBEAT_SECONDS, max_msg_size=0
         )
 
     async def _json(self, method: str, path: str, *, shape: Any, **arguments: Any) -> Any:
-        answer = await self.transport.call(method, path, **arguments)
+        answer = await self.call(method, path, **arguments)
         return self._parsed(answer, f"{method} /{path}", shape)
 
-    def _check(self, value: Any, shape: Any, call: str) -> None:
+    def _must_fit(self, value: Any, shape: Any, call: str) -> None:
         if not fits(value, shape):
             raise ShapeError(
                 f"{self.address} answers {call} in another form than ComfyUI: update ComfyUI "
@@ -324,7 +298,7 @@ class Server:
                 200,
                 answer.body.decode("utf-8", "replace"),
             ) from error
-        self._check(found, shape, call)
+        self._must_fit(found, shape, call)
         return found
 
 

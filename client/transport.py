@@ -14,7 +14,6 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
@@ -91,16 +90,24 @@ class Address:
 
 
 class ServerError(QwenL40SError):
-    """The server cannot be reached, is no ComfyUI or was lost; the command's exit code is 3.
+    """The server cannot be reached, is no ComfyUI or was lost; the command's exit code is 3."""
+
+
+class AwayError(ServerError):
+    """No usable answer came.
 
     Attributes:
-        waited: seconds for which it was silent before.
+        waited: seconds for which it was asked before.
+        silent: whether it takes requests and answers none, as while it loads a large model.
     """
 
-    waited = 0.0
+    def __init__(self, message: str, waited: float = 0.0, *, silent: bool = False) -> None:
+        super().__init__(message)
+        self.waited = waited
+        self.silent = silent
 
 
-class GoneError(ServerError):
+class GoneError(AwayError):
     """Nothing listens at the address: no process, and so no queue."""
 
 
@@ -140,22 +147,6 @@ TRANSIENT = (
 )
 
 
-def patience_seconds(headers: Mapping[str, str]) -> float | None:
-    """Reads the Retry-After header, a number or a date, in seconds; None without one."""
-    text = headers.get("Retry-After", "").strip()
-    if text.isdecimal():
-        return float(text)
-    try:
-        return max(0.0, parsedate_to_datetime(text).timestamp() - time.time())
-    except (TypeError, ValueError):
-        return None
-
-
-def tls_reason(error: aiohttp.ClientSSLError) -> str:
-    cause = error.__cause__ or error
-    return getattr(cause, "verify_message", None) or getattr(cause, "reason", None) or str(cause)
-
-
 def transient_words(error: Exception) -> str:
     if isinstance(error, aiohttp.ClientConnectorError):
         # Of several addresses of one host, asyncio joins the reasons to a line nobody can read.
@@ -189,6 +180,10 @@ def answer_error(address: Address, call: str, status: int, data: bytes) -> Answe
     return AnswerError(message, status, body)
 
 
+def _timeout(read: float) -> aiohttp.ClientTimeout:
+    return aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=read)
+
+
 @dataclass(frozen=True)
 class ServerAnswer:
     """An answer with a status below 300."""
@@ -198,10 +193,10 @@ class ServerAnswer:
 
 
 class Transport:
-    """The requests of one server.
+    """The requests of one server; an async context manager.
 
     Args:
-        headers: sent with every request.
+        headers: sent with every request; of names that differ in case the last one counts.
         wait: seconds to go on trying after a failure; none where nothing listens.
         notify: gets one line when the server is waited for, and when it is back.
 
@@ -215,7 +210,7 @@ class Transport:
         *,
         headers: Mapping[str, str],
         wait: float,
-        notify: Callable[[str], None],
+        notify: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.address = address
         self.breaks = 0
@@ -223,20 +218,19 @@ class Transport:
         self._notify = notify
         self._answered = False
         self._waiting = False
-        self._headers = dict(headers)
+        self._headers = {name.lower(): (name, value) for name, value in headers.items()}
         self.session: aiohttp.ClientSession | None = None
 
-    async def open(self) -> None:
+    async def __aenter__(self) -> Any:
         self.session = aiohttp.ClientSession(
-            headers=self._headers,
+            headers=dict(self._headers.values()),
             # A proxy that the environment names is not meant for the machine itself.
             trust_env=not self.address.loopback,
-            timeout=aiohttp.ClientTimeout(
-                total=None, sock_connect=CONNECT_SECONDS, sock_read=READ_SECONDS
-            ),
+            timeout=_timeout(READ_SECONDS),
         )
+        return self
 
-    async def close(self) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.session.close()
 
     async def call(
@@ -268,10 +262,8 @@ class Transport:
 
         return await self._patiently(once, before_retry)
 
-    async def download(
-        self, path: str, params: Mapping[str, str], target: Path, most: int
-    ) -> tuple[int, str]:
-        """Writes the body of an answer into a file, in one try.
+    async def download(self, item: Mapping[str, str], target: Path, most: float) -> tuple[int, str]:
+        """Writes a file that an output names into `target`, in one try.
 
         Args:
             most: bytes that are taken.
@@ -283,19 +275,15 @@ class Transport:
             ServerError: it does not come, or not whole.
             OSError: of the file.
         """
-        size, digest = 0, hashlib.sha256()
 
-        async def once() -> None:
-            nonlocal size
-            limit = aiohttp.ClientTimeout(
-                total=None, sock_connect=CONNECT_SECONDS, sock_read=STALL_SECONDS
-            )
-            async with self._send("GET", path, params=dict(params), timeout=limit) as answer:
-                await self._check(answer, f"GET /{path}")
+        async def once() -> tuple[int, str]:
+            size, digest, limit = 0, hashlib.sha256(), _timeout(STALL_SECONDS)
+            async with self._send("GET", "view", params=dict(item), timeout=limit) as answer:
+                await self._check(answer, "GET /view")
                 # ComfyUI gives no file so.
                 if answer.content_type in ("text/html", "application/xhtml+xml"):
                     raise ServerError(
-                        f"{self.address} answers GET /{path} with a page: check --server, and "
+                        f"{self.address} answers GET /view with a page: check --server, and "
                         "whether a sign-in needs a --header."
                     )
                 with target.open("wb") as file:
@@ -308,14 +296,14 @@ class Transport:
                             )
                         digest.update(chunk)
                         file.write(chunk)
+            return size, digest.hexdigest()
 
         try:
-            await self._once(once)
+            return await self._once(once)
         except LostError as error:
             if str(error) == REFUSED:
                 raise self._gone() from error
             raise ServerError(f"{self.address} does not give a file ({error}).") from error
-        return size, digest.hexdigest()
 
     def _send(self, method: str, path: str, **arguments: Any) -> Any:
         # A redirected POST would become a GET, and a --header go to another server.
@@ -325,7 +313,9 @@ class Transport:
 
     async def _check(self, answer: aiohttp.ClientResponse, call: str) -> None:
         if answer.status in PATIENCE_STATUS:
-            raise LostError(f"it answers {answer.status}", patience_seconds(answer.headers))
+            seconds = answer.headers.get("Retry-After", "").strip()  # or a date, or nothing
+            known = float(seconds) if seconds.isdecimal() else None
+            raise LostError(f"it answers {answer.status}", known)
         if 300 <= answer.status < 400:
             raise ServerError(
                 f"{self.address} redirects {call} to {answer.headers.get('Location')!r}: give "
@@ -344,9 +334,11 @@ class Transport:
         try:
             return await once()
         except aiohttp.ClientSSLError as error:
+            cause = error.__cause__ or error
+            words = getattr(cause, "verify_message", None) or getattr(cause, "reason", None)
             raise ServerError(
-                f"no secure connection to {self.address} ({tls_reason(error)}): install a "
-                "valid certificate there, or use http:// for a ComfyUI without one."
+                f"no secure connection to {self.address} ({words or cause}): install a valid "
+                "certificate there, or use http:// for a ComfyUI without one."
             ) from error
         except aiohttp.ClientConnectorDNSError as error:
             if not self._answered:
@@ -385,12 +377,12 @@ class Transport:
             waited = min(self._wait, READ_SECONDS) if reason == SILENT else self._wait
             left = start + waited - time.monotonic()
             if left <= 0:
-                silent = ServerError(
+                raise AwayError(
                     f"{self.address} gave no answer for {waited:g} s ({reason}): start ComfyUI "
-                    "there, name another --server, or wait longer with --wait SECONDS."
-                )
-                silent.waited = waited
-                raise silent from lost
+                    "there, name another --server, or wait longer with --wait SECONDS.",
+                    waited,
+                    silent=reason == SILENT,
+                ) from lost
             if not self._waiting:
                 self._waiting = True
                 self._notify(f"waiting up to {self._wait:g} s for {self.address}: {reason}")
