@@ -55,6 +55,10 @@ KINDS = {
 }
 # Their length, in bytes 4 to 7 and 8 to 11, little-endian; RIFF counts from byte 8.
 LENGTHS = {".webp": (4, 8), ".wav": (4, 8), ".glb": (8, 0)}
+# Of a sound that was written before its length was known.
+STREAMED = 0xFFFFFFFF + 8
+# What core's SaveText writes, also of an empty text.
+TEXTS = (".txt", ".csv", ".md", ".json")
 # Results of one prompt: fetched so often, in so long a time, with pauses that grow from the first.
 FETCHES, FETCH_SECONDS, FETCH_PAUSE = 10, 600.0, 1.0
 # From one server at a time.
@@ -176,7 +180,7 @@ def fault_of(path: Path, suffix: str, size: int) -> str | None:
         suffix: of that name, in small letters.
     """
     if not size:
-        return "is empty"
+        return None if suffix in TEXTS else "is empty"
     with path.open("rb") as file:
         head = file.read(64)
         file.seek(max(0, size - TAIL_BYTES))
@@ -186,7 +190,8 @@ def fault_of(path: Path, suffix: str, size: int) -> str | None:
         return f"is no {suffix[1:]} file (it begins with {head[:16]!r})"
     at, more = LENGTHS.get(suffix, (0, -8))
     told = int.from_bytes(head[at : at + 4], "little") + more if suffix in LENGTHS else 0
-    return "is cut off" if end not in tail or told > size else None
+    whole = told <= size or told == STREAMED
+    return None if end in tail and whole else "is cut off"
 
 
 def prompt_of(path: Path) -> str:

@@ -155,3 +155,25 @@ def test_a_full_disk_leaves_no_half_file(tmp_path: Path, monkeypatch, step: str)
     with pytest.raises(DiskError, match="No space left"):
         fetched(tmp_path, image())
     assert names(tmp_path) == []
+
+
+def wav(length: int) -> bytes:
+    return b"RIFF" + length.to_bytes(4, "little") + b"WAVEfmt " + bytes(40)
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        *(("a.wav", wav(told)) for told in (48, 0, 0xFFFFFFFF)),  # the last two of a streamed one
+        *((name, b"") for name in ("a.txt", "a.json")),
+    ],
+)
+def test_a_streamed_sound_and_an_empty_text_are_whole(tmp_path: Path, name: str, data: bytes):
+    [path] = fetched(tmp_path, image(name), data=data)
+    assert path.read_bytes() == data
+
+
+@pytest.mark.parametrize(("name", "data"), [("a.wav", wav(49)), ("a.mid", b""), ("a.log", b"")])
+def test_a_sound_that_is_cut_and_an_empty_file_are_not(tmp_path: Path, name: str, data: bytes):
+    with pytest.raises(ServerError, match=r"is cut off|is empty"):
+        fetched(tmp_path, image(name), data=data)
