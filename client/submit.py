@@ -80,7 +80,7 @@ def plan_jobs(
             local = local_images(variation.graph, object_info, folder)
             names = {path: server_name(path) for path in local.values()}
             for (node, name), path in local.items():
-                by_file = variation.graph[node] is graph[node]
+                by_file = variation.graph[node]["inputs"][name] == graph[node]["inputs"].get(name)
                 if by_file and not path.is_relative_to(folder.resolve()):
                     where = input_called(graph, node, name)
                     say(f"{where} is a file outside the workflow's folder, to be sent: {path}")

@@ -233,6 +233,10 @@ def test_a_file_outside_the_workflows_folder_that_the_workflow_names_is_said(tmp
     plan_jobs(graph, {}, server_with(), tmp_path / "work", lines.append)
     assert len(lines) == 1 and lines[0].endswith(f"to be sent: {tmp_path / 'outside.png'}")
     lines.clear()
+    graph["1"]["inputs"]["seed"] = 1
+    plan_jobs(graph, {"1.seed": ["7"]}, server_with(), tmp_path / "work", lines.append)
+    assert len(lines) == 1  # it is still the workflow that names it
+    lines.clear()
     chosen = {"1.image": [str(tmp_path / "outside.png")]}
     plan_jobs(loading("inside.png"), chosen, server_with(), tmp_path / "work", lines.append)
     assert lines == []
