@@ -21,10 +21,10 @@ from ..errors import SettingError
 from .journal import Attempt, DiskError
 from .progress import Listener, RunningPrompt, within
 from .results import Collector, Fetched, place
-from .scheduler import CANCELLED, COLLECTING, QUEUED, WAITING, Job
+from .scheduler import CANCELLED, COLLECTING, FAILED, QUEUED, WAITING, Job
 from .server import Server, failure, of_validation
 from .servers import Listed
-from .transport import AnswerError, AwayError, GoneError, ServerError
+from .transport import AnswerError, AwayError, ForeignIdError, GoneError, ServerError
 from .workflow import OURS, renamed, shortened, with_job_id
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ class Posted:
     breaks: int = -1  # `Feeder._breaks` when the server was last known to have it
     accepted: bool = False  # by the answer to POST /prompt
     ran: bool = False  # as far as was seen
+    ended: bool = False  # and was counted
     hung: bool = False
     moved: float = field(default_factory=time.monotonic)  # when it was last seen to go on
     progress: tuple[Any, ...] = ()
@@ -266,7 +267,12 @@ class Feeder:
             wrong = error.body if error.status == 400 else str(error)
         except ServerError as error:
             self._doubts += not isinstance(error, AwayError)
-            raise
+            foreign = isinstance(error, ForeignIdError)  # it runs there, and nobody can ask for it
+            job.ran += foreign
+            if not (foreign and job.worn):
+                raise
+            self.end(job, attempt.prompt_id, FAILED, failure("refused", str(error)))
+            return
         else:
             if not left_out:
                 return
@@ -357,6 +363,8 @@ class Feeder:
         posted = self.posted.get(prompt_id)
         if posted is None or (posted.job.status == COLLECTING and posted.job.server == self.name):
             return
+        posted.job.ran += not posted.ended
+        posted.ended = True
         if not self._scheduler.collect(posted.job, self.name):
             del self.posted[prompt_id]
             self.journal("late", posted.job, prompt_id)

@@ -25,6 +25,8 @@ WAIT_SECONDS = 60.0
 TICK_SECONDS = 0.1
 # How long all servers of a fleet's file may be away: it starts them again, and loads models.
 RESTART_SECONDS = 600.0
+# So many times longer is waited for one that is there and silent, as while it loads a large model.
+SILENT_TIMES = 10
 STOP_SECONDS = 15.0
 # Results that are fetched at once.
 DOWNLOADS = 16
@@ -291,9 +293,11 @@ class Run:
                 self._alone_since = now
                 self.say(f"no server is left: waiting up to {self._patience:g} s for one")
             errors = {feeder.away_since: feeder.error for feeder in feeders if feeder.error}
-            if now - min(self._alone_since, max(errors, default=now)) >= self._patience:
+            silent = any(getattr(error, "silent", False) for error in errors.values())
+            patience = max(self._patience, SILENT_TIMES * self.wait * silent)
+            if now - min(self._alone_since, max(errors, default=now)) >= patience:
                 reason = errors[max(errors)] if errors else "the list of servers is empty."
-                raise ServerError(f"no server for {self._patience:g} s: {reason}")
+                raise ServerError(f"no server for {patience:g} s: {reason}")
         held = any(lane.held for lane in self.scheduler.lanes.values())
         if held or not (here and self.scheduler.waiting and self.all_asked):
             self._stranded_since = None

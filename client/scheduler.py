@@ -241,7 +241,6 @@ class Scheduler:
         lane.held.pop(job, None)
         if job.open:
             self._unwait(job)
-            job.ran += job.status != COLLECTING
             job.status, job.server = COLLECTING, server
             lane.fetching.add(job)
         return job.open

@@ -14,7 +14,7 @@ from typing import Any
 
 import aiohttp
 
-from .transport import AnswerError, ServerAnswer, ServerError, Transport
+from .transport import AnswerError, ForeignIdError, ServerAnswer, ServerError, Transport
 from .workflow import Graph, called, title
 
 # Pings, whose missing answers tell of a connection that died without a word.
@@ -193,7 +193,7 @@ class Server(Transport):
 
         Raises:
             AnswerError: the server refuses the graph.
-            ServerError: it chooses the id itself.
+            ForeignIdError: it chooses the id itself.
         """
         body = {
             "prompt": graph,
@@ -211,7 +211,7 @@ class Server(Transport):
             return answer
         content = self._parsed(answer, "POST /prompt", {})
         if content.get("prompt_id") != prompt_id:
-            raise ServerError(
+            raise ForeignIdError(
                 f"{self.address} chooses the ids of prompts itself, as ComfyUI before 0.33 may: "
                 "update ComfyUI there."
             )

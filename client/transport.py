@@ -111,6 +111,10 @@ class GoneError(AwayError):
     """Nothing listens at the address: no process, and so no queue."""
 
 
+class ForeignIdError(ServerError):
+    """The server has queued a prompt under an id of its own."""
+
+
 class AnswerError(ServerError):
     """The server answered with an error status that no second try would change.
 

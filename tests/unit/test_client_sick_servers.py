@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
@@ -160,7 +161,8 @@ def test_a_post_that_is_answered_wrongly_is_no_death(tmp_path: Path, prompt: str
     with fake_comfyui(prompt=prompt) as sick, fake_comfyui(job_seconds=0.01) as well:
         alone = Ran(tmp_path, sick, jobs=2)
         beside = Ran(tmp_path, sick, well, jobs=20)
-    assert alone.status == ({"failed": 2} if prompt == "500" else {"lost": 2})
+    # What another id was given to may run there.
+    assert alone.status == ({"failed": 2} if prompt in ("500", "wrong id") else {"lost": 2})
     assert beside.status == {"done": 20}
 
 
@@ -267,3 +269,51 @@ def test_names_that_other_images_have_meanwhile_give_no_other_image(tmp_path: Pa
         again = Ran(tmp_path, one, jobs=2, resume=True)
         assert len(one.posted) == 4
     assert again.status == {"done": 2}
+
+
+def test_a_server_that_chooses_ids_itself_runs_a_job_three_times_at_most(tmp_path: Path):
+    with fake_comfyui(own_ids=True, job_seconds=0.05) as sick:
+        ran = Ran(tmp_path, sick, jobs=1, wait=5.0)
+    assert ran.status == {"failed": 1}
+    assert "chooses the ids of prompts itself" in ran.jobs[0].error["message"]
+
+
+def test_a_prompt_whose_result_is_collected_again_has_run_once(tmp_path: Path):
+    with fake_comfyui(view="500") as sick:
+
+        def vanish() -> None:
+            for _ in range(4):  # each time its results are asked for
+                asked = sick.requests.count("GET /view")
+                waiting.until(lambda asked=asked: sick.requests.count("GET /view") > asked, 10)
+                sick.faults.busy = 10**6
+                time.sleep(0.5)
+                sick.faults.busy = 0
+            sick.faults.view = ""
+
+        names = tmp_path / "servers.txt"  # whose servers are waited for longer
+        names.write_text(sick.url)
+        ran = Ran(tmp_path, sick, jobs=1, wait=0.1, server_file=names, meanwhile=vanish)
+        posted = len(sick.posted)
+    assert (ran.status, posted) == ({"done": 1}, 1)
+
+
+def test_a_lone_server_that_is_silent_while_it_loads_ends_no_run(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(transport, "READ_SECONDS", 0.2)
+    with fake_comfyui(paused=True) as one:
+
+        def load() -> None:
+            waiting.until(lambda: one.state.queue, 10)
+            one.faults.frozen = True
+            time.sleep(1.5)
+            one.faults.frozen = one.faults.paused = False
+
+        ran = Ran(tmp_path, one, jobs=2, wait=0.4, meanwhile=load)
+        assert len(one.posted) == 2
+    assert ran.status == {"done": 2}
+
+
+def test_headers_whose_names_differ_in_case_are_sent_once(tmp_path: Path):
+    with fake_comfyui() as one:
+        Ran(tmp_path, one, jobs=1, headers={"x-token": "old", "X-Token": "new"})
+        for each in one.headers:
+            assert [value for name, value in each.items() if name.lower() == "x-token"] == ["new"]
