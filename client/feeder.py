@@ -175,23 +175,7 @@ class Feeder:
         self._met = True
         takes = await self._run.admission.admit(self.name, self.server)
         await self._recognize()
-        breaks, queue = self._breaks, await self.server.queue()
-        strays = []
-        for prompt_id, posted in list(self.posted.items()):
-            entry = None if prompt_id in queue else await self.server.history(prompt_id)
-            if entry is not None:
-                self._collect(prompt_id, entry)
-            elif prompt_id not in queue:
-                del self.posted[prompt_id]
-                if posted.ran and posted.boot != self.boot:
-                    self._died(posted)
-            elif posted.job.status == WAITING and not posted.hung:
-                posted.breaks = breaks
-                self._scheduler.hold(posted.job, self.name)
-            elif posted.job.server != self.name or not posted.job.open:
-                strays.append(prompt_id)
-        if not await self.server.withdraw(strays):
-            raise ServerError(f"{self.name} still runs a job that another server has.")
+        await self._look(anew=True)
         if self.error is not None and not self._doubts:
             if self._run.journal is not None:
                 self._run.say(f"{self.name} is back")
@@ -225,9 +209,13 @@ class Feeder:
             pause = max(0.0, next_look - time.monotonic()) if self.posted else None
             await within(self.wake.wait(), pause)
             self.wake.clear()
-            await self._look_up_ended()
+            ended, self.listener.ended[:] = list(self.listener.ended), []
+            for prompt_id in filter(self.posted.__contains__, ended):
+                if entry := await self.server.history(prompt_id):
+                    self._collect(prompt_id, entry)
             # A websocket that was lost may mean that the server is.
-            if self.posted and (time.monotonic() >= next_look or breaks != self._breaks):
+            due = time.monotonic() >= next_look or breaks != self._breaks
+            if (due and self.posted) or not all(each.job.open for each in self.posted.values()):
                 breaks = self._breaks
                 took = await self._look()
                 usual = POLL_SECONDS if self.listener.connected else POLL_SECONDS_ALONE
@@ -304,37 +292,45 @@ class Feeder:
         self._run.say(f"{self.name} {why} {job.label}{reason}")
         self._run.wake()
 
-    async def _look_up_ended(self) -> None:
-        ended, self.listener.ended[:] = set(self.listener.ended), []
-        for prompt_id, posted in list(self.posted.items()):
-            if not posted.job.open:  # another server was first
-                await self.server.withdraw([prompt_id])
-                self.posted.pop(prompt_id, None)
-            elif prompt_id in ended and (entry := await self.server.history(prompt_id)):
-                self._collect(prompt_id, entry)
+    async def _look(self, *, anew: bool = False) -> float:
+        """Looks at all jobs; returns the seconds that the server took to tell its queue.
 
-    async def _look(self) -> float:
-        """Looks at all jobs; returns the seconds that the server took to tell its queue."""
+        Args:
+            anew: it may be another process, which has forgotten them.
+        """
         start, breaks = time.monotonic(), self._breaks
         queue = await self.server.queue()
         took = time.monotonic() - start
-        places = []
+        places, strays = [], []
         for prompt_id, posted in list(self.posted.items()):
-            if prompt_id in queue:
+            job, here = posted.job, prompt_id in queue
+            if not here and (entry := await self.server.history(prompt_id)):
+                self._collect(prompt_id, entry)
+            elif not here and anew:
+                del self.posted[prompt_id]
+                if posted.ran and posted.boot != self.boot:
+                    self._died(posted)
+            elif not job.open or (here and job.server != self.name and job.status != WAITING):
+                strays.append(prompt_id)  # another server has it, or was first
+            elif here and anew and job.status == WAITING and not posted.hung:
+                posted.breaks = breaks
+                self._scheduler.hold(job, self.name)
+            elif here:
                 places.append(queue.places[prompt_id])
                 posted.breaks = breaks
                 self._check_progress(prompt_id, posted, prompt_id in queue.running)
-                continue
-            if entry := await self.server.history(prompt_id):
-                self._collect(prompt_id, entry)
-            elif posted.job.status == QUEUED and posted.job.server == self.name:
+            elif job.status == QUEUED and job.server == self.name:
                 # Counted now: the next process may have answered before the break was noticed.
                 unbroken = self.listener.connected and posted.breaks == self._breaks
                 known = self.listed.boot in ("", self.boot) and unbroken
                 if not known and not await self._same_process():
                     raise ServerError(f"{self.name} was restarted and has forgotten its jobs.")
                 message = "someone took it out of the server's queue."
-                self.end(posted.job, prompt_id, CANCELLED, failure("removed", message))
+                self.end(job, prompt_id, CANCELLED, failure("removed", message))
+        if not await self.server.withdraw(strays) and anew:
+            raise ServerError(f"{self.name} still runs a job that another server has.")
+        for prompt_id in strays:
+            self.posted.pop(prompt_id, None)
         self.ahead = min(places, default=0)
         return took
 
