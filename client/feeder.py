@@ -403,7 +403,8 @@ class Feeder:
         if fetched is not None:
             job.texts, job.seconds = fetched.texts, fetched.seconds
         # On a full disk the job stays open.
-        job.files = place(parts, self._run.journal.path.parent, job.key, told)
+        job.folder = self._run.journal.path.parent
+        job.names = [path.name for path in place(parts, job.folder, job.key, told)]
         self._scheduler.end(job, self.name, status, error)
         job.prompt_id = prompt_id
         self._run.job_ended(job)

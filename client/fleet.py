@@ -204,7 +204,7 @@ class Fleet:
     def _ended(self, job: Job) -> None:
         future = self._futures[job.key]
         if job.status == DONE:
-            future.set_result(Result(job.files, job.texts, job.seconds, job.server))
+            future.set_result(Result(job.files, dict(job.texts), job.seconds, job.server))
         else:
             error = job.error or {"message": "it was stopped.", "nodes": []}
             future.set_exception(JobError(job.status, error["message"], error["nodes"]))

@@ -14,18 +14,15 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from ..errors import QwenL40SError, SettingError
 from ..files import lock, private
-from .scheduler import DONE
+from .scheduler import DONE, NOTHING
 
 SUFFIX = ".submit.jsonl"
 # Version 1 had one server, and its name in the line "run" alone.
 VERSION = 2
-# What a hundred thousand records share.
-NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class DiskError(QwenL40SError):
@@ -178,11 +175,7 @@ class Journal:
         return {path for path in local if loaded.get((server, path)) not in (None, local[path])}
 
     def forget(self, key: str) -> Sequence[Attempt]:
-        """Notes that a job runs again, whatever became of it; its files stay.
-
-        Returns:
-            Attempts that brought nothing yet, which servers may still have.
-        """
+        """Notes that a job runs again; returns the attempts that servers may still have."""
         record = self.records.get(key)
         if record is None:
             return []
@@ -190,7 +183,6 @@ class Journal:
         return record.open
 
     def begin(self, workflow: str, servers: list[str]) -> None:
-        """Notes that a run begins."""
         self._write("run", version=VERSION, workflow=workflow, servers=servers)
 
     def queued(self, key: str, attempt: Attempt) -> None:

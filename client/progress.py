@@ -76,12 +76,8 @@ async def within(waiting: Coroutine[Any, Any, Any], seconds: float | None) -> No
 
 
 class Progress:
-    """How far the jobs and the running node are: two bars on a terminal, else now and then a line.
-
-    A context manager.
-
-    Args:
-        stream: of the terminal or the log, in whatever encoding.
+    """Shows jobs and the running node: two bars on a terminal, else now and then a line; a
+    context manager.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -93,16 +89,17 @@ class Progress:
         self._jobs = self._node = None
 
     def begin(self, total: int, *, done: int = 0) -> None:
-        """Shows the bars.
-
-        Args:
-            done: jobs that earlier runs did; they say nothing about the time that is left.
-        """
+        """Shows the bars; what earlier runs did says nothing about the time that is left."""
         stream = self._stream
         self._first = (done, time.monotonic())
         if stream.isatty():
+            size: dict[str, Any] = {"ncols": 80, "nrows": 24}
+            with contextlib.suppress(OSError):
+                # A container's terminal may be of 0 by 0, in which tqdm draws nothing.
+                if all(os.get_terminal_size(stream.fileno())):
+                    size = {"dynamic_ncols": True}
             layout = "{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"
-            options = {"file": stream, "leave": False, **_size(stream)}
+            options = {"file": stream, "leave": False, **size}
             self._jobs = tqdm(total=total, initial=done, desc="jobs", bar_format=layout, **options)
             self._node = tqdm(total=1, bar_format="{desc} |{bar}|", position=1, **options)
 
@@ -125,17 +122,15 @@ class Progress:
                     yield
 
     def say(self, text: str) -> None:
-        """Writes a line that stays."""
         with self.paused():
             self._stream.write(printable(text, self._stream) + "\n")
 
-    def show(self, *, done: int, total: int, failed: int, ahead: int | None) -> None:
-        """The whole run.
+    def show(self, *, done: int, total: int, failed: int, ahead: int) -> None:
+        """Shows the whole run.
 
         Args:
             done: jobs that ended, whichever way.
-            ahead: prompts in the server's queue before the first of ours that waits; None when
-                one of ours runs.
+            ahead: prompts of others before the first of ours; 0 when one of ours runs.
         """
         facts = [f"{failed} failed"] * bool(failed)
         facts += [f"{ahead} ahead in the queue"] * bool(ahead)
@@ -192,15 +187,6 @@ def losable(stream: TextIO) -> Iterator[None]:
     except OSError:
         # What is still in the buffer would fail again at the end of the process.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-def _size(stream: TextIO) -> dict[str, Any]:
-    """A container's terminal may have a size of 0 by 0, in which tqdm draws nothing."""
-    try:
-        known = all(os.get_terminal_size(stream.fileno()))
-    except OSError:
-        known = False
-    return {"dynamic_ncols": True} if known else {"ncols": 80, "nrows": 24}
 
 
 @dataclass

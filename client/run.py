@@ -135,8 +135,8 @@ class Run:
             record = journal.finished(job.key)
             if record is not None:
                 job.status, job.prompt_id, job.server = DONE, record.prompt_id, record.server
-                job.seconds, job.texts = record.seconds, dict(record.texts)
-                job.files = [journal.path.parent / name for name in record.files]
+                job.seconds, job.texts = record.seconds, record.texts
+                job.folder, job.names = journal.path.parent, record.files
                 self._counts["done"] += 1
             else:
                 for attempt in journal.attempts(job.key):
@@ -323,7 +323,7 @@ class Run:
             done=self._counts["done"],
             total=self._counts["total"],
             failed=self._counts["failed"],
-            ahead=None if running else ahead,
+            ahead=0 if running else ahead,
         )
         for job, state in running[-1:]:
             if state.node is not None:

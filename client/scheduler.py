@@ -8,9 +8,10 @@ to the others.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 WAITING = "waiting"
@@ -23,6 +24,8 @@ POISON = "poison"  # it ended `MOST_DEATHS` servers
 LOST = "lost"  # the run ended without it
 OPEN = (WAITING, QUEUED, COLLECTING)
 
+# What a hundred thousand jobs and records share.
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 # One runs and one waits, so that a server never waits for this machine.
 DEPTH = 2
 MOST_DEATHS = 3
@@ -48,6 +51,7 @@ class Job:
         key: the hash of its graph.
         settings: what --set chose, by key.
         label: for people, with the settings in which the jobs differ: "job 3 (seed=3)".
+        names: of its files in `folder`: a hundred thousand paths would take 35 MB.
         images: {what the graph calls it: its file here}, for each server to get first.
         loads: equal for jobs that share loaded models; see `graph.workflow.loaders_key`.
         prompt_id: of the attempt that brought the result, or of the last one.
@@ -63,21 +67,26 @@ class Job:
     number: int
     key: str
     graph: Mapping[str, Any]
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=lambda: NOTHING)
     label: str = ""
-    images: Mapping[str, Path] = field(default_factory=dict)
+    images: Mapping[str, Path] = field(default_factory=lambda: NOTHING)
     loads: str = ""
     prompt_id: str = ""
     server: str = ""
     status: str = WAITING
     seconds: float | None = None
-    files: list[Path] = field(default_factory=list)
-    texts: dict[str, list[str]] = field(default_factory=dict)
+    folder: Path | None = None
+    names: Sequence[str] = ()
+    texts: Mapping[str, list[str]] = field(default_factory=lambda: NOTHING)
     error: dict[str, Any] | None = None
     deaths: frozenset[tuple[str, str]] = frozenset()
-    refused: dict[str, dict[str, Any]] = field(default_factory=dict)
+    refused: Mapping[str, dict[str, Any]] = field(default_factory=lambda: NOTHING)
     ran: int = 0
     failed: bool = False
+
+    @property
+    def files(self) -> list[Path]:
+        return [self.folder / name for name in self.names]
 
     @property
     def worn(self) -> bool:
@@ -97,7 +106,7 @@ class Job:
             "status": self.status,
             "seconds": self.seconds,
             "files": [str(path) for path in self.files],
-            "texts": self.texts,
+            "texts": dict(self.texts),
             "error": self.error,
         }
 
@@ -129,6 +138,13 @@ class Lane:
     strikes: set[Job] = field(default_factory=set)
     resting: bool = False
 
+    @property
+    def suspect(self) -> bool:
+        return len(self.strikes) >= MOST_STRIKES
+
+    def suits(self, job: Job) -> bool:
+        return self.name not in job.refused and self.takes(job) is None
+
 
 @dataclass(eq=False, slots=True)
 class Group:
@@ -151,21 +167,16 @@ class Group:
 class Scheduler:
     """Jobs and servers of a run.
 
-    Args:
-        depth: jobs that a server holds at once.
-
     Attributes:
-        lanes: {server: what is known of it}.
         ready: servers that may be given jobs.
         waiting: how many jobs no server has.
         open: how many jobs have not ended.
     """
 
-    def __init__(self, jobs: Iterable[Job] = (), *, depth: int = DEPTH) -> None:
+    def __init__(self, jobs: Iterable[Job] = ()) -> None:
         self.lanes: dict[str, Lane] = {}
         self.ready: set[str] = set()
         self.waiting = self.open = 0
-        self._depth = depth
         self._groups: dict[str, Group] = {}
         for job in jobs:
             self.add(job)
@@ -191,11 +202,7 @@ class Scheduler:
         self.ready.discard(server)
 
     def lose(self, server: str) -> list[Job]:
-        """The server is gone: its jobs wait again, before all others.
-
-        Returns:
-            These jobs.
-        """
+        """The server is gone; returns its jobs, which wait again, before all others."""
         self.leave(server)
         lane = self._lane(server)
         self._load(lane, None)
@@ -208,7 +215,7 @@ class Scheduler:
     def next(self, server: str) -> Job | None:
         """Gives the server a job; None where it has enough, or none is for it."""
         lane = self.lanes[server]
-        depth = 1 if self._suspect(lane) else self._depth
+        depth = 1 if lane.suspect else DEPTH
         if not (self.waiting and server in self.ready and len(lane.held) < depth):
             return None
         if len(lane.fetching) >= MOST_FETCHED or (lane.resting and self._others(lane)):
@@ -232,11 +239,7 @@ class Scheduler:
         job.status, job.server = QUEUED, server
 
     def collect(self, job: Job, server: str) -> bool:
-        """The server ended the job, and its results are fetched.
-
-        Returns:
-            Whether they are wanted: the job has not ended elsewhere.
-        """
+        """The server ended the job; says whether its results are wanted, and so are fetched."""
         lane = self._lane(server)
         lane.held.pop(job, None)
         if job.open:
@@ -252,36 +255,28 @@ class Scheduler:
             self._wait(job, first=True)
 
     def refuse(self, job: Job, server: str, error: dict[str, Any]) -> bool:
-        """The server does not take the job; others may.
-
-        Returns:
-            Whether the job ended so, because no server takes it.
-        """
+        """The server does not take the job; says whether none does, and it has ended so."""
         lane = self._lane(server)
-        job.refused[server] = error
+        job.refused = {**job.refused, server: error}
         if job.loads not in lane.taken:
             lane.refusals[job.loads] = lane.refusals.get(job.loads, 0) + 1
         self.give_back(job, server)
-        if any(self._suits(job, other) for other in self.lanes.values()):
+        if any(other.suits(job) for other in self.lanes.values()):
             return False
         return self.end(job, server, FAILED, error)
 
     def another(self, job: Job, server: str) -> bool:
         """Whether another server may try a job that failed while it ran on this one: once."""
         others = (self.lanes[name] for name in self.ready - {server})
-        return not (job.failed or job.worn) and any(self._suits(job, lane) for lane in others)
+        return not (job.failed or job.worn) and any(lane.suits(job) for lane in others)
 
     def pass_on(self, job: Job, server: str, error: dict[str, Any]) -> None:
         """The job failed on the server, and another one tries it."""
-        job.failed, job.refused[server] = True, error
+        job.failed, job.refused = True, {**job.refused, server: error}
         self.give_back(job, server)
 
     def strike(self, job: Job, server: str) -> bool:
-        """The server failed the job, in whatever way.
-
-        Returns:
-            Whether it has failed so many in a row that it shall rest, while another fails none.
-        """
+        """The server failed the job, in whatever way; says whether it shall rest from now on."""
         lane = self._lane(server)
         struck = [other for other in self.lanes.values() if job in other.strikes]
         for other in struck:  # then it is the job
@@ -289,26 +284,18 @@ class Scheduler:
         if not struck or lane in struck:
             lane.strikes.add(job)
         before = lane.resting
-        lane.resting = self._suspect(lane) and self._others(lane)
+        lane.resting = lane.suspect and self._others(lane)
         return lane.resting and not before
 
     def wake(self, server: str, *, well: bool = False) -> None:
-        """The server has rested, and may be given one job.
-
-        Args:
-            well: it has done a job, and may be given as many as others.
-        """
+        """The server has rested, and may be given one job; as many as others once it is well."""
         lane = self._lane(server)
         lane.resting = False
         if well:
             lane.strikes.clear()
 
     def died(self, job: Job, server: str, boot: str) -> bool:
-        """The server ended while it ran the job.
-
-        Returns:
-            Whether it was one too many, and the job is set aside.
-        """
+        """The server ended while it ran the job; says whether the job is set aside for it."""
         job.deaths |= {(server, boot)}
         if len(job.deaths) < MOST_DEATHS:
             return False
@@ -317,11 +304,7 @@ class Scheduler:
         return self.end(job, server, POISON, {"type": "poison", "message": message, "nodes": []})
 
     def end(self, job: Job, server: str, status: str, error: dict[str, Any] | None = None) -> bool:
-        """The job's result is here.
-
-        Returns:
-            Whether it is the first: a later one changes nothing.
-        """
+        """The job's result is here; says whether it is the first, for others change nothing."""
         self._drop(job, server)
         if not job.open:
             return False
@@ -339,7 +322,7 @@ class Scheduler:
         return [
             job
             for job in waiting
-            if job.status == WAITING and not any(self._suits(job, lane) for lane in ready)
+            if job.status == WAITING and not any(lane.suits(job) for lane in ready)
         ]
 
     def reason(self, job: Job) -> dict[str, Any]:
@@ -352,9 +335,6 @@ class Scheduler:
         lane = self._lane(server)
         lane.held.pop(job, None)
         lane.fetching.discard(job)
-
-    def _suspect(self, lane: Lane) -> bool:
-        return len(lane.strikes) >= MOST_STRIKES
 
     def _others(self, lane: Lane) -> bool:
         """Whether another server does its jobs."""
@@ -388,15 +368,12 @@ class Scheduler:
             job = group.jobs.popleft()
             if job.status != WAITING:
                 continue
-            if self._suits(job, lane):
+            if lane.suits(job):
                 found = job
             else:
                 passed.append(job)
         group.jobs.extendleft(reversed(passed))
         return found
-
-    def _suits(self, job: Job, lane: Lane) -> bool:
-        return lane.name not in job.refused and lane.takes(job) is None
 
     def _wait(self, job: Job, *, first: bool = False) -> None:
         job.status = WAITING

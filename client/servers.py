@@ -11,10 +11,9 @@ import hashlib
 import json
 import math
 import os
-import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from ..errors import SettingError
@@ -40,7 +39,7 @@ from .workflow import (
 # Of `qwen-l40s fleet`'s file.
 VERSION = 1
 PACK = "Qwen-Image L40S"
-
+NAME_A_LIST = "name the servers.json of qwen-l40s fleet, or a text with an address on each line"
 
 # Tells why a server cannot run a job; None where it can.
 Takes = Callable[[Job], "dict[str, Any] | None"]
@@ -123,11 +122,7 @@ def _file(path: Path) -> list[Listed]:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
-        raise SettingError(
-            f"--servers cannot be read ({reason}): name the servers.json of qwen-l40s fleet, or a "
-            "text with an address on each line.",
-            path,
-        ) from error
+        raise SettingError(f"--servers cannot be read ({reason}): {NAME_A_LIST}.", path) from error
     if not text.lstrip().startswith("{"):
         lines = [line.partition("#")[0].strip() for line in text.splitlines()]
         return [Listed(Address.parse(line)) for line in lines if line]
@@ -146,27 +141,18 @@ def _file(path: Path) -> list[Listed]:
     except SettingError:
         raise
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise SettingError(
-            "--servers is no list of servers: name the servers.json of qwen-l40s fleet, or a text "
-            "with an address on each line.",
-            path,
-        ) from error
+        raise SettingError(f"--servers is no list of servers: {NAME_A_LIST}.", path) from error
 
 
 @dataclass
 class Admission:
-    """Lets servers in, and says which jobs each of them can run.
-
-    Servers that answer /object_info alike are checked once.
-
-    Attributes:
-        headers: sent with every request.
-        versions: {ComfyUI version: servers that have it}.
+    """Lets servers in, and says which jobs each of them can run; those that answer /object_info
+    alike are checked once.
     """
 
-    headers: Mapping[str, str] = field(default_factory=dict)
-    notify: Callable[[str], None] = lambda line: None
-    versions: dict[str, set[str]] = field(default_factory=dict)
+    headers: Mapping[str, str]  # sent with every request
+    notify: Callable[[str], None]
+    versions: dict[str, set[str]] = field(default_factory=dict)  # {of ComfyUI: its servers}
     _checkers: dict[bytes, tuple[Mapping[str, Any], Checker]] = field(default_factory=dict)
     _classes: dict[str, Any] = field(default_factory=dict)
     _of: dict[str, bytes] = field(default_factory=dict)
@@ -174,7 +160,6 @@ class Admission:
     _paths: dict[tuple[str, str], list[Path]] = field(default_factory=dict)
 
     def object_info(self, name: str) -> Mapping[str, Any]:
-        """Returns what a server that was let in answered."""
         return self._checkers[self._of[name]][0]
 
     def local_files(self, name: str, graph: Graph) -> dict[str, list[int]]:
@@ -233,19 +218,14 @@ class Admission:
             names.discard(name)
         new = version not in self.versions
         self.versions.setdefault(version, set()).add(name)
-        others = {each: names for each, names in self.versions.items() if names}
-        if new and len(others) > 1:
-            facts = "; ".join(
-                f"{each}: {', '.join(sorted(names))}" for each, names in others.items()
-            )
+        facts = [f"{each}: {', '.join(sorted(x))}" for each, x in self.versions.items() if x]
+        if new and len(facts) > 1:
+            facts = "; ".join(facts)
             self.notify(f"the servers run different ComfyUIs, whose images may differ ({facts})")
 
 
 class Checker:
-    """Checks graphs for one server, or for all that give the same object_info.
-
-    What inputs a class has is worked out once for thousands of jobs.
-    """
+    """Checks graphs for all servers that give the same object_info."""
 
     def __init__(self, object_info: Mapping[str, Any]) -> None:
         self._info = object_info
@@ -255,26 +235,31 @@ class Checker:
         """Finds what the server lacks or ignores: nodes, files, ends of links, inputs of ours.
 
         As the server does, it looks at the nodes that lead to an output, and at the class of every
-        one. The values in nodes of other packs are left to the server: they may have rules of their
-        own, which object_info does not show.
+        one. Values in nodes of other packs may have rules that object_info does not show.
 
         Raises:
             SettingError: something is wrong; one sentence for each problem, on lines of their own.
         """
         problems = [
-            self._missing(graph, node)
-            for node in graph
-            if graph[node]["class_type"] not in self._info
+            self._missing(graph, n) for n in graph if graph[n]["class_type"] not in self._info
         ]
-        outputs = [
-            node
-            for node, described in graph.items()
-            if self._info.get(described["class_type"], {}).get("output_node")
-        ]
-        for node, known in self._needed(graph, outputs):
-            problems += self._problems(graph, node, known)
+        waiting = [n for n in graph if self._class(graph[n]).get("output_node")]
+        needed: dict[str, dict[str, NodeInput]] = {}
+        while waiting:
+            node = waiting.pop()
+            if node in needed:
+                continue
+            known = needed[node] = self._inputs(graph[node]) or {}
+            wired = (source(graph, v) for name, v in graph[node]["inputs"].items() if name in known)
+            waiting += filter(None, wired)
+        for node in graph:
+            if node in needed and self._class(graph[node]):
+                problems += self._problems(graph, node, needed[node])
         if problems:
             raise SettingError("\n".join(problems))
+
+    def _class(self, node: Mapping[str, Any]) -> Mapping[str, Any]:
+        return self._info.get(node["class_type"]) or {}
 
     def _inputs(self, node: Mapping[str, Any]) -> dict[str, NodeInput] | None:
         kind = node["class_type"]
@@ -296,30 +281,10 @@ class Checker:
             return f"{who} is missing on the server: {_update(graph[node])}."
         return f"{who} needs {PACK}, which the server lacks: install it there."
 
-    def _needed(
-        self, graph: Graph, outputs: Iterable[str]
-    ) -> list[tuple[str, dict[str, NodeInput]]]:
-        found = {}
-        waiting = list(outputs)
-        while waiting:
-            node = waiting.pop()
-            if node in found:
-                continue
-            found[node] = known = self._inputs(graph[node]) or {}
-            for name, value in graph[node]["inputs"].items():
-                feeder = source(graph, value)
-                if feeder is not None and name in known:
-                    waiting.append(feeder)
-        return [
-            (node, found[node])
-            for node in graph
-            if node in found and graph[node]["class_type"] in self._info
-        ]
-
     def _problems(self, graph: Graph, node: str, known: Mapping[str, NodeInput]) -> Iterator[str]:
         described = graph[node]
         ours = described["class_type"].startswith(OURS)
-        module = str(self._info[described["class_type"]].get("python_module"))
+        module = str(self._class(described).get("python_module"))
         judged = ours or not module.startswith("custom_nodes.")
         for name, value in described["inputs"].items():
             if name not in known:
@@ -334,22 +299,16 @@ class Checker:
                         f"{name!r} of {called(graph, node)} is wired to a node that is not there "
                         f"({value}): wire it again."
                     )
-            elif judged and (problem := _value_problem(graph, node, name, value, known[name])):
-                yield problem
+            elif judged and known[name].kind == "FLOAT" and _is_nan(value):  # passes its bounds
+                yield f"{name!r} of {called(graph, node)} is nan and must be a number."
+            elif judged and known[name].closed and not _takes(known[name], value):
+                yield from _not_listed(graph, node, name, value, known[name])
 
 
 def _update(node: Mapping[str, Any]) -> str:
     version = meta(node).get("version")
     made = f" (the workflow was made with {version})" if version else ""
     return f"update {PACK} there{made}"
-
-
-def _value_problem(graph: Graph, node: str, name: str, value: Any, spec: NodeInput) -> str | None:
-    if spec.kind == "FLOAT" and _is_nan(value):  # which passes the server's bounds
-        return f"{name!r} of {called(graph, node)} is nan and must be a number."
-    if spec.kind == "COMBO" and spec.closed and not _takes(spec, value):
-        return _not_listed(graph, node, name, value, spec)
-    return None
 
 
 def _is_nan(value: Any) -> bool:
@@ -370,7 +329,7 @@ def _not_listed(graph: Graph, node: str, name: str, value: Any, spec: NodeInput)
     """Says where to get a file that is not listed; other values the server names itself."""
     where = input_called(graph, node, name)
     for choice in map(str, spec.choices):
-        if _file_name(choice) == _file_name(str(value)):
+        if PureWindowsPath(choice).name == PureWindowsPath(str(value)).name:
             return (
                 f"{where} is {value!r}, which the server has as {choice!r}: add --set "
                 f'"{where}={choice}".'
@@ -391,7 +350,3 @@ def _not_listed(graph: Graph, node: str, name: str, value: Any, spec: NodeInput)
     # Which the server finds only when the node runs, as inputs that are missing.
     names = nearest(str(value), map(str, spec.choices))
     return f"{where} is {shortened(str(value))} and must be one of {listed(names)}."
-
-
-def _file_name(choice: str) -> str:
-    return re.split(r"[/\\]", choice)[-1]

@@ -69,7 +69,7 @@ def plan_jobs(
         SettingError: a setting or an image does not suit this server.
     """
     found = variations(graph, settings, object_info)
-    named: dict[Any, tuple[Any, dict[Path, str]]] = {}
+    named: dict[Any, tuple[Any, dict[str, Path]]] = {}
     known: dict[str, dict[str, NodeInput]] = {}
     jobs: dict[str, Job] = {}
     for variation, label in zip(found, labels([each.chosen for each in found]), strict=True):
@@ -84,12 +84,12 @@ def plan_jobs(
                 if by_file and not path.is_relative_to(folder.resolve()):
                     where = input_called(graph, node, name)
                     say(f"{where} is a file outside the workflow's folder, to be sent: {path}")
-            named[wanted] = {place: names[path] for place, path in local.items()}, names
-        renamed, names = named[wanted]
+            images = {name: path for path, name in names.items()}
+            named[wanted] = {place: names[path] for place, path in local.items()}, images
+        renamed, images = named[wanted]
         ready = with_inputs(variation.graph, renamed) if renamed else variation.graph
         key = key_of(ready)
         if key not in jobs:
-            images = {name: path for path, name in names.items()}
             facts = (ready, variation.chosen, label, images, loaders_key(ready))
             jobs[key] = Job(len(jobs) + 1, key, *facts)
     return list(jobs.values()), len(found) - len(jobs)

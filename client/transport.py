@@ -231,6 +231,7 @@ class Transport:
             # A proxy that the environment names is not meant for the machine itself.
             trust_env=not self.address.loopback,
             timeout=_timeout(READ_SECONDS),
+            read_bufsize=CHUNK_BYTES,
         )
         return self
 
@@ -291,7 +292,7 @@ class Transport:
                         "whether a sign-in needs a --header."
                     )
                 with target.open("wb") as file:
-                    async for chunk in answer.content.iter_chunked(CHUNK_BYTES):
+                    async for chunk in answer.content.iter_any():
                         size += len(chunk)
                         if size > most:
                             raise ServerError(

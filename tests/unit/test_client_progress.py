@@ -22,8 +22,8 @@ def run(stream: io.StringIO, jobs: int) -> str:
         for number in range(jobs):
             for step in range(1, 5):
                 progress.node(f"job {number + 1}", "Sample", step, 4, "2/3")
-                progress.show(done=number, total=jobs, failed=0, ahead=None)
-        progress.show(done=jobs, total=jobs, failed=2, ahead=None)
+                progress.show(done=number, total=jobs, failed=0, ahead=0)
+        progress.show(done=jobs, total=jobs, failed=2, ahead=0)
         progress.say("the end")
     return stream.getvalue()
 
@@ -63,9 +63,9 @@ def test_a_log_gets_a_line_each_minute_with_the_time_that_is_left(monkeypatch):
         progress.begin(500, done=100)
         for second in range(0, 200, 10):
             now[0] = second
-            progress.show(done=100 + second, total=500, failed=second // 100, ahead=None)
+            progress.show(done=100 + second, total=500, failed=second // 100, ahead=0)
         now[0] = 300  # an idle fleet says nothing
-        progress.show(done=500, total=500, failed=1, ahead=None)
+        progress.show(done=500, total=500, failed=1, ahead=0)
     assert stream.getvalue().splitlines() == [
         "160 of 500 jobs, about 6 min left",
         "220 of 500 jobs, about 5 min left, 1 failed",

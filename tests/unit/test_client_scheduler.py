@@ -301,7 +301,7 @@ class AnyOrder(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Two good servers then do all the rest."""
         for job in self.jobs:
-            job.refused.clear()
+            job.refused = {}
         for name in "DE":
             self.scheduler.join(name)
         for name in "ABC":
