@@ -63,15 +63,11 @@ class Feeder:
     """One server of a run.
 
     Attributes:
-        name: the server's address.
         boot: which process it is: the id in the fleet's file, or one that is made when the server
             is first met and after each restart.
         ahead: prompts of others before the first of ours; 0 while one of ours runs.
-        error: why it is away; None while it is not.
-        away_since: when it was lost (time.monotonic).
+        error, away_since: why and from when on (time.monotonic) it is away; None while it is not.
         asked: whether it has said what it has, or was lost.
-        posted: {prompt id: a job at this server}.
-        results: of them.
         leaving: it gets no more jobs; `go` returns when it has none.
     """
 
@@ -123,11 +119,7 @@ class Feeder:
             self.wake.set()
 
     async def go(self) -> None:
-        """Feeds the server until it leaves, or is cancelled.
-
-        Raises:
-            DiskError: the output folder takes no more.
-        """
+        """Feeds the server until it leaves, or is cancelled; raises DiskError alone."""
         listening = asyncio.create_task(self.listener.listen())
         try:
             await within(self.listener.tried.wait(), SOCKET_SECONDS)
@@ -293,10 +285,8 @@ class Feeder:
         self._run.wake()
 
     async def _look(self, *, anew: bool = False) -> float:
-        """Looks at all jobs; returns the seconds that the server took to tell its queue.
-
-        Args:
-            anew: it may be another process, which has forgotten them.
+        """Looks at all jobs, which another process (`anew`) has forgotten; returns the seconds that
+        the server took to tell its queue.
         """
         start, breaks = time.monotonic(), self._breaks
         queue = await self.server.queue()

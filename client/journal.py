@@ -31,11 +31,9 @@ class DiskError(QwenL40SError):
 
 @dataclass(slots=True)
 class Attempt:
-    """A job that was posted to a server.
+    """A job that was posted to a process (`Feeder.boot`) of a server.
 
-    Attributes:
-        boot: which process of the server; see `feeder.Feeder.boot`.
-        local: {path: `file_state`} of the models that it loads and this machine has.
+    `local` is {path: `file_state`} of the models that it loads and this machine has.
     """
 
     prompt_id: str
@@ -168,9 +166,7 @@ class Journal:
         }
 
     def kept(self, server: str, local: Mapping[str, Any]) -> set[str]:
-        """The paths of these files of which the server, by its last job of them, has another
-        state.
-        """
+        """The paths of these files of which the server, by its last job of them, has another state."""
         loaded = self._loaded
         return {path for path in local if loaded.get((server, path)) not in (None, local[path])}
 
@@ -186,11 +182,7 @@ class Journal:
         self._write("run", version=VERSION, workflow=workflow, servers=servers)
 
     def queued(self, key: str, attempt: Attempt) -> None:
-        """Notes a job before its server hears of it.
-
-        Raises:
-            DiskError: no room; the next line is whole again.
-        """
+        """Notes a job before its server hears of it; after a DiskError the next line is whole."""
         self._write(
             "queued",
             key=key,
@@ -205,9 +197,6 @@ class Journal:
 
         Args:
             facts: `files` are names in the output folder, `sizes` their bytes.
-
-        Raises:
-            DiskError: no room.
         """
         facts = {name: value for name, value in facts.items() if value}
         self._write(event, key=key, prompt_id=prompt_id, **facts)

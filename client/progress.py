@@ -149,11 +149,7 @@ class Progress:
             self._line("queue", f"{done}/{total} jobs, {', '.join(facts)}")
 
     def node(self, job: str, name: str, value: float, maximum: float, place: str) -> None:
-        """The node that runs.
-
-        Args:
-            place: among the nodes of its graph, such as "5/7".
-        """
+        """Shows the node that runs, and its place among those of its graph, such as "5/7"."""
         if self._node is not None:
             steps = f" {value:g}/{maximum:g}" if maximum > 1 else ""
             name = name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 3]}..."
@@ -199,11 +195,7 @@ class RunningPrompt:
     finished: set[str] = field(default_factory=set)  # nodes that ran, or whose result was kept
 
     def take(self, kind: str, data: Mapping[str, Any]) -> None:
-        """Takes in a message.
-
-        Raises:
-            LookupError, TypeError, ValueError, AttributeError: it has another form than ComfyUI's.
-        """
+        """Takes in a message; raises what Python does where it has another form than ComfyUI's."""
         if kind == "execution_cached":
             self.finished.update(map(str, data["nodes"]))
         elif kind == "executing":
@@ -236,13 +228,10 @@ class Listener:
 
     Args:
         changed: called when a prompt ended or failed, and when the socket was opened or lost.
-        notify: gets a line where the server refuses websockets.
 
     Attributes:
         client_id: under which the next prompt is queued.
-        connected: whether a websocket is open.
         turns: how often one was opened or lost; unseen, a server restarts only between the two.
-        running: the prompts that run.
         ended: ids of prompts that ended since the reader last emptied it.
         errors: what execution_error said, by prompt id.
         tried: set once the server has said something, or refused the websocket: before it has

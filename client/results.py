@@ -72,11 +72,7 @@ TAIL_BYTES = 4096
 
 
 class ResultError(ServerError):
-    """What came is not the result of the job.
-
-    Attributes:
-        lost: whether the server no longer has it.
-    """
+    """What came is not the result of the job, or the server no longer has it (`lost`)."""
 
     def __init__(self, message: str, *, lost: bool = False) -> None:
         super().__init__(message)
@@ -100,7 +96,6 @@ class Fetched:
         texts: {title of a node: the texts that it shows}.
         seconds: that the run took, by the server's clock; None where it does not say.
         error: see `server.failure`; None where the run succeeded.
-        interrupted: whether someone stopped it.
     """
 
     parts: list[ResultFile] = field(default_factory=list)
@@ -130,13 +125,11 @@ async def fetch(
     Args:
         entry: of the server's history.
         part: makes a temporary name on the disk of the results.
-        fetched: is filled.
         most: bytes that a file may have.
         owns: whether the text `prompt` of a PNG may be this job's.
 
     Raises:
-        ServerError: the server went away, or does not give a file.
-        ResultError: it gives another one.
+        ServerError: the server went away, or does not give a file; a ResultError: gives another.
         DiskError: the folder takes no more.
     """
     status = entry["status"]
@@ -174,10 +167,8 @@ async def fetch(
 
 
 def fault_of(path: Path, suffix: str, size: int) -> str | None:
-    """Says why a file is not what its name says, by its first and last bytes; None where it may be.
-
-    Args:
-        suffix: of that name, in small letters.
+    """Says why a file is not what its suffix (in small letters) says, by its first and last bytes;
+    None where it may be.
     """
     if not size:
         return None if suffix in TEXTS else "is empty"
@@ -204,13 +195,10 @@ def prompt_of(path: Path) -> str:
 
 
 def owned(prompt: str, key: str, keys: Collection[str]) -> bool:
-    """Whether the text `prompt` of a PNG may be that of a job.
+    """Whether the text `prompt` of a PNG may be that of a job among those of all `keys`.
 
     The ids in the names of its files decide. Without one, as where a pack rewrites the text, only
     the graph of another job is refused.
-
-    Args:
-        keys: of all jobs.
     """
     try:
         graph = json.loads(prompt)
@@ -225,13 +213,10 @@ def place(
     parts: Sequence[ResultFile], folder: Path, key: str, told: Callable[[list[Path]], None]
 ) -> list[Path]:
     """Gives the files their names, `<key>_<n>.png` from 1, and replaces none but the beginning of
-    the same file.
+    the same file; `told` gets the names before.
 
     A file that is there with the same content, from a run that was killed before it noted the job
     as done, is the result.
-
-    Args:
-        told: gets the names before they are given.
 
     Raises:
         DiskError: the folder takes no names.
@@ -293,8 +278,7 @@ class Collector:
     """Brings what the prompts of one server made, and says what became of their jobs.
 
     Attributes:
-        tasks: that fetch.
-        fault: of one of them.
+        fault: of a task that fetches.
         longest: seconds of the longest job.
     """
 

@@ -41,11 +41,7 @@ class Run:
         ended: called once for each job, when its results are there or it failed.
 
     Attributes:
-        scheduler: of its jobs.
         journal: None until jobs are there.
-        admission: lets servers in.
-        say: takes lines for people.
-        wait: see `WAIT_SECONDS`.
         most: bytes that a file of a server may have.
         downloads: limits how many results are fetched at once.
         all_asked: whether every server was asked for the jobs of earlier runs.
@@ -94,11 +90,7 @@ class Run:
     def begin(
         self, journal: Journal, jobs: list[Job], workflow: str, *, again: bool = False
     ) -> None:
-        """Takes in the jobs and what the journal knows of them.
-
-        Args:
-            again: run all jobs, also those that are done.
-        """
+        """Takes in jobs and what the journal knows of them; `again` runs those that are done, too."""
         self.journal = journal
         journal.begin(workflow, list(self.feeders))
         for job in jobs if again else ():
@@ -156,10 +148,7 @@ class Run:
             self._posted.setdefault(attempt.server, []).append((attempt, stray))
 
     async def reach(self, listed: list[Listed] | None, wait: float) -> dict[str, Takes]:
-        """Asks all servers what they are, until one answers.
-
-        Args:
-            wait: seconds to go on asking.
+        """Asks all servers what they are, until one answers, or for `wait` seconds.
 
         Returns:
             {server: what tells why it cannot run a job}, of those that answer.
@@ -224,11 +213,7 @@ class Run:
                 raise feeder.results.fault
 
     async def stop(self) -> bool:
-        """Takes the open jobs off all servers.
-
-        Returns:
-            Whether no server has one any more.
-        """
+        """Takes the open jobs off all servers; says whether no server has one any more."""
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)

@@ -51,12 +51,11 @@ class Job:
         key: the hash of its graph.
         settings: what --set chose, by key.
         label: for people, with the settings in which the jobs differ: "job 3 (seed=3)".
-        names: of its files in `folder`: a hundred thousand paths would take 35 MB.
         images: {what the graph calls it: its file here}, for each server to get first.
-        loads: equal for jobs that share loaded models; see `graph.workflow.loaders_key`.
-        prompt_id: of the attempt that brought the result, or of the last one.
-        server: that attempt's.
+        loads: equal for jobs that share loaded models; see `workflow.loaders_key`.
+        prompt_id, server: of the attempt that brought the result, or of the last one.
         seconds: that the server ran it.
+        names: of its files in `folder`: a hundred thousand paths would take 35 MB.
         error: see `server.failure`; None unless it failed.
         deaths: (server, boot) of those that ended while they ran it.
         refused: {server: why it does not take this job, or failed it}.
@@ -153,7 +152,6 @@ class Group:
     Attributes:
         jobs: those that wait, among others that no longer do: taking one out of the middle of a
             million would take milliseconds.
-        waiting: how many wait.
         arrivals: how often one was added.
         lanes: servers that have these models loaded.
     """

@@ -125,11 +125,7 @@ class Server(Transport):
     """Every method raises ServerError when the server stays away."""
 
     async def object_info(self) -> bytes:
-        """The JSON of every node class of the server with its inputs.
-
-        Raises:
-            ServerError: what answers is no ComfyUI.
-        """
+        """The JSON of every node class with its inputs; ServerError where this is no ComfyUI."""
         try:
             found = (await self.call("GET", "object_info")).body
         except AnswerError as error:
@@ -218,13 +214,8 @@ class Server(Transport):
         return content.get("node_errors") or {}
 
     async def upload(self, path: Path, name: str) -> str:
-        """Puts an image into the server's input folder; the same bytes again change nothing.
-
-        Args:
-            name: subfolder/name there.
-
-        Returns:
-            What the server calls it, should it have another file of that name.
+        """Puts an image under `subfolder/name` into the server's input folder; the same bytes again
+        change nothing. Returns what the server calls it, should it have another file of that name.
 
         Raises:
             AnswerError: the server does not take it.
@@ -244,10 +235,8 @@ class Server(Transport):
     async def withdraw(self, prompt_ids: Sequence[str]) -> bool:
         """Takes prompts out of the queue, and interrupts one that runs; others are left alone.
 
-        What waits goes first, so that none of it begins when the running one stops.
-
-        Returns:
-            Whether the server has none of them any more; a node may take long to notice.
+        What waits goes first, so that none of it begins when the running one stops. Says whether
+        the server has none of them any more; a node may take long to notice.
         """
         left = list(prompt_ids)
         for _ in range(LOOKS):

@@ -47,12 +47,7 @@ Takes = Callable[[Job], "dict[str, Any] | None"]
 
 @dataclass(frozen=True)
 class Listed:
-    """A server by its address.
-
-    Attributes:
-        boot: which process it is, where the file says so; else empty.
-        log: the path of its log; empty where it is not known.
-    """
+    """A server by its address; `boot` says which process it is and `log` where its log is, or ""."""
 
     address: Address
     boot: str = ""
@@ -64,9 +59,7 @@ class ServerList:
     """The servers that were named, and those of a file, which is read anew when it changes.
 
     Attributes:
-        addresses: as typed.
         file: JSON of `qwen-l40s fleet`, or a text with an address on each line; None for none.
-        notify: gets a line for an address that is named twice.
         headers: the names of those that every request has.
     """
 
@@ -177,11 +170,7 @@ class Admission:
         return found
 
     async def admit(self, name: str, server: Server) -> Takes:
-        """What tells why a server cannot run a job; None where it can.
-
-        Raises:
-            ServerError: it does not answer, or is no ComfyUI.
-        """
+        """Learns what a server is; returns what tells why it cannot run a job, None where it can."""
         data = await server.object_info()
         digest = self._of[name] = hashlib.sha256(data).digest()
         if digest not in self._checkers:

@@ -49,11 +49,8 @@ Place = tuple[str, str]  # node id, input name
 
 @dataclass(frozen=True)
 class InputTarget:
-    """The input that a key means.
-
-    Attributes:
-        where: its address, for messages.
-        other: the other name of the input, where it has an older one; else empty.
+    """The input that a key means; `where` is its address for messages, `other` the other name of an
+    input that has an older one, or "".
     """
 
     node: str
@@ -195,11 +192,7 @@ class _Inputs:
 
 @dataclass(frozen=True, slots=True)
 class Variation:
-    """A graph, and what was chosen for it.
-
-    Attributes:
-        chosen: key as typed -> value, in the order of the settings.
-    """
+    """A graph, and what was chosen for it: {key as typed: value}, in the order of the settings."""
 
     graph: Graph
     chosen: dict[str, Any]
@@ -339,10 +332,7 @@ def number_range(text: str, spec: NodeInput, where: str) -> range | None:
 
 
 def value_of(text: str, spec: NodeInput, where: str) -> Any:
-    """The value that a text means for an input.
-
-    Args:
-        where: the input's address, for messages.
+    """The value that a text means for an input, which messages call `where`.
 
     Raises:
         SettingError: the text is no such value, or breaks the input's rules.

@@ -56,14 +56,11 @@ def plan_jobs(
     folder: Path,
     say: Callable[[str], None] = lambda line: None,
 ) -> tuple[list[Job], int]:
-    """The jobs of a workflow, each graph once.
+    """The jobs of a workflow, each graph once, and how many equal ones were left out.
 
     Args:
         folder: of the workflow file.
         say: gets a line for each image outside it that the file itself names.
-
-    Returns:
-        The jobs, and how many equal ones were left out.
 
     Raises:
         SettingError: a setting or an image does not suit this server.
@@ -116,8 +113,6 @@ class SubmitRequest:
     """What was asked for.
 
     Attributes:
-        servers: addresses.
-        server_file: see `ServerList`.
         settings: as they are typed after --set.
         again: run jobs that are done, too.
         wait: seconds to wait for a first server; None for none, and `WAIT_SECONDS` for lost ones.
@@ -139,12 +134,8 @@ class SubmitRequest:
 
 @dataclass(frozen=True)
 class SubmitOutcome:
-    """How a run ended.
-
-    Attributes:
-        servers: their addresses without passwords.
-        error: why it ended early; None when it did not.
-        stopped: by Ctrl-C or SIGTERM.
+    """How a run ended: by an error, stopped by Ctrl-C or SIGTERM, or with all jobs; its servers are
+    addresses without passwords.
     """
 
     request: SubmitRequest
@@ -172,11 +163,8 @@ class SubmitOutcome:
 async def submit(
     request: SubmitRequest, log: TextIO, ended: Callable[[Job], None]
 ) -> SubmitOutcome:
-    """Runs a workflow on servers.
-
-    Args:
-        log: for progress and notes.
-        ended: called once for each job that ended, while no bar is drawn.
+    """Runs a workflow on servers; `ended` is called once for each job that ended, while no bar is
+    drawn.
 
     Raises:
         SettingError: bad input; nothing was queued.
@@ -243,10 +231,7 @@ def local_images(
 
     A name that the server lists is the server's file; `./name` is the one here. A name that ends
     with `[input]`, `[output]` or `[temp]` is a file in that folder of the server. Anything else is
-    a path from the working directory, or else from `folder`.
-
-    Args:
-        folder: of the workflow file.
+    a path from the working directory, or else from the workflow file's folder.
 
     Returns:
         {(node id, input): absolute path}.
@@ -271,10 +256,8 @@ def local_images(
 def image_inputs(
     graph: Graph, object_info: Mapping[str, Any], known: dict[str, dict[str, NodeInput]]
 ) -> Iterator[tuple[str, str, NodeInput, str]]:
-    """Yields (node id, input, what the server says of it, name of the image).
-
-    Args:
-        known: {class: its inputs that take images}, is filled.
+    """Yields (node id, input, what the server says of it, name of the image); fills `known`, the
+    inputs that take images by class.
     """
     for node, described in graph.items():
         kind = described["class_type"]
@@ -324,10 +307,7 @@ def _neither(where: str, value: str, spec: NodeInput) -> str:
 
 
 def check_image(path: Path, used_by: str) -> None:
-    """Reads the first picture of a file to its end.
-
-    Args:
-        used_by: the node that wants it, for the message.
+    """Reads the first picture of a file, for the node `used_by`, to its end.
 
     Raises:
         SettingError: the file is missing, empty, no image, damaged, cut off or too large.

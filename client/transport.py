@@ -43,11 +43,7 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Reads http(s)://host:port/prefix; `host:port` alone is http.
-
-        Raises:
-            SettingError: no such address.
-        """
+        """Reads http(s)://host:port/prefix; `host:port` alone is http. Raises SettingError."""
         text = text.strip()
         try:
             url = URL(text if "://" in text else f"http://{text}")
@@ -94,11 +90,8 @@ class ServerError(QwenL40SError):
 
 
 class AwayError(ServerError):
-    """No usable answer came.
-
-    Attributes:
-        waited: seconds for which it was asked before.
-        silent: whether it takes requests and answers none, as while it loads a large model.
+    """No usable answer came for `waited` seconds; a `silent` server takes requests and answers
+    none, as while it loads a large model.
     """
 
     def __init__(self, message: str, waited: float = 0.0, *, silent: bool = False) -> None:
@@ -116,11 +109,8 @@ class ForeignIdError(ServerError):
 
 
 class AnswerError(ServerError):
-    """The server answered with an error status that no second try would change.
-
-    Attributes:
-        status: of HTTP.
-        body: the JSON of the answer, or its text.
+    """The server answered with an error status that no second try would change; `body` is its
+    JSON or its text.
     """
 
     def __init__(self, message: str, status: int, body: Any) -> None:
@@ -130,11 +120,7 @@ class AnswerError(ServerError):
 
 
 class LostError(Exception):
-    """A request found no answer, and another try may.
-
-    Attributes:
-        seconds: when to try, if the server says.
-    """
+    """A request found no answer, and another try may, in `seconds` if the server says."""
 
     def __init__(self, reason: str, seconds: float | None = None) -> None:
         super().__init__(reason)
@@ -247,16 +233,14 @@ class Transport:
         form: Callable[[], aiohttp.FormData] | None = None,
         **arguments: Any,
     ) -> Any:
-        """Sends a request.
+        """Sends a request, whose form is made anew for each try, until an answer comes.
 
         Args:
-            before_retry: asked before each further try; unless None, what it returns is
-                the result.
-            form: makes the body; aiohttp sends a form only once.
+            before_retry: asked before each further try; unless None, what it returns is the result.
 
         Raises:
             AnswerError: an error status.
-            ServerError: no usable answer within `wait` seconds.
+            AwayError: no usable answer within `wait` seconds.
         """
 
         async def once() -> ServerAnswer:
@@ -270,11 +254,8 @@ class Transport:
     async def download(self, item: Mapping[str, str], target: Path, most: float) -> tuple[int, str]:
         """Writes a file that an output names into `target`, in one try.
 
-        Args:
-            most: bytes that are taken.
-
         Returns:
-            How many bytes it has, and their sha256.
+            How many bytes it has, `most` at the most, and their sha256.
 
         Raises:
             ServerError: it does not come, or not whole.

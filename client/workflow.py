@@ -43,10 +43,7 @@ UNLISTED = {
 
 
 def with_inputs(graph: Graph, values: Mapping[tuple[str, str], Any]) -> Graph:
-    """A copy in which some inputs hold other values, by (node id, input).
-
-    It shares the nodes that do not change with the graph.
-    """
+    """Copies the graph with other values by (node id, input); shares the nodes that do not change."""
     copy = dict(graph)
     for (node, name), value in values.items():
         copy[node] = {**copy[node], "inputs": {**copy[node]["inputs"], name: value}}
@@ -66,13 +63,10 @@ def renamed(graph: Graph, names: Mapping[str, str]) -> Graph:
 
 
 def with_job_id(graph: Graph, object_info: Mapping[str, Any], key: str, ran: int = 0) -> Graph:
-    """Copies the graph with names of its own for the files that its nodes save on a server.
+    """Copies the graph with names of its own, by the job's key and how often it ran before, for the
+    files that its nodes save on a server.
 
     Two jobs never share one, in whatever folder servers write; nodes that save models keep theirs.
-
-    Args:
-        key: of the job.
-        ran: how often it ran before.
     """
     own = f"_job-{key[:12]}" + (f"-{ran}" if ran else "")
     prefixes = {
@@ -342,8 +336,7 @@ class NodeInput:
     Attributes:
         kind: `INT`, `FLOAT`, `BOOLEAN`, `STRING`, `COMBO`, or the type of a socket.
         rules: what object_info says besides the type: `min`, `max`, `step`, `image_upload` ...
-        choices: what a COMBO lists.
-        closed: whether the server takes nothing but what is listed.
+        closed: whether the server takes nothing but what is listed in `choices`.
         opens: whether what it is set to decides which other inputs the node has.
     """
 
