@@ -92,6 +92,7 @@ class Feeder:
         self._uploaded: dict[str, str] = {}  # {what graphs call an image: what the server does}
         self._posting: asyncio.Task[Any] | None = None
         self.results = Collector(self, run)
+        self.task: asyncio.Task[None] | None = None  # of `go`
         self._doubts = 0  # prompts in a row that were answered wrongly: the server stays away
         self._met = False
 
@@ -272,16 +273,22 @@ class Feeder:
             except OSError as error:
                 raise SettingError(f"{path} cannot be read any more: {error.strerror}") from error
 
-    def refuse(self, job: Job, prompt_id: str, error: dict[str, Any]) -> None:
+    def refuse(self, job: Job, prompt_id: str, error: dict[str, Any], *, ran: bool = False) -> None:
+        """Leaves a job that the server does not take, or failed while it `ran`, to another."""
         self.posted.pop(prompt_id, None)
         self.journal("refused", job, prompt_id)
-        if self._scheduler.refuse(job, self.name, error):
+        words = f": {error['message']}"
+        if ran:
+            self._scheduler.pass_on(job, self.name, error)
+            words = f"failed {job.label}, which another tries{words}"
+        elif self._scheduler.refuse(job, self.name, error):
             self._ended(job, prompt_id)
             return
-        small = "OutOfMemory" in error["type"]
-        why = "has too little memory for" if small else "refuses"
-        reason = "" if small else f": {error['message']}"
-        self._run.say(f"{self.name} {why} {job.label}{reason}")
+        elif "OutOfMemory" in error["type"]:
+            words = f"has too little memory for {job.label}"
+        else:
+            words = f"refuses {job.label}{words}"
+        self._run.say(f"{self.name} {words}")
         self._run.wake()
 
     async def _look(self, *, anew: bool = False) -> float:
@@ -312,8 +319,10 @@ class Feeder:
             elif job.status == QUEUED and job.server == self.name:
                 # Counted now: the next process may have answered before the break was noticed.
                 unbroken = self.listener.connected and posted.breaks == self._breaks
-                known = self.listed.boot in ("", self.boot) and unbroken
-                if not known and not await self._same_process():
+                boot = self.boot
+                if not (unbroken and self.listed.boot in ("", boot)):
+                    await self._recognize()
+                if boot != self.boot:
                     raise ServerError(f"{self.name} was restarted and has forgotten its jobs.")
                 message = "someone took it out of the server's queue."
                 self.end(job, prompt_id, CANCELLED, failure("removed", message))
@@ -323,11 +332,6 @@ class Feeder:
             self.posted.pop(prompt_id, None)
         self.ahead = min(places, default=0)
         return took
-
-    async def _same_process(self) -> bool:
-        boot = self.boot
-        await self._recognize()
-        return boot == self.boot
 
     def _check_progress(self, prompt_id: str, posted: Posted, runs: bool) -> None:
         state = self.listener.running.get(prompt_id)

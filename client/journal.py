@@ -166,7 +166,7 @@ class Journal:
         }
 
     def kept(self, server: str, local: Mapping[str, Any]) -> set[str]:
-        """The paths of these files of which the server, by its last job of them, has another state."""
+        """Returns those of the files of which the server, by its last job, has another state."""
         loaded = self._loaded
         return {path for path in local if loaded.get((server, path)) not in (None, local[path])}
 

@@ -82,10 +82,8 @@ class Progress:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._last = ("", 0.0)
-        self._drawn = 0.0
         self._first = (0, time.monotonic())  # jobs that were done when the run began
-        self._told = time.monotonic()
+        self._at = {"total": ("", time.monotonic())}  # {what: (subject, when shown)}
         self._jobs = self._node = None
 
     def begin(self, total: int, *, done: int = 0) -> None:
@@ -138,15 +136,14 @@ class Progress:
             self._jobs.n, self._jobs.total = done, total
             self._jobs.set_postfix_str(", ".join(facts), refresh=False)
             self._draw()
-        elif done < total and time.monotonic() - self._told >= TOTAL_SECONDS:
-            self._told = time.monotonic()
+        elif done < total and self._due("total", TOTAL_SECONDS):
             before, began = self._first
             if done > before:
                 seconds = (time.monotonic() - began) / (done - before) * (total - done)
                 facts.insert(0, f"about {max(1, round(seconds / 60))} min left")
             self.say(f"{done} of {total} jobs, {', '.join(facts)}".rstrip(", "))
-        elif ahead:
-            self._line("queue", f"{done}/{total} jobs, {', '.join(facts)}")
+        elif ahead and self._due("line", LINE_SECONDS, "queue"):
+            self.say(f"{done}/{total} jobs, {', '.join(facts)}")
 
     def node(self, job: str, name: str, value: float, maximum: float, place: str) -> None:
         """Shows the node that runs, and its place among those of its graph, such as "5/7"."""
@@ -158,20 +155,20 @@ class Progress:
             self._node.total = maximum or 1
             self._node.n = min(value, self._node.total)
             self._draw()
-        elif maximum > 1:
-            self._line(f"{job} {name}", f"{job}: {name} {value:g}/{maximum:g}")
+        elif maximum > 1 and self._due("line", LINE_SECONDS, f"{job} {name}"):
+            self.say(f"{job}: {name} {value:g}/{maximum:g}")
 
     def _draw(self) -> None:
-        if time.monotonic() - self._drawn >= DRAW_SECONDS:
-            self._drawn = time.monotonic()
+        if self._due("bars", DRAW_SECONDS):
             self._jobs.refresh()
             self._node.refresh()
 
-    def _line(self, subject: str, text: str) -> None:
-        last, at = self._last
-        if subject != last or time.monotonic() - at >= LINE_SECONDS:
-            self._last = (subject, time.monotonic())
-            self.say(text)
+    def _due(self, what: str, seconds: float, subject: str = "") -> bool:
+        last, at = self._at.get(what, ("", -seconds))
+        due = subject != last or time.monotonic() - at >= seconds
+        if due:
+            self._at[what] = (subject, time.monotonic())
+        return due
 
 
 @contextmanager

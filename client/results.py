@@ -118,7 +118,7 @@ async def fetch(
     fetched: Fetched,
     *,
     most: int,
-    owns: Callable[[str], bool],
+    owns: Callable[[Path], bool],
 ) -> None:
     """Fetches what an ended prompt made; of a failed one too, as far as it is there.
 
@@ -126,7 +126,7 @@ async def fetch(
         entry: of the server's history.
         part: makes a temporary name on the disk of the results.
         most: bytes that a file may have.
-        owns: whether the text `prompt` of a PNG may be this job's.
+        owns: whether a PNG may be this job's.
 
     Raises:
         ServerError: the server went away, or does not give a file; a ResultError: gives another.
@@ -160,7 +160,7 @@ async def fetch(
         # One that got no id of ours, as a preview, may be that of an earlier job, which ComfyUI has
         # not made again.
         saved = "_job-" in item["filename"] and suffix.lower() == ".png"
-        if saved and not owns(prompt_of(path)):
+        if saved and not owns(path):
             raise ResultError(f"{named} is the image of another job.", lost=True)
         suffix = suffix if FILE_SUFFIX.fullmatch(suffix) else ""
         fetched.parts[-1] = ResultFile(path, suffix, size, sha256)
@@ -185,27 +185,19 @@ def fault_of(path: Path, suffix: str, size: int) -> str | None:
     return None if end in tail and whole else "is cut off"
 
 
-def prompt_of(path: Path) -> str:
-    """Returns the graph in the text `prompt` of a PNG; an empty one where it holds none."""
-    try:
-        with Image.open(path, formats=("PNG",)) as image:
-            return str(image.info.get("prompt", ""))
-    except Exception:  # a damaged file makes Pillow's readers fail in many ways
-        return ""
-
-
-def owned(prompt: str, key: str, keys: Collection[str]) -> bool:
-    """Whether the text `prompt` of a PNG may be that of a job among those of all `keys`.
+def owned(path: Path, key: str, keys: Collection[str]) -> bool:
+    """Whether a PNG may be that of a job among those of all `keys`, by its text `prompt`.
 
     The ids in the names of its files decide. Without one, as where a pack rewrites the text, only
     the graph of another job is refused.
     """
     try:
-        graph = json.loads(prompt)
+        with Image.open(path, formats=("PNG",)) as image:
+            graph = json.loads(image.info["prompt"])
         names = [str(node["inputs"].get("filename_prefix")) for node in graph.values()]
         ids = tuple(found[1] for name in names if (found := JOB_ID.search(name)))
         return key.startswith(ids) if ids else (of := key_of(graph)) == key or of not in keys
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+    except Exception:  # no such text, or a damaged file, by which Pillow fails in many ways
         return True
 
 
@@ -221,7 +213,6 @@ def place(
     Raises:
         DiskError: the folder takes no names.
     """
-    found: list[Path] = []
     numbers = itertools.count(1)
 
     def free(part: ResultFile) -> Path:
@@ -229,12 +220,14 @@ def place(
         return next(path for path in names if not _taken(part.path, path))
 
     try:
-        found += map(free, parts)
+        found = [free(part) for part in parts]
         told(found)
-        for index, part in enumerate(parts):
-            while not _linked(part.path, found[index]):  # another run was faster
-                found[index] = free(part)
-                told(found)
+        for part, path in zip(parts, found, strict=True):
+            try:
+                name_file(part.path, path)
+            except FileExistsError:
+                if not filecmp.cmp(part.path, path, shallow=False):  # another run was faster
+                    raise
     except OSError as error:
         raise no_room(error, folder) from error
     return found
@@ -261,30 +254,18 @@ def _taken(part: Path, path: Path) -> bool:
     return not filecmp.cmp(part, path, shallow=False)
 
 
-def _linked(part: Path, path: Path) -> bool:
-    try:
-        name_file(part, path)
-    except FileExistsError:
-        return filecmp.cmp(part, path, shallow=False)
-    return True
-
-
 def _sync(path: Path) -> None:
     with path.open("r+b") as file:  # Windows syncs no file that is open for reading alone
         os.fsync(file.fileno())
 
 
 class Collector:
-    """Brings what the prompts of one server made, and says what became of their jobs.
-
-    Attributes:
-        fault: of a task that fetches.
-        longest: seconds of the longest job.
+    """Brings what the prompts of one server made, and says what became of their jobs, of which
+    the longest took `longest` seconds.
     """
 
     def __init__(self, feeder: Feeder, run: Run) -> None:
         self.tasks: set[asyncio.Task[None]] = set()
-        self.fault: BaseException | None = None
         self.longest = 0.0
         self._feeder, self._name = feeder, feeder.name
         self._run, self._scheduler = run, run.scheduler
@@ -292,15 +273,10 @@ class Collector:
         self._rest = 0.0
 
     def start(self, job: Job, prompt_id: str, entry: dict[str, Any]) -> None:
-        task = asyncio.create_task(self._fetch(job, prompt_id, entry))
+        task = self._run.watch(self._fetch(job, prompt_id, entry))
         self.tasks.add(task)
-        task.add_done_callback(self._fetched)
-
-    def _fetched(self, task: asyncio.Task[None]) -> None:
-        self.tasks.discard(task)
-        if not task.cancelled():
-            self.fault = self.fault or task.exception()
-        self._feeder.wake.set()
+        task.add_done_callback(self.tasks.discard)
+        task.add_done_callback(lambda _: self._feeder.wake.set())
 
     async def _fetch(self, job: Job, prompt_id: str, entry: dict[str, Any]) -> None:
         """Asks for the results until they are here or gone, or it was asked often enough."""
@@ -342,7 +318,7 @@ class Collector:
         journal, fetched = self._run.journal, Fetched()
         limits = {
             "most": self._run.most,
-            "owns": lambda prompt: owned(prompt, job.key, journal.records),
+            "owns": lambda path: owned(path, job.key, journal.records),
         }
         try:
             async with self._downloads, self._run.downloads:
@@ -389,18 +365,10 @@ class Collector:
             self._feeder.refuse(job, prompt_id, error)
         else:
             self.strike(job)
-            self._fail(job, prompt_id, error, fetched)
-
-    def _fail(self, job: Job, prompt_id: str, error: dict[str, Any], fetched: Fetched) -> None:
-        """Leaves it to another server, once."""
-        if not self._scheduler.another(job, self._name):
-            self._feeder.end(job, prompt_id, FAILED, error, fetched)
-            return
-        self._feeder.posted.pop(prompt_id, None)
-        self._feeder.journal("refused", job, prompt_id)
-        self._scheduler.pass_on(job, self._name, error)
-        self._run.say(f"{self._name} failed {job.label}, which another tries: {error['message']}")
-        self._run.wake()
+            if self._scheduler.another(job, self._name):
+                self._feeder.refuse(job, prompt_id, error, ran=True)
+            else:
+                self._feeder.end(job, prompt_id, FAILED, error, fetched)
 
     def strike(self, job: Job) -> None:
         if self._scheduler.strike(job, self._name):

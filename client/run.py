@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..errors import SettingError
@@ -70,7 +70,7 @@ class Run:
         self._patience = wait if servers.file is None else max(wait, RESTART_SECONDS)
         self._ended = ended
         self._changed = asyncio.Event()
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._fault: BaseException | None = None
         self._sessions = contextlib.AsyncExitStack()
         self._posted: dict[str, list[tuple[Attempt, Job]]] = {}
         self._said: set[str] = set()
@@ -82,15 +82,13 @@ class Run:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        for task in self._tasks.values():
-            task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await self._end_tasks()
         await self._sessions.aclose()
 
     def begin(
         self, journal: Journal, jobs: list[Job], workflow: str, *, again: bool = False
     ) -> None:
-        """Takes in jobs and what the journal knows of them; `again` runs those that are done, too."""
+        """Takes in jobs and what the journal knows of them; `again` runs also those done."""
         self.journal = journal
         journal.begin(workflow, list(self.feeders))
         for job in jobs if again else ():
@@ -138,7 +136,7 @@ class Run:
             self.say(f"replaced since an earlier run: {path}; {count} jobs run again")
 
     def _hand_over(self) -> None:
-        for name in self._posted.keys() & self._tasks.keys():
+        for name in self._posted.keys() & self.feeders.keys():
             self.feeders[name].follow(self._posted.pop(name))
         self.wake()
 
@@ -156,7 +154,7 @@ class Run:
         Raises:
             ServerError: none answered.
         """
-        give_up, told = time.monotonic() + wait, False
+        give_up = time.monotonic() + wait
         while True:
             for each in listed or ():
                 await self.start(each)
@@ -175,10 +173,8 @@ class Run:
                         f"no server of {self._servers.file} is ready: start qwen-l40s fleet, or "
                         "wait for it with --wait SECONDS."
                     )
-                if not told:
-                    names = ", ".join(self.feeders) or self._servers.file
-                    self.say(f"waiting up to {wait:g} s for {names}")
-                    told = True
+                names = ", ".join(self.feeders) or self._servers.file
+                self.say_once(f"waiting up to {wait:g} s for {names}")
             await self._tick()
             listed = self._servers.changed()
 
@@ -202,21 +198,33 @@ class Run:
             await self._tick()
 
     async def _tick(self) -> None:
-        """Waits until something has changed, but not for long; raises what a feeder raised."""
+        """Waits until something has changed, but not for long."""
         await within(self._changed.wait(), TICK_SECONDS)
         self._changed.clear()
-        for task in self._tasks.values():
-            if task.done() and not task.cancelled() and task.exception() is not None:
-                raise task.exception()
-        for feeder in self.feeders.values():
-            if feeder.results.fault is not None:
-                raise feeder.results.fault
+        if self._fault is not None:
+            raise self._fault
+
+    def watch(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Runs it beside the others; what it raises ends the run."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if not task.cancelled():
+                self._fault = self._fault or task.exception()
+                self._changed.set()
+
+        task = asyncio.create_task(work)
+        task.add_done_callback(ended)
+        return task
+
+    async def _end_tasks(self) -> None:
+        tasks = [feeder.task for feeder in self.feeders.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def stop(self) -> bool:
         """Takes the open jobs off all servers; says whether no server has one any more."""
-        for task in self._tasks.values():
-            task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await self._end_tasks()
         here = [feeder for feeder in self.feeders.values() if feeder.error is None]
         if not here:
             return True
@@ -240,15 +248,15 @@ class Run:
     async def start(self, listed: Listed) -> None:
         """Takes in a server, or what is new about one."""
         name = str(listed.address)
-        if name not in self.feeders:
-            self.feeders[name] = Feeder(listed, self)
-            await self._sessions.enter_async_context(self.feeders[name].server)
-        feeder, task = self.feeders[name], self._tasks.get(name)
+        feeder = self.feeders.get(name) or Feeder(listed, self)
         feeder.listed = listed
         feeder.stay()
-        if task is None or task.done():
+        if feeder.task is None:
+            await self._sessions.enter_async_context(feeder.server)
+        if feeder.task is None or feeder.task.done():
             feeder.follow(self._posted.pop(name, []))
-            self._tasks[name] = asyncio.create_task(feeder.go())
+            feeder.task = self.watch(feeder.go())
+            self.feeders[name] = feeder
 
     async def _update(self) -> None:
         listed = self._servers.changed()
@@ -304,12 +312,7 @@ class Run:
     def _show(self) -> None:
         running = [found for feeder in self.feeders.values() if (found := feeder.running())]
         ahead = min((f.ahead for f in self.feeders.values() if f.here), default=0)
-        self._progress.show(
-            done=self._counts["done"],
-            total=self._counts["total"],
-            failed=self._counts["failed"],
-            ahead=0 if running else ahead,
-        )
+        self._progress.show(**self._counts, ahead=0 if running else ahead)
         for job, state in running[-1:]:
             if state.node is not None:
                 name = title(job.graph, state.node)
@@ -317,7 +320,7 @@ class Run:
                 self._progress.node(job.label, name, state.value, state.maximum, place)
 
 
-def check_jobs(jobs: Iterable[Job], takes: Mapping[str, Takes]) -> list[str]:
+def check_jobs(jobs: Sequence[Job], takes: Mapping[str, Takes]) -> list[str]:
     """Checks that some server takes each job.
 
     Returns:
@@ -326,17 +329,10 @@ def check_jobs(jobs: Iterable[Job], takes: Mapping[str, Takes]) -> list[str]:
     Raises:
         SettingError: no server takes one of the jobs.
     """
-    first: dict[str, dict[str, Any]] = {}
-    for place, job in enumerate(jobs):
-        errors = {}
-        for name, why in takes.items():
-            error = why(job)
-            if error is None and place:
-                break
-            if error is not None:
-                errors[name] = error
-        if len(errors) == len(takes):
-            raise SettingError(next(iter(errors.values()))["message"])
-        if not place:
-            first = errors
-    return [f"{name} gets none of these jobs: {error['message']}" for name, error in first.items()]
+    for job in jobs:
+        if all(why(job) for why in takes.values()):
+            raise SettingError(next(iter(takes.values()))(job)["message"])
+    first = {name: why(job) for name, why in takes.items() for job in jobs[:1]}
+    return [
+        f"{name} gets none of these jobs: {why['message']}" for name, why in first.items() if why
+    ]

@@ -14,7 +14,7 @@ from typing import Any
 
 import aiohttp
 
-from .transport import AnswerError, ForeignIdError, ServerAnswer, ServerError, Transport
+from .transport import Answer, AnswerError, ForeignIdError, ServerError, Transport
 from .workflow import Graph, called, title
 
 # Pings, whose missing answers tell of a connection that died without a word.
@@ -127,7 +127,7 @@ class Server(Transport):
     async def object_info(self) -> bytes:
         """The JSON of every node class with its inputs; ServerError where this is no ComfyUI."""
         try:
-            found = (await self.call("GET", "object_info")).body
+            _, found = await self.call("GET", "object_info")
         except AnswerError as error:
             if error.status not in (404, 405):
                 raise
@@ -163,12 +163,8 @@ class Server(Transport):
 
     async def history(self, prompt_id: str) -> dict[str, Any] | None:
         """Asks for the entry of a prompt that ended; None while it waits or runs, or is unknown."""
-        found = await self._json("GET", f"history/{prompt_id}", shape={})
-        if prompt_id not in found:
-            return None
-        entry = found[prompt_id]
-        self._must_fit(entry, ENTRY, f"GET /history/{prompt_id}")
-        return entry
+        shape = {...: ENTRY}
+        return (await self._json("GET", f"history/{prompt_id}", shape=shape)).get(prompt_id)
 
     async def newest(self) -> str | None:
         """Asks for the id of the prompt that ended last; None with an empty history."""
@@ -199,13 +195,12 @@ class Server(Transport):
             "extra_data": {"preview_method": "none"},
         }
 
-        async def already() -> dict[str, Any] | None:
-            return {} if await self.has(prompt_id) else None
+        async def already() -> Answer | None:
+            text = json.dumps({"prompt_id": prompt_id}).encode()
+            return ("application/json", text) if await self.has(prompt_id) else None
 
-        answer = await self.call("POST", "prompt", before_retry=already, json=body)
-        if not isinstance(answer, ServerAnswer):
-            return answer
-        content = self._parsed(answer, "POST /prompt", {})
+        arguments = {"before_retry": already, "json": body}
+        content = await self._json("POST", "prompt", shape={}, **arguments)
         if content.get("prompt_id") != prompt_id:
             raise ForeignIdError(
                 f"{self.address} chooses the ids of prompts itself, as ComfyUI before 0.33 may: "
@@ -267,27 +262,21 @@ class Server(Transport):
         )
 
     async def _json(self, method: str, path: str, *, shape: Any, **arguments: Any) -> Any:
-        answer = await self.call(method, path, **arguments)
-        return self._parsed(answer, f"{method} /{path}", shape)
-
-    def _must_fit(self, value: Any, shape: Any, call: str) -> None:
-        if not fits(value, shape):
-            raise ShapeError(
-                f"{self.address} answers {call} in another form than ComfyUI: update ComfyUI "
-                "there, and see what stands before it."
-            )
-
-    def _parsed(self, answer: ServerAnswer, call: str, shape: Any) -> Any:
+        kind, body = await self.call(method, path, **arguments)
         try:
-            found = json.loads(answer.body)
+            found = json.loads(body)
         except (ValueError, RecursionError) as error:  # such as a page that asks for a sign-in
             raise AnswerError(
-                f"{self.address} answered {call} with {answer.content_type} and not with JSON: "
-                "check --server, and whether a sign-in needs a --header.",
+                f"{self.address} answered {method} /{path} with {kind} and not with JSON: check "
+                "--server, and whether a sign-in needs a --header.",
                 200,
-                answer.body.decode("utf-8", "replace"),
+                body.decode("utf-8", "replace"),
             ) from error
-        self._must_fit(found, shape, call)
+        if not fits(found, shape):
+            raise ShapeError(
+                f"{self.address} answers {method} /{path} in another form than ComfyUI: update "
+                "ComfyUI there, and see what stands before it."
+            )
         return found
 
 

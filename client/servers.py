@@ -47,7 +47,7 @@ Takes = Callable[[Job], "dict[str, Any] | None"]
 
 @dataclass(frozen=True)
 class Listed:
-    """A server by its address; `boot` says which process it is and `log` where its log is, or ""."""
+    """A server; `boot` says which process it is and `log` where its log is, where that is known."""
 
     address: Address
     boot: str = ""
@@ -170,7 +170,7 @@ class Admission:
         return found
 
     async def admit(self, name: str, server: Server) -> Takes:
-        """Learns what a server is; returns what tells why it cannot run a job, None where it can."""
+        """Learns what a server is; what is returned tells why it cannot run a job, if so."""
         data = await server.object_info()
         digest = self._of[name] = hashlib.sha256(data).digest()
         if digest not in self._checkers:
@@ -290,8 +290,8 @@ class Checker:
                     )
             elif judged and known[name].kind == "FLOAT" and _is_nan(value):  # passes its bounds
                 yield f"{name!r} of {called(graph, node)} is nan and must be a number."
-            elif judged and known[name].closed and not _takes(known[name], value):
-                yield from _not_listed(graph, node, name, value, known[name])
+            elif judged and (problem := _not_listed(graph, node, name, value, known[name])):
+                yield problem
 
 
 def _update(node: Mapping[str, Any]) -> str:
@@ -315,7 +315,9 @@ def _takes(spec: NodeInput, value: Any) -> bool:
 
 
 def _not_listed(graph: Graph, node: str, name: str, value: Any, spec: NodeInput) -> str | None:
-    """Says where to get a file that is not listed; other values the server names itself."""
+    """Says where to get a file that is not listed; other values a server names by itself."""
+    if not spec.closed or _takes(spec, value):
+        return None
     where = input_called(graph, node, name)
     for choice in map(str, spec.choices):
         if PureWindowsPath(choice).name == PureWindowsPath(str(value)).name:

@@ -27,7 +27,6 @@ from .workflow import (
     shortened,
     source,
     with_inputs,
-    without,
 )
 
 TYPED = ("INT", "FLOAT", "BOOLEAN", "STRING", "COMBO")
@@ -248,7 +247,7 @@ def variations(
             its input, or there would be more than `MAX_JOBS` graphs.
     """
     targets: dict[str, InputTarget] = {}
-    axes: list[list[str | range]] = []
+    axes: list[list[list[str] | range]] = []
     for key, texts in settings.items():
         target = find_input(graph, key, object_info)
         for earlier, other in targets.items():
@@ -257,10 +256,26 @@ def variations(
                     f"--set {earlier} and --set {key} both mean {target.where}: give one."
                 )
         targets[key] = target
-        axes.append([number_range(text, target.spec, target.where) or text for text in texts])
-    _check_count({key: sum(map(_count, axis)) for key, axis in zip(targets, axes, strict=True)})
-    values = [_converted(*pair) for pair in zip(targets.values(), axes, strict=True)]
-    graph = without(graph, [(target.node, target.other) for target in targets.values()])
+        axes.append([number_range(text, target.spec, target.where) or [text] for text in texts])
+    counts = {
+        # len() fails beyond 2**63.
+        key: sum(part.stop - part.start if isinstance(part, range) else 1 for part in axis)
+        for key, axis in zip(targets, axes, strict=True)
+    }
+    total = math.prod(counts.values())
+    if total > MAX_JOBS:
+        product = " x ".join(f"{count:,} ({key})" for key, count in counts.items() if count > 1)
+        raise SettingError(
+            f"--set asks for {total:,} jobs, {product}, but one call takes only {MAX_JOBS:,}: "
+            "split them into several calls."
+        )
+    values = [
+        [value_of(str(each), target.spec, target.where) for part in axis for each in part]
+        for target, axis in zip(targets.values(), axes, strict=True)
+    ]
+    for node, other in {(target.node, target.other) for target in targets.values()}:
+        inputs = {name: value for name, value in graph[node]["inputs"].items() if name != other}
+        graph = {**graph, node: {**graph[node], "inputs": inputs}}
     places = [(target.node, target.input) for target in targets.values()]
     return [
         Variation(
@@ -294,26 +309,6 @@ def _values(key: str, value: str) -> tuple[str, ...]:
     return lines
 
 
-def _count(part: str | range) -> int:
-    # len() fails beyond 2**63.
-    return part.stop - part.start if isinstance(part, range) else 1
-
-
-def _check_count(counts: Mapping[str, int]) -> None:
-    total = math.prod(counts.values())
-    if total > MAX_JOBS:
-        product = " x ".join(f"{count:,} ({key})" for key, count in counts.items() if count > 1)
-        raise SettingError(
-            f"--set asks for {total:,} jobs, {product}, but one call takes only {MAX_JOBS:,}: "
-            "split them into several calls."
-        )
-
-
-def _converted(target: InputTarget, axis: Iterable[str | range]) -> list[Any]:
-    texts = [str(each) for part in axis for each in (part if isinstance(part, range) else [part])]
-    return [value_of(text, target.spec, target.where) for text in texts]
-
-
 def number_range(text: str, spec: NodeInput, where: str) -> range | None:
     """The range that `1..8` means for a number; None for any other text or input.
 
@@ -340,9 +335,16 @@ def value_of(text: str, spec: NodeInput, where: str) -> Any:
     if spec.kind == "INT":
         return _in_steps(_in_bounds(_whole(text.strip(), where), spec, where), spec, where)
     if spec.kind == "FLOAT":
-        return _in_bounds(_number(text.strip(), where), spec, where)
+        value = float(text) if NUMBER.fullmatch(text.strip()) else math.inf
+        if math.isinf(value):
+            said = shortened(text.strip())
+            raise SettingError(f"{where} is {said} and must be a number such as 4.0.")
+        return _in_bounds(value, spec, where)
     if spec.kind == "BOOLEAN":
-        return _yes_or_no(text.strip(), where)
+        word = text.strip().lower()
+        if word not in (*YES, *NO):
+            raise SettingError(f"{where} is {shortened(text.strip())} and must be true or false.")
+        return word in YES
     if spec.kind == "COMBO":
         return _choice(text, spec, where)
     if spec.kind == "STRING":
@@ -397,19 +399,6 @@ def _whole(text: str, where: str) -> int:
             "as 1..8."
         )
     return int(text)
-
-
-def _number(text: str, where: str) -> float:
-    value = float(text) if NUMBER.fullmatch(text) else math.inf
-    if math.isinf(value):
-        raise SettingError(f"{where} is {shortened(text)} and must be a number such as 4.0.")
-    return value
-
-
-def _yes_or_no(text: str, where: str) -> bool:
-    if text.lower() not in (*YES, *NO):
-        raise SettingError(f"{where} is {shortened(text)} and must be true or false.")
-    return text.lower() in YES
 
 
 def _choice(text: str, spec: NodeInput, where: str) -> Any:

@@ -96,16 +96,16 @@ def labels(chosen: Sequence[Mapping[str, Any]]) -> list[str]:
     """Names jobs by the settings in which they differ."""
     first = chosen[0] if chosen else {}
     differing = [key for key in first if any(job[key] != first[key] for job in chosen)]
+
+    def short(value: Any) -> str:
+        text = " ".join(str(value).split())
+        return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 3]}..."
+
     found = []
     for number, job in enumerate(chosen, start=1):
-        facts = ", ".join(f"{key}={_short(job[key])}" for key in differing)
+        facts = ", ".join(f"{key}={short(job[key])}" for key in differing)
         found.append(f"job {number} ({facts})" if facts else f"job {number}")
     return found
-
-
-def _short(value: Any) -> str:
-    text = " ".join(str(value).split())
-    return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 3]}..."
 
 
 @dataclass(frozen=True)
@@ -174,9 +174,9 @@ async def submit(
     with cancelled_by_signals(asyncio.current_task()), Progress(log) as progress:
         graph = read_workflow(request.workflow)
         settings = parse_settings(request.settings)
-        admission = Admission(request.headers or {}, progress.say)
-        names = request.headers or {}
-        servers = ServerList(request.servers, request.server_file, progress.say, names)
+        headers = request.headers or {}
+        admission = Admission(headers, progress.say)
+        servers = ServerList(request.servers, request.server_file, progress.say, headers)
         listed = servers.read()
         wait = WAIT_SECONDS if request.wait is None else request.wait
 
@@ -242,11 +242,19 @@ def local_images(
     """
     found: dict[tuple[str, str], Path] = {}
     for node, name, spec, value in image_inputs(graph, object_info, {}):
-        if _on_server(value, spec):
+        # A text that may name an image, as a painted mask's does, may also be empty.
+        empty = spec.kind == "STRING" and not value
+        if value in spec.choices or value.endswith(SERVER_FOLDERS) or empty:
             continue
         path = _local_file(value, folder)
         if path is None:
-            raise SettingError(_neither(input_called(graph, node, name), value, spec))
+            where = input_called(graph, node, name)
+            there = f"'subfolder/photo.png [{spec.rules.get('image_folder', 'input')}]'"
+            raise SettingError(
+                f"{where} is {shortened(value)}, a picture that neither the server nor this "
+                f'machine has: give one with --set "{where}=photo.png", or write one in a '
+                f"subfolder of the server as {there}."
+            )
         if path not in found.values():
             check_image(path, called(graph, node))
         found[node, name] = path
@@ -264,22 +272,13 @@ def image_inputs(
         images = known.get(kind)
         if images is None:
             specs = node_inputs(object_info, described) or {}
-            images = {name: spec for name, spec in specs.items() if spec.takes_image}
+            images = {name: spec for name, spec in specs.items() if spec.rules.get("image_upload")}
             if not any(spec.opens for spec in specs.values()):
                 known[kind] = images
         for name, spec in images.items():
             value = described["inputs"].get(name)
             if isinstance(value, str):
                 yield node, name, spec, value
-
-
-def _on_server(value: str, spec: NodeInput) -> bool:
-    # A text that may name an image, as a painted mask's does, may also be empty.
-    return (
-        value in spec.choices
-        or value.endswith(SERVER_FOLDERS)
-        or (spec.kind == "STRING" and not value)
-    )
 
 
 def _local_file(value: str, folder: Path) -> Path | None:
@@ -295,15 +294,6 @@ def _local_file(value: str, folder: Path) -> Path | None:
         except (OSError, RuntimeError, ValueError):  # too long, no such user, a zero byte
             continue
     return None
-
-
-def _neither(where: str, value: str, spec: NodeInput) -> str:
-    folder = spec.rules.get("image_folder", "input")
-    return (
-        f"{where} is {shortened(value)}, a picture that neither the server nor this machine has: "
-        f'give one with --set "{where}=photo.png", or write one in a subfolder of the server as '
-        f"'subfolder/photo.png [{folder}]'."
-    )
 
 
 def check_image(path: Path, used_by: str) -> None:

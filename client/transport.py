@@ -137,49 +137,11 @@ TRANSIENT = (
 )
 
 
-def transient_words(error: Exception) -> str:
-    if isinstance(error, aiohttp.ClientConnectorError):
-        # Of several addresses of one host, asyncio joins the reasons to a line nobody can read.
-        cause = error.os_error
-        refused = "Connect call failed" in str(cause) or isinstance(cause, ConnectionRefusedError)
-        return REFUSED if refused else str(cause.strerror or cause)
-    if isinstance(error, asyncio.TimeoutError):
-        return SILENT
-    return "connection lost"
-
-
-def answer_error(address: Address, call: str, status: int, data: bytes) -> AnswerError:
-    text = data.decode("utf-8", "replace")
-    try:
-        body = json.loads(text)
-    except ValueError:
-        body = text.strip()
-    if status in (401, 403):
-        message = (
-            f"{address} asks for a sign-in ({status} for {call}): pass it with --header, such as "
-            '--header "Authorization: Bearer TOKEN".'
-        )
-    elif status == 413:
-        message = (
-            f"{address} refuses a request of this size (413 for {call}): start ComfyUI with a "
-            "larger --max-upload-size (in MB), or raise the limit of its proxy."
-        )
-    else:
-        reason = f" ({shortened(body, 300)})" if isinstance(body, str) and body else ""
-        message = f"{address} answered {status} to {call}{reason}: see the server's log."
-    return AnswerError(message, status, body)
-
-
 def _timeout(read: float) -> aiohttp.ClientTimeout:
     return aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=read)
 
 
-@dataclass(frozen=True)
-class ServerAnswer:
-    """An answer with a status below 300."""
-
-    content_type: str
-    body: bytes
+Answer = tuple[str, bytes]  # the content type and the body of one with a status below 300
 
 
 class Transport:
@@ -229,10 +191,10 @@ class Transport:
         method: str,
         path: str,
         *,
-        before_retry: Callable[[], Awaitable[Any]] | None = None,
+        before_retry: Callable[[], Awaitable[Answer | None]] | None = None,
         form: Callable[[], aiohttp.FormData] | None = None,
         **arguments: Any,
-    ) -> Any:
+    ) -> Answer:
         """Sends a request, whose form is made anew for each try, until an answer comes.
 
         Args:
@@ -243,11 +205,11 @@ class Transport:
             AwayError: no usable answer within `wait` seconds.
         """
 
-        async def once() -> ServerAnswer:
+        async def once() -> Answer:
             data = {} if form is None else {"data": form()}
             async with self._send(method, path, **data, **arguments) as answer:
                 await self._check(answer, f"{method} /{path}")
-                return ServerAnswer(answer.content_type, await answer.read())
+                return answer.content_type, await answer.read()
 
         return await self._patiently(once, before_retry)
 
@@ -308,7 +270,27 @@ class Transport:
                 "--server that address, or sign in with --header."
             )
         if answer.status >= 400:
-            raise answer_error(self.address, call, answer.status, await answer.read())
+            text = (await answer.read()).decode("utf-8", "replace")
+            try:
+                body = json.loads(text)
+            except ValueError:
+                body = text.strip()
+            message = f"{self.address} answered {answer.status} to {call}"
+            if answer.status in (401, 403):
+                message = (
+                    f"{self.address} asks for a sign-in ({answer.status} for {call}): pass it with "
+                    '--header, such as --header "Authorization: Bearer TOKEN".'
+                )
+            elif answer.status == 413:
+                message = (
+                    f"{self.address} refuses a request of this size (413 for {call}): start "
+                    "ComfyUI with a larger --max-upload-size (in MB), or raise the limit of its "
+                    "proxy."
+                )
+            else:
+                reason = f" ({shortened(body, 300)})" if isinstance(body, str) and body else ""
+                message = f"{message}{reason}: see the server's log."
+            raise AnswerError(message, answer.status, body)
 
     def _gone(self) -> GoneError:
         return GoneError(
@@ -332,8 +314,16 @@ class Transport:
                     f"no machine is called {self.address.base.host!r}: check --server."
                 ) from error
             raise LostError("its name is not found") from error
+        except aiohttp.ClientConnectorError as error:
+            # Of several addresses of one host, asyncio joins the reasons to a line nobody can read.
+            cause = error.os_error
+            refused = "Connect call failed" in str(cause) or isinstance(
+                cause, ConnectionRefusedError
+            )
+            raise LostError(REFUSED if refused else str(cause.strerror or cause)) from error
         except TRANSIENT as error:
-            raise LostError(transient_words(error)) from error
+            silent = isinstance(error, asyncio.TimeoutError)
+            raise LostError(SILENT if silent else "connection lost") from error
         except aiohttp.ClientError as error:
             raise ServerError(
                 f"{self.address} does not speak HTTP: give --server the address of ComfyUI's page."

@@ -8,7 +8,7 @@ import hashlib
 import json
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ JOB_ID = re.compile(r"_job-([0-9a-f]{12})(-[0-9]+)?$")
 # Types of inputs of which nodes make files.
 MEDIA = re.compile(r"(^|,)(IMAGE|VIDEO|AUDIO|MESH|SVG|FILE_3D\w*)(,|$)")
 EXPORT = "export it on ComfyUI's page with File > Export (API)"
-LOADS = re.compile("Load")
 # Load3D, LoadImageMask, VHS_LoadVideo: what is painted on, which differs from job to job.
 LOADS_DATA = re.compile(r"Load(3D|Audio|Image|Latent|Mask|TrainingDataset|Video)")
 # Inputs whose list the server does not hold them to: their class checks by itself (ComfyUI 0.33).
@@ -43,7 +42,7 @@ UNLISTED = {
 
 
 def with_inputs(graph: Graph, values: Mapping[tuple[str, str], Any]) -> Graph:
-    """Copies the graph with other values by (node id, input); shares the nodes that do not change."""
+    """Copies the graph with other values by (node id, input); shares all other nodes."""
     copy = dict(graph)
     for (node, name), value in values.items():
         copy[node] = {**copy[node], "inputs": {**copy[node]["inputs"], name: value}}
@@ -99,15 +98,6 @@ def always_names(graph: Graph, object_info: Mapping[str, Any]) -> str | None:
             if (core or kind.startswith(OURS)) and "folder_name" not in described["inputs"]:
                 return called(graph, node)
     return None
-
-
-def without(graph: Graph, places: Iterable[tuple[str, str]]) -> Graph:
-    """Copies a graph without some inputs, by (node id, input)."""
-    copy = dict(graph)
-    for node, name in places:
-        inputs = {key: value for key, value in copy[node]["inputs"].items() if key != name}
-        copy[node] = {**copy[node], "inputs": inputs}
-    return copy
 
 
 def read_workflow(path: Path) -> Graph:
@@ -325,7 +315,7 @@ def loaded_names(graph: Graph) -> set[str]:
 
 def _loaders(graph: Graph) -> Iterator[Mapping[str, Any]]:
     for node in graph.values():
-        if LOADS.search(node["class_type"]) and not LOADS_DATA.search(node["class_type"]):
+        if "Load" in node["class_type"] and not LOADS_DATA.search(node["class_type"]):
             yield node
 
 
@@ -345,10 +335,6 @@ class NodeInput:
     choices: tuple[Any, ...] = ()
     closed: bool = False
     opens: bool = False
-
-    @property
-    def takes_image(self) -> bool:
-        return bool(self.rules.get("image_upload"))
 
 
 def node_inputs(
