@@ -282,12 +282,12 @@ class Run:
         if here or any(feeder.busy for feeder in feeders) or not self.scheduler.open:
             self._alone_since = None
         else:
-            if self._alone_since is None:
-                self._alone_since = now
-                self.say(f"no server is left: waiting up to {self._patience:g} s for one")
             errors = {feeder.away_since: feeder.error for feeder in feeders if feeder.error}
             silent = any(getattr(error, "silent", False) for error in errors.values())
             patience = max(self._patience, SILENT_TIMES * self.wait * silent)
+            if self._alone_since is None:
+                self._alone_since = now
+                self.say(f"no server is left: waiting up to {patience:g} s for one")
             if now - min(self._alone_since, max(errors, default=now)) >= patience:
                 reason = errors[max(errors)] if errors else "the list of servers is empty."
                 raise ServerError(f"no server for {patience:g} s: {reason}")
