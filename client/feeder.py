@@ -23,7 +23,7 @@ from .progress import Listener, RunningPrompt, within
 from .results import Collector, Fetched, place
 from .scheduler import CANCELLED, COLLECTING, FAILED, QUEUED, WAITING, Job
 from .server import Server, failure, of_validation
-from .servers import Listed
+from .servers import Admitted, Listed
 from .transport import AnswerError, AwayError, ForeignIdError, GoneError, ServerError
 from .workflow import OURS, renamed, shortened, with_job_id
 
@@ -75,15 +75,15 @@ class Feeder:
         self.listed = listed
         self.name = str(listed.address)
         self.boot = listed.boot or uuid.uuid4().hex
+        self.admitted: Admitted | None = None
         self.ahead = 0
         self.error: ServerError | None = None
         self.away_since = 0.0
         self.asked = False
         self.leaving = False
         self.wake = asyncio.Event()
-        self.server = Server(
-            listed.address, headers=run.admission.headers, wait=run.wait, notify=run.say
-        )
+        options = {"headers": run.headers, "wait": run.wait, "notify": run.say}
+        self.server = Server(listed.address, **options)
         self.listener = Listener(self.server, changed=self.wake.set, notify=run.say)
         self._run = run
         self._scheduler = run.scheduler
@@ -166,7 +166,7 @@ class Feeder:
 
     async def _meet(self) -> None:
         self._met = True
-        takes = await self._run.admission.admit(self.name, self.server)
+        self.admitted = await self._run.admission.admit(self.name, self.server)
         await self._recognize()
         await self._look(anew=True)
         if self.error is not None and not self._doubts:
@@ -174,7 +174,7 @@ class Feeder:
                 self._run.say(f"{self.name} is back")
             self.error = None
         if not self.leaving:
-            self._scheduler.join(self.name, takes)
+            self._scheduler.join(self.name, self.admitted.takes)
         if self._met:  # else it is asked once more, for jobs that came meanwhile
             self.asked = True
 
@@ -215,7 +215,7 @@ class Feeder:
                 next_look = time.monotonic() + max(usual, took / POLL_SHARE)
 
     async def _post(self, job: Job) -> None:
-        local = self._run.admission.local_files(self.name, job.graph)
+        local = self.admitted.local_files(job.graph)
         attempt = Attempt(str(uuid.uuid4()), self.name, self.boot, local)
         try:
             await self._upload(job)
@@ -223,11 +223,10 @@ class Feeder:
                 # This package's loaders read it anew.
                 graph = job.graph.items()
                 others = {node: d for node, d in graph if not d["class_type"].startswith(OURS)}
-                if kept & self._run.admission.local_files(self.name, others).keys():
+                if kept & self.admitted.local_files(others).keys():
                     await self.server.free()
             graph = renamed(job.graph, self._uploaded) if job.images else job.graph
-            known = self._run.admission.object_info(self.name)
-            graph = with_job_id(graph, known, job.key, job.ran)
+            graph = with_job_id(graph, self.admitted.info, job.key, job.ran)
             self._run.journal.queued(job.key, attempt)
             # Counted before: the process may end as soon as it has answered.
             self.posted[attempt.prompt_id] = Posted(job, self.boot, self._breaks)
@@ -307,8 +306,8 @@ class Feeder:
                 del self.posted[prompt_id]
                 if posted.ran and posted.boot != self.boot:
                     self._died(posted)
-            elif not job.open or (here and job.server != self.name and job.status != WAITING):
-                strays.append(prompt_id)  # another server has it, or was first
+            elif not job.open or (anew and job.server != self.name and job.status != WAITING):
+                strays.append(prompt_id)  # another server was first, or has it
             elif here and anew and job.status == WAITING and not posted.hung:
                 posted.breaks = breaks
                 self._scheduler.hold(job, self.name)

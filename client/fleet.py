@@ -18,7 +18,7 @@ from .journal import Journal
 from .progress import Progress
 from .run import WAIT_SECONDS, Run
 from .scheduler import DONE, Job
-from .servers import Admission, Listed, ServerList
+from .servers import Listed, ServerList
 from .workflow import key_of, loaders_key, read_workflow
 
 
@@ -91,12 +91,8 @@ class Fleet:
     ) -> None:
         self._progress = Progress(io.StringIO() if log is None else log)
         file = None if server_file is None else Path(server_file)
-        listed = ServerList(
-            [servers] if isinstance(servers, str) else servers,
-            file,
-            self._progress.say,
-            headers or {},
-        )
+        addresses = [servers] if isinstance(servers, str) else servers
+        listed = ServerList(addresses, file, self._progress.say, headers or {})
         first = listed.read()
         self._journal = Journal(Path(output), "fleet")
         self._futures: dict[str, Future[Result]] = {}
@@ -105,8 +101,7 @@ class Fleet:
         self._reason: Exception | None = None
         self._started = threading.Event()
         self._loop = asyncio.new_event_loop()
-        admission = Admission(headers or {}, self._progress.say)
-        self._run = Run(listed, admission, progress=self._progress, wait=wait, ended=self._ended)
+        self._run = Run(listed, progress=self._progress, wait=wait, ended=self._ended)
         self._thread = threading.Thread(target=self._work, args=(first,), name="qwen-l40s fleet")
         self._thread.start()
         self._started.wait()

@@ -342,14 +342,13 @@ class Collector:
         # A node that blocks the rest with a message is reported on the websocket alone.
         told = self._feeder.listener.errors.pop(prompt_id, None)
         error = fetched.error or (of_execution(job.graph, told) if told else None)
-        known = self._run.admission.object_info(self._name)
         self.longest = max(self.longest, fetched.seconds or 0.0)
         if fetched.interrupted:
             message = "someone interrupted it on the server."
             self._feeder.end(job, prompt_id, CANCELLED, failure("interrupted", message))
             return
         if error is None and not fetched.parts:
-            if saver := always_names(job.graph, known):
+            if saver := always_names(job.graph, self._feeder.admitted.info):
                 message = f"{saver} names no file on {self._name}: see its log."
                 error = failure("no output", message)
             elif not fetched.texts:

@@ -50,7 +50,6 @@ class Run:
     def __init__(
         self,
         servers: ServerList,
-        admission: Admission,
         *,
         progress: Progress,
         wait: float = WAIT_SECONDS,
@@ -59,7 +58,8 @@ class Run:
     ) -> None:
         self.scheduler = Scheduler()
         self.journal: Journal | None = None
-        self.admission = admission
+        self.headers = servers.headers
+        self.admission = Admission(progress.say)
         self.say = progress.say
         self.wait, self.most = wait, most
         self.downloads = asyncio.Semaphore(DOWNLOADS)
@@ -163,9 +163,8 @@ class Run:
             if self.scheduler.ready and all(feeder.asked for feeder in feeders):
                 for error in errors:
                     self.say(str(error))
-                lanes = self.scheduler.lanes
-                ready = (name for name in self.feeders if name in self.scheduler.ready)
-                return {name: lanes[name].takes for name in ready}
+                ready = self.scheduler.ready
+                return {n: each.admitted.takes for n, each in self.feeders.items() if n in ready}
             if len(errors) == len(feeders):
                 gone = all(isinstance(error, GoneError) for error in errors)
                 if time.monotonic() >= give_up or not gone:

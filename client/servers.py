@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PureWindowsPath
 from typing import Any
@@ -60,13 +60,13 @@ class ServerList:
 
     Attributes:
         file: JSON of `qwen-l40s fleet`, or a text with an address on each line; None for none.
-        headers: the names of those that every request has.
+        headers: sent with every request.
     """
 
     addresses: Sequence[str] = ()
     file: Path | None = None
     notify: Callable[[str], None] = lambda line: None
-    headers: Collection[str] = ()
+    headers: Mapping[str, str] = field(default_factory=dict)
     _stamp: tuple[int, int] | None = None
 
     def read(self) -> list[Listed]:
@@ -138,61 +138,61 @@ def _file(path: Path) -> list[Listed]:
 
 
 @dataclass
-class Admission:
-    """Lets servers in, and says which jobs each of them can run; those that answer /object_info
-    alike are checked once.
-    """
+class Admitted:
+    """What a server can run; `folders` are those of its models that are on this machine."""
 
-    headers: Mapping[str, str]  # sent with every request
-    notify: Callable[[str], None]
-    versions: dict[str, set[str]] = field(default_factory=dict)  # {of ComfyUI: its servers}
-    _checkers: dict[bytes, tuple[Mapping[str, Any], Checker]] = field(default_factory=dict)
-    _classes: dict[str, Any] = field(default_factory=dict)
-    _of: dict[str, bytes] = field(default_factory=dict)
-    _folders: dict[str, set[Path]] = field(default_factory=dict)
-    _paths: dict[tuple[str, str], list[Path]] = field(default_factory=dict)
+    checker: Checker
+    folders: set[Path]
+    _paths: dict[str, list[Path]] = field(default_factory=dict)
 
-    def object_info(self, name: str) -> Mapping[str, Any]:
-        return self._checkers[self._of[name]][0]
+    @property
+    def info(self) -> Mapping[str, Any]:
+        return self.checker.info
 
-    def local_files(self, name: str, graph: Graph) -> dict[str, list[int]]:
-        """{path: `file_state`} of the models that a graph loads on a server that was let in, where
-        its folders are on this machine.
-        """
+    def takes(self, job: Job) -> dict[str, Any] | None:
+        """Tells why it cannot run a job; None where it can."""
+        try:
+            self.checker.check(job.graph)
+        except SettingError as error:
+            return failure("refused", str(error))
+        return None
+
+    def local_files(self, graph: Graph) -> dict[str, list[int]]:
+        """{path: `file_state`} of the models that a graph loads."""
         found = {}
         for text in loaded_names(graph):
             # On a network disk each look takes its time.
-            paths = self._paths.get((name, text)) or [f / text for f in self._folders[name]]
+            paths = self._paths.get(text) or [folder / text for folder in self.folders]
             here = {path: state for path in paths if (state := file_state(path))}
             if here:
-                self._paths.setdefault((name, text), list(here))
+                self._paths.setdefault(text, list(here))
             found |= {str(path): state for path, state in here.items()}
         return found
 
-    async def admit(self, name: str, server: Server) -> Takes:
-        """Learns what a server is; what is returned tells why it cannot run a job, if so."""
+
+@dataclass
+class Admission:
+    """Lets servers in; those that answer /object_info alike share a checker."""
+
+    notify: Callable[[str], None]
+    versions: dict[str, set[str]] = field(default_factory=dict)  # {of ComfyUI: its servers}
+    _checkers: dict[bytes, Checker] = field(default_factory=dict)
+    _classes: dict[str, Any] = field(default_factory=dict)
+
+    async def admit(self, name: str, server: Server) -> Admitted:
+        """Learns what a server is."""
         data = await server.object_info()
-        digest = self._of[name] = hashlib.sha256(data).digest()
+        digest = hashlib.sha256(data).digest()
         if digest not in self._checkers:
             # Some megabytes: other servers must not be taken for dead meanwhile.
-            info = await asyncio.to_thread(self._parsed, data)
-            self._checkers[digest] = (info, Checker(info))
-        checker = self._checkers[digest][1]
+            self._checkers[digest] = Checker(await asyncio.to_thread(self._parsed, data))
         try:
             stats = await server.stats()
         except AnswerError:  # a proxy that lets no one see it
             stats = {}
         self._compare(name, stats)
-        self._folders[name] = set(filter(os.path.isdir, await server.model_folders()))
-
-        def takes(job: Job) -> dict[str, Any] | None:
-            try:
-                checker.check(job.graph)
-            except SettingError as error:
-                return failure("refused", str(error))
-            return None
-
-        return takes
+        folders = set(filter(os.path.isdir, await server.model_folders()))
+        return Admitted(self._checkers[digest], folders)
 
     def _parsed(self, data: bytes) -> dict[str, Any]:
         """Shares the equal classes of servers that differ in a few, as by the images they list."""
@@ -217,7 +217,7 @@ class Checker:
     """Checks graphs for all servers that give the same object_info."""
 
     def __init__(self, object_info: Mapping[str, Any]) -> None:
-        self._info = object_info
+        self.info = object_info
         self._known: dict[str, dict[str, NodeInput] | None] = {}
 
     def check(self, graph: Graph) -> None:
@@ -230,7 +230,7 @@ class Checker:
             SettingError: something is wrong; one sentence for each problem, on lines of their own.
         """
         problems = [
-            self._missing(graph, n) for n in graph if graph[n]["class_type"] not in self._info
+            self._missing(graph, n) for n in graph if graph[n]["class_type"] not in self.info
         ]
         waiting = [n for n in graph if self._class(graph[n]).get("output_node")]
         needed: dict[str, dict[str, NodeInput]] = {}
@@ -248,13 +248,13 @@ class Checker:
             raise SettingError("\n".join(problems))
 
     def _class(self, node: Mapping[str, Any]) -> Mapping[str, Any]:
-        return self._info.get(node["class_type"]) or {}
+        return self.info.get(node["class_type"]) or {}
 
     def _inputs(self, node: Mapping[str, Any]) -> dict[str, NodeInput] | None:
         kind = node["class_type"]
         if kind in self._known:
             return self._known[kind]
-        found = node_inputs(self._info, node)
+        found = node_inputs(self.info, node)
         if not found or not any(spec.opens for spec in found.values()):
             self._known[kind] = found
         return found
@@ -266,7 +266,7 @@ class Checker:
                 f"{who} is missing on the server: install the pack that has it, or update ComfyUI "
                 "there."
             )
-        if any(name.startswith(OURS) for name in self._info):
+        if any(name.startswith(OURS) for name in self.info):
             return f"{who} is missing on the server: {_update(graph[node])}."
         return f"{who} needs {PACK}, which the server lacks: install it there."
 

@@ -22,7 +22,7 @@ from .progress import Progress, cancelled_by_signals
 from .run import MOST_BYTES, WAIT_SECONDS, Run, check_jobs
 from .scheduler import CANCELLED, DONE, LOST, Job
 from .server import failure
-from .servers import Admission, ServerList
+from .servers import ServerList
 from .settings import parse_settings, variations
 from .transport import ServerError
 from .workflow import (
@@ -175,7 +175,6 @@ async def submit(
         graph = read_workflow(request.workflow)
         settings = parse_settings(request.settings)
         headers = request.headers or {}
-        admission = Admission(headers, progress.say)
         servers = ServerList(request.servers, request.server_file, progress.say, headers)
         listed = servers.read()
         wait = WAIT_SECONDS if request.wait is None else request.wait
@@ -187,9 +186,9 @@ async def submit(
                 ended(job)
 
         limits = {"wait": wait, "most": request.most}
-        async with Run(servers, admission, progress=progress, ended=tell, **limits) as run:
+        async with Run(servers, progress=progress, ended=tell, **limits) as run:
             takes = await run.reach(listed, request.wait or 0)
-            info = admission.object_info(next(iter(takes)))
+            info = run.feeders[next(iter(takes))].admitted.info
             jobs, equal = plan_jobs(graph, settings, info, request.workflow.parent, run.say_once)
             for line in check_jobs(jobs, takes):
                 progress.say(line)
