@@ -328,7 +328,8 @@ class Feeder:
         if not await self.server.withdraw(strays) and anew:
             raise ServerError(f"{self.name} still runs a job that another server has.")
         for prompt_id in strays:
-            self.posted.pop(prompt_id, None)
+            if (posted := self.posted.pop(prompt_id, None)) is not None:
+                self._scheduler.give_back(posted.job, self.name)
         self.ahead = min(places, default=0)
         return took
 

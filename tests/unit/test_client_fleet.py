@@ -126,6 +126,33 @@ def test_a_result_that_another_server_brought_meanwhile_is_noted_as_late(tmp_pat
     assert check(tmp_path, outcome.jobs)["late"] == 1
 
 
+def test_a_server_whose_job_another_brought_has_room_for_one_more(tmp_path: Path, monkeypatch):
+    leave, lost = run.Run.__aexit__, []
+
+    async def look(self: run.Run, *error: object) -> None:
+        for name, each in self.feeders.items():
+            there = {posted.job for posted in each.posted.values()}
+            lost.extend(self.scheduler.lanes[name].held.keys() - there)
+        await leave(self, *error)
+
+    monkeypatch.setattr(run.Run, "__aexit__", look)
+    with fake_comfyui(paused=True) as one, fake_comfyui(paused=True) as two:
+
+        def finish() -> None:
+            until(lambda: len(one.state.queue) == len(two.state.queue) == 1)
+            one.faults.busy = 10**6
+            until(lambda: len(two.state.queue) == 2)  # the other's job, too
+            one.faults.paused = False
+            until(lambda: one.state.history)
+            one.faults.busy = 0
+            until(lambda: len(two.state.queue) == 1)
+            two.faults.paused = False
+
+        outcome, _ = start(tmp_path, one, two, jobs=2, meanwhile=finish, wait=0.3)
+    check(tmp_path, outcome.jobs)
+    assert lost == []
+
+
 def test_a_silent_server_with_the_last_jobs_holds_nobody_up(tmp_path: Path):
     with fake_comfyui(paused=True) as one, fake_comfyui() as two:
 
