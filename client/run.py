@@ -207,7 +207,7 @@ class Run:
         """Runs it beside the others; what it raises ends the run."""
 
         def ended(task: asyncio.Task[None]) -> None:
-            if not task.cancelled():
+            if not task.cancelled() and task.exception() is not None:
                 self._fault = self._fault or task.exception()
                 self._changed.set()
 
