@@ -9,8 +9,8 @@ from qwen_l40s.patches import CHANGES
 HOSTS = {"accelerate", "comfy", "comfy_aimdo", "comfy_api", "comfy_execution", "comfy_kitchen"}
 HOSTS |= {"diffusers", "torch", "triton"}
 LISTED = {name for it in CHANGES.values() for name in re.findall(r"`(\w+)`", it.what)}
-# What a run of ComfyUI's alone changes, and a late import of Triton's.
-OF_THEIRS = {"global_progress_registry", "latent_shapes", "modules"}
+# What a run of ComfyUI's or diffusers' alone changes, and a late import of Triton's.
+OF_THEIRS = {"global_progress_registry", "latent_shapes", "modules", "sigmas", "timesteps"}
 PLAIN = (bool, int, float, str, bytes, type(None))
 
 

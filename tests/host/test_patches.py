@@ -40,10 +40,19 @@ def test_after_a_run_all_is_as_before_but_for_what_is_listed():
     comfy.model_management.unload_all_models()
     before = modules_and_classes() | instances(model=known.model, patcher=known)
     run(known)
-    with torch.inference_mode():
-        ours = narrow.load_patcher(PATH, "bf16", off_card=True)
-    run(ours)
     after = modules_and_classes() | instances(model=known.model, patcher=known)
+    assert changed(before, after) == []
+
+
+@pytest.mark.usefixtures("inference_mode")
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+def test_a_model_of_our_loader_is_as_before_a_run(precision):
+    ours = narrow.load_patcher(PATH, precision, off_card=True)
+    sample(ours, steps=1)
+    comfy.model_management.unload_all_models()
+    before = modules_and_classes() | instances(model=ours.model, patcher=ours)
+    run(ours)
+    after = modules_and_classes() | instances(model=ours.model, patcher=ours)
     assert changed(before, after) == []
 
 

@@ -13,6 +13,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
+from host_snapshot import changed, instances, modules_and_classes
 from PIL import Image
 
 pytest.importorskip("diffusers")
@@ -34,6 +35,7 @@ from qwen_l40s.hosts.diffusers.patch import optimize
 from qwen_l40s.hosts.diffusers.quantized import quantize_transformer
 from qwen_l40s.hosts.diffusers.sample import sample
 from qwen_l40s.hosts.diffusers.settings import GenerateSettings
+from qwen_l40s.hosts.diffusers.step_cache import cache_steps
 from qwen_l40s.optimizations import run as runs
 from qwen_l40s.optimizations.attention import BACKENDS
 from qwen_l40s.optimizations.attention import backends as sdpa
@@ -282,6 +284,17 @@ def test_restored_transformer_is_as_it_was(fused):
     assert len(fused) == BLOCKS
     assert optimized.report() == report
     optimized.restore()  # a second time does nothing
+
+
+def test_a_pipeline_is_as_before_but_for_what_is_listed(tiny_folder):
+    pipe = load_pipeline(tiny_folder, precision="fp32", device="cpu").to_diffusers()
+    settings = {"width": 64, "height": 48, "num_inference_steps": 12, "output_type": "latent"}
+    pipe("a red star", **settings)
+    before = modules_and_classes() | instances(pipe=pipe, **pipe.components)
+    with optimize(pipe.transformer), cache_steps(pipe, "balanced"):
+        pipe("a red star", **settings)
+    after = modules_and_classes() | instances(pipe=pipe, **pipe.components)
+    assert changed(before, after) == []
 
 
 def test_table_is_gone_with_its_run(monkeypatch):
