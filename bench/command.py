@@ -20,7 +20,7 @@ from ..errors import SettingError, UnavailableError
 from ..families.qwen_image import FULL_SIZE, SMALL
 from ..files import check_target
 from ..hosts.comfyui.contract import unsupported_host
-from ..machine.card import first_line, read_cards
+from ..machine.card import read_cards
 from ..machine.packages import (
     STANDALONE,
     check_comfyui,
@@ -29,6 +29,7 @@ from ..machine.packages import (
 )
 from ..planning.bytes import weight_bytes
 from ..spec.formats import format_gib
+from ..verdict import first_line
 from .rows import (
     COMFYUI,
     DIFFUSERS,

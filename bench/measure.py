@@ -18,8 +18,8 @@ import torch
 
 from ..errors import UnavailableError
 from ..files import write_whole
-from ..machine.card import first_line
 from ..spec.formats import GIB
+from ..verdict import first_line
 from .rows import BenchSetup
 
 Fields = dict[str, Any]

@@ -17,9 +17,9 @@ from ..optimizations.attention import AttentionRequest, choose_attention
 from ..optimizations.fused import Ops, choose_ops
 from ..optimizations.linear import choose_gemm
 from ..optimizations.reference import Modulation, QKNorm, QuantizedRows, Rotary, Tokens
-from ..optimizations.verdict import Verdict
 from ..spec.formats import FORMATS, RowFormat
 from ..spec.transformer import TransformerShape
+from ..verdict import Verdict
 from .measure import Fields, by_turns, times_ms
 from .rows import BenchSetup, Inputs
 

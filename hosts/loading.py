@@ -15,12 +15,12 @@ from ..charts.notes import kept_precision, reasons, requested_precision, weight_
 from ..errors import SettingError, UnavailableError
 from ..loaders.quantize import quantize_rows
 from ..optimizations import kernels
-from ..optimizations.verdict import Verdict, try_once
 from ..planning.bytes import TransformerBytes, weight_bytes
 from ..planning.plan import LEAST_SIDE, PlanOption, check_tensor_cores, plan
 from ..planning.request import AUTO, PRECISIONS, Parts, RunRequest
 from ..spec.formats import BYTES_PER_WEIGHT, FORMATS, QUANTIZED, CardFacts, RowFormat, format_gib
 from ..spec.transformer import OFF_CARD, ON_CARD, PLACES, TransformerShape
+from ..verdict import Verdict, try_once
 
 PIPELINE_PRECISIONS = (AUTO, "bf16", "fp32", *QUANTIZED)
 AS_STORED = "as stored"

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from ..spec.formats import FORMATS, GIB, MIB, OLDEST_BF16
+from ..verdict import first_line
 
 logger = logging.getLogger(__name__)
 
@@ -187,12 +188,3 @@ def ask_nvidia_smi() -> tuple[str, tuple[InstalledCard, ...]]:
 
 def _join(listed: tuple[InstalledCard, ...], reason: str) -> str:
     return f"{'; '.join(map(str, listed))}: {reason}" if listed else reason
-
-
-def first_line(error: object) -> str:
-    """Takes the first line of an exception's or warning's text; its class where that is empty.
-
-    Of Triton's compiler the last one: its first lines are a place and the kernel's source.
-    """
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[-1] if type(error).__name__ == "CompilationError" else lines[0]

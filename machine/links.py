@@ -21,7 +21,8 @@ import torch
 from ..caches import cached, remembered
 from ..errors import UnavailableError
 from ..spec.formats import MIB
-from .card import Capability, InstalledCards, State, first_line
+from ..verdict import first_line
+from .card import Capability, InstalledCards, State
 
 # Pinned host memory of a route that does not go from card to card.
 BUFFERS, BUFFER_BYTES = 4, 8 * MIB

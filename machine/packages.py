@@ -20,7 +20,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .card import Capability, InstalledCards, State, first_line
+from ..verdict import first_line
+from .card import Capability, InstalledCards, State
 
 CUDNN_FLOOR = 91500
 

@@ -19,20 +19,20 @@ from ..errors import UnavailableError
 from ..families.protocol import StepTokens
 from ..families.qwen_image import BLOCK_GEMMS
 from ..loaders.quantize import row_format
-from ..machine.card import first_line, read_cards
+from ..machine.card import read_cards
 from ..machine.store import Calibration
 from ..optimizations import kernels, reference
 from ..optimizations.attention import Attention, AttentionRequest, choose_attention
 from ..optimizations.fused import Ops, choose_ops
 from ..optimizations.linear import choose_gemm, dense_linear
 from ..optimizations.reference import Modulation, QuantizedRows, Tokens
-from ..optimizations.verdict import Verdict
 from ..planning.rates import Rates
 from ..planning.times import Pass, norm_bytes
 from ..planning.vae_work import step_work
 from ..spec.formats import FORMATS, MULTIPLIED, QUANTIZED, RowFormat, format_gib, sm
 from ..spec.transformer import TransformerShape
 from ..spec.vae import VaeLayer
+from ..verdict import Verdict, first_line
 from .timing import (
     Launched,
     LaunchedBlocks,

@@ -27,9 +27,9 @@ from ..errors import CheckpointError
 from ..hosts.diffusers.quantized import chosen_layers, quantizable, tensor_core_product
 from ..loaders.quantize import is_finite, quantize_rows, row_format
 from ..loaders.source import Source
-from ..machine.card import first_line
 from ..patches import call
 from ..spec.formats import BYTES_PER_SCALE
+from ..verdict import first_line
 
 GAUSSIAN_ROWS = 256
 

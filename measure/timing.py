@@ -17,7 +17,6 @@ from torch.nn import Linear, Module, ModuleList
 
 from ..families.qwen_image import BLOCK_GEMMS
 from ..loaders.quantize import row_format
-from ..machine.card import first_line
 from ..optimizations import reference
 from ..optimizations.blocks.block import Attend, BlockExecutor, KnownBlock, LayerTensors, Step
 from ..optimizations.blocks.block_form import DENSE
@@ -28,6 +27,7 @@ from ..optimizations.reference import Modulation, Rotary, Tokens
 from ..planning.rates import LAUNCHES, Launches
 from ..spec.formats import QUANTIZED, RowFormat
 from ..spec.transformer import TransformerShape
+from ..verdict import first_line
 
 # The part of the time in which clocks settle, which does not count.
 SETTLING = 0.3

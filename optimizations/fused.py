@@ -10,10 +10,10 @@ import torch
 
 from ..caches import cached
 from ..spec.formats import RowFormat
+from ..verdict import Verdict, try_once
 from . import kernels, reference
 from .attention import quantized
 from .reference import HEAD_DIMS, WIDEST_ROW, Modulation, QKNorm, QuantizedRows, Rotary, Tokens
-from .verdict import Verdict, try_once
 
 # Takes the tensors that differ from call to call, of the shapes and strides that it is for.
 Prepared = Callable[..., None]

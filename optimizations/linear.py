@@ -19,9 +19,9 @@ from ..machine.card import State
 from ..machine.packages import check_kitchen
 from ..patches import call
 from ..spec.formats import FORMATS, RowFormat
+from ..verdict import Verdict, try_once
 from . import kernels, reference
 from .kernels import sm_of
-from .verdict import Verdict, try_once
 
 # `scaled_mm` with fast accumulation, for those who ask for it. On Hopper it keeps so few bits of a
 # sum that 12288 products of one sign come out 23 % too small, 3072 of them 5 %; without it the

@@ -17,9 +17,9 @@ import torch
 
 from ..spec.formats import format_gib
 from ..spec.sizes import MOST_TABLE_BYTES
+from ..verdict import Verdict
 from .blocks.block_form import ModulationLayer, modulation_layers
 from .reference import Modulation
-from .verdict import Verdict
 
 
 @dataclass(frozen=True, eq=False)

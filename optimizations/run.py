@@ -16,16 +16,15 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ..errors import UnavailableError
-from ..machine.card import first_line
 from ..machine.links import link_between
 from ..patches import switched
+from ..verdict import Verdict, first_line
 from .attention import ChosenAttention
 from .blocks.block_form import is_changed
 from .blocks.graphs import PassMemory
 from .blocks.host import FirstBlockCheck, HostPass, PreparedModel
 from .blocks.passes import ForwardPass, WatchedError
 from .cards.team import CardPass, ShapeFigures, SplitFigures, Team
-from .verdict import Verdict
 
 PASSED_BY = Verdict("another extension runs the transformer its own way")
 

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 
 from ..step_cache import ADAPTIVE, SCHEDULE, CacheSettings, plan_steps
+from ..verdict import Verdict
 from .run import Later
-from .verdict import Verdict
 
 # A forecast that misses by more has the next ones refused. A first guess: the micro model's good
 # settings miss by 0.012 to 0.035, its poor ones by 0.05 to 0.14.

@@ -16,7 +16,7 @@ from typing import Any
 from ...caches import remembered
 from ...families.comfyui import kind_of
 from ...machine.packages import COMFYUI_FLOOR, TESTED, is_newer_than_tested, release
-from ...optimizations.verdict import Verdict
+from ...verdict import Verdict
 
 # What ComfyUI's loop gives a block of Qwen-Image, all by name.
 BLOCK_ARGUMENTS = (

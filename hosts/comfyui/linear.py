@@ -28,9 +28,9 @@ from ...optimizations import reference
 from ...optimizations.blocks.products import PackedWeight
 from ...optimizations.fused import TORCH, choose_ops
 from ...optimizations.linear import known_gemm, quantized_linear
-from ...optimizations.verdict import Verdict
 from ...patches import call, put
 from ...spec.formats import FORMATS
+from ...verdict import Verdict
 
 FP8_ROWS, INT8_ROWS = FORMATS["fp8"], FORMATS["int8"]
 # {ComfyUI's class: the format of its values}

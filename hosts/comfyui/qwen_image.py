@@ -20,7 +20,7 @@ from ...optimizations.blocks.block import Step
 from ...optimizations.blocks.host import PrefixedStream
 from ...optimizations.blocks.workspace import Prefix
 from ...optimizations.reference import Tokens
-from ...optimizations.verdict import Verdict
+from ...verdict import Verdict
 from . import contract
 from .sample.forward import OTHER_ARGUMENTS, ComfyPass, rotary_of
 

@@ -29,8 +29,8 @@ from ...optimizations.blocks.block_form import (
 )
 from ...optimizations.linear import Gemm
 from ...optimizations.modulation import Entry, ModulationTable, TableFigures, compute_entry
-from ...optimizations.verdict import Verdict
 from ...spec.formats import RowFormat
+from ...verdict import Verdict
 from .quantized import QuantizedLinear
 
 OWN_WAY = Verdict("some layers run diffusers' own way")

@@ -23,8 +23,8 @@ from ...optimizations.blocks.block_form import token_layers
 from ...optimizations.blocks.host import BlockInputs, DoubleStream, Streams
 from ...optimizations.modulation import Entry
 from ...optimizations.reference import Rotary, Tokens
-from ...optimizations.verdict import Verdict
 from ...spec.vae import VaeShape
+from ...verdict import Verdict
 from .layers import DiffusersLayers, TransformerModulation
 
 # What a block is called with besides its streams, from diffusers 0.36 to 0.42.

@@ -21,8 +21,8 @@ from ...optimizations.blocks.host import PrefixedStream
 from ...optimizations.blocks.workspace import Prefix
 from ...optimizations.reference import Rotary, Tokens
 from ...optimizations.vae.tiles import Layer, stage
-from ...optimizations.verdict import Verdict
 from ...spec.vae import VaeShape
+from ...verdict import Verdict
 from .qwen_image import OTHER_ARGUMENTS, TransformerPass
 
 PIPELINE, PUBLISHED = "QwenImage21Pipeline", QWEN_IMAGE_21.vae.shape

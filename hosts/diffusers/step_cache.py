@@ -17,9 +17,9 @@ from diffusers import DiffusionPipeline
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 
 from ...optimizations.step_cache import CachedRun, CacheFigures
-from ...optimizations.verdict import Verdict
 from ...patches import patched
 from ...step_cache import OFF, CacheSettings, cache_settings
+from ...verdict import Verdict
 from .patch import Forward
 
 ITS_OWN = Verdict("a cache of diffusers is on the transformer")

@@ -13,11 +13,11 @@ import torch
 
 from ...caches import cached, remembered
 from ...errors import SettingError, UnavailableError
-from ...machine.card import first_line, read_cards
+from ...machine.card import read_cards
 from ...machine.packages import Package, check_package
 from ...machine.store import AttentionTimings, load_attention, save_attention
+from ...verdict import Verdict, first_line, try_once
 from ..kernels import on_card_of, sm_of
-from ..verdict import Verdict, try_once
 from .backends import (
     FLASH_ATTN_2,
     FLASH_ATTN_3,

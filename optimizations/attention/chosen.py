@@ -11,8 +11,8 @@ from dataclasses import replace
 import torch
 
 from ...errors import UnavailableError
+from ...verdict import Verdict
 from ..kernels import sm_of
-from ..verdict import Verdict
 from .backends import AttentionRequest
 from .choice import (
     BACKENDS,

@@ -23,11 +23,11 @@ import torch
 
 from ...families.registry import spec_of
 from ...spec.formats import RowFormat
+from ...verdict import Verdict
 from ..fused import Ops
 from ..linear import Gemm
 from ..modulation import Entry
 from ..reference import Modulation, QKNorm, Rotary, Tokens
-from ..verdict import Verdict
 from .block_form import DENSE, BlockForm, LayerForm, LowRank, heads_of, part_of
 from .products import Operand, PackedOperand, PackedWeight, Share, merged_product, streams_of
 from .workspace import Prefix, Program, Workspace

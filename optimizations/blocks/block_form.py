@@ -22,9 +22,9 @@ from ...caches import cached
 from ...families.registry import block_specs, modulation_of, spec_of
 from ...spec.formats import RowFormat
 from ...spec.transformer import SPLIT_SWIGLU, SWIGLU, BlockSpec
+from ...verdict import Verdict
 from ..fused import unsupported_shape
 from ..linear import Gemm
-from ..verdict import Verdict
 
 DENSE = "dense"
 STREAMS = ("text", "image")

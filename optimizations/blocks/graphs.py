@@ -13,13 +13,12 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from ...caches import remembered
-from ...machine.card import first_line
 from ...patches import call
 from ...spec.sizes import REPAID_BY
+from ...verdict import Verdict, first_line
 from ..fused import Ops
 from ..modulation import Entry
 from ..reference import Rotary
-from ..verdict import Verdict
 from .block import BlockExecutor, Step
 from .products import streams_of
 from .workspace import Prefix, Workspace

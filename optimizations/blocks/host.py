@@ -14,11 +14,11 @@ import torch
 
 from ...spec.formats import RowFormat
 from ...spec.sizes import COMPARED_AT_ONCE
+from ...verdict import Verdict, Verdicts
 from ..attention import ChosenAttention
 from ..fused import choose_ops
 from ..modulation import Entry, shared_entry
 from ..reference import Tokens
-from ..verdict import Verdict, Verdicts
 from .block import KnownBlock, Layers, Step
 from .block_form import (
     DENSE,

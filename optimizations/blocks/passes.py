@@ -12,15 +12,14 @@ from typing import Any
 
 import torch
 
-from ...machine.card import first_line
 from ...patches import patched
 from ...spec.sizes import MOST_GRAPH_ROWS
 from ...split_cost import Exchange
+from ...verdict import Verdict, first_line
 from ..attention import Attention, AttentionRequest, ChosenAttention
 from ..cards.team import Given, Team
 from ..modulation import Entry, compute_entry
 from ..reference import Modulation
-from ..verdict import Verdict
 from .block import Attend, BlockExecutor
 from .block_form import heads_of
 from .graphs import FIRST, LAST_PART, Inputs, PassGraph, PassMemory, Seen, Work

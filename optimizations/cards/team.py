@@ -12,6 +12,7 @@ import torch
 from ...families.protocol import StepTokens
 from ...machine.links import Link, Route
 from ...split_cost import KEYS, LEAST_GAIN, ROWS, BlockSeconds, Exchange, SplitCost, row_bytes
+from ...verdict import Verdict, Verdicts
 from ..attention import Attention, AttentionRequest, ChosenAttention
 from ..blocks.block import BlockExecutor, Step
 from ..blocks.block_form import PLACES
@@ -19,7 +20,6 @@ from ..blocks.graphs import Inputs, PassMemory, Work, recent
 from ..blocks.host import FirstBlockCheck, HostPass, PreparedModel
 from ..blocks.products import Share
 from ..modulation import Entry
-from ..verdict import Verdict, Verdicts
 from .parts import ShareCard
 from .split import Split, Timed, shares_of
 

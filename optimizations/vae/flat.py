@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...spec.vae import SCORES_TOGETHER, STRIP
+from ...verdict import Verdict
 from ..fused import TORCH, choose_ops
-from ..verdict import Verdict
 
 # Items, rows, the rows that they are computed from, and where among those they are.
 Strip = tuple[slice, slice, slice, slice]

@@ -45,7 +45,7 @@ from qwen_l40s.optimizations.blocks.block import BlockExecutor
 from qwen_l40s.optimizations.fused import TORCH
 from qwen_l40s.optimizations.linear import choose_gemm
 from qwen_l40s.optimizations.modulation import ModulationTable
-from qwen_l40s.optimizations.verdict import Verdict
+from qwen_l40s.verdict import Verdict
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -37,11 +37,11 @@ from qwen_l40s.optimizations.blocks.products import Share
 from qwen_l40s.optimizations.blocks.workspace import Workspace
 from qwen_l40s.optimizations.modulation import compute_entry
 from qwen_l40s.optimizations.reference import Tokens
-from qwen_l40s.optimizations.verdict import Verdict
 from qwen_l40s.planning.bytes import buffer_bytes, heads_bytes, step_bytes
 from qwen_l40s.planning.request import RunRequest, Setting
 from qwen_l40s.spec.formats import EIGHT_BIT
 from qwen_l40s.spec.sizes import REPAID_BY
+from qwen_l40s.verdict import Verdict
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from qwen_l40s.machine import packages as software
-from qwen_l40s.machine.card import InstalledCards, State, first_line
+from qwen_l40s.machine.card import InstalledCards, State
+from qwen_l40s.verdict import first_line
 
 
 @pytest.mark.parametrize(

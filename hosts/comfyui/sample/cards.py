@@ -23,10 +23,10 @@ from comfy.samplers import get_area_and_mult
 from ....caches import remembered
 from ....errors import QwenL40SError
 from ....families.comfyui import kind_of
-from ....machine.card import InstalledCard, first_line
-from ....optimizations.verdict import Verdict
+from ....machine.card import InstalledCard
 from ....patches import call, patched
 from ....spec.formats import format_gib
+from ....verdict import Verdict, first_line
 from ..contract import unsupported_model
 from .forward import IDLE
 from .run import CARDS_KEY, OPTIMIZATION_KEY, link_warning

@@ -28,8 +28,8 @@ from ....optimizations.blocks.block_form import called_by
 from ....optimizations.blocks.host import BlockInputs, DoubleStream, Streams
 from ....optimizations.modulation import Entry
 from ....optimizations.reference import Rotary, Tokens
-from ....optimizations.verdict import Verdict
 from ....patches import call
+from ....verdict import Verdict
 from ..contract import BLOCK_ARGUMENTS, unknown_attention_arguments
 from ..lora.bypass import bypass_models
 from .attention import SLOT, SlotAttention, file_choice, host_attention, without_choice

@@ -23,8 +23,8 @@ from comfy_aimdo import model_vbar
 from ....caches import cached, remembered
 from ....families.registry import spec_of
 from ....optimizations.blocks.block_form import DENSE, head_norms, query_layer, token_layers
-from ....optimizations.verdict import Verdict
 from ....patches import call
+from ....verdict import Verdict
 from ..linear import INT8_ROWS, packed_parts
 from ..lora.bypass import Beside
 

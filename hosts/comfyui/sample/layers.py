@@ -29,9 +29,9 @@ from ....optimizations.blocks.block_form import DENSE, LowRank, modulated_by, to
 from ....optimizations.fused import choose_ops
 from ....optimizations.linear import Gemm, known_gemm
 from ....optimizations.stream import uploads_to
-from ....optimizations.verdict import Verdict
 from ....optimizations.warm_up import rehearse, warm_up
 from ....spec.formats import RowFormat, is_rotation
+from ....verdict import Verdict
 from .. import linear as operations
 from ..lora.bypass import Beside, is_foreign
 from .held import HeldWeights, row_scale, stored, waits

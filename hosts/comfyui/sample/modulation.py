@@ -18,9 +18,9 @@ from ....families.comfyui import kind_of
 from ....families.registry import blocks_of, modulation_of
 from ....optimizations.blocks.block_form import modulation_layers
 from ....optimizations.modulation import Entry, ModulationTable, TableFigures, compute_entries
-from ....optimizations.verdict import Verdict
 from ....patches import put
 from ....spec.formats import format_gib
+from ....verdict import Verdict
 from ..lora.bypass import bypass_models, is_foreign, is_of_comfyui
 from ..record import inner_phase
 from .off_card import OffCardLinear, PassFigures, compute_off_card, off_card_layers

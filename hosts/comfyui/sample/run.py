@@ -23,11 +23,11 @@ from ....errors import SettingError, UnavailableError
 from ....families.comfyui import kind_of
 from ....families.registry import blocks_of
 from ....loaders.quantize import is_finite, not_finite
-from ....machine.card import first_line
 from ....machine.links import link_between
 from ....optimizations.blocks.block_form import token_layers
 from ....optimizations.blocks.host import HostPass
 from ....optimizations.run import Later, NotFiniteError, Optimization, flags_for_a_run
+from ....verdict import first_line
 from ..lora.bypass import bypassed
 from .attention import SLOT, FileAttention, SlotAttention
 from .forward import IDLE, is_compiled, is_skipped

@@ -20,9 +20,9 @@ from comfy.model_sampling import CONST
 from comfy.patcher_extension import WrappersMP
 
 from ....optimizations.step_cache import CachedRun, CacheFigures
-from ....optimizations.verdict import Verdict
 from ....patches import patched
 from ....step_cache import CacheSettings
+from ....verdict import Verdict
 from .forward import COMPUTED_STEPS
 from .measure import record_runs
 from .run import STEP_CACHE_KEY

@@ -10,15 +10,14 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
-from ..caches import remembered
-from ..machine.card import first_line
+from .caches import remembered
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One reason, wherever it was found.
+    """One reason why something of this package, or that it could use, does not run.
 
     Attributes:
         fact: One clause.
@@ -58,6 +57,7 @@ class Verdicts:
         self._found[part][verdict] += count
 
     def of(self, part: str) -> Counter[Verdict]:
+        """Gives those of one part, with how often each was added."""
         return self._found[part]
 
     def lines(self, part: str, **words: object) -> list[str]:
@@ -94,3 +94,12 @@ def try_once(what: Hashable, trial: Callable[[], str]) -> Verdict | None:
             _answers[what] = None
         return _answers.setdefault(what, answer)
     return _answers[what]
+
+
+def first_line(error: object) -> str:
+    """Takes the first line of an exception's or warning's text; its class where that is empty.
+
+    Of Triton's compiler the last one: its first lines are a place and the kernel's source.
+    """
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[-1] if type(error).__name__ == "CompilationError" else lines[0]
