@@ -177,7 +177,7 @@ def runnable(setup: BenchSetup) -> tuple[tuple[Row, ...], dict[str, str], str]:
             # Not its pipelines, which import transformers too.
             found, _ = check_package(replace(STANDALONE[0], needs="QwenImageTransformer2DModel"))
             if not found.usable:
-                reasons[DIFFUSERS] = f"{found.name} {found.reason}"
+                reasons[DIFFUSERS] = f"{found.name} {found.why.fact}"
     free = available_bytes(str(setup.device))
     for row in setup.rows:
         needed = weight_bytes(setup.shape, row.precision).total
@@ -245,7 +245,7 @@ def import_comfyui(*, cpu: bool, keep_on_card: bool = True) -> str:
         folder = find_comfyui()
         found = check_comfyui(folder)
         if not found.usable:
-            raise UnavailableError(f"ComfyUI: {found.reason}; {found.remedy}")
+            raise UnavailableError(f"ComfyUI: {found.why.fact}; {found.why.remedy}")
         sys.path.insert(0, str(Path(folder).resolve()))
     try:
         if not started:

@@ -10,7 +10,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -95,7 +95,7 @@ def diagnose(models: Path | None = None) -> Diagnosis:
     elsewhere = [path for paths in folders.values() for path in paths if models not in path.parents]
     python = f"{platform.python_version()}, {platform.platform(terse=True)}"
     checks = (
-        Capability("Python", State.USABLE, python),
+        State.USABLE.of("Python", python),
         *_card_checks(cards),
         *_link_checks(cards),
         driver_capability(cards, torch.version.cuda if torch else None),
@@ -111,20 +111,21 @@ def diagnose(models: Path | None = None) -> Diagnosis:
         resources.check_system_disk(),
         resources.check_model_disk(models or resources.hugging_face_cache(), elsewhere),
     )
-    remedies = [check.remedy for check in needed if not check.usable]
+    remedies = [check.why.remedy for check in needed if not check.usable]
     device = None if remedies else "cuda" if cards.usable else "cpu"
     kitchen = find_spec(software.KITCHEN.module) is not None  # ComfyUI's Python has it
     nodes = comfyui_check.usable and torch_check.usable and kitchen
-    nodes_remedy = comfyui_check.remedy or "run this with ComfyUI's own Python"
+    nodes_remedy = comfyui_check.why.remedy or "run this with ComfyUI's own Python"
     return Diagnosis(checks, device, _one_remedy(remedies), nodes, "" if nodes else nodes_remedy)
 
 
 def _card_checks(cards: InstalledCards) -> tuple[Capability, ...]:
     if not cards.usable:
-        return (Capability("card", State.NOT_USABLE, cards.reason, cards.remedy),)
-    state, warned = (State.LIMITED, f"; {cards.reason}") if cards.reason else (State.USABLE, "")
+        return (Capability("card", State.NOT_USABLE, cards.why),)
+    warned = cards.why.fact
+    state, warned = (State.LIMITED, f"; {warned}") if warned else (State.USABLE, "")
     return tuple(
-        Capability(f"card {index}", state, f"{card}{warned}", cards.remedy)
+        Capability(f"card {index}", state, replace(cards.why, fact=f"{card}{warned}"))
         for index, card in enumerate(cards.usable)
     )
 
@@ -140,7 +141,7 @@ def _link_checks(cards: InstalledCards) -> Iterable[Capability]:
 
 def _attention_checks(cards: InstalledCards, torch_check: Capability) -> tuple[Capability, ...]:
     if not torch_check.usable:
-        return (Capability("attention", State.NOT_USABLE, "it needs torch"),)
+        return (State.NOT_USABLE.of("attention", "it needs torch"),)
     from ..optimizations.attention import check_backends
 
     return check_backends(cards)
@@ -168,7 +169,7 @@ def _model_checks(folders: Mapping[str, list[Path]]) -> Iterator[Capability]:
             state = State.LIMITED if found else state
             reason += f"; refused: {', '.join(path.name for path in refused)}"
             remedy = f"`qwen-l40s inspect {shlex.quote(str(refused[0]))}` says why"
-        yield Capability(named.removeprefix("the "), state, reason, remedy)
+        yield state.of(named.removeprefix("the "), reason, remedy)
 
 
 def _model_files(folders: list[Path]) -> Iterator[Path]:
@@ -197,9 +198,9 @@ def _as_table(diagnosis: Diagnosis) -> str:
     width = max(len(state.value) for state in State)
     rows = []
     for check in diagnosis.checks:
-        rows.append(f"{check.state.value:{width}}  {check.name}: {check.reason}")
-        if check.remedy:
-            rows.append(f"{'':{width}}  -> {check.remedy}")
+        rows.append(f"{check.state.value:{width}}  {check.name}: {check.why.fact}")
+        if check.why.remedy:
+            rows.append(f"{'':{width}}  -> {check.why.remedy}")
     verdict = {
         "cuda": "`generate` and `demo` can run here, on the card.",
         "cpu": "`generate` and `demo` can run here, on the CPU: the micro model in seconds, a full "
@@ -217,4 +218,9 @@ def _as_json(diagnosis: Diagnosis) -> str:
         "remedy": diagnosis.remedy,
         "can_run_nodes": diagnosis.nodes,
     }
-    return json.dumps({**found, "checks": [asdict(check) for check in diagnosis.checks]}, indent=2)
+    fields = ("name", "state", "reason", "remedy")
+    checks = [
+        dict(zip(fields, (it.name, it.state, it.why.fact, it.why.remedy), strict=True))
+        for it in diagnosis.checks
+    ]
+    return json.dumps({**found, "checks": checks}, indent=2)

@@ -221,7 +221,7 @@ def _card_of_this_machine() -> tuple[CardFacts | None, str]:
 
     cards = read_cards(check_torch()[1])
     if not cards.usable:
-        return None, f"no card here can be used ({cards.reason})"
+        return None, f"no card here can be used ({cards.why.fact})"
     first = cards.usable[0]
     return CardFacts(first.name, first.memory_bytes, first.sm), ""
 

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from ..spec.formats import FORMATS, GIB, MIB, OLDEST_BF16
-from ..verdict import first_line
+from ..verdict import Verdict, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,9 @@ class State(str, enum.Enum):
     LIMITED = "limited"
     NOT_USABLE = "not usable"
 
+    def of(self, name: str, fact: str, remedy: str = "") -> Capability:
+        return Capability(name, self, Verdict(fact, remedy=remedy))
+
 
 @dataclass(frozen=True)
 class Capability:
@@ -40,8 +43,7 @@ class Capability:
 
     name: str  # a table's row label
     state: State
-    reason: str  # one clause, never empty: why, or the restriction of `State.LIMITED`
-    remedy: str = ""  # what changes the state; empty when nothing does or nothing has to
+    why: Verdict  # the restriction of `State.LIMITED`; of `State.USABLE` what it is
 
     @property
     def usable(self) -> bool:
@@ -67,6 +69,9 @@ class InstalledCard:
         return f"{self.name}, sm_{self.sm[0]}{self.sm[1]}, {memory}{ecc}"
 
 
+NOTHING = Verdict("")
+
+
 @dataclass(frozen=True)
 class InstalledCards:
     """The cards a run can use and, when there are none, the reason."""
@@ -74,8 +79,7 @@ class InstalledCards:
     usable: tuple[InstalledCard, ...] = ()  # in torch's order
     driver: str = ""  # the NVIDIA driver's version; empty when no driver answers
     # Why `usable` is empty; else what torch warns of, such as a card that it has no kernels for.
-    reason: str = ""
-    remedy: str = ""
+    why: Verdict = NOTHING
 
 
 def read_cards(torch: ModuleType | None) -> InstalledCards:
@@ -84,13 +88,13 @@ def read_cards(torch: ModuleType | None) -> InstalledCards:
     if torch is None:
         reason = "torch is missing" if listed else "no NVIDIA driver answers"
         remedy = "install torch" if listed else ""
-        return InstalledCards(driver=driver, reason=_join(listed, reason), remedy=remedy)
+        return InstalledCards(driver=driver, why=_none(listed, reason, remedy))
     if torch.version.cuda is None:
         if not listed:
-            return InstalledCards(reason="no NVIDIA driver answers and torch is a CPU build")
+            return InstalledCards(why=Verdict("no NVIDIA driver answers and torch is a CPU build"))
         remedy = "install a torch built for CUDA (https://pytorch.org/get-started/locally)"
         reason = f"torch {torch.__version__} is built without CUDA"
-        return InstalledCards(driver=driver, reason=_join(listed, reason), remedy=remedy)
+        return InstalledCards(driver=driver, why=_none(listed, reason, remedy))
     return _ask_torch(torch, driver, listed)
 
 
@@ -105,7 +109,7 @@ def tensor_cores(card: InstalledCard | None) -> tuple[Capability, ...]:
                 state = State.USABLE
             else:
                 reason += f": {loss}"
-        found.append(Capability(name, state, reason))
+        found.append(state.of(name, reason))
     return tuple(found)
 
 
@@ -115,17 +119,17 @@ def driver_capability(cards: InstalledCards, cuda: str | None) -> Capability:
         reason = (
             "torch reaches the card; nvidia-smi, which gives the driver's version, is not installed"
         )
-        return Capability("driver", State.USABLE, reason)
+        return State.USABLE.of("driver", reason)
     if not cards.driver:
         remedy = "with an NVIDIA card: install its driver"
-        return Capability("driver", State.NOT_USABLE, "no NVIDIA driver answers", remedy)
+        return State.NOT_USABLE.of("driver", "no NVIDIA driver answers", remedy)
     oldest = OLDEST_DRIVER.get(int(cuda.split(".")[0])) if cuda else None
     if oldest is None or cards.usable or int(cards.driver.split(".")[0]) >= oldest:
         # torch's word counts: NVIDIA's cuda-compat package runs newer CUDA on an older driver.
-        return Capability("driver", State.USABLE, cards.driver)
+        return State.USABLE.of("driver", cards.driver)
     reason = f"{cards.driver}: CUDA {cuda}, which torch is built for, needs {oldest} or newer"
     remedy = "update the driver or install a torch built for an older CUDA"
-    return Capability("driver", State.NOT_USABLE, reason, remedy)
+    return State.NOT_USABLE.of("driver", reason, remedy)
 
 
 def _ask_torch(torch: Any, driver: str, listed: tuple[InstalledCard, ...]) -> InstalledCards:
@@ -147,16 +151,16 @@ def _ask_torch(torch: Any, driver: str, listed: tuple[InstalledCard, ...]) -> In
                     )
         except RuntimeError as error:  # the card is out of memory, or has failed
             reason, remedy = first_line(error), "free the card or restart the machine"
-            return InstalledCards(driver=driver, reason=_join(listed, reason), remedy=remedy)
+            return InstalledCards(driver=driver, why=_none(listed, reason, remedy))
     warned = [first_line(entry.message) for entry in caught if entry.category is UserWarning]
     if cards:
         remedy = "install a torch that supports the card" if warned else ""
-        return InstalledCards(tuple(cards), driver, "; ".join(warned), remedy)
+        return InstalledCards(tuple(cards), driver, Verdict("; ".join(warned), remedy=remedy))
     if not listed and not warned:
-        return InstalledCards(driver=driver, reason="no NVIDIA driver answers")
+        return InstalledCards(driver=driver, why=Verdict("no NVIDIA driver answers"))
     reason = warned[0] if warned else "torch does not see it"
     remedy = "check CUDA_VISIBLE_DEVICES and the driver"
-    return InstalledCards(driver=driver, reason=_join(listed, reason), remedy=remedy)
+    return InstalledCards(driver=driver, why=_none(listed, reason, remedy))
 
 
 def ask_nvidia_smi() -> tuple[str, tuple[InstalledCard, ...]]:
@@ -186,5 +190,5 @@ def ask_nvidia_smi() -> tuple[str, tuple[InstalledCard, ...]]:
     return (rows[0][0] if rows else ""), tuple(cards)
 
 
-def _join(listed: tuple[InstalledCard, ...], reason: str) -> str:
-    return f"{'; '.join(map(str, listed))}: {reason}" if listed else reason
+def _none(listed: tuple[InstalledCard, ...], reason: str, remedy: str) -> Verdict:
+    return Verdict(f"{'; '.join(map(str, listed))}: {reason}" if listed else reason, remedy=remedy)

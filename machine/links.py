@@ -391,10 +391,10 @@ def check_links(cards: InstalledCards) -> list[Capability]:
             link = link_between(torch.device("cuda", first), torch.device("cuda", second))
             rates = list(_rates(link))
         except RuntimeError as error:  # a card that has failed
-            found.append(Capability(name, State.NOT_USABLE, first_line(error)))
+            found.append(State.NOT_USABLE.of(name, first_line(error)))
             continue
         state = State.USABLE if link.peer else State.LIMITED
-        found.append(Capability(name, state, "; ".join([_way(link), *rates]), _remedy(link)))
+        found.append(state.of(name, "; ".join([_way(link), *rates]), _remedy(link)))
     return found
 
 

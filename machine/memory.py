@@ -27,7 +27,7 @@ def check_memory() -> Capability:
     physical = physical_memory()
     if physical is None:
         unknown, remedy = "its size is not known", "pip install psutil"
-        return Capability("host memory", State.LIMITED, unknown, remedy)
+        return State.LIMITED.of("host memory", unknown, remedy)
     limit = cgroup_limit()
     total, source = (
         (limit, "the container's limit")
@@ -36,10 +36,10 @@ def check_memory() -> Capability:
     )
     reason = f"{total / GIB:.1f} GiB, {source}"
     if total >= BF16_PARTS:
-        return Capability("host memory", State.USABLE, reason)
+        return State.USABLE.of("host memory", reason)
     reason += f": less than the full model in bf16 ({BF16_PARTS / GIB:.1f} GiB)"
     remedy = "choose int8 or fp8, which take two thirds"
-    return Capability("host memory", State.LIMITED, reason, remedy)
+    return State.LIMITED.of("host memory", reason, remedy)
 
 
 def physical_memory() -> int | None:
@@ -124,10 +124,8 @@ def check_system_disk(folder: Path = Path(sys.prefix)) -> Capability:
     total = shutil.disk_usage(folder).total
     reason = f"{total / GIB:.0f} GiB in all, {SYSTEM_DISK / GIB:.0f} GiB advised, at {folder}"
     if total >= SYSTEM_DISK:
-        return Capability("system disk", State.USABLE, reason)
-    return Capability(
-        "system disk", State.LIMITED, reason, "rent the machine with a larger container disk"
-    )
+        return State.USABLE.of("system disk", reason)
+    return State.LIMITED.of("system disk", reason, "rent the machine with a larger container disk")
 
 
 def check_model_disk(folder: Path, more: Iterable[Path] = ()) -> Capability:
@@ -143,13 +141,13 @@ def check_model_disk(folder: Path, more: Iterable[Path] = ()) -> Capability:
     reason = f"{free / GIB:.0f} GiB free and {there / GIB:.0f} GiB of Qwen files"
     advised = f"{MODEL_DISK / GIB:.0f} GiB advised, at {folder}"
     if free + there >= MODEL_DISK:
-        return Capability("model disk", State.USABLE, f"{reason}, {advised}")
+        return State.USABLE.of("model disk", f"{reason}, {advised}")
     if free + there >= FP8_SET:
         state, room = State.LIMITED, f"room for the fp8 files only ({FP8_SET / GIB:.0f} GiB)"
     else:
         state, room = State.NOT_USABLE, "too little for the fp8 files"
     remedy = "free space, or name a folder on a larger disk with --models"
-    return Capability("model disk", state, f"{reason}: {room}; {advised}", remedy)
+    return state.of("model disk", f"{reason}: {room}; {advised}", remedy)
 
 
 def qwen_bytes(folder: Path) -> int:

@@ -13,7 +13,7 @@ import sys
 import sysconfig
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -84,13 +84,13 @@ def check_package(package: Package, *, load: bool = True) -> tuple[Capability, M
     name = package.distribution
     install = f'pip install "{package.requirement}"'
     if find_spec(package.module) is None:
-        return Capability(name, State.NOT_USABLE, "not installed", install), None
+        return State.NOT_USABLE.of(name, "not installed", install), None
     found = installed_version(name)
     if () < release(found) < release(package.floor):
         reason = f"{found}, needs {package.floor} or newer"
-        return Capability(name, State.NOT_USABLE, reason, install), None
+        return State.NOT_USABLE.of(name, reason, install), None
     if not load:
-        return Capability(name, State.USABLE, f"{found}, not tried without torch"), None
+        return State.USABLE.of(name, f"{found}, not tried without torch"), None
     try:
         with warnings.catch_warnings():
             # Other people's deprecations say nothing of this machine.
@@ -101,8 +101,8 @@ def check_package(package: Package, *, load: bool = True) -> tuple[Capability, M
     except Exception as error:  # a broken package raises anything: OSError, RuntimeError ...
         reason = f"{found}, but its import fails: {first_line(error)}"
         again = f'pip install --force-reinstall --no-deps "{package.requirement}"'
-        return Capability(name, State.NOT_USABLE, reason, again), None
-    return Capability(name, State.USABLE, found), module
+        return State.NOT_USABLE.of(name, reason, again), None
+    return State.USABLE.of(name, found), module
 
 
 def check_torch() -> tuple[Capability, ModuleType | None]:
@@ -119,15 +119,15 @@ def torch_capability(torch: Any) -> Capability:
             cudnn = torch.backends.cudnn.version() or 0
         except RuntimeError as error:  # another cuDNN than torch's own is found first
             remedy = "remove the other cuDNN from LD_LIBRARY_PATH"
-            return Capability("torch", State.LIMITED, f"{reason}; {first_line(error)}", remedy)
+            return State.LIMITED.of("torch", f"{reason}; {first_line(error)}", remedy)
         reason += f", cuDNN {cudnn}"
         if release(torch.__version__)[:2] == (2, 9) and cudnn < CUDNN_FLOOR:
             # https://github.com/pytorch/pytorch/issues/166643
             reason += ": the VAE's bf16 convolutions take about 3 times the memory"
             cudnn_package = f"nvidia-cudnn-cu{release(torch.version.cuda)[0]}>=9.15"
             remedy = f'pip install "{cudnn_package}" or use another torch than 2.9'
-            return Capability("torch", State.LIMITED, reason, remedy)
-    return Capability("torch", State.USABLE, reason)
+            return State.LIMITED.of("torch", reason, remedy)
+    return State.USABLE.of("torch", reason)
 
 
 def check_triton(cards: InstalledCards) -> Capability:
@@ -136,19 +136,21 @@ def check_triton(cards: InstalledCards) -> Capability:
         found = (
             f"{installed_version('triton')}, but" if find_spec("triton") else "not installed, and"
         )
-        return Capability("triton", State.NOT_USABLE, f"{found} there is no usable card")
+        return State.NOT_USABLE.of("triton", f"{found} there is no usable card")
     capability, module = check_package(Package("triton", "triton"))
     if module is None:
         return capability
     # Triton for Windows brings a compiler with it.
     if sys.platform != "win32":
         if not (os.environ.get("CC") or any(map(shutil.which, ("gcc", "clang", "cc")))):
-            reason = f"{capability.reason}, but there is no C compiler to build its launchers with"
-            return Capability("triton", State.NOT_USABLE, reason, "install gcc")
+            reason = (
+                f"{capability.why.fact}, but there is no C compiler to build its launchers with"
+            )
+            return State.NOT_USABLE.of("triton", reason, "install gcc")
         if not Path(sysconfig.get_path("include"), "Python.h").is_file():
-            reason = f"{capability.reason}, but Python.h is missing, which its launchers include"
+            reason = f"{capability.why.fact}, but Python.h is missing, which its launchers include"
             remedy = "install Python's development headers (python3-dev)"
-            return Capability("triton", State.NOT_USABLE, reason, remedy)
+            return State.NOT_USABLE.of("triton", reason, remedy)
     return capability
 
 
@@ -156,18 +158,19 @@ def check_isal() -> Capability:
     found, module = check_package(ISAL)
     if module is not None:
         return found
-    reason = f"{found.reason}: zlib writes PNG files, which takes about three times as long"
-    return replace(found, state=State.LIMITED, reason=reason)
+    reason = f"{found.why.fact}: zlib writes PNG files, which takes about three times as long"
+    return State.LIMITED.of(found.name, reason, found.why.remedy)
 
 
 def check_kitchen(torch: ModuleType | None) -> Capability:
     """Checks comfy-kitchen, ComfyUI's kernels, and which of its backends run here."""
     name = KITCHEN.distribution
     if torch is None:
-        return Capability(name, State.NOT_USABLE, "it needs torch")
+        return State.NOT_USABLE.of(name, "it needs torch")
     capability, kitchen = check_package(KITCHEN)
     if kitchen is None:
-        return replace(capability, remedy="optional: ComfyUI's requirements.txt installs it")
+        remedy = "optional: ComfyUI's requirements.txt installs it"
+        return State.NOT_USABLE.of(name, capability.why.fact, remedy)
     # ROCm is not what this package is for.
     backends = {key: entry for key, entry in kitchen.list_backends().items() if key != "hip"}
     if torch.version.cuda and release(torch.version.cuda) < (13,):
@@ -180,11 +183,11 @@ def check_kitchen(torch: ModuleType | None) -> Capability:
         for key, entry in backends.items()
         if not entry["available"]
     ]
-    reason = f"{capability.reason}, backends {', '.join(runs) or 'none'}; {'; '.join(not_here)}"
+    reason = f"{capability.why.fact}, backends {', '.join(runs) or 'none'}; {'; '.join(not_here)}"
     if "cuda" in runs:
-        return Capability(name, State.USABLE, reason)
+        return State.USABLE.of(name, reason)
     remedy = "for its CUDA kernels: a card, a driver from 580 on and a torch built for CUDA 13"
-    return Capability(name, State.LIMITED, reason, remedy)
+    return State.LIMITED.of(name, reason, remedy)
 
 
 def installed_version(distribution: str) -> str:
@@ -250,19 +253,19 @@ def _package() -> Path:
 def check_comfyui(folder: Path | None) -> Capability:
     remedy = "set COMFYUI_PATH to ComfyUI's folder"
     if folder is None:
-        return Capability("ComfyUI", State.NOT_USABLE, "not found", remedy)
+        return State.NOT_USABLE.of("ComfyUI", "not found", remedy)
     try:
         text = (folder / VERSION_FILE).read_text(encoding="utf-8")
     except OSError as error:
         reason = f"no readable {VERSION_FILE} ({error.strerror}) in {folder}"
-        return Capability("ComfyUI", State.NOT_USABLE, reason, remedy)
+        return State.NOT_USABLE.of("ComfyUI", reason, remedy)
     match = re.search(r'^__version__\s*=\s*["\']([^"\']+)', text, re.MULTILINE)
     found = match.group(1) if match else "of unknown version"
     if release(found) < COMFYUI_FLOOR:
         reason = f"{found}, needs {'.'.join(map(str, COMFYUI_FLOOR))} or newer, in {folder}"
-        return Capability("ComfyUI", State.NOT_USABLE, reason, "update ComfyUI")
+        return State.NOT_USABLE.of("ComfyUI", reason, "update ComfyUI")
     newer = f", newer than tested ({TESTED})" if is_newer_than_tested(found) else ""
-    return Capability("ComfyUI", State.USABLE, f"{found} in {folder}{newer}")
+    return State.USABLE.of("ComfyUI", f"{found} in {folder}{newer}")
 
 
 def is_newer_than_tested(version: str) -> bool:

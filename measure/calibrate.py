@@ -79,7 +79,7 @@ def small_sizes(shape: TransformerShape) -> CalibrationSizes:
 @torch.inference_mode()
 def calibrate(
     device: torch.device, sizes: CalibrationSizes, say: Callable[[str], None]
-) -> tuple[Calibration, dict[str, str]]:
+) -> tuple[Calibration, dict[str, Verdict]]:
     """Measures everything.
 
     Args:
@@ -102,8 +102,9 @@ def calibrate(
 
 def _calibrate(
     device: torch.device, sizes: CalibrationSizes, say: Callable[[str], None]
-) -> tuple[Calibration, dict[str, str]]:
-    work, left_out = sizes.work, {}
+) -> tuple[Calibration, dict[str, Verdict]]:
+    work = sizes.work
+    left_out: dict[str, Verdict] = {}
     gemm: dict[str, float] = {}
     launched: dict[str, Launched] = {}
     ops, shape = choose_ops(device), work.shape
@@ -115,7 +116,7 @@ def _calibrate(
     for precision in MULTIPLIED:
         say(f"{precision} block")
         found = _products(work, precision, device)
-        if isinstance(found, str):
+        if isinstance(found, Verdict):
             left_out[precision] = found
             continue
         parts = [*found, *_between(work, precision, attend, ops, device)]
@@ -127,7 +128,7 @@ def _calibrate(
         say(f"{precision} launches")
         blocks = LaunchedBlocks(work.shape, precision, ops, attend, device)
         launched[precision] = time_launches(blocks, device)
-        if isinstance(launched[precision].graph, str):
+        if isinstance(launched[precision].graph, Verdict):
             left_out[GRAPH] = launched[precision].graph
         del blocks
     bandwidth = shared[NORM].rate
@@ -147,18 +148,18 @@ def _calibrate(
     )
     say("int4 instructions")
     instructions = _instructions(device, sizes.seconds)
-    if isinstance(instructions, str):
+    if isinstance(instructions, Verdict):
         left_out[INT4], instructions = instructions, {}
     return Calibration(*_about(device), rates, instructions), left_out
 
 
-def _products(work: Pass, precision: str, device: torch.device) -> list[MixPart] | str:
+def _products(work: Pass, precision: str, device: torch.device) -> list[MixPart] | Verdict:
     """Lists every product of a block, or says why the card does not multiply the precision."""
     gemm = None
     if precision in QUANTIZED:
         gemm = choose_gemm(precision, device)
         if gemm.weight_only and device.type != "cpu":
-            return gemm.reason
+            return Verdict(gemm.reason)
     parts = []
     counts = {work.products(layer)[1] for layer in BLOCK_GEMMS}
     rows = {tokens: _random(tokens, 4 * work.shape.dim, on=device) for tokens in counts}
@@ -263,23 +264,23 @@ def _link(size: int, device: torch.device) -> float:
     return size / (time.perf_counter() - begin)
 
 
-def _instructions(device: torch.device, seconds: float) -> dict[str, float] | str:
+def _instructions(device: torch.device, seconds: float) -> dict[str, float] | Verdict:
     if device.type != "cuda" or torch.version.hip is not None:
-        return "needs an NVIDIA card"
-    if kernels.missing():
-        return kernels.missing()
+        return Verdict("needs an NVIDIA card")
+    if missing := kernels.missing():
+        return Verdict(missing)
     capability = torch.cuda.get_device_capability(device)
     oldest = FORMATS["int8"].oldest
     if capability < oldest:
-        return f"{sm(capability)}, needs {sm(oldest)}"
+        return Verdict(f"{sm(capability)}, needs {sm(oldest)}")
     if capability >= WITHOUT_INT4:
-        return f"{sm(capability)} has no int4 tensor cores and emulates them"
+        return Verdict(f"{sm(capability)} has no int4 tensor cores and emulates them")
     from .tensor_cores import instruction_rates
 
     try:
         return instruction_rates(device, seconds)
     except Exception as error:  # Triton and C compilers raise anything
-        return f"a trial failed: {first_line(error)}"
+        return Verdict(f"a trial failed: {first_line(error)}")
 
 
 def _about(device: torch.device) -> tuple[str, str, str, str]:

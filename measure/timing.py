@@ -27,7 +27,7 @@ from ..optimizations.reference import Modulation, Rotary, Tokens
 from ..planning.rates import LAUNCHES, Launches
 from ..spec.formats import QUANTIZED, RowFormat
 from ..spec.transformer import TransformerShape
-from ..verdict import first_line
+from ..verdict import Verdict, first_line
 
 # The part of the time in which clocks settle, which does not count.
 SETTLING = 0.3
@@ -163,7 +163,7 @@ class Launched(NamedTuple):
     """Holds the seconds that the processor needed."""
 
     block: float  # to launch one block kernel by kernel
-    graph: float | str  # to replay all blocks as a CUDA graph, or why there is none
+    graph: float | Verdict  # to replay all blocks as a CUDA graph, or why there is none
 
 
 def time_launches(blocks: LaunchedBlocks, device: torch.device) -> Launched:
@@ -174,15 +174,15 @@ def time_launches(blocks: LaunchedBlocks, device: torch.device) -> Launched:
 def launches_of(launched: Mapping[str, Launched]) -> Launches:
     """Joins what was timed in each precision with `LAUNCHES` for the rest."""
     block = {precision: found.block for precision, found in launched.items()}
-    graphs = [found.graph for found in launched.values() if not isinstance(found.graph, str)]
+    graphs = [found.graph for found in launched.values() if not isinstance(found.graph, Verdict)]
     return replace(
         LAUNCHES, block={**LAUNCHES.block, **block}, graph=max(graphs, default=LAUNCHES.graph)
     )
 
 
-def _replay_seconds(blocks: LaunchedBlocks, device: torch.device) -> float | str:
+def _replay_seconds(blocks: LaunchedBlocks, device: torch.device) -> float | Verdict:
     if device.type != "cuda":
-        return f"{device.type} has no CUDA graphs"
+        return Verdict(f"{device.type} has no CUDA graphs")
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -190,7 +190,7 @@ def _replay_seconds(blocks: LaunchedBlocks, device: torch.device) -> float | str
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:  # an old driver, or a kernel that cannot be captured
-        return first_line(error)
+        return Verdict(first_line(error))
     return _median_seconds(graph.replay, device)
 
 

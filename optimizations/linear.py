@@ -330,7 +330,7 @@ def _unsupported(backend: str, format: str, device: torch.device) -> str:
     if backend == "kitchen":
         capability = check_kitchen(torch)
         usable = capability.state is State.USABLE
-        return "" if usable else f"comfy-kitchen {capability.reason}"
+        return "" if usable else f"comfy-kitchen {capability.why.fact}"
     return kernels.missing() if backend == "triton" else ""
 
 

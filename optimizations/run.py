@@ -26,6 +26,8 @@ from .blocks.host import FirstBlockCheck, HostPass, PreparedModel
 from .blocks.passes import ForwardPass, WatchedError
 from .cards.team import CardPass, ShapeFigures, SplitFigures, Team
 
+AS_ASKED = Verdict("as asked for")
+NO_PASS = Verdict("no pass was made")
 PASSED_BY = Verdict("another extension runs the transformer its own way")
 
 
@@ -193,10 +195,19 @@ class Optimization:
             self._passed_by = True
             PASSED_BY.log(f"{self.host} own blocks run")
 
+    @property
+    def not_fused(self) -> Verdict | None:
+        """Why the last run had no fused block; None where it had one."""
+        if not self._blocks:
+            return AS_ASKED
+        if self._passed_by or self._last is None:
+            return PASSED_BY
+        return None if self._last.fused else next(iter(self._last.verdicts.of("blocks")), NO_PASS)
+
     def report(self) -> str:
         """Says which path every part took, a line each."""
         if not self._blocks:
-            lines = [f"blocks: {self.host} own, as asked for"]
+            lines = [f"blocks: {self.host} own, {AS_ASKED}"]
         elif self._passed_by:
             lines = [f"blocks: {self.host} own: {PASSED_BY}"]
         elif self._last is None:

@@ -71,7 +71,9 @@ def main() -> int:
     found = check_comfyui(find_comfyui())
     if not found.usable:
         chosen = [it for it in chosen if not it.tests[0].startswith(HOST)]
-        print(f"faults that {HOST} catches: left out: ComfyUI: {found.reason}; {found.remedy}")
+        print(
+            f"faults that {HOST} catches: left out: ComfyUI: {found.why.fact}; {found.why.remedy}"
+        )
     began, missed = time.monotonic(), 0
     for fault, caught, words in run_all(chosen):
         missed += not caught

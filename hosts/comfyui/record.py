@@ -20,6 +20,7 @@ from comfy_execution.utils import get_executing_context
 
 from ...caches import remembered
 from ...patches import call
+from ...verdict import Verdict
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,9 @@ class MeasuredPhase:
         prompt: The id of ComfyUI's prompt.
         asked: {setting: a number, a word or a list of them}.
         path: How it ran, in lines.
+        not_fused: Why no block of a sampling ran fused; None where one did.
+        attention: Names of this package's backends that ran in a sampling, and "fast" where it
+            chose by measured errors.
         off: Whether nothing is measured: no Report node asks, or measuring failed.
         counted: Whether the device's memory is counted: on CUDA only.
         seconds: From `begin` to the end, without phases inside.
@@ -83,6 +87,8 @@ class MeasuredPhase:
     ) -> None:
         self.name, self.prompt, self.device = name, prompt, device
         self.asked, self.path = asked, path
+        self.not_fused: Verdict | None = None
+        self.attention: set[str] = set()
         self.off = owner is None or device is None or prompt is None
         self.counted = device is not None and device.type == "cuda"
         self.seconds = 0.0

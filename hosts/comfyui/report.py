@@ -103,7 +103,7 @@ def _report(model: ModelPatcher, clip: Any, vae: Any) -> RunReport:
         return _sentence(NO_RUN if is_recorded(model) else UNWATCHED)
     sampled = ran.of("sampling")
     tiles = max((decode.asked.get("tiles", 0) for decode in ran.of("decode")), default=0)
-    predictions = [predict(run.asked, run.path, model, clip, vae, tiles) for run in sampled]
+    predictions = [predict(run, model, clip, vae, tiles) for run in sampled]
     rows = rows_of(ran, predictions)
     notes = [] if ran.this_run else [EARLIER]
     notes += [*_missing(clip, vae, ran), *predictions[-1].notes]
@@ -278,11 +278,11 @@ def _next(facts: RunFacts) -> str:
         return "change the seed and run again for new figures"
     if facts.beyond:
         return f"run again, because {FIRST_RUN}"
-    notes = facts.prediction.notes
-    if any("fused blocks" in note for note in notes):
-        return "put Optimize Qwen-Image before the sampler, because fused blocks did not run"
-    if PARTS_MISSING in notes:
-        return PARTS_MISSING[0].lower() + PARTS_MISSING[1:-1]
+    if facts.prediction.estimate is not None:
+        if why := facts.ran.last.not_fused:
+            return why.remedy or f"see above why fused blocks did not run: {why}"
+        if not facts.prediction.whole:
+            return PARTS_MISSING[0].lower() + PARTS_MISSING[1:-1]
     return "nothing to change; the json output holds these figures for programs"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
@@ -35,8 +35,6 @@ ORDER = ("text", "encode", "tables", "sampling", "decode")
 LIKE_A_MEGAPIXEL = 0.1
 # A sampler can add a pass here and there; more of them are another run.
 LIKE_THE_PASSES = 0.25
-FUSED = "blocks: fused, "
-ATTENTION, MEASURED_ERRORS = "attention: ", "; fast: "
 
 
 def passes_of(asked: Mapping[str, Any]) -> float:
@@ -49,9 +47,9 @@ def prompts_of(asked: Mapping[str, Any]) -> float:
     return asked["computed"] / (max(1, asked["evaluations"]) * asked["latent"][0])
 
 
-def mismatches(asked: Mapping[str, Any], path: Sequence[str], request: RunRequest) -> list[str]:
-    notes = []
-    if not any(line.startswith(FUSED) for line in path):
+def mismatches(run: MeasuredPhase, request: RunRequest) -> list[str]:
+    asked, notes = run.asked, []
+    if run.not_fused:
         notes.append("The predicted times assume fused blocks, which did not run.")
     if asked["controlnet"]:
         notes.append("The prediction leaves out the ControlNet that ran.")
@@ -101,17 +99,15 @@ class Prediction:
             return {}
 
 
-def predict(
-    asked: Mapping[str, Any], path: Sequence[str], model: Any, clip: Any, vae: Any, tiles: int
-) -> Prediction:
+def predict(run: MeasuredPhase, model: Any, clip: Any, vae: Any, tiles: int) -> Prediction:
     """Predicts a recorded sampling run with its encoding and decoding.
 
     Args:
-        asked, path: of the sampling's record.
+        run: the sampling.
         model, clip, vae: what ran; None for what is not connected.
         tiles: tiles of the decode; 0 where unknown.
     """
-    device = model.load_device
+    asked, device = run.asked, model.load_device
     facts = card_facts(device)
     if facts is None:
         return Prediction(notes=(f"Nothing is predicted for a run on {device}.",))
@@ -120,7 +116,7 @@ def predict(
         request = wired.request
         # The family counts those of references.
         tokens = asked["text_tokens"] - request.references * request.member.reference_words
-        attention = _attention(path, facts)
+        attention = _attention(run.attention, facts)
         request = replace(request, text_tokens=max(1, tokens), attention=attention)
         wired = replace(wired, request=request)
         card, _ = card_of(THIS_CARD, device)
@@ -134,7 +130,7 @@ def predict(
         *wired.notes,
         *([f"The predicted step is {BOUND}."] if estimate.bound == PROCESSOR else []),
         *attention_notes(estimate),
-        *mismatches(asked, path, wired.request),
+        *mismatches(run, wired.request),
         *([f"The MODEL ran on {copies + 1} cards; the prediction is for one."] if copies else []),
         *([] if whole else [PARTS_MISSING]),
     )
@@ -162,13 +158,10 @@ def _run_settings(asked: Mapping[str, Any], tiles: int) -> dict[str, Any]:
     return settings
 
 
-def _attention(path: Sequence[str], card: CardFacts) -> str:
+def _attention(names: Collection[str], card: CardFacts) -> str:
     """Names the attention that ran: "fast" where it chose what is predicted of it."""
-    lines = [line for line in path if line.startswith(ATTENTION)]
-    names = {line.removeprefix(ATTENTION).partition(":")[0] for line in lines}
     ran = next((form for form in EIGHT_BIT if form in names), EXACT)
-    fast = any(MEASURED_ERRORS in line for line in lines)
-    return FAST if fast and attention_form(FAST, card) == ran else ran
+    return FAST if FAST in names and attention_form(FAST, card) == ran else ran
 
 
 def _cfg(asked: Mapping[str, Any]) -> str:

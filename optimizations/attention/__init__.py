@@ -50,12 +50,12 @@ def _capability(backend: Backend, device: torch.device) -> Capability:
     reason = refusal(backend.name, request)
     if reason:
         unproven = f"; {backend.unproven}" if backend.unproven else ""
-        return Capability(name, State.NOT_USABLE, f"{reason}{unproven}")
+        return State.NOT_USABLE.of(name, f"{reason}{unproven}")
     masked = refusal(backend.name, replace(request, masked=True))
     clauses = ["exact" if backend.exact else "quantized, by name or with fast"]
     clauses.append(f"not with a mask: {masked}" if masked else "with and without a mask")
     if backend.package is not None:
-        clauses.insert(0, check_package(backend.package)[0].reason)
+        clauses.insert(0, check_package(backend.package)[0].why.fact)
     if backend.unproven:
         clauses.append(f"{backend.unproven}, agrees here with PyTorch in a trial")
-    return Capability(name, State.LIMITED if masked else State.USABLE, "; ".join(clauses))
+    return (State.LIMITED if masked else State.USABLE).of(name, "; ".join(clauses))

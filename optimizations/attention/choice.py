@@ -403,7 +403,7 @@ def _l2_bytes(device: torch.device) -> int:
 @cached
 def _missing(package: Package) -> str:
     capability, module = check_package(package)
-    return "" if module is not None else f"{capability.name} {capability.reason}"
+    return "" if module is not None else f"{capability.name} {capability.why.fact}"
 
 
 def _trial(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, masked: bool) -> str:

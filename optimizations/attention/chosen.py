@@ -177,6 +177,12 @@ class ChosenAttention:
         self.fallback = Verdict(f"{' and '.join(names)} gave NaN or infinity", final=True)
         self.fallback.log(f"{self.host} own attention runs from here")
 
+    def names(self) -> set[str]:
+        """Names the backends that ran, and "fast" where measured errors decided."""
+        if self.fallback:
+            return set()
+        return {it.name for it in self._found()} | ({FAST} if self._errors.complete else set())
+
     def lines(self) -> list[str]:
         if self.fallback:
             return [f"attention: {self.host} own: {self.fallback}"]

@@ -24,7 +24,7 @@ _NOTHING = contextlib.nullcontext()
 def missing() -> str:
     """Why the kernels cannot be imported, in one clause; empty when they can."""
     capability, module = check_package(Package("triton", "triton"))
-    return "" if module is not None else f"triton: {capability.reason}"
+    return "" if module is not None else f"triton: {capability.why.fact}"
 
 
 def interpreted() -> bool:

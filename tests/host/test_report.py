@@ -937,7 +937,7 @@ def test_the_card_of_a_run_is_the_one_that_sampled():
         mock.patch.object(this_card, "card_facts", facts),
     ):
         run = phases(model)[0]
-        prediction = report_rows.predict(run.asked, run.path, model, None, None, 0)
+        prediction = report_rows.predict(run, model, None, None, 0)
     basis = prediction.estimate.basis.text
     assert "A100" in basis and "L40S" not in basis, basis
 
@@ -980,9 +980,8 @@ def test_attention_is_predicted_as_it_ran():
     # On the CPU errors are measured too, and exact attention then stays.
     prediction = _run_attention(base, "fast")
     assert prediction.estimate.request.attention == "exact", phases(base)[0].path
-    path = (*phases(base)[0].path, "attention: int8: fastest; fast: int8 error 0.01")
-    assert report_rows._attention(path, L40S) == "fast"
-    assert report_rows._attention([path[-1].replace("int8:", "int8_fp8:")], L40S) == "int8_fp8"
+    assert report_rows._attention({"sdpa_flash", "int8", "fast"}, L40S) == "fast"
+    assert report_rows._attention({"int8_fp8", "fast"}, L40S) == "int8_fp8"
 
 
 def _run_attention(model, name):
@@ -1047,4 +1046,6 @@ def _asked(model) -> dict:
 def _prediction(model, found=None):
     run = next(run for run in phases(model) if run.name == "sampling")
     with as_on(L40S):
-        return report_rows.predict(found or run.asked, run.path, model, None, None, 0)
+        ran = copy.copy(run)
+        ran.asked = found or run.asked
+        return report_rows.predict(ran, model, None, None, 0)

@@ -13,7 +13,7 @@ import published_attention as published
 
 from qwen_l40s import UnavailableError
 from qwen_l40s.caches import forget
-from qwen_l40s.machine.card import Capability, InstalledCards, State
+from qwen_l40s.machine.card import InstalledCards, State
 from qwen_l40s.optimizations.attention import (
     BACKENDS,
     AttentionRequest,
@@ -252,14 +252,14 @@ def test_nothing_of_a_package_is_imported_without_a_card(monkeypatch, tmp_path):
     assert list(checks) == [f"attention {name}" for name in BACKENDS]
     for name in PACKAGES:
         unproven = "" if name == "flash_attn_3" else "; not run by us but on sm_90"
-        assert checks[f"attention {name}"] == Capability(
-            f"attention {name}", State.NOT_USABLE, f"needs an NVIDIA card{unproven}"
+        assert checks[f"attention {name}"] == State.NOT_USABLE.of(
+            f"attention {name}", f"needs an NVIDIA card{unproven}"
         )
-    assert checks["attention sliced"].reason == "exact; with and without a mask"
+    assert checks["attention sliced"].why.fact == "exact; with and without a mask"
     for name in ("int8", "int8_fp8"):
         found = checks[f"attention {name}"]
         assert found.state is State.USABLE
-        assert found.reason == "quantized, by name or with fast; with and without a mask"
+        assert found.why.fact == "quantized, by name or with fast; with and without a mask"
 
 
 def test_each_backend_has_its_state_and_reason(monkeypatch, card):
@@ -271,10 +271,10 @@ def test_each_backend_has_its_state_and_reason(monkeypatch, card):
     }
     flash = checks["flash_attn_2"]
     assert flash.state is State.LIMITED
-    assert flash.reason.endswith("; exact; not with a mask: takes no mask; " + UNPROVEN)
-    assert "; quantized, by name or with fast; " in checks["sage_2"].reason
+    assert flash.why.fact.endswith("; exact; not with a mask: takes no mask; " + UNPROVEN)
+    assert "; quantized, by name or with fast; " in checks["sage_2"].why.fact
     assert checks["flash_attn_3"].state is State.NOT_USABLE
-    assert checks["flash_attn_3"].reason == "sm_89, has code for sm_90"
+    assert checks["flash_attn_3"].why.fact == "sm_89, has code for sm_90"
     assert checks["sdpa_flash"].state is State.LIMITED
-    assert checks["sdpa_cudnn"].reason.startswith("a trial failed: ")
+    assert checks["sdpa_cudnn"].why.fact.startswith("a trial failed: ")
     assert checks["math"].state is State.USABLE

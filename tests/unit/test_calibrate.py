@@ -29,6 +29,7 @@ from qwen_l40s.machine.store import (
 from qwen_l40s.planning.cards import card_by_driver
 from qwen_l40s.planning.rates import LAUNCHES, Rates
 from qwen_l40s.spec.formats import GIB, MULTIPLIED, CardFacts
+from qwen_l40s.verdict import Verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 RATES = Rates(
@@ -287,7 +288,7 @@ def on_card(monkeypatch):
     """A card that is not there, and what is measured of it."""
     module = pytest.importorskip("qwen_l40s.measure.calibrate")
     monkeypatch.setattr("qwen_l40s.machine.device.card_to_measure", lambda *_: Device)
-    result = [(MINE, {"int8": "sm_89 fails a trial"})]
+    result = [(MINE, {"int8": Verdict("sm_89 fails a trial")})]
     monkeypatch.setattr(module, "calibrate", lambda *_: result[0])
 
 
@@ -318,7 +319,7 @@ def test_int4_instructions_are_left_out_where_a_card_has_none(module, monkeypatc
         ((8, 9), "a trial failed: "),
     ):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_, it=capability: it)
-        assert module._instructions(card, 0.01).startswith(known or reason)
+        assert str(module._instructions(card, 0.01)).startswith(known or reason)
 
 
 def test_a_small_run_on_a_card_is_not_kept(on_card, folder):
@@ -405,7 +406,7 @@ def test_a_precision_that_the_card_does_not_multiply_is_left_out(module, monkeyp
     gemm = Gemm("fp8", "dequantize", "sm_80, needs sm_89")
     monkeypatch.setattr(module, "choose_gemm", lambda *_: gemm)
     work = module.small_sizes(SMALL).work
-    assert module._products(work, "fp8", torch.device("meta")) == "sm_80, needs sm_89"
+    assert module._products(work, "fp8", torch.device("meta")) == Verdict("sm_80, needs sm_89")
     assert len(module._products(work, "bf16", torch.device("cpu"))) == 12
 
 
@@ -426,7 +427,7 @@ def test_every_product_of_a_block_is_measured_once(module):
 def test_a_graph_counts_as_its_slowest_and_what_was_not_timed_as_elsewhere(module):
     from qwen_l40s.measure.timing import Launched, launches_of
 
-    found = launches_of({"bf16": Launched(1e-4, 5e-4), "int8": Launched(2e-4, "no graph")})
+    found = launches_of({"bf16": Launched(1e-4, 5e-4), "int8": Launched(2e-4, Verdict("no graph"))})
     block = {"bf16": 1e-4, "int8": 2e-4, "fp8": LAUNCHES.block["fp8"]}
     assert found == replace(LAUNCHES, block=block, graph=5e-4)
     assert launches_of({}) == LAUNCHES

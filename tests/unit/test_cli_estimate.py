@@ -18,6 +18,7 @@ from qwen_l40s.machine.store import known_cards
 from qwen_l40s.planning.bytes import weight_bytes
 from qwen_l40s.planning.request import Loras, RunRequest
 from qwen_l40s.spec.formats import GIB
+from qwen_l40s.verdict import Verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 ISSUE = shlex.split(
@@ -404,7 +405,7 @@ def test_the_plot(tmp_path, capsys):
 @pytest.fixture
 def machine(monkeypatch):
     def has(*cards):
-        known = InstalledCards(cards, reason="no NVIDIA driver answers")
+        known = InstalledCards(cards, why=Verdict("no NVIDIA driver answers"))
         monkeypatch.setattr("qwen_l40s.machine.card.read_cards", lambda torch: known)
 
     return has

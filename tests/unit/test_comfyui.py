@@ -26,15 +26,15 @@ def test_comfyui_is_read_as_text_and_has_a_floor(tmp_path, text, state):
     (tmp_path / "comfyui_version.py").write_text(text)
     check = software.check_comfyui(tmp_path)
     assert check.state is state
-    assert str(tmp_path) in check.reason
-    assert ("newer than tested (0.33.0" in check.reason) == ("0.100.1" in text)
+    assert str(tmp_path) in check.why.fact
+    assert ("newer than tested (0.33.0" in check.why.fact) == ("0.100.1" in text)
 
 
 def test_a_comfyui_path_that_holds_none_is_not_passed_over(tmp_path, monkeypatch):
     monkeypatch.setenv("COMFYUI_PATH", str(tmp_path))
     check = software.check_comfyui(software.find_comfyui())
     assert check.state is State.NOT_USABLE
-    assert str(tmp_path) in check.reason
+    assert str(tmp_path) in check.why.fact
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def pack_in(folder, monkeypatch):
 def test_without_one_nothing_is_found(machine):
     assert software.find_comfyui() is None
     assert software.models_folder(None) is None
-    assert software.check_comfyui(None).reason == "not found"
+    assert software.check_comfyui(None).why.fact == "not found"
 
 
 def test_the_one_around_the_pack_comes_before_the_one_at_home(machine, monkeypatch):

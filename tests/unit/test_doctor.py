@@ -12,7 +12,7 @@ import pytest
 
 from qwen_l40s.cli import doctor, main
 from qwen_l40s.machine import packages as software
-from qwen_l40s.machine.card import Capability, State
+from qwen_l40s.machine.card import State
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -157,7 +157,7 @@ def test_neither_can_run(machine, capsys, monkeypatch):
         monkeypatch.setenv("COMFYUI_PATH", "/nowhere")
 
     def without_torch():
-        missing = Capability("torch", State.NOT_USABLE, "not installed", 'pip install "torch"')
+        missing = State.NOT_USABLE.of("torch", "not installed", 'pip install "torch"')
         monkeypatch.setattr(software, "check_torch", lambda: (missing, None))
 
     for change in (without_kitchen, old, gone, without_torch):

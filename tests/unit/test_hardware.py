@@ -71,7 +71,7 @@ def cuda_torch(cards=(L40S,), *, version="2.11.0+cu130", cuda="13.0", warn=None,
 def test_tensor_cores_follow_the_compute_capability(sm, usable):
     found = hardware.tensor_cores(InstalledCard("card", sm, 48 * GIB))
     assert [check.name.split()[0] for check in found if check.usable] == usable
-    assert all(f"sm_{sm[0]}{sm[1]}" in check.reason for check in found)
+    assert all(f"sm_{sm[0]}{sm[1]}" in check.why.fact for check in found)
     assert not any(check.usable for check in hardware.tensor_cores(None))
 
 
@@ -86,25 +86,25 @@ def test_a_card_is_named_even_when_torch_is_missing_or_a_cpu_build(nvidia_smi):
     nvidia_smi(SMI_L40S)
     missing = hardware.read_cards(None)
     assert (missing.usable, missing.driver) == ((), "550.54.15")
-    assert "NVIDIA L40S" in missing.reason
-    assert "torch is missing" in missing.reason
+    assert "NVIDIA L40S" in missing.why.fact
+    assert "torch is missing" in missing.why.fact
     cpu = hardware.read_cards(cuda_torch(version="2.13.0+cpu", cuda=None))
     assert cpu.usable == ()
-    assert "2.13.0+cpu is built without CUDA" in cpu.reason
-    assert cpu.remedy
+    assert "2.13.0+cpu is built without CUDA" in cpu.why.fact
+    assert cpu.why.remedy
 
 
 def test_what_torch_says_of_the_driver_or_the_card_is_the_reason(nvidia_smi):
     nvidia_smi(SMI_L40S)
     old = hardware.read_cards(cuda_torch((), warn="CUDA initialization: driver too old\nmore"))
     assert old.usable == ()
-    assert old.reason.endswith("CUDA initialization: driver too old")
+    assert old.why.fact.endswith("CUDA initialization: driver too old")
     held = hardware.read_cards(cuda_torch(fail="CUDA error: out of memory\nmore"))
     assert held.usable == ()
-    assert held.reason.endswith("CUDA error: out of memory")
+    assert held.why.fact.endswith("CUDA error: out of memory")
     unsupported = hardware.read_cards(cuda_torch(warn="no kernels for this card"))
     assert unsupported.usable == (L40S,)
-    assert unsupported.reason == "no kernels for this card"
+    assert unsupported.why.fact == "no kernels for this card"
 
 
 @pytest.mark.parametrize("answer", [("", 9), ("560.1, NVIDIA GB10, 12.1, [N/A], GPU-cc, [N/A]", 0)])
@@ -112,7 +112,7 @@ def test_an_nvidia_smi_that_fails_or_tells_too_little_lists_no_card(nvidia_smi, 
     nvidia_smi(*answer)
     cards = hardware.read_cards(None)
     assert cards.usable == ()
-    assert cards.reason == "no NVIDIA driver answers"
+    assert cards.why.fact == "no NVIDIA driver answers"
 
 
 @pytest.mark.parametrize(
@@ -129,8 +129,8 @@ def test_an_nvidia_smi_that_fails_or_tells_too_little_lists_no_card(nvidia_smi, 
 def test_the_driver_must_serve_the_cuda_of_torch(cards, cuda, state):
     check = hardware.driver_capability(cards, cuda)
     assert check.state is state
-    assert check.reason
-    assert bool(check.remedy) is (state is State.NOT_USABLE)
+    assert check.why.fact
+    assert bool(check.why.remedy) is (state is State.NOT_USABLE)
 
 
 @pytest.mark.cuda

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from qwen_l40s import SettingError, UnavailableError
 from qwen_l40s.caches import forget
-from qwen_l40s.machine.card import Capability, State
+from qwen_l40s.machine.card import State
 from qwen_l40s.optimizations import linear, reference
 from qwen_l40s.optimizations.linear import Gemm, choose_gemm, dense_linear, known_gemm
 from qwen_l40s.spec.formats import FORMATS, RowFormat
@@ -250,7 +250,7 @@ def card(monkeypatch):
         monkeypatch.setattr(linear.kernels, "missing", lambda: "")
         monkeypatch.setattr(linear.kernels, "interpreted", lambda: False)
         state = State.USABLE if kitchen else State.NOT_USABLE
-        capability = Capability("comfy-kitchen", state, "0.2" if kitchen else "not installed")
+        capability = state.of("comfy-kitchen", "0.2" if kitchen else "not installed")
         monkeypatch.setattr(linear, "check_kitchen", lambda torch: capability)
 
         def trial(gemm, device):

@@ -196,8 +196,8 @@ def test_doctor_has_a_line_for_each_pair(machine):
     assert machine.tried == []
 
     (good,) = doctor._link_checks(InstalledCards(tuple(cards[:2])))
-    assert (good.name, good.state, good.remedy) == ("cards 0 and 1", State.USABLE, "")
-    assert good.reason == (
+    assert (good.name, good.state, good.why.remedy) == ("cards 0 and 1", State.USABLE, "")
+    assert good.why.fact == (
         "peer copies arrive whole; "
         "peer 0 to 1 24.0, 1 to 0 23.0, both at once 20.0 and 19.0 GB/s; "
         "through host memory 0 to 1 12.0, 1 to 0 11.0, both at once 10.0 and 9.0 GB/s"
@@ -205,8 +205,8 @@ def test_doctor_has_a_line_for_each_pair(machine):
     machine.lost = 0, 2
     _, bad, _ = doctor._link_checks(InstalledCards(tuple(cards)))
     assert (bad.name, bad.state) == ("cards 0 and 2", State.LIMITED)
-    assert bad.remedy == "boot with `iommu=pt`, or turn ACS off in the BIOS"
-    assert bad.reason == (
+    assert bad.why.remedy == "boot with `iommu=pt`, or turn ACS off in the BIOS"
+    assert bad.why.fact == (
         "peer copies arrived damaged; ComfyUI's own copies between these cards would be wrong too; "
         "this package copies through host memory; "
         "through host memory 0 to 2 12.0, 2 to 0 11.0, both at once 10.0 and 9.0 GB/s"
@@ -218,14 +218,14 @@ def test_doctor_goes_on_where_cards_do_not_answer(machine, monkeypatch):
     machine.reason = NO_MEMORY
     monkeypatch.setattr(links.Link, "measure", lambda self, peer: None)
     (found,) = doctor._link_checks(cards)
-    assert found.reason == (
+    assert found.why.fact == (
         "copies go through host memory: too little card memory is free to verify peer copies"
     )
-    assert found.remedy == "end other programs on the cards"
+    assert found.why.remedy == "end other programs on the cards"
     links._links.clear()
     machine.error = RuntimeError("CUDA error: an illegal memory access\nmore")
     (found,) = doctor._link_checks(cards)
-    assert (found.state, found.reason) == (
+    assert (found.state, found.why.fact) == (
         State.NOT_USABLE,
         "CUDA error: an illegal memory access",
     )

@@ -35,7 +35,7 @@ def test_memory_is_the_containers_where_that_is_less(monkeypatch):
     monkeypatch.setattr(resources, "cgroup_limit", lambda: 16 * GIB)
     check = resources.check_memory()
     assert check.state is State.LIMITED
-    assert check.reason.startswith("16.0 GiB, the container's limit")
+    assert check.why.fact.startswith("16.0 GiB, the container's limit")
     monkeypatch.setattr(resources, "cgroup_limit", lambda: None)
     assert resources.check_memory().state is State.USABLE
 
@@ -66,8 +66,8 @@ def test_model_disk_counts_what_is_free_and_what_is_there(
     assert check.state is state
     check = resources.check_model_disk(folder)
     assert check.state is state
-    assert f"{there * 10**9 / GIB:.0f} GiB of Qwen files" in check.reason
-    assert check.reason.endswith(f"at {folder}")
+    assert f"{there * 10**9 / GIB:.0f} GiB of Qwen files" in check.why.fact
+    assert check.why.fact.endswith(f"at {folder}")
 
 
 def test_the_hugging_face_cache_is_where_its_variables_say(monkeypatch, tmp_path):

@@ -27,7 +27,7 @@ def test_torch_2_9_with_an_old_cudnn_is_limited(version, cudnn, state):
     )
     check = software.torch_capability(torch)
     assert check.state is state
-    assert ("nvidia-cudnn-cu12" in check.remedy) is (state is State.LIMITED)
+    assert ("nvidia-cudnn-cu12" in check.why.remedy) is (state is State.LIMITED)
 
 
 def test_a_foreign_cudnn_limits_torch_and_does_not_stop_the_check():
@@ -41,7 +41,7 @@ def test_a_foreign_cudnn_limits_torch_and_does_not_stop_the_check():
     )
     check = software.torch_capability(torch)
     assert check.state is State.LIMITED
-    assert check.reason.endswith("; cuDNN version incompatibility")
+    assert check.why.fact.endswith("; cuDNN version incompatibility")
 
 
 @pytest.fixture
@@ -91,8 +91,8 @@ def test_a_package_that_is_of_no_use_says_why(
         package_folder("qwen_probe_x", source, version)
     package = software.Package("qwen_probe_x", "qwen_probe_x", floor, needs)
     check, module = software.check_package(package)
-    assert (module, check.state, check.reason) == (None, State.NOT_USABLE, reason)
-    assert check.remedy.startswith("pip install ") and package.requirement in check.remedy
+    assert (module, check.state, check.why.fact) == (None, State.NOT_USABLE, reason)
+    assert check.why.remedy.startswith("pip install ") and package.requirement in check.why.remedy
 
 
 def test_a_package_of_unknown_version_is_not_called_old(package_folder):
@@ -115,4 +115,4 @@ def test_triton_is_not_imported_without_a_card(package_folder):
     package_folder("triton", "raise AssertionError('imported')", "1.0")
     check = software.check_triton(InstalledCards())
     assert not check.usable
-    assert "there is no usable card" in check.reason
+    assert "there is no usable card" in check.why.fact

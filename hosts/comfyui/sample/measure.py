@@ -18,6 +18,7 @@ from ....families.comfyui import kind_of
 from ....families.registry import blocks_of
 from ....loaders.source import MICRO_ADVICE, MICRO_SIDE, MICRO_TRANSFORMER
 from ....spec.vae import PIXELS_PER_LATENT
+from ....verdict import Verdict
 from ..record import MeasuredPhase, forget, harmless, phase
 from .forward import is_skipped
 from .modulation import MODULATION_KEY, by_name
@@ -26,6 +27,10 @@ from .run import CARDS_KEY, OPTIMIZATION_KEY, STEP_CACHE_KEY, unsafe_copies
 logger = logging.getLogger(__name__)
 
 SAMPLING_KEY = "qwen_l40s_record"
+NOT_OPTIMIZED = Verdict(
+    "ComfyUI's own",
+    remedy="put Optimize Qwen-Image before the sampler, because fused blocks did not run",
+)
 # ComfyUI's guiders that go another way than CFGGuider's own and still guide by its `cfg`.
 GUIDED_BY_CFG = ("Guider_PerpNeg", "Guider_DualModel")
 
@@ -69,6 +74,11 @@ def measure_sampling(executor: Any, noise: torch.Tensor, *args: Any, **kwargs: A
             if not run.off:
                 run.asked |= {"latent": list(noise.shape), "cfg": cfg_of(guider), **counts.asked()}
                 run.path = (*_size_lines(patcher, noise), *path_of(patcher))
+                optimization = patcher.get_attachment(OPTIMIZATION_KEY)
+                run.not_fused = NOT_OPTIMIZED
+                if optimization is not None:
+                    run.not_fused = optimization.not_fused
+                    run.attention = optimization.attention_names()
     return output
 
 
@@ -193,4 +203,4 @@ def path_of(patcher: ModelPatcher) -> tuple[str, ...]:
         return (*optimization.report().splitlines(), *others)
     modulation = vars(patcher.model).get(MODULATION_KEY)
     lines = () if modulation is None else modulation.lines()
-    return ("blocks: ComfyUI's own; Optimize Qwen-Image fuses them", *lines, *others)
+    return (f"blocks: {NOT_OPTIMIZED.fact}; Optimize Qwen-Image fuses them", *lines, *others)

@@ -98,6 +98,10 @@ class ComfyOptimization(Optimization):
             lines.append(MASKED)
         return lines if self.file is None else self.file.lines(lines)
 
+    def attention_names(self) -> set[str]:
+        """Names what ran of this package's attention, as `ChosenAttention.names`."""
+        return set() if self.attention is None else self.attention.names()
+
     def outer_sample(self, executor: Any, noise: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """OUTER_SAMPLE wrapper: one run."""
         self.start_run()
