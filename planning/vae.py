@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ..caches import remembered
-from ..errors import DoesNotFitError, SettingError, UnavailableError
+from ..errors import DoesNotFitError, SettingError
 from ..spec.formats import GIB, MIB, format_gib
 from ..spec.vae import VaeShape
 from .request import RunRequest
@@ -48,6 +48,8 @@ class VaePlan:
         batch: Items that run together.
         peak_bytes: Predicted peak of activations on the card, with input and output.
         reason: One clause for the user.
+        fits: Whether it keeps to its budget; else it has the smallest tiles, and `reason` is what
+            stops it.
     """
 
     direction: Direction
@@ -57,6 +59,7 @@ class VaePlan:
     batch: int
     peak_bytes: int
     reason: str
+    fits: bool = True
 
     @property
     def whole(self) -> bool:
@@ -106,7 +109,6 @@ def plan_vae(
 
     Raises:
         SettingError: a size is not positive, or there are to be more tiles than latent pixels.
-        UnavailableError: not even the smallest tiles fit.
     """
     latent = height, width
     named = {"latent height": height, "latent width": width, "batch": batch, "itemsize": itemsize}
@@ -143,12 +145,13 @@ def plan_vae(
     if grid is None:
         # One row is the least that the middle takes.
         lacking = -(-(kept + bytes_of(most)) // MIB)
-        raise DoesNotFitError(
+        text = (
             f"too little memory to {direction} "
             f"{shape.pixels * width}x{shape.pixels * height} pixels: the smallest tiles "
             f"need {lacking:,} MiB and {max(0, budget or 0) // MIB:,} MiB is free, so choose a "
             "smaller size or batch, or free memory on the card."
         )
+        return VaePlan(direction, latent, most, rows, 1, kept + bytes_of(most), text, fits=False)
     tall, wide = largest_tile(latent, grid)
     count = grid[0] * grid[1]
     text = f"{count} exact tile{'s' * (count > 1)} of {wide}x{tall} latent pixels"
@@ -162,6 +165,13 @@ def plan_vae(
 
 plan_decode = functools.partial(plan_vae, "decode", image_on_card=True)
 plan_encode = functools.partial(plan_vae, "encode", image_on_card=False)
+
+
+def checked(plan: VaePlan) -> VaePlan:
+    """Raises DoesNotFitError where a plan does not keep to its budget."""
+    if not plan.fits:
+        raise DoesNotFitError(plan.reason)
+    return plan
 
 
 def _most_tiles(latent: Size, least: int) -> Size:
@@ -242,16 +252,8 @@ def plan_in_room(planner: Planner, free: int, others: int) -> VaePlan:
     Raises:
         UnavailableError: it would not fit even with all other models off the card.
     """
-    most, room, found = free + others, LEAST_ROOM, plan_within(planner, free)
-    while not found and room < most:
-        found = plan_within(planner, room) if room > free else None
+    most, room, found = free + others, LEAST_ROOM, planner(free)
+    while not found.fits and room < most:
+        found = planner(room) if room > free else found
         room *= 2
-    return found or planner(most)
-
-
-def plan_within(planner: Planner, budget: int) -> VaePlan | None:
-    """Plans within a budget; None where nothing fits."""
-    try:
-        return planner(budget)
-    except UnavailableError:
-        return None
+    return found if found.fits else checked(planner(most))

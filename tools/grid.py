@@ -158,7 +158,7 @@ def tiles_case(draw: Draw) -> Any:
     shape, way = find_member(draw("family", members())).vae, draw("way", ("decode", "encode"))
     fused, planner = draw("fused", BOTH) and way == "decode", getattr(vae, f"plan_{way}")
     latent = [draw(side, (8, 33, 64, 96, 128, 171, 280)) for side in ("height", "width")]
-    it = planner(replace(shape, fused=fused), *latent, **draw.all(TILES))
+    it = vae.checked(planner(replace(shape, fused=fused), *latent, **draw.all(TILES)))
     return pick(it, "tiles middle_rows batch peak_bytes tile")
 
 

@@ -19,7 +19,7 @@ from ...machine.device import available_bytes
 from ...optimizations.step_cache import CacheFigures
 from ...optimizations.vae import tiles as planned
 from ...optimizations.vae.tiles import Middle, Stages
-from ...planning.vae import plan_decode
+from ...planning.vae import checked, plan_decode
 from ...spec.transformer import PIXELS_PER_TOKEN_SIDE
 from ...spec.vae import VaeShape
 from .load import LoadedPipeline
@@ -312,7 +312,7 @@ def decode_latent(vae: ModelMixin, latent: torch.Tensor) -> torch.Tensor:
         itemsize=latent.element_size(),
         budget=free_bytes(latent.device),
     )
-    return planned.decode(stages, latent, plan).clamp(-1, 1)
+    return planned.decode(stages, latent, checked(plan)).clamp(-1, 1)
 
 
 def free_bytes(device: torch.device) -> int:

@@ -29,7 +29,6 @@ from ....planning.vae import (
     plan_decode,
     plan_encode,
     plan_in_room,
-    plan_within,
 )
 from ....spec.formats import format_gib
 from ..record import MeasuredPhase, phase
@@ -351,7 +350,8 @@ class VaeBatch:
         free = free_bytes(self.vae) - self._kept
         for room in (free, free + others_bytes(self.vae)):
             for less in (plan.peak_bytes // 2, plan.peak_bytes - 1):
-                if found := plan_within(self._planner, min(room // 2, less)):
+                found = self._planner(min(room // 2, less))
+                if found.fits:
                     return found
         raise self._out_of_memory(plan)
 
