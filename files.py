@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TextIO
@@ -158,3 +159,9 @@ def printable(text: str, stream: TextIO) -> str:
     encoding = getattr(stream, "encoding", None) or "utf-8"
     lines = [line if line.isprintable() else ascii(line)[1:-1] for line in text.split("\n")]
     return "\n".join(lines).encode(encoding, "backslashreplace").decode(encoding)
+
+
+def print_text(text: str, stream: TextIO | None = None) -> None:
+    """Prints to stdout, or to another stream, what a terminal can show."""
+    stream = stream or sys.stdout
+    stream.write(f"{printable(text, stream)}\n")

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from .. import __version__
 from ..errors import QwenL40SError
+from ..files import print_text
 
 # {name, also of its module, with _ for -: its line of `--help`}, in that order.
 COMMANDS = {
@@ -85,7 +86,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, unknown = build_parser(argv).parse_known_args(argv)
     if unknown:
         args.error(f"unrecognized arguments: {' '.join(unknown)}")
-    from .output import print_text
 
     hook = sys.unraisablehook
     sys.unraisablehook = partial(_interrupt_again, hook)

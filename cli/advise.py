@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingError
+from ..files import print_text
 from .estimate import CARDS_HELP, add_request_arguments, request_of
-from .output import check_plot, print_text, write_plot
+from .output import check_plot, write_plot
 
 if TYPE_CHECKING:
     from ..planning.advise import Advice, Comparison, Offer

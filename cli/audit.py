@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from ..charts.figures import file_size
 from ..errors import CheckpointError, SettingError, UnavailableError
-from ..files import check_writable
+from ..files import check_writable, print_text
 from ..hosts.diffusers.settings import GenerateSettings
 from ..loaders.source import MICRO_SIDE
 from ..spec.formats import QUANTIZED
 from .generate import MAKING, PACKAGES, make, parse_size, side_of
-from .output import ImageTarget, print_text, require_packages, write_sheet
+from .output import ImageTarget, require_packages, write_sheet
 from .quantize import add_keep
 
 if TYPE_CHECKING:

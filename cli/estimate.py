@@ -16,12 +16,13 @@ from ..charts.figures import folded, table
 from ..errors import DoesNotFitError, SettingError
 from ..families.qwen_image import TEXT_TO_IMAGE
 from ..families.registry import find_member, likely_member
+from ..files import print_text
 from ..options import OLDER, OPTIONS, Option, request_settings, todays
 from ..planning.cards import DEFAULT_CARD, read_cards
 from ..planning.request import AUTO, CFG_MODES, OtherModel, Parts, RunRequest
 from ..spec.formats import GIB, MULTIPLIED
 from ..split_cost import check_link
-from .output import check_plot, print_text, write_plot
+from .output import check_plot, write_plot
 
 if TYPE_CHECKING:
     from ..planning.cards import Card

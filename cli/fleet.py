@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from ..errors import SettingError
-from .output import print_text
+from ..files import print_text
 
 PORT = 8188
 REFRESH_SECONDS = 5.0

@@ -22,11 +22,11 @@ from ..families.registry import (
     pipeline_family,
     schedule_names,
 )
-from ..files import write_whole
+from ..files import print_text, write_whole
 from ..hosts.diffusers.settings import GenerateSettings
 from ..loaders.source import MICRO_ADVICE, MICRO_SIDE, MICRO_STEPS
 from ..step_cache import CHOICES, OFF
-from .output import ImageTarget, check_png, png_bytes, print_text, require_packages, write_sheet
+from .output import ImageTarget, check_png, png_bytes, require_packages, write_sheet
 
 if TYPE_CHECKING:
     from ..families.protocol import Family

@@ -7,9 +7,9 @@ import json
 from collections.abc import Iterator, Mapping
 
 from ..charts.figures import file_size
+from ..files import print_text
 from ..loaders.checkpoint import Checkpoint, CheckpointPart, inspect_checkpoint
 from ..loaders.quantization import PACKED
-from .output import print_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

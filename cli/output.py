@@ -1,28 +1,23 @@
-"""What commands put out: text on a terminal, and pictures that are written whole or not at all."""
+"""What commands need besides their own: packages, and pictures that are written whole or not at
+all.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingError, UnavailableError
-from ..files import check_target, check_writable, printable, write_whole
+from ..files import check_target, check_writable, write_whole
 from ..spec.formats import METADATA_KEY
 
 if TYPE_CHECKING:
     from PIL import Image, ImageFont
-
-
-def print_text(text: str, stream: TextIO | None = None) -> None:
-    """Prints to stdout, or to another stream, what a terminal can show."""
-    stream = stream or sys.stdout
-    print(printable(text, stream), file=stream)
 
 
 ROOT = Path(__file__).resolve().parent.parent

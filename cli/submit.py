@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import SettingError
-from .output import print_text, require_packages
+from ..files import print_text
+from .output import require_packages
 
 if TYPE_CHECKING:
     from ..client.scheduler import Job

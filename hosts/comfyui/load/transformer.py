@@ -27,7 +27,7 @@ from ....families.comfyui import kind_of_family
 from ....families.registry import marker_titled
 from ....loaders.source import MICRO_ADVICE, MICRO_TRANSFORMER, Source, open_source
 from ....optimizations import fused, linear
-from ....optimizations.linear import choose_gemm
+from ....optimizations.linear import known_gemm
 from ....optimizations.warm_up import warm_up
 from ....patches import put
 from ....spec.formats import QUANTIZED, format_gib
@@ -85,7 +85,7 @@ def load_model(
     if licence:
         notes.append(f"{licence}.")
     if quantized:
-        notes.append(f"{choose_gemm(plan.precision, patcher.load_device)}.")
+        notes.append(f"{known_gemm(plan.precision, patcher.load_device)}.")
     report = LoadReport(
         what="transformer",
         path=plan.source.path,
