@@ -15,7 +15,6 @@ from .figures import adding_up, duration, folded, many, table, tenths, tenths_be
 from .notes import notes_of, price_of, reasons
 
 if TYPE_CHECKING:
-    from ..planning.cards import Card
     from ..planning.estimate import Estimate
     from ..planning.plan import PlanOption
 
@@ -87,7 +86,7 @@ def summary_lines(estimate: Estimate) -> list[str]:
 
 def verdict(estimate: Estimate) -> str:
     """Says whether it fits, by how much, and where the card is fullest, in one sentence."""
-    usable, phase = usable_bytes(estimate.card), fullest(estimate)
+    usable, phase = estimate.option.usable_bytes, fullest(estimate)
     peak = phase.card_bytes
     figures = f"{tenths(peak)} of {tenths(usable)} GiB in {PHASE_NAMES[phase.name]}"
     if estimate.fits:
@@ -166,7 +165,7 @@ def remedy(estimate: Estimate) -> str:
     if other is not None:
         tiles = "tiles 0" * (other.request.tiles != estimate.request.tiles)
         changed = ", ".join(filter(None, (changes(estimate.option.setting, other.setting), tiles)))
-        return f"Next: set {changed}, which fits with {_spare(estimate, other)} GiB to spare."
+        return f"Next: set {changed}, which fits with {_spare(other)} GiB to spare."
     # Where weights move in each pass, a smaller image changes that little.
     return "" if estimate.option.moved_bytes else "Next: choose a smaller size or batch."
 
@@ -177,7 +176,7 @@ def safer_text(estimate: Estimate) -> str:
     if safer is None:
         return NOTHING_SAFER
     changed = changes(estimate.option.setting, safer.setting)
-    return f"Safer: {changed}, with {_spare(estimate, safer)} GiB to spare."
+    return f"Safer: {changed}, with {_spare(safer)} GiB to spare."
 
 
 def changes(setting: Setting, other: Setting) -> str:
@@ -208,13 +207,8 @@ def _named(setting: Setting) -> dict[str, str]:
     }
 
 
-def _spare(estimate: Estimate, option: PlanOption) -> str:
-    return tenths_between(option.peak_bytes, usable_bytes(estimate.card))
-
-
-def usable_bytes(card: Card) -> int:
-    """Gives the memory of a card, less what the host keeps free."""
-    return max(0, card.memory_bytes - KEPT_FREE_BYTES)
+def _spare(option: PlanOption) -> str:
+    return tenths_between(option.peak_bytes, option.usable_bytes)
 
 
 def heading(estimate: Estimate) -> str:
@@ -296,14 +290,14 @@ def _part_table(phases: Iterable[Phase]) -> list[str]:
 
 
 def _needs(estimate: Estimate) -> list[str]:
-    disk, card = estimate.disk, estimate.card
+    disk, option = estimate.disk, estimate.option
     files = {**disk.files, "software and outputs": disk.container_bytes}
     parts = ", ".join(
         f"{name} {size}" for name, size in zip(files, adding_up([*files.values()]), strict=True)
     )
     return [
-        f"Card: {tenths(usable_bytes(card))} of {tenths(card.memory_bytes)} GiB usable: ComfyUI "
-        f"keeps {format_gib(KEPT_FREE_BYTES)} free",
+        f"Card: {tenths(option.usable_bytes)} of {tenths(option.card.total_bytes)} GiB usable: "
+        f"ComfyUI keeps {format_gib(KEPT_FREE_BYTES)} free",
         f"Disk: {tenths(disk.total_bytes)} GiB: {parts}",
         f"Host RAM: {tenths(estimate.host_ram_bytes)} GiB",
     ]
@@ -318,7 +312,7 @@ def _plan_heading(options: Sequence[PlanOption]) -> str:
 def _plan_lines(estimate: Estimate) -> list[str]:
     lines = []
     for option in estimate.options:
-        peak, spare = tenths(option.peak_bytes), _spare(estimate, option)
+        peak, spare = tenths(option.peak_bytes), _spare(option)
         figures = f"{peak} GiB, {spare} to spare"
         if option.headroom_bytes < 0:
             figures = f"all of it takes {peak} GiB, {spare} too much"

@@ -15,7 +15,6 @@ from comfy.model_patcher import ModelPatcher
 
 from ...charts.figures import duration, folded, table, tenths, usd
 from ...charts.run_chart import Bar, Figure, Limit, RunPicture
-from ...charts.words import usable_bytes
 from ...families.registry import pixels_of
 from ...planning.estimate import usd_range
 from ...planning.phases import Range, figure
@@ -205,7 +204,7 @@ class RunFacts:
     def usable(self) -> int:
         """Counts the bytes of the card that a run may use; 0 where nothing is predicted."""
         estimate = self.prediction.estimate
-        return usable_bytes(estimate.card) if estimate else 0
+        return estimate.option.usable_bytes if estimate else 0
 
     def most(self) -> tuple[int, int]:
         """Finds the card's bytes in its fullest phase, measured and predicted; 0 where unknown."""

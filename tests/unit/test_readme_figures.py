@@ -6,7 +6,7 @@ from itertools import product
 from pathlib import Path
 
 from qwen_l40s.charts.figures import duration, tenths, tenths_between, usd
-from qwen_l40s.charts.words import changes, moves, usable_bytes
+from qwen_l40s.charts.words import changes, moves
 from qwen_l40s.machine.store import known_cards
 from qwen_l40s.planning.cards import find_card
 from qwen_l40s.planning.estimate import estimate
@@ -86,7 +86,7 @@ def cost(found):
 
 def spare(found):
     """Of what the card has to use; what is safer where it is tight."""
-    option, usable = found.option, usable_bytes(found.card)
+    option, usable = found.option, found.option.usable_bytes
     if not found.fits:
         return f"{found.verdict}: {moves(found)}"
     text = f"{tenths_between(option.peak_bytes, usable)} of {tenths(usable)} GiB"

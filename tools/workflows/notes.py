@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...charts.figures import duration, tenths
-from ...charts.words import changes, step_cache_lines, usable_bytes
+from ...charts.words import changes, step_cache_lines
 from ...families.registry import member_of_file
 from ...machine.store import known_cards
 from ...planning.bytes import weight_bytes
@@ -160,7 +160,7 @@ def takes(request: RunRequest, also: Sequence[RunRequest] = ()) -> str:
     """
     found = estimate(request, _l40s())
     option = found.option
-    peak, usable = tenths(option.peak_bytes), format_gib(usable_bytes(found.card))
+    peak, usable = tenths(option.peak_bytes), format_gib(option.usable_bytes)
     fits = "tight, not measured" if found.tight else f"it {found.verdict}"
     sentences = [f"On an L40S, predicted: {peak} of {usable}: {fits}."]
     if found.safer:
