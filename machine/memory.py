@@ -12,6 +12,8 @@ from pathlib import Path
 from ..spec.formats import GB, GIB
 from .card import Capability, State
 
+CGROUPS = Path("/sys/fs/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")  # hierarchy:controllers:path a line (man 7 cgroups)
 # bf16: two bytes for each parameter of the transformer, the text encoder and the VAE.
 BF16_PARTS = int((20.430 + 8.29 + 0.127) * 2 * GB)
 # The disks a rented card should come with, in GB (10**9) as they are sold: one for the system and
@@ -53,26 +55,19 @@ def physical_memory() -> int | None:
     return None
 
 
-def cgroup_limit(
-    root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
-) -> int | None:
-    """Finds the smallest memory limit on this process's control groups in bytes; None without one.
-
-    Args:
-        root: Where the cgroup file system is mounted.
-        membership: The process's own list, `hierarchy:controllers:path` a line (man 7 cgroups).
-    """
+def cgroup_limit() -> int | None:
+    """Finds the least limit on this process's control groups in bytes; None without one."""
     try:
-        lines = membership.read_text().splitlines()
+        lines = MEMBERSHIP.read_text().splitlines()
     except OSError:  # not Linux
         return None
     limits = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":  # version 2
-            base, file = root, "memory.max"
+            base, file = CGROUPS, "memory.max"
         elif "memory" in controllers.split(","):  # version 1
-            base, file = root / "memory", "memory.limit_in_bytes"
+            base, file = CGROUPS / "memory", "memory.limit_in_bytes"
         else:
             continue
         group = base / path.lstrip("/")
@@ -94,14 +89,14 @@ def available_memory() -> int:
     return available if left is None else min(available, left)
 
 
-def cgroup_available(group: Path = Path("/sys/fs/cgroup")) -> int | None:
+def cgroup_available() -> int | None:
     """Asks for the bytes that a container's limit (cgroup version 2) leaves; None without one."""
     try:
-        limit = int((group / "memory.max").read_text())
+        limit = int((CGROUPS / "memory.max").read_text())
     except (OSError, ValueError):  # no such file, or the word "max"
         return None
-    used = int((group / "memory.current").read_text())
-    stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    used = int((CGROUPS / "memory.current").read_text())
+    stat = dict(line.split() for line in (CGROUPS / "memory.stat").read_text().splitlines())
     # Page cache counts as used, and the kernel gives it back on demand, recently read or not.
     return limit - used + int(stat["inactive_file"]) + int(stat["active_file"])
 
@@ -119,10 +114,10 @@ def _limits(files: Iterable[Path]) -> list[int]:
     return found
 
 
-def check_system_disk(folder: Path = Path(sys.prefix)) -> Capability:
+def check_system_disk() -> Capability:
     """Checks the disk that Python's packages lie on by its whole size: they are already in it."""
-    total = shutil.disk_usage(folder).total
-    reason = f"{total / GIB:.0f} GiB in all, {SYSTEM_DISK / GIB:.0f} GiB advised, at {folder}"
+    total = shutil.disk_usage(sys.prefix).total
+    reason = f"{total / GIB:.0f} GiB in all, {SYSTEM_DISK / GIB:.0f} GiB advised, at {sys.prefix}"
     if total >= SYSTEM_DISK:
         return State.USABLE.of("system disk", reason)
     return State.LIMITED.of("system disk", reason, "rent the machine with a larger container disk")

@@ -21,13 +21,17 @@ from qwen_l40s.spec.formats import GIB
         ("4:cpu,memory:/job\n0::/\n", {"memory/job/memory.limit_in_bytes": "300"}, 300),
     ],
 )
-def test_the_smallest_limit_of_the_control_groups_counts(tmp_path, membership, files, limit):
+def test_the_smallest_limit_of_the_control_groups_counts(
+    tmp_path, monkeypatch, membership, files, limit
+):
     for name, text in files.items():
         file = tmp_path / "cgroup" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text + "\n")
     (tmp_path / "membership").write_text(membership)
-    assert resources.cgroup_limit(tmp_path / "cgroup", tmp_path / "membership") == limit
+    monkeypatch.setattr(resources, "CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(resources, "MEMBERSHIP", tmp_path / "membership")
+    assert resources.cgroup_limit() == limit
 
 
 def test_memory_is_the_containers_where_that_is_less(monkeypatch):
@@ -81,12 +85,14 @@ def test_the_hugging_face_cache_is_where_its_variables_say(monkeypatch, tmp_path
     assert resources.hugging_face_cache() == Path("/data/hub")
 
 
-def test_container_limit_counts_page_cache_as_available(tmp_path):
+def test_container_limit_counts_page_cache_as_available(tmp_path, monkeypatch):
+    monkeypatch.setattr(resources, "CGROUPS", tmp_path)
     (tmp_path / "memory.max").write_text("8000\n")
     (tmp_path / "memory.current").write_text("5000\n")
     stat = "anon 3000\ninactive_file 1500\nactive_file 400\n"
     (tmp_path / "memory.stat").write_text(stat)
-    assert resources.cgroup_available(tmp_path) == 4900
+    assert resources.cgroup_available() == 4900
     (tmp_path / "memory.max").write_text("max\n")
-    assert resources.cgroup_available(tmp_path) is None
-    assert resources.cgroup_available(tmp_path / "none") is None
+    assert resources.cgroup_available() is None
+    (tmp_path / "memory.max").unlink()
+    assert resources.cgroup_available() is None
