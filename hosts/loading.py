@@ -143,9 +143,7 @@ def decide_load(
         check_tensor_cores(requested, card, LOADER_PRECISIONS)
     name = stored if as_stored else None
     if as_stored and stored not in QUANTIZED:
-        counted = weight_bytes(shape, stored)
-        whole = TransformerBytes(counted.total, counted.modulation)
-        sizes["bf16"] = sizes.get(stored, whole)
+        sizes["bf16"] = sizes.get(stored) or weight_bytes(shape, stored)
     option = _recommended(card, request, stored, as_stored, sizes)
     words = reasons(option)
     place_reason = words.pop("modulation")

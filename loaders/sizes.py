@@ -15,9 +15,9 @@ from ..families.registry import (
     shape_from_header,
     vae_titled,
 )
-from ..planning.bytes import TransformerBytes, part_bytes
+from ..planning.bytes import TransformerBytes
 from ..planning.request import TEXT_ENCODER, TRANSFORMER, VAE, Parts
-from ..spec.formats import QUANTIZED
+from ..spec.formats import BYTES_PER_WEIGHT, QUANTIZED
 from ..spec.transformer import TransformerShape
 from ..spec.vae import VaeShape
 from .checkpoint import CheckpointPart, inspect_checkpoint, read_index, sample_sigmas
@@ -91,9 +91,8 @@ class CheckpointSizes:
             text_encoder, count = _text_encoder(self.text_encoder, text_encoder)
             parts = replace(parts, text_encoder_bytes=count)
         if self.vae is not None:
-            parts = replace(
-                parts, vae=vae_shape(self.vae), vae_bytes=part_bytes(self.vae.parameters, "bf16")
-            )
+            in_bf16 = BYTES_PER_WEIGHT["bf16"] * self.vae.parameters
+            parts = replace(parts, vae=vae_shape(self.vae), vae_bytes=in_bf16)
         return precision, text_encoder, parts
 
 
@@ -167,7 +166,8 @@ def _text_encoder(part: CheckpointPart, requested: str) -> tuple[str, int]:
         vocabulary, hidden = part.dims.get("vocabulary"), part.dims.get("hidden")
         if isinstance(vocabulary, int) and isinstance(hidden, int):
             parameters -= vocabulary * hidden
-    return precision, part_bytes(parameters, precision)
+    # Without scales, of fp8 and int8.
+    return precision, BYTES_PER_WEIGHT[precision] * parameters
 
 
 def loaded_bytes(source: Source, packed: bool = False) -> TransformerBytes:

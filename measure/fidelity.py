@@ -23,9 +23,8 @@ import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 
-from ..errors import CheckpointError
 from ..hosts.diffusers.quantized import chosen_layers, quantizable, tensor_core_product
-from ..loaders.quantize import is_finite, quantize_rows, row_format
+from ..loaders.quantize import check_finite, quantize_rows, row_format
 from ..loaders.source import Source
 from ..patches import call
 from ..spec.formats import BYTES_PER_SCALE
@@ -156,12 +155,7 @@ def file_errors(
                 if layer not in chosen:
                     continue
                 weight = file.get_tensor(stored).to(where).bfloat16()
-                if not is_finite(weight):
-                    raise CheckpointError(
-                        f"This file holds NaN or infinity in the tensor {stored!r}: download it "
-                        "again.",
-                        header.path,
-                    )
+                check_finite(header.path, stored, weight)
                 x = torch.randn(GAUSSIAN_ROWS, weight.shape[1], generator=generator)
                 x = x.to(where, torch.bfloat16)
                 rotation = row_format(precision, weight.shape[1]).rotation

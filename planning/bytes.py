@@ -79,22 +79,6 @@ def weight_bytes(
     return WeightBytes(gemm, modulation * plain, rest * plain, scales)
 
 
-def weights_by_precision(
-    shape: TransformerShape, keep: frozenset[str] = frozenset()
-) -> dict[str, int]:
-    return {name: weight_bytes(shape, name, keep).total for name in BYTES_PER_WEIGHT}
-
-
-def part_bytes(parameters: int, precision: str) -> int:
-    """Counts a text encoder or VAE in one precision, scales of fp8 and int8 left out.
-
-    Args:
-        parameters: as header inspection counts them (`CheckpointPart.parameters`). For a file that
-            stays as it is stored, `CheckpointPart.bytes` is exact.
-    """
-    return parameters * BYTES_PER_WEIGHT[precision]
-
-
 @cached
 def _parameters(shape: TransformerShape) -> tuple[int, int]:
     # (of the modulation; of all else but the weights of quantizable layers)

@@ -182,22 +182,19 @@ def card_by_driver(facts: CardFacts, cards: Mapping[str, Card]) -> Card:
     listed = _card_named(facts.name, cards)
     if listed is not None:
         return replace(listed, memory_bytes=facts.total_bytes)
-    card = UnlistedCard(
+    figures = "bandwidth", "l2_bytes", "pcie_bytes_per_second", "tdp_watts"
+    return UnlistedCard(
+        **dict.fromkeys(figures, 0),
         name=facts.name,
         also=(),
         architecture="",
         capability=facts.capability,
-        memory_bytes=0,
-        bandwidth=0,
-        l2_bytes=0,
+        memory_bytes=facts.total_bytes,
         dense_flops={},
-        pcie_bytes_per_second=0,
-        tdp_watts=0,
         prices=(),
         source="the driver",
         nearest=_nearest_card(facts, cards).name,
     )
-    return replace(card, memory_bytes=facts.total_bytes)
 
 
 def _nearest_card(facts: CardFacts, cards: Mapping[str, Card]) -> Card:

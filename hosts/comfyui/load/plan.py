@@ -26,10 +26,10 @@ from ....loaders.source import Source, check_complete
 from ....loaders.writer import KeptFile
 from ....machine.memory import available_memory
 from ....patches import put
-from ....planning.bytes import TransformerBytes, weight_bytes, weights_by_precision
+from ....planning.bytes import TransformerBytes, WeightBytes, weight_bytes
 from ....planning.phases import KEPT_FREE_BYTES
 from ....planning.plan import check_tensor_cores
-from ....spec.formats import QUANTIZED, CardFacts, format_gib
+from ....spec.formats import BYTES_PER_WEIGHT, QUANTIZED, CardFacts, format_gib
 from ....spec.sizes import STAGING_BYTES
 from ....spec.transformer import TransformerShape
 from ...loading import LOADER_PRECISIONS, LoadDecision, check_known, decide_load
@@ -136,9 +136,8 @@ def plan_load(
     layers = shape.quantizable_layers()
     left = frozenset(layers) - layers_to_quantize(layers, keep)
     stored = _stored_precision(source)
-    sizes = {
-        precision: TransformerBytes(total, weight_bytes(shape, precision).modulation)
-        for precision, total in weights_by_precision(shape, left).items()
+    sizes: dict[str, WeightBytes | TransformerBytes] = {
+        precision: weight_bytes(shape, precision, left) for precision in BYTES_PER_WEIGHT
     }
     if stored in QUANTIZED and not keep:  # taken over as it lies in the file
         sizes[stored] = loaded_bytes(source)
@@ -271,7 +270,7 @@ def _host_bytes(
     source: Source,
     stored: str,
     decision: LoadDecision,
-    sizes: Mapping[str, TransformerBytes],
+    sizes: Mapping[str, WeightBytes | TransformerBytes],
     card: CardFacts | None,
 ) -> int:
     name, size = decision.precision, sizes[decision.precision]
