@@ -389,9 +389,12 @@ def _refusal(case: Question, least: int) -> str:
     card, request = case.card, case.request
     batch = f"a batch of {request.batch}" if request.batch > 1 else "one image"
     what = f"a step of {batch} of {request.width}x{request.height}"
-    if extras := _extras(request):
-        what += f" with {' and '.join(extras)}"
-    remedies = _remedies(request)
+    additions = [*_additions(request)]
+    if additions:
+        what += f" with {' and '.join(words for words, _, _ in additions)}"
+    remedies = {remedy: less for _, remedy, less in additions if remedy}
+    smaller = replace(request, width=LEAST_SIDE, height=LEAST_SIDE, batch=1)
+    remedies["choose a smaller size or batch"] = smaller
     enough = [remedy for remedy, less in remedies.items() if _runs(case, less)]
     if len(remedies) > 1 and not enough:
         advice = f"combine several remedies ({', '.join(remedies)})"
@@ -403,36 +406,24 @@ def _refusal(case: Question, least: int) -> str:
     )
 
 
-def _extras(request: RunRequest) -> list[str]:
-    extras = []
-    if request.controlnet_bytes:
-        extras.append(f"a ControlNet of {format_gib(request.controlnet_bytes)}")
-    for count, name, more in (
-        (_loras_beside(request), "LoRA", f" of rank {request.loras.rank} as bypass"),
-        (request.references, "reference", ""),
-        (request.layers, "layer", ""),
-    ):
-        extras += [f"{count} {name}{'s' * (count > 1)}{more}"] if count else []
-    return extras
+def _additions(request: RunRequest) -> Iterator[tuple[str, str, RunRequest]]:
+    # (what a step has besides one plain image, what helps if anything does, the request after that)
+    def many(count: int, name: str) -> str:
+        return f"{count} {name}{'s' * (count > 1)}"
 
-
-def _remedies(request: RunRequest) -> dict[str, RunRequest]:
-    remedies = {}
-    if request.controlnet_bytes:
-        remedies["run without the ControlNet"] = replace(request, controlnet_bytes=0)
-    if _loras_beside(request):
-        merged = replace(request.loras, mode="merge")
-        remedies["merge the LoRAs into the weights"] = replace(request, loras=merged)
-    if request.references:
-        remedies["give fewer references"] = replace(request, references=0)
-    if request.layers > 1:
-        remedies["paint fewer layers"] = replace(request, layers=1)
-    smaller = replace(request, width=LEAST_SIDE, height=LEAST_SIDE, batch=1)
-    return {**remedies, "choose a smaller size or batch": smaller}
-
-
-def _loras_beside(request: RunRequest) -> int:
-    return 0 if request.loras.mode == "merge" else request.loras.count
+    if size := request.controlnet_bytes:
+        without = replace(request, controlnet_bytes=0)
+        yield f"a ControlNet of {format_gib(size)}", "run without the ControlNet", without
+    loras = request.loras
+    if loras.count and loras.mode != "merge":
+        beside = f"{many(loras.count, 'LoRA')} of rank {loras.rank} as bypass"
+        merged = replace(request, loras=replace(loras, mode="merge"))
+        yield beside, "merge the LoRAs into the weights", merged
+    if count := request.references:
+        yield many(count, "reference"), "give fewer references", replace(request, references=0)
+    if count := request.layers:
+        fewer = "paint fewer layers" if count > 1 else ""
+        yield many(count, "layer"), fewer, replace(request, layers=1)
 
 
 def _runs(case: Question, request: RunRequest) -> bool:
