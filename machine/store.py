@@ -16,6 +16,7 @@ from typing import Any
 
 from ..caches import remembered
 from ..planning.cards import Card, is_named, read_cards
+from ..planning.phases import figure
 from ..planning.rates import LAUNCHES, Launches, Rates
 from ..spec.formats import MULTIPLIED
 
@@ -78,13 +79,13 @@ class Calibration:
 
     def as_dict(self) -> dict[str, Any]:
         """Gives the measurement for JSON; `parse` reads it."""
-        figures = {name: _figure(getattr(self.rates, name)) for name in FIGURES}
-        gemm = {name: _figure(rate) for name, rate in self.rates.gemm.items()}
+        figures = {name: figure(getattr(self.rates, name)) for name in FIGURES}
+        gemm = {name: figure(rate) for name, rate in self.rates.gemm.items()}
         about = {name: getattr(self, name) for name in ("card", "driver", "torch", "date")}
         found = {"gemm": gemm, **figures, **_launch_seconds(self.rates.launches)}
         if self.instructions:
             rates = self.instructions.items()
-            found["instructions"] = {name: _figure(rate) for name, rate in rates}
+            found["instructions"] = {name: figure(rate) for name, rate in rates}
         return {**about, "rates": found}
 
 
@@ -152,7 +153,7 @@ def _launch_seconds(launches: Launches) -> dict[str, dict[str, float]]:
     # Seconds of a block by precision and of a graph, of those that were measured.
     known = {**LAUNCHES.block, GRAPH: LAUNCHES.graph}
     found = {**launches.block, GRAPH: launches.graph}
-    measured = {name: _figure(found[name]) for name in found if found[name] != known[name]}
+    measured = {name: figure(found[name]) for name in found if found[name] != known[name]}
     return {LAUNCH_SECONDS: measured} if measured else {}
 
 
@@ -169,10 +170,6 @@ def _launches(measured: Any) -> Launches | None:
 def _is_rate(value: Any) -> bool:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return number and math.isfinite(value) and value > 0
-
-
-def _figure(value: float) -> float:
-    return float(f"{value:.4g}")
 
 
 # How long attention backends took on this machine's cards, one entry for each kind of request.
@@ -207,7 +204,7 @@ def load_attention(key: str) -> AttentionTimings | None:
 
 
 def save_attention(key: str, timings: AttentionTimings) -> None:
-    ms = {name: _figure(value) for name, value in timings.ms.items()}
+    ms = {name: figure(value) for name, value in timings.ms.items()}
     _save(cache_folder() / ATTENTION, key, {"tokens": timings.tokens, "ms": ms})
 
 
