@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ..families.schedules import official_sigmas
@@ -65,7 +65,7 @@ def estimate_text(estimate: Estimate, cards: Iterable[str] = ()) -> str:
         _part_table(phases),
         folded(f"{PHASE_NAMES[phase.name]}: {phase.note}" for phase in phases if phase.note),
         folded([*_needs(estimate), f"Times: {estimate.basis.text}"]),
-        [_plan_heading(estimate.options), *_plan_lines(estimate)],
+        _plan_lines(estimate),
         folded(f"Note: {note}" for note in notes),
     ]
     return "\n\n".join("\n".join(lines) for lines in blocks if lines)
@@ -303,14 +303,10 @@ def _needs(estimate: Estimate) -> list[str]:
     ]
 
 
-def _plan_heading(options: Sequence[PlanOption]) -> str:
-    if options[0].recommended:
-        return "Plan, the recommended setting first"
-    return "Plan, your settings first; -> marks the recommended ones"
-
-
 def _plan_lines(estimate: Estimate) -> list[str]:
-    lines = []
+    lines = ["Plan, the recommended setting first"]
+    if not estimate.option.recommended:
+        lines = ["Plan, your settings first; -> marks the recommended ones"]
     for option in estimate.options:
         peak, spare = tenths(option.peak_bytes), _spare(option)
         figures = f"{peak} GiB, {spare} to spare"

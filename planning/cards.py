@@ -98,7 +98,8 @@ def find_card(name: str, cards: Mapping[str, Card], own_list: object = "cards.js
         return exact
     wanted = _words_of(name)
     parts = [card for card in cards.values() if _has_part(card, wanted)]
-    plain = [card for card in parts if all(_is_variant(other, card) for other in parts)]
+    words = [{*_words_of(card.name)} for card in parts]
+    plain = [card for card, own in zip(parts, words, strict=True) if all(own <= it for it in words)]
     if plain:
         return plain[0]
     if parts:
@@ -133,10 +134,6 @@ def is_named(card: Card, name: str) -> bool:
 def _has_part(card: Card, wanted: tuple[str, ...]) -> bool:
     numbered = any(word.isdigit() for word in wanted)
     return numbered and any(set(wanted) <= set(_words_of(name)) for name in (card.name, *card.also))
-
-
-def _is_variant(card: Card, other: Card) -> bool:
-    return set(_words_of(other.name)) <= set(_words_of(card.name))
 
 
 def _card_names(cards: Iterable[tuple[str, Iterable[str]]], where: str = "") -> dict[str, str]:

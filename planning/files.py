@@ -95,8 +95,9 @@ def disk(request: RunRequest, setting: Setting, *, quantized_file: bool = False)
     files = {**files, "text encoder": text, "VAE": vae}
     if request.controlnet_bytes:
         files["ControlNet"] = request.controlnet_bytes
-    if loras := _lora_files(request):
-        files["LoRAs"] = loras
+    if request.loras.count:  # rank x (K + N) in bf16 for every layer that can have one
+        layers = request.transformer.quantizable_layers().values()
+        files["LoRAs"] = BF16 * request.loras.count * request.loras.rank * sum(map(sum, layers))
     return Disk(files, CONTAINER, once)
 
 
@@ -144,12 +145,6 @@ def _transformer_file(request: RunRequest, known: Mapping[str, int]) -> dict[str
     if (count := known.get(TRANSFORMER, loaded)) is not None:
         return {f"{request.family} transformer": count}
     return {f"{request.family} transformer, bf16": weight_bytes(request.transformer, "bf16").total}
-
-
-def _lora_files(request: RunRequest) -> int:
-    # rank x (K + N) in bf16 for every layer that can have one.
-    layers = request.transformer.quantizable_layers().values()
-    return 2 * request.loras.count * request.loras.rank * sum(map(sum, layers))
 
 
 # What waits in host memory.

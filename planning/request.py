@@ -201,11 +201,6 @@ class RunRequest:
         return self.frames * (self.width // side) * (self.height // side)
 
     @property
-    def image_tokens(self) -> int:
-        """Counts the tokens of one item's image stream, with those of its references."""
-        return self.painted_tokens + self.references * REFERENCE_TOKENS
-
-    @property
     def step_tokens(self) -> StepTokens:
         """Counts the tokens of a forward pass."""
         words = self.text_tokens + self.references * self.member.reference_words

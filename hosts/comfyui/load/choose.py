@@ -76,7 +76,7 @@ def offered(role: str) -> dict[str, Any]:
 def _ranked(role: str) -> tuple[list[str], list[str]]:
     """Returns choices that fit, the likeliest first, and the others; never an error."""
     files = _files(role)
-    folders = {f"{name}/": path for name, path in _folders(role).items()}
+    folders = _folders(role)
     looked_at = files if len(files) <= LOOKED_AT else [it for it in files if NAMED in it.lower()]
     ranks = {name: _rank_of_file(name, role) for name in looked_at[:LOOKED_AT]}
     ranks |= {name: _rank_of_folder(path, role) for name, path in folders.items()}
@@ -120,7 +120,7 @@ def resolve(name: str, role: str) -> Path:
     if name in MICROS:
         return bundled_micro_folder(MICROS[name])
     if name.endswith("/"):
-        path = _folders(role).get(name.removesuffix("/"))
+        path = _folders(role).get(name)
     else:
         paths = (folder_paths.get_full_path(folder, name) for folder in FOLDERS[role])
         path = next((Path(path) for path in paths if path is not None), None)
@@ -254,7 +254,7 @@ def _rank(source: Source) -> tuple[bool, bool, bool]:
 
 def _sources(role: str) -> Iterator[tuple[Path, Source]]:
     fitting, others = _ranked(role)
-    folders = {f"{name}/": path for name, path in _folders(role).items()}
+    folders = _folders(role)
     for name in (*fitting, *others):
         with suppress(CheckpointError, SettingError):  # another model's file, or removed just now
             path = folders[name] if name in folders else resolve(name, role)
@@ -267,17 +267,14 @@ def _files(role: str) -> list[str]:
 
 def _folders(role: str) -> dict[str, Path]:
     found: dict[str, Path] = {}
-    for root in _roots("diffusers", *FOLDERS[role]):
+    names = filter(folder_paths.folder_names_and_paths.__contains__, ("diffusers", *FOLDERS[role]))
+    for root in (Path(it) for name in names for it in folder_paths.get_folder_paths(name)):
         for path in _subfolders(root, DEPTH):
-            if _is_model_folder(path):
+            # os.path says no where a folder may not be read, or a link goes round in circles.
+            index = os.path.isfile(path / PIPELINE_INDEX)
+            if index or any(path.glob("*.safetensors.index*.json")):
                 found.setdefault(path.relative_to(root).as_posix(), path)
-    return dict(sorted(found.items()))
-
-
-def _roots(*names: str) -> Iterator[Path]:
-    for name in names:
-        if name in folder_paths.folder_names_and_paths:
-            yield from map(Path, folder_paths.get_folder_paths(name))
+    return {f"{name}/": found[name] for name in sorted(found)}
 
 
 def _subfolders(root: Path, depth: int) -> Iterator[Path]:
@@ -297,8 +294,3 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
     with suppress(OSError):  # a link that goes round in circles
         return entry.is_dir()
     return False
-
-
-def _is_model_folder(path: Path) -> bool:
-    # os.path says no where a folder may not be read, or a link goes round in circles.
-    return os.path.isfile(path / PIPELINE_INDEX) or any(path.glob("*.safetensors.index*.json"))

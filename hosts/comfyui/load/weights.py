@@ -153,7 +153,7 @@ def _join(
     found = [
         (layer.removesuffix(apart[0]), whole, apart)
         for whole, apart in joined.items()
-        for layer in map(_layer, (*stored, *ready))
+        for layer in (name.removesuffix(".weight") for name in (*stored, *ready))
         if layer.endswith(apart[0])
     ]
     for block, whole, apart in found:
@@ -181,10 +181,6 @@ def _decoded(
 ) -> torch.Tensor:
     codebook = None if codebook is None else codebook.to(device)
     return decode_weight(codes.to(device), group_scale.to(device), codebook, bits).cpu()
-
-
-def _layer(name: str) -> str:
-    return name.removesuffix(".weight")
 
 
 def _what_was_stored(source: Source, packed: str) -> list[str]:
