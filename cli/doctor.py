@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ..errors import CheckpointError, SettingError
-from ..loaders.header import NUMBERED
+from ..loaders.shards import NUMBERED
 from ..loaders.source import PIPELINE_INDEX, PLACES, open_source
 from ..machine import memory as resources
 from ..machine import packages as software

@@ -18,7 +18,7 @@ from ..families.identify import Slice, identify, split_parts
 from ..families.protocol import Identity, Tensors
 from ..families.registry import family_titled, pipeline_family, title_by_pipeline
 from ..files import parse_object
-from .header import NUMBERED, Header, Shards, open_regular, read_object, read_shards
+from .header import Header, open_regular, read_object
 from .quantization import (
     ATTENTION_CONFIG,
     MAX_COMFY_QUANT_BYTES,
@@ -27,6 +27,7 @@ from .quantization import (
     find_quantization,
     parse_attention,
 )
+from .shards import NUMBERED, Shards, read_shards
 
 # {role: {key in config.json: name in Identity.dims, or "blocks"}}; families have a transformer's.
 SAME = {

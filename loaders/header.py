@@ -1,4 +1,4 @@
-"""Reads the headers of a safetensors file or a sharded set, never the weights, as strictly as the
+"""Reads the header of a safetensors file, never the weights, as strictly as the
 reference implementation (https://github.com/huggingface/safetensors#format): what one reader
 accepts and the next refuses costs a 40 GB download. Names the tensor at fault, and gives offsets.
 """
@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..errors import CheckpointError
@@ -70,8 +69,7 @@ def refuse_foreign_content(path: Path, first: bytes) -> None:
             raise _pickle_error(path, "its first bytes are the pickle protocol mark")
     if first.startswith(b"GGUF"):
         raise CheckpointError(
-            "This is a GGUF file, and only .safetensors files are read: get the same model as "
-            ".safetensors, or load it with a GGUF node pack.",
+            "This is a GGUF file, from which only transformers are read: get this as .safetensors.",
             path,
         )
     if first.startswith(b"version https://git-lfs.github.com/spec/"):
@@ -129,13 +127,14 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Header:
-    """Holds what the first 8 + `header_bytes` bytes of the file `path` say."""
+    """Holds what the first 8 + `header_bytes` bytes of the file `path` say, safetensors or GGUF."""
 
     path: Path
     tensors: Mapping[str, TensorInfo]
     metadata: Mapping[str, str]
     header_bytes: int
     file_bytes: int
+    gguf: bool = False
 
     @property
     def data_start(self) -> int:
@@ -289,155 +288,3 @@ def _check_coverage(path: Path, tensors: Mapping[str, TensorInfo], data_bytes: i
         )
     if position < data_bytes:
         raise _broken(path, f"{data_bytes - position:,} bytes follow the last tensor and none may")
-
-
-# A sharded set: an index (`*.safetensors.index.json`) maps each tensor to a file near it. Whether
-# such a name stays in its folder is judged by how it is written, not by where it resolves to: the
-# files of a Hugging Face cache are symbolic links out of their folder and are fine, while a name
-# with a separator in it never is.
-
-# `...index.fp16.json` for a variant
-INDEX_NAME = re.compile(r"\.safetensors\.index(\.[\w-]+)?\.json$")
-NUMBERED = re.compile(r"-(\d{5})-of-(\d{5})\.safetensors$")
-STEMS = ("diffusion_pytorch_model", "model")
-
-
-@dataclass(frozen=True)
-class Shards:
-    """Holds the headers of one set of weights; `index` is the index file of a sharded set."""
-
-    path: Path
-    index: Path | None
-    headers: tuple[Header, ...]
-
-    @property
-    def tensors(self) -> dict[str, TensorInfo]:
-        return {name: info for header in self.headers for name, info in header.tensors.items()}
-
-    @property
-    def file_bytes(self) -> int:
-        return sum(header.file_bytes for header in self.headers)
-
-    def header_of(self, tensor: str) -> Header:
-        return next(header for header in self.headers if tensor in header.tensors)
-
-
-def read_shards(path: str | os.PathLike[str]) -> Shards:
-    """Reads the headers behind a file, a shard index, or a folder that holds one of the two.
-
-    Raises:
-        CheckpointError: nothing or more than one thing to read, an index that is not one or that
-            points outside its folder, a missing shard, an index and shards that disagree, or a file
-            that `read_header` refuses.
-    """
-    path = Path(path)
-    chosen = _in_folder(path) if os.path.isdir(path) else path
-    if not INDEX_NAME.search(chosen.name):
-        return Shards(path, None, (read_header(chosen),))
-    weight_map = _weight_map(chosen)
-    headers = {name: _read_shard(chosen, name) for name in sorted(set(weight_map.values()))}
-    _check_agreement(chosen, weight_map, headers)
-    return Shards(path, chosen, tuple(headers.values()))
-
-
-def _in_folder(folder: Path) -> Path:
-    try:
-        names = sorted(entry.name for entry in folder.iterdir())
-    except PermissionError as error:
-        raise CheckpointError(
-            "This user has no permission to list this folder: change its permissions or run as its "
-            "owner.",
-            folder,
-        ) from error
-    indexes = [name for name in names if INDEX_NAME.search(name)]
-    files = [name for name in names if name.endswith(".safetensors")]
-    usual = [
-        f"{stem}{end}" for stem in STEMS for end in (".safetensors.index.json", ".safetensors")
-    ]
-    for name in usual:
-        if name in indexes or name in files:
-            return folder / name
-    alone = indexes if indexes else files
-    if len(alone) == 1 and not (alone is files and NUMBERED.search(files[0])):
-        return folder / alone[0]
-    raise CheckpointError(f"This folder holds {_why_not(names, indexes, files)}", folder)
-
-
-def _why_not(names: list[str], indexes: list[str], files: list[str]) -> str:
-    if indexes:
-        return f"{len(indexes)} shard indexes ({', '.join(indexes)}): name the one to read."
-    if any(NUMBERED.search(name) for name in files):
-        return (
-            "numbered shards but no index, which says where each tensor is: download the "
-            "*.safetensors.index.json that belongs to them into it."
-        )
-    if files:
-        return f"{len(files)} safetensors files and no index: name the one to read."
-    if any(PurePosixPath(name).suffix in PICKLE_SUFFIXES for name in names):
-        return (
-            "pickled weights only, which are never opened here: get the safetensors version "
-            "of the model."
-        )
-    return (
-        "neither a .safetensors file nor a *.safetensors.index.json nor a model_index.json: "
-        "name a folder or file with weights."
-    )
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    weight_map = read_object(index, "a shard index").get("weight_map")
-    if (
-        not isinstance(weight_map, dict)
-        or not weight_map
-        or not all(isinstance(name, str) for name in weight_map.values())
-    ):
-        raise CheckpointError(
-            "This is not a shard index: its weight_map must name a file for every tensor, so "
-            "download it again.",
-            index,
-        )
-    for name in set(weight_map.values()):
-        if not name.endswith(".safetensors"):
-            raise CheckpointError(
-                f"The index names the shard {name!r}, and only .safetensors files are read: get "
-                "the safetensors version of the model.",
-                index,
-            )
-        if not name == PurePosixPath(name).name == PureWindowsPath(name).name or "\0" in name:
-            raise CheckpointError(
-                f"The index names the shard {name!r}, which is outside its folder: a shard must "
-                "lie next to its index, so get the index from the model's own source.",
-                index,
-            )
-    return weight_map
-
-
-def _read_shard(index: Path, name: str) -> Header:
-    shard = index.parent / name
-    if not shard.exists():
-        raise CheckpointError(
-            f"A shard is missing that {index.name} lists: every shard must lie next to the "
-            "index, so finish the download.",
-            shard,
-        )
-    return read_header(shard)
-
-
-def _check_agreement(
-    index: Path, weight_map: Mapping[str, str], headers: Mapping[str, Header]
-) -> None:
-    lost = sorted(name for name, shard in weight_map.items() if name not in headers[shard].tensors)
-    if lost:
-        raise CheckpointError(
-            f"The shard lacks the tensor {lost[0]!r} that {index.name} says it holds "
-            f"({len(lost)} such in all): download index and shards again, from one source.",
-            index.parent / weight_map[lost[0]],
-        )
-    for shard, header in headers.items():
-        unlisted = sorted(name for name in header.tensors if weight_map.get(name) != shard)
-        if unlisted:
-            raise CheckpointError(
-                f"The shard holds the tensor {unlisted[0]!r} that {index.name} does not list there "
-                f"({len(unlisted)} such in all): download index and shards again, from one source.",
-                index.parent / shard,
-            )

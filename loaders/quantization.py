@@ -14,7 +14,8 @@ from typing import Any
 from ..families.protocol import Tensors
 from ..files import parse_json
 from ..spec.formats import FORMATS
-from .header import TensorInfo
+from .gguf import BLOCK_TYPES
+from .header import PLAIN_DTYPES, TensorInfo
 
 MAX_COMFY_QUANT_BYTES = 4096  # the longest that ComfyUI 0.33 writes is under 200
 # What ComfyUI 0.40 reads of a block's attention, JSON as uint8 too: no weight, and kept as it is.
@@ -76,6 +77,8 @@ RUNNABLE = frozenset(
 STORAGE_ONLY = frozenset({"fp8 e5m2, scaled", "fp8 e5m2, unscaled"})
 # What a transformer's loader decodes to int8 ConvRot, value for value.
 PACKED = frozenset(HOSTS)
+# {format: its type}, which a transformer's loader expands and rounds anew.
+GGUF = {f"GGUF {name}": name for name in BLOCK_TYPES if name not in PLAIN_DTYPES}
 # What their codes mean, beside one scale for each row.
 DECODING = (".weight_s_rel", ".weight_codebook")
 # What to take on an L40S instead of formats of which nothing is gained there.
@@ -122,6 +125,11 @@ class Quantization:
         """Counts the layers of each format."""
         return dict(Counter(self.layers.values()))
 
+    @property
+    def gguf(self) -> bool:
+        """Tells whether weights are in GGUF's blocks."""
+        return not GGUF.keys().isdisjoint(self.formats)
+
     def cannot_run(self, role: str) -> list[str]:
         """Says one sentence for every format that this package does not compute a part with."""
         sentences = []
@@ -132,7 +140,9 @@ class Quantization:
                 )
             elif name in REFUSALS:
                 sentences.append(REFUSALS[name])
-            elif name not in RUNNABLE and (name not in PACKED or role != "transformer"):
+            elif name not in RUNNABLE and (
+                name not in PACKED | GGUF.keys() or role != "transformer"
+            ):
                 host = HOSTS.get(name)
                 other = f", or load it with ComfyUI's own nodes ({host})" if host else ""
                 sentences.append(
@@ -211,9 +221,13 @@ def parse_attention(data: bytes) -> str:
 
 
 def computed_precision(formats: Iterable[str]) -> str | None:
-    """Returns int8 or fp8, whichever most layers are computed in; None for neither."""
+    """Returns int8 or fp8, whichever most layers are computed in; None for neither.
+
+    GGUF's blocks are rounded to int8 anew.
+    """
     for name, _ in Counter(formats).most_common():
-        if name.startswith("int8") or name in PACKED:
+        # No tensor cores multiply GGUF's blocks.
+        if name.startswith("int8") or name in PACKED or name in GGUF:
             return "int8"
         if name.startswith("fp8 e4m3"):
             return "fp8"
@@ -276,6 +290,8 @@ def _format(tensors: Tensors, layer: str, weight: TensorInfo) -> str | None:
         return f"bitsandbytes {'nf4' if has('weight.quant_state.bitsandbytes__nf4') else '4-bit'}"
     if has("SCB"):
         return "bitsandbytes int8"
+    if f"GGUF {weight.dtype}" in GGUF:
+        return f"GGUF {weight.dtype}"
     if weight.dtype in FP8_NAMES:
         if has("weight_scale_inv"):
             return f"{FP8_NAMES[weight.dtype]}, block-scaled"
@@ -298,7 +314,8 @@ def _granularity(tensors: Tensors, layer: str, weight: TensorInfo) -> str:
     )
     name = next((name for name in names if f"{layer}.{name}" in tensors), None)
     if name is None:
-        return "no scale"
+        block = BLOCK_TYPES.get(weight.dtype)
+        return f"blocks of {block.elements}" if block and block.elements > 1 else "no scale"
     scale = tensors[f"{layer}.{name}"]
     rows = weight.shape[0] if weight.shape else 1
     if name == "wscales":  # (groups, rows)

@@ -18,6 +18,7 @@ import torch
 from ..errors import CheckpointError, SettingError
 from ..families.registry import is_quantizable
 from ..spec.formats import FORMATS, MIB, QUANTIZED, SMALLEST_SCALE, RowFormat
+from .gguf_blocks import BlockRows
 
 # Values in a piece: small enough for a processor's cache, large enough to fill a card.
 PIECE = {"cpu": 2**19, "cuda": 2**24}
@@ -290,7 +291,7 @@ class RoundedLayer(NamedTuple):
 
 def quantize_layers(
     layers: Iterable[str],
-    weight_of: Callable[[str], torch.Tensor],
+    weight_of: Callable[[str], torch.Tensor | BlockRows],
     format: str,
     device: torch.device,
     take: Callable[[RoundedLayer], None],
@@ -306,7 +307,8 @@ def quantize_layers(
     and comes back in half the bytes: host memory holds the results and the slabs, never the model.
 
     Args:
-        weight_of: returns a layer's weight [N, K] of any floating dtype.
+        weight_of: returns a layer's weight [N, K] of any floating dtype, or in GGUF's blocks, which
+            are expanded on the device.
         format: fp8 or int8.
         device: where the rounding is computed.
         take: called for one layer after another; what it raises ends the work.
@@ -324,23 +326,29 @@ def quantize_layers(
             weight, form, rows = weight_of(layer), RowFormat(format), 0
             if per_row and is_quantizable(layer):
                 form = row_format(format, weight.shape[1])
-            if per_row and device.type == "cuda" and weight.is_cpu and weight.numel():
-                rows = SLAB_BYTES // (weight.shape[1] * max(weight.itemsize, 2))
+            stored, expand = weight, None
+            if isinstance(weight, BlockRows):
+                stored, expand = weight.values, weight.expand
+            if per_row and device.type == "cuda" and stored.is_cpu and stored.numel():
+                # As many int8 values come back in half of the bytes.
+                rows = SLAB_BYTES // max(stored.shape[1] * stored.itemsize, 2 * weight.shape[1])
             if not rows:
-                there = weight.to(device) if per_row else weight.to(device).reshape(1, -1)
+                there = stored.to(device)
+                there = expand(there) if expand else there
+                there = there if per_row else there.reshape(1, -1)
                 values, scale = rounding(there, format, rotation=form.rotation)
                 error = _ratio(_squares(there, values, scale, form.rotation)) if measured else None
                 scale = scale.cpu() if per_row else scale.cpu().reshape(())
                 yield RoundedLayer(layer, values.cpu().reshape(weight.shape), scale, form, error)
                 continue
             slabs = slabs or deque(_Slab(device, rounding) for _ in range(SLABS))
-            values = _new(weight.shape, VALUE_DTYPES[format])
+            values = _new(torch.Size(weight.shape), VALUE_DTYPES[format])
             squares = torch.zeros(2, dtype=torch.float64) if measured else None
-            rounded = RoundedLayer(layer, values, torch.empty((len(weight), 1)), form, None)
-            for first in range(0, len(weight), rows):
+            rounded = RoundedLayer(layer, values, torch.empty((len(stored), 1)), form, None)
+            for first in range(0, len(stored), rows):
                 if done := slabs[0].finish():
                     yield done
-                slabs[0].begin(weight, (slice(first, first + rows), rounded, squares))
+                slabs[0].begin(stored, expand, (slice(first, first + rows), rounded, squares))
                 slabs.rotate(-1)
         yield from filter(None, (slab.finish() for slab in slabs))
 
@@ -372,13 +380,19 @@ class _Slab:
             self._up, self._down = (torch.empty(it, **kind) for it in sizes)
         self._target: Target | None = None
 
-    def begin(self, weight: torch.Tensor, target: Target) -> None:
+    def begin(
+        self,
+        weight: torch.Tensor,
+        expand: Callable[[torch.Tensor], torch.Tensor] | None,
+        target: Target,
+    ) -> None:
         rows, rounded, squares = self._target = target
         part, form = weight[rows], rounded.form
         up = self._up[: part.nbytes].copy_(_bytes(part)).view(part.dtype).view(part.shape)
         with torch.cuda.stream(self._stream):
             there = torch.empty(part.shape, dtype=part.dtype, device=self._device)
             there.copy_(up, non_blocking=True)
+            there = expand(there) if expand else there
             values, self._scale = self._rounding(there, form.storage, rotation=form.rotation)
             self._values = self._down[: values.nbytes].copy_(_bytes(values), non_blocking=True)
             if squares is not None:

@@ -4,6 +4,7 @@ from the mapped source through the card or the processor to the file.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -17,6 +18,8 @@ from safetensors import safe_open
 from ..errors import CheckpointError, SettingError, UnavailableError
 from ..families.registry import marker_titled
 from ..spec.formats import QUANTIZED
+from .gguf import BLOCK_TYPES
+from .gguf_blocks import BlockRows, map_gguf
 from .header import Header, TensorInfo
 from .quantization import ATTENTION_CONFIG, AUXILIARY
 from .quantize import (
@@ -286,7 +289,11 @@ def _quantize_file(
     prefix = plan.source.part.prefix
     bytes_of: dict[str, int] = {}  # of layers to quantize, in the order of the file
     errors: dict[str, float] = {}
-    with safe_open(header.path, framework="pt") as file:
+    with contextlib.ExitStack() as stack:
+        if header.gguf:
+            get = map_gguf(header).__getitem__
+        else:
+            get = stack.enter_context(safe_open(header.path, framework="pt")).get_tensor
         for stored, info in sorted(header.tensors.items(), key=lambda item: item[1].start):
             if not stored.startswith(prefix):
                 continue
@@ -294,12 +301,14 @@ def _quantize_file(
             if layer := _quantized_layer(name, plan.quantized):
                 bytes_of[layer] = info.nbytes
                 continue
-            kept = file.get_tensor(stored).to(SAFETENSORS_DTYPES[plan.layout.tensors[name].dtype])
+            kept = get(stored)
+            kept = kept.dequantized(device) if isinstance(kept, BlockRows) else kept
+            kept = kept.to(SAFETENSORS_DTYPES[plan.layout.tensors[name].dtype])
             check_finite(header.path, stored, kept)
             take(info.nbytes, {name: kept})
 
-        def weight_of(layer: str) -> torch.Tensor:
-            return file.get_tensor(f"{prefix}{layer}.weight")
+        def weight_of(layer: str) -> torch.Tensor | BlockRows:
+            return get(f"{prefix}{layer}.weight")
 
         def take_rounded(rounded: RoundedLayer) -> None:
             layer, values, scale, form, errors[rounded.layer] = rounded
@@ -321,7 +330,7 @@ def _quantized_layer(name: str, quantized: Collection[str]) -> str | None:
 
 def _refuse_quantized(source: Source, precision: str) -> None:
     formats = source.part.quantization.formats
-    if not formats:
+    if not formats or source.part.quantization.gguf:
         return
     found = ", ".join(f"{form} in {count} layers" for form, count in formats.items())
     if precision == "fp8" and all(form.startswith("fp8 e4m3") for form in formats):
@@ -343,7 +352,7 @@ def _kept_dtype(source: Source, name: str, info: TensorInfo) -> str:
         name.startswith("__") and info.dtype in SAFETENSORS_DTYPES
     ):
         return info.dtype
-    if info.dtype not in FLOAT_DTYPES:
+    if info.dtype not in FLOAT_DTYPES and info.dtype not in BLOCK_TYPES:
         raise CheckpointError(
             f"This file holds {name!r} as {info.dtype}, and the weights to start from must be "
             f"{', '.join(FLOAT_DTYPES)}: start from the bf16 file.",

@@ -10,6 +10,7 @@ from pathlib import Path
 from ..errors import CheckpointError, SettingError
 from ..families.registry import (
     is_modulation,
+    is_quantizable,
     may_be,
     member_titled,
     shape_from_header,
@@ -17,7 +18,7 @@ from ..families.registry import (
 )
 from ..planning.bytes import TransformerBytes
 from ..planning.request import TEXT_ENCODER, TRANSFORMER, VAE, Parts
-from ..spec.formats import BYTES_PER_WEIGHT, QUANTIZED
+from ..spec.formats import BYTES_PER_SCALE, BYTES_PER_WEIGHT, QUANTIZED
 from ..spec.transformer import TransformerShape
 from ..spec.vae import VaeShape
 from .checkpoint import CheckpointPart, inspect_checkpoint, read_index, sample_sigmas
@@ -177,8 +178,13 @@ def loaded_bytes(source: Source, packed: bool = False) -> TransformerBytes:
         packed: whether weights of 4 and 6 bits stay so, and do not become int8.
     """
     quantization, total, modulation = source.part.quantization, 0, 0
+    gguf = quantization.gguf
     for name, info in source.tensors.items():
         count = info.nbytes
+        if gguf and len(info.shape) == 2:
+            rounded = is_quantizable(name.removesuffix(".weight"))
+            scales = info.shape[0] * BYTES_PER_SCALE if rounded else 0
+            count = info.elements * BYTES_PER_WEIGHT["int8" if rounded else "bf16"] + scales
         if not packed and quantization.layers.get(name.rpartition(".")[0]) in PACKED:
             if name.endswith(".weight"):
                 count = math.prod(unpacked_shape(quantization, name, info))

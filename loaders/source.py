@@ -24,8 +24,9 @@ from .checkpoint import (
     named_by_pipeline,
     read_index,
 )
-from .header import NUMBERED, STEMS, Shards, TensorInfo, read_object, read_shards
+from .header import TensorInfo, read_object
 from .quantization import unpacked_shape
+from .shards import NUMBERED, STEMS, Shards, read_shards
 
 if TYPE_CHECKING:
     import torch

@@ -14,9 +14,11 @@ import torch
 from ..errors import CheckpointError
 from ..families.registry import is_modulation, is_quantizable
 from ..spec.formats import RowFormat, is_rotation
+from .gguf_blocks import BlockRows
 from .quantization import (
     AUXILIARY,
     DECODING,
+    GGUF,
     PACKED,
     PACKED_BITS,
     RUNNABLE,
@@ -154,14 +156,15 @@ def accompanies(name: str) -> bool:
 
 
 def canonical_tensors(
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor | BlockRows],
     quantization: Quantization,
     decode: Decode,
     *,
     packed: bool = False,
-) -> Iterator[tuple[str, torch.Tensor | StoredLayer | PackedLayer]]:
-    """Yields every weight of a transformer: (layer, `StoredLayer`) for what stays quantized, and
-    (name, tensor) for the rest, in the order of `tensors`.
+) -> Iterator[tuple[str, torch.Tensor | StoredLayer | PackedLayer | BlockRows]]:
+    """Yields every weight of a transformer: (layer, `StoredLayer`) for what stays quantized,
+    (layer, `BlockRows`) for what is in GGUF's blocks, and (name, tensor) for the rest, in the order
+    of `tensors`.
 
     Attention and MLP of the blocks stay quantized, and so does a modulation that the file has
     quantized, which is then computed in full precision. Their scales are [N, 1]; e4m3 without
@@ -180,7 +183,7 @@ def canonical_tensors(
             and for NaN or infinity in what is converted, when its turn comes.
     """
     for layer, form in quantization.layers.items():
-        if form not in RUNNABLE | STORAGE_ONLY | PACKED:
+        if form not in RUNNABLE | STORAGE_ONLY | PACKED | GGUF.keys():
             _refuse(
                 f"{layer}.weight",
                 f"is stored as {form}",
@@ -189,7 +192,7 @@ def canonical_tensors(
             )
     scales = _scales(tensors, quantization.layers)
     for layer, form in quantization.layers.items():
-        if layer not in scales and not form.endswith("unscaled"):
+        if layer not in scales and not form.endswith("unscaled") and form not in GGUF:
             _refuse(
                 f"{layer}.weight", f"is {form} and has no scale", "its weight_scale must be there"
             )
@@ -221,12 +224,12 @@ def stored_layers(
 
 
 def _converted(
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor | BlockRows],
     quantization: Quantization,
     scales: Mapping[str, torch.Tensor],
     decode: Decode,
     packed: bool,
-) -> Iterator[tuple[str, torch.Tensor | StoredLayer | PackedLayer]]:
+) -> Iterator[tuple[str, torch.Tensor | StoredLayer | PackedLayer | BlockRows]]:
     slow_marker = MARKER in tensors and tensors[MARKER].numel() == 2
     for name in tensors:
         if AUXILIARY.search(name):
@@ -234,6 +237,9 @@ def _converted(
         layer = name.removesuffix(".weight")
         form = quantization.layers.get(layer) if layer != name else None
         weight = tensors[name]
+        if isinstance(weight, BlockRows):
+            yield (name, weight.dequantized()) if form is None else (layer, weight)
+            continue
         if form is None:
             yield name, _plain(name, weight)
             continue

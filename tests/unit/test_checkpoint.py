@@ -27,7 +27,8 @@ from qwen_l40s.errors import CheckpointError
 from qwen_l40s.families.identify import SIGNS
 from qwen_l40s.families.parts import vae_name_to_native
 from qwen_l40s.loaders.checkpoint import inspect_checkpoint
-from qwen_l40s.loaders.header import DTYPE_BITS, read_shards
+from qwen_l40s.loaders.header import DTYPE_BITS
+from qwen_l40s.loaders.shards import read_shards
 
 MICRO = {"attention_head_dim": 16, "num_attention_heads": 2, "joint_attention_dim": 24}
 MICRO_ROPE = {"axes_dims_rope": (4, 6, 6)}
