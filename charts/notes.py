@@ -241,6 +241,11 @@ def kept_precision(stored: str) -> str:
     return f"auto: the file holds {stored}, and expanding it would gain nothing"
 
 
+def expanded_blocks(name: str) -> str:
+    """Says why GGUF's blocks are rounded anew."""
+    return f"GGUF's blocks are expanded and rounded to {name}, which tensor cores multiply"
+
+
 def _conversion(stored: str, name: str) -> str:
     if stored == name:
         return f"the file holds {name}"

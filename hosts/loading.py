@@ -11,7 +11,13 @@ from typing import NamedTuple
 import torch
 
 from ..caches import cached
-from ..charts.notes import kept_precision, reasons, requested_precision, weight_only
+from ..charts.notes import (
+    expanded_blocks,
+    kept_precision,
+    reasons,
+    requested_precision,
+    weight_only,
+)
 from ..errors import SettingError, UnavailableError
 from ..loaders.quantize import quantize_rows
 from ..optimizations import kernels
@@ -102,6 +108,7 @@ def decide_load(
     card: CardFacts | None,
     sizes: Mapping[str, TransformerBytes] | None = None,
     packed: TransformerBytes | None = None,
+    gguf: bool = False,
 ) -> LoadDecision:
     """Decides how a transformer is loaded.
 
@@ -116,6 +123,7 @@ def decide_load(
         card: where the transformer runs; None for the CPU.
         sizes: {precision: bytes} where shape and precision do not tell them.
         packed: as of `Parts`.
+        gguf: whether `stored` is what the file's blocks become.
 
     Raises:
         SettingError: the precision or the place is unknown.
@@ -125,7 +133,7 @@ def decide_load(
     check_known("precision", requested, LOADER_PRECISIONS)
     check_known("modulation", modulation, PLACES)
     if card is None:
-        return _on_processor(requested, modulation, stored)
+        return _on_processor(requested, modulation, stored, gguf)
     as_stored = requested == AS_STORED
     member = shape.family.members[0]
     request = RunRequest(
@@ -146,6 +154,8 @@ def decide_load(
         sizes["bf16"] = sizes.get(stored) or weight_bytes(shape, stored)
     option = _recommended(card, request, stored, as_stored, sizes)
     words = reasons(option)
+    if gguf and option.setting.precision == stored:
+        words["precision"] = expanded_blocks(stored)
     place_reason = words.pop("modulation")
     if not shape.modulation_layers():
         place_reason = ONE_MODULATION if modulation == OFF_CARD else ""
@@ -155,13 +165,17 @@ def decide_load(
         reason="; ".join(words.values()),
         off_card=option.setting.off_card,
         place_reason=place_reason,
-        why=_in_few_words(requested, stored, option),
+        why=_in_few_words(requested, stored, option, gguf),
         option=option,
     )
 
 
-def _in_few_words(requested: str, stored: str, option: PlanOption | None) -> str:
-    if requested != "auto":
+def _in_few_words(
+    requested: str, stored: str, option: PlanOption | None, gguf: bool = False
+) -> str:
+    if requested == "auto" and gguf:
+        words = f"auto: GGUF's blocks become {stored}"
+    elif requested != "auto":
         words = requested if requested == AS_STORED else "as requested"
     elif option is None or stored in QUANTIZED:
         words = f"auto: the file holds {stored}"
@@ -192,7 +206,7 @@ def _recommended(
         return plan(card, least, stored, as_stored=as_stored, known_sizes=sizes)[0]
 
 
-def _on_processor(requested: str, modulation: str, stored: str) -> LoadDecision:
+def _on_processor(requested: str, modulation: str, stored: str, gguf: bool) -> LoadDecision:
     name = stored if requested in ("auto", AS_STORED) else requested
     if requested == "auto":
         why = (
@@ -202,13 +216,15 @@ def _on_processor(requested: str, modulation: str, stored: str) -> LoadDecision:
         )
     else:
         why = requested_precision(name, stored, requested == AS_STORED)
+    if gguf and name == stored:
+        why = expanded_blocks(stored)
     place = "modulation: stays with the other weights, because there is no NVIDIA card"
     return LoadDecision(
         precision=name,
         reason="; ".join(filter(None, (why, weight_only(name, None)))),
         off_card=False,
         place_reason=place if modulation == OFF_CARD else "",
-        why=_in_few_words(requested, stored, None),
+        why=_in_few_words(requested, stored, None, gguf),
     )
 
 

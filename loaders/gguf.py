@@ -19,6 +19,7 @@ from typing import BinaryIO, NamedTuple
 from ..errors import CheckpointError
 from .header import Header, TensorInfo, open_regular
 
+GGUF_SUFFIX = ".gguf"
 MAGIC = b"GGUF"
 SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
 
@@ -78,15 +79,6 @@ SMALLEST_TENSOR = 24  # bytes of a tensor's entry, without name and dimensions
 LONGEST_KEY = 65_535  # bytes, as the format has it
 KEPT_TEXT = 1024  # bytes of a text worth keeping
 KEPT = ("general.architecture", "general.alignment", "split.no", "split.count")
-
-
-def is_gguf(path: Path) -> bool:
-    """Tells whether a file begins as a GGUF file; False where it cannot be read."""
-    try:
-        with open(path, "rb") as file:
-            return file.read(4) == MAGIC
-    except (OSError, ValueError):
-        return False
 
 
 def read_gguf(path: str | os.PathLike[str]) -> Header:

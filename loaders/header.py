@@ -69,7 +69,7 @@ def refuse_foreign_content(path: Path, first: bytes) -> None:
             raise _pickle_error(path, "its first bytes are the pickle protocol mark")
     if first.startswith(b"GGUF"):
         raise CheckpointError(
-            "This is a GGUF file, from which only transformers are read: get this as .safetensors.",
+            "This is a GGUF file: give it a name that ends in .gguf.",
             path,
         )
     if first.startswith(b"version https://git-lfs.github.com/spec/"):

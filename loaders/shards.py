@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from ..errors import CheckpointError
-from .gguf import is_gguf, read_gguf_set
+from .gguf import GGUF_SUFFIX, read_gguf_set
 from .header import PICKLE_SUFFIXES, Header, TensorInfo, read_header, read_object
 
 # `...index.fp16.json` for a variant
@@ -55,7 +55,7 @@ def read_shards(path: str | os.PathLike[str]) -> Shards:
     """
     path = Path(path)
     chosen = _in_folder(path) if os.path.isdir(path) else path
-    if is_gguf(chosen):
+    if chosen.suffix.lower() == GGUF_SUFFIX:
         return Shards(path, None, read_gguf_set(chosen))
     if not INDEX_NAME.search(chosen.name):
         return Shards(path, None, (read_header(chosen),))

@@ -78,7 +78,8 @@ PRECISION = io.Combo.Input(
     "precision",
     options=list(LOADER_PRECISIONS),
     default="auto",
-    tooltip="Precision of the transformer. auto: bf16 if it fits on the card, else int8. "
+    tooltip="Precision of the transformer. auto: bf16 if it fits on the card, else int8; int8 of "
+    "GGUF. "
     "bf16: 38 GiB, or 25 with modulation off card. int8, fp8: 25 GiB, or 13. int8 is "
     "closer to bf16; fp8 needs an Ada card or newer. as stored: the file's own.",
 )
@@ -152,7 +153,7 @@ class QwenL40SLoadModel(io.ComfyNode):
             display_name="Load Qwen-Image Model",
             category=CATEGORY,
             description="Loads a Qwen-Image transformer (text to image, 2512, Edit or Layered) "
-            "from a bf16, fp8 or int8 file or a diffusers folder.",
+            "from a bf16, fp8, int8 or GGUF file or a diffusers folder.",
             search_aliases=[
                 "load diffusion model",
                 "unet loader",

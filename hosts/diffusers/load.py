@@ -30,8 +30,9 @@ from ...errors import CheckpointError, SettingError, UnavailableError
 from ...families.protocol import Member
 from ...families.registry import is_related, module_of, runnable_pipelines
 from ...loaders.checkpoint import sample_sigmas
-from ...loaders.header import PLAIN_DTYPES, Shards, read_object, read_shards
+from ...loaders.header import PLAIN_DTYPES, read_object
 from ...loaders.quantize import check_finite
+from ...loaders.shards import Shards, read_shards
 from ...loaders.source import (
     TEMPLATE_PREFIX,
     check_names,

@@ -26,7 +26,7 @@ from qwen_l40s.errors import CheckpointError, SettingError, UnavailableError
 from qwen_l40s.hosts.comfyui import contract as compatibility
 from qwen_l40s.hosts.comfyui.load import plan as load_plan
 from qwen_l40s.hosts.comfyui.load import text_encoder, vae, weights
-from qwen_l40s.loaders import header
+from qwen_l40s.loaders import shards
 from qwen_l40s.loaders.source import bundled_micro_folder
 from qwen_l40s.nodes.advise import QwenL40SAdviseGPU
 from qwen_l40s.nodes.estimate import QwenL40SEstimateVRAM
@@ -81,7 +81,7 @@ def nothing_mapped():
 def looks_counted(folder):
     """Gives the looks at a folder and its files, and the headers that are read."""
     looked = SimpleNamespace(count=0, read=[])
-    look, scan, read = os.stat, os.scandir, header.read_header
+    look, scan, read = os.stat, os.scandir, shards.read_header
 
     def counted(function, path, *more, **options):
         looked.count += str(path).startswith(str(folder))
@@ -91,7 +91,7 @@ def looks_counted(folder):
         mock.patch.object(os, "stat", functools.partial(counted, look)),
         mock.patch.object(os, "scandir", functools.partial(counted, scan)),
         mock.patch.object(
-            header, "read_header", lambda path: looked.read.append(path) or read(path)
+            shards, "read_header", lambda path: looked.read.append(path) or read(path)
         ),
     ):
         yield looked

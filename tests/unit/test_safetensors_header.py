@@ -201,7 +201,7 @@ BAD = {
     ".CKPT": (b"", "by its suffix .CKPT", SAME),
     ".bin": (pickle.dumps([]), "by its suffix .bin", SAME),
     ".pth": (as_file({"a": entry()}), "by its suffix .pth", SAME),
-    ".gguf": (b"GGUF\3\0\0\0" + b"{" * 90, "is a GGUF file", "get this as .safetensors"),
+    "gguf": (b"GGUF\3\0\0\0" + b"{" * 90, "is a GGUF file", "a name that ends in .gguf"),
     "web page": (b"\n<!DOCTYPE html><html></html>", "saved web page", "the file itself"),
     "lfs": (LFS, "git-LFS pointer", "git lfs pull"),
 }

@@ -26,7 +26,8 @@ from ....families.registry import (
     takes_text,
 )
 from ....loaders.checkpoint import read_index
-from ....loaders.header import STEMS
+from ....loaders.gguf import GGUF_SUFFIX, SPLIT
+from ....loaders.shards import STEMS
 from ....loaders.source import (
     PIPELINE_INDEX,
     PLACES,
@@ -48,6 +49,7 @@ FOLDERS = {
     "text_encoder": ("text_encoders", "checkpoints"),
     "vae": ("vae", "checkpoints"),
 }
+GGUF = "qwen_l40s_gguf"
 # A refusal begins with the widget that is wrong. ComfyUI's page names another one of the same node,
 # where the node behind it has an input of that name: `vae` of VAE Decode.
 WIDGETS = {"transformer": "model", "text_encoder": "text_encoder", "vae": "vae"}
@@ -262,7 +264,18 @@ def _sources(role: str) -> Iterator[tuple[Path, Source]]:
 
 
 def _files(role: str) -> list[str]:
-    return [name for folder in FOLDERS[role] for name in folder_paths.get_filename_list(folder)]
+    names = [name for folder in FOLDERS[role] for name in folder_paths.get_filename_list(folder)]
+    return names if role != "transformer" else [*names, *_gguf_files()]
+
+
+def _gguf_files() -> list[str]:
+    # ComfyUI's own lists leave the suffix out; a name of ours for the same folders is kept as
+    # theirs are, and looked through again only when a folder has changed.
+    for root in folder_paths.get_folder_paths(FOLDERS["transformer"][0]):
+        folder_paths.add_model_folder_path(GGUF, root)
+    names = [it for it in folder_paths.get_filename_list(GGUF) if it.lower().endswith(GGUF_SUFFIX)]
+    splits = [(name, SPLIT.search(name)) for name in names]
+    return [name for name, split in splits if split is None or int(split[1]) == 1]
 
 
 def _folders(role: str) -> dict[str, Path]:

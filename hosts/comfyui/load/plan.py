@@ -142,8 +142,9 @@ def plan_load(
     if stored in QUANTIZED and not keep:  # taken over as it lies in the file
         sizes[stored] = loaded_bytes(source)
     card = card_facts(comfy.model_management.get_torch_device())
+    gguf = source.part.quantization.gguf
     decide = functools.partial(
-        decide_load, requested, modulation, stored=stored, shape=shape, card=card
+        decide_load, requested, modulation, stored=stored, shape=shape, card=card, gguf=gguf
     )
     small = loaded_bytes(source, packed=True) if _knows_packed(source) and not keep else None
     decision = decide(sizes=sizes, packed=small)
@@ -155,7 +156,7 @@ def plan_load(
             decision = decide(sizes=sizes)
     name = decision.precision
     _check_card(source, decision, card)
-    kept, rounded = None, name in QUANTIZED and name != stored
+    kept, rounded = None, name in QUANTIZED and (name != stored or gguf)
     if rounded and keep_quantized:
         kept = KeptFile(source, name, keep)
         needed = 0 if kept.open() else needed  # a mapped file
@@ -276,10 +277,11 @@ def _host_bytes(
     name, size = decision.precision, sizes[decision.precision]
     weights, formats = size.total, source.part.quantization.formats.keys()
     # What is converted on load is no part of the mapped file any more, wherever it waits.
-    mapped = stored not in ("fp16", "fp32") or name == stored
+    gguf = source.part.quantization.gguf
+    mapped = (stored not in ("fp16", "fp32") or name == stored) and not gguf
     if decision.off_card and mapped and not PACKED & formats:
         weights -= size.modulation
-    if name == stored and not (STORAGE_ONLY | PACKED) & formats:
+    if name == stored and not gguf and not (STORAGE_ONLY | PACKED) & formats:
         # Under dynamic VRAM the mapped file itself is the model; else the host copies what is
         # not quantized.
         copies = card is None or not comfy.memory_management.aimdo_enabled

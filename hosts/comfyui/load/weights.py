@@ -16,7 +16,8 @@ import comfy.utils
 import torch
 from safetensors.torch import load_file
 
-from ....loaders.quantization import PACKED
+from ....loaders.gguf_blocks import BlockRows, map_gguf
+from ....loaders.quantization import GGUF, PACKED
 from ....loaders.quantize import RoundedLayer, not_finite, quantize_layers
 from ....loaders.source import Source, check_unchanged, fingerprint
 from ....loaders.stored import PackedLayer, StoredLayer, canonical_tensors
@@ -28,13 +29,18 @@ from ...loading import round_weight
 from .plan import LoadPlan
 
 
-def map_tensors(source: Source) -> dict[str, torch.Tensor]:
+def map_tensors(source: Source) -> dict[str, torch.Tensor | BlockRows]:
     """Returns {name without the part's prefix: tensor on the CPU}; file pages are read on use."""
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor | BlockRows] = {}
     prefix = source.part.prefix
-    for path in source.files:
-        load = _load_kept if path.suffix == SUFFIX else comfy.utils.load_torch_file
-        for name, tensor in load(str(path)).items():
+    for header in source.shards.headers:
+        if header.gguf:
+            found = map_gguf(header)
+        elif header.path.suffix == SUFFIX:
+            found = _load_kept(str(header.path))
+        else:
+            found = comfy.utils.load_torch_file(str(header.path))
+        for name, tensor in found.items():
             if name.startswith(prefix):
                 tensors[name.removeprefix(prefix)] = tensor
     return tensors
@@ -70,11 +76,11 @@ def transformer_tensors(
     tensors = map_tensors(source)
     notes = _what_was_stored(source, plan.packed)
     ready: dict[str, torch.Tensor] = {}
-    stored: dict[str, StoredLayer] = {}
+    stored: dict[str, StoredLayer | BlockRows] = {}
     decode = functools.partial(_decoded, device)
     quantization = source.part.quantization
     for name, entry in canonical_tensors(tensors, quantization, decode, packed=bool(plan.packed)):
-        if isinstance(entry, StoredLayer):
+        if isinstance(entry, (StoredLayer, BlockRows)):
             stored[name] = entry
         elif isinstance(entry, PackedLayer):
             ready |= entry.tensors(name)
@@ -85,25 +91,31 @@ def transformer_tensors(
 
     to_round = []
     # What the author of a quantized file left in bf16 stays so.
-    if precision in QUANTIZED and not (plan.packed or quantizable & stored.keys()):
+    gguf = quantization.gguf
+    if precision in QUANTIZED and (gguf or not (plan.packed or quantizable & stored.keys())):
         to_round = sorted(
             layer
             for layer in quantizable - plan.left
-            if layer in halves or ready[f"{layer}.weight"].dtype in FLOAT_NAMES
+            if layer in halves or layer in stored or ready[f"{layer}.weight"].dtype in FLOAT_NAMES
         )
     for layer, entry in stored.items():
-        if precision not in QUANTIZED or layer in plan.left:
+        if gguf:
+            if layer not in to_round:
+                ready[f"{layer}.weight"] = entry.dequantized(device)
+        elif precision not in QUANTIZED or layer in plan.left:
             ready[f"{layer}.weight"] = entry.dequantized()
         elif plan.named and layer in quantizable and entry.format.split()[0] != precision:
             to_round.append(layer)
         else:
             ready |= entry.tensors(layer)
 
-    def weight_of(layer: str) -> torch.Tensor:
+    def weight_of(layer: str) -> torch.Tensor | BlockRows:
         if layer in halves:
             return torch.cat(halves[layer])
         entry = stored.get(layer)
-        return ready[f"{layer}.weight"] if entry is None else entry.dequantized()
+        if entry is None:
+            return ready[f"{layer}.weight"]
+        return entry if gguf else entry.dequantized()
 
     for layer in halves.keys() - to_round:
         ready[f"{layer}.weight"] = weight_of(layer)
@@ -117,7 +129,7 @@ def transformer_tensors(
 def quantize_shown(
     source: Source,
     layers: Sequence[str],
-    weight_of: Callable[[str], torch.Tensor],
+    weight_of: Callable[[str], torch.Tensor | BlockRows],
     precision: str,
     device: torch.device,
     *,
@@ -144,7 +156,7 @@ def quantize_shown(
 def _join(
     joined: Mapping[str, tuple[str, ...]],
     ready: dict[str, torch.Tensor],
-    stored: dict[str, StoredLayer],
+    stored: dict[str, StoredLayer | BlockRows],
 ) -> dict[str, tuple[torch.Tensor, ...]]:
     """Puts layers that diffusers has apart into one, as ComfyUI's own files have them, and returns
     {layer: its parts} of those that are in a dtype to compute with.
@@ -165,9 +177,12 @@ def _join(
             weight = torch.cat([it.weight for it in parts])
             scale = torch.cat([it.scale for it in parts])
             stored[block + whole] = replace(form, weight=weight, scale=scale)
+        elif all(isinstance(it, BlockRows) and it.dtype == parts[0].dtype for it in parts):
+            values = torch.cat([it.values for it in parts])
+            stored[block + whole] = replace(parts[0], values=values)
         else:
             plain[block + whole] = tuple(
-                it.dequantized() if isinstance(it, StoredLayer) else it for it in parts
+                it if isinstance(it, torch.Tensor) else it.dequantized() for it in parts
             )
     return plain
 
@@ -203,6 +218,8 @@ def _what_was_stored(source: Source, packed: str) -> list[str]:
                 if packed
                 else f"{count} layers stored in {name} were decoded to int8 ConvRot, exactly."
             )
+        elif name in GGUF:
+            notes.append(f"{count} layers stored in {name} were expanded.")
         elif name.startswith("fp8 e5m2"):
             notes.append(f"{count} layers stored in {name} were converted to bf16.")
     for name, count in source.part.attention.items():

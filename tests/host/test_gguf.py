@@ -1,0 +1,90 @@
+"""GGUF files in the loader: their values in int8, as those of a file that holds the values."""
+
+import folder_paths
+import narrow_transformer as narrow
+import pytest
+import torch
+from comfy.quant_ops import QuantizedTensor
+from comfyui_boot import folder
+from gguf_files import gguf_of, write_gguf
+from safetensors.torch import save_file
+
+from qwen_l40s.errors import CheckpointError
+from qwen_l40s.families.qwen_image import QwenImageShape
+from qwen_l40s.hosts.comfyui.load.choose import choices, source_of
+from qwen_l40s.hosts.comfyui.load.transformer import load_model
+from qwen_l40s.loaders.gguf import read_gguf
+from qwen_l40s.loaders.gguf_blocks import BlockRows, map_gguf
+
+pytestmark = pytest.mark.usefixtures("inference_mode")
+FOLDER = folder("gguf")
+ONE_BLOCK = QwenImageShape(1, 1024, 8, 128, 512, 64, 64)
+
+
+def check_same(ours, expected) -> None:
+    """Weights are equal; what is not rounded to 8 bits comes out of blocks in bf16."""
+    found, known = (patcher.model.state_dict() for patcher in (ours, expected))
+    assert found.keys() == known.keys()
+    for name, weight in known.items():
+        in_bf16 = weight if isinstance(weight, QuantizedTensor) else weight.bfloat16()
+        assert any(torch.equal(found[name], it.to(weight.dtype)) for it in (weight, in_bf16)), name
+
+
+@pytest.fixture(scope="module", params=["Q8_0", "Q4_1", "F16"])
+def files(request):
+    """A GGUF file, and one of safetensors with its values in fp32."""
+    plain = FOLDER / "bf16.safetensors"
+    save_file(narrow.weights(ONE_BLOCK), plain)
+    path = gguf_of(plain, FOLDER / f"{request.param}.gguf", request.param)
+    values = {
+        name: it.expand(it.values) if isinstance(it, BlockRows) else it
+        for name, it in map_gguf(read_gguf(path)).items()
+    }
+    expanded = FOLDER / f"{request.param}.safetensors"
+    save_file({name: value.float() for name, value in values.items()}, expanded)
+    return path, expanded
+
+
+@pytest.mark.parametrize("precision", ["int8", "fp8", "bf16"])
+def test_a_file_loads_as_one_that_holds_its_values(files, precision):
+    ours, expected = (load_model(file, precision) for file in files)
+    check_same(ours[0], expected[0])
+    assert ours[1].precision == expected[1].precision
+
+
+def test_auto_rounds_blocks_to_int8_and_says_so(files):
+    _, report = load_model(files[0])
+    if files[0].stem == "F16":  # no blocks: as of any other file
+        assert report.precision != "int8"
+        return
+    assert report.precision == "int8"
+    assert "GGUF's blocks are expanded and rounded to int8" in report.text()
+    assert f"layers stored in GGUF {files[0].stem} were expanded." in report.text()
+    assert report.why.startswith("auto: GGUF's blocks become int8")
+
+
+def test_layers_that_are_kept_are_bf16_and_not_the_blocks(files):
+    ours, expected = (load_model(file, "int8", ("*.to_q",)) for file in files)
+    check_same(ours[0], expected[0])
+
+
+def test_the_loader_lists_files_and_the_first_part_of_a_split_one(tmp_path, monkeypatch):
+    known = {
+        name: ([*paths], ends)
+        for name, (paths, ends) in folder_paths.folder_names_and_paths.items()
+    }
+    monkeypatch.setattr(folder_paths, "folder_names_and_paths", known)
+    known["diffusion_models"][0].append(str(tmp_path))
+    plain = tmp_path / "plain.safetensors"
+    save_file(narrow.weights(ONE_BLOCK), plain)
+    gguf_of(plain, tmp_path / "qwen-image-Q8_0.gguf")
+    for number in (1, 2):
+        write_gguf(tmp_path / f"a-{number:05}-of-00002.gguf", {})
+    names = choices("transformer")
+    assert {"qwen-image-Q8_0.gguf", "a-00001-of-00002.gguf"} <= set(names)
+    assert "a-00002-of-00002.gguf" not in names
+    assert names[0] in ("qwen-image-Q8_0.gguf", "plain.safetensors")
+    assert source_of("qwen-image-Q8_0.gguf", "transformer").part.quantization.gguf
+    with pytest.raises(CheckpointError, match="model: This GGUF file holds no tensors"):
+        source_of("a-00001-of-00002.gguf", "transformer")
+    assert not [name for name in choices("text_encoder") if name.endswith(".gguf")]
