@@ -10,6 +10,7 @@ import comfy.hooks
 import comfy.model_base
 import comfy.model_management
 import comfy.model_patcher
+import comfy.ops
 import comfy.patcher_extension
 import comfy.sample
 import comfy.samplers
@@ -21,7 +22,9 @@ from comfy.ldm.qwen_image.model import Attention, QwenImageTransformerBlock
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 from comfy_api.torch_helpers import set_torch_compile_wrapper
 from comfyui_boot import MODE, folder
+from gguf_files import gguf_of
 from narrow_transformer import difference, random
+from safetensors.torch import save_file
 
 from qwen_l40s.caches import forget
 from qwen_l40s.errors import CheckpointError, SettingError, UnavailableError
@@ -33,6 +36,8 @@ from qwen_l40s.hosts.comfyui.sample.attention import SLOT, SlotAttention
 from qwen_l40s.hosts.comfyui.sample.modulation import ModelModulation
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of, restore
 from qwen_l40s.hosts.comfyui.sample.run import OPTIMIZATION_KEY
+from qwen_l40s.loaders.gguf import read_gguf
+from qwen_l40s.loaders.gguf_blocks import BlockRows, map_gguf
 from qwen_l40s.loaders.quantize import quantize_rows
 from qwen_l40s.machine.store import AttentionTimings
 from qwen_l40s.nodes.optimize import QwenL40SOptimize
@@ -224,6 +229,80 @@ def test_files_of_other_loaders():
     for name, tensors in (("one_scale", fp8), ("unscaled", unscaled), ("plain", WEIGHTS)):
         # Core's scale for activations is one number of the file; ours is one for each token.
         compare(by_core(tensors), most=0.05 if name == "one_scale" and MODE != "cpu" else SAME)
+
+
+class BlockTensor(torch.Tensor):
+    """Blocks of a weight whose `shape` is the weight's, as ComfyUI-GGUF's GGMLTensor."""
+
+    def to(self, *arguments, **options):
+        found = super().to(*arguments, **options)
+        found.dtype_name, found.tensor_shape = self.dtype_name, self.tensor_shape
+        return found
+
+    def clone(self, *arguments, **options):
+        return self
+
+    def detach(self, *arguments, **options):
+        return self
+
+    @property
+    def shape(self):
+        return getattr(self, "tensor_shape", self.size())
+
+
+class BlockOps(comfy.ops.manual_cast):
+    """Expands weights in every pass, as ComfyUI-GGUF's GGMLOps."""
+
+    class Linear(comfy.ops.manual_cast.Linear):
+        def __init__(self, in_features, out_features, bias=True, device=None, dtype=None):
+            torch.nn.Module.__init__(self)
+            self.in_features, self.out_features = in_features, out_features
+            self.weight = self.bias = None
+
+        def _load_from_state_dict(self, state_dict, prefix, *_):
+            for name in ("weight", "bias"):
+                value = state_dict[f"{prefix}{name}"]
+                setattr(self, name, torch.nn.Parameter(value, requires_grad=False))
+
+        def forward_comfy_cast_weights(self, x):
+            if not isinstance(self.weight, BlockTensor):
+                return super().forward_comfy_cast_weights(x)
+            raw = self.weight.to(x.device).as_subclass(torch.Tensor)
+            weight = BlockRows(raw, self.weight.dtype_name)
+            weight = weight.expand(raw).to(x.dtype)
+            return torch.nn.functional.linear(x, weight, self.bias.to(x.device, x.dtype))
+
+
+class BlockPatcher(comfy.model_patcher.ModelPatcher):
+    """Patches every weight when it loads, as ComfyUI-GGUF's GGUFModelPatcher."""
+
+    def load(self, *arguments, force_patch_weights=False, **options):
+        super().load(*arguments, force_patch_weights=True, **options)
+
+    def clone(self, *arguments, **options):
+        own, self.__class__ = self.__class__, BlockPatcher
+        found = super().clone(*arguments, **options)
+        found.__class__, self.__class__ = BlockPatcher, own
+        return found
+
+
+def test_a_model_of_another_loader_of_gguf(tmp_path):
+    """Its layers run themselves, and the rest of a block is fused."""
+    save_file(WEIGHTS, tmp_path / "weights.safetensors")
+    path = gguf_of(tmp_path / "weights.safetensors", tmp_path / "weights.gguf")
+    tensors = {}
+    for name, entry in map_gguf(read_gguf(path)).items():
+        tensors[name] = entry
+        if isinstance(entry, BlockRows):
+            tensors[name] = entry.values.clone().as_subclass(BlockTensor)
+            tensors[name].dtype_name = entry.dtype
+            tensors[name].tensor_shape = torch.Size(entry.shape)
+    told = mock.Mock(return_value=dict(narrow.CONFIG))
+    with mock.patch("comfy.model_detection.detect_unet_config", told):
+        model = comfy.sd.load_diffusion_model_state_dict(
+            tensors, model_options={"custom_operations": BlockOps}
+        )
+    compare(BlockPatcher.clone(model))
 
 
 def test_weights_in_four_bits():
