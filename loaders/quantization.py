@@ -79,6 +79,10 @@ STORAGE_ONLY = frozenset({"fp8 e5m2, scaled", "fp8 e5m2, unscaled"})
 PACKED = frozenset(HOSTS)
 # {format: its type}, which a transformer's loader expands and rounds anew.
 GGUF = {f"GGUF {name}": name for name in BLOCK_TYPES if name not in PLAIN_DTYPES}
+# Those whose error grows at most 1.5 times in w4a8: from 1.03 (Q2_K) to 1.43 (Q4_K), and 1.98 for
+# Q5_0 (Gaussian rows of 3,072; ggml's quantizer, comfy-kitchen 0.2.40).
+GGUF_IN_W4A8 = frozenset(f"GGUF {name}" for name in ("Q4_K", "Q4_1", "Q4_0", "Q3_K", "Q2_K"))
+W4A8_GROUP, W4A8_ROTATION = 16, 256  # columns with one scale, and that are rotated together
 # What their codes mean, beside one scale for each row.
 DECODING = (".weight_s_rel", ".weight_codebook")
 # What to take on an L40S instead of formats of which nothing is gained there.
@@ -129,6 +133,10 @@ class Quantization:
     def gguf(self) -> bool:
         """Tells whether weights are in GGUF's blocks."""
         return not GGUF.keys().isdisjoint(self.formats)
+
+    def in_w4a8(self, layer: str, columns: int) -> bool:
+        """Tells whether a layer in GGUF's blocks becomes w4a8 where int8 does not fit the card."""
+        return self.layers.get(layer) in GGUF_IN_W4A8 and columns % W4A8_ROTATION == 0
 
     def cannot_run(self, role: str) -> list[str]:
         """Says one sentence for every format that this package does not compute a part with."""

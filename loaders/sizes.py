@@ -22,7 +22,14 @@ from ..spec.formats import BYTES_PER_SCALE, BYTES_PER_WEIGHT, QUANTIZED
 from ..spec.transformer import TransformerShape
 from ..spec.vae import VaeShape
 from .checkpoint import CheckpointPart, inspect_checkpoint, read_index, sample_sigmas
-from .quantization import DECODING, PACKED, computed_precision, unpacked_shape
+from .quantization import (
+    DECODING,
+    GGUF_IN_W4A8,
+    PACKED,
+    W4A8_GROUP,
+    computed_precision,
+    unpacked_shape,
+)
 from .source import PIPELINE_INDEX, Source, open_source
 
 
@@ -127,7 +134,7 @@ def read_sizes(path: str | os.PathLike[str]) -> CheckpointSizes:
         transformer=part,
         loaded=loaded_bytes(transformer),
         packed=loaded_bytes(transformer, packed=True)
-        if HELD in part.quantization.formats
+        if not GGUF_IN_W4A8.union({HELD}).isdisjoint(part.quantization.formats)
         else None,
         steps=len(sample_sigmas(read_index(Path(path))[0], index)) if index.is_file() else 0,
         **others,
@@ -182,9 +189,12 @@ def loaded_bytes(source: Source, packed: bool = False) -> TransformerBytes:
     for name, info in source.tensors.items():
         count = info.nbytes
         if gguf and len(info.shape) == 2:
-            rounded = is_quantizable(name.removesuffix(".weight"))
+            layer = name.removesuffix(".weight")
+            rounded = is_quantizable(layer)
             scales = info.shape[0] * BYTES_PER_SCALE if rounded else 0
             count = info.elements * BYTES_PER_WEIGHT["int8" if rounded else "bf16"] + scales
+            if packed and rounded and quantization.in_w4a8(layer, info.shape[1]):
+                count = info.elements // 2 + info.elements // W4A8_GROUP + scales
         if not packed and quantization.layers.get(name.rpartition(".")[0]) in PACKED:
             if name.endswith(".weight"):
                 count = math.prod(unpacked_shape(quantization, name, info))

@@ -9,8 +9,9 @@ from comfyui_boot import folder
 from gguf_files import gguf_of, write_gguf
 from safetensors.torch import save_file
 
-from qwen_l40s.errors import CheckpointError
+from qwen_l40s.errors import CheckpointError, UnavailableError
 from qwen_l40s.families.qwen_image import QwenImageShape
+from qwen_l40s.hosts.comfyui.load import plan
 from qwen_l40s.hosts.comfyui.load.choose import choices, source_of
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.loaders.gguf import read_gguf
@@ -88,3 +89,27 @@ def test_the_loader_lists_files_and_the_first_part_of_a_split_one(tmp_path, monk
     with pytest.raises(CheckpointError, match="model: This GGUF file holds no tensors"):
         source_of("a-00001-of-00002.gguf", "transformer")
     assert not [name for name in choices("text_encoder") if name.endswith(".gguf")]
+
+
+@pytest.mark.parametrize("dtype", ["Q4_1", "Q4_0", "Q5_1"])
+def test_few_bits_become_w4a8_where_int8_has_no_room(dtype, monkeypatch):
+    monkeypatch.setattr(plan, "available_memory", lambda: 0)
+    save_file(weights := narrow.weights(ONE_BLOCK), FOLDER / "bf16.safetensors")
+    path = gguf_of(FOLDER / "bf16.safetensors", FOLDER / f"small-{dtype}.gguf", dtype)
+    if dtype == "Q5_1":
+        with pytest.raises(UnavailableError, match=r"int8 needs .* of host memory"):
+            load_model(path)
+        return
+    patcher, report = load_model(path)
+    count = len(ONE_BLOCK.quantizable_layers())
+    assert f"{count} layers are in w4a8, because host memory has no room" in report.text()
+    blocks = map_gguf(read_gguf(path))
+    for name, module in patcher.model.diffusion_model.named_modules():
+        if not isinstance(getattr(module, "weight", None), QuantizedTensor):
+            continue
+        rows, known = blocks[f"{name}.weight"], weights[f"{name}.weight"].float()
+        of_file = (rows.expand(rows.values) - known).norm()
+        assert (module.weight.dequantize().float() - known).norm() < 1.5 * of_file
+        assert module.weight._qdata.shape[1] == known.shape[1] // 2
+        count -= 1
+    assert count == 0

@@ -19,10 +19,11 @@ from comfy.quant_ops import QUANT_ALGOS
 from ....errors import UnavailableError
 from ....families.comfyui import require
 from ....families.registry import family_titled, is_quantizable
-from ....loaders.quantization import PACKED, STORAGE_ONLY, computed_precision
+from ....loaders.quantization import GGUF_IN_W4A8, PACKED, STORAGE_ONLY, computed_precision
 from ....loaders.quantize import layers_to_quantize
 from ....loaders.sizes import loaded_bytes
 from ....loaders.source import Source, check_complete
+from ....loaders.stored import PACKED_NAMES
 from ....loaders.writer import KeptFile
 from ....machine.memory import available_memory
 from ....patches import put
@@ -242,6 +243,8 @@ def _knows_packed(source: Source) -> bool:
         return False
     packed = (layer for layer, form in quantization.layers.items() if form in PACKED)
     names = {quantization.settings[layer]["format"] for layer in packed}
+    if not GGUF_IN_W4A8.isdisjoint(quantization.formats):
+        names.add(PACKED_NAMES[4])
     return bool(names) and names <= QUANT_ALGOS.keys()
 
 

@@ -13,11 +13,12 @@ from dataclasses import replace
 import comfy.memory_management
 import comfy.model_management
 import comfy.utils
+import comfy_kitchen
 import torch
 from safetensors.torch import load_file
 
 from ....loaders.gguf_blocks import BlockRows, map_gguf
-from ....loaders.quantization import GGUF, PACKED
+from ....loaders.quantization import GGUF, PACKED, W4A8_GROUP, W4A8_ROTATION
 from ....loaders.quantize import RoundedLayer, not_finite, quantize_layers
 from ....loaders.source import Source, check_unchanged, fingerprint
 from ....loaders.stored import PackedLayer, StoredLayer, canonical_tensors
@@ -119,11 +120,36 @@ def transformer_tensors(
 
     for layer in halves.keys() - to_round:
         ready[f"{layer}.weight"] = weight_of(layer)
+    if gguf and plan.packed:
+        packed = [
+            layer
+            for layer in to_round
+            if layer in stored and quantization.in_w4a8(layer, stored[layer].shape[1])
+        ]
+        ready |= _in_w4a8(packed, stored, device)
+        to_round = sorted({*to_round} - {*packed})
+        notes.append(f"{len(packed)} layers are in w4a8, because {plan.packed}.")
     if to_round:
         ready |= quantize_shown(source, to_round, weight_of, precision, device)
         form = "int8, rotated (ConvRot)" if precision == "int8" else precision
         notes.append(f"{len(to_round)} layers quantized to {form}, one scale for each row.")
     return ready, notes
+
+
+def _in_w4a8(
+    layers: Sequence[str], stored: Mapping[str, BlockRows], device: torch.device
+) -> dict[str, torch.Tensor]:
+    progress, tensors = comfy.utils.ProgressBar(len(layers)), {}
+    for layer in layers:
+        entry = stored[layer]
+        codes, groups, scale, _, codebook = comfy_kitchen.quantize_w4a8_int8_weight(
+            entry.expand(entry.values.to(device)), W4A8_GROUP, W4A8_ROTATION
+        )
+        parts = (it.cpu() for it in (codes, groups, codebook))
+        packed = PackedLayer(*parts, 4, scale.cpu().reshape(-1, 1), W4A8_ROTATION)
+        tensors |= packed.tensors(layer)
+        progress.update(1)
+    return tensors
 
 
 def quantize_shown(
