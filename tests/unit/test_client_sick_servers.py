@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,15 @@ FAILURES = {
     "no files": lambda entry: entry | {"outputs": {}},
     "no images": lambda entry: entry | {"outputs": {"save": {"images": []}}},
 }
+
+
+beside = pytest.mark.parametrize("count", [1, pytest.param(7, marks=pytest.mark.slow)])
+
+
+@contextmanager
+def healthy(count: int) -> Iterator[list[FakeComfyUI]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(fake_comfyui(job_seconds=0.01)) for _ in range(count)]
 
 
 @pytest.fixture(autouse=True)
@@ -97,10 +107,11 @@ def test_a_result_that_does_not_come_fails_as_a_download_and_runs_thrice_at_most
     assert again.status == {"done": 3}
 
 
+@beside
 @pytest.mark.parametrize("view", VIEWS)
-def test_beside_a_healthy_server_it_costs_few_jobs(tmp_path: Path, view: str):
-    with fake_comfyui(view=view) as sick, fake_comfyui(job_seconds=0.01) as well:
-        ran = Ran(tmp_path, sick, well, jobs=40)
+def test_beside_healthy_servers_it_costs_few_jobs(tmp_path: Path, view: str, count: int):
+    with fake_comfyui(view=view) as sick, healthy(count) as well:
+        ran = Ran(tmp_path, sick, *well, jobs=40)
     assert set(ran.status) <= {"done", "failed"} and ran.status["done"] >= 30
     assert ran.errors <= {"download"}
 
@@ -120,47 +131,51 @@ def test_a_file_larger_than_the_limit_is_refused(tmp_path: Path):
     assert "gives a file of more than 0.001 GB: raise --most-gb." in ran.jobs[0].error["message"]
 
 
+@beside
 @pytest.mark.parametrize("entry", FAILURES)
 def test_a_prompt_that_names_no_file_or_failed_without_a_word_has_failed(
-    tmp_path: Path, entry: str
+    tmp_path: Path, entry: str, count: int
 ):
-    with fake_comfyui(entry=FAILURES[entry]) as sick, fake_comfyui(job_seconds=0.01) as well:
+    with fake_comfyui(entry=FAILURES[entry]) as sick, healthy(count) as well:
         alone = Ran(tmp_path, sick, jobs=2)
-        beside = Ran(tmp_path, sick, well, jobs=20)
+        beside = Ran(tmp_path, sick, *well, jobs=20)
     assert alone.status == {"failed": 2}
     assert alone.errors == {"execution_error" if entry.startswith("error") else "no output"}
     assert beside.status == {"done": 20}
 
 
+@beside
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_a_history_of_another_shape_is_that_servers_fault(tmp_path: Path, entry: str):
-    with fake_comfyui(entry=ENTRIES[entry]) as sick, fake_comfyui(job_seconds=0.01) as well:
+def test_a_history_of_another_shape_is_that_servers_fault(tmp_path: Path, entry: str, count: int):
+    with fake_comfyui(entry=ENTRIES[entry]) as sick, healthy(count) as well:
         alone = Ran(tmp_path, sick, jobs=2)
-        beside = Ran(tmp_path, sick, well, jobs=20)
+        beside = Ran(tmp_path, sick, *well, jobs=20)
     assert (alone.status, alone.outcome.exit_code) == ({"lost": 2}, 3)
     assert beside.status == {"done": 20}
 
 
+@beside
 @pytest.mark.parametrize(
     "call", ["GET /queue", "GET /history", "GET /system_stats", "POST /prompt"]
 )
 @pytest.mark.parametrize("shape", ODD)
 def test_json_of_another_shape_ends_the_turn_of_its_server_alone(
-    tmp_path: Path, call: str, shape: str
+    tmp_path: Path, call: str, shape: str, count: int
 ):
-    with fake_comfyui() as sick, fake_comfyui(job_seconds=0.01) as well:
+    with fake_comfyui() as sick, healthy(count) as well:
         sick.faults.odd[call] = ODD[shape]
         alone = Ran(tmp_path, sick, jobs=2) if call == "POST /prompt" else None
-        beside = Ran(tmp_path, sick, well, jobs=20)
+        beside = Ran(tmp_path, sick, *well, jobs=20)
     assert beside.status == {"done": 20}
     assert alone is None or (alone.status, alone.outcome.exit_code) == ({"lost": 2}, 3)
 
 
+@beside
 @pytest.mark.parametrize("prompt", ["no JSON", "redirect", "wrong id", "404", "500"])
-def test_a_post_that_is_answered_wrongly_is_no_death(tmp_path: Path, prompt: str):
-    with fake_comfyui(prompt=prompt) as sick, fake_comfyui(job_seconds=0.01) as well:
+def test_a_post_that_is_answered_wrongly_is_no_death(tmp_path: Path, prompt: str, count: int):
+    with fake_comfyui(prompt=prompt) as sick, healthy(count) as well:
         alone = Ran(tmp_path, sick, jobs=2)
-        beside = Ran(tmp_path, sick, well, jobs=20)
+        beside = Ran(tmp_path, sick, *well, jobs=20)
     # What another id was given to may run there.
     assert alone.status == ({"failed": 2} if prompt in ("500", "wrong id") else {"lost": 2})
     assert beside.status == {"done": 20}
