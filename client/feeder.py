@@ -300,7 +300,10 @@ class Feeder:
         places, strays = [], []
         for prompt_id, posted in list(self.posted.items()):
             job, here = posted.job, prompt_id in queue
-            if not here and (entry := await self.server.history(prompt_id)):
+            entry = None if here else await self.server.history(prompt_id)
+            if prompt_id not in self.posted:  # it ended meanwhile
+                continue
+            if entry:
                 self._collect(prompt_id, entry)
             elif not here and anew:
                 del self.posted[prompt_id]
