@@ -78,9 +78,9 @@ def pytest_report_header() -> list[str]:
     from qwen_l40s.machine.packages import check_comfyui, find_comfyui
 
     found = check_comfyui(find_comfyui())
-    lines = [f"ComfyUI: {found.reason}"]
+    lines = [f"ComfyUI: {found.why.fact}"]
     if not found.usable:
-        lines = [f"ComfyUI: {found.reason}; tests against it are skipped: {found.remedy}"]
+        lines = [f"ComfyUI: {found.why.fact}; tests against it are skipped: {found.why.remedy}"]
     if not has_card():
         lines.append("CUDA: torch sees no card; tests marked cuda are left out")
     return lines

@@ -50,7 +50,7 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
     if capture:
         capture.suspend_global_capture(in_=True)
     if not found.usable:
-        print(f"tests/host: not run: ComfyUI: {found.reason}; {found.remedy}")
+        print(f"tests/host: not run: ComfyUI: {found.why.fact}; {found.why.remedy}")
         return 0
     python = comfyui_python(folder)
     environment = {
