@@ -10,7 +10,7 @@ import pytest
 from test_checkpoint import micro_transformer, native_vae, qwen25, write, write_folder
 
 from qwen_l40s.errors import CheckpointError, SettingError
-from qwen_l40s.loaders import header
+from qwen_l40s.loaders import header, shards
 
 EXTENSIONS = (".safetensors", ".ckpt")
 
@@ -20,7 +20,7 @@ class FolderPaths(ModuleType):
 
     def __init__(self, base: Path) -> None:
         super().__init__("folder_paths")
-        self.base = base
+        self.base, self.added = base, {}
         names = ("diffusion_models", "checkpoints", "text_encoders", "vae", "diffusers")
         self.folder_names_and_paths = dict.fromkeys(names)
         for name in names:
@@ -29,10 +29,14 @@ class FolderPaths(ModuleType):
     def get_folder_paths(self, name: str) -> list[str]:
         return [str(self.base / "missing"), str(self.base / name)]
 
+    def add_model_folder_path(self, name: str, path: str) -> None:
+        self.added.setdefault(name, set()).add(Path(path))
+
     def get_filename_list(self, name: str) -> list[str]:
-        files = (self.base / name).rglob("*")
-        names = (f.relative_to(self.base / name).as_posix() for f in files if f.is_file())
-        return sorted(entry for entry in names if entry.endswith(EXTENSIONS))
+        roots, ends = self.added.get(name, {self.base / name}), EXTENSIONS
+        files = ((root, file) for root in roots for file in root.rglob("*") if file.is_file())
+        names = (file.relative_to(root).as_posix() for root, file in files)
+        return sorted(entry for entry in names if name in self.added or entry.endswith(ends))
 
     def get_full_path(self, name: str, entry: str) -> str | None:
         path = self.base / name / entry
@@ -234,8 +238,8 @@ def test_of_many_files_few_are_looked_at_and_each_once(choices, models, monkeypa
     for name in many:
         (folder / name).touch()
     named(models, "diffusion_models", wanted)
-    read, original = [], header.read_header
-    monkeypatch.setattr(header, "read_header", lambda path: read.append(path) or original(path))
+    read, original = [], shards.read_header
+    monkeypatch.setattr(shards, "read_header", lambda path: read.append(path) or original(path))
     offered = choices.choices("transformer")
     assert offered == [*wanted, *many, choices.MICRO]
     assert [choices.offered("transformer")["default"], choices.choices("transformer")] == [
