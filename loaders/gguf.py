@@ -69,11 +69,6 @@ NUMBERS = {
 }
 # What general.architecture says of transformers that may be Qwen-Image.
 ARCHITECTURES = ("qwen_image", "qwen_image21")
-ENCODERS = {
-    "qwen2vl": "Qwen2.5-VL, a text encoder,",
-    "qwen3vl": "Qwen3-VL, a text encoder,",
-    "clip": "a vision tower (mmproj)",
-}
 UINT32, STRING, ARRAY = 4, 8, 9
 SMALLEST_TENSOR = 24  # bytes of a tensor's entry, without name and dimensions
 LONGEST_KEY = 65_535  # bytes, as the format has it
@@ -271,14 +266,10 @@ class _Reader:
     def _check_architecture(self, name: str) -> None:
         if name in ARCHITECTURES:
             return
-        if name in ENCODERS:
-            raise CheckpointError(
-                f"This is {ENCODERS[name]} in GGUF ({name}), and text encoders are read as "
-                "safetensors only: docs/models.md names the file for each model.",
-                self.path,
-            )
         raise CheckpointError(
-            f"This is a GGUF file of {name!r}, not of Qwen-Image: choose another file.", self.path
+            f"This is a GGUF file of {name!r}, not of a Qwen-Image transformer. A text encoder or "
+            "vision tower (mmproj) is read as safetensors: docs/models.md names the files.",
+            self.path,
         )
 
     def _counted(self, count: int, least: int, what: str) -> int:

@@ -106,15 +106,15 @@ BROKEN = {
     ),
     "an LLM": (
         header(TENSORS, {"general.architecture": "llama"}) + bytes(9999),
-        "a GGUF file of 'llama', not of Qwen-Image",
+        "a GGUF file of 'llama', not of a Qwen-Image transformer",
     ),
     "a text encoder": (
         header(TENSORS, {"general.architecture": "qwen2vl"}) + bytes(9999),
-        "Qwen2.5-VL, a text encoder, in GGUF",
+        "of 'qwen2vl'.*A text encoder or vision tower .* is read as safetensors",
     ),
     "a mmproj": (
         header(TENSORS, {"general.architecture": "clip"}) + bytes(9999),
-        r"a vision tower \(mmproj\) in GGUF",
+        "a GGUF file of 'clip'",
     ),
 }
 
