@@ -8,7 +8,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,6 +24,7 @@ GRAPHS = {
 }
 WIDTH, HEIGHT = 1400, 900
 WAIT_MS = 600_000
+CLICK_MS = 60_000
 PANEL_WIDTH = 270
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 # A page without this pack logs these too: a user who has saved nothing has none of the files, and
@@ -260,9 +261,14 @@ class ComfyPage:
         self.templates.get_by_text(pack, exact=True).click()
 
     def open_template(self, pack: str, name: str) -> None:
+        from playwright.sync_api import TimeoutError as TooLate
+
         self.open_templates(pack)
-        self.card(name).click()
-        self.templates.wait_for(state="hidden")
+        for _ in range(WAIT_MS // CLICK_MS):  # the page can lose a click while it fills the list
+            self.card(name).click()
+            with suppress(TooLate):
+                self.templates.wait_for(state="hidden", timeout=CLICK_MS)
+                break
         self.page.wait_for_function(IS_OPEN, arg=name)
         self.fit()
 
