@@ -264,7 +264,7 @@ class BlockOps(comfy.ops.manual_cast):
                 value = state_dict[f"{prefix}{name}"]
                 setattr(self, name, torch.nn.Parameter(value, requires_grad=False))
 
-        def forward_comfy_cast_weights(self, x):
+        def forward_comfy_cast_weights(self, x, **_):  # newer ComfyUI names what it may fuse
             if not isinstance(self.weight, BlockTensor):
                 return super().forward_comfy_cast_weights(x)
             raw = self.weight.to(x.device).as_subclass(torch.Tensor)

@@ -140,7 +140,7 @@ def test_comfyui_recognizes_and_computes_the_micro_21(monkeypatch):
     language = model.text_encoder.model.language_model
     ids, mask, sigma = torch.arange(9)[None], torch.ones(1, 9), torch.tensor([0.7])
     latents = torch.randn(1, 64, 16, 16)
-    hidden = stream.hidden_states(language, ids, mask)
+    hidden = stream.hidden_states(language, ids)
     tokens = latents.flatten(2).transpose(1, 2)
     velocity = stream.velocity(model.transformer, tokens, sigma, hidden, mask.bool())
 

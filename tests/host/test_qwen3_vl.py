@@ -160,7 +160,7 @@ def test_a_small_one_with_a_tokenizer_of_its_own(monkeypatch):
     language = build(0, QWEN_IMAGE_21).text_encoder.model.language_model
     for weight in language.parameters():
         weight.copy_(weight.bfloat16())  # as the file has it
-    hidden = QWEN_IMAGE_21.stream.hidden_states(language, ids.input_ids, ids.attention_mask)
+    hidden = QWEN_IMAGE_21.stream.hidden_states(language, ids.input_ids)
     dropped = len(words(SYSTEM_21).input_ids)
     found = encoded(clip, prompt)["cond"]
     torch.testing.assert_close(found, hidden[:, dropped:].float(), atol=1e-4, rtol=0)
