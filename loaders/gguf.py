@@ -119,7 +119,7 @@ def read_gguf_set(path: Path) -> tuple[Header, ...]:
                 "into one folder.",
                 path,
             )
-        header = read_gguf(part)
+        header = first if part == path else read_gguf(part)
         if (header.metadata.get("split.no"), header.metadata.get("split.count")) != (
             str(number),
             count,
@@ -238,7 +238,7 @@ class _Reader:
                 self.path,
             )
         elements = math.prod(shape)
-        if not elements or elements > 8 * self.size * 256:
+        if not elements:
             raise self._broken(f"the tensor {name!r} has the shape {list(shape)}")
         if block.elements > 1 and (not shape or shape[-1] % block.elements):
             raise self._broken(
@@ -294,10 +294,14 @@ class _Reader:
         return struct.unpack(form, self._take(struct.calcsize(form)))
 
     def _take(self, length: int) -> bytes:
-        self._skip(length, read=True)
+        self._go_on(length)
         return self.file.read(length)
 
-    def _skip(self, length: int, *, read: bool = False) -> None:
+    def _skip(self, length: int) -> None:
+        self._go_on(length)
+        self.file.seek(self.position)
+
+    def _go_on(self, length: int) -> None:
         if length > self.size - self.position:
             raise CheckpointError(
                 f"This file is truncated: its header goes on after byte {self.size:,}, where it "
@@ -305,8 +309,6 @@ class _Reader:
                 self.path,
             )
         self.position += length
-        if not read:
-            self.file.seek(self.position)
 
     def _broken(self, rule: str) -> CheckpointError:
         return CheckpointError(
