@@ -23,6 +23,7 @@ from .gguf_blocks import BlockRows
 # Values in a piece: small enough for a processor's cache, large enough to fill a card.
 PIECE = {"cpu": 2**19, "cuda": 2**24}
 VALUE_DTYPES = {name: getattr(torch, form.dtype) for name, form in FORMATS.items()}
+IN_BF16 = "bf16"  # what `quantize_layers` makes of GGUF's blocks that are not quantized anew
 
 
 def row_format(format: str, columns: int) -> RowFormat:
@@ -99,6 +100,13 @@ def quantize_rows(
             scaled.round_()
         values[rows] = scaled.clamp_(-limit, limit).to(values.dtype)
     return values, scale
+
+
+def _as_bf16(
+    weight: torch.Tensor, format: str, *, rotation: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    values = weight.to(torch.bfloat16)
+    return values, values.abs().amax(dim=1, keepdim=True).float()
 
 
 def dequantize_rows(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -309,7 +317,7 @@ def quantize_layers(
     Args:
         weight_of: returns a layer's weight [N, K] of any floating dtype, or in GGUF's blocks, which
             are expanded on the device.
-        format: fp8 or int8.
+        format: fp8 or int8; or bf16, whose scales are each row's largest magnitude.
         device: where the rounding is computed.
         take: called for one layer after another; what it raises ends the work.
         refuse: makes the error for a tensor, by name, that holds NaN or infinity.
@@ -317,21 +325,25 @@ def quantize_layers(
         measured: whether to compute the rounding errors.
         rounding: what computes it, to the same bits as `quantize_rows`.
     """
-    _known(format)
+    if format == IN_BF16:
+        dtype, rounding = torch.bfloat16, _as_bf16
+    else:
+        dtype = VALUE_DTYPES[_known(format)]
 
     def run() -> Iterator[RoundedLayer]:
         """Layers that are done; of up to `SLABS` later ones some rows are on their way."""
         slabs: deque[_Slab] = deque()  # the first is the one that began first
         for layer in layers:
             weight, form, rows = weight_of(layer), RowFormat(format), 0
-            if per_row and is_quantizable(layer):
+            if per_row and format != IN_BF16 and is_quantizable(layer):
                 form = row_format(format, weight.shape[1])
             stored, expand = weight, None
             if isinstance(weight, BlockRows):
                 stored, expand = weight.values, weight.expand
             if per_row and device.type == "cuda" and stored.is_cpu and stored.numel():
-                # As many int8 values come back in half of the bytes.
-                rows = SLAB_BYTES // max(stored.shape[1] * stored.itemsize, 2 * weight.shape[1])
+                # The way back has half of the bytes.
+                returned = weight.shape[1] * dtype.itemsize
+                rows = SLAB_BYTES // max(stored.shape[1] * stored.itemsize, 2 * returned)
             if not rows:
                 there = stored.to(device)
                 there = expand(there) if expand else there
@@ -342,7 +354,7 @@ def quantize_layers(
                 yield RoundedLayer(layer, values.cpu().reshape(weight.shape), scale, form, error)
                 continue
             slabs = slabs or deque(_Slab(device, rounding) for _ in range(SLABS))
-            values = _new(torch.Size(weight.shape), VALUE_DTYPES[format])
+            values = _new(torch.Size(weight.shape), dtype)
             squares = torch.zeros(2, dtype=torch.float64) if measured else None
             rounded = RoundedLayer(layer, values, torch.empty((len(stored), 1)), form, None)
             for first in range(0, len(stored), rows):
@@ -417,7 +429,8 @@ def _new(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     """Host memory in huge pages where there are some: it is filled at 29 GB/s in place of 18."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape, dtype=dtype)
-    memory = mmap.mmap(-1, shape.numel(), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, shape.numel() * dtype.itemsize, flags=flags)
     memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
 

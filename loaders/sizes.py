@@ -85,7 +85,8 @@ class CheckpointSizes:
         """
         named = {TRANSFORMER: self.transformer, TEXT_ENCODER: self.text_encoder, VAE: self.vae}
         files = tuple((name, part.bytes) for name, part in named.items() if part is not None)
-        parts = Parts(transformer=self.shape, file_bytes=files)
+        gguf = self.transformer.quantization.gguf
+        parts = Parts(transformer=self.shape, file_bytes=files, gguf=gguf)
         stored = stored_precision(self.transformer)
         if stored in QUANTIZED and precision in ("auto", stored):
             precision = stored

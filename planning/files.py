@@ -103,7 +103,8 @@ def disk(request: RunRequest, setting: Setting, *, quantized_file: bool = False)
 
 def made_on_load(request: RunRequest, setting: Setting) -> bool:
     """Tells whether the transformer is quantized on each load, from a file that is not."""
-    return setting.precision in QUANTIZED and request.parts.transformer_bytes is None
+    ready = request.parts.transformer_bytes is not None and not request.parts.gguf
+    return setting.precision in QUANTIZED and not ready
 
 
 def against_guides(found: Disk, setting: Setting, card_bytes: int) -> tuple[GuideFigure, ...]:
@@ -173,6 +174,11 @@ def host_memory(request: RunRequest, setting: Setting, *, moved_bytes: int = 0) 
         copied = counted.gemm + counted.scales
         parts["transformer, quantized on load"] = copied
         parts["staging while it is quantized"] = STAGING_BYTES
+    if request.parts.gguf:
+        waits = weights.modulation if setting.off_card else 0
+        others = max(0, weights.total - copied - waits)
+        parts["transformer, expanded from GGUF"] = others
+        copied += others
     if setting.off_card:
         parts["modulation that waits"] = weights.modulation
         parts["pinned ring"] = RING_BYTES

@@ -249,7 +249,7 @@ def _load(
 ) -> Phase:
     later = ("modulation table", GRAPHS)
     resident = {name: count for name, count in stays.items() if name not in later}
-    note = "weights are copied as they are stored"
+    note = "weights are copied to the card"
     if setting.off_card:
         note += "; those of the modulation stay in host memory"
     return Phase("load", weights, 0, 0, overhead.context, resident, note=note)

@@ -75,6 +75,7 @@ class Parts:
             so where int8 does not stay on the card.
         file_bytes: what their files take, as stored: pairs of `TRANSFORMER`, `TEXT_ENCODER` or
             `VAE` and bytes; what is not named takes its size as loaded.
+        gguf: whether the transformer's file is GGUF, of which a load expands every weight.
     """
 
     transformer: TransformerShape | None = None
@@ -85,6 +86,7 @@ class Parts:
     vae_bytes: int | None = None
     packed: tuple[int, int] | None = None
     file_bytes: tuple[tuple[str, int], ...] = ()
+    gguf: bool = False
 
 
 class OtherModel(NamedTuple):

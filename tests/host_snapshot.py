@@ -46,7 +46,10 @@ def _attributes(where, namespace):
     for name, value in list(namespace.items()):
         if issubclass(type(value), ModuleType):
             continue  # imported meanwhile
-        found[where, name] = _state(value)
+        # A model that is moved to its card and back has other buffers under the same names.
+        found[where, name] = _state(
+            list(value) if name == "_buffers" and type(value) is dict else value
+        )
         if issubclass(type(value), FunctionType):
             found[where, f"{name}()"] = value.__code__, value.__defaults__
     return found

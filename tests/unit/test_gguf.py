@@ -21,7 +21,11 @@ from qwen_l40s.loaders.checkpoint import inspect_checkpoint
 from qwen_l40s.loaders.gguf import BLOCK_TYPES, TYPES, read_gguf
 from qwen_l40s.loaders.gguf_blocks import EXPANDED, BlockRows, map_gguf
 from qwen_l40s.loaders.shards import read_shards
+from qwen_l40s.loaders.sizes import read_sizes
 from qwen_l40s.loaders.source import bundled_micro_folder
+from qwen_l40s.planning.files import host_memory
+from qwen_l40s.planning.phases import transformer_bytes
+from qwen_l40s.planning.request import RunRequest, Setting
 
 TRANSFORMER = bundled_micro_folder() / "transformer" / "diffusion_pytorch_model.safetensors"
 TENSORS = {
@@ -196,6 +200,16 @@ def test_a_file_is_recognized_and_quantized_as_its_own_values_are(
     ours, expected = (load_file(tmp_path / f"{it}-int8.safetensors") for it in ("model", "plain"))
     assert ours.keys() == expected.keys()
     assert all(torch.equal(ours[name], expected[name]) for name in ours)
+
+
+def test_an_estimate_counts_every_weight_in_host_memory(tmp_path: Path):
+    """No page of the file stands in for an expanded weight."""
+    sizes = read_sizes(gguf_of(TRANSFORMER, tmp_path / "model.gguf", "Q8_0"))
+    for precision, encoder, parts in (sizes.settled(it, "bf16") for it in ("auto", "bf16")):
+        request = RunRequest(sizes.family_for(None), parts=parts)
+        setting = Setting(precision, text_encoder=encoder)
+        copies = {k: v for k, v in host_memory(request, setting).items() if "transformer" in k}
+        assert sum(copies.values()) == transformer_bytes(request, setting).total
 
 
 def test_a_matrix_with_another_dtype_beside_it_is_taken(tmp_path: Path):

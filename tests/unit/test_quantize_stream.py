@@ -6,11 +6,19 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from gguf_files import random_blocks
 
 from qwen_l40s.errors import CheckpointError, SettingError
 from qwen_l40s.hosts.loading import round_weight
 from qwen_l40s.loaders import quantize
-from qwen_l40s.loaders.quantize import quantize_layers, quantize_rows, relative_error, row_format
+from qwen_l40s.loaders.gguf_blocks import BlockRows
+from qwen_l40s.loaders.quantize import (
+    IN_BF16,
+    quantize_layers,
+    quantize_rows,
+    relative_error,
+    row_format,
+)
 from qwen_l40s.spec.formats import QUANTIZED, RowFormat
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -194,6 +202,22 @@ def test_slabs_that_are_used_again_lose_no_rows(format, simulated):
     for layer, (_, values, scale, form, error) in found.items():
         assert same((values, scale), expected[layer][1:3]) and form == expected[layer].form
         assert error == pytest.approx(expected[layer].error, rel=1e-6)
+
+
+def test_blocks_of_gguf_pass_slabs_in_bf16(simulated):
+    matrices = {}
+    for dtype, at in {"Q8_0": (0,), "Q4_K": (0, 2), "Q6_K": (208,)}.items():
+        blocks = torch.from_numpy(random_blocks(dtype, 36))
+        for scale in at:
+            blocks[:, scale : scale + 2] = torch.tensor([0, 0x3C], dtype=torch.uint8)  # 1.0
+        matrices[dtype] = BlockRows(blocks.view(9, -1), dtype)
+    found = stream(matrices, IN_BF16, torch.device("cuda"))
+    assert len(simulated) == 2 * quantize.SLABS
+    for name, blocks in matrices.items():
+        assert torch.equal(found[name].values, blocks.dequantized())
+    matrices["Q8_0"].values[-1, :2] = torch.tensor([0, 0x7C], dtype=torch.uint8)  # infinity
+    with pytest.raises(CheckpointError, match=r"Q8_0\.weight"):
+        stream(matrices, IN_BF16, torch.device("cuda"))
 
 
 def test_without_pinned_memory_slabs_give_the_same(simulated, monkeypatch):

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from ....loaders.gguf_blocks import BlockRows, map_gguf
 from ....loaders.quantization import GGUF, PACKED, W4A8_GROUP, W4A8_ROTATION
-from ....loaders.quantize import RoundedLayer, not_finite, quantize_layers
+from ....loaders.quantize import IN_BF16, RoundedLayer, not_finite, quantize_layers
 from ....loaders.source import Source, check_unchanged, fingerprint
 from ....loaders.stored import PackedLayer, StoredLayer, canonical_tensors
 from ....loaders.writer import SUFFIX
@@ -99,16 +99,17 @@ def transformer_tensors(
             for layer in quantizable - plan.left
             if layer in halves or layer in stored or ready[f"{layer}.weight"].dtype in FLOAT_NAMES
         )
-    for layer, entry in stored.items():
-        if gguf:
-            if layer not in to_round:
-                ready[f"{layer}.weight"] = entry.dequantized(device)
-        elif precision not in QUANTIZED or layer in plan.left:
-            ready[f"{layer}.weight"] = entry.dequantized()
-        elif plan.named and layer in quantizable and entry.format.split()[0] != precision:
-            to_round.append(layer)
-        else:
-            ready |= entry.tensors(layer)
+    if gguf:
+        others = sorted(stored.keys() - {*to_round})
+        ready |= quantize_shown(source, others, stored.__getitem__, IN_BF16, device)
+    else:
+        for layer, entry in stored.items():
+            if precision not in QUANTIZED or layer in plan.left:
+                ready[f"{layer}.weight"] = entry.dequantized()
+            elif plan.named and layer in quantizable and entry.format.split()[0] != precision:
+                to_round.append(layer)
+            else:
+                ready |= entry.tensors(layer)
 
     def weight_of(layer: str) -> torch.Tensor | BlockRows:
         if layer in halves:
@@ -126,7 +127,7 @@ def transformer_tensors(
             for layer in to_round
             if layer in stored and quantization.in_w4a8(layer, stored[layer].shape[1])
         ]
-        ready |= _in_w4a8(packed, stored, device)
+        ready |= _in_w4a8(source, packed, stored, device)
         to_round = sorted({*to_round} - {*packed})
         notes.append(f"{len(packed)} layers are in w4a8, because {plan.packed}.")
     if to_round:
@@ -137,14 +138,19 @@ def transformer_tensors(
 
 
 def _in_w4a8(
-    layers: Sequence[str], stored: Mapping[str, BlockRows], device: torch.device
+    source: Source, layers: Sequence[str], stored: Mapping[str, BlockRows], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    progress, tensors = comfy.utils.ProgressBar(len(layers)), {}
+    comfy.model_management.free_memory(STAGING_BYTES, device)
+    progress, files = comfy.utils.ProgressBar(len(layers)), fingerprint(source.files)
+    tensors: dict[str, torch.Tensor] = {}
     for layer in layers:
         entry = stored[layer]
         codes, groups, scale, _, codebook = comfy_kitchen.quantize_w4a8_int8_weight(
             entry.expand(entry.values.to(device)), W4A8_GROUP, W4A8_ROTATION
         )
+        check_unchanged(source, files)
+        if not scale.isfinite().all():
+            raise not_finite(source.path, f"{layer}.weight")
         parts = (it.cpu() for it in (codes, groups, codebook))
         packed = PackedLayer(*parts, 4, scale.cpu().reshape(-1, 1), W4A8_ROTATION)
         tensors |= packed.tensors(layer)
@@ -170,7 +176,10 @@ def quantize_shown(
         nonlocal tensors
         check_unchanged(source, files)
         layer, values, scale, form, _ = rounded
-        tensors |= StoredLayer.rounded(values, scale, form).tensors(layer)
+        if precision == IN_BF16:
+            tensors[f"{layer}.weight"] = values
+        else:
+            tensors |= StoredLayer.rounded(values, scale, form).tensors(layer)
         progress.update(1)  # raises when the user cancels the prompt
 
     refuse = functools.partial(not_finite, source.path)
