@@ -1,0 +1,111 @@
+"""A run in which an operation fails leaves nothing behind, and the next paints the same picture."""
+
+import gc
+from unittest import mock
+
+import comfy.model_management
+import narrow_transformer as narrow
+import pytest
+import torch
+from comfy.quant_ops import QuantizedTensor
+from comfyui_boot import ROOT, folder
+from narrow_transformer import random
+from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from qwen_l40s.errors import UnavailableError
+from qwen_l40s.hosts.comfyui.decode.decode import decode
+from qwen_l40s.hosts.comfyui.load.vae import load_vae
+from qwen_l40s.hosts.comfyui.lora.apply import apply_lora
+from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of
+from qwen_l40s.hosts.comfyui.sample.step_cache import cache_steps
+from qwen_l40s.step_cache import cache_settings
+
+FOLDER = folder("faults")
+WEIGHTS = narrow.weights()
+PATH = narrow.write(FOLDER / "bf16.safetensors", WEIGHTS)
+LORA = FOLDER / "lora.safetensors"
+narrow.save_file(narrow.lora(WEIGHTS, narrow.layers(WEIGHTS)), LORA)
+PLACES = 20
+ERRORS = {
+    "memory": torch.OutOfMemoryError("CUDA out of memory"),
+    "cancel": comfy.model_management.InterruptProcessingException(),
+}
+
+
+class FailingAt(TorchDispatchMode):
+    """Raises in place of one operation of torch, and counts all."""
+
+    def __init__(self, place=0, error=None):
+        super().__init__()
+        self.place, self.error, self.count = place, error, 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.count += 1
+        if self.count == self.place:
+            raise self.error
+        return operation(*args, **(kwargs or {}))
+
+
+def load(precision):
+    plain = narrow.load_patcher(PATH, precision, off_card=True)
+    model, _ = apply_lora(plain, LORA, 1.0, how="bypass")
+    return cache_steps(optimize(model, OptimizeSettings()), cache_settings("balanced"))
+
+
+def paint(model, vae):
+    latent = narrow.sample(model, [[random(1, 7, narrow.SHAPE.joint_dim), {}]], steps=6)
+    return decode(vae, latent, ours=True)[0]
+
+
+def live():
+    """How many tensors there are, and of how many bytes."""
+    gc.collect()
+    tensors = [it for it in gc.get_objects() if issubclass(type(it), torch.Tensor)]
+    held = [it.untyped_storage() for it in tensors if type(it) is not QuantizedTensor]
+    return len(tensors), sum({it.data_ptr(): it.nbytes() for it in held}.values())
+
+
+@pytest.mark.usefixtures("inference_mode")
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+def test_a_run_that_fails_anywhere(precision, error):
+    model, vae = load(precision), load_vae(ROOT / "models" / "micro")[0]
+    known = paint(model, vae)
+    assert report_of(model).startswith("blocks: fused, ")
+    with FailingAt() as all_of_them:
+        assert torch.equal(paint(model, vae), known)
+    before, failed = live(), 0
+    for number in range(PLACES):
+        place = 1 + number * (all_of_them.count - 1) // (PLACES - 1)
+        try:
+            with FailingAt(place, ERRORS[error]):
+                paint(model, vae)
+        except (type(ERRORS[error]), UnavailableError):  # the decode says what to choose
+            failed += 1
+        ERRORS[error].__traceback__ = None
+        assert torch.equal(paint(model, vae), known), place
+        assert live() == before, place
+    assert failed
+
+
+@pytest.mark.usefixtures("inference_mode")
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+def test_a_load_that_fails_anywhere(precision):
+    def fails_at(place):
+        # safetensors makes its tensors past torch.
+        read = mock.patch("comfy.utils.load_torch_file", return_value=load_file(PATH))
+        with read, FailingAt(place, ERRORS["memory"]) as mode:
+            narrow.load_patcher(PATH, precision, off_card=True)
+        return mode.count
+
+    comfy.model_management.unload_all_models()  # of other tests
+    count = fails_at(0)
+    before = live()
+    for number in range(PLACES):
+        place = 1 + number * (count - 1) // (PLACES - 1)
+        # torch makes another error of one in load_state_dict.
+        with pytest.raises(RuntimeError, match="CUDA out of memory"):
+            fails_at(place)
+        ERRORS["memory"].__traceback__ = None
+        assert live() == before, place
