@@ -12,6 +12,7 @@ from qwen_l40s.optimizations import kernels
 from qwen_l40s.spec.formats import RowFormat
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(bool(kernels.missing()), reason=kernels.missing() or "-"),
     pytest.mark.skipif(kernels.interpreted(), reason="TRITON_INTERPRET=1 compiles nothing"),
 ]

@@ -152,6 +152,7 @@ def test_true_sizes_decide():
     assert decide("auto", "int8", RTX_4090).option.resident
 
 
+@pytest.mark.slow
 def test_every_decision_has_its_size_and_every_refusal_a_way_out():
     for card in (*CARDS, None):
         for stored in FIDELITY:

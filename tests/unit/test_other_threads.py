@@ -40,7 +40,10 @@ def between_bytecodes(modules, act, read):
         sys.settrace(before)
 
 
-@pytest.mark.parametrize("name", ["start_run", "confirm", "end_run", "release"])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("start_run", "end_run", "release")]
+
+
+@pytest.mark.parametrize("name", ["confirm", *SLOW])
 @torch.no_grad()
 def test_passes_of_models_that_are_new(name):
     optimization, models = run.Optimization(None), [Model({})]
