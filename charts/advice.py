@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..planning.advise import together
 from ..planning.cards import STARTING, Price
 from ..planning.phases import figure, gib
+from ..planning.rates import class_of
 from ..split_cost import KEYS, LEAST_GAIN, ROWS
 from .figures import LINE, between, dollars, duration, folded, many, significant, table, tenths
 from .run_chart import LEAST, Bar, Figure, RunPicture, run_chart, wrapped
@@ -163,7 +164,9 @@ def _ranking(advice: Advice) -> list[str]:
 def _basis(offer: Offer) -> str:
     found = offer.found
     price = f"${dollars(offer.usd_per_hour)} an hour ({price_source(offer.price)})"
-    says = [f"{price}; {rests_on(found)}; {setting_text(offer)}"]
+    unsure = found.calibration is None and not class_of(found.card).source
+    rests = rests_on(found) + ", no public figure of its class" * unsure
+    says = [f"{price}; {rests}; {setting_text(offer)}"]
     if not found.fits:
         says.insert(0, found.verdict)
     if found.safer:

@@ -63,6 +63,13 @@ def estimate_json(estimate: Estimate) -> dict[str, Any]:
         **{name: ends and figure(ends.middle) for name, ends in answers.items()},
         "step_bound_by": estimate.bound,
         "step_cache": _step_cache(estimate),
+        "stock": {
+            name: {
+                "step_ms": [figure(1000 * end) for end in seconds],
+                "times_as_fast": [figure(end) for end in estimate.faster[name]],
+            }
+            for name, seconds in estimate.stock.items()
+        },
         "ranges": _ends(ranges),
         "loads": _ends(times and times.loads),
         "loads_prequantized": _ends(times and times.prequantized_loads),

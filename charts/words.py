@@ -11,7 +11,7 @@ from ..planning.request import EXACT, RunRequest, Setting
 from ..planning.times import PROCESSOR
 from ..spec.formats import format_gib
 from ..step_cache import CUSTOM, OFF, cache_settings, plan_steps
-from .figures import adding_up, duration, folded, many, table, tenths, tenths_between, usd
+from .figures import adding_up, between, duration, folded, many, table, tenths, tenths_between, usd
 from .notes import notes_of, price_of, reasons
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ def estimate_text(estimate: Estimate, cards: Iterable[str] = ()) -> str:
     phases = estimate.phases.values()
     blocks = [
         summary_lines(estimate),
+        _stock_table(estimate),
         folded(cards),
         folded(step_cache_lines(estimate)),
         _phase_table(phases),
@@ -277,6 +278,14 @@ def _phase_table(phases: Iterable[Phase]) -> list[str]:
         time = "" if phase.seconds is None else duration(phase.seconds)
         rows.append([PHASE_NAMES[phase.name], tenths(phase.card_bytes), time])
     return table(rows, right=(1, 2))
+
+
+def _stock_table(estimate: Estimate) -> list[str]:
+    faster = {name: f"{between(it, '{:.2f}'.format)} times" for name, it in estimate.faster.items()}
+    rows = [[name, duration(estimate.stock[name]), times] for name, times in faster.items()]
+    return (
+        table([["stock ComfyUI", "a step", "faster than what you have by"], *rows]) if rows else []
+    )
 
 
 def _part_table(phases: Iterable[Phase]) -> list[str]:

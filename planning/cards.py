@@ -56,6 +56,7 @@ class Card:
         source: where the figures are from.
         changed: whether the user's own list has other figures, on which times depend, than the
             bundled list.
+        limit_watts: the power limit that is set on this machine's card; 0 for its own.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Card:
     prices: tuple[Price, ...]
     source: str
     changed: bool = field(default=False, kw_only=True)
+    limit_watts: int = field(default=0, kw_only=True)
 
     def facts(self) -> CardFacts:
         return CardFacts(self.name, self.memory_bytes, self.capability)
@@ -178,7 +180,7 @@ def card_by_driver(facts: CardFacts, cards: Mapping[str, Card]) -> Card:
     """
     listed = _card_named(facts.name, cards)
     if listed is not None:
-        return replace(listed, memory_bytes=facts.total_bytes)
+        return replace(listed, memory_bytes=facts.total_bytes, limit_watts=facts.limit_watts)
     figures = "bandwidth", "l2_bytes", "pcie_bytes_per_second", "tdp_watts"
     return UnlistedCard(
         **dict.fromkeys(figures, 0),
@@ -285,6 +287,7 @@ def _peaks(value: Any) -> bool:
         isinstance(value, dict)
         and {"bf16", "fp32"} <= set(value) <= set(PEAKS)
         and all(map(_at_least(LEAST_TFLOPS), value.values()))
+        and value.get("fp8", value["bf16"]) >= value["bf16"] >= value["fp32"]
     )
 
 
@@ -306,7 +309,7 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "dense_tflops": (
         _peaks,
         "peaks without sparsity, at least 0.1, for bf16 and fp32, and for fp8 and int8 where it "
-        "has them",
+        "has them; fp8's no lower than bf16's, and bf16's no lower than fp32's",
     ),
     "pcie_generation": (_one_of(PCIE_GT_PER_SECOND), "a whole number from 3 to 6"),
     "pcie_lanes": (_one_of((1, 2, 4, 8, 16)), "1, 2, 4, 8 or 16"),

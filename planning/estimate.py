@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -46,6 +46,7 @@ from .times import (
     forward_seconds,
     forward_times,
     sampling_seconds,
+    stock_steps,
     table_seconds,
 )
 from .vae_work import decode_seconds, encode_image_seconds
@@ -223,6 +224,7 @@ class Estimate:
         times: None, as all times below, on a card that is neither listed nor calibrated.
         own_usd_per_hour: The user's own price; None for the list's.
         calibration: What the times rest on where the card was measured; else None.
+        stock: {what ComfyUI without this package runs: a step of it}, where it stays on the card.
         notes: Sentences of the caller's; `charts.notes` has those of an estimate.
         card_note: Why it is of this card, where the user's own cannot be it; empty elsewhere.
     """
@@ -236,6 +238,7 @@ class Estimate:
     times: RunTimes | None = None
     own_usd_per_hour: float | None = None
     calibration: Rates | None = None
+    stock: Mapping[str, Range] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     card_note: str = ""
 
@@ -304,6 +307,16 @@ class Estimate:
     def step_seconds(self) -> Range | None:
         """Gives one computed step of the sampler, with both prompts where there are two."""
         return self.times and self.times.phases["sampling"].times(1 / self.request.computed_steps)
+
+    @property
+    def faster(self) -> dict[str, Range]:
+        """Gives how many times as fast a step is as each one of stock ComfyUI."""
+        ours = self.step_seconds
+        ends = {
+            name: sorted(theirs / own for theirs, own in zip(seconds, ours, strict=True))
+            for name, seconds in self.stock.items()
+        }
+        return {name: Range(*each) for name, each in ends.items()}
 
     @property
     def bound(self) -> str | None:
@@ -411,10 +424,12 @@ def estimate(
         check_price(usd_per_hour)
     options = plan(card.facts(), request)
     option = options[0]
-    times = None
+    times, stock = None, {}
     basis = Basis("unknown", f"not predicted: {card.name} is not in the list of cards")
     if calibration is not None or not isinstance(card, UnlistedCard):
         slow, fast, basis = rates_of(card, calibration)
+        room = option.usable_bytes - option.phases["sampling"].activations
+        stock = stock_steps(option.request, card, slow, fast, room)
         slow, fast = attending(card, option.setting.attention, slow, fast)
         basis = basis_within(basis, request, option.setting)
         times = run_times(option, slow, fast)
@@ -428,4 +443,5 @@ def estimate(
         times=times,
         own_usd_per_hour=usd_per_hour,
         calibration=calibration,
+        stock=stock,
     )

@@ -13,18 +13,20 @@ taken for every machine.
     times.TABLE_FACTOR, rates.MEASURED_LINK             what copies reach of the link
     vae_work.HOST_BYTES_PER_SECOND                      copies that are not pinned
     vae_work.TILE_STEP_SECONDS                          what a further tile launches and copies
+    rates.FUSED_VAE                                     our VAE layers against ComfyUI's
     files.READ, READ_QUANTIZED, TO_CARD                 files from memory to the card
     files.BRINGING, BRINGING_8_BITS, QUANTIZING         the same of a transformer
     files.MAPPED, files.START                           files from a disk; ComfyUI's start
 
-Predicted and not measured are times.PROCESSOR_FLOPS, files.SOURCES, and in `rates` the shares of
-data sheets' peaks and attention in 8 bits.
+Predicted and not measured are times.PROCESSOR_FLOPS, files.SOURCES, and in `rates` attention in 8
+bits and LIMITED. What other cards reach of their data sheets' peaks stands by class of card in
+`public.json`, with the figures of others that it comes from.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,7 @@ from .cards import Card, is_named
 from .request import EXACT
 
 MEASURED = Path(__file__).with_name("measured.json")
+PUBLIC = Path(__file__).with_name("public.json")
 
 
 @dataclass(frozen=True)
@@ -74,13 +77,17 @@ def measured() -> Mapping[str, Any]:
     Raises:
         UnavailableError: the file is not there or damaged.
     """
+    return _read(MEASURED)
+
+
+def _read(file: Path) -> Mapping[str, Any]:
     try:
-        found = json.loads(MEASURED.read_text(encoding="utf-8"))
+        found = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(found, dict):
             raise ValueError("no JSON object")
     except (OSError, ValueError) as error:
         raise UnavailableError(
-            f"{MEASURED.name} cannot be read ({error}), and estimates need it: install the package "
+            f"{file.name} cannot be read ({error}), and estimates need it: install the package "
             "again."
         ) from error
     return found
@@ -106,10 +113,54 @@ def _is_figure(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
 
 
-# Of a card that was not measured, as shares of its dense peaks: what programs of this kind reach.
-GEMM = (0.45, 0.75)
-ATTENTION = (0.30, 0.60)
-BANDWIDTH = (0.70, 0.90)
+@dataclass(frozen=True)
+class CardClass:
+    """What cards of one kind reach, as (slowest, fastest) shares of their dense peaks.
+
+    Attributes:
+        source: Whose figures that comes from, with the date; empty where nobody has published one.
+        within: How far the measured card's constants are off; 0 where the shares below count.
+        gemm: By precision.
+        attention, convolution: Of the bf16 peak.
+        bandwidth: Of the memory's.
+        vae: Time of our VAE layers in that of ComfyUI's.
+        stock: {"int8", "fp8", "attention": time of ComfyUI's own kernels in that of ours}.
+    """
+
+    name: str
+    source: str
+    within: float
+    gemm: Mapping[str, Sequence[float]]
+    attention: Sequence[float]
+    bandwidth: Sequence[float]
+    convolution: Sequence[float]
+    vae: float
+    stock: Mapping[str, float]
+
+
+@cached
+def public() -> Mapping[str, Any]:
+    """Reads `public.json`: sources, figures, and classes of cards.
+
+    Raises:
+        UnavailableError: as `measured`.
+    """
+    return _read(PUBLIC)
+
+
+def class_of(card: Card) -> CardClass:
+    """Finds the class of a card by its own and its driver's names; the last one takes all."""
+    names = (card.name, *card.also)
+    for row in public()["classes"]:
+        known = [name for name in names if name.startswith(tuple(row["names"]))]
+        if known and not any(word in name for word in row["but"] for name in names):
+            break
+    source = public()["sources"].get(row["source"])
+    told = f"{source['short']}, {source['date']}" if source else ""
+    kept = {each.name: row[each.name] for each in fields(CardClass)}
+    return CardClass(**{**kept, "source": told})
+
+
 # Attention in 8 bits, predicted: its time in that of exact attention. What warps execute for 128
 # queries and 64 keys of 128 channels, counted in the code for sm_89 (Triton 3.9) of our kernels and
 # of FlashAttention-2's algorithm:
@@ -136,9 +187,13 @@ PRODUCTS = {INT8: ("int8", "bf16"), INT8_FP8: ("int8", "fp8")}
 # H200 measured against it at 4,296 and 16,584 tokens (1.26 and 1.10; 0.95 and 0.87).
 CUDNN_GENERATIONS = (9, 10)
 BESIDE_CUDNN = {INT8: 1.18, INT8_FP8: 0.91}
-# The VAE's and the link's, around what was measured on one card.
-CONVOLUTION = (0.6, 1.1)
+# Around what was measured on one card.
 LINK = (0.75, 0.95)
+# Our VAE layers, of ComfyUI's time: 0.35 to 0.43 of it to decode 1024x1024 to 2048x2048 (H200).
+FUSED_VAE = 0.4
+# A lower power limit takes its own share of the clock at worst, and this power of it at best, where
+# the voltage falls with the clock.
+LIMITED = 1 / 3
 # Of the fp32 peak. Not fitted: the middle stands for the measured card too, on which six prompts
 # took up to a tenth more or less than that (text_worst in `measured.json`).
 ENCODER = (0.4, 0.6)
@@ -183,6 +238,7 @@ class Rates:
         pcie: Bytes/s from pinned host memory.
         disk: Bytes/s of the disk that the weights are on; None where nothing says.
         launches: Of the machine that the card is in.
+        vae: Time of our VAE layers in that of ComfyUI's.
     """
 
     gemm: Mapping[str, float]
@@ -193,6 +249,7 @@ class Rates:
     pcie: float
     disk: float | None = None
     launches: Launches = LAUNCHES
+    vae: float = FUSED_VAE
 
 
 @dataclass(frozen=True)
@@ -224,21 +281,47 @@ def rates_of(card: Card, calibration: Rates | None = None) -> tuple[Rates, Rates
     """
     if calibration is not None:
         return _calibrated(card, calibration)
-    found = constants()
+    found, kind = constants(), class_of(card)
     conditions = measured()["conditions"]
-    if is_named(card, conditions["card"]) and not card.changed:
+    here = is_named(card, conditions["card"])
+    worst, best = limited_clock(card)
+    if here and not card.changed and worst == 1:
         rates = rates_by(found, card)
         origin = f"measured on an {conditions['card']} on {conditions['date']}"
         return rates, rates, Basis("measured", f"{origin}{_accuracy()}", origin)
-    slow, fast = (_predicted(card, found, end) for end in (0, 1))
-    changed = " with the figures of your list" * is_named(card, conditions["card"])
-    text = (
-        f"predicted as a range: no {card.name}{changed} was measured; GEMM at {GEMM[0]:.0%} to "
-        f"{GEMM[1]:.0%} of its dense peak, attention at {ATTENTION[0]:.0%} to "
-        f"{ATTENTION[1]:.0%}, memory at {BANDWIDTH[0]:.0%} to {BANDWIDTH[1]:.0%}; `qwen-l40s "
-        "bench --calibrate` measures yours"
+    changed = " with the figures of your list" * (here and card.changed)
+    text = f"predicted as a range: no {card.name}{changed} was measured"
+    if kind.within:
+        text += f"; taken as an {conditions['card']}'s rates, within {kind.within - 1:.0%}"
+        slow, fast = (_scaled(rates_by(found, card), kind.within**sign) for sign in (-1, 1))
+    else:
+        shares = {f"{name} products": share for name, share in kind.gemm.items()}
+        shares |= {"attention": kind.attention, "memory": kind.bandwidth}
+        told = [f"{what} {low:.0%} to {high:.0%}" for what, (low, high) in shares.items()]
+        basis = f"from the figures of {kind.source}" if kind.source else "no public figure"
+        text += f"; of its dense peaks, {', '.join(told)} ({kind.name}: {basis})"
+        slow, fast = (_predicted(card, kind, end) for end in (0, 1))
+    if worst < 1:
+        text += f"; its power limit is set to {card.limit_watts} of {card.tdp_watts} W, counted as "
+        text += f"{worst:.0%} to {best:.0%} of its clock"
+    text += "; `qwen-l40s bench --calibrate` measures yours"
+    return _scaled(slow, worst), _scaled(fast, best), Basis("predicted", text)
+
+
+def limited_clock(card: Card) -> tuple[float, float]:
+    """Predicts the clock's share under the power limit that is set: (at worst, at best)."""
+    share = min(1.0, card.limit_watts / card.tdp_watts) if card.tdp_watts else 1.0
+    return (share, share**LIMITED) if share else (1.0, 1.0)
+
+
+def _scaled(rates: Rates, share: float) -> Rates:
+    # What follows the clock; memory and link have their own.
+    clocked = ("attention", "convolution", "encoder")
+    return replace(
+        rates,
+        gemm={name: share * rate for name, rate in rates.gemm.items()},
+        **{name: share * getattr(rates, name) for name in clocked},
     )
-    return slow, fast, Basis("predicted", text)
 
 
 def attention_share(card: Card, form: str) -> tuple[float, float]:
@@ -265,9 +348,9 @@ def attending(card: Card, form: str, slow: Rates, fast: Rates) -> tuple[Rates, R
 
 def rates_by(found: Constants, card: Card) -> Rates:
     """Gives the rates of the card that constants were fitted on."""
-    peaks = card.dense_flops
+    peaks, known = card.dense_flops, card.facts().multiplies
     return Rates(
-        gemm={name: found.gemm(name) * peaks[name] for name in MULTIPLIED if name in peaks},
+        gemm={name: found.gemm(name) * _peak(card, name) for name in filter(known, MULTIPLIED)},
         attention=found.attention * peaks["bf16"],
         bandwidth=found.bandwidth * card.bandwidth,
         convolution=found.convolution * peaks["bf16"],
@@ -280,9 +363,12 @@ def _calibrated(card: Card, calibration: Rates) -> tuple[Rates, Rates, Basis]:
     text = origin = f"measured on this {card.name} by `qwen-l40s bench --calibrate`"
     multiplies = card.facts().multiplies
     lacks = [name for name in MULTIPLIED if name not in calibration.gemm and multiplies(name)]
+    calibration = replace(calibration, vae=class_of(card).vae)
     if not lacks:
         return calibration, calibration, Basis("measured", text, origin)
-    taken = f"{GEMM[0]:.0%} to {GEMM[1]:.0%} of its dense peak"
+    shares = (class_of(card).gemm[name] for name in lacks)
+    taken = " and ".join(dict.fromkeys(f"{low:.0%} to {high:.0%}" for low, high in shares))
+    taken += " of its dense peak"
     if not card.dense_flops:  # nobody has listed them
         taken = "the rate of bf16"
     text += f", except {' and '.join(lacks)}, which it did not measure: predicted at {taken}"
@@ -297,7 +383,8 @@ def _taken(card: Card, calibration: Rates, names: Iterable[str], end: int) -> di
     # For precisions that a calibration has no rate of.
     if not card.dense_flops:
         return dict.fromkeys(names, calibration.gemm["bf16"])
-    return {name: GEMM[end] * _peak(card, name) for name in names}
+    shares = class_of(card).gemm
+    return {name: shares[name][end] * _peak(card, name) for name in names}
 
 
 def _peak(card: Card, precision: str) -> float:
@@ -305,15 +392,17 @@ def _peak(card: Card, precision: str) -> float:
     return card.dense_flops.get(precision, card.dense_flops["bf16"])
 
 
-def _predicted(card: Card, found: Constants, end: int) -> Rates:
+def _predicted(card: Card, kind: CardClass, end: int) -> Rates:
     peaks, multiplies = card.dense_flops, card.facts().multiplies
+    gemm = {name: share[end] * _peak(card, name) for name, share in kind.gemm.items()}
     return Rates(
-        gemm={name: GEMM[end] * _peak(card, name) for name in MULTIPLIED if multiplies(name)},
-        attention=ATTENTION[end] * peaks["bf16"],
-        bandwidth=BANDWIDTH[end] * card.bandwidth,
-        convolution=CONVOLUTION[end] * found.convolution * peaks["bf16"],
+        gemm={name: rate for name, rate in gemm.items() if multiplies(name)},
+        attention=kind.attention[end] * peaks["bf16"],
+        bandwidth=kind.bandwidth[end] * card.bandwidth,
+        convolution=kind.convolution[end] * peaks["bf16"],
         encoder=ENCODER[end] * peaks["fp32"],
         pcie=LINK[end] * card.pcie_bytes_per_second,
+        vae=kind.vae,
     )
 
 

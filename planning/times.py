@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 
 from ..families.parts import QWEN25_VL
 from ..families.protocol import StepTokens, TextEncoder
-from ..spec.formats import BYTES_PER_SCALE, BYTES_PER_WEIGHT, INT8_FP8, QUANTIZED
+from ..spec.formats import BYTES_PER_SCALE, BYTES_PER_WEIGHT, INT8, INT8_FP8, QUANTIZED
 from ..spec.transformer import OFF_CARD, ON_CARD, TransformerShape
 from ..split_cost import BlockSeconds
 from .bytes import PATCHES_PER_TOKEN, weight_bytes
-from .rates import Rates
+from .cards import Card
+from .phases import Range
+from .rates import Rates, attending, class_of
 from .request import EXACT, ON_PROCESSOR, RunRequest
 
 WIDE = 2  # bytes of a bf16 number
@@ -277,6 +279,79 @@ def _controlnet_seconds(work: Pass, weights: int, rates: Rates) -> float:
     share = weights / weight_bytes(shape, "bf16").total
     added = 4 * shape.blocks * work.tokens.image_rows * shape.dim * WIDE / rates.bandwidth
     return STOCK * share * _card_seconds(work, "bf16", rates) + added
+
+
+# A step in ComfyUI without this package: what an estimate is compared with.
+
+# As ComfyUI and its templates call it: (precision, whether attention is ComfyUI's own in int8).
+STOCK_FORMATS = {
+    "bf16": ("bf16", False),
+    "fp8 fast": ("fp8", False),
+    "int8 ConvRot": ("int8", False),
+    "int8 ConvRot, --use-ck-attention": ("int8", True),
+}
+
+
+class StockBlocks(NamedTuple):
+    """What ComfyUI's own blocks take, as an H200 and its host measured them.
+
+    Attributes:
+        traffic: Bytes that the kernels between the products move, in those of our fused ones.
+        launches: Seconds of the processor for a block in bf16, and in 8 bits.
+    """
+
+    traffic: float
+    launches: tuple[float, float]
+
+
+# 1.x in torch: 178 ms a pass at 1024x1024 in bf16, 117 at 512x512; 195 and 201 in int8 and fp8,
+# which the processor bounds. 2.1 in comfy-kitchen's fused kernels: 135 and 827 ms at 1024x1024 and
+# 2048x2048; at 512x512 73 in int8.
+TWO_STREAMS = StockBlocks(7.05, (0.00195, 0.0033))
+ONE_STREAM = StockBlocks(2.2, (0.00095, 0.0022))
+
+
+def stock_steps(
+    request: RunRequest, card: Card, slow: Rates, fast: Rates, room: int
+) -> dict[str, Range]:
+    """Predicts {what of `STOCK_FORMATS`: seconds of a step} where its weights stay on the card.
+
+    Args:
+        slow, fast: the card's, with exact attention.
+        room: bytes for a transformer; LoRAs, ControlNets and layers are not predicted.
+    """
+    wide, found = weight_bytes(request.transformer, "bf16").total, {}
+    if request.loras.count or request.controlnet_bytes or request.member.layers:
+        return found
+    for name, (precision, in_int8) in STOCK_FORMATS.items():
+        fits = wide * BYTES_PER_WEIGHT[precision] <= room * BYTES_PER_WEIGHT["bf16"]
+        if fits and card.facts().multiplies(precision):
+            rates = _with_stock_attention(card, slow, fast) if in_int8 else (slow, fast)
+            high, low = (request.passes * stock_pass(request, precision, it, card) for it in rates)
+            found[name] = Range(low, high)
+    return found
+
+
+def _with_stock_attention(card: Card, slow: Rates, fast: Rates) -> tuple[Rates, Rates]:
+    # It took 0.51 of exact attention's time on an RTX 4090, as ours in int8 and fp8 at worst, and
+    # 1.0 of FlashAttention-2's on an H200.
+    if "attention" in class_of(card).stock:
+        return slow, fast
+    return attending(card, INT8_FP8 if card.facts().multiplies("fp8") else INT8, slow, fast)
+
+
+def stock_pass(request: RunRequest, precision: str, rates: Rates, card: Card) -> float:
+    """Predicts one forward pass of ComfyUI's own blocks, on the card or on its processor."""
+    work, stock = Pass.of(request), class_of(card).stock
+    blocks = TWO_STREAMS if work.shape.block.text_layers else ONE_STREAM
+    image, text, _ = block_seconds(work, precision, rates)
+    modulation = weight_bytes(work.shape, "bf16").modulation / work.shape.blocks
+    moved = blocks.traffic * block_bytes(work, "bf16")
+    moved += modulation * BYTES_PER_WEIGHT[precision] / BYTES_PER_WEIGHT["bf16"]
+    each = stock.get(precision, 1.0) * (image + text) + moved / rates.bandwidth
+    each += stock.get("attention", 1.0) * attention_seconds(work, rates)
+    launched = rates.launches.host + work.shape.blocks * blocks.launches[precision in QUANTIZED]
+    return max(work.shape.blocks * each + _outside_seconds(work, rates), launched)
 
 
 # How long a text encoder takes to encode prompts, which ComfyUI computes in fp32.

@@ -291,8 +291,6 @@ CONVOLVED, NORM, SILU, SUM = 3, 8, 2, 3
 # The nodes bring images in fp32 from and to memory that is not pinned (H200: 9.5 ms for the 50 MB
 # of 2048x2048).
 PIXEL_BYTES, HOST_BYTES_PER_SECOND = 4, 5.3e9
-# Our layers, of ComfyUI's time: 0.35 to 0.43 of it to decode 1024x1024 to 2048x2048 (H200).
-FUSED = 0.4
 # What each step of a further tile costs besides its arithmetic: launches, and copies of its margins
 # (H200: 2 to 3.7 ms for each tile to decode, 1.3 to 3.4 to encode).
 TILE_STEP_SECONDS = 0.0002
@@ -306,7 +304,7 @@ def decode_seconds(request: RunRequest, tiles: Size | int, rates: Rates) -> floa
     """
     side = request.vae.pixels
     latent = request.height // side, request.width // side
-    one = vae_seconds("decode", request.vae, latent, tiles, rates, FUSED)
+    one = vae_seconds("decode", request.vae, latent, tiles, rates, rates.vae)
     return request.batch * request.frames * one
 
 

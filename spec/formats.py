@@ -113,11 +113,13 @@ class CardFacts:
         name: as the driver calls it.
         total_bytes: what CUDA shows, with ECC's share already gone: 45,373 MiB on an L40S.
         capability: compute capability, (8, 9) on an L40S.
+        limit_watts: the power limit that the driver has set; 0 where nobody asked.
     """
 
     name: str
     total_bytes: int
     capability: tuple[int, int]
+    limit_watts: int = 0
 
     def multiplies(self, precision: str) -> bool:
         """Tells whether its tensor cores multiply a precision."""

@@ -304,6 +304,8 @@ WRONG = [
     *(f'"{field}": {value}' for field in NUMBERS for value in [*NO_NUMBERS, "[1]"]),
     *(f'"dense_tflops": {{"bf16": {value}, "fp32": 1}}' for value in NO_NUMBERS),
     '"dense_tflops": {"bf16": 1}',
+    '"dense_tflops": {"bf16": 2, "fp8": 1, "fp32": 1}',
+    '"dense_tflops": {"bf16": 1, "fp32": 2}',
     '"dense_tflops": {"bf16": 1, "fp32": 1, "fp4": 1}',
     '"dense_tflops": [1, 2]',
     '"memory_mib": 24081.5',

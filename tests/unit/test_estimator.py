@@ -39,7 +39,7 @@ def card(name):
 KEYS = {
     *("card", "family", "settings", "phases", "fits", "tight", "verdict", "headroom_gib"),
     "step_ms",
-    *("step_bound_by", "step_cache"),
+    *("step_bound_by", "step_cache", "stock"),
     *("image_seconds", "first_image_seconds", "cold_start_seconds", "usd_per_image"),
     *("loads", "loads_prequantized"),
     *("ranges", "disk_gib", "disk", "host_ram_gib", "plan", "basis", "basis_detail", "notes"),

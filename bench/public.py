@@ -1,0 +1,118 @@
+"""Predicts each source's times of stock ComfyUI from the other sources, and prints the table.
+
+    python -m qwen_l40s.bench.public
+
+Figures and classes of cards are those of planning/public.json. A card is predicted as the class of
+another source: a GeForce as the other GeForce generation, an H100 from an H200's constants. Classes
+without another source are left out.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from ..charts.figures import table
+from ..families.registry import find_member
+from ..machine.store import known_cards
+from ..planning.cards import Card, find_card
+from ..planning.phases import Range
+from ..planning.rates import public, rates_of
+from ..planning.request import RunRequest
+from ..planning.times import STOCK_FORMATS, forward_seconds, stock_steps
+from ..planning.vae_work import vae_seconds
+
+LEAST_FIGURES, LEAST_SOURCES = 8, 3
+OURS, VAE, IN_INT8 = "ours", "VAE decode", ", int8 attention"
+# Of a prompt; where a step has two, about half of both.
+TEXT_TOKENS = {"umag": 21, "joaozaokk": 40, "here-h100": 130}
+ROOM = 2**40  # all of these ran
+
+
+class Row(NamedTuple):
+    """One figure and what is predicted of it."""
+
+    figure: Mapping[str, Any]
+    seconds: Range
+
+    @property
+    def measured(self) -> float:
+        return self.figure["ms"] / 1e3
+
+    @property
+    def inside(self) -> bool:
+        return self.seconds.low <= self.measured <= self.seconds.high
+
+    @property
+    def off(self) -> float:
+        return sum(self.seconds) / 2 / self.measured - 1
+
+
+def from_others(figure: Mapping[str, Any]) -> Card | None:
+    """Finds the card of a figure with the names of a class that another source gave."""
+    card, source = find_card(figure["card"], known_cards()), figure["source"]
+    kin = [row for row in public()["classes"] if row["source"] not in ("", source)]
+    if any({card.name, *card.also} & {*row["names"]} for row in kin):
+        return card
+    geforce = [row["names"][0] for row in kin if "GeForce" in row["name"]]
+    if geforce and any("GeForce" in name for name in card.also):
+        return replace(card, name=geforce[0], also=())
+    return None
+
+
+def predicted(figure: Mapping[str, Any], card: Card) -> Range:
+    slow, fast, _ = rates_of(card)
+    side, what = figure["size"], figure["what"]
+    if what == VAE:
+        shape = find_member(figure["family"]).vae
+        latent = side // shape.pixels, side // shape.pixels
+        return Range(*(vae_seconds("decode", shape, latent, 1, it) for it in (fast, slow)))
+    text = TEXT_TOKENS.get(figure["source"], 200)
+    cfg = "two passes" if figure["passes"] == 2 else "off"
+    request = RunRequest(
+        family=figure["family"], width=side, height=side, cfg=cfg, text_tokens=text
+    )
+    if figure["engine"] == OURS:
+        passes = figure["passes"]
+        return Range(*(passes * forward_seconds(request, what, it) for it in (fast, slow)))
+    asked = what.removesuffix(IN_INT8), what.endswith(IN_INT8)
+    name = next(name for name, each in STOCK_FORMATS.items() if each == asked)
+    return stock_steps(request, card, slow, fast, ROOM)[name]
+
+
+def rows() -> Iterator[Row]:
+    for figure in public()["figures"]:
+        if figure["use"] == "test" and (card := from_others(figure)) is not None:
+            yield Row(figure, predicted(figure, card))
+
+
+def main() -> int:
+    found = list(rows())
+    lines = [["source", "card", "engine", "what", "ms", "predicted", "middle", "inside"]]
+    for row in found:
+        figure, (low, high) = row.figure, row.seconds
+        what = f"{figure['family']} {figure['size']} {figure['what']}"
+        lines.append(
+            [
+                *(figure[name] for name in ("source", "card", "engine")),
+                f"{what}, {figure['passes']} passes" if figure["passes"] > 1 else what,
+                f"{figure['ms']:g}",
+                f"{1e3 * low:.0f} to {1e3 * high:.0f}",
+                f"{row.off:+.0%}",
+                "yes" if row.inside else "no",
+            ]
+        )
+    print("\n".join(table(lines, (4, 5, 6))))
+    others = [row for row in found if not row.figure["source"].startswith("here")]
+    sources = {row.figure["source"] for row in others}
+    inside, near = sum(row.inside for row in others), sum(abs(row.off) <= 0.2 for row in others)
+    print(f"public: n {len(others)} of {len(sources)} sources, {inside} inside, {near} within 20%")
+    if len(others) < LEAST_FIGURES or len(sources) < LEAST_SOURCES:
+        print(f"fewer than {LEAST_FIGURES} figures or {LEAST_SOURCES} sources: claims nothing")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
