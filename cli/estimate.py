@@ -224,7 +224,7 @@ def _card_of_this_machine() -> tuple[CardFacts | None, str]:
     if not cards.usable:
         return None, f"no card here can be used ({cards.why.fact})"
     first = cards.usable[0]
-    return CardFacts(first.name, first.memory_bytes, first.sm), ""
+    return CardFacts(first.name, first.memory_bytes, first.sm, first.limit_watts), ""
 
 
 def _usable_bytes(gib: float | None, card: Card) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from ..caches import cached
 from ..spec.formats import FORMATS, GIB, MIB, OLDEST_BF16
 from ..verdict import Verdict, first_line
 
@@ -62,6 +63,7 @@ class InstalledCard:
     memory_bytes: int
     uuid: str = ""  # the driver's, without "GPU-"; empty when torch is too old to tell
     ecc: bool | None = None  # whether error correction is on; None when unknown or absent
+    limit_watts: int = 0  # the power limit that is set; 0 when unknown
 
     def __str__(self) -> str:
         ecc = {True: ", ECC on", False: ", ECC off", None: ""}[self.ecc]
@@ -133,7 +135,7 @@ def driver_capability(cards: InstalledCards, cuda: str | None) -> Capability:
 
 
 def _ask_torch(torch: Any, driver: str, listed: tuple[InstalledCard, ...]) -> InstalledCards:
-    ecc = {card.uuid: card.ecc for card in listed}
+    told = {card.uuid: (card.ecc, card.limit_watts) for card in listed}
     cards = []
     # torch tells in a warning what is wrong with a driver, such as its age, and counts no cards.
     with warnings.catch_warnings(record=True) as caught:
@@ -146,7 +148,11 @@ def _ask_torch(torch: Any, driver: str, listed: tuple[InstalledCard, ...]) -> In
                     sm = (properties.major, properties.minor)
                     cards.append(
                         InstalledCard(
-                            properties.name, sm, properties.total_memory, uuid, ecc.get(uuid)
+                            properties.name,
+                            sm,
+                            properties.total_memory,
+                            uuid,
+                            *told.get(uuid, (None, 0)),
                         )
                     )
         except RuntimeError as error:  # the card is out of memory, or has failed
@@ -166,7 +172,8 @@ def _ask_torch(torch: Any, driver: str, listed: tuple[InstalledCard, ...]) -> In
 def ask_nvidia_smi() -> tuple[str, tuple[InstalledCard, ...]]:
     """Asks for the driver's version and its cards; ("", ()) without a driver."""
     command = ["nvidia-smi", "--format=csv,noheader,nounits"]
-    command.append("--query-gpu=driver_version,name,compute_cap,memory.total,uuid,ecc.mode.current")
+    asked = "driver_version,name,compute_cap,memory.total,uuid,ecc.mode.current,power.limit"
+    command.append(f"--query-gpu={asked}")
     try:
         # A faulty card can block nvidia-smi for minutes.
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
@@ -180,14 +187,21 @@ def ask_nvidia_smi() -> tuple[str, tuple[InstalledCard, ...]]:
     cards = []
     for row in rows:
         try:
-            _, name, sm, memory_mib, uuid, ecc = row
+            _, name, sm, memory_mib, uuid, ecc, watts = row
             major, _, minor = sm.partition(".")
             enabled = {"Enabled": True, "Disabled": False}.get(ecc)  # "[N/A]" on cards without it
             found = (int(major), int(minor)), int(memory_mib) * MIB, uuid.removeprefix("GPU-")
-            cards.append(InstalledCard(name, *found, enabled))
+            limit = int(float(watts)) if watts[:1].isdigit() else 0
+            cards.append(InstalledCard(name, *found, enabled, limit))
         except ValueError:  # "[N/A]": a card that shares the host's memory, or a faulty one
             logger.info("nvidia-smi gives too little about %s", row)
     return (rows[0][0] if rows else ""), tuple(cards)
+
+
+@cached
+def power_limit(name: str) -> int:
+    """Asks the driver, once, for the watts that a card of that name may take; 0 when unknown."""
+    return next((card.limit_watts for card in ask_nvidia_smi()[1] if card.name == name), 0)
 
 
 def _none(listed: tuple[InstalledCard, ...], reason: str, remedy: str) -> Verdict:

@@ -411,6 +411,13 @@ def machine(monkeypatch):
     return has
 
 
+def test_a_lower_power_limit_of_this_machines_card_is_said(machine, capsys):
+    machine(InstalledCard("NVIDIA GeForce RTX 4090", (8, 9), 24 * GIB, limit_watts=300))
+    assert main(["estimate", "--precision", "int8"]) in (0, 4)
+    text = " ".join(capsys.readouterr().out.split())
+    assert "its power limit is set to 300 of 450 W, counted as 67% to 87% of its clock" in text
+
+
 def test_this_machines_card_is_the_default(capsys, machine):
     machine(InstalledCard("NVIDIA L40S", (8, 9), 40 * GIB))
     output = found(capsys)

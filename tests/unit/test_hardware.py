@@ -6,12 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from qwen_l40s.caches import forget
 from qwen_l40s.machine import card as hardware
 from qwen_l40s.machine.card import InstalledCard, InstalledCards, State
 from qwen_l40s.spec.formats import GIB, MIB
 
-L40S = InstalledCard("NVIDIA L40S", (8, 9), 46068 * MIB, "aa-bb", True)
-SMI_L40S = "550.54.15, NVIDIA L40S, 8.9, 46068, GPU-aa-bb, Enabled"
+L40S = InstalledCard("NVIDIA L40S", (8, 9), 46068 * MIB, "aa-bb", True, 350)
+SMI_L40S = "550.54.15, NVIDIA L40S, 8.9, 46068, GPU-aa-bb, Enabled, 350.00"
 
 
 @pytest.fixture
@@ -107,7 +108,20 @@ def test_what_torch_says_of_the_driver_or_the_card_is_the_reason(nvidia_smi):
     assert unsupported.why.fact == "no kernels for this card"
 
 
-@pytest.mark.parametrize("answer", [("", 9), ("560.1, NVIDIA GB10, 12.1, [N/A], GPU-cc, [N/A]", 0)])
+@pytest.mark.parametrize(
+    ("watts", "found"), [("300.00", 300), ("[N/A]", 0), ("[Not Supported]", 0)]
+)
+def test_the_power_limit_of_a_card_is_the_drivers(nvidia_smi, watts, found):
+    nvidia_smi(SMI_L40S.replace("350.00", watts))
+    forget()
+    assert hardware.power_limit("NVIDIA L40S") == found
+    assert hardware.power_limit("NVIDIA L4") == 0
+    forget()
+
+
+@pytest.mark.parametrize(
+    "answer", [("", 9), ("560.1, NVIDIA GB10, 12.1, [N/A], GPU-cc, [N/A], [N/A]", 0)]
+)
 def test_an_nvidia_smi_that_fails_or_tells_too_little_lists_no_card(nvidia_smi, answer):
     nvidia_smi(*answer)
     cards = hardware.read_cards(None)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import comfy.model_management
 import torch
 
 from ....errors import SettingError
+from ....machine.card import power_limit
 from ....machine.store import CALIBRATION, cache_folder, known_cards, own_cards_path
 from ....planning.cards import BUNDLED, DEFAULT_CARD, Card, card_by_driver, find_card
 from ..load.plan import card_facts
@@ -63,4 +65,4 @@ def card_of(name: str = THIS_CARD, device: torch.device | None = None) -> tuple[
         where = "the CPU" if device.type == "cpu" else f"{device.type}, not an NVIDIA card"
         note = f"ComfyUI runs on {where} here, so this is for one {DEFAULT_CARD}."
         return find_card(DEFAULT_CARD, cards), note
-    return card_by_driver(facts, cards), ""
+    return card_by_driver(replace(facts, limit_watts=power_limit(facts.name)), cards), ""
