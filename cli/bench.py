@@ -13,6 +13,7 @@ from ..files import check_target, write_whole
 from ..hosts.diffusers.settings import SIZE_STEP
 from ..machine.store import CALIBRATION, Calibration, cache_folder, known_cards, with_calibration
 from ..planning.cards import Card, find_card
+from ..planning.rates import Rates, rates_of
 from ..spec.formats import MULTIPLIED
 from .generate import parse_size
 from .output import require_packages
@@ -207,6 +208,7 @@ def calibrate_card(args: argparse.Namespace) -> int:
     for precision, reason in left_out.items():
         print(f"{precision} left out: {reason}")
     if on_card and not small:
+        print("\n".join(difference(found, _known(found.card))))
         file = cache_folder() / CALIBRATION
         with plain_write_errors(file.parent):
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -253,6 +255,33 @@ def table(found: Calibration, card: Card | None) -> list[str]:
     for name, seconds in {**launched, "CUDA graph": rates.launches.graph}.items():
         lines.append(_line(f"processor, {name}", 1e3 * seconds, seconds, None))
     return lines
+
+
+def difference(found: Calibration, card: Card | None) -> list[str]:
+    """Makes a Markdown table of measured and predicted rates; nothing where none are predicted."""
+    if card is None:
+        return []
+    slow, fast = map(_figures, rates_of(card)[:2])
+    about = f"{found.card}, driver {found.driver}, torch {found.torch}, {found.date[:10]}"
+    lines = [
+        "To paste into an issue:",
+        f"| {about} | measured | predicted | off |",
+        "|---|---|---|---|",
+    ]
+    for name, own in _figures(found.rates).items():
+        if name in slow:
+            low, high = (f"{each[name]:.4g}" for each in (slow, fast))
+            span = low if low == high else f"{low} to {high}"
+            off = 2 * own / (slow[name] + fast[name]) - 1
+            lines.append(f"| {name} | {own:.4g} | {span} | {off:+.0%} |")
+    return lines
+
+
+def _figures(rates: Rates) -> dict[str, float]:
+    found = {f"{name} products": rate for name, rate in rates.gemm.items()}
+    found |= {"attention": rates.attention, "VAE": rates.convolution, "text encoder": rates.encoder}
+    tera = {f"{name}, TFLOP/s": rate / 1e12 for name, rate in found.items()}
+    return {**tera, "memory, GB/s": rates.bandwidth / 1e9, "link, GB/s": rates.pcie / 1e9}
 
 
 def _line(name: str, shown: float, rate: float, peak: float | None) -> str:

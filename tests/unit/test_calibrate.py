@@ -297,6 +297,15 @@ def test_what_was_measured_is_kept_for_estimates(on_card, folder, capsys):
     out = capsys.readouterr().out
     assert f"kept in {folder / CALIBRATION}" in out
     assert "int8 left out: sm_89 fails a trial" in out
+    pasted = out[out.index("To paste into an issue:") :].splitlines()
+    assert pasted[1].startswith(f"| {MINE.card}, driver {MINE.driver}, torch {MINE.torch}, ")
+    rows = {line.split(" | ")[0]: line for line in pasted if line.startswith("| ")}
+    bf16, peak = RATES.gemm["bf16"], L40S.dense_flops["bf16"]
+    assert rows["| bf16 products, TFLOP/s"].split(" | ")[1:] == [
+        *(f"{bf16 / 1e12:.4g}", f"{0.45 * peak / 1e12:.4g} to {0.75 * peak / 1e12:.4g}"),
+        f"{bf16 / (0.6 * peak) - 1:+.0%} |",
+    ]
+    assert "| int8 products, TFLOP/s" not in rows and "| memory, GB/s" in rows
     assert load_calibration(L40S) == RATES
     assert os.listdir(folder) == [CALIBRATION]
 
