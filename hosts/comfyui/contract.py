@@ -217,11 +217,16 @@ def is_known(replaced: tuple[str, str], block: tuple[str, str], arguments: tuple
     return tuple(inspect.signature(forward).parameters)[1:] == arguments
 
 
+def transformer_of(model: Any) -> Any:
+    """Returns a MODEL's transformer, also while another MODEL's object patch stands in its place."""
+    return model.object_patches_backup.get("diffusion_model", model.model.diffusion_model)
+
+
 def unsupported_model(model: Any) -> Verdict | None:
     """Says why a MODEL is not optimized, in one sentence; None when it is Qwen-Image."""
     inner = model.model
     kind = kind_of(inner)
-    if kind and kind.holds(inner.diffusion_model):
+    if kind and kind.holds(transformer_of(model)):
         return None
     return Verdict(
         f"The model is {type(inner).__name__}, not Qwen-Image (2512, Edit, Layered, 2.1): it "

@@ -500,7 +500,6 @@ def test_the_same_of_qwen_image_21(name, order):
     check(name, order, "2.1", CASES[name].on_21)
 
 
-@pytest.mark.xfail(strict=True, reason="optimize looks at the model with another MODEL's patch on")
 def test_a_model_is_known_while_another_models_patch_is_on_it():
     model = loaded()
     try:
