@@ -58,15 +58,17 @@ def shared_entry(
     """The modulation of Qwen-Image-2.1, which all blocks share, without shifts.
 
     Args:
-        scales, gates: Of attention and of the MLP, each (1 or batch, D).
+        scales, gates: Of attention and of the MLP, each (1 or batch, D), or (2 batch, D) where the
+            second half is for timestep 0.
     """
     parts = [
         part
         for scale, gate in zip(scales, gates, strict=True)
         for part in (torch.zeros_like(scale), scale, gate)
     ]
-    rows = torch.cat(parts, -1).expand(batch, -1).expand(blocks, -1, -1)
-    return Entry(rows, rows)
+    rows = torch.cat(parts, -1)
+    rows = rows.expand(max(batch, len(rows)), -1).expand(blocks, -1, -1)
+    return Entry(rows, rows[:, :batch])
 
 
 @dataclass

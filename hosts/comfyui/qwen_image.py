@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -16,10 +17,11 @@ from ...caches import cached
 from ...families.comfyui import ModelKind
 from ...families.qwen_image import QWEN_IMAGE, QwenImageShape
 from ...families.qwen_image_21 import QWEN_IMAGE_21, QwenImage21Shape
+from ...optimizations.blocks.attend import Segment
 from ...optimizations.blocks.block import Step
-from ...optimizations.blocks.host import PrefixedStream
+from ...optimizations.blocks.host import BlockInputs, PrefixedStream, Streams
 from ...optimizations.blocks.workspace import Prefix
-from ...optimizations.reference import Tokens
+from ...optimizations.reference import Rotary, Tokens
 from ...verdict import Verdict
 from . import contract
 from .sample.forward import OTHER_ARGUMENTS, ComfyPass, rotary_of
@@ -69,10 +71,6 @@ ARGUMENTS = set(BLOCK_ARGUMENTS)
 FILLS = Verdict("ComfyUI fills its prefix cache")
 NOT_READ = Verdict("ComfyUI's prefix cache is in host memory or in 8 or 4 bits")
 OTHER_MODEL = Verdict("this ComfyUI calls its Qwen-Image-2.1 in a way that is unknown here")
-NO_PREFIX_CACHE = Verdict(
-    "ComfyUI's prefix cache is off: a node switches it off, hooks into the blocks, or leaves it no "
-    "memory"
-)
 
 
 @cached
@@ -85,7 +83,12 @@ def is_known() -> bool:
 
 
 class PrefixedComfyPass(PrefixedStream, ComfyPass):
-    """One call, whose blocks read ComfyUI's prefix cache. What fills it is ComfyUI's own."""
+    """One call, whose blocks read ComfyUI's prefix cache, fill it, or run without it.
+
+    Where they do not read it, text, references and image are rows of one stream in segments: a text
+    segment is causal, an image's reads all up to its own end. The executor gets the rows of the
+    image first, and those behind are modulated as at timestep 0.
+    """
 
     names = BLOCK_ARGUMENTS
     streams, shared = ("x", "mod"), ("pe",)
@@ -96,6 +99,12 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
         super().__init__(*given)
         self.peers = ()  # other cards have no part in a pass
         self._fills = False
+        self._shift = 0  # rows before those of the image, where both are given
+        # ComfyUI's tensor and the executor's with the same rows: of the input, of the last output.
+        self._watched = False
+        self._given: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._made: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._put: torch.nn.Module | None = None  # whose keys ComfyUI's own block has put away
         self._slot: Any = None  # of the prefix cache
         self._prefixes: Sequence[Prefix] | None = None
 
@@ -106,44 +115,119 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
         # Where the cache is filled or moves, nobody knows what later blocks read.
         if self._fills:
             return FILLS
-        if self.prefixes is None:
+        if not self._shift and self.prefixes is None:
             return NOT_READ
         return super().no_graphs()
 
-    def beside(
+    def inputs(
         self, block: torch.nn.Module, positional: tuple, arguments: dict[str, Any]
-    ) -> Prefix | Verdict | None:
+    ) -> BlockInputs | Verdict | None:
         if positional or arguments.keys() != ARGUMENTS:
             return OTHER_ARGUMENTS
-        if before := arguments["prefix_len"]:
-            self._fills = before == arguments["x"].shape[1]
-            return None if self._fills else NO_PREFIX_CACHE
-        prefix = self.prefix_of(arguments)
-        if prefix is None:
-            return NO_PREFIX_CACHE
         self._options, self._block = arguments["transformer_options"], block
+        self._shift, bound = 0, self._segments_of(arguments)
+        if bound is None:
+            return super().inputs(block, positional, arguments)
         comfy.ops.run_every_op()
-        return prefix
+        (x, mod, pe), before = map(arguments.get, ("x", "mod", "pe")), arguments["prefix_len"]
+        batch, rows, _ = x.shape
+        self._fills, self._shift = before == rows, before % rows
+        tokens, segments = Tokens(batch, 0, rows, rows - before), bound.pop("segments")
+        make = partial(self.new_step, tokens, x, pe, segments)
+        step = self.kept_step((pe,), (tokens, x.dtype, segments), make)
+        if self._fills:
+            step = step._replace(keep=partial(self._keep, **bound))
+        patches, replaced = (self._options.get(it, {}) for it in ("patches", "patches_replace"))
+        self._watched = bool(patches.get("single_block") or replaced.get("dit"))
+        if self._made is not None and x is self._made[0]:
+            image, self._given = self._made[1], None
+        else:
+            image = self._turned(x, -1)
+            self._given = None if self._watched else (x, image)
+        return BlockInputs(image[:, :0], image, mod, step, self._watched)
+
+    def _turned(self, x: torch.Tensor, way: int) -> torch.Tensor:
+        """Has the image's rows first, or last again."""
+        return x.roll(way * self._shift, 1) if self._shift else x
+
+    def _keep(self, keys: torch.Tensor, values: torch.Tensor, cache: Any, block_index: int) -> None:
+        if self._block is not self._put:
+            cache.put(block_index, torch.stack([keys, values], 1))
+
+    def output(self, streams: Streams) -> torch.Tensor:
+        image = super().output(streams)
+        if not self._shift:
+            return image
+        if self._given is not None and image is self._given[1]:  # of a graph, but the last block's
+            return self._given[0]
+        x = self._turned(image, 1)
+        self._made = None if self._watched else (x, image)
+        return x
+
+    def host_block(self, block: torch.nn.Module, arguments: dict[str, Any]) -> Streams:
+        text, image = super().host_block(block, arguments)
+        self._put = block
+        return text, self._turned(image, -1)
+
+    def unchanged(
+        self,
+        index: int,
+        positional: tuple,
+        arguments: dict[str, Any],
+        inputs: tuple[torch.Tensor, torch.Tensor, object],
+    ) -> bool:
+        if not self._shift:
+            return super().unchanged(index, positional, arguments, inputs)
+        same = arguments.get("x") is self._given[0] and arguments.get("mod") is inputs[2]
+        return not positional and same and self._segments_of(arguments) is not None
+
+    def beside(
+        self, block: torch.nn.Module, positional: tuple, arguments: dict[str, Any]
+    ) -> Prefix | Verdict:
+        comfy.ops.run_every_op()
+        return self.prefix_of(arguments) or OTHER_ARGUMENTS
 
     def prefix_of(self, arguments: dict[str, Any]) -> Prefix | None:
         """Reads what ComfyUI's `prefix_cached_attention` has bound; None of others."""
         # Calling it would join them with those of the image in new tensors.
-        attend = arguments["attn_fn"]
-        code = getattr(attend, "__code__", None)
-        if code is None or not attend.__qualname__.startswith("prefix_cached_attention."):
+        bound = _bound(arguments["attn_fn"], "prefix_cached_attention")
+        if not {"prefix_k", "prefix_v"} <= bound.keys() or arguments["prefix_len"]:
             return None
-        bound = dict(zip(code.co_freevars, attend.__closure__, strict=True))
-        if not {"prefix_k", "prefix_v"} <= bound.keys():
+        return Prefix(bound["prefix_k"], bound["prefix_v"])
+
+    def _segments_of(self, arguments: dict[str, Any]) -> dict[str, Any] | None:
+        """Reads what ComfyUI's `block_causal_attention` has bound: the segments, those of the image
+        first, and the cache with the place to fill; None of others.
+        """
+        bound = _bound(arguments["attn_fn"], "block_causal_attention")
+        before, rows = arguments["prefix_len"], arguments["x"].shape[1]
+        known = {"segments", "cache", "block_index"} <= bound.keys()
+        if not (known and before and (bound["cache"] is not None) == (before == rows)):
             return None
-        return Prefix(bound["prefix_k"].cell_contents, bound["prefix_v"].cell_contents)
+        image, places = rows - before, []
+        for start, stop, mask in bound["segments"]:
+            if start == before:
+                places.insert(0, Segment(0, image, 0, rows, mask is not None))
+            else:
+                places.append(
+                    Segment(start + image, stop + image, image, stop + image, mask is not None)
+                )
+        return {
+            "segments": tuple(places),
+            "cache": bound["cache"],
+            "block_index": bound["block_index"],
+        }
 
     def new_step(self, tokens: Tokens, image: torch.Tensor, *shared: Any) -> Step:
-        return Step(tokens, rotary_of(shared[0].transpose(1, 2)), None)
+        pe, *segments = shared
+        rotary = rotary_of(pe.transpose(1, 2))
+        rotary = Rotary(*(self._turned(part, -1) for part in rotary))
+        return Step(tokens, rotary, None, segments=segments[0] if segments else ())
 
     @property
     def prefixes(self) -> Sequence[Prefix] | None:
         """Of ComfyUI's prefix cache, where it lies on the card as it is read."""
-        cache = self.owner.diffusion_model.prefix_cache
+        cache = None if self._shift else self.owner.diffusion_model.prefix_cache
         try:
             # A pack may call the transformer with several prompts, each of which has a slot.
             if self._slot is cache.slot and self._prefixes is not None:
@@ -158,7 +242,18 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
 
     def parts_of(self, embedding: Any) -> Sequence[torch.Tensor]:
         """Reads ComfyUI's (zero, target) of each; of the gates it gives tanh."""
-        return [target.squeeze(1) for _, target in embedding[:4]]
+        return [
+            torch.cat([target, zero.expand_as(target)]).squeeze(1) for zero, target in embedding[:4]
+        ]
+
+
+def _bound(attend: Any, maker: str) -> dict[str, Any]:
+    """Reads what a function of ComfyUI has bound in the one that it gives; nothing of others."""
+    code = getattr(attend, "__code__", None)
+    if code is None or not attend.__qualname__.startswith(f"{maker}."):
+        return {}
+    cells = (cell.cell_contents for cell in attend.__closure__)
+    return dict(zip(code.co_freevars, cells, strict=True))
 
 
 def _shape_21(transformer: torch.nn.Module) -> QwenImage21Shape:

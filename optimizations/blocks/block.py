@@ -10,7 +10,7 @@ ComfyUI 44 of the 170 ms of a pass are memory traffic between the GEMMs (H200, 1
 - The GELU is in the GEMM's epilogue, or in the quantizer of what follows.
 
 A block of Qwen-Image-2.1 is run as one whose text has no rows: without shift and bias, with SwiGLU,
-and beside the host's cached keys and values of the text and the references.
+and beside cached keys and values of text and references, or with their rows behind the image's.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from ..fused import Ops
 from ..linear import Gemm
 from ..modulation import Entry
 from ..reference import Modulation, QKNorm, Rotary, Tokens
+from .attend import Attend, Segment, attend_segments
 from .block_form import DENSE, BlockForm, LayerForm, LowRank, heads_of, part_of
 from .products import Operand, PackedOperand, PackedWeight, Share, merged_product, streams_of
 from .workspace import Prefix, Program, Workspace
@@ -113,10 +114,6 @@ class Layers(Protocol):
         """The GEMM of weights in "fp8" or "int8"."""
 
 
-# (q, k, v, mask) -> (batch, joint, heads * head_dim) of q, k, v (batch, joint, heads, head_dim)
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]
-
-
 class Step(NamedTuple):
     """What every block of one forward pass shares.
 
@@ -126,12 +123,16 @@ class Step(NamedTuple):
         mask: Added to the scores, (batch, 1, 1, joint) in the activations' dtype, or None; of the
             prefix too.
         prefix: What the block's attention reads besides; of this block alone.
+        segments: Which tokens read which; empty where all read all.
+        keep: Takes keys and values for the host to keep, as those of a `Prefix`; of this block.
     """
 
     tokens: Tokens
     rotary: Rotary
     mask: torch.Tensor | None
     prefix: Prefix | None = None
+    segments: tuple[Segment, ...] = ()
+    keep: Callable[[torch.Tensor, torch.Tensor], None] | None = None
 
     @property
     def before(self) -> int:
@@ -205,11 +206,11 @@ class BlockExecutor:
     ) -> None:
         self._layers = layers
         self._attend = attend
-        self._attention_form = form
+        self._attention_form = form or (lambda *_: None)
         self._workspace = workspace or Workspace(ops)
         self._held = known is not None
         self._blocks = {} if known is None else known
-        self._programs: dict[int, Program] = {}  # by the form's id
+        self._programs: dict[tuple[int, Share], Program] = {}  # by the form's id
         self._carried: _Carried | None = None
         self._beside: torch.cuda.Stream | None = None  # where the text's products run
 
@@ -300,10 +301,10 @@ class BlockExecutor:
         while True:
             changes = self._workspace.changes
             for wanted in (form, after):
-                if id(wanted) not in programs:
-                    programs[id(wanted)] = self._workspace.program(wanted, share, x)
+                if (id(wanted), share) not in programs:
+                    programs[id(wanted), share] = self._workspace.program(wanted, share, x)
             if changes == self._workspace.changes:
-                return programs[id(form)], programs[id(after)]
+                return programs[id(form), share], programs[id(after), share]
             programs.clear()
 
     def go_to_last(
@@ -319,12 +320,14 @@ class BlockExecutor:
         if step.prefix is not None:
             program.place(step.prefix)
         norms = here.norms or self._norms(here.modules, x)
-        form = self._attention_form and self._attention_form(program.heads[1], step.mask)
+        form = None if step.segments else self._attention_form(program.heads[1], step.mask)
         if form:
             program.mix(program.attend(form, norms, step.rotary, step.mask))
         else:
             program.rotate(norms, step.rotary)
-            program.mix(self._attend(*program.heads, step.mask))
+            if step.keep is not None:
+                step.keep(*program.heads[1:])
+            program.mix(attend_segments(self._attend, *program.heads, step.mask, step.segments))
         self._multiply(program, here, 6, 8)
         program.middle(x, attention, mlp)
         self._multiply(program, here, 8, 10)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import is_
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -100,7 +101,7 @@ class HostPass:
     additions: Sequence[torch.Tensor | None]
     prefixes: Sequence[Prefix] | None = None
     steps: int | None
-    _kept: tuple[tuple, Any, Step | None] = (), None, None
+    _kept: Mapping[Hashable, tuple[tuple, Step]] = MappingProxyType({})
 
     def fallback(self) -> Verdict | None:
         """Why the host's own blocks run in this pass; None when the executor's do."""
@@ -166,18 +167,18 @@ class HostPass:
         """The block's own forward with the host's own attention."""
         raise NotImplementedError
 
-    def kept_step(self, given: tuple, form: Any, make: Callable[[], Step]) -> Step:
+    def kept_step(self, given: tuple, form: Hashable, make: Callable[[], Step]) -> Step:
         """Makes what the blocks of a pass share once, as long as the host gives them the same.
 
         Args:
             given: The host's objects that it is made of.
             form: What else it is made of, which may be equal and another object.
         """
-        known, known_form, step = self._kept
-        if step is None or form != known_form or not all(map(is_, given, known)):
+        known, step = self._kept.get(form, ((), None))
+        if step is None or not all(map(is_, given, known)):
             with self.lasting():
                 step = make()
-            self._kept = given, form, step
+            self._kept = {**self._kept, form: (given, step)}
         return step
 
 
@@ -193,8 +194,8 @@ class PrefixedStream(HostPass):
 
     A host gives `beside`, which finds the prefix of a block's call as `HostPass.inputs` does its
     inputs; `prefix_of` its arguments, or None; `new_step` for tokens, image and the arguments named
-    in `shared`; and `parts_of` the embedding: scale and gate of attention, then of the MLP, each
-    (1 or batch, D).
+    in `shared`; and `parts_of` the embedding: scale and gate of attention, then of the MLP, as
+    `shared_entry` takes them.
     """
 
     shared: tuple[str, ...]

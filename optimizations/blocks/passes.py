@@ -20,7 +20,8 @@ from ..attention import Attention, AttentionRequest, ChosenAttention
 from ..cards.team import Given, Team
 from ..modulation import Entry, compute_entry
 from ..reference import Modulation
-from .block import Attend, BlockExecutor
+from .attend import Attend, attend_masked
+from .block import BlockExecutor
 from .block_form import heads_of
 from .graphs import FIRST, LAST_PART, Inputs, PassGraph, PassMemory, Seen, Work
 from .host import BlockInputs, HostPass, PreparedModel, Streams, is_finite
@@ -74,6 +75,8 @@ class ForwardPass:
         self._looked = False  # at the functions that the host's blocks call
         self._changed: Verdict | None = None  # what another extension has changed
         self._watch: _Watch | None = None
+        self._first: int | None = None  # block that ran fused
+        self._keys = 0  # of the tokens that see all others; none where the host keeps them
         self.fused = 0
 
     @contextmanager
@@ -132,8 +135,11 @@ class ForwardPass:
         following = None
         if clear and index + 1 < len(unsupported) and not unsupported[index + 1]:
             following = self._host.blocks[index + 1], self._entry.of(index + 1)[0]
-        self.fused += 1
-        if self.fused > 1 or not check.wanted(step):
+        counted = step.keep is None  # else the host calls the block once more
+        self.fused += counted
+        self._keys = step.before + step.tokens.joint if counted else 0
+        self._first = index if self._first is None else self._first
+        if index != self._first or not check.wanted(step):
             result = self._executor.run(block, text, image, step, halves, following)
             if self._watch is not None:
                 self._watch.after(index)
@@ -149,8 +155,8 @@ class ForwardPass:
         else:
             if not check.failed:
                 return result
-        self.fused -= 1
-        self._fall_back(check.failed, 1)
+        self.fused -= counted
+        self._fall_back(check.failed, int(counted))
         return expected
 
     def _look(self, index: int) -> Verdict | None:
@@ -200,8 +206,11 @@ class ForwardPass:
         attention = self._host.attention
         if attention is None:
             return self._host.host_attend(q, k, v, mask)
+        if mask is not None and mask.shape[2] > 1:
+            return attend_masked(q, k, v, mask)
         out = self._choice(attention, AttentionRequest.of, q, mask)(q, k, v, mask)
-        attention.look(q, k, v, mask, out)
+        if k.shape[1] == self._keys:
+            attention.look(q, k, v, mask, out)
         return out
 
     def _form(self, k: torch.Tensor, mask: torch.Tensor | None) -> str | None:
@@ -321,7 +330,7 @@ class ForwardPass:
         chosen = self._choice(self._host.attention, AttentionRequest, *request)
         cos, prefix = step.rotary.cos, step.prefix and step.prefix.keys.data_ptr()
         mask = None if step.mask is None else (step.mask.shape, step.mask.stride())
-        form = tokens, text.dtype, cos.shape, cos.dtype, mask, prefix, step.before
+        form = tokens, text.dtype, cos.shape, cos.dtype, mask, prefix, step.before, step.segments
         return (*form, entry.image.shape, entry.text.shape, entry.image.dtype, chosen)
 
     def _graph(

@@ -315,9 +315,11 @@ def test_halves_beside_a_quantized_weight_keep_their_ranks():
 
 
 @newer
+@pytest.mark.parametrize("cache", ["gpu", "cpu", "off"])
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
-def test_the_executor_computes_halves_beside(precision):
+def test_the_executor_computes_halves_beside(precision, cache):
     model = model_21() if precision == "fp32" else load_model(write_21(change=in_bf16), "int8")[0]
+    model.model_options["transformer_options"]["qwen_image21_cache"] = {"device": cache}
     patched = with_lora(model, lora(OF_21, rank=3), "bypass", applied=3)
     fast = optimize(patched)
     assert distance(paint(fast), paint(patched)) < (1e-5 if precision == "fp32" else 0.02)

@@ -1,6 +1,10 @@
-"""Qwen-Image-2.1 in ComfyUI: its blocks run fused beside ComfyUI's prefix cache."""
+"""Qwen-Image-2.1 in ComfyUI: its blocks run fused beside ComfyUI's prefix cache, as they fill it,
+and without it.
+"""
 
 import comfy.model_base
+import comfy.model_patcher
+import comfy.ops
 import comfy.sample
 import comfy.sd
 import pytest
@@ -13,12 +17,17 @@ from qwen_l40s.caches import forget
 from qwen_l40s.hosts.comfyui import qwen_image
 from qwen_l40s.hosts.comfyui.sample.attention import SLOT
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of
+from qwen_l40s.optimizations.blocks import passes
+from qwen_l40s.optimizations.blocks.products import streams_of
 
 pytestmark = [
     pytest.mark.usefixtures("inference_mode"),
     pytest.mark.host_has("comfy.model_base.QwenImage21"),
 ]
 EMPTY = torch.zeros(1, 64, 8, 8)
+REFERENCE = {"references": [random(1, 64, 4, 6)], "image_slots": [3]}
+TWO = {"references": [random(1, 64, 4, 6), random(1, 64, 2, 2)], "image_slots": [0, 3]}
+HOW = ({}, {"cfg": 3.0}, {"batch": 2}, REFERENCE, TWO | {"batch": 2})
 
 
 def sample(model, steps=3, cfg=1.0, batch=1, references=(), **more):
@@ -38,12 +47,7 @@ def close(ours, theirs):
 @pytest.mark.parametrize("fused_mlp", [True, False])
 def test_the_blocks_run_fused_with_comfyuis_prefix_cache_on(fused_mlp):
     model = model_21(fused_mlp)
-    for how in (
-        {},
-        {"cfg": 3.0},
-        {"batch": 2},
-        {"references": [random(1, 64, 4, 6)], "image_slots": [3]},
-    ):
+    for how in HOW:
         expected = sample(model, **how)
         optimized = optimize(model)
         assert close(sample(optimized, **how), expected)
@@ -65,16 +69,16 @@ def test_what_a_graph_would_read_is_what_the_blocks_are_given(monkeypatch):
 
     def inputs(self, block, positional, arguments):
         given = own(self, block, positional, arguments)
-        if given is not None:
-            index = self.blocks.index(block)
-            found.append((index, self.prefixes, given.step.prefix, self.no_graphs()))
+        index = self.blocks.index(block)
+        found.append((index, self.prefixes, given.step.prefix, self.no_graphs()))
         return given
 
     monkeypatch.setattr(qwen_image.PrefixedComfyPass, "inputs", inputs)
     sample(optimize(model_21()), cfg=3.0)
-    assert [filling for *_, filling in found[:2]] == [qwen_image.FILLS] * 2
-    # The first step of each prompt fills the cache; the rest read it.
-    for index, prefixes, prefix, refusal in found[4:]:
+    # The first step of each prompt fills the cache, block by block; the rest read it.
+    assert [filling for *_, filling in found[:8]] == [qwen_image.FILLS] * 8
+    assert [prefix is None for _, _, prefix, _ in found[:8]] == [True, False] * 4
+    for index, prefixes, prefix, refusal in found[8:]:
         assert refusal is None
         assert prefixes[index].keys.data_ptr() == prefix.keys.data_ptr()
         assert prefixes[index].values.data_ptr() == prefix.values.data_ptr()
@@ -87,12 +91,174 @@ def test_what_a_graph_would_read_is_what_the_blocks_are_given(monkeypatch):
     assert found[-1][3] == qwen_image.NOT_READ
 
 
-def test_without_the_cache_comfyuis_blocks_run():
-    model = model_21()
+@pytest.fixture
+def given(monkeypatch):
+    """What the fused blocks were given."""
+    found, own = [], qwen_image.PrefixedComfyPass.inputs
+
+    def inputs(self, *call):
+        found.append(own(self, *call))
+        return found[-1]
+
+    monkeypatch.setattr(qwen_image.PrefixedComfyPass, "inputs", inputs)
+    return found
+
+
+def segments(step):
+    """{name: (rows that it has in ComfyUI's order, keys that it reads, whether it is causal)}"""
+    tokens, names, found = step.tokens, {True: "text", False: "reference"}, {}
+    image = tokens.zero_from
+    for start, stop, first, last, causal in step.segments:
+        if stop <= image:
+            found["image"] = start + tokens.image - image, last - first, causal
+        else:
+            assert first == image
+            found[f"{names[causal]} at {start - image}"] = stop - start, last - first, causal
+    return found
+
+
+def test_the_segments_are_comfyuis(given):
+    """Text reads what is before it, a reference all up to its own end, the image everything."""
+    model = without_cache(model_21())
+    sample(optimize(model), steps=1)
+    assert segments(given[0].step) == {"image": (7, 71, False), "text at 0": (7, 7, True)}
+    sample(optimize(model), steps=1, **REFERENCE)
+    assert segments(given[-1].step) == {
+        "image": (31, 95, False),
+        "text at 0": (3, 3, True),
+        "reference at 3": (24, 27, False),
+        "text at 27": (4, 31, True),
+    }
+    sample(optimize(model_21()), steps=1, **TWO)
+    filling, reading = (it.step for it in given[-2:])
+    assert segments(filling) == {
+        "reference at 0": (24, 24, False),
+        "text at 24": (3, 27, True),
+        "reference at 27": (4, 31, False),
+        "text at 31": (4, 35, True),
+    }
+    assert reading.segments == () and reading.before == 35
+
+
+def without_cache(model):
     model.model_options["transformer_options"]["qwen_image21_cache"] = {"device": "off"}
-    optimized = optimize(model)
-    assert torch.equal(sample(optimized), sample(model))
-    assert "ComfyUI's prefix cache is off" in report_of(optimized)
+    return model
+
+
+def no_memory(model, monkeypatch):
+    kind = type(model.model.diffusion_model)
+    monkeypatch.setattr(kind, "select_prefix_cache", lambda *given: (None, False))
+    return model
+
+
+@pytest.mark.parametrize("fused_mlp", [True, False])
+@pytest.mark.parametrize("how", HOW)
+def test_without_the_cache_whole_rows_run_fused(fused_mlp, how, monkeypatch):
+    expected = None
+    for model in (without_cache(model_21(fused_mlp)), no_memory(model_21(fused_mlp), monkeypatch)):
+        expected = sample(model, **how) if expected is None else expected
+        optimized = optimize(model)
+        assert close(sample(optimized, **how), expected)
+        passes = 6 if how.get("cfg") else 3
+        report = report_of(optimized)
+        assert f"blocks: fused, {2 * passes} of {2 * passes} in {passes} forward passes" in report
+        assert torch.equal(sample(model, **how), expected)
+
+
+def test_a_graph_of_whole_rows_is_handed_over(monkeypatch):
+    """What replays all blocks at once, here on the processor."""
+    handed = []
+
+    def replay(self, given, clear):
+        _, image, step, entry = given
+        if self._not_at_once(clear) or self._prepared.check.wanted(step):
+            return False
+        x = image.reshape(-1, image.shape[-1]).clone()
+        self._executor.run_all(self._host.blocks, x, step, entry, None, self._host.prefixes)
+        self._hand(given, streams_of(x, step.tokens), None)
+        handed.append(step.segments)
+        return True
+
+    monkeypatch.setattr(passes.ForwardPass, "_replay", replay)
+    model = without_cache(model_21())
+    for how in ({}, TWO | {"batch": 2}):
+        expected = sample(model, **how)
+        handed.clear()
+        optimized = optimize(model)
+        assert close(sample(optimized, **how), expected)
+        assert len(handed) == 2 and all(handed)
+        assert "fused, 6 of 6 in 3 forward passes" in report_of(optimized)
+
+
+def hooked(model, name, hook):
+    patched = model.clone()
+    if name == "replaced":
+        patched.set_model_patch_replace(hook, "dit", "single_block", 1)
+    else:
+        patched.set_model_patch(hook, name)
+    return patched
+
+
+def halved(given):
+    given["img"].mul_(0.5)
+    return given
+
+
+HOOKS = {
+    "looks": ("replaced", lambda args, more: more["original_block"](args)),
+    "skips": ("replaced", lambda args, more: args),  # as SkipLayerGuidance
+    "changes": ("replaced", lambda args, more: halved(more["original_block"](args))),
+    "writes between": ("single_block", halved),
+    "writes before": ("post_input", halved),
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.parametrize("how", [REFERENCE, TWO | {"batch": 2}])
+def test_what_is_hooked_into_blocks_is_heard(name, how):
+    model = model_21()
+    patched = hooked(model, *HOOKS[name])
+    expected = sample(patched, **how)
+    assert close(expected, sample(model, **how)) == (name == "looks")
+    optimized = optimize(patched)
+    assert close(sample(optimized, **how), expected)
+    run = 3 if name == "skips" else 6
+    assert f"blocks: fused, {run} of {run} in 3 forward passes" in report_of(optimized)
+
+
+def test_attention_that_is_patched_runs_comfyuis_blocks():
+    patched = model_21()
+    patched.set_model_attn1_patch(lambda q, k, v, **rest: {"q": q * 0.5})
+    optimized = optimize(patched)
+    assert torch.equal(sample(optimized), sample(patched))
+    assert "another node changes what attention reads (attn1_patch)" in report_of(optimized)
+
+
+def test_a_fun_controlnet_runs_beside_fused_blocks():
+    """ComfyUI's own control blocks; outside of its range of sigmas the cache is on again."""
+    from comfy.ldm.qwen_image21.model import QwenImage21FunControl
+    from comfy_extras.nodes_model_patch import QwenImage21FunControlPatch
+
+    control = QwenImage21FunControl(1, 129, 256, operations=comfy.ops.disable_weight_init)
+    for i, weight in enumerate(control.parameters()):
+        weight.copy_(random(*weight.shape) if weight.dim() > 1 else torch.full_like(weight, i % 2))
+    model, cpu = model_21(), torch.device("cpu")
+    control = comfy.model_patcher.ModelPatcher(control, cpu, cpu)
+
+    def controlled(until):
+        patch = QwenImage21FunControlPatch(control, None, None, 1.0, sigma_range=(2.0, until))
+        patch.control = random(1, 129, 8, 8)  # which a VAE would make
+        patched = model.clone()
+        patch.register(patched)
+        return patched
+
+    for until in (0.0, 0.9):
+        for how in ({}, REFERENCE):
+            expected = sample(controlled(until), **how)
+            assert not close(expected, sample(model, **how))
+            optimized = optimize(controlled(until))
+            assert close(sample(optimized, **how), expected)
+            assert "blocks: fused, 6 of 6 in 3 forward passes" in report_of(optimized)
 
 
 def test_a_comfyui_whose_model_has_no_inner_forward_runs_its_own_blocks(monkeypatch):
