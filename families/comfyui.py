@@ -37,6 +37,9 @@ class ModelKind:
         timestep_zero: Tells whether a transformer has its references modulated as at timestep zero.
         embed: Makes (transformer, timestep, like, additional_t_cond) what its blocks' modulation is
             made of; None where all blocks share one.
+        add_negative: Adds a `sample.nag.NegativePrompt` to a call of a transformer; None where that
+            is unknown. Takes the transformer, its arguments by name, the prompt, the `nag.Guidance`
+            and what is kept in a run, and gives the arguments that change.
     """
 
     family: Family
@@ -49,6 +52,7 @@ class ModelKind:
     passes: type
     timestep_zero: Callable[[torch.nn.Module], bool] = lambda transformer: False
     embed: Callable[..., torch.Tensor] | None = None
+    add_negative: Callable[..., dict[str, Any]] | None = None
 
     def holds(self, transformer: object) -> bool:
         """Tells whether a transformer is of the class, by its name: nobody has made one of it."""

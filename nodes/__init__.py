@@ -11,6 +11,7 @@ from .advise import QwenL40SAdviseGPU
 from .estimate import QwenL40SEstimateVRAM, QwenL40SReport
 from .loaders import QwenL40SLoad, QwenL40SLoadModel, QwenL40SLoadTextEncoder, QwenL40SLoadVAE
 from .lora import QwenL40SLoadLora
+from .nag import QwenL40SNAG
 from .optimize import QwenL40SCFGNorm, QwenL40SOptimize, QwenL40SSplitCards
 from .save import QwenL40SSaveImage, QwenL40SSaveQuantized
 from .sigmas import QwenL40SSigmas
@@ -29,6 +30,7 @@ NODES: list[type[io.ComfyNode]] = [
     QwenL40SSplitCards,
     QwenL40SCFGNorm,
     QwenL40SStepCache,
+    QwenL40SNAG,
     QwenL40SSigmas,
     QwenL40SVAEDecode,
     QwenL40SVAEEncode,

@@ -35,6 +35,7 @@ HOOKS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "WrappersMP.PREDICT_NOISE": (),
         "WrappersMP.CALC_COND_BATCH": (),
         "WrappersMP.APPLY_MODEL": (),
+        "WrappersMP.DIFFUSION_MODEL": (),
         "CallbacksMP.ON_DETACH": (),
         "add_wrapper_with_key": (
             *("wrapper_type", "key", "wrapper", "transformer_options", "is_model_options"),
@@ -129,6 +130,7 @@ HOOKS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "comfy.utils": {
         "get_attr": ("obj", "attr"),
         "load_torch_file": ("ckpt", "safe_load", "return_metadata"),
+        "repeat_to_batch_size": ("tensor", "batch_size"),
     },
 }
 

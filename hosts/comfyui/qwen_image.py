@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from importlib import import_module
 from operator import attrgetter
 from typing import Any
 
@@ -12,6 +13,7 @@ import comfy.ops
 import comfy.supported_models
 import torch
 from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
+from comfy.utils import repeat_to_batch_size
 
 from ...caches import cached
 from ...families.comfyui import ModelKind
@@ -21,9 +23,11 @@ from ...optimizations.blocks.attend import Segment
 from ...optimizations.blocks.block import Step
 from ...optimizations.blocks.host import BlockInputs, PrefixedStream, Streams
 from ...optimizations.blocks.workspace import Prefix
+from ...optimizations.nag import Guidance, JointGuidance, PrefixGuidance
 from ...optimizations.reference import Rotary, Tokens
 from ...verdict import Verdict
 from . import contract
+from .sample.attention import SLOT, GuidedAttention
 from .sample.forward import OTHER_ARGUMENTS, ComfyPass, rotary_of
 
 TIMESTEP_ZERO = "index_timestep_zero"  # how Edit-2511 has its references modulated
@@ -48,6 +52,43 @@ def _shape(transformer: QwenImageTransformer2DModel) -> QwenImageShape:
     )
 
 
+def _join_negative(
+    transformer: Any, given: dict, negative: Any, guidance: Guidance, kept: dict
+) -> dict[str, Any]:
+    """Puts a negative prompt behind the prompt, at the same places of the rotation."""
+    context, options, mask = map(given.get, ("context", "transformer_options", "attention_mask"))
+    text = repeat_to_batch_size(negative.text.to(context), len(context))
+    joint = JointGuidance(guidance, context.shape[1], text.shape[1])
+    if mask is not None or negative.mask is not None:
+        mask = torch.cat([_mask(mask, context), _mask(negative.mask, text)], 1)
+    slot = GuidedAttention(options.get(SLOT), lambda block: joint)
+    patches = options.get("patches", {})
+    post_input = *patches.get("post_input", ()), partial(_place_negative, text.shape[1])
+    patches = {**patches, "post_input": list(post_input)}
+    return {
+        "context": torch.cat([context, text], 1),
+        "attention_mask": mask,
+        "transformer_options": {**options, SLOT: slot, "patches": patches},
+    }
+
+
+def _mask(mask: torch.Tensor | None, text: torch.Tensor) -> torch.Tensor:
+    """As ComfyUI adds it to the scores, (batch, tokens)."""
+    if mask is None:
+        return text.new_zeros(text.shape[:2])
+    mask = repeat_to_batch_size(mask.to(text.device), len(text))
+    if not mask.is_floating_point():
+        mask = (mask.to(text.dtype) - 1) * torch.finfo(text.dtype).max
+    return mask.to(text.dtype)
+
+
+def _place_negative(tokens: int, given: dict[str, Any]) -> dict[str, Any]:
+    ids = given["txt_ids"].clone()
+    places = torch.arange(tokens, device=ids.device, dtype=ids.dtype)
+    ids[:, -tokens:] = ids[:, :1] + places[:, None]
+    return {**given, "txt_ids": ids}
+
+
 KIND = ModelKind(
     family=QWEN_IMAGE,
     base=comfy.model_base.QwenImage,
@@ -59,6 +100,7 @@ KIND = ModelKind(
     timestep_zero=lambda transformer: transformer.default_ref_method == TIMESTEP_ZERO,
     passes=ComfyPass,
     embed=lambda transformer, *given: transformer.time_text_embed(*given),
+    add_negative=_join_negative,
 )
 
 
@@ -69,6 +111,8 @@ CODE = QWEN_IMAGE_21.comfyui_code
 BLOCK_ARGUMENTS = ("x", "mod", "pe", "attn_fn", "prefix_len", "transformer_options")
 ARGUMENTS = set(BLOCK_ARGUMENTS)
 FILLS = Verdict("ComfyUI fills its prefix cache")
+WHOLE = Verdict("text, references and image run together, without ComfyUI's prefix cache")
+GUIDED = Verdict("a negative prompt guides attention")
 NOT_READ = Verdict("ComfyUI's prefix cache is in host memory or in 8 or 4 bits")
 OTHER_MODEL = Verdict("this ComfyUI calls its Qwen-Image-2.1 in a way that is unknown here")
 
@@ -98,12 +142,8 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.peers = ()  # other cards have no part in a pass
-        self._fills = False
+        self._fills = self._guided = False
         self._shift = 0  # rows before those of the image, where both are given
-        # ComfyUI's tensor and the executor's with the same rows: of the input, of the last output.
-        self._watched = False
-        self._given: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._made: tuple[torch.Tensor, torch.Tensor] | None = None
         self._put: torch.nn.Module | None = None  # whose keys ComfyUI's own block has put away
         self._slot: Any = None  # of the prefix cache
         self._prefixes: Sequence[Prefix] | None = None
@@ -115,7 +155,11 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
         # Where the cache is filled or moves, nobody knows what later blocks read.
         if self._fills:
             return FILLS
-        if not self._shift and self.prefixes is None:
+        if self._guided:
+            return GUIDED
+        if self._shift:
+            return WHOLE
+        if self.prefixes is None:
             return NOT_READ
         return super().no_graphs()
 
@@ -127,7 +171,10 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
         self._options, self._block = arguments["transformer_options"], block
         self._shift, bound = 0, self._segments_of(arguments)
         if bound is None:
-            return super().inputs(block, positional, arguments)
+            found = super().inputs(block, positional, arguments)
+            if isinstance(found, BlockInputs):
+                found = found._replace(step=self.guided(found.step))
+            return found
         comfy.ops.run_every_op()
         (x, mod, pe), before = map(arguments.get, ("x", "mod", "pe")), arguments["prefix_len"]
         batch, rows, _ = x.shape
@@ -138,13 +185,16 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
         if self._fills:
             step = step._replace(keep=partial(self._keep, **bound))
         patches, replaced = (self._options.get(it, {}) for it in ("patches", "patches_replace"))
-        self._watched = bool(patches.get("single_block") or replaced.get("dit"))
-        if self._made is not None and x is self._made[0]:
-            image, self._given = self._made[1], None
-        else:
-            image = self._turned(x, -1)
-            self._given = None if self._watched else (x, image)
-        return BlockInputs(image[:, :0], image, mod, step, self._watched)
+        watched = bool(patches.get("single_block") or replaced.get("dit"))
+        image = self._turned(x, -1)
+        return BlockInputs(image[:, :0], image, mod, self.guided(step), watched)
+
+    def guided(self, step: Step) -> Step:
+        step = super().guided(step)
+        self._guided = step.guidance is not None
+        if self._guided and self._shift:
+            step = step._replace(guidance=step.guidance._replace(first=True))
+        return step
 
     def _turned(self, x: torch.Tensor, way: int) -> torch.Tensor:
         """Has the image's rows first, or last again."""
@@ -155,31 +205,14 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
             cache.put(block_index, torch.stack([keys, values], 1))
 
     def output(self, streams: Streams) -> torch.Tensor:
-        image = super().output(streams)
-        if not self._shift:
-            return image
-        if self._given is not None and image is self._given[1]:  # of a graph, but the last block's
-            return self._given[0]
-        x = self._turned(image, 1)
-        self._made = None if self._watched else (x, image)
-        return x
+        return self._turned(super().output(streams), 1)
 
     def host_block(self, block: torch.nn.Module, arguments: dict[str, Any]) -> Streams:
+        if isinstance(slot := self._options.get(SLOT), GuidedAttention):
+            slot.last = None  # the block that is compared is guided, too
         text, image = super().host_block(block, arguments)
         self._put = block
         return text, self._turned(image, -1)
-
-    def unchanged(
-        self,
-        index: int,
-        positional: tuple,
-        arguments: dict[str, Any],
-        inputs: tuple[torch.Tensor, torch.Tensor, object],
-    ) -> bool:
-        if not self._shift:
-            return super().unchanged(index, positional, arguments, inputs)
-        same = arguments.get("x") is self._given[0] and arguments.get("mod") is inputs[2]
-        return not positional and same and self._segments_of(arguments) is not None
 
     def beside(
         self, block: torch.nn.Module, positional: tuple, arguments: dict[str, Any]
@@ -212,11 +245,8 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
                 places.append(
                     Segment(start + image, stop + image, image, stop + image, mask is not None)
                 )
-        return {
-            "segments": tuple(places),
-            "cache": bound["cache"],
-            "block_index": bound["block_index"],
-        }
+        found = {name: bound[name] for name in ("cache", "block_index")}
+        return {"segments": tuple(places), **found}
 
     def new_step(self, tokens: Tokens, image: torch.Tensor, *shared: Any) -> Step:
         pe, *segments = shared
@@ -227,7 +257,7 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
     @property
     def prefixes(self) -> Sequence[Prefix] | None:
         """Of ComfyUI's prefix cache, where it lies on the card as it is read."""
-        cache = None if self._shift else self.owner.diffusion_model.prefix_cache
+        cache = self.owner.diffusion_model.prefix_cache
         try:
             # A pack may call the transformer with several prompts, each of which has a slot.
             if self._slot is cache.slot and self._prefixes is not None:
@@ -245,6 +275,55 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
         return [
             torch.cat([target, zero.expand_as(target)]).squeeze(1) for zero, target in embedding[:4]
         ]
+
+
+class _Kept:
+    """Takes what ComfyUI's blocks put into its prefix cache."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, Prefix] = {}
+
+    def put(self, index: int, both: torch.Tensor) -> None:
+        self.blocks[index] = Prefix(*both.unbind(1))
+
+
+def _keep_negative(
+    transformer: Any, given: dict, negative: Any, guidance: Guidance, kept: dict
+) -> dict[str, Any]:
+    """Has the image read keys and values of a negative prompt, which are computed once in a run."""
+    x, context, options = map(given.get, ("x", "context", "transformer_options"))
+    form = x.shape[-2:], x.dtype, x.device
+    if form not in kept:
+        kept[form] = _prefix_of(transformer, x, negative, options)
+    blocks, image = kept[form].blocks, x.shape[-2:].numel()
+    references = sum(it.shape[-2:].numel() for it in given.get("ref_latents") or ())
+    whole = context.shape[1] + references + image
+
+    def of(block: int) -> PrefixGuidance:
+        both = (repeat_to_batch_size(part, len(x)) for part in blocks[block])
+        return PrefixGuidance(guidance, *both, image, whole)
+
+    return {"transformer_options": {**options, SLOT: GuidedAttention(options.get(SLOT), of)}}
+
+
+def _prefix_of(transformer: Any, x: torch.Tensor, negative: Any, options: dict) -> _Kept:
+    """Computes text and references as ComfyUI's forward does in the first step of a prompt."""
+    code = import_module(CODE)
+    text, options = negative.text.to(x), {**options}
+    references = [it.to(x) for it in negative.references]
+    given = x[: len(text)], text, references, list(negative.slots)
+    rows, pe, segments = transformer.build_sequence(*given)
+    before = rows.shape[1] - x.shape[-2:].numel()
+    rows, pe = rows[:, :before], pe[:, :before]
+    embedding = transformer.time_text_embed(x.new_zeros(2), x.dtype)
+    scale1, gate1, scale2, gate2 = transformer.modulation(embedding).chunk(4, -1)
+    parts = (code._split_rows(it) for it in (scale1, gate1.tanh(), scale2, gate2.tanh()))
+    mod, found = (*parts, torch.zeros_like(scale1[:1, None])), _Kept()
+    for index, block in enumerate(transformer.transformer_blocks):
+        options["block_index"] = index
+        attend = code.block_causal_attention(segments[:-1], options, found, index, before)
+        rows = block(rows, mod, pe, attend, before, options)
+    return found
 
 
 def _bound(attend: Any, maker: str) -> dict[str, Any]:
@@ -287,6 +366,7 @@ def _kind_21() -> ModelKind | None:
         takes=attrgetter("txt_in.in_layer.in_features", "img_in.in_features"),
         settings=settings_of,
         passes=PrefixedComfyPass,
+        add_negative=_keep_negative,
     )
 
 

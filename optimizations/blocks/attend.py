@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from .block import Step
 
 # (q, k, v, mask) -> (batch, queries, heads * head_dim), of q, k and v, (batch, tokens, heads,
 # head_dim), and a mask that is added to the scores, or None; a mask of (1, 1, queries, keys) in
@@ -31,40 +34,28 @@ class Segment(NamedTuple):
     causal: bool
 
 
-def attend_segments(
-    attend: Attend,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    segments: Sequence[Segment],
+def attend_parts(
+    attend: Attend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step
 ) -> torch.Tensor:
-    """Attends segment by segment, without a mask but for those that are causal.
+    """Attends with q, k and v of a block, guided and segment by segment where the step says so, and
+    without a mask but for segments that are causal.
 
     Args:
         q, k, v: (batch, tokens, heads, head_dim).
-        mask: Of all tokens; unused with segments.
-        segments: In the order of the tokens, all of them; none where all read all.
 
     Returns:
         (batch, tokens, heads * head_dim).
     """
-    if not segments:
-        return attend(q, k, v, mask)
+    if step.guidance is not None:
+        attend = partial(step.guidance.attend, attend)
+    if not step.segments:
+        return attend(q, k, v, step.mask)
     found = []
-    for start, stop, first, last, causal in segments:
+    for start, stop, first, last, causal in step.segments:
         mask = None
-        if causal:
-            queries, keys = stop - start, last - first
+        queries, keys = stop - start, last - first
+        if causal and queries > 1:
             mask = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=q.device)
             mask = mask.tril_(keys - queries)
         found.append(attend(q[:, start:stop], k[:, first:last], v[:, first:last], mask))
     return found[0] if len(found) == 1 else torch.cat(found, 1)
-
-
-def attend_masked(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
-) -> torch.Tensor:
-    """Attends as `Attend` with a mask for each query, which no backend of this package takes."""
-    q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)

@@ -28,7 +28,7 @@ from ..fused import Ops
 from ..linear import Gemm
 from ..modulation import Entry
 from ..reference import Modulation, QKNorm, Rotary, Tokens
-from .attend import Attend, Segment, attend_segments
+from .attend import Attend, Segment, attend_parts
 from .block_form import DENSE, BlockForm, LayerForm, LowRank, heads_of, part_of
 from .products import Operand, PackedOperand, PackedWeight, Share, merged_product, streams_of
 from .workspace import Prefix, Program, Workspace
@@ -125,6 +125,7 @@ class Step(NamedTuple):
         prefix: What the block's attention reads besides; of this block alone.
         segments: Which tokens read which; empty where all read all.
         keep: Takes keys and values for the host to keep, as those of a `Prefix`; of this block.
+        guidance: By a negative prompt, of `nag`; of this block.
     """
 
     tokens: Tokens
@@ -133,6 +134,7 @@ class Step(NamedTuple):
     prefix: Prefix | None = None
     segments: tuple[Segment, ...] = ()
     keep: Callable[[torch.Tensor, torch.Tensor], None] | None = None
+    guidance: Any = None
 
     @property
     def before(self) -> int:
@@ -186,8 +188,7 @@ class BlockExecutor:
 
     Args:
         layers: The host's access to layers.
-        ops: The kernels.
-        attend: The attention.
+        ops, attend: The kernels, and the attention.
         workspace: Whose buffers no other pass uses meanwhile; None for one of its own.
         known: What was found of blocks whose tensors stay where they are, by block; is added to.
             None where they may move.
@@ -226,9 +227,7 @@ class BlockExecutor:
         """One block.
 
         Args:
-            block: The host's module.
-            text: (batch, text tokens, D), any strides.
-            image: (batch, image tokens, D), any strides.
+            text, image: (batch, tokens, D), any strides.
             step: What the forward pass is about.
             halves: The modulation of attention and of the MLP.
             following: The next block and its modulation of attention, where nothing reads or
@@ -276,7 +275,6 @@ class BlockExecutor:
 
         Args:
             x: Both streams in stream order, (rows, D), contiguous.
-            entry: The modulation of the blocks.
             beside: Another stream for the text's products, which leave most of a card idle.
             prefixes: Of the blocks; None for those without.
         """
@@ -320,14 +318,16 @@ class BlockExecutor:
         if step.prefix is not None:
             program.place(step.prefix)
         norms = here.norms or self._norms(here.modules, x)
-        form = None if step.segments else self._attention_form(program.heads[1], step.mask)
+        form = None
+        if not (step.segments or step.guidance):
+            form = self._attention_form(program.heads[1], step.mask)
         if form:
             program.mix(program.attend(form, norms, step.rotary, step.mask))
         else:
             program.rotate(norms, step.rotary)
             if step.keep is not None:
                 step.keep(*program.heads[1:])
-            program.mix(attend_segments(self._attend, *program.heads, step.mask, step.segments))
+            program.mix(attend_parts(self._attend, *program.heads, step))
         self._multiply(program, here, 6, 8)
         program.middle(x, attention, mlp)
         self._multiply(program, here, 8, 10)

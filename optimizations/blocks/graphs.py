@@ -297,7 +297,8 @@ class PassMemory:
             own = Entry(torch.empty_like(entry.image), torch.empty_like(entry.text))
             rotary = Rotary(*map(torch.empty_like, step.rotary))
             mask = None if step.mask is None else torch.empty_like(step.mask)
-        return Inputs(x, own, Step(tokens, rotary, mask, segments=step.segments))
+        fixed = Step(tokens, rotary, mask, segments=step.segments, guidance=step.guidance)
+        return Inputs(x, own, fixed)
 
     def _own_pool(self) -> tuple[int, int]:
         # torch takes no pool whose graphs are all gone.

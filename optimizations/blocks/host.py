@@ -266,7 +266,7 @@ class FirstBlockCheck:
 
     def __init__(self, rounds: bool) -> None:
         self._most = ROUNDING_TOLERANCE if rounds else EXACT_TOLERANCE
-        self._passed: set[tuple[Tokens, int, bool]] = set()
+        self._passed: set[tuple] = set()
         self.failed: Verdict | None = None
         self.worst: float | None = None
 
@@ -299,8 +299,8 @@ class FirstBlockCheck:
         return True
 
 
-def _form(step: Step) -> tuple[Tokens, int, bool]:
-    return step.tokens, step.before, step.mask is not None
+def _form(step: Step) -> tuple[Tokens, int, bool, bool]:
+    return step.tokens, step.before, step.mask is not None, step.guidance is not None
 
 
 def _norms(start: torch.Tensor, ours: torch.Tensor, host: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from ..attention import Attention, AttentionRequest, ChosenAttention
 from ..cards.team import Given, Team
 from ..modulation import Entry, compute_entry
 from ..reference import Modulation
-from .attend import Attend, attend_masked
+from .attend import Attend
 from .block import BlockExecutor
 from .block_form import heads_of
 from .graphs import FIRST, LAST_PART, Inputs, PassGraph, PassMemory, Seen, Work
@@ -137,7 +137,8 @@ class ForwardPass:
             following = self._host.blocks[index + 1], self._entry.of(index + 1)[0]
         counted = step.keep is None  # else the host calls the block once more
         self.fused += counted
-        self._keys = step.before + step.tokens.joint if counted else 0
+        hidden = step.guidance.negative if step.guidance else 0
+        self._keys = step.before + step.tokens.joint - hidden if counted else 0
         self._first = index if self._first is None else self._first
         if index != self._first or not check.wanted(step):
             result = self._executor.run(block, text, image, step, halves, following)
@@ -204,10 +205,8 @@ class ForwardPass:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
         attention = self._host.attention
-        if attention is None:
+        if attention is None or (mask is not None and mask.shape[2] > 1):
             return self._host.host_attend(q, k, v, mask)
-        if mask is not None and mask.shape[2] > 1:
-            return attend_masked(q, k, v, mask)
         out = self._choice(attention, AttentionRequest.of, q, mask)(q, k, v, mask)
         if k.shape[1] == self._keys:
             attention.look(q, k, v, mask, out)
@@ -331,6 +330,7 @@ class ForwardPass:
         cos, prefix = step.rotary.cos, step.prefix and step.prefix.keys.data_ptr()
         mask = None if step.mask is None else (step.mask.shape, step.mask.stride())
         form = tokens, text.dtype, cos.shape, cos.dtype, mask, prefix, step.before, step.segments
+        form = *form, step.guidance
         return (*form, entry.image.shape, entry.text.shape, entry.image.dtype, chosen)
 
     def _graph(

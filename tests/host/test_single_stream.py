@@ -2,23 +2,21 @@
 and without it.
 """
 
+import comfy.ldm.modules.attention
 import comfy.model_base
-import comfy.model_patcher
-import comfy.ops
 import comfy.sample
 import comfy.sd
 import pytest
 import torch
 from comfy.patcher_extension import WrappersMP
-from narrow_21 import TEXT, model_21, random
+from narrow_21 import TEXT, fun_control, random
+from narrow_21 import strong_21 as model_21
 from reported_runs import reported, running
 
 from qwen_l40s.caches import forget
 from qwen_l40s.hosts.comfyui import qwen_image
 from qwen_l40s.hosts.comfyui.sample.attention import SLOT
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of
-from qwen_l40s.optimizations.blocks import passes
-from qwen_l40s.optimizations.blocks.products import streams_of
 
 pytestmark = [
     pytest.mark.usefixtures("inference_mode"),
@@ -151,6 +149,21 @@ def no_memory(model, monkeypatch):
     return model
 
 
+@pytest.mark.parametrize("how", [REFERENCE, TWO])
+def test_text_is_causal_where_comfyuis_attention_is(how):
+    """Its own on a processor adds the mask of the text to the scores, which is in bool."""
+    own = comfy.ldm.modules.attention.attention_pytorch
+    model = model_21()
+    plain = sample(model, **how)
+    model.model_options["transformer_options"][SLOT] = lambda default, *given, **more: own(
+        *given, **more
+    )
+    for made in (model, without_cache(model.clone())):
+        expected, optimized = sample(made, **how), optimize(made)
+        assert close(sample(optimized, **how), expected) and not close(expected, plain)
+        assert "blocks: fused, 6 of 6 in 3 forward passes" in report_of(optimized)
+
+
 @pytest.mark.parametrize("fused_mlp", [True, False])
 @pytest.mark.parametrize("how", HOW)
 def test_without_the_cache_whole_rows_run_fused(fused_mlp, how, monkeypatch):
@@ -165,35 +178,10 @@ def test_without_the_cache_whole_rows_run_fused(fused_mlp, how, monkeypatch):
         assert torch.equal(sample(model, **how), expected)
 
 
-def test_a_graph_of_whole_rows_is_handed_over(monkeypatch):
-    """What replays all blocks at once, here on the processor."""
-    handed = []
-
-    def replay(self, given, clear):
-        _, image, step, entry = given
-        if self._not_at_once(clear) or self._prepared.check.wanted(step):
-            return False
-        x = image.reshape(-1, image.shape[-1]).clone()
-        self._executor.run_all(self._host.blocks, x, step, entry, None, self._host.prefixes)
-        self._hand(given, streams_of(x, step.tokens), None)
-        handed.append(step.segments)
-        return True
-
-    monkeypatch.setattr(passes.ForwardPass, "_replay", replay)
-    model = without_cache(model_21())
-    for how in ({}, TWO | {"batch": 2}):
-        expected = sample(model, **how)
-        handed.clear()
-        optimized = optimize(model)
-        assert close(sample(optimized, **how), expected)
-        assert len(handed) == 2 and all(handed)
-        assert "fused, 6 of 6 in 3 forward passes" in report_of(optimized)
-
-
 def hooked(model, name, hook):
     patched = model.clone()
     if name == "replaced":
-        patched.set_model_patch_replace(hook, "dit", "single_block", 1)
+        patched.set_model_patch_replace(hook, "dit", "single_block", 0)
     else:
         patched.set_model_patch(hook, name)
     return patched
@@ -236,27 +224,12 @@ def test_attention_that_is_patched_runs_comfyuis_blocks():
 
 def test_a_fun_controlnet_runs_beside_fused_blocks():
     """ComfyUI's own control blocks; outside of its range of sigmas the cache is on again."""
-    from comfy.ldm.qwen_image21.model import QwenImage21FunControl
-    from comfy_extras.nodes_model_patch import QwenImage21FunControlPatch
-
-    control = QwenImage21FunControl(1, 129, 256, operations=comfy.ops.disable_weight_init)
-    for i, weight in enumerate(control.parameters()):
-        weight.copy_(random(*weight.shape) if weight.dim() > 1 else torch.full_like(weight, i % 2))
-    model, cpu = model_21(), torch.device("cpu")
-    control = comfy.model_patcher.ModelPatcher(control, cpu, cpu)
-
-    def controlled(until):
-        patch = QwenImage21FunControlPatch(control, None, None, 1.0, sigma_range=(2.0, until))
-        patch.control = random(1, 129, 8, 8)  # which a VAE would make
-        patched = model.clone()
-        patch.register(patched)
-        return patched
-
+    model = model_21()
     for until in (0.0, 0.9):
         for how in ({}, REFERENCE):
-            expected = sample(controlled(until), **how)
+            expected = sample(fun_control(model, until), **how)
             assert not close(expected, sample(model, **how))
-            optimized = optimize(controlled(until))
+            optimized = optimize(fun_control(model, until))
             assert close(sample(optimized, **how), expected)
             assert "blocks: fused, 6 of 6 in 3 forward passes" in report_of(optimized)
 

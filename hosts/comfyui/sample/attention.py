@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -82,11 +83,71 @@ class SlotAttention(ChosenAttention):
         return self.attend(q, k, v, None if mask is None else mask.unsqueeze(1))
 
 
+class GuidedAttention:
+    """Attention that a negative prompt guides; fills the slot during one call of a transformer, and
+    what was there before computes each part.
+
+    Args:
+        before: What was there; None for nothing.
+        of: Gives the guidance of a block, of `optimizations.nag`, by the block's index.
+
+    Attributes:
+        last: The block whose attention was guided: after it, a ControlNet of 2.1 calls the slot for
+            one of its own.
+    """
+
+    def __init__(self, before: Callable | None, of: Callable[[int], Any]) -> None:
+        self.before, self.of = before, of
+        self.last: int | None = None
+
+    def __call__(
+        self,
+        default: Callable[..., torch.Tensor],
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        heads: int,
+        mask: torch.Tensor | None = None,
+        skip_reshape: bool = False,
+        **others: Any,
+    ) -> torch.Tensor:
+        """What ComfyUI calls for its own blocks."""
+        inner = default if self.before is None else partial(self.before, default)
+
+        def attend(*given: torch.Tensor | None) -> torch.Tensor:
+            *parts, mask = given
+            parts = [it.transpose(1, 2) if skip_reshape else it.flatten(2) for it in parts]
+            return inner(*parts, heads, mask=mask, skip_reshape=skip_reshape, **others)
+
+        split = (heads, q.shape[-1] // heads)
+        parts = [it.transpose(1, 2) if skip_reshape else it.unflatten(2, split) for it in (q, k, v)]
+        index = others["transformer_options"]["block_index"]
+        guidance = self.of(index)
+        if index == self.last or not guidance.guides(*parts[:2]):
+            return attend(*parts, mask)
+        self.last = index
+        return guidance.attend(attend, *parts, mask)
+
+
+def unguided(options: dict[str, Any]) -> dict[str, Any]:
+    """transformer_options whose slot holds what a `GuidedAttention` has found there."""
+    filled = options.get(SLOT)
+    return _with_slot(options, filled.before) if isinstance(filled, GuidedAttention) else options
+
+
 def without_choice(options: dict[str, Any]) -> dict[str, Any]:
-    """transformer_options whose slot is empty where a `SlotAttention` fills it."""
-    if not isinstance(options.get(SLOT), SlotAttention):
-        return options
-    return {name: value for name, value in options.items() if name != SLOT}
+    """transformer_options whose slot is empty where a `SlotAttention` fills it; still guided."""
+    filled, inner = options.get(SLOT), unguided(options)
+    if isinstance(inner.get(SLOT), SlotAttention):
+        inner = _with_slot(options, None)
+    if not isinstance(filled, GuidedAttention):
+        return inner
+    return _with_slot(options, GuidedAttention(inner.get(SLOT), filled.of))
+
+
+def _with_slot(options: dict[str, Any], attention: Callable | None) -> dict[str, Any]:
+    rest = {name: value for name, value in options.items() if name != SLOT}
+    return rest if attention is None else rest | {SLOT: attention}
 
 
 def host_attention(

@@ -32,7 +32,15 @@ from ....patches import call
 from ....verdict import Verdict
 from ..contract import BLOCK_ARGUMENTS, unknown_attention_arguments
 from ..lora.bypass import bypass_models
-from .attention import SLOT, SlotAttention, file_choice, host_attention, without_choice
+from .attention import (
+    SLOT,
+    GuidedAttention,
+    SlotAttention,
+    file_choice,
+    host_attention,
+    unguided,
+    without_choice,
+)
 from .held import HeldWeights
 from .layers import ComfyLayers
 from .modulation import ModelModulation
@@ -175,7 +183,7 @@ class ComfyPass(DoubleStream):
     @property
     def attention(self) -> SlotAttention | None:
         """This package's, where ComfyUI's slot still holds it and it works."""
-        filled = self._options.get(SLOT)
+        filled = unguided(self._options).get(SLOT)
         own = filled is not None and filled is self._own_attention and not filled.fallback
         return filled if own else None
 
@@ -245,7 +253,7 @@ class ComfyPass(DoubleStream):
         step = self.kept_step(shared, (tokens, image.dtype), make)
         watched = patches.get("double_block") or options.get("patches_replace", {}).get("dit")
         comfy.ops.run_every_op()
-        return BlockInputs(text, image, embedding, step, bool(watched))
+        return BlockInputs(text, image, embedding, self.guided(step), bool(watched))
 
     def entry(self, embedding: torch.Tensor, batch: int) -> Entry:
         return self.modulation.entry(embedding)
@@ -255,8 +263,17 @@ class ComfyPass(DoubleStream):
     ) -> torch.Tensor:
         """ComfyUI's own, with what other nodes have put into the slot, or what the file says."""
         # What is in the slot wins over the file, even where it has failed.
-        said = None if SLOT in self._options else file_choice(self._block)
-        return host_attention(q, k, v, mask, self._options, said)
+        options = unguided(self._options)
+        said = None if SLOT in options else file_choice(self._block)
+        return host_attention(q, k, v, mask, options, said)
+
+    def guided(self, step: Step) -> Step:
+        """Has a negative prompt guide the attention of the block that runs, where one does."""
+        slot = self._options.get(SLOT)
+        if not isinstance(slot, GuidedAttention):
+            return step
+        slot.last = self._options["block_index"]
+        return step._replace(guidance=slot.of(slot.last))
 
     def host_block(self, block: torch.nn.Module, arguments: dict[str, Any]) -> Streams:
         """The block's own forward, without this package's attention."""

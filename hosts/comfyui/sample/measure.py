@@ -22,7 +22,7 @@ from ....verdict import Verdict
 from ..record import MeasuredPhase, forget, harmless, phase
 from .forward import is_skipped
 from .modulation import MODULATION_KEY, by_name
-from .run import CARDS_KEY, OPTIMIZATION_KEY, STEP_CACHE_KEY, unsafe_copies
+from .run import CARDS_KEY, NAG_KEY, OPTIMIZATION_KEY, STEP_CACHE_KEY, unsafe_copies
 
 logger = logging.getLogger(__name__)
 
@@ -196,7 +196,8 @@ def size_advice(model: Any, latent: Sequence[int]) -> str:
 def path_of(patcher: ModelPatcher) -> tuple[str, ...]:
     """Says which path every part took in the run, a line each."""
     cache = patcher.get_attachment(STEP_CACHE_KEY)
-    others = () if cache is None else cache.lines()
+    guidance = patcher.get_attachment(NAG_KEY)
+    others = [line for it in (cache, guidance) if it is not None for line in it.lines()]
     others = (*others, *(patcher.get_attachment(CARDS_KEY) or ()), *unsafe_copies(patcher))
     optimization = patcher.get_attachment(OPTIMIZATION_KEY)
     if optimization is not None:

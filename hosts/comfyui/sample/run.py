@@ -41,6 +41,7 @@ OPTIMIZATION_KEY = "qwen_l40s_optimize"
 PARTS_KEY = "qwen_l40s_parts"
 STEP_CACHE_KEY = "qwen_l40s_steps"
 CARDS_KEY = "qwen_l40s_cards"
+NAG_KEY = "qwen_l40s_nag"
 VERIFIED = {"cuda"}  # kinds of cards whose links are
 OTHER_NODES = "another node's, set after Optimize Qwen-Image"
 MASKED = (

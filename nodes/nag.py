@@ -1,0 +1,80 @@
+"""The node that gives few-step models a negative prompt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from comfy_api.latest import io
+
+from .common import CATEGORY, require_host, with_report
+
+LAST_STEP = 10_000  # as of ComfyUI's KSampler (Advanced)
+
+
+class QwenL40SNAG(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        def number(name: str, default: float, most: float, step: float, tooltip: str) -> io.Input:
+            least = 0 if name == "alpha" else 1
+            return io.Float.Input(
+                name, default=default, min=least, max=most, step=step, tooltip=tooltip
+            )
+
+        def step(name: str, default: int, tooltip: str) -> io.Input:
+            about = {"optional": True, "advanced": True, "tooltip": tooltip}
+            return io.Int.Input(name, default=default, min=0, max=LAST_STEP, **about)
+
+        return io.Schema(
+            node_id="QwenL40S_NAG",
+            display_name="NAG Qwen-Image",
+            category=CATEGORY,
+            description="Gives Qwen-Image a negative prompt at CFG 1, as with Lightning and Turbo "
+            "(normalized attention guidance): the image's rows are pushed away from what they "
+            "would read with it. Each step stays one pass, which takes a little longer.",
+            search_aliases=[
+                "normalized attention guidance",
+                "nag guidance",
+                "negative prompt cfg 1",
+                "negative prompt lightning",
+            ],
+            has_intermediate_output=True,
+            inputs=[
+                io.Model.Input("model", tooltip="From any loader, LoRA loader or Optimize node."),
+                io.Conditioning.Input(
+                    "negative",
+                    tooltip="What the picture is not to show. Of an edit, encoded with the same "
+                    "pictures. The sampler's own negative does nothing at CFG 1.",
+                ),
+                number("scale", 5.0, 100, 0.1, "How far from the negative prompt. 1: off."),
+                number("tau", 2.5, 100, 0.1, "How many times a row's norm may grow."),
+                number("alpha", 0.25, 1, 0.01, "The share of the result that is guided. 0: off."),
+                step("start_at_step", 0, "The first step that is guided; 0 is the run's first."),
+                step("end_at_step", LAST_STEP, "The first step that is not guided any more."),
+            ],
+            outputs=[
+                io.Model.Output(tooltip="To the sampler."),
+                io.String.Output(
+                    display_name="report",
+                    tooltip="What this node will do. Report Qwen-Image Run and ComfyUI's log say "
+                    "what a run did.",
+                ),
+            ],
+        )
+
+    @classmethod
+    def execute(
+        cls,
+        model: io.Model.Type,
+        negative: list[Any],
+        scale: float,
+        tau: float,
+        alpha: float,
+        start_at_step: int = 0,
+        end_at_step: int = LAST_STEP,
+    ) -> io.NodeOutput:
+        require_host()
+        from ..hosts.comfyui.sample.nag import NagSettings, guide_attention
+
+        settings = NagSettings(scale, tau, alpha, start_at_step, end_at_step)
+        guided, report = guide_attention(model, negative, settings)
+        return with_report(guided, report=report)
