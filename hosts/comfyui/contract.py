@@ -220,7 +220,7 @@ def is_known(replaced: tuple[str, str], block: tuple[str, str], arguments: tuple
 
 
 def transformer_of(model: Any) -> Any:
-    """Returns a MODEL's transformer, also while another MODEL's object patch stands in its place."""
+    """Returns a MODEL's transformer, also where another MODEL's object patch stands for it."""
     return model.object_patches_backup.get("diffusion_model", model.model.diffusion_model)
 
 
