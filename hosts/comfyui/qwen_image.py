@@ -209,7 +209,7 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
 
     def host_block(self, block: torch.nn.Module, arguments: dict[str, Any]) -> Streams:
         if isinstance(slot := self._options.get(SLOT), GuidedAttention):
-            slot.last = None  # the block that is compared is guided, too
+            slot.again()
         text, image = super().host_block(block, arguments)
         self._put = block
         return text, self._turned(image, -1)

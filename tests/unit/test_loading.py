@@ -66,7 +66,7 @@ def on_card(found):
             *("auto", RTX_4090, "bf16", "int8"),
             [
                 "bf16 with 25.4 GiB of weights does not fit the card; int8",
-                "measures yours); 12.8 GiB of weights stay on RTX 4090",
+                "measures yours), and the faster one in the few public figures of Ada; 12.8 GiB",
             ],
         ),
         (

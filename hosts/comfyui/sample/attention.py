@@ -100,6 +100,15 @@ class GuidedAttention:
         self.before, self.of = before, of
         self.last: int | None = None
 
+    def begin(self, index: int) -> Any:
+        """The guidance of a block that our executor runs."""
+        self.last = index
+        return self.of(index)
+
+    def again(self) -> None:
+        """The same block runs once more, to be compared, and is guided too."""
+        self.last = None
+
     def __call__(
         self,
         default: Callable[..., torch.Tensor],

@@ -272,8 +272,7 @@ class ComfyPass(DoubleStream):
         slot = self._options.get(SLOT)
         if not isinstance(slot, GuidedAttention):
             return step
-        slot.last = self._options["block_index"]
-        return step._replace(guidance=slot.of(slot.last))
+        return step._replace(guidance=slot.begin(self._options["block_index"]))
 
     def host_block(self, block: torch.nn.Module, arguments: dict[str, Any]) -> Streams:
         """The block's own forward, without this package's attention."""
