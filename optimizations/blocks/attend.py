@@ -35,10 +35,15 @@ class Segment(NamedTuple):
 
 
 def attend_parts(
-    attend: Attend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step
+    attend: Attend,
+    step: Step,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attends with q, k and v of a block, guided and segment by segment where the step says so, and
-    without a mask but for segments that are causal.
+    """Attends with q, k and v of a block, guided and segment by segment where the step says so;
+    segments have no mask, but for causal ones.
 
     Args:
         q, k, v: (batch, tokens, heads, head_dim).
@@ -49,7 +54,7 @@ def attend_parts(
     if step.guidance is not None:
         attend = partial(step.guidance.attend, attend)
     if not step.segments:
-        return attend(q, k, v, step.mask)
+        return attend(q, k, v, mask)
     found = []
     for start, stop, first, last, causal in step.segments:
         mask = None

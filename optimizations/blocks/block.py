@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -120,8 +121,7 @@ class Step(NamedTuple):
     Attributes:
         tokens: How many there are.
         rotary: Their rotation.
-        mask: Added to the scores, (batch, 1, 1, joint) in the activations' dtype, or None; of the
-            prefix too.
+        mask: Added to the scores, (batch, 1, 1, keys) in the activations' dtype, or None.
         prefix: What the block's attention reads besides; of this block alone.
         segments: Which tokens read which; empty where all read all.
         keep: Takes keys and values for the host to keep, as those of a `Prefix`; of this block.
@@ -318,16 +318,16 @@ class BlockExecutor:
         if step.prefix is not None:
             program.place(step.prefix)
         norms = here.norms or self._norms(here.modules, x)
-        form = None
-        if not (step.segments or step.guidance):
-            form = self._attention_form(program.heads[1], step.mask)
+        parts = step.segments or step.guidance
+        form = None if parts else self._attention_form(program.heads[1], step.mask)
         if form:
             program.mix(program.attend(form, norms, step.rotary, step.mask))
         else:
             program.rotate(norms, step.rotary)
             if step.keep is not None:
                 step.keep(*program.heads[1:])
-            program.mix(attend_parts(self._attend, *program.heads, step))
+            attend = partial(attend_parts, self._attend, step) if parts else self._attend
+            program.mix(attend(*program.heads, step.mask))
         self._multiply(program, here, 6, 8)
         program.middle(x, attention, mlp)
         self._multiply(program, here, 8, 10)

@@ -26,7 +26,8 @@ WEIGHTS = narrow.weights()
 PATH = narrow.write(FOLDER / "bf16.safetensors", WEIGHTS)
 LORA = FOLDER / "lora.safetensors"
 narrow.save_file(narrow.lora(WEIGHTS, narrow.layers(WEIGHTS)), LORA)
-PLACES = 20
+PLACES = 10
+KINDS = (torch.Tensor, torch.nn.Parameter, QuantizedTensor)  # not those of torch.compile
 ERRORS = {
     "memory": torch.OutOfMemoryError("CUDA out of memory"),
     "cancel": comfy.model_management.InterruptProcessingException(),
@@ -61,7 +62,7 @@ def paint(model, vae):
 def live():
     """How many tensors there are, and of how many bytes."""
     gc.collect()
-    tensors = [it for it in gc.get_objects() if issubclass(type(it), torch.Tensor)]
+    tensors = [it for it in gc.get_objects() if type(it) in KINDS]
     held = [it.untyped_storage() for it in tensors if type(it) is not QuantizedTensor]
     return len(tensors), sum({it.data_ptr(): it.nbytes() for it in held}.values())
 
