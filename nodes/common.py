@@ -28,6 +28,18 @@ def require_host() -> None:
         raise UnavailableError(str(fallback))
 
 
+def model_and_report() -> list[io.Output]:
+    """Makes the outputs of a node that changes how a MODEL runs."""
+    return [
+        io.Model.Output(tooltip="To the sampler."),
+        io.String.Output(
+            display_name="report",
+            tooltip="What this node will do. Report Qwen-Image Run and ComfyUI's log say what a "
+            "run did.",
+        ),
+    ]
+
+
 def with_report(*outputs: object, report: str, summary: str | None = None) -> io.NodeOutput:
     """Returns the outputs and the report, with what the page shows on the node.
 

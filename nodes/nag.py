@@ -6,7 +6,7 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from .common import CATEGORY, require_host, with_report
+from .common import CATEGORY, model_and_report, require_host, with_report
 
 LAST_STEP = 10_000  # as of ComfyUI's KSampler (Advanced)
 
@@ -51,14 +51,7 @@ class QwenL40SNAG(io.ComfyNode):
                 step("start_at_step", 0, "The first step that is guided; 0 is the run's first."),
                 step("end_at_step", LAST_STEP, "The first step that is not guided any more."),
             ],
-            outputs=[
-                io.Model.Output(tooltip="To the sampler."),
-                io.String.Output(
-                    display_name="report",
-                    tooltip="What this node will do. Report Qwen-Image Run and ComfyUI's log say "
-                    "what a run did.",
-                ),
-            ],
+            outputs=model_and_report(),
         )
 
     @classmethod

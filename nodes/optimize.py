@@ -5,7 +5,7 @@ from __future__ import annotations
 from comfy_api.latest import io
 
 from ..optimizations.attention import BACKENDS, FAST, MOST_ERROR
-from .common import CATEGORY, require_host, with_report
+from .common import CATEGORY, model_and_report, require_host, with_report
 
 ATTENTION_CHOICES = ["auto", FAST, "comfyui", *BACKENDS]
 
@@ -76,14 +76,7 @@ class QwenL40SOptimize(io.ComfyNode):
                     "the run. 0.02 allows int8, 0.045 also int8_fp8.",
                 ),
             ],
-            outputs=[
-                io.Model.Output(tooltip="To the sampler."),
-                io.String.Output(
-                    display_name="report",
-                    tooltip="What this node will do. Report Qwen-Image Run and ComfyUI's log say "
-                    "what a run did.",
-                ),
-            ],
+            outputs=model_and_report(),
         )
 
     @classmethod
