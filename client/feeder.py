@@ -384,10 +384,11 @@ class Feeder:
         *,
         kept: bool = False,
     ) -> None:
-        self.posted.pop(prompt_id, None)
+        posted = self.posted.pop(prompt_id, None)
         if not job.open:
             self._scheduler.give_back(job, self.name)
-            self.journal("late", job, prompt_id)
+            if posted is not None:  # else it was noted while the download still ran
+                self.journal("late", job, prompt_id)
             return
         parts = fetched.parts if fetched is not None else []
 

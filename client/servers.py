@@ -67,7 +67,7 @@ class ServerList:
     file: Path | None = None
     notify: Callable[[str], None] = lambda line: None
     headers: Mapping[str, str] = field(default_factory=dict)
-    _stamp: tuple[int, int] | None = None
+    _stamp: tuple[int, int, int] | None = None
 
     def read(self) -> list[Listed]:
         """All servers, each once.
@@ -102,12 +102,12 @@ class ServerList:
             self.notify(f"{error} The servers stay as they were.")
             return None
 
-    def _changed(self) -> tuple[int, int] | None:
+    def _changed(self) -> tuple[int, int, int] | None:
         try:
             stat = self.file.stat()
         except OSError:
             return None
-        return stat.st_mtime_ns, stat.st_ino
+        return stat.st_mtime_ns, stat.st_ino, stat.st_size
 
 
 def _file(path: Path) -> list[Listed]:
@@ -116,6 +116,8 @@ def _file(path: Path) -> list[Listed]:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
         raise SettingError(f"--servers cannot be read ({reason}): {NAME_A_LIST}.", path) from error
+    if not text.strip():  # most editors empty a file before they write it
+        raise SettingError(f"--servers is empty: {NAME_A_LIST}.", path)
     if not text.lstrip().startswith("{"):
         lines = [line.partition("#")[0].strip() for line in text.splitlines()]
         return [Listed(Address.parse(line)) for line in lines if line]

@@ -310,6 +310,7 @@ def test_a_new_boot_in_the_file_tells_of_a_restart_that_nobody_saw(tmp_path: Pat
             "address",
         ),
         ("ftp://x", "is not an address"),
+        ("\n", "--servers is empty"),
     ],
 )
 def test_a_file_that_lists_no_servers(tmp_path: Path, text: str | None, words: str):
@@ -321,7 +322,7 @@ def test_a_file_that_lists_no_servers(tmp_path: Path, text: str | None, words: s
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("change", ["ftp://x", "http://me:secret@x"])
+@pytest.mark.parametrize("change", ["ftp://x", "http://me:secret@x", ""])
 def test_a_text_file_lists_servers_and_a_broken_change_of_it_changes_nothing(
     tmp_path: Path, change: str
 ):
