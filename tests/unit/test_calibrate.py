@@ -258,6 +258,7 @@ def test_bench_without_anything_names_what_there_is(capsys):
     assert "bench needs one of ops, forward, image, or --calibrate" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_on_a_cpu_it_runs_and_keeps_nothing(folder, tmp_path, capsys):
     pytest.importorskip("torch")

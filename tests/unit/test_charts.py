@@ -121,6 +121,7 @@ def test_the_picture_says_that_the_processor_bounds_a_step(texts):
     assert any(text == "A step is bound by the processor." for text, *_ in texts)
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(
     memory=st.floats(0.1, 300),

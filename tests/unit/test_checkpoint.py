@@ -598,6 +598,7 @@ POOL = sorted(
 )
 
 
+@pytest.mark.slow
 @settings(
     deadline=None,
     max_examples=300,

@@ -297,6 +297,7 @@ def test_help_needs_no_package_at_all(name, word):
 # --- a disk that fills up, a run that is stopped ---
 
 
+@pytest.mark.slow
 def test_failed_write_keeps_the_old_file_and_leaves_no_part(tiny_folder, tmp_path):
     (tmp_path / "a.png").write_bytes(b"old")
     command = [sys.executable, "-B", str(ROOT), "generate", "--model", str(tiny_folder)]
@@ -357,6 +358,7 @@ def test_disk_that_is_already_full(generate, full_disk, tmp_path, capsys):
     assert "cannot write" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_sampling(tiny_folder, tmp_path):
     arguments = [
         "--model",

@@ -68,6 +68,7 @@ def test_without_any_package_it_says_what_to_install_and_exits_1():
     assert (attention["state"], attention["reason"]) == ("not usable", "it needs torch")
 
 
+@pytest.mark.slow
 def test_cuda_is_not_started_on_a_machine_without_a_card():
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():

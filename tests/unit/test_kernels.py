@@ -124,8 +124,8 @@ def test_a_launch_switches_the_card_only_where_another_one_is_current(monkeypatc
 @pytest.mark.parametrize(
     ("name", "which"),
     [
-        ("interpreted_vae_kernels.py", "not slow"),
-        # About a minute each.
+        # A third of a minute to a minute each.
+        pytest.param("interpreted_vae_kernels.py", "not slow", marks=pytest.mark.slow),
         pytest.param("interpreted_kernels.py", "not slow", marks=pytest.mark.slow),
         pytest.param("interpreted_kernels.py", "slow", marks=pytest.mark.slow),
         pytest.param("interpreted_block_kernels.py", "not slow", marks=pytest.mark.slow),

@@ -231,6 +231,7 @@ def test_torch_compile_takes_it_whole(format, device):
     torch.testing.assert_close(out, exact, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_the_operator_is_registered_without_what_torch_2_4_lacks():
     said = str(linear.quantized_linear._schema)
     assert said.endswith(torch.library.infer_schema(linear._quantized_linear, mutates_args=()))

@@ -73,6 +73,7 @@ def test_a_python_without_versions(clone, version):
     assert f"Python {version}" in sentence and "name Python 3.10 to 3.14 with PYTHON=" in sentence
 
 
+@pytest.mark.slow
 def test_no_index(clone):
     sentence = install(clone)
     assert "No matching distribution found for torch==2." in sentence
@@ -80,6 +81,7 @@ def test_no_index(clone):
     assert "from versions: none" in (clone / ".venv" / "pip.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_version_that_the_index_lacks(clone):
     wheel = clone / "torch-1.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as file:

@@ -95,7 +95,7 @@ def shapes_of(model):
 @pytest.mark.parametrize("precision", formats.BYTES_PER_WEIGHT)
 @pytest.mark.parametrize(
     "shape",
-    [REAL, ODD, replace(ODD, addition_t_cond=True)],
+    [pytest.param(REAL, marks=pytest.mark.slow), ODD, replace(ODD, addition_t_cond=True)],
     ids=["real", "odd", "odd layered"],
 )
 def test_weights_equal_the_sum_over_the_tensors(shape, precision):
@@ -107,6 +107,7 @@ def test_weights_equal_the_sum_over_the_tensors(shape, precision):
     assert counted.total == sum(summed(shapes, precision, keep).values())
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(
     blocks=st.integers(1, 3),

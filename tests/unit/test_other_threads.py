@@ -43,6 +43,7 @@ def between_bytecodes(modules, act, read):
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("start_run", "end_run", "release")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["confirm", *SLOW])
 @torch.no_grad()
 def test_passes_of_models_that_are_new(name):

@@ -277,6 +277,7 @@ def test_the_predicted_peak_of_tiles(published, plan, rows, tiles):
     assert tracked <= predicted <= 1.4 * tracked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_plan_within_a_budget_keeps_to_it(published, plan):
     from qwen_l40s.hosts.diffusers.sample import vae_shape

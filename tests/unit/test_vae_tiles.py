@@ -152,7 +152,9 @@ def assert_tiles_are_the_whole(vae, batch, height, width, tiles, way):
 
 @pytest.mark.parametrize(
     ("name", "batch", "height", "width", "tiles", "way"),
-    [("micro", *grid) for grid in GRIDS] + [("of_21", *GRIDS[it]) for it in (0, 1, -2, -1)],
+    [("micro", *GRIDS[0])]
+    + [pytest.param("micro", *grid, marks=pytest.mark.slow) for grid in GRIDS[1:]]
+    + [pytest.param("of_21", *GRIDS[it], marks=pytest.mark.slow) for it in (0, 1, -2, -1)],
 )
 def test_tiles_give_the_whole(request, name, batch, height, width, tiles, way):
     assert_tiles_are_the_whole(request.getfixturevalue(name), batch, height, width, tiles, way)

@@ -223,6 +223,7 @@ print("ends")
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_compiles_nothing_that_is_queued():
     here = str(Path(__file__).parent)
     done = subprocess.run([sys.executable, "-c", ENDS, here], capture_output=True, text=True)
