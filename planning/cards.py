@@ -373,13 +373,16 @@ def _checked(entry: Any, where: str) -> dict[str, Any]:
     _check(entry, FIELDS, where)
     if "prices" not in entry:
         return entry
-    prices = []
+    offers: dict[tuple[str, ...], dict[str, Any]] = {}
     for number, price in enumerate(entry["prices"], 1):
         place = f"{where}, prices, entry {number}"
         _check(price, PRICE_FIELDS, place)
-        _refuse_missing({**OWN_PRICE, **price}, PRICE_FIELDS, place)
-        prices.append({**OWN_PRICE, **price})
-    return {**entry, "prices": prices}
+        price = {**OWN_PRICE, **price}
+        _refuse_missing(price, PRICE_FIELDS, place)
+        offer = (price["provider"], price["kind"], price["date"])
+        if offers.setdefault(offer, price)["usd_per_hour"] != price["usd_per_hour"]:
+            raise SettingError(f"{place} gives another price of {', '.join(offer)}: keep one.")
+    return {**entry, "prices": [*offers.values()]}
 
 
 def _check(entry: Any, fields: Mapping, where: str) -> None:

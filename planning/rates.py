@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from ..caches import cached
-from ..errors import UnavailableError
+from ..errors import SettingError, UnavailableError
 from ..spec.formats import INT8, INT8_FP8, MULTIPLIED
 from .cards import Card, is_named
 from .request import EXACT
@@ -199,6 +199,8 @@ LIMITED = 1 / 3
 ENCODER = (0.4, 0.6)
 # Pinned memory to an H200: 55.3 of the 64 GB/s of 16 lanes of PCIe 5.
 MEASURED_LINK = 0.864
+# What measured products may reach of a listed peak; a 4090's reach 1.05 at its boost clock.
+MOST_OF_PEAK = 1.25
 
 
 @dataclass(frozen=True)
@@ -277,6 +279,7 @@ def rates_of(card: Card, calibration: Rates | None = None) -> tuple[Rates, Rates
             precision that it left out although the card multiplies it is predicted.
 
     Raises:
+        SettingError: the user's list gives the card a peak far below what was measured on it.
         UnavailableError: `measured.json` is damaged.
     """
     if calibration is not None:
@@ -361,6 +364,13 @@ def rates_by(found: Constants, card: Card) -> Rates:
 
 def _calibrated(card: Card, calibration: Rates) -> tuple[Rates, Rates, Basis]:
     text = origin = f"measured on this {card.name} by `qwen-l40s bench --calibrate`"
+    for name, rate in calibration.gemm.items() if card.changed else ():
+        if rate > MOST_OF_PEAK * (peak := _peak(card, name)):
+            raise SettingError(
+                f"your list gives the {card.name} {peak / 1e12:g} dense TFLOPS in {name}, but "
+                f"`qwen-l40s bench --calibrate` measured {rate / 1e12:.0f} on it: correct "
+                "'dense_tflops', or calibrate again."
+            )
     multiplies = card.facts().multiplies
     lacks = [name for name in MULTIPLIED if name not in calibration.gemm and multiplies(name)]
     calibration = replace(calibration, vae=class_of(card).vae)

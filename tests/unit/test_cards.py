@@ -377,6 +377,10 @@ BROKEN = [
     ('{"cards": {"L40S": {"prices": [0.7]}}}', "entry 1 is 0.7: give an object"),
     ('{"cards": {"L40S": {"prices": [{}]}}}', "'usd_per_hour' is missing, which every price"),
     ('{"cards": {"L40S": {"prices": [{"usd": 1}]}}}', "'usd' is not a field: write"),
+    (
+        '{"cards": {"L40S": {"prices": [{"usd_per_hour": 1}, {"usd_per_hour": 2}]}}}',
+        "entry 2 gives another price of your own, on demand, undated: keep one",
+    ),
     ('{"cards": {"L40S": {}, "l40s": {}}}', "'L40S' and 'l40s' are the same card"),
     ('{"cards": {"": {}}}', "is not the name of a card"),
     ('{"cards": {"\\ud800": {}}}', "not valid UTF-8"),

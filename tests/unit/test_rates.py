@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from qwen_l40s import UnavailableError
+from qwen_l40s import SettingError, UnavailableError
 from qwen_l40s.caches import forget
 from qwen_l40s.charts.notes import notes_of
 from qwen_l40s.machine.store import known_cards
@@ -114,6 +114,15 @@ def test_what_a_calibration_left_out_is_predicted_and_said(fitted, cards):
     slow, fast, basis = rates_of(nobodys, mine)
     assert slow == fast and slow.gemm["int8"] == 1e12
     assert "predicted at the rate of bf16" in basis.text
+
+
+def test_a_list_below_what_was_measured_on_the_card_is_refused(fitted, cards):
+    card = cards["L40S"]
+    mine = Rates({"bf16": card.dense_flops["bf16"]}, 1e12, 1e9, 1e11, 1e12, 1e9)
+    rates_of(card, mine)
+    half = {name: peak / 2 for name, peak in card.dense_flops.items()}
+    with pytest.raises(SettingError, match=r"your list gives the L40S .* in bf16, but .* correct"):
+        rates_of(replace(card, dense_flops=half, changed=True), mine)
 
 
 @pytest.mark.parametrize("precision", MULTIPLIED)
