@@ -115,6 +115,11 @@ CHANGES: Mapping[str, Change] = {
     "gone models": Change(
         "entries of `current_loaded_models`", "0.33 fails on one without a model"
     ),
+    "prefix cache": Change(
+        "`prefix_cache` of Qwen-Image-2.1's transformer",
+        "a pass that is made twice fills it anew",
+        "ComfyUI 0.33 with 0.40's model code",
+    ),
     "queues": Change("`PREFETCH_QUEUES`", "after an error the pages of blocks stay pinned"),
     "watermark": Change(
         "comfy-aimdo's, of pages", "it stays below those that were pinned", "comfy-aimdo 0.4.13"

@@ -25,6 +25,7 @@ from ...optimizations.blocks.host import BlockInputs, PrefixedStream, Streams
 from ...optimizations.blocks.workspace import Prefix
 from ...optimizations.nag import Guidance, JointGuidance, PrefixGuidance
 from ...optimizations.reference import Rotary, Tokens
+from ...patches import call
 from ...verdict import Verdict
 from . import contract
 from .sample.attention import SLOT, GuidedAttention
@@ -162,6 +163,13 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
         if self.prefixes is None:
             return NOT_READ
         return super().no_graphs()
+
+    def clean_up(self) -> None:
+        super().clean_up()
+        # It may hold NaN, and ComfyUI fails where the same prompt is looked up twice in turn.
+        transformer = self.owner.diffusion_model
+        if hasattr(transformer, "reset_prefix_cache"):
+            call("prefix cache", transformer.reset_prefix_cache, transformer.prefix_cache_enabled)
 
     def inputs(
         self, block: torch.nn.Module, positional: tuple, arguments: dict[str, Any]
