@@ -2,6 +2,7 @@
 text, model, LoRA and step cache. Each latent is that of a fresh load, bit for bit.
 """
 
+import contextlib
 import functools
 import gc
 import random
@@ -25,6 +26,7 @@ from qwen_l40s.nodes.lora import QwenL40SLoadLora
 from qwen_l40s.nodes.optimize import QwenL40SOptimize
 from qwen_l40s.nodes.step_cache import QwenL40SStepCache
 from qwen_l40s.nodes.vae import QwenL40SVAEDecode
+from qwen_l40s.optimizations.run import flags_for_a_run
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 STEPS = 13
@@ -161,6 +163,18 @@ def test_two_threads_that_sample_two_models(other):
     for thread in threads:
         thread.join()
     assert not errors, errors
+
+
+def test_a_switch_of_two_runs_stays_until_the_second_has_ended():
+    switches = torch.backends.cudnn
+    before = switches.benchmark
+    with contextlib.ExitStack() as first, contextlib.ExitStack() as second:
+        for run in (first, second):
+            run.enter_context(flags_for_a_run(tf32=False, cudnn_benchmark=True))
+        first.close()
+        assert switches.benchmark
+        second.close()
+        assert switches.benchmark is before
 
 
 @pytest.mark.parametrize("kind", each("1.x, bf16", "2.1, int8"))
