@@ -1,6 +1,7 @@
 """A run in which an operation fails leaves nothing behind, and the next paints the same picture."""
 
 import gc
+import re
 from unittest import mock
 
 import comfy.model_management
@@ -153,3 +154,21 @@ def test_nan_of_attention_in_any_call_of_21(whole_run):
             assert narrow.difference(found, known) < 0.03, call
             bad = 0
             assert torch.equal(one(clone), clean), call
+
+
+@pytest.mark.usefixtures("inference_mode")
+def test_switches_of_torch_that_another_pack_changes_between_two_prompts():
+    """The modulation is computed anew; reading the older switch of TF32 would raise."""
+    model, vae = load("bf16"), load_vae(ROOT / "models" / "micro")[0]
+    known, switches = paint(model, vae), torch.backends.cuda.matmul
+    for name, value in (("fp32_precision", "tf32"), ("allow_fp16_accumulation", True)):
+        if not hasattr(switches, name):  # of a newer torch
+            continue
+        before = getattr(switches, name)
+        setattr(switches, name, value)
+        try:
+            assert torch.equal(paint(model, vae), known)  # the processor has neither
+            assert re.search("read .* times, [1-9].* computed in this run", report_of(model))
+        finally:
+            setattr(switches, name, "ieee" if before == "none" else before)
+        assert torch.equal(paint(model, vae), known)
