@@ -115,6 +115,11 @@ CHANGES: Mapping[str, Change] = {
     "gone models": Change(
         "entries of `current_loaded_models`", "0.33 fails on one without a model"
     ),
+    "prefix cache": Change(
+        "`prefix_cache` of Qwen-Image-2.1's transformer",
+        "a pass that is made twice fills it anew",
+        "ComfyUI 0.33 with 0.40's model code",
+    ),
     "queues": Change("`PREFETCH_QUEUES`", "after an error the pages of blocks stay pinned"),
     "watermark": Change(
         "comfy-aimdo's, of pages", "it stays below those that were pinned", "comfy-aimdo 0.4.13"
@@ -176,20 +181,30 @@ def patched(
                 own[name] = before
 
 
+# {(id of an owner, name): how many have it switched, what it was before}, of what lasts.
+_switched: dict[tuple[int, str], tuple[int, Any]] = {}
+
+
 @contextmanager
 def switched(change: str, switches: Iterable[tuple[object, str, Any]]) -> Iterator[None]:
-    """Sets attributes, and at the end what they were.
+    """Sets attributes, and at the end what they were; of threads that do so at a time the last.
 
     Args:
         switches: (owner, name, value).
     """
     assert change in CHANGES
-    switches = list(switches)
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in switches]
+    done = []
     try:
-        for switch in switches:
-            setattr(*switch)
+        for owner, name, value in switches:
+            count, before = _switched.get((id(owner), name)) or (0, getattr(owner, name))
+            setattr(owner, name, value)
+            _switched[id(owner), name] = count + 1, before
+            done.append((owner, name))
         yield
     finally:
-        for switch in before:
-            setattr(*switch)
+        for owner, name in done:
+            count, before = _switched.pop((id(owner), name))
+            if count > 1:
+                _switched[id(owner), name] = count - 1, before
+            else:
+                setattr(owner, name, before)

@@ -180,6 +180,7 @@ class Optimization:
         if not any(doubt.read()):
             return output
         attention.give_up()
+        host.clean_up()
         return self._run_once(host, call)
 
     def _settle(self, doubts: list[Later]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 from operator import attrgetter
@@ -25,6 +25,7 @@ from ...optimizations.blocks.host import BlockInputs, PrefixedStream, Streams
 from ...optimizations.blocks.workspace import Prefix
 from ...optimizations.nag import Guidance, JointGuidance, PrefixGuidance
 from ...optimizations.reference import Rotary, Tokens
+from ...patches import call
 from ...verdict import Verdict
 from . import contract
 from .sample.attention import SLOT, GuidedAttention
@@ -144,7 +145,8 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
         self.peers = ()  # other cards have no part in a pass
         self._fills = self._guided = False
         self._shift = 0  # rows before those of the image, where both are given
-        self._put: torch.nn.Module | None = None  # whose keys ComfyUI's own block has put away
+        self._own: Streams | None = None  # of a block that is compared
+        self._late: Callable[[], None] | None = None  # puts away its keys, unless they are refused
         self._slot: Any = None  # of the prefix cache
         self._prefixes: Sequence[Prefix] | None = None
 
@@ -162,6 +164,13 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
         if self.prefixes is None:
             return NOT_READ
         return super().no_graphs()
+
+    def clean_up(self) -> None:
+        super().clean_up()
+        # It may hold NaN, and ComfyUI fails where the same prompt is looked up twice in turn.
+        transformer = self.owner.diffusion_model
+        if hasattr(transformer, "reset_prefix_cache"):
+            call("prefix cache", transformer.reset_prefix_cache, transformer.prefix_cache_enabled)
 
     def inputs(
         self, block: torch.nn.Module, positional: tuple, arguments: dict[str, Any]
@@ -201,18 +210,25 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
         return x.roll(way * self._shift, 1) if self._shift else x
 
     def _keep(self, keys: torch.Tensor, values: torch.Tensor, cache: Any, block_index: int) -> None:
-        if self._block is not self._put:
-            cache.put(block_index, torch.stack([keys, values], 1))
+        put = partial(cache.put, block_index, torch.stack([keys, values], 1))
+        if self._own is None:
+            put()
+        else:
+            self._late = put
 
     def output(self, streams: Streams) -> torch.Tensor:
+        # Those of ComfyUI's own block are there, and a later run, which compares none, has ours.
+        if self._late and streams is not self._own:
+            self._late()
+        self._own = self._late = None
         return self._turned(super().output(streams), 1)
 
     def host_block(self, block: torch.nn.Module, arguments: dict[str, Any]) -> Streams:
         if isinstance(slot := self._options.get(SLOT), GuidedAttention):
             slot.again()
         text, image = super().host_block(block, arguments)
-        self._put = block
-        return text, self._turned(image, -1)
+        self._own = text, self._turned(image, -1)
+        return self._own
 
     def beside(
         self, block: torch.nn.Module, positional: tuple, arguments: dict[str, Any]

@@ -131,7 +131,7 @@ class HostPass:
         """
 
     def clean_up(self) -> None:
-        """Ends what a call of the transformer that raised has left open, before it is repeated."""
+        """Ends what a call of the transformer has left open or wrong, before it is repeated."""
 
     def unchanged(
         self,

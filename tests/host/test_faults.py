@@ -1,6 +1,7 @@
 """A run in which an operation fails leaves nothing behind, and the next paints the same picture."""
 
 import gc
+import re
 from unittest import mock
 
 import comfy.model_management
@@ -9,6 +10,7 @@ import pytest
 import torch
 from comfy.quant_ops import QuantizedTensor
 from comfyui_boot import ROOT, folder
+from narrow_21 import TEXT, strong_21
 from narrow_transformer import random
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,6 +21,8 @@ from qwen_l40s.hosts.comfyui.load.vae import load_vae
 from qwen_l40s.hosts.comfyui.lora.apply import apply_lora
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of
 from qwen_l40s.hosts.comfyui.sample.step_cache import cache_steps
+from qwen_l40s.optimizations import fused
+from qwen_l40s.optimizations.run import Later
 from qwen_l40s.step_cache import cache_settings
 
 FOLDER = folder("faults")
@@ -110,3 +114,61 @@ def test_a_load_that_fails_anywhere(precision):
             fails_at(place)
         ERRORS["memory"].__traceback__ = None
         assert live() == before, place
+
+
+@pytest.mark.host_has("comfy.model_base.QwenImage21")
+@pytest.mark.usefixtures("inference_mode")
+@pytest.mark.parametrize("whole_run", [False, True], ids=["pass again", "run again"])
+def test_nan_of_attention_in_any_call_of_21(whole_run):
+    """What filled the prefix cache with NaN, or looks up the second prompt twice."""
+    model, right = strong_21(), fused.choose_ops(torch.device("cpu"))
+    more = {"reference_latents": [random(1, 64, 4, 4)], "image_slots": [3]}
+    texts = [[[random(1, tokens, TEXT, seed=tokens), more]] for tokens in (20, 7)]
+    one = lambda model: narrow.sample(model, *texts, cfg=2.5, noise=random(1, 64, 8, 8))  # noqa: E731
+    known, clone = one(model), optimize(model, OptimizeSettings(attention="int8"))
+    calls, bad = 0, 0
+
+    def broken(heads, v, mask, out):
+        attend = right.attention_8bit(heads, v, mask, out)
+
+        def run(mask):
+            nonlocal calls
+            attend(mask)
+            calls += 1
+            if calls == bad:
+                out[0, -1] = torch.nan
+
+        return run
+
+    ops = right._replace(attention_8bit=broken)
+    with (
+        mock.patch("qwen_l40s.optimizations.blocks.host.choose_ops", lambda device: ops),
+        mock.patch.object(Later, "ready", not whole_run),
+    ):
+        clean, most = one(clone), calls
+        assert most >= 8
+        for call in range(1, most + 1):
+            calls, bad = 0, call
+            found = one(clone)
+            assert "int8 gave NaN" in report_of(clone), call
+            assert narrow.difference(found, known) < 0.03, call
+            bad = 0
+            assert torch.equal(one(clone), clean), call
+
+
+@pytest.mark.usefixtures("inference_mode")
+def test_switches_of_torch_that_another_pack_changes_between_two_prompts():
+    """The modulation is computed anew; reading the older switch of TF32 would raise."""
+    model, vae = load("bf16"), load_vae(ROOT / "models" / "micro")[0]
+    known, switches = paint(model, vae), torch.backends.cuda.matmul
+    for name, value in (("fp32_precision", "tf32"), ("allow_fp16_accumulation", True)):
+        if not hasattr(switches, name):  # of a newer torch
+            continue
+        before = getattr(switches, name)
+        setattr(switches, name, value)
+        try:
+            assert torch.equal(paint(model, vae), known)  # the processor has neither
+            assert re.search("read .* times, [1-9].* computed in this run", report_of(model))
+        finally:
+            setattr(switches, name, "ieee" if before == "none" else before)
+        assert torch.equal(paint(model, vae), known)

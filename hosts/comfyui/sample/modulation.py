@@ -217,7 +217,7 @@ class ModelModulation:
         hooks = patcher.current_hooks.hooks if patcher.current_hooks else ()
         return (
             patcher.patches_uuid,
-            torch.backends.cuda.matmul.allow_tf32,
+            _switches(),
             tuple((hook.hook_ref, hook.strength) for hook in hooks),
             tuple(map(weakref.ref, bypass_models(patcher))),
             tuple(
@@ -250,6 +250,13 @@ class ModelModulation:
             with inner_phase("tables", self.patcher, timesteps=len(embeddings)):
                 return compute_off_card(self._blocks, embeddings, batch, self.patcher, self.passes)
         return compute_entries(self._blocks, embeddings, batch)
+
+
+def _switches() -> Hashable:
+    # Of a product. Once a pack has set torch's newer one of TF32, reading the older one raises.
+    matmul = torch.backends.cuda.matmul
+    tf32 = getattr(matmul, "fp32_precision", None) or matmul.allow_tf32
+    return tf32, getattr(matmul, "allow_fp16_accumulation", None)
 
 
 def _identity(thing: Any) -> Hashable:
