@@ -84,13 +84,14 @@ def merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> Tensor
         out = (out1 * exp(lse1) + out2 * exp(lse2)) / (exp(lse1) + exp(lse2))
 
     Args:
-        first, second: (batch, tokens, heads * head_dim), and the logarithms of the sums of
-            exp(scores), (batch, heads, tokens).
+        first, second: (batch, tokens, heads * head_dim), of which the second is written over with
+            the result, and the logarithms of the sums of exp(scores), (batch, heads, tokens).
     """
     (out, lse), (other, lse_2) = first, second
     share = (lse - lse_2).sigmoid().transpose(1, 2).unsqueeze(-1)
-    wide = (it.unflatten(2, (lse.shape[1], -1)).to(share.dtype) for it in (other, out))
-    return torch.lerp(*wide, share).flatten(2).to(out.dtype)
+    part, into = (it.unflatten(2, (lse.shape[1], -1)) for it in (out, other))
+    torch.addcmul(part * share, into, 1 - share, out=into)
+    return other
 
 
 class JointGuidance(NamedTuple):
