@@ -233,6 +233,14 @@ OPTIONS = (
         choices=schedule_names(),
         added=True,
     ),
+    Option(
+        "nag_tokens",
+        0,
+        "Tokens of the negative prompt of NAG Qwen-Image. 0: no NAG.",
+        most=2**16,
+        wired="With a MODEL connected, 0 takes the MODEL's.",
+        added=True,
+    ),
 )
 
 

@@ -153,7 +153,7 @@ def _settings(request: RunRequest, option: PlanOption) -> dict[str, Any]:
     counts = "width", "height", "batch", "steps", "cfg", "references", "layers", "text_tokens"
     return {
         "precision": setting.precision,
-        **_named(request, *counts),
+        **_named(request, *counts, *["nag_tokens"] * (request.nag_tokens > 0)),
         **_named(setting, "modulation", "text_encoder", "text_encoder_place"),
         "loras": asdict(request.loras),
         "controlnet_gib": gib(request.controlnet_bytes),

@@ -236,6 +236,8 @@ def request_text(request: RunRequest) -> str:
             f"{many(request.loras.count, 'LoRA')} of rank {request.loras.rank}, "
             f"{LORA_WORDS[request.loras.mode]}"
         )
+    if request.nag_tokens:
+        words.append(f"NAG with {request.nag_tokens} tokens")
     if request.controlnet_bytes:
         words.append(f"ControlNet of {format_gib(request.controlnet_bytes)}")
     words += (f"beside {other.family} in {other.precision}" for other in request.others)

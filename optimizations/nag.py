@@ -37,7 +37,7 @@ class Guidance(NamedTuple):
 
         Args:
             positive: What attention gives, (batch, rows, heads * head_dim).
-            negative: The same of the negative prompt, written over.
+            negative: The same of the negative prompt, written over with the result.
         """
         guided = torch.lerp(negative, positive, self.scale, out=negative)
         was, grown = (
@@ -50,6 +50,48 @@ class Guidance(NamedTuple):
             if not on:
                 out[item] = positive[item]
         return out
+
+
+# Keys, values, and the mask of these keys.
+Keys = tuple[Tensor, Tensor, "Tensor | None"]
+
+
+def attend_both(attend: Attend, q: Tensor, image: Keys, *texts: Keys) -> list[Tensor]:
+    """Attends to the image with each of two texts beside it; to the image once where `attend` gives
+    log-sum-exps, by which parts of the keys are merged.
+
+    Args:
+        attend: An `Attend`.
+        q: (batch, tokens, heads, head_dim).
+
+    Returns:
+        For each text (batch, tokens, heads * head_dim), in memory of its own.
+    """
+    shared = attend(q, *image, lse=True)
+    if shared is not None:
+        return [merge(shared, attend(q, *text, lse=True)) for text in texts]
+    found = []
+    for text in texts:
+        k, v = (torch.cat(parts, 1) for parts in zip(text[:2], image[:2], strict=True))
+        mask = None if image[2] is None else torch.cat([text[2], image[2]], -1)
+        found.append(attend(q, k, v, mask))
+    return found
+
+
+def merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> Tensor:
+    """Merges attention to two parts of the keys into that to both, in fp32.
+
+        out = (out1 * exp(lse1) + out2 * exp(lse2)) / (exp(lse1) + exp(lse2))
+
+    Args:
+        first, second: (batch, tokens, heads * head_dim), of which the second is written over with
+            the result, and the logarithms of the sums of exp(scores), (batch, heads, tokens).
+    """
+    (out, lse), (other, lse_2) = first, second
+    share = (lse - lse_2).sigmoid().transpose(1, 2).unsqueeze(-1)
+    part, into = (it.unflatten(2, (lse.shape[1], -1)) for it in (out, other))
+    torch.addcmul(part * share, into, 1 - share, out=into)
+    return other
 
 
 class JointGuidance(NamedTuple):
@@ -67,17 +109,16 @@ class JointGuidance(NamedTuple):
     def attend(
         self, attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
     ) -> Tensor:
-        """Attends as `Attend`, by two calls of another."""
+        """Attends as `Attend`, by calls of another."""
         cut, texts = self.positive, self.positive + self.negative
-        both = []
-        for text in (slice(0, cut), slice(cut, texts)):
-            parts = [torch.cat([it[:, text], it[:, texts:]], 1) for it in (q, k, v)]
-            if mask is not None:
-                mask_of = torch.cat([mask[..., text], mask[..., texts:]], -1)
-            both.append(attend(*parts, None if mask is None else mask_of))
-        positive, negative = both
-        image = self.guidance.guide(positive[:, cut:], negative[:, self.negative :])
-        return torch.cat([positive[:, :cut], negative[:, : self.negative], image], 1)
+        parts = (
+            (k[:, it], v[:, it], None if mask is None else mask[..., it])
+            for it in (slice(texts, None), slice(cut), slice(cut, texts))
+        )
+        positive, out = attend_both(attend, q, *parts)
+        self.guidance.guide(positive[:, texts:], out[:, texts:])
+        out[:, :cut] = positive[:, :cut]
+        return out
 
 
 class PrefixGuidance(NamedTuple):
@@ -107,12 +148,11 @@ class PrefixGuidance(NamedTuple):
     def attend(
         self, attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
     ) -> Tensor:
-        """Attends as `Attend`, with one more call for the image."""
-        positive = attend(q, k, v, mask)
+        """Attends as `Attend`, with more calls for the image."""
         if not self.guides(q, k):
-            return positive
-        own = slice(0, self.image) if self.first else slice(self.whole - self.image, None)
-        parts = (
-            torch.cat([part, it[:, own]], 1) for part, it in ((self.keys, k), (self.values, v))
-        )
-        return self.guidance.guide(positive, attend(q, *parts, None))
+            return attend(q, k, v, mask)
+        cut = self.image if self.first else self.whole - self.image
+        parts = [(k[:, it], v[:, it], None) for it in (slice(cut), slice(cut, None))]
+        image, text = parts if self.first else reversed(parts)
+        negative = self.keys, self.values, None
+        return self.guidance.guide(*attend_both(attend, q, image, text, negative))

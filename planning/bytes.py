@@ -226,7 +226,7 @@ def _around(shape: TransformerShape, tokens: StepTokens, request: RunRequest) ->
     latents = SAMPLER_LATENTS + CACHE_LATENTS * (request.cache != OFF)
     sampled = request.batch * request.painted_tokens
     sampler = latents * FP32 * latent * sampled
-    text = request.items * request.prompt_tokens
+    text = request.items * (request.prompt_tokens + request.nag_tokens)
     given = BF16 * latent * tokens.image_rows + BF16 * shape.joint_dim * text
     # ComfyUI's matrices of 2 x 2 for every pair of a head, and cosine and sine separately.
     rotation = (4 + 2) * shape.head_dim // 2 * BF16 * (tokens.rows + tokens.prefix_rows)
@@ -282,6 +282,8 @@ def _beside_buffers(
     stream = BF16 * shape.dim
     most = max(tokens.image_rows, tokens.text_rows)
     found = tokens.rows * stream if setting.attention == EXACT else 0  # what attention gives
+    if request.nag_tokens:  # to the image and to each text, and a product of these in fp32
+        found = (1 + 2 + FP32 // BF16) * tokens.rows * stream
     if setting.weight_only:
         # The result of the MLP's first product beside the weight that was expanded for it.
         found = max(found, shape.block.hidden * (most + shape.dim) * stream)
@@ -297,6 +299,8 @@ def _host_block(
     # The GELU's input and result; or gate and up with their product.
     hidden = block.hidden + block.inner
     attended = 10 * tokens.rows + 2 * tokens.prefix_rows
+    if request.nag_tokens:  # keys and values of the image beside another text, and a second result
+        attended += 3 * tokens.rows + 2 * tokens.prefix_rows
     if setting and request.loras.beside(setting.precision):
         # The layer's output, the LoRA's and their sum; the text's comes last.
         hidden = 3 * block.hidden

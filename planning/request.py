@@ -115,6 +115,7 @@ class RunRequest:
         references: reference images, of one megapixel each.
         layers: that Layered paints besides the whole image; 0 elsewhere.
         text_tokens: of the longest prompt, without what references add.
+        nag_tokens: of the negative prompt of NAG, likewise; 0 without NAG.
         modulation: where a third of the transformer waits, one of `spec.transformer.PLACES`.
         text_encoder: its precision, one of `PRECISIONS`; "auto" is bf16.
         text_encoder_place: one of `TEXT_ENCODER_PLACEMENTS`; "auto" leaves it on the card where
@@ -142,6 +143,7 @@ class RunRequest:
     references: int = 0
     layers: int = 0
     text_tokens: int = 200
+    nag_tokens: int = 0
     modulation: str = "auto"
     text_encoder: str = "auto"
     text_encoder_place: str = "auto"
@@ -204,10 +206,14 @@ class RunRequest:
 
     @property
     def step_tokens(self) -> StepTokens:
-        """Counts the tokens of a forward pass."""
-        words = self.text_tokens + self.references * self.member.reference_words
-        references = self.references * REFERENCE_TOKENS
-        tokens = self.member.family.step_tokens(words, self.painted_tokens, references)
+        """Counts the tokens of a forward pass, with what the image reads of NAG's prompt."""
+        added = self.references * self.member.reference_words
+        references, count = self.references * REFERENCE_TOKENS, self.member.family.step_tokens
+        tokens = count(self.text_tokens + added, self.painted_tokens, references)
+        if self.nag_tokens:
+            more = count(self.nag_tokens + added, self.painted_tokens, references)
+            both = tokens.text + more.text, tokens.prefix + more.prefix
+            tokens = tokens._replace(text=both[0], prefix=both[1])
         return tokens._replace(items=self.items)
 
     @property
@@ -248,6 +254,7 @@ class RunRequest:
             ("references", self.references, 0, 4096),
             ("layers", self.layers, 0, 4096),
             ("text tokens", self.text_tokens, 1, MOST_TOKENS),
+            ("NAG tokens", self.nag_tokens, 0, MOST_TOKENS),
             ("tiles", self.tiles, 0, MOST_TOKENS),
             ("LoRAs", self.loras.count, 0, 1000),
             ("LoRA rank", self.loras.rank, 1, 4096),
@@ -340,4 +347,5 @@ def replays_graph(request: RunRequest, setting: Setting) -> bool:
     replays, few = request.computed_steps - 2, rows <= MOST_GRAPH_ROWS[False]
     fitting = few or rows <= MOST_GRAPH_ROWS[setting.precision in QUANTIZED]
     fitting = fitting and replays >= REPAID_BY[few]
+    fitting = fitting and not (request.nag_tokens and tokens.prefix)
     return fitting and setting.resident and not request.controlnet_bytes

@@ -6,6 +6,7 @@ D. Patterson: Roofline, CACM 52(4), 2009); kernels follow one another, so that t
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..families.parts import QWEN25_VL
@@ -32,6 +33,8 @@ STOCK = 1.43
 # processor so long for each timestep of each of the two layers of a block (predicted).
 TABLE_FACTOR = 1.05
 TABLE_LAYER_SECONDS = 0.00003
+# What NAG reads and writes of a value of the image: two merges of 14 bytes, and guiding.
+MERGED, GUIDED = 2 * 14, 20
 
 
 class Pass(NamedTuple):
@@ -39,10 +42,11 @@ class Pass(NamedTuple):
 
     shape: TransformerShape
     tokens: StepTokens
+    nag: bool = False
 
     @classmethod
     def of(cls, request: RunRequest) -> Pass:
-        return cls(request.transformer, request.step_tokens)
+        return cls(request.transformer, request.step_tokens, request.nag_tokens > 0)
 
     def products(self, layer: str) -> tuple[int, int]:
         """Counts (how many, rows of each) of the matrix products of one of the block's layers.
@@ -86,8 +90,9 @@ def block_bytes(
         each += WIDE * (block.hidden + block.inner) * dim
     elif block.hidden > block.inner:  # no epilogue multiplies gate and up
         each += WIDE * (block.hidden + block.inner) * dim
+    guided = work.nag * (MERGED + GUIDED) * dim * work.tokens.image_rows
     # Cached keys and values are copied to those of the pass.
-    return work.tokens.rows * each + 2 * 2 * WIDE * dim * work.tokens.prefix_rows
+    return guided + work.tokens.rows * each + 2 * 2 * WIDE * dim * work.tokens.prefix_rows
 
 
 def norm_bytes(dim: int, narrow: bool) -> int:
@@ -164,11 +169,16 @@ def forward_seconds(request: RunRequest, precision: str, rates: Rates, **how: An
 
 def sampling_seconds(request: RunRequest, precision: str, rates: Rates, **how: Any) -> float:
     """Predicts all steps of a run, without the modulation's table; as of `forward_times`."""
-    passes = request.computed_steps * request.passes
-    seconds = passes * forward_seconds(request, precision, rates, **how)
-    if tokens := request.step_tokens.prefix:  # by the host's own blocks, once a prompt
-        prefix = Pass(request.transformer, StepTokens(0, tokens, items=request.items))
-        seconds += request.passes * STOCK * pass_times(prefix, precision, rates).seconds
+    plain, more = replace(request, nag_tokens=0), request.passes - 1
+    seconds = forward_seconds(request, precision, rates, **how)
+    seconds += more * forward_seconds(plain, precision, rates, **how) if more else 0
+    seconds *= request.computed_steps
+    own = plain.step_tokens.prefix
+    # By the host's own blocks, once a prompt.
+    for count, tokens in ((request.passes, own), (1, request.step_tokens.prefix - own)):
+        if tokens:
+            prefix = Pass(request.transformer, StepTokens(0, tokens, items=request.items))
+            seconds += count * STOCK * pass_times(prefix, precision, rates).seconds
     return seconds
 
 
@@ -222,6 +232,8 @@ def block_seconds(work: Pass, precision: str, rates: Rates, attention: str = EXA
             seconds += count * EXPAND * n * k / rates.bandwidth
         products[layer.startswith(shape.block.text_layers)] += seconds
     joint = attention_seconds(work, rates) + moved / rates.bandwidth
+    if work.nag and attention != EXACT:  # which gives no log-sum-exps: once for each prompt
+        joint += attention_seconds(work, rates)
     return BlockSeconds(image=products[False], text=products[True], joint=joint)
 
 
@@ -321,6 +333,7 @@ def stock_steps(
         room: bytes for a transformer; LoRAs, ControlNets and layers are not predicted.
     """
     wide, found = weight_bytes(request.transformer, "bf16").total, {}
+    request = replace(request, nag_tokens=0)
     if request.loras.count or request.controlnet_bytes or request.member.layers:
         return found
     for name, (precision, in_int8) in STOCK_FORMATS.items():
@@ -365,8 +378,8 @@ PROCESSOR_FLOPS = 0.5e12
 def encode_text_seconds(
     request: RunRequest, rates: Rates, place: str = ON_CARD, precision: str = "bf16"
 ) -> float:
-    """Predicts all prompts of a run, one or a negative one too: two operations a parameter and
-    token, and the weights cast to fp32 once a prompt.
+    """Predicts all prompts of a run, one or a negative one too, and NAG's: two operations a
+    parameter and token, and the weights cast to fp32 once a prompt.
 
     Args:
         place: "on card", "drop after encoding", which moves no weights here, or "cpu", whose
@@ -376,7 +389,11 @@ def encode_text_seconds(
     prompts = 1 if request.cfg == "off" else 2
     vision = request.references * request.member.vision_tokens
     encoder, tokens = request.member.text_encoder, request.prompt_tokens
-    return prompts * prompt_seconds(tokens, rates, place, precision, vision, encoder)
+    seconds = prompts * prompt_seconds(tokens, rates, place, precision, vision, encoder)
+    if request.nag_tokens:
+        tokens += request.nag_tokens - request.text_tokens
+        seconds += prompt_seconds(tokens, rates, place, precision, vision, encoder)
+    return seconds
 
 
 def prompt_seconds(

@@ -107,6 +107,8 @@ class Backend:
         whole_scores: Whether it writes the matrix of scores to memory: never the fastest.
         further: Gives what else speaks against a request.
         quantizes: Whether the fused blocks make its operands where they normalize q and k.
+        gives_lse: Whether `attend` takes `lse=True`, and then gives the logarithms of the sums of
+            exp(scores) besides, (B, heads, tokens of q) in fp32.
     """
 
     name: str
@@ -120,6 +122,7 @@ class Backend:
     whole_scores: bool = False
     further: Callable[[AttentionRequest], str] | None = None
     quantizes: bool = False
+    gives_lse: bool = False
 
 
 def sm_name(sm: tuple[int, int]) -> str:
@@ -139,36 +142,33 @@ def dtype_name(dtype: torch.dtype) -> str:
 ALIGNMENT = 8
 
 
-def _flash(q, k, v, mask):
+def _flash(q, k, v, mask, lse):
     if q.is_cpu:
-        return torch._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask)[0]
+        return torch._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask)
     width = q.shape[-1]
-    if width % ALIGNMENT == 0:
-        return torch._scaled_dot_product_flash_attention(q, k, v)[0]
-    q, k, v = (F.pad(x, (0, -width % ALIGNMENT)) for x in (q, k, v))
-    scale = 1 / math.sqrt(width)
-    return torch._scaled_dot_product_flash_attention(q, k, v, scale=scale)[0][..., :width]
+    q, k, v = (F.pad(x, (0, -width % ALIGNMENT)) if width % ALIGNMENT else x for x in (q, k, v))
+    found = torch._scaled_dot_product_flash_attention(q, k, v, scale=1 / math.sqrt(width))
+    return found[0][..., :width], found[1]
 
 
-def _cudnn(q, k, v, mask):
-    return torch._scaled_dot_product_cudnn_attention(q, k, v, mask, _needs_log_sum_exp(q, k, v))[0]
+def _cudnn(q, k, v, mask, lse):
+    return torch._scaled_dot_product_cudnn_attention(q, k, v, mask, lse)
 
 
-def _efficient(q, k, v, mask):
+def _efficient(q, k, v, mask, lse):
     if mask is not None:
         mask = aligned_mask(mask).expand(*q.shape[:-1], k.shape[-2])
-    with_lse = _needs_log_sum_exp(q, k, v)
-    return torch._scaled_dot_product_efficient_attention(q, k, v, mask, with_lse)[0]
+    return torch._scaled_dot_product_efficient_attention(q, k, v, mask, lse)
 
 
-def _math(q, k, v, mask):
+def _math(q, k, v, mask, lse):
     if q.is_cpu or q.is_cuda:
-        return torch._scaled_dot_product_attention_math(q, k, v, attn_mask=mask)[0]
+        return torch._scaled_dot_product_attention_math(q, k, v, attn_mask=mask)
     # Apple's has an operator of its own.
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask), None
 
 
-def _needs_log_sum_exp(q, k, v) -> bool:
+def _needs_lse(q, k, v) -> bool:
     return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
 
 
@@ -178,10 +178,13 @@ def _attend(
     k: torch.Tensor,
     v: torch.Tensor,
     mask: torch.Tensor | None = None,
-) -> torch.Tensor:
+    lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     # The kernels lay their result out as q is: transposed back, it is contiguous without a copy.
-    out = compute(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
-    return out.transpose(1, 2).flatten(2)
+    found = compute(*(x.transpose(1, 2) for x in (q, k, v)), mask, lse or _needs_lse(q, k, v))
+    out = found[0].transpose(1, 2).flatten(2)
+    # The efficient kernel's rows are padded to 32, and cuDNN's have one dimension more.
+    return (out, found[1].flatten(2)[..., : q.shape[1]]) if lse else out
 
 
 def aligned_mask(mask: torch.Tensor) -> torch.Tensor:
@@ -214,17 +217,20 @@ SDPA_FLASH = Backend(
     functools.partial(_attend, _flash),
     card=Limits(oldest=(8, 0), dtypes=HALVES, widest=256, masks=False),
     cpu=ANY,
+    gives_lse=True,
 )
 SDPA_CUDNN = Backend(
     "sdpa_cudnn",
     functools.partial(_attend, _cudnn),
     card=Limits(oldest=(8, 0), dtypes=HALVES, widest=128, head_bytes=16),
     further=_against_cudnn,
+    gives_lse=True,
 )
 SDPA_EFFICIENT = Backend(
     "sdpa_efficient",
     functools.partial(_attend, _efficient),
     card=Limits(oldest=(5, 0), head_bytes=16),
+    gives_lse=True,
 )
 MATH = Backend(
     "math",

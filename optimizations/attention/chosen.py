@@ -211,6 +211,15 @@ class ChosenAttention:
         self.look(q, k, v, mask, out)
         return out
 
+    def with_lse(
+        self, chosen: Attention, *given: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Attends to a part of the keys, and gives log-sum-exps too; None where the backend gives
+        none, and where errors are measured, which are those of whole attention.
+        """
+        backend = BACKENDS[chosen.name]
+        return None if self.measuring or not backend.gives_lse else backend.attend(*given, lse=True)
+
     def look(
         self,
         q: torch.Tensor,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 
 # (q, k, v, mask) -> (batch, queries, heads * head_dim), of q, k and v, (batch, tokens, heads,
 # head_dim), and a mask that is added to the scores, or None; a mask of (1, 1, queries, keys) in
-# bool says which keys a query reads.
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]
+# bool says which keys a query reads. Guidance calls it with `lse=True` too: then it gives what
+# `Backend.gives_lse` says, or None where it cannot.
+Attend = Callable[..., Any]
 
 
 class Segment(NamedTuple):

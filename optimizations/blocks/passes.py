@@ -201,15 +201,16 @@ class ForwardPass:
         workspace = self._memory.workspace
         return BlockExecutor(self._host.layers, prepared.ops, attend, workspace, known, form)
 
-    def _attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:
-        attention = self._host.attention
+    def _attend(self, *given: torch.Tensor | None, lse: bool = False) -> Any:
+        attention, (q, k, _, mask) = self._host.attention, given
         if attention is None or (mask is not None and mask.shape[2] > 1):
-            return self._host.host_attend(q, k, v, mask)
-        out = self._choice(attention, AttentionRequest.of, q, mask)(q, k, v, mask)
+            return None if lse else self._host.host_attend(*given)
+        chosen = self._choice(attention, AttentionRequest.of, q, mask)
+        if lse:
+            return attention.with_lse(chosen, *given)
+        out = chosen(*given)
         if k.shape[1] == self._keys:
-            attention.look(q, k, v, mask, out)
+            attention.look(*given, out)
         return out
 
     def _form(self, k: torch.Tensor, mask: torch.Tensor | None) -> str | None:

@@ -15,10 +15,13 @@ from PIL import Image
 
 from qwen_l40s.charts.answer import estimate_json
 from qwen_l40s.errors import SettingError, UnavailableError
+from qwen_l40s.families.comfyui import kind_of
+from qwen_l40s.hosts.comfyui.contract import transformer_of
 from qwen_l40s.hosts.comfyui.estimate import cards as this_card
 from qwen_l40s.hosts.comfyui.load.text_encoder import load_text_encoder
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.hosts.comfyui.load.vae import load_vae
+from qwen_l40s.hosts.comfyui.sample.nag import NagSettings, guide_attention
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize
 from qwen_l40s.hosts.comfyui.sample.step_cache import cache_steps
 from qwen_l40s.machine.store import CALIBRATION, known_cards
@@ -113,9 +116,9 @@ def test_the_modulation_stays_where_it_is_set():
 
 def test_a_step_cache_is_counted_by_name_or_as_the_model_has_it():
     for node in NODES:
-        last = node.GET_SCHEMA().inputs[-3:]
+        last = node.GET_SCHEMA().inputs[-4:]
         # Graphs that were saved without them keep the places of their widgets' values.
-        assert [each.id for each in last] == ["cache", "attention", "schedule"]
+        assert [each.id for each in last] == ["cache", "attention", "schedule", "nag_tokens"]
         assert all(each.optional and not each.advanced for each in last)
     by_name = run(card="L40S", cache="balanced")
     assert "\nStep cache: balanced computes 26 of 50 steps, " in by_name[1]
@@ -129,6 +132,25 @@ def test_a_step_cache_is_counted_by_name_or_as_the_model_has_it():
     assert wired["step_cache"]["name"] == "custom" and wired["settings"]["cache"] == "custom"
     assert 26 < wired["step_cache"]["computed_steps"] < 50
     assert "Step cache: fast computes 20 of 50 steps, " in advice(cache="fast").args[1]
+
+
+def test_nag_is_counted_by_its_tokens_or_as_the_model_has_it():
+    assert "nag_tokens" not in run(card="L40S")[3]["settings"]
+    by_number = run(card="L40S", cfg="off", nag_tokens=60)
+    assert "NAG with 60 tokens" in by_number[1]
+    with torch.inference_mode():
+        model = load_model(MICRO, "bf16")[0]
+        negative = [[torch.zeros(1, 12, kind_of(model.model).takes(transformer_of(model))[0]), {}]]
+        guided = guide_attention(model, negative, NagSettings())[0]
+        aside = guide_attention(model, 2 * negative, NagSettings())[0]
+    wired = {"card": "L40S", "cfg": "off", "width": 256, "height": 256}
+    found, plain = run(model=guided, **wired)[3], run(model=model, **wired)[3]
+    assert found["settings"]["nag_tokens"] == 12
+    assert found["step_ms"] >= plain["step_ms"]
+    assert found["phases"]["sampling"]["peak_gib"] >= plain["phases"]["sampling"]["peak_gib"]
+    assert run(model=aside, **wired)[3] == plain
+    words = "nag_tokens 60 contradicts the MODEL that is connected, which has 12: choose 0"
+    refused(SettingError, words, run=lambda: run(model=guided, nag_tokens=60, **wired))
 
 
 def test_a_model_on_several_cards_is_answered_for_all_of_them():

@@ -4,6 +4,7 @@ ComfyUI's own blocks.
 
 import re
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import comfy.sample
@@ -23,10 +24,11 @@ from qwen_l40s.errors import SettingError
 from qwen_l40s.hosts.comfyui.lora.apply import apply_lora
 from qwen_l40s.hosts.comfyui.sample.attention import SLOT
 from qwen_l40s.hosts.comfyui.sample.nag import NagSettings, guide_attention
-from qwen_l40s.hosts.comfyui.sample.optimize import optimize, report_of
+from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of
 from qwen_l40s.hosts.comfyui.sample.run import NAG_KEY
 from qwen_l40s.hosts.comfyui.sample.step_cache import cache_steps
 from qwen_l40s.nodes.nag import QwenL40SNAG
+from qwen_l40s.optimizations.attention import BACKENDS
 from qwen_l40s.optimizations.blocks.passes import ForwardPass
 from qwen_l40s.optimizations.blocks.products import streams_of
 from qwen_l40s.step_cache import CacheSettings
@@ -234,6 +236,30 @@ def test_it_is_the_plain_implementation(family, batch, settings, monkeypatch):
             assert close(sample(family, optimized, batch=batch), expected)
             assert "blocks: fused, 4 of 4 in 2 forward passes" in report_of(optimized)
         assert torch.equal(sample(family, model, batch=batch), unguided)
+
+
+@pytest.mark.parametrize(
+    ("family", "masked"), [(One, False), (One, True), pytest.param(Two, False, marks=newer)]
+)
+def test_attention_to_the_image_is_computed_once_where_parts_merge(family, masked, monkeypatch):
+    """By sdpa_flash, which gives log-sum-exps, and whole by math, which does not."""
+    mask = {"attention_mask": torch.tensor([[1] * 6 + [0]])} if masked else {}
+    model, negative = family.make(), prompt(family, 9, seed=5)
+    positive, found, keys = prompt(family, **mask), {}, {}
+    for name in ("sdpa_flash", "math"):
+        calls = keys[name] = []
+        backend = BACKENDS[name]
+        attend = lambda q, k, *more, backend=backend, calls=calls, **how: (  # noqa: E731
+            calls.append(k.shape[1]) or backend.attend(q, k, *more, **how)
+        )
+        monkeypatch.setitem(BACKENDS, name, replace(backend, attend=attend))
+        optimized = optimize(guided(model, negative), OptimizeSettings(attention=name))
+        found[name] = sample(family, optimized, positive=positive)
+        assert "blocks: fused, 4 of 4" in report_of(optimized)
+    image = 16 if family is One else 64
+    assert {7, 9, image} <= set(keys["sdpa_flash"]) and not {7, 9, image} & set(keys["math"])
+    assert close(found["math"], found["sdpa_flash"])
+    assert close(found["math"], sample(family, guided(model, negative), positive=positive))
 
 
 def both_ways(family, model, negative, settings=STRONG, **how):

@@ -21,6 +21,7 @@ from qwen_l40s.optimizations.attention import (
     choose_attention,
 )
 from qwen_l40s.optimizations.attention.backends import FLOATS
+from qwen_l40s.optimizations.nag import merge
 
 CPU = torch.device("cpu")
 CARD = torch.device("cuda", 0)
@@ -197,6 +198,34 @@ def test_the_result_is_a_view_and_nothing_is_copied(name, device):
         out = attention(q, k, v)
     assert copies.count == 0
     assert out.is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("name", "device"), [it for it in CASES if BACKENDS[it.values[0]].gives_lse], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parts_of_the_keys_add_up_by_their_log_sum_exps(name, device, dtype):
+    """A few keys and many, as a prompt's and an image's; heads of a multiple of 8 and others."""
+    ran = 0
+    for masked, width, cut in ((False, 128, 40), (False, 20, 1), (True, 64, 45)):
+        shape = (2, 333, 3, width)
+        if chosen(name, device, dtype, shape=shape, masked=masked) is None:
+            continue
+        q, k, v = random(*shape, device=device, dtype=dtype)
+        mask = padding(2, 333, 30, device, dtype) if masked else None
+        parts = []
+        for part in (slice(cut), slice(cut, None)):
+            given = q, k[:, part], v[:, part], None if mask is None else mask[..., part]
+            out, lse = BACKENDS[name].attend(*given, lse=True)
+            assert torch.equal(out, BACKENDS[name].attend(*given))
+            assert (lse.shape, lse.dtype) == ((2, 3, 333), torch.float32)
+            parts.append((out, lse))
+        merged = merge(*parts)
+        assert (merged.shape, merged.dtype) == (parts[0][0].shape, dtype)
+        found = distance(merged, q, k, v, mask)
+        assert found < (1e-5 if (dtype, device) == (torch.float32, CPU) else EXACT[dtype])
+        ran += 1
+    assert ran or dtype not in BACKENDS[name].card.dtypes
 
 
 # ---------------------------------------------------------------------------------- sliced and mask

@@ -68,6 +68,33 @@ def slower(rates, factor):
 # --- the forward pass
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_nag_adds_less_than_a_second_pass_and_to_the_positive_prompt_alone(precision):
+    for family in ("qwen-image", "qwen-image-2.1"):
+        off = RunRequest(family=family, width=1024, height=1024, cfg="off", steps=8)
+        both = replace(off, cfg="two passes")
+        times = {}
+        for tokens in (0, 60, 1000):
+            asked = replace(off, nag_tokens=tokens)
+            times[tokens] = forward_seconds(asked, precision, H200)
+            added, in_both = (
+                sampling_seconds(replace(it, nag_tokens=tokens), precision, H200)
+                - sampling_seconds(it, precision, H200)
+                for it in (off, both)
+            )
+            assert added == pytest.approx(in_both)
+            assert tokens == 0 or added > 8 * (times[tokens] - times[0]) * 0.999
+        assert times[0] < times[60] < 1.3 * times[0] and times[60] < times[1000]
+        eight_bits = (
+            forward_seconds(replace(off, nag_tokens=it), precision, H200, attention="int8")
+            for it in (60, 0)
+        )
+        once = times[60] - times[0]
+        assert next(eight_bits) - next(eight_bits) > once  # attention is whole for each prompt
+        text = (encode_text_seconds(replace(off, nag_tokens=it), H200) for it in (60, 0))
+        assert next(text) > 1.4 * next(text)
+
+
 def test_arithmetic_is_what_a_forward_pass_is_counted_to_have():
     rates = replace(FREE, gemm={"bf16": 1e12}, attention=1e12)
     work = Pass(FULL_SIZE, StepTokens(200, 4096))

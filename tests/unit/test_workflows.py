@@ -335,6 +335,7 @@ def test_lightning_runs_as_it_was_trained():
     for name, steps, lora in (
         ("lightning_4_steps", 4, "2512-Lightning-4steps"),
         ("lightning_8_steps", 8, "2512-Lightning-8steps"),
+        ("lightning_8_steps_nag", 8, "2512-Lightning-8steps"),
         ("edit_2511_lightning", 4, edit),
         ("try_on", 4, edit),
     ):
@@ -389,5 +390,6 @@ def test_those_of_qwen_image_21_take_its_own_schedule():
             assert sample["sigmas"] == ["sigmas", 0] and sigmas["latent"] == sample["latent_image"]
             few = {"qwen_image_21_turbo": ("turbo 8", 8), "qwen_image_21_viggle_6": ("viggle 6", 6)}
             few["micro_qwen_image_21"] = "official", 20
+            few["qwen_image_21_turbo_nag"] = few["qwen_image_21_turbo"]
             assert (sigmas["preset"], sigmas["steps"]) == few.get(name, ("official", 40))
             assert sample["cfg"] == (4.0 if "micro" in name else 1.0)

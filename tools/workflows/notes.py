@@ -118,6 +118,7 @@ def run_request(graph: Graph) -> RunRequest | None:
         steps=(nodes.get("QwenL40S_Sigmas") or sampler)["steps"],
         cfg="off" if sampler["cfg"] == 1 else "two passes",
         references=classes.count("LoadImage") if family.most_references else 0,
+        nag_tokens=RunRequest.text_tokens if "QwenL40S_NAG" in nodes else 0,
         layers=nodes.get("EmptyQwenImageLayeredLatentImage", {}).get("layers", 0),
         text_encoder=next((each for each in ("fp8", "int8") if each in encoder), AUTO),
         loras=_loras(nodes.get("QwenL40S_LoadLora"), classes.count("QwenL40S_LoadLora")),

@@ -103,6 +103,8 @@ def _take_model(chosen: dict[str, Any], found: TrueModel, notes: list[str]) -> d
     chosen["attention"] = _agreed("attention", asked, found.attention, "MODEL", EXACT)
     if note := _form_note(found):
         notes.append(note)
+    asked, tokens = chosen.get("nag_tokens", 0), found.nag_tokens or None
+    chosen["nag_tokens"] = _agreed("nag_tokens", asked, tokens, "MODEL", 0)
     if found.loras.count:
         if chosen["loras"].count:
             raise SettingError(
@@ -145,7 +147,7 @@ def _take_clip(chosen: dict[str, Any], found: TrueClip) -> dict[str, Any]:
     return {"text_encoder_bytes": found.bytes}
 
 
-def _agreed(name: str, asked: str, found: str | None, part: str, left: str = AUTO) -> str:
+def _agreed(name: str, asked: Any, found: Any, part: str, left: Any = AUTO) -> Any:
     """Takes what a part tells, else what was asked for; `left` leaves it to the part."""
     if found is None or asked == found:
         return asked

@@ -39,7 +39,7 @@ from ..load.weights import FLOAT_NAMES
 from ..lora.bypass import bypass_models
 from ..sample.attention import SLOT, SlotAttention
 from ..sample.off_card import named_weights, off_card_layers
-from ..sample.run import STEP_CACHE_KEY
+from ..sample.run import NAG_KEY, STEP_CACHE_KEY
 
 FOREIGN = "another extension's quantization"
 COMPUTED_IN = LAYOUTS | {form.packed: name for name, form in FORMATS.items() if form.packed}
@@ -62,6 +62,7 @@ class TrueModel:
         cache: Settings of its step cache; None without one.
         attention: "fast" or a form of attention in 8 bits, where one is to run; else None.
         cards: That each have a copy of it.
+        nag_tokens: Of NAG's negative prompt; 0 without NAG.
     """
 
     shape: TransformerShape
@@ -76,6 +77,7 @@ class TrueModel:
     cache: CacheSettings | None
     attention: str | None
     cards: int
+    nag_tokens: int
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ def model_sizes(model: ModelPatcher) -> TrueModel:
     kind = kind_of(model.model)
     shape = kind.shape(transformer)
     stored = stored_in(transformer)
-    cache = model.get_attachment(STEP_CACHE_KEY)
+    cache, guidance = map(model.get_attachment, (STEP_CACHE_KEY, NAG_KEY))
     on_processor = comfy.model_management.is_device_cpu(model.load_device)
     place = None if on_processor else ON_CARD
     return TrueModel(
@@ -130,6 +132,7 @@ def model_sizes(model: ModelPatcher) -> TrueModel:
         cache=None if cache is None else cache.settings,
         attention=_attention(model),
         cards=1 + len(model.get_additional_models_with_key("multigpu")),
+        nag_tokens=0 if guidance is None else guidance.tokens,
     )
 
 

@@ -123,7 +123,9 @@ class GuidedAttention:
         """What ComfyUI calls for its own blocks."""
         inner = default if self.before is None else partial(self.before, default)
 
-        def attend(*given: torch.Tensor | None) -> torch.Tensor:
+        def attend(*given: torch.Tensor | None, lse: bool = False) -> torch.Tensor | None:
+            if lse:
+                return None
             *parts, mask = given
             parts = [it.transpose(1, 2) if skip_reshape else it.flatten(2) for it in parts]
             return inner(*parts, heads, mask=mask, skip_reshape=skip_reshape, **others)

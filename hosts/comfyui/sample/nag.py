@@ -131,14 +131,20 @@ class AttentionGuidance:
         step = int((schedule[:-1].to(sigmas) > sigmas.max() * (1 + 1e-6)).sum())
         return start <= step < end
 
+    @property
+    def tokens(self) -> int:
+        """How many the negative prompt has; 0 where it guides nothing."""
+        aside = self._aside or _unusable(self._conditioning)
+        return 0 if aside else _text_of(self._conditioning).shape[1]
+
     def lines(self) -> list[str]:
         if self._aside:
             return [f"NAG: has no effect: {self._aside}"]
         if self._passes and not self._guided:
             return [f"NAG: has no effect: {ONLY_NEGATIVE}"]
-        settings, text = self.settings, _text_of(self._conditioning)
+        settings = self.settings
         lines = [
-            f"NAG: the negative prompt, of {text.shape[1]} tokens, guides {self._guided} of "
+            f"NAG: the negative prompt, of {self.tokens} tokens, guides {self._guided} of "
             f"{self._passes} forward passes: scale {settings.scale:g}, tau {settings.tau:g}, "
             f"alpha {settings.alpha:g}"
         ]
