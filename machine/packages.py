@@ -142,7 +142,8 @@ def check_triton(cards: InstalledCards) -> Capability:
         return capability
     # Triton for Windows brings a compiler with it.
     if sys.platform != "win32":
-        if not (os.environ.get("CC") or any(map(shutil.which, ("gcc", "clang", "cc")))):
+        build = getattr(getattr(module, "knobs", None), "build", None)
+        if not (getattr(build, "cc", None) or any(map(shutil.which, ("gcc", "clang", "cc")))):
             reason = (
                 f"{capability.why.fact}, but there is no C compiler to build its launchers with"
             )
@@ -224,12 +225,9 @@ KINDS = {
 
 
 def find_comfyui() -> Path | None:
-    """Finds the folder of ComfyUI's code: COMFYUI_PATH, else the first that holds its version among
-    those around this package, the current folder, sys.path, those around Python, and ~/ComfyUI.
+    """Finds the folder of ComfyUI's code: the first that holds its version among those around this
+    package, the current folder, sys.path, those around Python, and ~/ComfyUI.
     """
-    named = os.environ.get("COMFYUI_PATH")
-    if named:
-        return Path(named).expanduser()
     return next((folder for folder in _candidates() if (folder / VERSION_FILE).is_file()), None)
 
 
@@ -243,15 +241,12 @@ def _candidates() -> Iterator[Path]:
 
 
 def _package() -> Path:
-    # A link in custom_nodes belongs to the ComfyUI that it lies in.
-    folder = Path(os.path.abspath(__file__)).parent.parent
-    here = Path(os.environ.get("PWD", folder))  # the shell's, where os.getcwd() follows the link
-    linked = here.parent.name == "custom_nodes" and here.is_dir() and here.samefile(folder)
-    return here if linked else folder
+    # A link in custom_nodes belongs to the ComfyUI that it lies in: not resolved.
+    return Path(os.path.abspath(__file__)).parent.parent
 
 
 def check_comfyui(folder: Path | None) -> Capability:
-    remedy = "set COMFYUI_PATH to ComfyUI's folder"
+    remedy = "name its folder: `qwen-l40s doctor --comfyui DIR`"
     if folder is None:
         return State.NOT_USABLE.of("ComfyUI", "not found", remedy)
     try:
