@@ -45,7 +45,7 @@ IMPORTLIB = {
     "__main__.py": "the package from a folder of any name",
     "cli/__init__.py": "the command that is asked for, alone",
     "families/registry.py": "what a family does in the one host that runs",
-    "hosts/comfyui/contract.py": "modules of ComfyUI whose signatures are compared, and its version",
+    "hosts/comfyui/contract.py": "modules of ComfyUI, whose signatures are compared",
     "hosts/comfyui/qwen_image.py": "ComfyUI's model code, which an older one has not",
     "machine/packages.py": "an optional package, to say why its import fails",
     "optimizations/attention/backends.py": "FlashAttention, under one of two names",
