@@ -13,7 +13,7 @@ import sys
 import sysconfig
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -137,11 +137,15 @@ def check_triton(cards: InstalledCards) -> Capability:
             f"{installed_version('triton')}, but" if find_spec("triton") else "not installed, and"
         )
         return State.NOT_USABLE.of("triton", f"{found} there is no usable card")
-    capability, module = check_package(Package("triton", "triton"))
+    windows = sys.platform == "win32"
+    name = "triton-windows" if windows else "triton"
+    capability, module = check_package(Package(name, "triton"))
     if module is None:
+        if windows:
+            capability = replace(capability, why=replace(capability.why, remedy=triton_remedy()))
         return capability
     # Triton for Windows brings a compiler with it.
-    if sys.platform != "win32":
+    if not windows:
         build = getattr(getattr(module, "knobs", None), "build", None)
         if not (getattr(build, "cc", None) or any(map(shutil.which, ("gcc", "clang", "cc")))):
             reason = (
@@ -153,6 +157,18 @@ def check_triton(cards: InstalledCards) -> Capability:
             remedy = "install Python's development headers (python3-dev)"
             return State.NOT_USABLE.of("triton", reason, remedy)
     return capability
+
+
+def triton_remedy() -> str:
+    """Writes the line that installs Triton on Windows into this Python: of ComfyUI's portable
+    build, of its desktop application, or of an environment.
+    """
+    python = Path(sys.executable)
+    portable = python.parent.name == "python_embeded"
+    shown = r"python_embeded\python.exe" if portable else f'"{python}"'
+    # The desktop application's environment is made by uv, which puts no pip into it.
+    pip = "-m pip install" if find_spec("pip") else "-m uv pip install"
+    return f"{shown} {pip} -U triton-windows, then restart ComfyUI"
 
 
 def check_isal() -> Capability:
