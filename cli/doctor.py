@@ -10,7 +10,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from ..machine.card import (
     read_cards,
     tensor_cores,
 )
-from ..machine.settings import NAME, check_settings
+from ..machine.settings import NAME, read_settings, settings_file
 from ..spec.formats import format_gib
 
 # {part: the kinds of folders that ComfyUI's nodes look for it in}
@@ -96,7 +96,7 @@ def diagnose(models: Path | None = None, comfyui: Path | None = None) -> Diagnos
     code = comfyui or software.find_comfyui()
     comfyui_check = software.check_comfyui(code)
     models = models or (comfyui / "models" if comfyui else software.models_folder(code))
-    settings = check_settings(comfyui and comfyui / "user" / NAME)
+    settings = check_settings(comfyui / "user" / NAME if comfyui else settings_file())
     folders = software.model_folders(models, code) if models else {}
     elsewhere = [path for paths in folders.values() for path in paths if models not in path.parents]
     python = f"{platform.python_version()}, {platform.platform(terse=True)}"
@@ -124,6 +124,18 @@ def diagnose(models: Path | None = None, comfyui: Path | None = None) -> Diagnos
     nodes = comfyui_check.usable and torch_check.usable and kitchen
     nodes_remedy = comfyui_check.why.remedy or "run this with ComfyUI's own Python"
     return Diagnosis(checks, device, _one_remedy(remedies), nodes, "" if nodes else nodes_remedy)
+
+
+def check_settings(path: Path) -> Capability:
+    """Checks the settings file: which it is, and what it sets."""
+    try:
+        found = read_settings(path)
+    except SettingError as error:
+        remedy = "mend the file: until then every setting is the default"
+        return State.LIMITED.of("settings", str(error), remedy)
+    where = str(path) if path.exists() else f"no {path}"
+    said = ", ".join(f"{name} {text}" for name, text in asdict(found).items() if text)
+    return State.USABLE.of("settings", f"{said or 'all default'} ({where})")
 
 
 def _card_checks(cards: InstalledCards) -> tuple[Capability, ...]:

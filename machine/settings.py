@@ -18,7 +18,6 @@ from pathlib import Path
 
 from ..caches import cached
 from ..errors import SettingError
-from .card import Capability, State
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +58,11 @@ def default_file() -> Path:
     return Path.home() / folder / NAME
 
 
+def settings_file() -> Path:
+    """Names the file in use."""
+    return _source if isinstance(_source, Path) else default_file()
+
+
 def use_settings(source: Path | Settings | None) -> None:
     """Takes settings from another file, or these; None is the default file."""
     global _source
@@ -74,7 +78,7 @@ def settings() -> Settings:
 @cached
 def _kept() -> Settings:
     try:
-        return read_settings(_source or default_file())
+        return read_settings(settings_file())
     except SettingError as error:
         logger.warning("%s Until then every setting is the default.", error)
         return Settings()
@@ -116,17 +120,3 @@ def from_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Takes the settings of QWEN_L40S_CACHE and its like, for callers who read an environment."""
     named = {field.name: f"QWEN_L40S_{field.name.upper()}" for field in fields(Settings)}
     return {name: text for name, it in named.items() if (text := environment.get(it))}
-
-
-def check_settings(path: Path | None = None) -> Capability:
-    """Checks the settings file, by default that in use: which it is, and what it sets."""
-    path = path or (_source if isinstance(_source, Path) else default_file())
-    try:
-        found = read_settings(path)
-    except SettingError as error:
-        remedy = "mend the file: until then every setting is the default"
-        return State.LIMITED.of("settings", str(error), remedy)
-    told = {field.name: text for field in fields(found) if (text := getattr(found, field.name))}
-    where = str(path) if path.exists() else f"no {path}"
-    said = ", ".join(f"{name} {text}" for name, text in told.items())
-    return State.USABLE.of("settings", f"{said or 'all default'} ({where})")

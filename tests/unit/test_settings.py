@@ -9,9 +9,16 @@ import pytest
 
 from qwen_l40s import SettingError
 from qwen_l40s.cli import main
+from qwen_l40s.cli.doctor import check_settings
 from qwen_l40s.machine import settings as module
 from qwen_l40s.machine.card import State
-from qwen_l40s.machine.settings import Settings, default_file, read_settings, use_settings
+from qwen_l40s.machine.settings import (
+    Settings,
+    default_file,
+    read_settings,
+    settings_file,
+    use_settings,
+)
 from qwen_l40s.machine.store import cache_folder
 
 BROKEN = {
@@ -39,7 +46,7 @@ def test_what_a_file_sets_is_used(file, tmp_path):
     use_settings(file)
     assert module.settings() == Settings(cache=str(tmp_path), gemm_int8="triton")
     assert cache_folder() == tmp_path
-    check = module.check_settings()
+    check = check_settings(settings_file())
     assert check.state is State.USABLE
     assert check.why.fact == f"cache {tmp_path}, gemm_int8 triton ({file})"
 
@@ -51,7 +58,7 @@ def test_one_that_cannot_be_used_is_told_and_counts_as_empty(file, caplog, capsy
         assert module.settings() == module.settings() == Settings()
     (record,) = caplog.records
     assert said in record.message and str(file) in record.message
-    check = module.check_settings()
+    check = check_settings(settings_file())
     assert check.state is State.LIMITED and said in check.why.fact and check.why.remedy
     with pytest.raises(SettingError, match="settings"):
         read_settings(file)
@@ -80,7 +87,7 @@ def test_where_the_file_is_by_default(monkeypatch, tmp_path):
 def test_doctor_reads_those_of_the_comfyui_that_is_named(tmp_path):
     (tmp_path / "user").mkdir()
     (tmp_path / "user" / "qwen-l40s.json").write_text('{"version": 1, "attention": "fast"}')
-    assert "attention fast" in module.check_settings(tmp_path / "user" / module.NAME).why.fact
+    assert "attention fast" in check_settings(tmp_path / "user" / module.NAME).why.fact
 
 
 def test_variables_of_before_are_read_by_name():
