@@ -29,7 +29,7 @@ DIST = loadgroup
 RUN = $(BIN)/pytest
 PYTEST = $(RUN) -n $(WORKERS) --dist $(DIST) --durations=15 --durations-min=5
 
-.PHONY: help install demo test test-all test-unit test-host test-server test-next-host test-next
+.PHONY: archive help install demo test test-all test-unit test-host test-server test-next-host test-next
 .PHONY: test-cuda cuda-unit cuda-card cuda-dynamic lint micro-quality format clean rebuild
 
 help:
@@ -41,6 +41,7 @@ help:
 	@echo "make lint           check style"
 	@echo "make micro-quality  measure how well the micro model follows held-out prompts"
 	@echo "make format         correct style"
+	@echo "make archive        pack what the Comfy registry would publish into dist/"
 	@echo "make clean          remove everything that make and the tests made"
 
 # The environment of all the others.
@@ -110,6 +111,13 @@ micro-quality: $(STAMP)
 format: $(STAMP)
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+
+# What git tracks without what .comfyignore names, of the last commit.
+archive:
+	@mkdir -p dist
+	@git ls-files -ic --exclude-from=.comfyignore >dist/left-out
+	@git archive --output dist/comfyui-qwen-image-l40s.zip HEAD $$(git ls-files | grep -vxFf dist/left-out)
+	@ls -l dist/comfyui-qwen-image-l40s.zip
 
 clean:
 	rm -rf $(VENV) .venv-newest build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -10,7 +10,7 @@ import sys
 
 from .errors import CheckpointError, QwenL40SError, SettingError, UnavailableError
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "WEB_DIRECTORY",

@@ -16,6 +16,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+# Where the code and its documentation are: `Repository` of pyproject.toml. Who publishes puts its
+# owner into both.
+PROJECT = "https://github.com/OWNER/comfyui-qwen-image-l40s"
+
 
 class QwenL40SError(Exception):
     """Base of every error this package raises on purpose.

@@ -25,7 +25,6 @@ from ..machine.packages import (
     STANDALONE,
     check_comfyui,
     check_package,
-    find_comfyui,
 )
 from ..planning.bytes import weight_bytes
 from ..spec.formats import format_gib
@@ -41,6 +40,7 @@ from .rows import (
     published,
     select,
 )
+from .server import comfyui_folder
 
 ROWS = {"forward": FORWARD, "image": IMAGE, "ops": ()}
 MOST_LAYERS = 60  # of the published models
@@ -242,10 +242,10 @@ def import_comfyui(*, cpu: bool, keep_on_card: bool = True) -> str:
     """
     started = "comfy.model_management" in sys.modules
     if not started and find_spec("comfy") is None:
-        folder = find_comfyui()
+        folder = comfyui_folder()
         found = check_comfyui(folder)
         if not found.usable:
-            raise UnavailableError(f"ComfyUI: {found.why.fact}; {found.why.remedy}")
+            raise UnavailableError(f"ComfyUI: {found.why.fact}; set COMFYUI_PATH to its folder")
         sys.path.insert(0, str(Path(folder).resolve()))
     try:
         if not started:

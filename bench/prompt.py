@@ -25,13 +25,12 @@ from typing import Any
 import torch
 
 from ..errors import UnavailableError
-from ..machine.packages import find_comfyui
 from ..png import encode
 from ..spec.formats import GIB
 from ..spec.transformer import REFERENCE_SIDE
 from .measure import Fields, PeakReader, used_bytes
 from .rows import BenchSetup, Inputs, Row
-from .server import ComfyUIServer, ComfyUIServerError
+from .server import ComfyUIServer, ComfyUIServerError, comfyui_folder
 
 ApiGraph = dict[str, dict[str, Any]]
 TURNS, FEW, CACHE = 3, 10, "balanced"
@@ -113,7 +112,7 @@ def _prompts(setup: BenchSetup, row: Row, repeats: int) -> Iterator[tuple[Inputs
         if on_card:
             Path(folder, "models").symlink_to(setup.models.resolve(), target_is_directory=True)
         more = (*(() if on_card else ("--cpu",)), *setup.server_args)
-        with ComfyUIServer(find_comfyui(), sys.executable, Path(folder), *more) as server:
+        with ComfyUIServer(comfyui_folder(), sys.executable, Path(folder), *more) as server:
             _write_references(server.base / "input", setup.inputs[0].references)
 
             def run(inputs: Inputs, shift: int = 0) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
 import socket
 import subprocess
@@ -14,12 +15,19 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UnavailableError
+from ..machine.packages import find_comfyui
 
 ROOT = Path(__file__).resolve().parent.parent
 # A name with a dash and a dot, which an import path could not hold.
 PACK = "comfyui-qwen-image-l40s.main"
 START_SECONDS = 600  # a guard against what hangs
 STOP_SECONDS = 20
+
+
+def comfyui_folder() -> Path | None:
+    """Finds ComfyUI: the folder that COMFYUI_PATH names, else as the package does."""
+    named = os.environ.get("COMFYUI_PATH")
+    return Path(named).expanduser() if named else find_comfyui()
 
 
 class ComfyUIServerError(UnavailableError):

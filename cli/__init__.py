@@ -12,11 +12,14 @@ import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NoReturn
 
 from .. import __version__
-from ..errors import QwenL40SError
+from ..errors import PROJECT, QwenL40SError, SettingError
 from ..files import print_text
+from ..machine.settings import read_settings, use_settings
 
 # {name, also of its module, with _ for -: its line of `--help`}, in that order.
 COMMANDS = {
@@ -60,21 +63,35 @@ def build_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
     """The parser, with the arguments of the commands that are named in `argv`."""
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--debug", action="store_true", help="show the traceback of errors")
+    common.add_argument(
+        "--settings",
+        type=Path,
+        metavar="FILE",
+        help="the settings, as JSON; default: qwen-l40s.json in ComfyUI's user folder",
+    )
     parser = Parser(
         prog="qwen-l40s",
         description="Qwen-Image, faster and in less memory, on an NVIDIA L40S and other cards.",
-        epilog=EXIT_CODES,
+        epilog=f"{EXIT_CODES}\n{PROJECT}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"qwen-l40s {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    absent = left_out()
     for name, text in COMMANDS.items():
+        if name in absent:
+            text += " (in a clone)"
         subparser = subparsers.add_parser(name, parents=[common], help=text)
-        if name in argv:
+        if name in argv and name not in absent:
             command = import_module(f".{name.replace('-', '_')}", __name__)
             command.add_arguments(subparser)
             subparser.set_defaults(run=command.run, error=subparser.error)
     return parser
+
+
+def left_out() -> set[str]:
+    """Names the commands that are not in what ComfyUI's manager installs."""
+    return {name for name in COMMANDS if find_spec(f".{name}", __name__) is None}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,6 +100,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv and argv[0] in GONE:
         print(f"qwen-l40s: error: {GONE[argv[0]]}", file=sys.stderr)
         return 2
+    if argv and argv[0] in left_out():
+        print(
+            f"qwen-l40s: error: {argv[0]} is not in what ComfyUI's manager installs: run "
+            f"`git clone {PROJECT}`, then `python FOLDER {argv[0]}` with the FOLDER of the clone.",
+            file=sys.stderr,
+        )
+        return 2
     args, unknown = build_parser(argv).parse_known_args(argv)
     if unknown:
         args.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -90,6 +114,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     hook = sys.unraisablehook
     sys.unraisablehook = partial(_interrupt_again, hook)
     try:
+        if args.settings is not None:
+            if not args.settings.is_file():
+                sentence = "--settings is not a file: write it, or leave it out"
+                raise SettingError(sentence, args.settings)
+            read_settings(args.settings)
+            use_settings(args.settings)
         return args.run(args)
     except QwenL40SError as error:
         if args.debug:

@@ -17,8 +17,8 @@ from ..files import check_writable, print_text
 from ..hosts.diffusers.settings import GenerateSettings
 from ..loaders.source import MICRO_SIDE
 from ..spec.formats import QUANTIZED
-from .generate import MAKING, PACKAGES, make, parse_size, side_of
-from .output import ImageTarget, require_packages, write_sheet
+from .generate import MAKING, PACKAGES, make, side_of
+from .output import ImageTarget, parse_size, require_packages, write_sheet
 from .quantize import add_keep
 
 if TYPE_CHECKING:

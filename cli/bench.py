@@ -7,16 +7,15 @@ import json
 import time
 from pathlib import Path
 
-from ..errors import SettingError, UnavailableError, plain_write_errors
+from ..errors import PROJECT, SettingError, UnavailableError, plain_write_errors
 from ..families.qwen_image import FULL_SIZE, SMALL
 from ..files import check_target, write_whole
-from ..hosts.diffusers.settings import SIZE_STEP
 from ..machine.store import CALIBRATION, Calibration, cache_folder, known_cards, with_calibration
 from ..planning.cards import Card, find_card
 from ..planning.rates import Rates, rates_of
 from ..spec.formats import MULTIPLIED
-from .generate import parse_size
-from .output import require_packages
+from ..spec.transformer import PIXELS_PER_TOKEN_SIDE as SIZE_STEP
+from .output import parse_size, require_packages
 
 # Not by its import name: an editable install beside a wheel would find its own.
 BENCHMARKS = Path(__file__).resolve().parents[1] / "bench" / "__init__.py"
@@ -155,8 +154,8 @@ def run(args: argparse.Namespace) -> int:
         raise SettingError(f"bench needs one of {', '.join(WHAT)}, or --calibrate.")
     if not BENCHMARKS.is_file():
         raise UnavailableError(
-            f"bench {args.what} is not in the installed package: benchmarks are in the repository, "
-            f"so run `python FOLDER bench {args.what}` with the FOLDER of a clone."
+            f"bench {args.what} is not in the installed package: run `python FOLDER bench "
+            f"{args.what}` with the FOLDER of a clone of {PROJECT}."
         )
     require_packages("bench", ["torch", *(["psutil"] if args.device == "cpu" else [])])
     from ..bench.command import run as run_benchmark

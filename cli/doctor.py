@@ -10,11 +10,11 @@ import platform
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from ..errors import CheckpointError, SettingError
+from ..errors import PROJECT, CheckpointError, SettingError
 from ..loaders.shards import NUMBERED
 from ..loaders.source import PIPELINE_INDEX, PLACES, open_source
 from ..machine import memory as resources
@@ -27,6 +27,7 @@ from ..machine.card import (
     read_cards,
     tensor_cores,
 )
+from ..machine.settings import NAME, read_settings, settings_file
 from ..spec.formats import format_gib
 
 # {part: the kinds of folders that ComfyUI's nodes look for it in}
@@ -57,6 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object, not a table")
     parser.add_argument(
+        "--comfyui", type=Path, metavar="DIR", help="ComfyUI's folder; default: around this pack"
+    )
+    parser.add_argument(
         "--models",
         type=Path,
         metavar="DIR",
@@ -72,25 +76,27 @@ def run(args: argparse.Namespace) -> int:
         )
     # Some packages greet on stdout when imported, which would spoil --json.
     with contextlib.redirect_stdout(sys.stderr):
-        diagnosis = diagnose(args.models)
+        diagnosis = diagnose(args.models, args.comfyui)
     print(_as_json(diagnosis) if args.json else _as_table(diagnosis))
     return 0 if diagnosis.device or diagnosis.nodes else 1
 
 
-def diagnose(models: Path | None = None) -> Diagnosis:
+def diagnose(models: Path | None = None, comfyui: Path | None = None) -> Diagnosis:
     """Looks at the machine; imports torch, diffusers and transformers where they are installed.
 
     Args:
         models: The models folder; None for ComfyUI's, or Hugging Face's where there is no ComfyUI.
+        comfyui: ComfyUI's folder, also that of its settings; None for the one around this package.
     """
     torch_check, torch = software.check_torch()
     cards = read_cards(torch)
     load = torch is not None
     others = [software.check_package(package, load=load)[0] for package in software.STANDALONE]
     needed = [torch_check, *others]
-    code = software.find_comfyui()
+    code = comfyui or software.find_comfyui()
     comfyui_check = software.check_comfyui(code)
-    models = models or software.models_folder(code)
+    models = models or (comfyui / "models" if comfyui else software.models_folder(code))
+    settings = check_settings(comfyui / "user" / NAME if comfyui else settings_file())
     folders = software.model_folders(models, code) if models else {}
     elsewhere = [path for paths in folders.values() for path in paths if models not in path.parents]
     python = f"{platform.python_version()}, {platform.platform(terse=True)}"
@@ -106,6 +112,7 @@ def diagnose(models: Path | None = None) -> Diagnosis:
         software.check_kitchen(torch),
         software.check_isal(),
         comfyui_check,
+        settings,
         *(_model_checks(folders) if models else ()),
         resources.check_memory(),
         resources.check_system_disk(),
@@ -117,6 +124,18 @@ def diagnose(models: Path | None = None) -> Diagnosis:
     nodes = comfyui_check.usable and torch_check.usable and kitchen
     nodes_remedy = comfyui_check.why.remedy or "run this with ComfyUI's own Python"
     return Diagnosis(checks, device, _one_remedy(remedies), nodes, "" if nodes else nodes_remedy)
+
+
+def check_settings(path: Path) -> Capability:
+    """Checks the settings file: which it is, and what it sets."""
+    try:
+        found = read_settings(path)
+    except SettingError as error:
+        remedy = "mend the file: until then every setting is the default"
+        return State.LIMITED.of("settings", str(error), remedy)
+    where = str(path) if path.exists() else f"no {path}"
+    said = ", ".join(f"{name} {text}" for name, text in asdict(found).items() if text)
+    return State.USABLE.of("settings", f"{said or 'all default'} ({where})")
 
 
 def _card_checks(cards: InstalledCards) -> tuple[Capability, ...]:
@@ -164,7 +183,11 @@ def _model_checks(folders: Mapping[str, list[Path]]) -> Iterator[Capability]:
             reason += f", {len(found) - LISTED} more"
         state = State.USABLE if found else State.NOT_USABLE
         named, place = PLACES[part]
-        remedy = "" if found else f"download one into {place}: docs/models.md lists the files"
+        remedy = (
+            ""
+            if found
+            else f"download one into {place}: {PROJECT}/blob/main/docs/models.md lists the files"
+        )
         if refused:
             state = State.LIMITED if found else state
             reason += f"; refused: {', '.join(path.name for path in refused)}"

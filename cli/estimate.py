@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from ..spec.formats import CardFacts
 
 CARDS_HELP = (
-    "your own cards, as JSON; default: cards.json in $QWEN_L40S_CACHE, else in ~/.cache/qwen-l40s"
+    "your own cards, as JSON; default: cards.json in the settings' cache folder, else in "
+    "~/.cache/qwen-l40s"
 )
 
 

@@ -26,7 +26,7 @@ from ..files import print_text, write_whole
 from ..hosts.diffusers.settings import GenerateSettings
 from ..loaders.source import MICRO_ADVICE, MICRO_SIDE, MICRO_STEPS
 from ..step_cache import CHOICES, OFF
-from .output import ImageTarget, check_png, png_bytes, require_packages, write_sheet
+from .output import ImageTarget, check_png, parse_size, png_bytes, require_packages, write_sheet
 
 if TYPE_CHECKING:
     from ..families.protocol import Family
@@ -304,13 +304,3 @@ def _cache_facts(cached: CacheFigures) -> dict[str, Any]:
         "distance": None if cached.distance is None else round(cached.distance, 5),
         "seconds_saved": round(cached.seconds_saved, 3),
     }
-
-
-def parse_size(text: str) -> tuple[int, int]:
-    """Reads width and height of "1328x1328", as argparse calls it."""
-    width, cross, height = text.lower().partition("x")
-    if not (cross and width.isdecimal() and height.isdecimal()):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} must be WIDTHxHEIGHT in pixels, such as 1328x1328"
-        )
-    return int(width), int(height)

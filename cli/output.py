@@ -4,6 +4,7 @@ all.
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -45,6 +46,16 @@ def require_packages(
             f"{what} needs {', '.join(missing)}, not installed here: run "
             f'`pip install ".[{extra}]"` in {ROOT}{instead}.'
         )
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """Reads width and height of "1328x1328", as argparse calls it."""
+    width, cross, height = text.lower().partition("x")
+    if not (cross and width.isdecimal() and height.isdecimal()):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be WIDTHxHEIGHT in pixels, such as 1328x1328"
+        )
+    return int(width), int(height)
 
 
 def check_png(option: str, path: str) -> None:

@@ -6,12 +6,12 @@ import contextlib
 import itertools
 import os
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
 from ..errors import SettingError, UnavailableError
-from ..machine.card import ask_nvidia_smi
 from .server import FleetServer, ServerPlan, end_left
 from .state import FAILED, StateFile, try_port
 
@@ -70,7 +70,7 @@ def find_cards(text: str) -> list[str]:
         return ["cpu"] * int(count or 1)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        teller, found = "nvidia-smi", [str(card) for card in range(len(ask_nvidia_smi()[1]))]
+        teller, found = "nvidia-smi", [str(card) for card in range(count_cards())]
     else:  # a scheduler, which gives this process some of the machine's cards
         teller, found = "CUDA_VISIBLE_DEVICES", [card.strip() for card in visible.split(",")]
         found = [card for card in found if card]
@@ -87,6 +87,16 @@ def find_cards(text: str) -> list[str]:
         if found and card not in found:
             raise UnavailableError(f"there is no card {card}: {teller} lists {', '.join(found)}.")
     return cards
+
+
+def count_cards() -> int:
+    """Asks nvidia-smi for the number of cards; 0 without a driver."""
+    try:
+        # A faulty card can block it for minutes.
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    return len(done.stdout.splitlines())
 
 
 def listen_address(arguments: Sequence[str]) -> str:

@@ -1,14 +1,14 @@
 """The cards of this machine and what their tensor cores can do, each with the reason: by torch,
-which decides which cards a run can see, else by `nvidia-smi`.
+which decides which cards a run can see, and by NVIDIA's driver where the package pynvml is there.
 """
 
 from __future__ import annotations
 
 import enum
 import logging
-import subprocess
 import warnings
 from dataclasses import dataclass
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -86,7 +86,7 @@ class InstalledCards:
 
 def read_cards(torch: ModuleType | None) -> InstalledCards:
     """Asks the driver for the cards, then torch, which is None when not installed or broken."""
-    driver, listed = ask_nvidia_smi()
+    driver, listed = ask_driver()
     if torch is None:
         reason = "torch is missing" if listed else "no NVIDIA driver answers"
         remedy = "install torch" if listed else ""
@@ -119,7 +119,7 @@ def driver_capability(cards: InstalledCards, cuda: str | None) -> Capability:
     """Checks whether the driver serves `torch.version.cuda`; None for a CPU build or no torch."""
     if not cards.driver and cards.usable:
         reason = (
-            "torch reaches the card; nvidia-smi, which gives the driver's version, is not installed"
+            "torch reaches the card; pynvml, which gives the driver's version, is not installed"
         )
         return State.USABLE.of("driver", reason)
     if not cards.driver:
@@ -169,39 +169,53 @@ def _ask_torch(torch: Any, driver: str, listed: tuple[InstalledCard, ...]) -> In
     return InstalledCards(driver=driver, why=_none(listed, reason, remedy))
 
 
-def ask_nvidia_smi() -> tuple[str, tuple[InstalledCard, ...]]:
-    """Asks for the driver's version and its cards; ("", ()) without a driver."""
-    command = ["nvidia-smi", "--format=csv,noheader,nounits"]
-    asked = "driver_version,name,compute_cap,memory.total,uuid,ecc.mode.current,power.limit"
-    command.append(f"--query-gpu={asked}")
-    try:
-        # A faulty card can block nvidia-smi for minutes.
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
+def ask_driver() -> tuple[str, tuple[InstalledCard, ...]]:
+    """Asks NVIDIA's driver for its version and its cards, also those that this process may not see;
+    ("", ()) without a driver or the package pynvml. What a card does not tell is left out.
+    """
+    if find_spec("pynvml") is None:
         return "", ()
-    rows = [
-        [field.strip() for field in line.split(",")]
-        for line in done.stdout.splitlines()
-        if line.strip()
-    ]
-    cards = []
-    for row in rows:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the package's older name
+        import pynvml as nvml
+    try:
+        nvml.nvmlInit()
+        handles = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))
+        return _text(nvml.nvmlSystemGetDriverVersion()), tuple(map(_told_card, handles))
+    except nvml.NVMLError as error:
+        logger.info("NVIDIA's driver does not answer: %s", error)
+        return "", ()
+
+
+def _told_card(handle: Any) -> InstalledCard:
+    import pynvml as nvml
+
+    def asked(name: str) -> Any:
         try:
-            _, name, sm, memory_mib, uuid, ecc, watts = row
-            major, _, minor = sm.partition(".")
-            enabled = {"Enabled": True, "Disabled": False}.get(ecc)  # "[N/A]" on cards without it
-            found = (int(major), int(minor)), int(memory_mib) * MIB, uuid.removeprefix("GPU-")
-            limit = int(float(watts)) if watts[:1].isdigit() else 0
-            cards.append(InstalledCard(name, *found, enabled, limit))
-        except ValueError:  # "[N/A]": a card that shares the host's memory, or a faulty one
-            logger.info("nvidia-smi gives too little about %s", row)
-    return (rows[0][0] if rows else ""), tuple(cards)
+            return getattr(nvml, name)(handle)
+        except nvml.NVMLError:  # a card without it, or a faulty one
+            return None
+
+    sm, memory = asked("nvmlDeviceGetCudaComputeCapability"), asked("nvmlDeviceGetMemoryInfo")
+    ecc, milliwatts = asked("nvmlDeviceGetEccMode"), asked("nvmlDeviceGetPowerManagementLimit")
+    return InstalledCard(
+        _text(asked("nvmlDeviceGetName") or "NVIDIA card"),
+        sm or (0, 0),
+        memory.total if memory else 0,
+        _text(asked("nvmlDeviceGetUUID") or "").removeprefix("GPU-"),
+        bool(ecc[0]) if ecc else None,
+        (milliwatts or 0) // 1000,
+    )
+
+
+def _text(told: str | bytes) -> str:
+    return told.decode() if isinstance(told, bytes) else told  # bytes of older packages
 
 
 @cached
 def power_limit(name: str) -> int:
     """Asks the driver, once, for the watts that a card of that name may take; 0 when unknown."""
-    return next((card.limit_watts for card in ask_nvidia_smi()[1] if card.name == name), 0)
+    return next((card.limit_watts for card in ask_driver()[1] if card.name == name), 0)
 
 
 def _none(listed: tuple[InstalledCard, ...], reason: str, remedy: str) -> Verdict:

@@ -157,8 +157,9 @@ def qwen_bytes(folder: Path) -> int:
 
 
 def hugging_face_cache() -> Path:
-    """Finds where huggingface_hub keeps downloads, by its own environment variables."""
-    if hub := os.environ.get("HF_HUB_CACHE"):
-        return Path(hub).expanduser()
-    cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")
-    return Path(os.environ.get("HF_HOME", f"{cache}/huggingface")).expanduser() / "hub"
+    """Finds where huggingface_hub keeps downloads."""
+    if find_spec("huggingface_hub") is None:
+        return Path.home() / ".cache/huggingface/hub"
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return Path(HF_HUB_CACHE)

@@ -13,7 +13,7 @@ import sys
 import sysconfig
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -137,12 +137,17 @@ def check_triton(cards: InstalledCards) -> Capability:
             f"{installed_version('triton')}, but" if find_spec("triton") else "not installed, and"
         )
         return State.NOT_USABLE.of("triton", f"{found} there is no usable card")
-    capability, module = check_package(Package("triton", "triton"))
+    windows = sys.platform == "win32"
+    name = "triton-windows" if windows else "triton"
+    capability, module = check_package(Package(name, "triton"))
     if module is None:
+        if windows:
+            capability = replace(capability, why=replace(capability.why, remedy=triton_remedy()))
         return capability
     # Triton for Windows brings a compiler with it.
-    if sys.platform != "win32":
-        if not (os.environ.get("CC") or any(map(shutil.which, ("gcc", "clang", "cc")))):
+    if not windows:
+        build = getattr(getattr(module, "knobs", None), "build", None)
+        if not (getattr(build, "cc", None) or any(map(shutil.which, ("gcc", "clang", "cc")))):
             reason = (
                 f"{capability.why.fact}, but there is no C compiler to build its launchers with"
             )
@@ -152,6 +157,18 @@ def check_triton(cards: InstalledCards) -> Capability:
             remedy = "install Python's development headers (python3-dev)"
             return State.NOT_USABLE.of("triton", reason, remedy)
     return capability
+
+
+def triton_remedy() -> str:
+    """Writes the line that installs Triton on Windows into this Python: of ComfyUI's portable
+    build, of its desktop application, or of an environment.
+    """
+    python = Path(sys.executable)
+    portable = python.parent.name == "python_embeded"
+    shown = r"python_embeded\python.exe" if portable else f'"{python}"'
+    # The desktop application's environment is made by uv, which puts no pip into it.
+    pip = "-m pip install" if find_spec("pip") else "-m uv pip install"
+    return f"{shown} {pip} -U triton-windows, then restart ComfyUI"
 
 
 def check_isal() -> Capability:
@@ -224,12 +241,9 @@ KINDS = {
 
 
 def find_comfyui() -> Path | None:
-    """Finds the folder of ComfyUI's code: COMFYUI_PATH, else the first that holds its version among
-    those around this package, the current folder, sys.path, those around Python, and ~/ComfyUI.
+    """Finds the folder of ComfyUI's code: the first that holds its version among those around this
+    package, the current folder, sys.path, those around Python, and ~/ComfyUI.
     """
-    named = os.environ.get("COMFYUI_PATH")
-    if named:
-        return Path(named).expanduser()
     return next((folder for folder in _candidates() if (folder / VERSION_FILE).is_file()), None)
 
 
@@ -243,15 +257,12 @@ def _candidates() -> Iterator[Path]:
 
 
 def _package() -> Path:
-    # A link in custom_nodes belongs to the ComfyUI that it lies in.
-    folder = Path(os.path.abspath(__file__)).parent.parent
-    here = Path(os.environ.get("PWD", folder))  # the shell's, where os.getcwd() follows the link
-    linked = here.parent.name == "custom_nodes" and here.is_dir() and here.samefile(folder)
-    return here if linked else folder
+    # A link in custom_nodes belongs to the ComfyUI that it lies in: not resolved.
+    return Path(os.path.abspath(__file__)).parent.parent
 
 
 def check_comfyui(folder: Path | None) -> Capability:
-    remedy = "set COMFYUI_PATH to ComfyUI's folder"
+    remedy = "name its folder: `qwen-l40s doctor --comfyui DIR`"
     if folder is None:
         return State.NOT_USABLE.of("ComfyUI", "not found", remedy)
     try:

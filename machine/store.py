@@ -19,6 +19,7 @@ from ..planning.cards import Card, is_named, read_cards
 from ..planning.phases import figure
 from ..planning.rates import LAUNCHES, Launches, Rates
 from ..spec.formats import MULTIPLIED
+from .settings import settings
 
 logger = logging.getLogger(__name__)
 
@@ -30,12 +31,8 @@ _logged: set[Path] = remembered(set())
 
 
 def cache_folder() -> Path:
-    """Finds QWEN_L40S_CACHE, else qwen-l40s in the user's cache folder; need not exist."""
-    named = os.environ.get("QWEN_L40S_CACHE")
-    if named:
-        return Path(os.path.expanduser(named))
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(base, "qwen-l40s")
+    """Finds the folder that the settings name, else ~/.cache/qwen-l40s; need not exist."""
+    return Path(settings().cache or "~/.cache/qwen-l40s").expanduser()
 
 
 def own_cards_path() -> Path:

@@ -6,7 +6,6 @@ dynamic scale per token; `dequantize` expands the weight instead and runs on any
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,7 @@ from ..caches import remembered
 from ..errors import SettingError, UnavailableError
 from ..machine.card import State
 from ..machine.packages import check_kitchen
+from ..machine.settings import settings
 from ..patches import call
 from ..spec.formats import FORMATS, RowFormat
 from ..verdict import Verdict, try_once
@@ -242,9 +242,9 @@ def choose_gemm(format: str, device: torch.device, *, backend: str | None = None
 
     Args:
         format: "fp8" or "int8".
-        backend: A key of the format's `gemms`, which has to run here. Without it the environment's
-            QWEN_L40S_GEMM_FP8 or QWEN_L40S_GEMM_INT8 counts, and without that the first backend
-            of `PREFERENCE` that runs, `dequantize` after all others.
+        backend: A key of the format's `gemms`, which has to run here. Without it that of the
+            settings counts, and without that the first backend of `PREFERENCE` that runs,
+            `dequantize` after all others.
 
     Raises:
         SettingError: There is no such format or backend.
@@ -253,11 +253,10 @@ def choose_gemm(format: str, device: torch.device, *, backend: str | None = None
     reference.largest_of(format)
     if device.type == "cuda" and device.index is None and torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
-    variable = f"QWEN_L40S_GEMM_{format.upper()}"
-    asked = backend or os.environ.get(variable)
+    asked = backend or getattr(settings(), f"gemm_{format}")
     if asked:
         _check_asked(asked, format, device)
-        reason = "asked for" if backend else f"asked for by {variable}"
+        reason = "asked for" if backend else "asked for by the settings"
         return _gemm(asked, format, device, reason)
     if device.type == "cpu":
         return Gemm(format, "dequantize", f"no card: {format} saves memory here, not time")

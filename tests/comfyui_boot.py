@@ -2,7 +2,6 @@
 
 import atexit
 import importlib.util
-import os
 import shutil
 import sys
 import tempfile
@@ -38,7 +37,6 @@ def start(comfyui: Path, mode: str = "cpu") -> None:
     """
     global MODE
     MODE = mode
-    os.environ["QWEN_L40S_CACHE"] = str(BASE / "cache")
     sys.path.insert(0, str(comfyui))
     if mode == "dynamic":
         import comfy_aimdo.control
@@ -69,6 +67,9 @@ def start(comfyui: Path, mode: str = "cpu") -> None:
         comfy.model_patcher.CoreModelPatcher = comfy.model_patcher.ModelPatcherDynamic
         comfy.memory_management.aimdo_enabled = True
     import_package()
+    from qwen_l40s.machine.settings import Settings, use_settings
+
+    use_settings(Settings(cache=str(BASE / "cache")))
 
 
 def folder(name: str) -> Path:

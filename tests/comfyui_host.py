@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from qwen_l40s.machine.packages import find_comfyui
+from qwen_l40s.machine import packages
+
+
+def find_comfyui() -> Path | None:
+    """The folder that COMFYUI_PATH names, else the one that the package finds."""
+    named = os.environ.get("COMFYUI_PATH")
+    return Path(named).expanduser() if named else packages.find_comfyui()
 
 
 def comfyui_folder() -> Path:

@@ -15,6 +15,7 @@ from comfyui_host import comfyui_python
 from websockets.sync.client import connect
 
 from qwen_l40s.bench.server import PACK, ComfyUIServer
+from qwen_l40s.machine.settings import NAME, VERSION
 
 ROOT = Path(__file__).resolve().parent.parent
 RUN_SECONDS = 600  # a guard against what hangs
@@ -60,6 +61,9 @@ class Server(ComfyUIServer):
     def __init__(self, comfyui: Path, base: Path, *arguments: str, pack: str = PACK) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         python = comfyui_python(comfyui)
+        settings = base / "user" / NAME
+        settings.parent.mkdir(parents=True, exist_ok=True)
+        settings.write_text(json.dumps({"version": VERSION, "cache": str(base / "cache")}))
         more = ("--cpu", *arguments)
         super().__init__(comfyui, python, base, *more, pack=pack, environment=environment)
         self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=RUN_SECONDS)

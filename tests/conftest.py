@@ -5,17 +5,14 @@ conftest.py. What several of them share lies in this folder.
 """
 
 import importlib.util
-import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-
-# What the user has measured on this machine, and cards of their own, decide no test.
-os.environ["QWEN_L40S_CACHE"] = str(ROOT / ".pytest_cache" / "qwen-l40s")
 
 # `python -m pytest` puts the root on sys.path, where our `cli` and `tools` would shadow other
 # people's modules.
@@ -34,6 +31,11 @@ sys.path += [str(ROOT / "tests"), str(ROOT / "tests" / "unit")]
 pytest_plugins = ["tiny_model"]
 
 import own_warnings
+
+from qwen_l40s.machine import settings as user_settings
+
+# What the user has measured on this machine, and cards of their own, decide no test.
+user_settings.use_settings(user_settings.Settings(cache=str(ROOT / ".pytest_cache" / "qwen-l40s")))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -75,12 +77,16 @@ def has_card() -> bool:
 
 def pytest_report_header() -> list[str]:
     """One line each: which ComfyUI server/ and page/ use, and whether there is a card."""
-    from qwen_l40s.machine.packages import check_comfyui, find_comfyui
+    from comfyui_host import find_comfyui
+
+    from qwen_l40s.machine.packages import check_comfyui
 
     found = check_comfyui(find_comfyui())
     lines = [f"ComfyUI: {found.why.fact}"]
     if not found.usable:
-        lines = [f"ComfyUI: {found.why.fact}; tests against it are skipped: {found.why.remedy}"]
+        lines = [
+            f"ComfyUI: {found.why.fact}; tests against it are skipped: name one with COMFYUI_PATH"
+        ]
     if not has_card():
         lines.append("CUDA: torch sees no card; tests marked cuda are left out")
     return lines
@@ -102,6 +108,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def device(request):
     """Where a test computes: on the processor, and once more on a card."""
     return pytest.importorskip("torch").device(request.param)
+
+
+@pytest.fixture
+def set_settings():
+    """Sets some of the user's settings, for one test."""
+    before = user_settings.settings()
+    yield lambda **given: user_settings.use_settings(replace(before, **given))
+    user_settings.use_settings(before)
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import itertools
 
 import pytest
 import torch
+import triton  # noqa: F401, whose interpreter the package asks for
 import weight_cases as weights
 from block_kernel_cases import Calls
 

@@ -6,6 +6,7 @@ before Triton is imported, and nothing can be compiled after that.
 
 import pytest
 import torch
+import triton  # noqa: F401, whose interpreter the package asks for
 
 from qwen_l40s.optimizations.kernels import vae_pixels
 from qwen_l40s.optimizations.vae import flat

@@ -68,7 +68,9 @@ def main() -> int:
     chosen = [
         it for it in faults if any(fnmatch.fnmatch(part, pattern) for part in (it.name, it.file))
     ]
-    found = check_comfyui(find_comfyui())
+    found = check_comfyui(
+        Path(named) if (named := os.environ.get("COMFYUI_PATH")) else find_comfyui()
+    )
     if not found.usable:
         chosen = [it for it in chosen if not it.tests[0].startswith(HOST)]
         print(

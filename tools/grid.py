@@ -24,6 +24,7 @@ from ..families.registry import find_member, members
 from ..families.schedules import official_sigmas
 from ..hosts.loading import decide_load
 from ..loaders.sizes import stored_precision
+from ..machine.settings import Settings, use_settings
 from ..machine.store import known_cards
 from ..options import request_settings
 from ..planning import advise, cards, estimate, plan, request, vae
@@ -255,7 +256,8 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=1, metavar="N", help="each Nth case alone")
     parser.add_argument("--answer", nargs="+", metavar="CASE", help="print what counts")
     args = parser.parse_args()
-    os.environ |= {"QWEN_L40S_CACHE": _folder.name, "CUDA_VISIBLE_DEVICES": ""}
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    use_settings(Settings(cache=_folder.name))
     if args.answer:
         print(json.dumps({name: answer(name) for name in args.answer}, indent=1))
         return 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 import warnings
 from collections.abc import Callable, Iterable
@@ -15,6 +14,7 @@ from ...caches import cached, remembered
 from ...errors import SettingError, UnavailableError
 from ...machine.card import read_cards
 from ...machine.packages import Package, check_package
+from ...machine.settings import settings
 from ...machine.store import AttentionTimings, load_attention, save_attention
 from ...verdict import Verdict, first_line, try_once
 from ..kernels import on_card_of, sm_of
@@ -41,7 +41,6 @@ BACKENDS = {
 }
 
 FAST = "fast"
-VARIABLE = "QWEN_L40S_ATTENTION"
 # From the fastest on: those that are not named come last. sm_90: measured on an H200 in bf16 with
 # 24 heads x 128 at 4296 tokens: cuDNN 0.454 ms, FlashAttention 3 0.497, flash 0.800, efficient
 # 1.407. Elsewhere predicted.
@@ -159,8 +158,8 @@ def choose_attention(request: AttentionRequest, name: str = "auto") -> Attention
     run only when they are named.
 
     Args:
-        name: A key of `BACKENDS`, which has to run here, or "auto": then the environment's
-            QWEN_L40S_ATTENTION counts as if it were named. "fast" is a run's to choose
+        name: A key of `BACKENDS`, which has to run here, or "auto": then that of the
+            settings counts as if it were named. "fast" is a run's to choose
             (`ChosenAttention`), here it counts as "auto".
 
     Raises:
@@ -176,7 +175,7 @@ def choose_attention(request: AttentionRequest, name: str = "auto") -> Attention
     asked = asked_name(name)
     if asked not in ("auto", FAST):
         _check_asked(asked, request, refuse)
-        by = f" by {VARIABLE}" if name == "auto" else ""
+        by = " by the settings" if name == "auto" else ""
         return Attention(asked, f"asked for{by}", request.masked)
     order = _order(sm)
     if not launches:
@@ -296,8 +295,8 @@ def _check_asked(asked: str, request: AttentionRequest, refuse: Callable) -> Non
 
 
 def asked_name(name: str) -> str:
-    """Gives the backend, "auto" or "fast": the environment's where the name is "auto"."""
-    return os.environ.get(VARIABLE, "auto") if name == "auto" else name
+    """Gives the backend, "auto" or "fast": that of the settings where the name is "auto"."""
+    return settings().attention or name if name == "auto" else name
 
 
 def is_lossy(
@@ -305,7 +304,7 @@ def is_lossy(
 ) -> bool:
     """Whether the attention that is asked for differs from exact attention by more than rounding.
 
-    A backend that is named, here or by QWEN_L40S_ATTENTION, has to run for a 1024x1024 image.
+    A backend that is named, here or by the settings, has to run for a 1024x1024 image.
 
     Raises:
         SettingError, UnavailableError: As `choose_attention`.

@@ -341,7 +341,7 @@ def _own(function: FunctionType, module: str) -> FunctionType | None:
     """A function that a module has defined; None where a pack that was imported before this one has
     replaced it.
     """
-    home = getattr(sys.modules.get(module), "__file__", None)
+    home = getattr(sys.modules[module], "__file__", None) if module in sys.modules else None
     file = function.__code__.co_filename
     # torch decorates.
     return function if home in (None, file) or file.startswith(TORCH) else None

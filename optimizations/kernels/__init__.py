@@ -9,7 +9,7 @@ that begins with `prepare_` prepares them. Triton is optional: import a kernel's
 from __future__ import annotations
 
 import contextlib
-import os
+import sys
 
 import torch
 
@@ -28,8 +28,11 @@ def missing() -> str:
 
 
 def interpreted() -> bool:
-    """Whether the kernels run on the CPU, in the interpreter that TRITON_INTERPRET=1 asks for."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
+    """Whether the kernels run on the CPU, in Triton's interpreter; asks a Triton that is imported
+    already: one is not loaded for this alone.
+    """
+    knobs = getattr(sys.modules["triton"], "knobs", None) if "triton" in sys.modules else None
+    return knobs is not None and knobs.runtime.interpret
 
 
 def on_card_of(x: torch.Tensor) -> contextlib.AbstractContextManager:

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,9 +41,9 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
     import comfyui_boot
 
     comfyui_boot.import_package()
-    from comfyui_host import comfyui_python
+    from comfyui_host import comfyui_python, find_comfyui
 
-    from qwen_l40s.machine.packages import check_comfyui, find_comfyui
+    from qwen_l40s.machine.packages import check_comfyui
 
     folder = find_comfyui()
     found = check_comfyui(folder)
@@ -50,7 +51,7 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
     if capture:
         capture.suspend_global_capture(in_=True)
     if not found.usable:
-        print(f"tests/host: not run: ComfyUI: {found.why.fact}; {found.why.remedy}")
+        print(f"tests/host: not run: ComfyUI: {found.why.fact}; set COMFYUI_PATH to its folder")
         return 0
     python = comfyui_python(folder)
     environment = {
@@ -169,3 +170,13 @@ def no_models_left():
 
     comfy.model_management.unload_all_models()
     gc.collect()
+
+
+@pytest.fixture
+def set_settings():
+    """Sets some of the user's settings, for one test."""
+    from qwen_l40s.machine import settings as user_settings
+
+    before = user_settings.settings()
+    yield lambda **given: user_settings.use_settings(replace(before, **given))
+    user_settings.use_settings(before)

@@ -369,8 +369,8 @@ def test_what_cannot_be_split_runs_on_one_card(machine, monkeypatch):
     assert said(other, 2).endswith("because the MODEL could not be loaded again: no room")
     machine(1)
     assert said(model, 2) == "cards: one, which is all that ComfyUI sees"
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert "because CUDA_VISIBLE_DEVICES=1 shows ComfyUI no other: start" in said(model, 2)
+    monkeypatch.setattr(cards, "ask_driver", lambda: ("590", ("a card",) * 4))
+    assert "because ComfyUI sees one of 4: start it without CUDA_VISIBLE_DEVICES" in said(model, 2)
 
 
 def test_what_is_split_with_a_note(machine):

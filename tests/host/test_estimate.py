@@ -28,7 +28,6 @@ from qwen_l40s.machine.store import CALIBRATION, known_cards
 from qwen_l40s.nodes.advise import QwenL40SAdviseGPU
 from qwen_l40s.nodes.estimate import QwenL40SEstimateVRAM
 from qwen_l40s.nodes.loaders import QwenL40SLoadModel, QwenL40SLoadTextEncoder
-from qwen_l40s.optimizations.attention.choice import VARIABLE
 from qwen_l40s.planning.estimate import estimate
 from qwen_l40s.planning.request import RunRequest
 from qwen_l40s.spec.formats import GIB, CardFacts
@@ -165,10 +164,10 @@ def test_a_model_on_several_cards_is_answered_for_all_of_them():
     assert together[3] == alone[3]
 
 
-def test_attention_in_8_bits_is_counted_as_the_model_has_it():
+def test_attention_in_8_bits_is_counted_as_the_model_has_it(set_settings):
     with torch.inference_mode():
         model = load_model(MICRO, "bf16")[0]
-    for asked, by_variable, counted in (
+    for asked, by_settings, counted in (
         ("auto", "", "exact"),
         ("math", "", "exact"),
         ("int8", "", "int8"),
@@ -176,8 +175,8 @@ def test_attention_in_8_bits_is_counted_as_the_model_has_it():
         ("fast", "", "int8"),
         ("auto", "fast", "int8"),
     ):
-        with mock.patch.dict("os.environ", {VARIABLE: by_variable} if by_variable else {}):
-            wired = run(card="L40S", model=optimize(model, OptimizeSettings(attention=asked)))[3]
+        set_settings(attention=by_settings)
+        wired = run(card="L40S", model=optimize(model, OptimizeSettings(attention=asked)))[3]
         assert wired["settings"]["attention"] == counted
         said = [note for note in wired["notes"] if note.startswith("Attention ")]
         assert len(said) == (counted != "exact")

@@ -402,11 +402,11 @@ def test_of_prompts_that_are_combined_nothing_is_estimated():
 
 
 def test_a_workflow_of_the_adaptive_method_runs_the_schedule_and_says_so(
-    tmp_path, monkeypatch, caplog
+    tmp_path, set_settings, caplog
 ):
     """With a curve that `calibrate-cache` wrote, which nobody reads any more."""
     (tmp_path / "step_cache.json").write_text('{"version": 1, "measured": "damaged"}')
-    monkeypatch.setenv("QWEN_L40S_CACHE", str(tmp_path))
+    set_settings(cache=str(tmp_path))
     custom = {"cache": "custom", "budget": 0.6, "head": 0.16, "tail": 0.08, "longest": 2}
     older = {**custom, "gain": 0.5, "method": "adaptive", "threshold": 0.1, "audit": False}
     # ComfyUI gives None for an optional input that an API file lacks.

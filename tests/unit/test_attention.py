@@ -34,8 +34,7 @@ EXACT = {torch.bfloat16: 8e-3, torch.float16: 1.5e-3, torch.float32: 2e-3}
 
 
 @pytest.fixture(autouse=True)
-def nothing_remembered(monkeypatch):
-    monkeypatch.delenv("QWEN_L40S_ATTENTION", raising=False)
+def nothing_remembered():
     forget()
     yield
     forget()

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import pickle
 import re
 import threading
@@ -33,9 +32,8 @@ own_refusal = choice.refusal
 
 
 @pytest.fixture(autouse=True)
-def nothing_remembered(monkeypatch, tmp_path):
-    monkeypatch.delenv("QWEN_L40S_ATTENTION", raising=False)
-    monkeypatch.setenv("QWEN_L40S_CACHE", str(tmp_path / "cache"))
+def nothing_remembered(set_settings, tmp_path):
+    set_settings(cache=str(tmp_path / "cache"))
     forget()
     yield
     forget()
@@ -94,7 +92,7 @@ def test_without_a_card_the_first_that_runs_is_taken(monkeypatch):
         assert attention == Attention(
             "sdpa_flash", "no card to measure on: the first that runs", masked
         )
-    assert not os.path.exists(os.environ["QWEN_L40S_CACHE"])
+    assert not store.cache_folder().exists()
 
 
 def test_a_device_that_torch_does_not_reach(monkeypatch):
@@ -121,12 +119,12 @@ def test_a_backend_that_is_asked_for_runs_or_raises():
     )
 
 
-def test_environment_asks_unless_the_caller_does(monkeypatch):
-    monkeypatch.setenv("QWEN_L40S_ATTENTION", "sliced")
+def test_the_settings_ask_unless_the_caller_does(set_settings):
+    set_settings(attention="sliced")
     attention = choose_attention(request())
-    assert (attention.name, attention.reason) == ("sliced", "asked for by QWEN_L40S_ATTENTION")
+    assert (attention.name, attention.reason) == ("sliced", "asked for by the settings")
     assert choose_attention(request(), "math").name == "math"
-    monkeypatch.setenv("QWEN_L40S_ATTENTION", "auto")
+    set_settings(attention="auto")
     assert choose_attention(request()).name == "sdpa_flash"
 
 
@@ -225,7 +223,7 @@ def test_without_any_measurement_the_order_decides(card):
     attention = choose_attention(request())
     assert attention.name == "sdpa_flash"
     assert attention.reason.startswith("predicted; not sdpa_flash: CUDA out of memory")
-    assert not os.path.exists(os.environ["QWEN_L40S_CACHE"])
+    assert not store.cache_folder().exists()
 
 
 def test_what_was_passed_over_is_told(card):

@@ -35,8 +35,7 @@ on_each = pytest.mark.parametrize("name", PACKAGES)
 
 
 @pytest.fixture(autouse=True)
-def nothing_remembered(monkeypatch):
-    monkeypatch.delenv("QWEN_L40S_ATTENTION", raising=False)
+def nothing_remembered():
     forget()
     yield
     forget()
@@ -82,9 +81,9 @@ def distance(out, q, k, v):
     ],
 )
 def test_flash_attention_is_taken_where_it_is_fastest(
-    monkeypatch, card, tmp_path, name, module, change
+    monkeypatch, set_settings, card, tmp_path, name, module, change
 ):
-    monkeypatch.setenv("QWEN_L40S_CACHE", str(tmp_path))
+    set_settings(cache=str(tmp_path))
     monkeypatch.setattr(choice, "_measured", {})
     monkeypatch.setattr(choice, "_machine", lambda device: name)
     monkeypatch.setattr(choice, "timed_ms", lambda call, *_: 2.0 - (call is fastest))

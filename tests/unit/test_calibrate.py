@@ -52,8 +52,8 @@ def told_nothing(monkeypatch):
 
 
 @pytest.fixture
-def folder(monkeypatch, tmp_path):
-    monkeypatch.setenv("QWEN_L40S_CACHE", str(tmp_path / "cache"))
+def folder(set_settings, tmp_path):
+    set_settings(cache=str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
@@ -177,13 +177,10 @@ def test_a_damaged_entry_is_left_out_and_others_count(folder, path, value):
     assert load_calibration(L40S) == RATES
 
 
-def test_the_folder_is_the_environments_or_the_users(monkeypatch, tmp_path):
-    monkeypatch.setenv("QWEN_L40S_CACHE", "~/somewhere")
+def test_the_folder_is_the_settings_or_the_users(set_settings):
+    set_settings(cache="~/somewhere")
     assert cache_folder() == Path.home() / "somewhere"
-    monkeypatch.delenv("QWEN_L40S_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_folder() == tmp_path / "qwen-l40s"
-    monkeypatch.delenv("XDG_CACHE_HOME")
+    set_settings(cache="")
     assert cache_folder() == Path.home() / ".cache" / "qwen-l40s"
 
 
@@ -195,8 +192,10 @@ def test_reading_needs_no_torch(folder):
         " submodule_search_locations=[sys.argv[2]])\n"
         "sys.modules['qwen_l40s'] = module = u.module_from_spec(spec)\n"
         "spec.loader.exec_module(module)\n"
+        "from qwen_l40s.machine.settings import Settings, use_settings\n"
         "from qwen_l40s.machine.store import load_calibration\n"
         "from qwen_l40s.machine.store import known_cards\n"
+        f"use_settings(Settings(cache={str(folder)!r}))\n"
         "print(load_calibration(known_cards()['L40S']).pcie, 'torch' in sys.modules)\n"
     )
     command = [sys.executable, "-c", code, str(ROOT / "__init__.py"), str(ROOT)]
@@ -337,10 +336,10 @@ def test_a_small_run_on_a_card_is_not_kept(on_card, folder):
     assert not folder.exists()
 
 
-def test_a_folder_that_cannot_be_written_is_told(on_card, monkeypatch, tmp_path, capsys):
+def test_a_folder_that_cannot_be_written_is_told(on_card, set_settings, tmp_path, capsys):
     blocked = tmp_path / "file"
     blocked.write_text("")
-    monkeypatch.setenv("QWEN_L40S_CACHE", str(blocked))
+    set_settings(cache=str(blocked))
     assert calibrate() == 2
     assert str(blocked) in capsys.readouterr().err
 

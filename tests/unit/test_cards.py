@@ -181,8 +181,8 @@ def test_own_card(tmp_path):
     assert find_card("mine", known_cards(path)) == card
 
 
-def test_own_list_is_read_from_the_cache_folder_where_no_other_is_named(tmp_path, monkeypatch):
-    monkeypatch.setenv("QWEN_L40S_CACHE", str(tmp_path / "cache"))
+def test_own_list_is_read_from_the_cache_folder_where_no_other_is_named(tmp_path, set_settings):
+    set_settings(cache=str(tmp_path / "cache"))
     assert known_cards() == CARDS
     path = tmp_path / "cache" / "cards.json"
     path.parent.mkdir()
@@ -193,8 +193,8 @@ def test_own_list_is_read_from_the_cache_folder_where_no_other_is_named(tmp_path
 
 
 @pytest.mark.parametrize("broken", ["text", "folder", "link"])
-def test_damaged_list_in_the_cache_folder_is_named(tmp_path, monkeypatch, broken):
-    monkeypatch.setenv("QWEN_L40S_CACHE", str(tmp_path))
+def test_damaged_list_in_the_cache_folder_is_named(tmp_path, set_settings, broken):
+    set_settings(cache=str(tmp_path))
     path = tmp_path / "cards.json"
     if broken == "text":
         path.write_text("{")

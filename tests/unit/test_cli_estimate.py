@@ -359,9 +359,9 @@ def test_a_list_of_ones_own(capsys, own_cards):
     assert found(capsys, "--card", "mine", "--cards", own_cards(OWN))["card"] == "Mine"
 
 
-def test_a_list_of_ones_own_in_the_cache_folder(capsys, own_cards, monkeypatch):
+def test_a_list_of_ones_own_in_the_cache_folder(capsys, own_cards, set_settings):
     path = Path(own_cards(OWN))
-    monkeypatch.setenv("QWEN_L40S_CACHE", str(path.parent))
+    set_settings(cache=str(path.parent))
     assert found(capsys, "--card", "mine")["card"] == "Mine"
     assert str(path) in refused(capsys, "--card", "yours")
     path.write_text("{")

@@ -124,7 +124,7 @@ def machine(tmp_path, monkeypatch):
     missing = software.Package("qwen-nowhere", "qwen_nowhere", "1.0", "")
     monkeypatch.setattr(software, "STANDALONE", (missing,))
     monkeypatch.setattr(doctor, "find_spec", found)
-    monkeypatch.setenv("COMFYUI_PATH", str(tmp_path))
+    monkeypatch.setattr(software, "find_comfyui", lambda: tmp_path)
     version("0.33.0")
     return SimpleNamespace(present=present, version=version, folder=tmp_path)
 
@@ -155,7 +155,7 @@ def test_neither_can_run(machine, capsys, monkeypatch):
         machine.version("0.32.9")
 
     def gone():
-        monkeypatch.setenv("COMFYUI_PATH", "/nowhere")
+        monkeypatch.setattr(software, "find_comfyui", lambda: Path("/nowhere"))
 
     def without_torch():
         missing = State.NOT_USABLE.of("torch", "not installed", 'pip install "torch"')
@@ -164,7 +164,7 @@ def test_neither_can_run(machine, capsys, monkeypatch):
     for change in (without_kitchen, old, gone, without_torch):
         machine.present.add(software.KITCHEN.module)
         machine.version("0.33.0")
-        monkeypatch.setenv("COMFYUI_PATH", str(machine.folder))
+        monkeypatch.setattr(software, "find_comfyui", lambda: machine.folder)
         change()
         code, found, lines = verdict(capsys)
         assert (code, found["can_run_nodes"], found["can_generate"]) == (1, False, False), change

@@ -1,8 +1,10 @@
 """What is said of cards, drivers and tensor cores, on machines that this test is not on."""
 
-import os
+import sys
 import warnings
-from types import SimpleNamespace
+from dataclasses import replace
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -12,23 +14,44 @@ from qwen_l40s.machine.card import InstalledCard, InstalledCards, State
 from qwen_l40s.spec.formats import GIB, MIB
 
 L40S = InstalledCard("NVIDIA L40S", (8, 9), 46068 * MIB, "aa-bb", True, 350)
-SMI_L40S = "550.54.15, NVIDIA L40S, 8.9, 46068, GPU-aa-bb, Enabled, 350.00"
 
 
 @pytest.fixture
-def nvidia_smi(tmp_path, monkeypatch):
-    """Puts an nvidia-smi first on PATH; gives the function that sets what it prints."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+def driver(monkeypatch):
+    """Puts a pynvml among the modules; gives the function that sets the cards it knows."""
+    error = type("NVMLError", (Exception,), {})
 
-    def says(text: str, code: int = 0) -> None:
-        (folder / "answer").write_text(text + "\n")
-        program = folder / "nvidia-smi"
-        program.write_text(f"#!/bin/sh\ncat '{folder}/answer'\nexit {code}\n")
-        program.chmod(0o755)
+    def knows(*cards, fails=()):
+        def tell(name, value):
+            def asked(index):
+                if name in fails:
+                    raise error("Not Supported")
+                return value(cards[index])
 
-    return says
+            return asked
+
+        told = {
+            "nvmlDeviceGetName": lambda card: card.name,
+            "nvmlDeviceGetCudaComputeCapability": lambda card: card.sm,
+            "nvmlDeviceGetMemoryInfo": lambda card: SimpleNamespace(total=card.memory_bytes),
+            "nvmlDeviceGetUUID": lambda card: f"GPU-{card.uuid}".encode(),
+            "nvmlDeviceGetEccMode": lambda card: (int(card.ecc), 1),
+            "nvmlDeviceGetPowerManagementLimit": lambda card: 1000 * card.limit_watts,
+        }
+        module = ModuleType("pynvml")
+        module.__spec__ = ModuleSpec("pynvml", None)
+        module.NVMLError = error
+        module.nvmlInit = lambda: None if cards else tell("all", None)(0)
+        module.nvmlDeviceGetCount = lambda: len(cards)
+        module.nvmlDeviceGetHandleByIndex = lambda index: index
+        module.nvmlSystemGetDriverVersion = lambda: "550.54.15"
+        for name, value in told.items():
+            setattr(module, name, tell(name, value))
+        if not cards:
+            fails = ("all",)
+        monkeypatch.setitem(sys.modules, "pynvml", module)
+
+    return knows
 
 
 def cuda_torch(cards=(L40S,), *, version="2.11.0+cu130", cuda="13.0", warn=None, fail=None):
@@ -76,15 +99,15 @@ def test_tensor_cores_follow_the_compute_capability(sm, usable):
     assert not any(check.usable for check in hardware.tensor_cores(None))
 
 
-def test_cards_come_from_torch_and_their_ecc_from_nvidia_smi(nvidia_smi):
-    nvidia_smi(SMI_L40S)
+def test_cards_come_from_torch_and_their_ecc_from_the_driver(driver):
+    driver(L40S)
     cards = hardware.read_cards(cuda_torch())
     assert cards == InstalledCards(usable=(L40S,), driver="550.54.15")
     assert str(cards.usable[0]) == "NVIDIA L40S, sm_89, 46068 MiB (45.0 GiB) visible, ECC on"
 
 
-def test_a_card_is_named_even_when_torch_is_missing_or_a_cpu_build(nvidia_smi):
-    nvidia_smi(SMI_L40S)
+def test_a_card_is_named_even_when_torch_is_missing_or_a_cpu_build(driver):
+    driver(L40S)
     missing = hardware.read_cards(None)
     assert (missing.usable, missing.driver) == ((), "550.54.15")
     assert "NVIDIA L40S" in missing.why.fact
@@ -95,8 +118,8 @@ def test_a_card_is_named_even_when_torch_is_missing_or_a_cpu_build(nvidia_smi):
     assert cpu.why.remedy
 
 
-def test_what_torch_says_of_the_driver_or_the_card_is_the_reason(nvidia_smi):
-    nvidia_smi(SMI_L40S)
+def test_what_torch_says_of_the_driver_or_the_card_is_the_reason(driver):
+    driver(L40S)
     old = hardware.read_cards(cuda_torch((), warn="CUDA initialization: driver too old\nmore"))
     assert old.usable == ()
     assert old.why.fact.endswith("CUDA initialization: driver too old")
@@ -108,22 +131,25 @@ def test_what_torch_says_of_the_driver_or_the_card_is_the_reason(nvidia_smi):
     assert unsupported.why.fact == "no kernels for this card"
 
 
-@pytest.mark.parametrize(
-    ("watts", "found"), [("300.00", 300), ("[N/A]", 0), ("[Not Supported]", 0)]
-)
-def test_the_power_limit_of_a_card_is_the_drivers(nvidia_smi, watts, found):
-    nvidia_smi(SMI_L40S.replace("350.00", watts))
+@pytest.mark.parametrize("fails", [(), ("nvmlDeviceGetPowerManagementLimit",)])
+def test_the_power_limit_of_a_card_is_the_drivers(driver, fails):
+    driver(L40S, fails=fails)
     forget()
-    assert hardware.power_limit("NVIDIA L40S") == found
+    assert hardware.power_limit("NVIDIA L40S") == (0 if fails else 350)
     assert hardware.power_limit("NVIDIA L4") == 0
     forget()
 
 
-@pytest.mark.parametrize(
-    "answer", [("", 9), ("560.1, NVIDIA GB10, 12.1, [N/A], GPU-cc, [N/A], [N/A]", 0)]
-)
-def test_an_nvidia_smi_that_fails_or_tells_too_little_lists_no_card(nvidia_smi, answer):
-    nvidia_smi(*answer)
+def test_a_card_that_tells_little_is_listed_with_that(driver):
+    driver(L40S, fails=("nvmlDeviceGetEccMode", "nvmlDeviceGetMemoryInfo"))
+    assert hardware.ask_driver()[1] == (replace(L40S, ecc=None, memory_bytes=0),)
+
+
+def test_a_driver_that_fails_and_a_machine_without_pynvml_list_no_card(driver, monkeypatch):
+    driver()
+    assert hardware.ask_driver() == ("", ())
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr(hardware, "find_spec", lambda name: None)
     cards = hardware.read_cards(None)
     assert cards.usable == ()
     assert cards.why.fact == "no NVIDIA driver answers"

@@ -33,9 +33,7 @@ on_each = pytest.mark.parametrize(("format", "backend", "device"), CASES, ids=st
 
 
 @pytest.fixture(autouse=True)
-def nothing_remembered(monkeypatch):
-    monkeypatch.delenv("QWEN_L40S_GEMM_FP8", raising=False)
-    monkeypatch.delenv("QWEN_L40S_GEMM_INT8", raising=False)
+def nothing_remembered():
     forget()
     yield
     forget()
@@ -326,11 +324,11 @@ def test_a_device_that_torch_does_not_reach(monkeypatch, device):
     assert f"{device} is not an NVIDIA card that torch can use" in gemm.reason
 
 
-def test_environment_asks_unless_the_caller_does(monkeypatch, card):
+def test_the_settings_ask_unless_the_caller_does(set_settings, card):
     card((8, 9))
-    monkeypatch.setenv("QWEN_L40S_GEMM_INT8", "triton")
+    set_settings(gemm_int8="triton")
     gemm = choose_gemm("int8", CARD)
-    assert (gemm.backend, gemm.reason) == ("triton", "asked for by QWEN_L40S_GEMM_INT8")
+    assert (gemm.backend, gemm.reason) == ("triton", "asked for by the settings")
     assert choose_gemm("int8", CARD, backend="int_mm").backend == "int_mm"
     assert choose_gemm("fp8", CARD).backend == "scaled_mm"
 

@@ -74,15 +74,13 @@ def test_model_disk_counts_what_is_free_and_what_is_there(
     assert check.why.fact.endswith(f"at {folder}")
 
 
-def test_the_hugging_face_cache_is_where_its_variables_say(monkeypatch, tmp_path):
-    for name in ("HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert resources.hugging_face_cache() == tmp_path / ".cache" / "huggingface" / "hub"
-    monkeypatch.setenv("HF_HOME", "/data/hf")
-    assert resources.hugging_face_cache() == Path("/data/hf/hub")
-    monkeypatch.setenv("HF_HUB_CACHE", "/data/hub")
+def test_the_hugging_face_cache_is_where_its_package_says(monkeypatch, tmp_path):
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", "/data/hub")
     assert resources.hugging_face_cache() == Path("/data/hub")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(resources, "find_spec", lambda name: None)
+    assert resources.hugging_face_cache() == tmp_path / ".cache" / "huggingface" / "hub"
 
 
 def test_container_limit_counts_page_cache_as_available(tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from qwen_l40s.machine import packages as software
-from qwen_l40s.machine.card import InstalledCards, State
+from qwen_l40s.machine.card import InstalledCard, InstalledCards, State
 from qwen_l40s.verdict import first_line
 
 
@@ -116,3 +116,24 @@ def test_triton_is_not_imported_without_a_card(package_folder):
     check = software.check_triton(InstalledCards())
     assert not check.usable
     assert "there is no usable card" in check.why.fact
+
+
+@pytest.mark.parametrize(
+    ("python", "pip", "line"),
+    [
+        ("python_embeded/python.exe", True, r"python_embeded\python.exe -m pip install"),
+        ("ComfyUI/.venv/Scripts/python.exe", False, '.venv/Scripts/python.exe" -m uv pip install'),
+        ("my venv/Scripts/python.exe", True, 'my venv/Scripts/python.exe" -m pip install'),
+    ],
+    ids=["portable", "desktop", "venv"],
+)
+def test_on_windows_the_line_that_installs_triton_is_of_this_python(monkeypatch, python, pip, line):
+    def found(name):
+        return (pip and name == "pip") or None
+
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setattr(sys, "executable", f"/C/{python}")
+    monkeypatch.setattr(software, "find_spec", found)
+    check = software.check_triton(InstalledCards(usable=(InstalledCard("card", (8, 9), 1),)))
+    assert not check.usable and check.name == "triton-windows"
+    assert f"{line} -U triton-windows, then restart ComfyUI" in check.why.remedy

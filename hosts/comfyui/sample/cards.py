@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
@@ -23,7 +22,7 @@ from comfy.samplers import get_area_and_mult
 from ....caches import remembered
 from ....errors import QwenL40SError
 from ....families.comfyui import kind_of
-from ....machine.card import InstalledCard
+from ....machine.card import InstalledCard, ask_driver
 from ....patches import call, patched
 from ....spec.formats import format_gib
 from ....verdict import Verdict, first_line
@@ -82,12 +81,12 @@ def _cards_like(
     visible = management.get_all_torch_devices()
     others = [device for device in visible if device != own]
     if not others:
-        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if hidden is None:
+        there = len(ask_driver()[1])
+        if there < 2:
             return Verdict("which is all that ComfyUI sees"), []
         return Verdict(
-            f"because CUDA_VISIBLE_DEVICES={hidden} shows ComfyUI no other: start ComfyUI without "
-            "it, or with --cuda-device all"
+            f"because ComfyUI sees one of {there}: start it without CUDA_VISIBLE_DEVICES, or with "
+            "--cuda-device all"
         ), []
     taken, notes = others[: cards - 1], []
     alike = list(takewhile(lambda device: _are_alike(own, device), taken))

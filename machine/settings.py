@@ -1,0 +1,122 @@
+"""The user's settings: one JSON file, read once; `doctor` tells which.
+
+    {"version": 1, "cache": "~/measured", "attention": "fast", "gemm_fp8": "triton"}
+
+Inside ComfyUI it lies in its user folder, elsewhere in the user's configuration folder. Nothing of
+it comes from the environment: the registry's scan refuses a pack that reads that.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from ..caches import cached
+from ..errors import SettingError
+
+logger = logging.getLogger(__name__)
+
+NAME, VERSION = "qwen-l40s.json", 1
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Holds what a user sets once for a machine; empty is the default.
+
+    Attributes:
+        cache: the folder for measurements; `~` is the user's.
+        attention: a backend, for "auto".
+        gemm_fp8, gemm_int8: a backend of these products.
+    """
+
+    cache: str = ""
+    attention: str = ""
+    gemm_fp8: str = ""
+    gemm_int8: str = ""
+
+
+_source: Path | Settings | None = None
+
+
+def default_file() -> Path:
+    """Finds the file, which need not exist: that of `python -X qwen_l40s=FILE`, else of ComfyUI's
+    user folder, in this process or around this pack, else of the user's configuration folder.
+    """
+    if named := sys._xoptions.get("qwen_l40s"):
+        return Path(str(named)).expanduser()
+    if "folder_paths" in sys.modules:
+        return Path(sys.modules["folder_paths"].get_user_directory(), NAME)
+    nodes = Path(os.path.abspath(__file__)).parents[2]  # a link belongs where it lies
+    if nodes.name == "custom_nodes":
+        return nodes.parent / "user" / NAME
+    folder = "AppData/Roaming" if sys.platform == "win32" else ".config"
+    return Path.home() / folder / NAME
+
+
+def settings_file() -> Path:
+    """Names the file in use."""
+    return _source if isinstance(_source, Path) else default_file()
+
+
+def use_settings(source: Path | Settings | None) -> None:
+    """Takes settings from another file, or these; None is the default file."""
+    global _source
+    _source = source
+    _kept.cache_clear()
+
+
+def settings() -> Settings:
+    """Gives the settings. A file that cannot be used is logged once, and counts as empty."""
+    return _source if isinstance(_source, Settings) else _kept()
+
+
+@cached
+def _kept() -> Settings:
+    try:
+        return read_settings(settings_file())
+    except SettingError as error:
+        logger.warning("%s Until then every setting is the default.", error)
+        return Settings()
+
+
+def read_settings(path: Path) -> Settings:
+    """Reads a file; one that is not there is empty.
+
+    Raises:
+        SettingError: it is damaged, of a newer version, or has a setting that there is not.
+    """
+    names = [field.name for field in fields(Settings)]
+    remedy = f"write the version and any of {', '.join(names)}, or delete it"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return Settings()
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise SettingError(
+            f"the settings are not readable JSON ({reason}): {remedy}", path
+        ) from None
+    if not isinstance(found, dict) or not isinstance(found.get("version"), int):
+        raise SettingError(f'the settings are one JSON object with "version": {remedy}', path)
+    if found["version"] > VERSION:
+        raise SettingError(
+            f"the settings are of version {found['version']}, this package reads {VERSION}: update "
+            "it, or delete the file",
+            path,
+        )
+    given = {name: text for name, text in found.items() if name != "version"}
+    wrong = [name for name, text in given.items() if name not in names or not isinstance(text, str)]
+    if wrong:
+        raise SettingError(f"the settings have no text called {wrong[0]!r}: {remedy}", path)
+    return Settings(**given)
+
+
+def from_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Takes the settings of QWEN_L40S_CACHE and its like, for callers who read an environment."""
+    named = {field.name: f"QWEN_L40S_{field.name.upper()}" for field in fields(Settings)}
+    return {name: text for name, it in named.items() if (text := environment.get(it))}

@@ -1,0 +1,163 @@
+"""What the Comfy registry would publish: git's files but for .comfyignore's, and what its scan
+would say of them.
+
+The rules are a replica from what authors report, applied as plain text to each file. No finding is
+removed by another spelling; `.train(False)` for `.eval()` would be the one exception, and nothing
+that ships needs it.
+"""
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+RULES = {
+    "environment": r"os\.environ|os\.getenv|(?<![\w.])getenv\(|environ\[|environ\.get",
+    "network": r"\.connect\s*\(|\.bind\s*\(|\.(?:send(?:all|to)?|recv(?:from|_into)?)\s*\(|"
+    r"aiohttp\s*\.\s*ClientSession|urllib\.request|urlopen|urlretrieve|http\.client|"
+    r"socket\.socket\s*\(|create_connection|requests\.(?:get|post)",
+    "process": r"subprocess\.(?:run|Popen|call|check_output|check_call)|os\.system\s*\(|"
+    r"os\.popen\s*\(|create_subprocess",
+    "dynamic code": r"(?<!\w)(?:eval|exec)\s*\(|__import__\s*\(|marshal\.loads|pickle\.loads",
+    "bytecode": r"(?<![\w.])compile\s*\(|sys\.modules\.get",
+    "privilege": r"(?<![\w-])(?:sudo|doas|pkexec|runas|setuid)(?![\w-])",
+    "windows processes": r"kernel32|OpenProcess|CreateProcess",
+    "address": r"raw\.githubusercontent\.com",
+}
+LEFT_OUT = (
+    "client",
+    "fleet",
+    "hosts/diffusers",
+    "tests",
+    "bench",
+    "tools",
+    "docs",
+    ".ci",
+    ".github",
+)
+# What imports a module by a name, and which.
+IMPORTLIB = {
+    "__main__.py": "the package from a folder of any name",
+    "cli/__init__.py": "the command that is asked for, alone",
+    "families/registry.py": "what a family does in the one host that runs",
+    "hosts/comfyui/contract.py": "modules of ComfyUI, whose signatures are compared",
+    "hosts/comfyui/qwen_image.py": "ComfyUI's model code, which an older one has not",
+    "machine/packages.py": "an optional package, to say why its import fails",
+    "optimizations/attention/backends.py": "FlashAttention, under one of two names",
+    "optimizations/attention/quantized.py": "SageAttention, an optional package",
+}
+
+
+def published() -> list[str]:
+    """The files of the archive, as paths from the root."""
+
+    def listed(*options: str) -> set[str]:
+        command = ["git", "-C", str(ROOT), "ls-files", "-z", *options]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.skip("no git repository")
+        return set(done.stdout.split("\0")) - {""}
+
+    out = listed("-i", "-c", f"--exclude-from={ROOT / '.comfyignore'}")
+    return sorted(name for name in listed() - out if (ROOT / name).is_file())
+
+
+def findings(name: str) -> list[str]:
+    try:
+        text = (ROOT / name).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        return []
+    return [
+        f"{rule}: {found.group()}" for rule, it in RULES.items() for found in re.finditer(it, text)
+    ]
+
+
+def test_the_scan_finds_nothing_in_what_is_published():
+    assert {name: found for name in published() if (found := findings(name))} == {}
+
+
+def test_the_scan_is_no_empty_one():
+    assert findings("fleet/server.py") and findings("client/transport.py")
+
+
+def test_nothing_that_is_left_out_is_published_and_nothing_else_is_left_out():
+    names = published()
+    assert [name for name in names if name.startswith(tuple(f"{it}/" for it in LEFT_OUT))] == []
+    assert {"README.md", "LICENSE", "pyproject.toml", "requirements.txt", "web/qwen_l40s.js"} < {
+        *names
+    }
+    assert {"models/micro/README.md", "workflows/estimate.json", "measure/calibrate.py"} < {*names}
+
+
+def test_what_imports_by_name_is_listed_with_its_reason():
+    def by_name(file: str) -> bool:
+        tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+        calls = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
+        return any(
+            ast.unparse(it).split(".")[-1] in ("import_module", "spec_from_file_location")
+            for it in calls
+        )
+
+    python = [name for name in published() if name.endswith(".py")]
+    assert [name for name in python if by_name(name)] == sorted(IMPORTLIB)
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory):
+    """What is published, alone, in a folder that ComfyUI might have."""
+    folder = tmp_path_factory.mktemp("我的 ComfyUI") / "custom_nodes" / "qwen image.v2"
+    for name in published():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, folder / name)
+    return folder
+
+
+def command(pack: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, str(pack), *arguments]
+    return subprocess.run(
+        words, capture_output=True, text=True, encoding="utf-8", cwd=pack.parent, check=False
+    )
+
+
+def test_its_command_works_alone(pack):
+    estimate = command(pack, "estimate", "--card", "L40S", "--size", "1024x1024", "--json")
+    assert estimate.returncode == 0, estimate.stderr
+    inspect = command(pack, "inspect", str(pack / "models" / "micro"))
+    assert inspect.returncode == 0 and "Qwen-Image" in inspect.stdout, inspect.stderr
+    doctor = command(pack, "doctor")
+    file = pack.parents[1] / "user" / "qwen-l40s.json"
+    assert f"settings: all default (no {file})" in doctor.stdout
+    assert command(pack, "quantize", "--help").returncode == 0
+
+
+def test_rates_are_measured_alone(pack):
+    pytest.importorskip("torch")
+    small = command(pack, "bench", "--calibrate", "--device", "cpu", "--width", "small")
+    assert small.returncode == 0 and "of peak" in small.stdout, small.stderr
+
+
+@pytest.mark.parametrize("name", ["audit", "demo", "fleet", "generate", "submit"])
+def test_a_command_that_was_left_out_says_where_it_is(pack, name):
+    done = command(pack, name, "--help")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert f"{name} is not in what ComfyUI's manager installs: run `git clone " in done.stderr
+    listed = " ".join(command(pack, "--help").stdout.split())
+    assert f"{name} " in listed and listed.count("(in a clone)") == 5
+
+
+def test_every_part_of_the_archive_is_small(capsys):
+    """Prints the size by part: `pytest -s` shows it."""
+    sizes: dict[str, int] = {}
+    for name in published():
+        part = "/".join(name.split("/")[:2]) if name.startswith("models/") else name.split("/")[0]
+        sizes[part] = sizes.get(part, 0) + (ROOT / name).stat().st_size
+    with capsys.disabled():
+        for part, size in sorted(sizes.items(), key=lambda it: -it[1])[:8]:
+            print(f"\n{size / 2**20:8.2f} MiB  {part}", end="")
+        print(f"\n{sum(sizes.values()) / 2**20:8.2f} MiB  in all")
+    assert sum(sizes.values()) < 30 * 2**20

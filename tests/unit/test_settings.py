@@ -1,0 +1,95 @@
+"""The user's settings: one JSON file, and what is said of one that cannot be used."""
+
+import json
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+
+from qwen_l40s import SettingError
+from qwen_l40s.cli import main
+from qwen_l40s.cli.doctor import check_settings
+from qwen_l40s.machine import settings as module
+from qwen_l40s.machine.card import State
+from qwen_l40s.machine.settings import (
+    Settings,
+    default_file,
+    read_settings,
+    settings_file,
+    use_settings,
+)
+from qwen_l40s.machine.store import cache_folder
+
+BROKEN = {
+    "text": ("{", "not readable JSON"),
+    "list": ("[]", "one JSON object"),
+    "no version": ('{"cache": "x"}', "one JSON object"),
+    "newer": ('{"version": 2, "colour": "red"}', "of version 2, this package reads 1: update"),
+    "unknown": ('{"version": 1, "atention": "fast"}', "no text called 'atention'"),
+    "number": ('{"version": 1, "cache": 7}', "no text called 'cache'"),
+    "bytes": (b"\xff\xfe", "not readable JSON"),
+}
+
+
+@pytest.fixture
+def file(set_settings, tmp_path):
+    """A settings file in use, not there yet."""
+    path = tmp_path / "设置 file.json"
+    use_settings(path)
+    return path
+
+
+def test_what_a_file_sets_is_used(file, tmp_path):
+    assert read_settings(file) == Settings()
+    file.write_text(json.dumps({"version": 1, "cache": str(tmp_path), "gemm_int8": "triton"}))
+    use_settings(file)
+    assert module.settings() == Settings(cache=str(tmp_path), gemm_int8="triton")
+    assert cache_folder() == tmp_path
+    check = check_settings(settings_file())
+    assert check.state is State.USABLE
+    assert check.why.fact == f"cache {tmp_path}, gemm_int8 triton ({file})"
+
+
+@pytest.mark.parametrize(("text", "said"), BROKEN.values(), ids=BROKEN)
+def test_one_that_cannot_be_used_is_told_and_counts_as_empty(file, caplog, capsys, text, said):
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with caplog.at_level(logging.WARNING):
+        assert module.settings() == module.settings() == Settings()
+    (record,) = caplog.records
+    assert said in record.message and str(file) in record.message
+    check = check_settings(settings_file())
+    assert check.state is State.LIMITED and said in check.why.fact and check.why.remedy
+    with pytest.raises(SettingError, match="settings"):
+        read_settings(file)
+    assert main(["estimate", "--settings", str(file)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_file_that_is_named_must_be_there(file, capsys):
+    assert main(["inspect", "x", "--settings", str(file)]) == 2
+    assert "--settings is not a file" in capsys.readouterr().err
+
+
+def test_where_the_file_is_by_default(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert default_file() == tmp_path / ".config" / "qwen-l40s.json"
+    monkeypatch.setattr(sys, "platform", "win32")
+    assert default_file() == tmp_path / "AppData" / "Roaming" / "qwen-l40s.json"
+    pack = tmp_path / "我的 ComfyUI" / "custom_nodes" / "a pack"
+    monkeypatch.setattr(module, "__file__", str(pack / "machine" / "settings.py"))
+    assert default_file() == tmp_path / "我的 ComfyUI" / "user" / "qwen-l40s.json"
+    monkeypatch.setitem(sys._xoptions, "qwen_l40s", "/data/mine.json")
+    assert default_file() == Path("/data/mine.json")
+
+
+def test_doctor_reads_those_of_the_comfyui_that_is_named(tmp_path):
+    (tmp_path / "user").mkdir()
+    (tmp_path / "user" / "qwen-l40s.json").write_text('{"version": 1, "attention": "fast"}')
+    assert "attention fast" in check_settings(tmp_path / "user" / module.NAME).why.fact
+
+
+def test_variables_of_before_are_read_by_name():
+    old = {"QWEN_L40S_CACHE": "/c", "QWEN_L40S_GEMM_FP8": "triton", "QWEN_L40S_TOKEN": "hidden"}
+    assert module.from_variables(old) == {"cache": "/c", "gemm_fp8": "triton"}
