@@ -6,6 +6,7 @@ clone of a ModelPatcher) are none, nor is a layer that a model is built of from 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -183,6 +184,7 @@ def patched(
 
 # {(id of an owner, name): how many have it switched, what it was before}, of what lasts.
 _switched: dict[tuple[int, str], tuple[int, Any]] = {}
+_switching = threading.Lock()
 
 
 @contextmanager
@@ -196,15 +198,17 @@ def switched(change: str, switches: Iterable[tuple[object, str, Any]]) -> Iterat
     done = []
     try:
         for owner, name, value in switches:
-            count, before = _switched.get((id(owner), name)) or (0, getattr(owner, name))
-            setattr(owner, name, value)
-            _switched[id(owner), name] = count + 1, before
+            with _switching:
+                count, before = _switched.get((id(owner), name)) or (0, getattr(owner, name))
+                setattr(owner, name, value)
+                _switched[id(owner), name] = count + 1, before
             done.append((owner, name))
         yield
     finally:
         for owner, name in done:
-            count, before = _switched.pop((id(owner), name))
-            if count > 1:
-                _switched[id(owner), name] = count - 1, before
-            else:
-                setattr(owner, name, before)
+            with _switching:
+                count, before = _switched.pop((id(owner), name))
+                if count > 1:
+                    _switched[id(owner), name] = count - 1, before
+                else:
+                    setattr(owner, name, before)

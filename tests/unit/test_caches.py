@@ -7,8 +7,9 @@ from conftest import ROOT
 from qwen_l40s import caches
 from qwen_l40s.caches import cached, forget, remembered
 
-# `called_by` keeps what was there when it was first asked, which is no memory of an answer.
-OTHERS = {"called_by"}
+# `called_by` keeps what was there when it was first asked, which is no memory of an answer;
+# `_switched` what runs in flight have changed, which their ends undo.
+OTHERS = {"called_by", "_switched"}
 CACHES = {"cache", "lru_cache"}
 
 

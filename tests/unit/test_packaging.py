@@ -192,7 +192,10 @@ def test_installed_audit_and_benchmarks(installed, tmp_path):
     )
     assert (bench.returncode, bench.stdout) == (2, "")
     [sentence] = bench.stderr.splitlines()
-    assert "benchmarks are in the repository, so run `python FOLDER bench forward`" in sentence
+    assert (
+        "bench forward is not in the installed package: run `python FOLDER bench forward`"
+        in sentence
+    )
     audit = [*command, "audit", "--device", "cpu", "--steps", "1", "--prompt", "a red circle"]
     painted = run([*audit, "--json"], folder=tmp_path, PYTHONPATH=str(installed))
     assert json.loads(painted.splitlines()[-1])
