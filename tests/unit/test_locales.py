@@ -1,0 +1,39 @@
+"""The Chinese words of the nodes: each node, input and output of ours, and nothing else.
+
+The names are those of `definitions.json`, which test_workflows.py holds against a real ComfyUI.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from qwen_l40s.tools.workflows import definitions
+
+FILE = Path(__file__).resolve().parents[2] / "locales" / "zh" / "nodeDefs.json"
+WORDS = json.loads(FILE.read_text(encoding="utf-8"))
+SCHEMA = json.loads(definitions.FILE.read_text(encoding="utf-8"))
+NODES = {name: node for name, node in SCHEMA.items() if name.startswith("QwenL40S")}
+# Names that are the same in both languages.
+SAME = {"VAE", "CLIP", "LoRA", "CFG", "TF32", "Latent", "JSON", "Sigmas"}
+
+
+def is_chinese(text: str) -> bool:
+    return any("一" <= letter <= "鿿" for letter in text)
+
+
+def test_each_node_has_its_words():
+    assert WORDS.keys() == NODES.keys()
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_each_input_and_output_has_its_words(name):
+    words, node = WORDS[name], NODES[name]
+    assert words.keys() == {"display_name", "description", "inputs", "outputs"}
+    assert "Qwen-Image" in words["display_name"] and is_chinese(words["description"])
+    assert list(words["inputs"]) == [each["name"] for each in node["inputs"]]
+    assert list(words["outputs"]) == [str(place) for place in range(len(node["outputs"]))]
+    for each in (*words["inputs"].values(), *words["outputs"].values()):
+        assert each.keys() == {"name", "tooltip"}
+        assert each["name"] in SAME or is_chinese(each["name"]), each
+        assert is_chinese(each["tooltip"]) and each["tooltip"].endswith("。"), each
