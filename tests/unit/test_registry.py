@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from comfyui_host import comfyui_folder, comfyui_python
 
 ROOT = Path(__file__).resolve().parents[2]
 RULES = {
@@ -135,10 +136,38 @@ def test_its_command_works_alone(pack):
     assert command(pack, "quantize", "--help").returncode == 0
 
 
+@pytest.mark.slow
 def test_rates_are_measured_alone(pack):
     pytest.importorskip("torch")
     small = command(pack, "bench", "--calibrate", "--device", "cpu", "--width", "small")
     assert small.returncode == 0 and "of peak" in small.stdout, small.stderr
+
+
+@pytest.mark.slow
+def test_comfyui_imports_it_alone_and_under_two_names(pack):
+    """A second copy lies in a folder with another name; a settings file is damaged."""
+    comfyui = comfyui_folder()
+    twin = pack.with_name("另一个")
+    if not twin.exists():
+        shutil.copytree(pack, twin, ignore=shutil.ignore_patterns("__pycache__"))
+    settings = pack.parents[1] / "user" / "qwen-l40s.json"
+    settings.parent.mkdir(exist_ok=True)
+    settings.write_text('{"version": 9}', encoding="utf-8")
+    words = ["--cpu", "--quick-test-for-ci", "--base-directory", str(pack.parents[1])]
+    words += ["--database-url", "sqlite:///:memory:"]
+    done = subprocess.run(
+        [str(comfyui_python(comfyui)), str(comfyui / "main.py"), *words],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        cwd=pack.parents[1],
+        check=False,
+    )
+    settings.unlink()
+    said = done.stdout + done.stderr
+    assert done.returncode == 0 and "IMPORT FAILED" not in said, said[-3000:]
+    for folder in (pack, twin):
+        assert re.search(rf"seconds: {re.escape(str(folder))}\n", said), said[-3000:]
 
 
 @pytest.mark.parametrize("name", ["audit", "demo", "fleet", "generate", "submit"])
