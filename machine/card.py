@@ -1,14 +1,15 @@
 """The cards of this machine and what their tensor cores can do, each with the reason: by torch,
-which decides which cards a run can see, and by NVIDIA's driver where the package pynvml is there.
+which decides which cards a run can see, and by NVIDIA's driver.
 """
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import logging
+import sys
 import warnings
 from dataclasses import dataclass
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -170,46 +171,53 @@ def _ask_torch(torch: Any, driver: str, listed: tuple[InstalledCard, ...]) -> In
 
 
 def ask_driver() -> tuple[str, tuple[InstalledCard, ...]]:
-    """Asks NVIDIA's driver for its version and its cards, also those that this process may not see;
-    ("", ()) without a driver or the package pynvml. What a card does not tell is left out.
+    """Asks NVIDIA's driver, by NVML, for its version and its cards, also those that this process
+    may not see; ("", ()) without a driver. What a card does not tell is left out.
     """
-    if find_spec("pynvml") is None:
-        return "", ()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the package's older name
-        import pynvml as nvml
     try:
-        nvml.nvmlInit()
-        handles = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))
-        return _text(nvml.nvmlSystemGetDriverVersion()), tuple(map(_told_card, handles))
-    except nvml.NVMLError as error:
-        logger.info("NVIDIA's driver does not answer: %s", error)
+        nvml = ctypes.CDLL("nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1")
+    except OSError:
         return "", ()
+    version, count = _text(), _number()
+    failed = nvml.nvmlInit_v2() or nvml.nvmlSystemGetDriverVersion(version, len(version))
+    failed = failed or nvml.nvmlDeviceGetCount_v2(count)
+    if failed:
+        logger.info("NVIDIA's driver does not answer: NVML's error %d", failed)
+        return "", ()
+    return version.value.decode(), tuple(_told_card(nvml, index) for index in range(count[0]))
 
 
-def _told_card(handle: Any) -> InstalledCard:
-    import pynvml as nvml
+def _told_card(nvml: Any, index: int) -> InstalledCard:
+    # NVML answers in arrays, with 0 where it could; a lost card has no handle, which it refuses.
+    handle = (ctypes.c_void_p * 1)()
+    nvml.nvmlDeviceGetHandleByIndex_v2(index, handle)
 
-    def asked(name: str) -> Any:
-        try:
-            return getattr(nvml, name)(handle)
-        except nvml.NVMLError:  # a card without it, or a faulty one
-            return None
+    def asked(name: str, *into: Any) -> bool:
+        return getattr(nvml, f"nvmlDeviceGet{name}")(ctypes.c_void_p(handle[0]), *into) == 0
 
-    sm, memory = asked("nvmlDeviceGetCudaComputeCapability"), asked("nvmlDeviceGetMemoryInfo")
-    ecc, milliwatts = asked("nvmlDeviceGetEccMode"), asked("nvmlDeviceGetPowerManagementLimit")
+    name, uuid, memory = _text(), _text(), (ctypes.c_ulonglong * 3)()  # total, free, used
+    major, minor, ecc, after_restart, milliwatts = (_number() for _ in range(5))
+    asked("Name", name, len(name))
+    asked("CudaComputeCapability", major, minor)
+    asked("MemoryInfo", memory)
+    asked("UUID", uuid, len(uuid))
+    asked("PowerManagementLimit", milliwatts)
     return InstalledCard(
-        _text(asked("nvmlDeviceGetName") or "NVIDIA card"),
-        sm or (0, 0),
-        memory.total if memory else 0,
-        _text(asked("nvmlDeviceGetUUID") or "").removeprefix("GPU-"),
-        bool(ecc[0]) if ecc else None,
-        (milliwatts or 0) // 1000,
+        name.value.decode() or "NVIDIA card",
+        (major[0], minor[0]),
+        memory[0],
+        uuid.value.decode().removeprefix("GPU-"),
+        bool(ecc[0]) if asked("EccMode", ecc, after_restart) else None,
+        milliwatts[0] // 1000,
     )
 
 
-def _text(told: str | bytes) -> str:
-    return told.decode() if isinstance(told, bytes) else told  # bytes of older packages
+def _text() -> Any:
+    return ctypes.create_string_buffer(96)  # NVML's longest name, version and UUID
+
+
+def _number() -> Any:
+    return (ctypes.c_uint * 1)()
 
 
 @cached

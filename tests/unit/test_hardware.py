@@ -1,10 +1,8 @@
 """What is said of cards, drivers and tensor cores, on machines that this test is not on."""
 
-import sys
 import warnings
 from dataclasses import replace
-from importlib.machinery import ModuleSpec
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,38 +16,38 @@ L40S = InstalledCard("NVIDIA L40S", (8, 9), 46068 * MIB, "aa-bb", True, 350)
 
 @pytest.fixture
 def driver(monkeypatch):
-    """Puts a pynvml among the modules; gives the function that sets the cards it knows."""
-    error = type("NVMLError", (Exception,), {})
+    """Stands in for NVML's library; gives the function that sets the cards it knows."""
 
     def knows(*cards, fails=()):
-        def tell(name, value):
-            def asked(index):
-                if name in fails:
-                    raise error("Not Supported")
-                return value(cards[index])
+        def into(answer, value):
+            answer[: len(value)] = value
+            return 0
+
+        def tell(name, values):
+            def asked(handle, *answers):
+                if f"nvmlDeviceGet{name}" in fails:
+                    return 3  # NVML_ERROR_NOT_SUPPORTED
+                values_of = values(cards[handle.value - 1])
+                return sum(map(into, answers, values_of))
 
             return asked
 
         told = {
-            "nvmlDeviceGetName": lambda card: card.name,
-            "nvmlDeviceGetCudaComputeCapability": lambda card: card.sm,
-            "nvmlDeviceGetMemoryInfo": lambda card: SimpleNamespace(total=card.memory_bytes),
-            "nvmlDeviceGetUUID": lambda card: f"GPU-{card.uuid}".encode(),
-            "nvmlDeviceGetEccMode": lambda card: (int(card.ecc), 1),
-            "nvmlDeviceGetPowerManagementLimit": lambda card: 1000 * card.limit_watts,
+            "Name": lambda card: [card.name.encode()],
+            "CudaComputeCapability": lambda card: [[number] for number in card.sm],
+            "MemoryInfo": lambda card: [[card.memory_bytes]],
+            "UUID": lambda card: [f"GPU-{card.uuid}".encode()],
+            "EccMode": lambda card: [[card.ecc], [True]],
+            "PowerManagementLimit": lambda card: [[1000 * card.limit_watts]],
         }
-        module = ModuleType("pynvml")
-        module.__spec__ = ModuleSpec("pynvml", None)
-        module.NVMLError = error
-        module.nvmlInit = lambda: None if cards else tell("all", None)(0)
-        module.nvmlDeviceGetCount = lambda: len(cards)
-        module.nvmlDeviceGetHandleByIndex = lambda index: index
-        module.nvmlSystemGetDriverVersion = lambda: "550.54.15"
-        for name, value in told.items():
-            setattr(module, name, tell(name, value))
-        if not cards:
-            fails = ("all",)
-        monkeypatch.setitem(sys.modules, "pynvml", module)
+        library = SimpleNamespace(
+            nvmlInit_v2=lambda: 0 if cards else 9,  # NVML_ERROR_DRIVER_NOT_LOADED
+            nvmlSystemGetDriverVersion=lambda answer, length: into(answer, b"550.54.15"),
+            nvmlDeviceGetCount_v2=lambda answer: into(answer, [len(cards)]),
+            nvmlDeviceGetHandleByIndex_v2=lambda index, answer: into(answer, [index + 1]),
+            **{f"nvmlDeviceGet{name}": tell(name, values) for name, values in told.items()},
+        )
+        monkeypatch.setattr(hardware.ctypes, "CDLL", lambda name: library)
 
     return knows
 
@@ -145,11 +143,14 @@ def test_a_card_that_tells_little_is_listed_with_that(driver):
     assert hardware.ask_driver()[1] == (replace(L40S, ecc=None, memory_bytes=0),)
 
 
-def test_a_driver_that_fails_and_a_machine_without_pynvml_list_no_card(driver, monkeypatch):
+def test_a_driver_that_fails_and_a_machine_without_one_list_no_card(driver, monkeypatch):
     driver()
     assert hardware.ask_driver() == ("", ())
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    monkeypatch.setattr(hardware, "find_spec", lambda name: None)
+
+    def missing(name):
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(hardware.ctypes, "CDLL", missing)
     cards = hardware.read_cards(None)
     assert cards.usable == ()
     assert cards.why.fact == "no NVIDIA driver answers"
