@@ -185,7 +185,8 @@ class ForwardPass:
         if check.passes((text, image), result, expected, step) or attention is None:
             return result
         if not all(map(is_finite, result)):
-            executor = self._new_executor(self._host.host_attend)
+            alone = lambda *it, lse=False: None if lse else self._host.host_attend(*it)  # noqa: E731
+            executor = self._new_executor(alone)
             result, check.failed = executor.run(*operands), None
             if all(map(is_finite, result)):
                 attention.give_up()

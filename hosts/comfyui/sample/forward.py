@@ -259,16 +259,9 @@ class ComfyPass(DoubleStream):
         return self.modulation.entry(embedding)
 
     def host_attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: torch.Tensor | None,
-        lse: bool = False,
-    ) -> torch.Tensor | None:
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
         """ComfyUI's own, with what other nodes have put into the slot, or what the file says."""
-        if lse:
-            return None
         # What is in the slot wins over the file, even where it has failed.
         options = unguided(self._options)
         said = None if SLOT in options else file_choice(self._block)
