@@ -24,12 +24,15 @@ from qwen_l40s.hosts.comfyui.sample.step_cache import cache_steps
 from qwen_l40s.optimizations import fused
 from qwen_l40s.optimizations.run import Later
 from qwen_l40s.step_cache import cache_settings
+from qwen_l40s.verdict import first_line
 
 FOLDER = folder("faults")
 WEIGHTS = narrow.weights()
 PATH = narrow.write(FOLDER / "bf16.safetensors", WEIGHTS)
 LORA = FOLDER / "lora.safetensors"
 narrow.save_file(narrow.lora(WEIGHTS, narrow.layers(WEIGHTS)), LORA)
+LATE_LORA = FOLDER / "late.safetensors"
+narrow.save_file(narrow.lora(WEIGHTS, [narrow.LAYER]), LATE_LORA)
 PLACES = 10
 KINDS = (torch.Tensor, torch.nn.Parameter, QuantizedTensor)  # not those of torch.compile
 ERRORS = {
@@ -80,18 +83,21 @@ def test_a_run_that_fails_anywhere(precision, error):
     assert report_of(model).startswith("blocks: fused, ")
     with FailingAt() as all_of_them:
         assert torch.equal(paint(model, vae), known)
-    before, failed = live(), 0
+    before, missed = live(), []
     for number in range(PLACES):
         place = 1 + number * (all_of_them.count - 1) // (PLACES - 1)
         try:
             with FailingAt(place, ERRORS[error]):
                 paint(model, vae)
+            missed.append(place)
         except (type(ERRORS[error]), UnavailableError):  # the decode says what to choose
-            failed += 1
+            pass
         ERRORS[error].__traceback__ = None
         assert torch.equal(paint(model, vae), known), place
         assert live() == before, place
-    assert failed
+    # Out of memory is tried again: a pass, and a decode in tiles. The last place may be
+    # one too many.
+    assert set(missed) <= {all_of_them.count} if error == "cancel" else len(missed) < PLACES
 
 
 @pytest.mark.usefixtures("inference_mode")
@@ -172,3 +178,33 @@ def test_switches_of_torch_that_another_pack_changes_between_two_prompts():
         finally:
             setattr(switches, name, "ieee" if before == "none" else before)
         assert torch.equal(paint(model, vae), known)
+
+
+FAILS = {
+    "compile": RuntimeError(
+        "Failed to find C compiler. Please specify via CC environment variable"
+    ),
+    "read-only": PermissionError(13, "Permission denied", "/root/.triton/cache/x"),
+    "full": OSError(28, "No space left on device", "/root/.triton/cache/x"),
+}
+
+
+@pytest.mark.usefixtures("inference_mode")
+@pytest.mark.parametrize("kernel", ["residual_norm", "qk_norm_rope", "low_rank_rows"])
+@pytest.mark.parametrize("error", FAILS)
+def test_a_kernel_that_does_not_compile(kernel, error):
+    """Of the first block, or one that only the second block needs, for its LoRA."""
+    plain = narrow.load_patcher(PATH, "bf16", off_card=True)
+    model, _ = apply_lora(plain, LATE_LORA, 1.0, how="bypass")
+    one = lambda model: narrow.sample(model, [[random(1, 7, narrow.SHAPE.joint_dim), {}]])  # noqa: E731
+    known, clone = one(model), optimize(model, OptimizeSettings())
+
+    def fails(*_, **__):
+        raise FAILS[error]
+
+    ops = fused.choose_ops(torch.device("cpu"))._replace(**{kernel: fails})
+    with mock.patch("qwen_l40s.optimizations.blocks.host.choose_ops", lambda device: ops):
+        assert narrow.difference(one(clone), known) < 1e-5
+        assert f"the fused block raised {first_line(FAILS[error])}" in report_of(clone)
+    assert narrow.difference(one(clone), known) < 1e-5
+    assert report_of(clone).startswith("blocks: fused, ")
