@@ -214,10 +214,12 @@ def test_a_kernel_that_does_not_compile(kernel, error):
 @pytest.mark.usefixtures("inference_mode")
 @pytest.mark.parametrize("precision", ["bf16", "int8"])
 def test_a_cancel_or_an_unload_at_every_step(precision):
+    comfy.model_management.unload_all_models()  # of other tests
     model, steps = load(precision), 4
     text = [[random(1, 7, narrow.SHAPE.joint_dim), {}]]
     one = lambda **more: narrow.sample(model, text, steps=steps, **more)  # noqa: E731
     known = one()
+    comfy.model_management.unload_all_models()
     assert torch.equal(one(), known)
     before, cancel = live(), ERRORS["cancel"]
     for at in range(steps):
