@@ -110,11 +110,7 @@ class ForwardPass:
             return host.output(self._run_fused(index, block, arguments, inputs))
 
     def _run_fused(
-        self,
-        index: int,
-        block: torch.nn.Module,
-        arguments: dict[str, Any],
-        inputs: BlockInputs,
+        self, index: int, block: torch.nn.Module, arguments: dict[str, Any], inputs: BlockInputs
     ) -> Streams:
         text, image, embedding, step, watched = inputs
         check, unsupported = self._prepared.check, self._prepared.unsupported
@@ -140,20 +136,26 @@ class ForwardPass:
         hidden = step.guidance.negative if step.guidance else 0
         self._keys = step.before + step.tokens.joint - hidden if counted else 0
         self._first = index if self._first is None else self._first
-        if index != self._first or not check.wanted(step):
-            result = self._executor.run(block, text, image, step, halves, following)
-            if self._watch is not None:
-                self._watch.after(index)
-            return result
-        self._free_buffers()
-        expected = self._host.host_block(block, arguments)
+        compares = index == self._first and check.wanted(step)
+        if compares:
+            self._free_buffers()
+            expected = self._host.host_block(block, arguments)
+        operands = block, text, image, step, halves, following
         try:
-            result = self._compared(expected, block, text, image, step, halves, following)
+            result = (
+                self._compared(expected, *operands) if compares else self._executor.run(*operands)
+            )
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # compilers, drivers and packages raise anything
+            if isinstance(error, RuntimeError) and self._host.failed(error):
+                raise
             check.fail(f"the fused block raised {first_line(error)}")
+            if not compares:  # half of the streams may be written
+                raise WatchedError from error
         else:
+            if self._watch is not None:
+                self._watch.after(index)
             if not check.failed:
                 return result
         self.fused -= counted
@@ -412,7 +414,9 @@ class ForwardPass:
 
 
 class WatchedError(Exception):
-    """Somebody changed blocks, or what they are given, whose results a graph had computed."""
+    """Somebody changed blocks, or what they are given, whose results a graph had computed; or a
+    kernel raised in the middle of a pass, which is to be made once more.
+    """
 
 
 class _Watch:
