@@ -182,7 +182,7 @@ def _products(work: Pass, precision: str, device: torch.device) -> list[MixPart]
 def _between(
     work: Pass, precision: str, attend: Attention, ops: Ops, device: torch.device
 ) -> list[MixPart]:
-    shape, counted = work
+    shape, counted = work.shape, work.tokens
     q, k, v = _random(3, counted.items, counted.joint, shape.heads, shape.head_dim, on=device)
     tokens = Tokens(counted.items, counted.text, counted.image, counted.image)
     x, branch = _random(2, counted.rows, shape.dim, on=device)

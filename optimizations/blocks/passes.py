@@ -142,9 +142,8 @@ class ForwardPass:
             expected = self._host.host_block(block, arguments)
         operands = block, text, image, step, halves, following
         try:
-            result = (
-                self._compared(expected, *operands) if compares else self._executor.run(*operands)
-            )
+            compared = (expected,) if compares else ()
+            result = (self._compared if compares else self._executor.run)(*compared, *operands)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # compilers, drivers and packages raise anything
