@@ -67,16 +67,14 @@ def use_settings(source: Path | Settings | None) -> None:
     """Takes settings from another file, or these; None is the default file."""
     global _source
     _source = source
-    _kept.cache_clear()
-
-
-def settings() -> Settings:
-    """Gives the settings. A file that cannot be used is logged once, and counts as empty."""
-    return _source if isinstance(_source, Settings) else _kept()
+    settings.cache_clear()
 
 
 @cached
-def _kept() -> Settings:
+def settings() -> Settings:
+    """Gives the settings. A file that cannot be used is logged once, and counts as empty."""
+    if isinstance(_source, Settings):
+        return _source
     try:
         return read_settings(settings_file())
     except SettingError as error:
