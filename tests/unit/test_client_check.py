@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from server_nodes import stored
 
+from qwen_l40s import __version__
 from qwen_l40s.client.servers import Checker
 from qwen_l40s.client.workflow import node_inputs, read_workflow
 from qwen_l40s.errors import SettingError
@@ -77,7 +78,7 @@ def test_a_graph_that_runs_passes():
             changed("save", sharper=True),
             "'Save Image Qwen-Image' (QwenL40S_SaveImage, id save) has an input 'sharper' that the "
             "server does not know: update Qwen-Image L40S there (the workflow was made with "
-            "0.1.0).",
+            f"{__version__}).",
         ),
         (
             {**GRAPH, "10": {"class_type": "SomeoneElses", "inputs": {}}},
