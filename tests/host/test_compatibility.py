@@ -327,7 +327,6 @@ def older(kind: type, method: str, *given: Any) -> Callable[[Model], Model]:
     return lambda model: getattr(kind(), method)(model, *given)[0]
 
 
-NO_PREFIX = "ComfyUI's prefix cache is off"
 PAID = "changes nothing on Qwen-Image, with or without us; the pass more is paid for"
 BOTH = {"on_21": FUSED}
 CORE = {
@@ -367,12 +366,12 @@ CORE = {
     "SkipLayerGuidanceDiT": Case(
         "a pass more, without a block",
         node(SkipLayerGuidanceDiT, 3.0, 0.0, 1.0, "1", "1"),
-        on_21=NO_PREFIX,
+        on_21=FUSED,
     ),
     "SkipLayerGuidanceDiTSimple": Case(
         "the negative prompt's pass, without a block",
         node(SkipLayerGuidanceDiTSimple, 0.0, 1.0, "1", "1"),
-        on_21=NO_PREFIX,
+        on_21=FUSED,
     ),
     "PerturbedAttentionGuidance": Case(
         "a pass more", node(PerturbedAttentionGuidance, 3.0), effect=False, note=PAID
