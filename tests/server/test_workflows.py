@@ -143,7 +143,7 @@ def small(file: Path) -> Graph:
         elif node["class_type"] == "LoadImage":
             inputs["image"] = f"{name}.png"
         elif node["class_type"] == "CLIPTextEncode":
-            inputs["text"] = {"positive": PROMPT, "negative": " "}[name]
+            inputs["text"] = PROMPT if name == "positive" else " "
     for scaled in {"scale", "mask_scale"} & graph.keys():
         inputs = {"images": [scaled, 0], "filename_prefix": scaled}
         title = {"title": f"Saved {scaled}"}
