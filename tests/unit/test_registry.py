@@ -125,6 +125,7 @@ def command(pack: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_its_command_works_alone(pack):
     estimate = command(pack, "estimate", "--card", "L40S", "--size", "1024x1024", "--json")
     assert estimate.returncode == 0, estimate.stderr
