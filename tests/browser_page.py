@@ -6,6 +6,7 @@ import importlib.util
 import io
 import json
 import re
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -254,7 +255,14 @@ class ComfyPage:
         return self.page.get_by_role("dialog").filter(has=bar)
 
     def card(self, name: str) -> Any:
-        return self.templates.get_by_test_id(f"template-workflow-{name}")
+        """A template's card; the page makes those after the 24th when the last one comes in view."""
+        card = self.templates.get_by_test_id(f"template-workflow-{name}")
+        made = self.templates.get_by_test_id(re.compile("^template-workflow-"))
+        made.first.wait_for()
+        while not card.count():
+            made.last.hover()
+            self.page.mouse.wheel(0, self.height)
+        return card
 
     def open_templates(self, pack: str) -> None:
         self.page.locator(".templates-tab-button").click()
