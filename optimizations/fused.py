@@ -11,7 +11,7 @@ import torch
 from ..caches import cached
 from ..spec.formats import RowFormat
 from ..verdict import Verdict, try_once
-from . import kernels, reference
+from . import kernels, nag, reference
 from .attention import quantized
 from .reference import HEAD_DIMS, WIDEST_ROW, Modulation, QKNorm, QuantizedRows, Rotary, Tokens
 
@@ -33,6 +33,7 @@ class Ops(NamedTuple):
         low_rank_rows: (x, text_down, image_down, order, out); takes the first three.
         decode_weight: (codes, group_scale, codebook, bits, out); takes the first three.
         attention_8bit: (heads, v, mask, out); quantizes v where the form has it; takes the mask.
+        guided_rows: `nag.guided_rows` itself or its kernel, which nothing prepares.
         scaled_gemm: (a, b, scale_a, scale_b, bias, out, beside=None, gelu=False); takes b, scale_b,
             bias, up and a. None where cuBLAS alone multiplies.
     """
@@ -46,6 +47,7 @@ class Ops(NamedTuple):
     low_rank_rows: Callable[..., Prepared]
     decode_weight: Callable[..., Prepared]
     attention_8bit: Callable[..., Prepared]
+    guided_rows: Callable[..., torch.Tensor]
     scaled_gemm: Callable[..., Prepared] | None = None
 
 
@@ -100,6 +102,7 @@ TORCH = Ops(
         lambda *packed: out.copy_(reference.decode_weight(*packed, bits))
     ),
     _attention_8bit,
+    nag.guided_rows,
 )
 
 
@@ -136,7 +139,7 @@ def unsupported_shape(dim: int, head_dim: int, dtype: torch.dtype) -> Verdict | 
 @cached  # equal in each run: what a run keeps is for these kernels
 def _triton() -> Ops:
     from .kernels import attention_8bit as attention
-    from .kernels import low_rank, qk_norm_rope, residual_norm, rows, scaled_gemm
+    from .kernels import guided_rows, low_rank, qk_norm_rope, residual_norm, rows, scaled_gemm
     from .kernels.launch import not_direct
 
     def prepared(launch: Callable[..., Any]) -> Callable[..., Prepared]:
@@ -152,6 +155,7 @@ def _triton() -> Ops:
         prepared(low_rank.low_rank_rows),
         prepared(scaled_gemm.decode_weight),
         attention.prepare_attention_8bit,
+        guided_rows.guided_rows,
         prepared(scaled_gemm.scaled_gemm),
     )
 

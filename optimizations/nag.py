@@ -4,6 +4,7 @@ image reads is pushed away from what it reads with a negative prompt in the prom
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -54,9 +55,12 @@ class Guidance(NamedTuple):
 
 # Keys, values, and the mask of these keys.
 Keys = tuple[Tensor, Tensor, "Tensor | None"]
+# What attention gives, (batch, tokens, heads * head_dim), and the logarithms of the sums of
+# exp(scores), (batch, heads, tokens), where it is to a part of the keys.
+Part = tuple[Tensor, "Tensor | None"]
 
 
-def attend_both(attend: Attend, q: Tensor, image: Keys, *texts: Keys) -> list[Tensor]:
+def attend_both(attend: Attend, q: Tensor, image: Keys, *texts: Keys) -> list[Part]:
     """Attends to the image with each of two texts beside it; to the image once where `attend` gives
     log-sum-exps, by which parts of the keys are merged.
 
@@ -65,16 +69,16 @@ def attend_both(attend: Attend, q: Tensor, image: Keys, *texts: Keys) -> list[Te
         q: (batch, tokens, heads, head_dim).
 
     Returns:
-        For each text (batch, tokens, heads * head_dim), in memory of its own.
+        For each text, in memory of its own; with log-sum-exps of the texts, and those of the image.
     """
     shared = attend(q, *image, lse=True)
     if shared is not None:
-        return [merge(shared, attend(q, *text, lse=True)) for text in texts]
+        return [*(attend(q, *text, lse=True) for text in texts), shared]
     found = []
     for text in texts:
         k, v = (torch.cat(parts, 1) for parts in zip(text[:2], image[:2], strict=True))
         mask = None if image[2] is None else torch.cat([text[2], image[2]], -1)
-        found.append(attend(q, k, v, mask))
+        found.append((attend(q, k, v, mask), None))
     return found
 
 
@@ -84,14 +88,32 @@ def merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> Tensor
         out = (out1 * exp(lse1) + out2 * exp(lse2)) / (exp(lse1) + exp(lse2))
 
     Args:
-        first, second: (batch, tokens, heads * head_dim), of which the second is written over with
-            the result, and the logarithms of the sums of exp(scores), (batch, heads, tokens).
+        first, second: A `Part` each, of which the second is written over with the result.
     """
     (out, lse), (other, lse_2) = first, second
     share = (lse - lse_2).sigmoid().transpose(1, 2).unsqueeze(-1)
     part, into = (it.unflatten(2, (lse.shape[1], -1)) for it in (out, other))
     torch.addcmul(part * share, into, 1 - share, out=into)
     return other
+
+
+def guided_rows(
+    guidance: Guidance, parts: Sequence[Part], first: int = 0, second: int = 0
+) -> Tensor:
+    """Merges what `attend_both` gives and guides it; the plain-torch twin of `kernels.guided_rows`.
+
+    Args:
+        parts: Of the prompt, of the negative prompt, which is written over, and of the image.
+        first: How many of the rows are the prompt's: they stay as they are with it.
+        second: Up to where rows are the negative prompt's: they stay as they are with that.
+    """
+    (positive, _), (out, _), *shared = parts
+    for image in shared:
+        for text in parts[:2]:
+            merge(image, text)
+    guidance.guide(positive[:, second:], out[:, second:])
+    out[:, :first] = positive[:, :first]
+    return out
 
 
 class JointGuidance(NamedTuple):
@@ -107,18 +129,21 @@ class JointGuidance(NamedTuple):
         return q.shape == k.shape and k.shape[1] > self.positive + self.negative
 
     def attend(
-        self, attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+        self,
+        attend: Attend,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        mix: Callable[..., Tensor] = guided_rows,
     ) -> Tensor:
-        """Attends as `Attend`, by calls of another."""
+        """Attends as `Attend`, by calls of another; `mix` is `guided_rows` or its kernel."""
         cut, texts = self.positive, self.positive + self.negative
         parts = (
             (k[:, it], v[:, it], None if mask is None else mask[..., it])
             for it in (slice(texts, None), slice(cut), slice(cut, texts))
         )
-        positive, out = attend_both(attend, q, *parts)
-        self.guidance.guide(positive[:, texts:], out[:, texts:])
-        out[:, :cut] = positive[:, :cut]
-        return out
+        return mix(self.guidance, attend_both(attend, q, *parts), cut, texts)
 
 
 class PrefixGuidance(NamedTuple):
@@ -146,13 +171,19 @@ class PrefixGuidance(NamedTuple):
         return (q.shape[1], k.shape[1]) == (self.image, self.whole)
 
     def attend(
-        self, attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+        self,
+        attend: Attend,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        mix: Callable[..., Tensor] = guided_rows,
     ) -> Tensor:
-        """Attends as `Attend`, with more calls for the image."""
+        """Attends as `JointGuidance.attend`, with more calls for the image."""
         if not self.guides(q, k):
             return attend(q, k, v, mask)
         cut = self.image if self.first else self.whole - self.image
         parts = [(k[:, it], v[:, it], None) for it in (slice(cut), slice(cut, None))]
         image, text = parts if self.first else reversed(parts)
         negative = self.keys, self.values, None
-        return self.guidance.guide(*attend_both(attend, q, image, text, negative))
+        return mix(self.guidance, attend_both(attend, q, image, text, negative))

@@ -33,8 +33,8 @@ STOCK = 1.43
 # processor so long for each timestep of each of the two layers of a block (predicted).
 TABLE_FACTOR = 1.05
 TABLE_LAYER_SECONDS = 0.00003
-# What NAG reads and writes of a value of the image: two merges of 14 bytes, and guiding.
-MERGED, GUIDED = 2 * 14, 20
+# Bytes of a value of the image that NAG reads, of three parts of attention, and writes.
+GUIDED = 4 * WIDE
 
 
 class Pass(NamedTuple):
@@ -90,7 +90,7 @@ def block_bytes(
         each += WIDE * (block.hidden + block.inner) * dim
     elif block.hidden > block.inner:  # no epilogue multiplies gate and up
         each += WIDE * (block.hidden + block.inner) * dim
-    guided = work.nag * (MERGED + GUIDED) * dim * work.tokens.image_rows
+    guided = work.nag * GUIDED * dim * work.tokens.image_rows
     # Cached keys and values are copied to those of the pass.
     return guided + work.tokens.rows * each + 2 * 2 * WIDE * dim * work.tokens.prefix_rows
 

@@ -9,6 +9,7 @@ import torch
 from qwen_l40s.optimizations import reference
 from qwen_l40s.optimizations.attention import quantized
 from qwen_l40s.optimizations.attention.quantized import Heads
+from qwen_l40s.optimizations.nag import Guidance, guided_rows
 from qwen_l40s.optimizations.reference import Modulation, QKNorm, QuantizedRows, Rotary, Tokens
 from qwen_l40s.spec.formats import RowFormat
 
@@ -368,3 +369,24 @@ def check_some_queries(ops, form, *, dtype=torch.bfloat16, device="cpu", spans=(
         ops.qk_norm_rope(some, keys, norm, rotary, tokens, EPS, None, first)
         assert torch.equal(some, turned[0][:, first:stop])
         assert torch.equal(keys, turned[1])
+
+
+def check_guided_rows(function, shape, cuts, dtype, *, on=(), merged=True, device="cpu", **how):
+    """Rows of a prompt, of a negative prompt and of the image, beside the twin in float64."""
+    batch, tokens, heads, head_dim = shape
+    outs = [
+        random(batch, tokens, heads * head_dim, dtype=dtype, device=device, seed=seed)
+        for seed in range(3)
+    ]
+    # One with the strides of a backend that pads its queries.
+    sums = [
+        4 * random(batch, heads, tokens + 5, device=device, seed=seed)[..., :tokens]
+        for seed in range(3, 6)
+    ]
+    parts = list(zip(outs, sums, strict=True)) if merged else [(it, None) for it in outs[:2]]
+    exact = [(out.double(), lse if lse is None else lse.double()) for out, lse in parts]
+    guidance = Guidance(4.0, 1.2, 0.5, on)
+    expected = guided_rows(guidance, exact, *cuts)
+    found = function(guidance, parts, *cuts)
+    assert found.data_ptr() == outs[1].data_ptr()
+    assert_rounded(found, expected, 2e-5, **how)

@@ -6,7 +6,6 @@ import importlib.util
 import io
 import json
 import re
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -255,7 +254,7 @@ class ComfyPage:
         return self.page.get_by_role("dialog").filter(has=bar)
 
     def card(self, name: str) -> Any:
-        """A template's card; the page makes those after the 24th when the last one comes in view."""
+        """A template's card; the page makes the 25th when the 24th comes in view."""
         card = self.templates.get_by_test_id(f"template-workflow-{name}")
         made = self.templates.get_by_test_id(re.compile("^template-workflow-"))
         made.first.wait_for()

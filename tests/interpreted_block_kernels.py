@@ -241,3 +241,28 @@ def test_attention_in_8_bits_refuses_what_it_does_not_take():
         KERNELS.attention_8bit(heads, v, None, torch.zeros(1, 2, 5, 64).transpose(1, 2))
     with pytest.raises(ValueError, match="a mask of 1 x 1 x 1 x 5"):
         KERNELS.attention_8bit(heads, v, torch.zeros(1, 1, 5, 5), q)
+
+
+GUIDED = {
+    "all rows": ((2, 5, 3, 32), (0, 0)),
+    "between the rows of two prompts": ((1, 9, 5, 16), (2, 6)),
+    "heads of another width": ((3, 4, 2, 20), (1, 3)),
+}
+
+
+@pytest.mark.parametrize(("shape", "cuts"), GUIDED.values(), ids=GUIDED)
+def test_guided_rows(shape, cuts):
+    guided = KERNELS.ops.guided_rows
+    for dtype in (torch.float32, torch.bfloat16):
+        for merged in (True, False):
+            for on in ((), tuple(item % 2 == 0 for item in range(shape[0]))):
+                how = {"on": on, "merged": merged, **IN_INTERPRETER}
+                cases.check_guided_rows(guided, shape, cuts, dtype, **how)
+
+
+def test_guided_rows_of_what_the_kernel_does_not_take():
+    guided = KERNELS.ops.guided_rows
+    cases.check_guided_rows(guided, (1, 3, 33, 128), (1, 2), torch.float32)
+    cases.check_guided_rows(
+        guided, (33, 3, 1, 16), (1, 2), torch.float32, on=(True,) * 32 + (False,)
+    )

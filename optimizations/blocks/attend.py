@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 if TYPE_CHECKING:
+    from ..fused import Ops
     from .block import Step
 
 # (q, k, v, mask) -> (batch, queries, heads * head_dim), of q, k and v, (batch, tokens, heads,
@@ -38,6 +39,7 @@ class Segment(NamedTuple):
 def attend_parts(
     attend: Attend,
     step: Step,
+    ops: Ops,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -53,7 +55,7 @@ def attend_parts(
         (batch, tokens, heads * head_dim).
     """
     if step.guidance is not None:
-        attend = partial(step.guidance.attend, attend)
+        attend = partial(step.guidance.attend, attend, mix=ops.guided_rows)
     if not step.segments:
         return attend(q, k, v, mask)
     found = []

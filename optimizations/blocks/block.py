@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -326,8 +325,7 @@ class BlockExecutor:
             program.rotate(norms, step.rotary)
             if step.keep is not None:
                 step.keep(*program.heads[1:])
-            attend = partial(attend_parts, self._attend, step) if parts else self._attend
-            program.mix(attend(*program.heads, step.mask))
+            program.mix(attend_parts(self._attend, step, program.ops, *program.heads, step.mask))
         self._multiply(program, here, 6, 8)
         program.middle(x, attention, mlp)
         self._multiply(program, here, 8, 10)

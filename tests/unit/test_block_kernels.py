@@ -216,6 +216,17 @@ def test_gelu_quantize_on_the_card(dtype):
 
 
 @on_card
+@pytest.mark.parametrize("merged", [True, False])
+def test_guided_rows_on_the_card(merged):
+    function = on_the_card().ops.guided_rows
+    for dtype in cases.DTYPES:
+        for shape, cuts in (((2, 300, 24, 128), (60, 110)), ((1, 1000, 28, 128), (0, 0))):
+            on = (True, False)[: shape[0]]
+            how = {"on": on, "merged": merged, "device": "cuda"}
+            cases.check_guided_rows(function, shape, cuts, dtype, **how)
+
+
+@on_card
 def test_rows_past_2_to_the_31_elements():
     """Offsets of 64 bits: 8 images of 3072x3072 have that many elements in the MLP."""
     if torch.cuda.mem_get_info()[0] < 24 * 2**30:

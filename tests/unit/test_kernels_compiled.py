@@ -148,6 +148,24 @@ def test_low_rank_rows_fits_the_card_and_uses_its_tensor_cores(compile_kernel, s
         assert ("atom.global.gpu.acq_rel" in ptx) == (splits > 1)
 
 
+@pytest.mark.parametrize("merged", [True, False])
+@pytest.mark.parametrize("sm", [case(89), case(80), case(90)])
+def test_guided_rows_fits_the_card(compile_kernel, sm, merged):
+    from qwen_l40s.optimizations.kernels.guided_rows import _guided_rows_kernel
+
+    sums = {f"{name}_lse_ptr": "fp32" for name in ("shared", "positive", "negative")}
+    pointers = {"out_ptr": "bf16", "positive_ptr": "bf16"}
+    pointers |= {"shared_ptr": "bf16", **sums} if merged else {}
+    names = ("tokens", "first", "second", "guided", "of_item", "of_head", "of_token")
+    constants = {"scale": 5.0, "tau": 2.5, "alpha": 0.25, "heads": 24, "head_dim": 128}
+    constants |= {"some": 32, "wide": 128} if merged else {"some": 1, "wide": 4096}
+    constants |= {} if merged else dict.fromkeys(("shared_ptr", *sums))
+    ptx = compile_kernel(
+        _guided_rows_kernel, sm, pointers, dict.fromkeys(names, False), constants, warps=8
+    )
+    assert re.search(r"ld\.global\S*\.v[24]\.b(32|64)", ptx)  # 8 or 16 bytes for each thread
+
+
 # Compute capability, format and width of a row: in three parts, in one that fits, in one that is
 # masked.
 ROWS = [(89, FP8, 12288), (89, INT8, 768), (89, FP8, 4096), (89, INT8, 16384)]
