@@ -17,6 +17,8 @@ from .errors import SettingError, plain_write_errors
 # What systems say where their file system has no hard links; Windows the last.
 NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
+LOCKED_BYTE = 2**31 - 2  # the last that Windows' C library locks, past the end of any file here
+
 
 def name_file(part: Path, path: Path) -> None:
     """Moves a whole file to a name in its folder.
@@ -100,7 +102,10 @@ def lock(file: BinaryIO) -> bool:
         except ImportError:
             import msvcrt
 
+            # From the file's position on, and nobody else reads or writes what is locked.
+            file.seek(LOCKED_BYTE)
             msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+            file.seek(0)
         else:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
