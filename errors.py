@@ -12,6 +12,7 @@ remedy, and last the path where there is one. The command line prints it and exi
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from pathlib import Path
 # Where the code and its documentation are: `Repository` of pyproject.toml. Who publishes puts its
 # owner into both.
 PROJECT = "https://github.com/OWNER/comfyui-qwen-image-l40s"
+LONGEST_PATH = 259  # characters, of Windows without its long paths
 
 
 class QwenL40SError(Exception):
@@ -62,7 +64,10 @@ def plain_write_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UnavailableError(
-            f"cannot write ({error.strerror}): create the folder, free space, or choose another.",
-            path,
-        ) from error
+        remedy = "create the folder, free space, or choose another"
+        if sys.platform == "win32":
+            if len(str(path.absolute())) > LONGEST_PATH:
+                remedy = f"Windows takes paths of {LONGEST_PATH} characters, choose a shorter one"
+            elif isinstance(error, PermissionError):
+                remedy = f"close what has the file open, or {remedy}"
+        raise UnavailableError(f"cannot write ({error.strerror}): {remedy}.", path) from error
