@@ -223,6 +223,7 @@ OPTIONS = (
         "slightly; predicted from instruction counts. fast: as int8, where that is faster.",
         choices=ATTENTIONS,
         wired="With a MODEL connected, exact takes the MODEL's.",
+        rare=True,
         added=True,
     ),
     Option(
@@ -231,6 +232,7 @@ OPTIONS = (
         "Of the sigmas. Others than official set the steps in their name, and CFG off unless cfg "
         "says another: they are for models and LoRAs trained for them.",
         choices=schedule_names(),
+        rare=True,
         added=True,
     ),
     Option(
@@ -239,6 +241,7 @@ OPTIONS = (
         "Tokens of the negative prompt of NAG Qwen-Image. 0: no NAG.",
         most=2**16,
         wired="With a MODEL connected, 0 takes the MODEL's.",
+        rare=True,
         added=True,
     ),
 )
@@ -303,8 +306,10 @@ def _todays_value(value: Any, older: Older | None) -> Any:
 
 
 def options(*, rare: bool = False, added: bool = False) -> Iterator[Option]:
-    """Lists what everybody chooses, what few people change, or what 0.1 lacked."""
-    return (option for option in OPTIONS if (option.rare, option.added) == (rare, added))
+    """Lists what everybody chooses, what few people change, or all that 0.1 lacked."""
+    if added:
+        return (option for option in OPTIONS if option.added)
+    return (option for option in OPTIONS if not option.added and option.rare == rare)
 
 
 def request_settings(**given: Any) -> dict[str, Any]:

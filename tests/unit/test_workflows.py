@@ -194,6 +194,10 @@ def test_headings_of_a_note_are_enough(copied: Path):
         (of(SAMPLER, lambda node: node.update(mode=4)), "KSampler is muted or bypassed"),
         (of(SAMPLER, lambda node: node.update(title="S")), "S: call it KSampler, as the search"),
         (
+            of(SAMPLER, lambda node: node.update(flags={"collapsed": True}, title="S" * 21)),
+            "the page cuts a folded node's title after 20 letters",
+        ),
+        (
             of(SAMPLER, lambda node: node.update(type="Fast")),
             "Fast is not in tools/workflows/defin",
         ),

@@ -27,6 +27,7 @@ FOLDER = ROOT / "workflows"
 MODEL_FILE = re.compile(r"\.(safetensors|sft|ckpt|pt|gguf)$")
 WRITTEN = "filename"  # names a file that the node writes
 RUNS = 0  # a node's mode: neither muted nor bypassed
+FOLDED_TITLE = 20  # letters that the page draws of a folded node
 
 
 def files() -> dict[Path, str]:
@@ -68,7 +69,10 @@ def problems(graph: Graph) -> Iterator[str]:
     wires = {link for link, origin, *_ in graph["links"] if origin in nodes}
     for node, definition in nodes.values():
         title, shown = node["title"], definition.title.partition(" (")[0]
-        if title.partition(" (")[0] != shown:
+        if node["flags"].get("collapsed"):
+            if len(title) > FOLDED_TITLE:
+                yield f"{title}: the page cuts a folded node's title after {FOLDED_TITLE} letters"
+        elif title.partition(" (")[0] != shown:
             yield f"{title}: call it {shown}, as the search does, with what tells it apart in (...)"
         if node["mode"] != RUNS:
             yield f"{title} is muted or bypassed"
