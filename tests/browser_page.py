@@ -7,7 +7,7 @@ import io
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 # the page's own start asks for its graph too early.
 FILES_OF_A_USER = ("/user.css", "/api/userdata")
 OF_EACH_START = "ComfyApp graph accessed before initialization"
-SCREENSHOT_BYTES = 150_000
 
 FRAMES = "async count => { while (count--) await new Promise(requestAnimationFrame) }"
 READY = "() => window.app && window.app.vueAppReady && window.app.canvas"
@@ -268,9 +267,12 @@ class ComfyPage:
         self.templates.get_by_text(pack, exact=True).click()
 
     def open_template(self, pack: str, name: str) -> None:
+        self.open_templates(pack)
+        self.choose_template(name)
+
+    def choose_template(self, name: str) -> None:
         from playwright.sync_api import TimeoutError as TooLate
 
-        self.open_templates(pack)
         for _ in range(WAIT_MS // CLICK_MS):  # the page can lose a click while it fills the list
             self.card(name).click()
             with suppress(TooLate):
@@ -366,7 +368,7 @@ class ComfyPage:
                 break
         return search
 
-    def run(self) -> dict[str, Any]:
+    def run(self, meanwhile: Callable[[], None] = lambda: None) -> dict[str, Any]:
         """Presses Run, waits for the end and returns the history entry."""
         with self.page.expect_response(re.compile("/api/prompt$")) as sent:
             self.page.get_by_test_id("queue-button").click()
@@ -376,6 +378,7 @@ class ComfyPage:
             entry = self.server.client.get(f"/history/{prompt_id}").json().get(prompt_id)
             if entry:
                 return entry
+            meanwhile()
             self.page.wait_for_timeout(100)
         raise AssertionError(f"the run did not end:\n{self.server.log.read_text()[-4000:]}")
 
@@ -390,16 +393,3 @@ class ComfyPage:
         """What the page's error panel says, empty where it shows none."""
         overlay = self.page.get_by_test_id("error-overlay")
         return overlay.inner_text() if overlay.is_visible() else ""
-
-    def screenshot(self, file: Path) -> None:
-        """Writes a JPEG of the page: text at any zoom, nothing over the nodes."""
-        self.set("LiteGraph.Canvas.MinFontSizeForLOD", 0)
-        self.set("Comfy.Minimap.Visible", False)
-        self.set("Comfy.Graph.CanvasInfo", False)
-        self.page.mouse.move(self.width // 2, self.height - 5)
-        self.page.get_by_test_id("queue-notification-banner").wait_for(state="hidden")
-        self.page.wait_for_timeout(1000)
-        for quality in (90, 80, 70, 60, 50):
-            self.page.screenshot(path=file, type="jpeg", quality=quality)
-            if file.stat().st_size <= SCREENSHOT_BYTES:
-                return

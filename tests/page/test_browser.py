@@ -1,6 +1,7 @@
 """The workflows, the nodes and their help in ComfyUI's own page, shown by a real browser.
 
-`pytest tests/page/test_browser.py --screenshots docs/images` also takes the README's pictures.
+`pytest tests/page/test_browser.py -k gives_the_graph_back --screenshots docs/images` also films the
+README's animation.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from qwen_l40s.micro.scene import parse_prompt
 from qwen_l40s.tools.workflows.forms import api_form, tidy
 
 HELP = ROOT / "web" / "docs"
+FILM = (960, 600)  # pixels of the README's animation
 FIRST = ROOT / "tests" / "workflows" / "0.1.0" / "ui"
 # What "Export" of the page's menu writes.
 EXPORT = "async () => JSON.stringify((await window.app.graphToPrompt()).workflow)"
@@ -30,16 +32,26 @@ each_template = pytest.mark.parametrize("name", sorted(GRAPHS))
 
 
 @pytest.fixture
-def picture_of(request: pytest.FixtureRequest) -> Callable[[ComfyPage, str], None]:
-    """Writes a screenshot where the command line has a folder for them."""
+def film(request: pytest.FixtureRequest) -> Iterator[Callable[[ComfyPage, int], None]]:
+    """Takes the page as it is now, to be shown for some milliseconds, where the command line has a
+    folder for the film.
+    """
     folder = request.config.getoption("--screenshots")
+    frames: list[tuple[Image.Image, int]] = []
 
-    def write(page: ComfyPage, name: str) -> None:
+    def take(page: ComfyPage, milliseconds: int) -> None:
         if folder:
-            folder.mkdir(parents=True, exist_ok=True)
-            page.screenshot(folder / f"{name}.jpg")
+            for setting in ("Comfy.Minimap.Visible", "Comfy.Graph.CanvasInfo"):
+                page.set(setting, False)
+            picture = Image.open(io.BytesIO(page.page.screenshot())).convert("RGB")
+            frames.append((picture.resize(FILM, Image.Resampling.LANCZOS), milliseconds))
 
-    return write
+    yield take
+    if frames:
+        (first, *rest), shown = zip(*frames, strict=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        about = {"append_images": rest, "duration": list(shown), "quality": 70, "method": 6}
+        first.save(folder / "micro_run.webp", save_all=True, loop=0, **about)
 
 
 def by_title(graph: dict[str, Any]) -> dict[str, Any]:
@@ -174,10 +186,14 @@ def test_the_page_names_the_models_that_are_missing(browser: Any, server: Server
 
 
 def test_run_shows_the_picture_and_the_picture_gives_the_graph_back(
-    classic: ComfyPage, browser: Any, server: Server, picture_of: Callable[[ComfyPage, str], None]
+    classic: ComfyPage, browser: Any, server: Server, film: Callable[[ComfyPage, int], None]
 ):
-    classic.open_template(PACK, "micro_text_to_image")
-    entry = classic.run()
+    classic.open_templates(PACK)
+    classic.card("micro_text_to_image").hover()
+    film(classic, 2000)
+    classic.choose_template("micro_text_to_image")
+    film(classic, 2000)
+    entry = classic.run(lambda: film(classic, 300))
     assert entry["status"]["status_str"] == "success", entry["status"]
     (image,) = next(o["images"] for o in entry["outputs"].values() if "images" in o)
     source, drawn = classic.picture("Save Image Qwen-Image")
@@ -191,7 +207,7 @@ def test_run_shows_the_picture_and_the_picture_gives_the_graph_back(
     nodes = classic.nodes()
     assert overlapping({node["title"]: node["box"] for node in nodes}) == []
     assert classic.problems == []
-    picture_of(classic, "micro_run")
+    film(classic, 4000)
 
     other = ComfyPage(browser, server)
     other.drop(file)
@@ -202,9 +218,7 @@ def test_run_shows_the_picture_and_the_picture_gives_the_graph_back(
     other.close()
 
 
-def test_the_estimate_shows_its_picture_and_its_words(
-    classic: ComfyPage, picture_of: Callable[[ComfyPage, str], None]
-):
+def test_the_estimate_shows_its_picture_and_its_words(classic: ComfyPage):
     classic.open_template(PACK, "estimate")
     entry = classic.run()
     assert entry["status"]["status_str"] == "success", entry["status"]
@@ -220,7 +234,6 @@ def test_the_estimate_shows_its_picture_and_its_words(
     nodes = classic.nodes()
     assert overlapping({node["title"]: node["box"] for node in nodes}) == []
     assert classic.problems == []
-    picture_of(classic, "estimate")
 
 
 def plain(markdown: str) -> str:

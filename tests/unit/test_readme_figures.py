@@ -1,6 +1,9 @@
-"""Tables of cards and of loops are what was predicted or measured, and are printed when not."""
+"""Tables of cards, settings and loops are what was predicted, shipped or measured, and are printed
+when not.
+"""
 
 import json
+import re
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -16,7 +19,9 @@ from qwen_l40s.step_cache import CHOICES
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+ESTIMATE = (ROOT / "docs" / "estimate.md").read_text(encoding="utf-8")
 MARK = "<!-- made by tests/unit/test_readme_figures.py -->"
+MARK_SETTINGS = MARK.replace(" -->", ": settings -->")
 # What people rent, then what they own, down to 8 GB.
 CARDS = (
     *("L40S", "H200", "H100 SXM", "A100 80GB SXM"),
@@ -24,6 +29,28 @@ CARDS = (
 )
 # Of Qwen-Image-2.1, whose weights are a third.
 CARDS_21 = ("L40S", "RTX 4090", "RTX 3060 12GB")
+# Of the README: what its readers have.
+CARDS_SHORT = ("L40S", "RTX 5090", "RTX 4090", "RTX 3090", "RTX 4080", "RTX 3060 12GB", "RTX 4060")
+SHORT = (
+    "What `auto` takes, and how long an image takes, predicted: {size} in {steps} steps with CFG, "
+    "of 2.1 {size_21} in {steps_21}\nwithout. [More cards and figures]"
+    "(docs/estimate.md#which-settings-on-which-card), among them what a rented card costs."
+)
+HEAD_SHORT = "| card | Qwen-Image-2512 | Qwen-Image-2.1 |\n|---|---|---|"
+# What a checkpoint is run with, as its template has it.
+CHECKPOINTS = {
+    "Qwen-Image-2512": "text_to_image_bf16",
+    "2512, Lightning 4 or 8": "lightning_4_steps",
+    "Edit-2511": "edit_2511",
+    "Edit-2511, Lightning": "edit_2511_lightning",
+    "Layered": "layered",
+    "2.1": "qwen_image_21",
+    "2.1-Turbo": "qwen_image_21_turbo",
+    "2.1, Viggle's LoRA": "qwen_image_21_viggle_6",
+}
+HEAD_SETTINGS = (
+    "| checkpoint | steps | CFG | sampler and schedule | template |\n|---|---|---|---|---|"
+)
 INTRODUCTION = (
     "One image of the linked workflow: {size}, {steps} steps, CFG (rows of 2.1: {size_21}, "
     "{steps_21} steps, no CFG). Times are predicted, for the\n{measured} from its measurements. "
@@ -53,7 +80,7 @@ def sampled(name):
 
 def workflow(precision):
     """A precision as a link to the workflow that has it."""
-    path = f"workflows/text_to_image_{precision}.json"
+    path = f"../workflows/text_to_image_{precision}.json"
     return f"[{precision}]({path})"
 
 
@@ -74,7 +101,7 @@ def row_21(name):
     found = estimate(sampled("qwen_image_21"), card)
     setting = found.option.setting
     return (
-        f"| {name}, [2.1](workflows/qwen_image_21.json) | {setting.precision} |  | "
+        f"| {name}, [2.1](../workflows/qwen_image_21.json) | {setting.precision} |  | "
         f"{setting.text_encoder_place} | {spare(found)} | {duration(found.image_seconds)} | "
         f"{cost(found)} |  |"
     )
@@ -123,7 +150,62 @@ def test_the_table_of_cards_is_the_estimators():
         measured=measured()["conditions"]["card"].removeprefix("NVIDIA "),
     )
     block = "\n".join((introduction, "", HEAD, *map(row, CARDS), *map(row_21, CARDS_21)))
+    assert f"{MARK}\n\n{block}\n\n" in ESTIMATE, f"put this behind the mark:\n\n{block}\n"
+    short = SHORT.format(
+        size=f"{asked.width}x{asked.height}",
+        steps=asked.steps,
+        size_21=f"{of_21.width}x{of_21.height}",
+        steps_21=of_21.steps,
+    )
+    rows = [f"| {name} | {takes(name, asked)} | {takes(name, of_21)} |" for name in CARDS_SHORT]
+    block = "\n".join((short, "", HEAD_SHORT, *rows))
     assert f"{MARK}\n\n{block}\n\n" in README, f"put this behind the mark:\n\n{block}\n"
+
+
+def takes(name, request):
+    """A card's precision and time, and what moves where it is slow."""
+    found = estimate(request, find_card(name, known_cards()))
+    text = f"{found.option.setting.precision}, {duration(found.image_seconds)}"
+    return text if found.fits else f"{text}: {found.verdict}"
+
+
+def settings_of(checkpoint, name):
+    nodes = json.loads((ROOT / "workflows" / "api" / f"{name}.json").read_text(encoding="utf-8"))
+    sample = nodes["sample"]["inputs"]
+    if "sigmas" in nodes:
+        steps = nodes["sigmas"]["inputs"]["steps"]
+        sampler = nodes["sampler"]["inputs"]["sampler_name"]
+        schedule = f"**Qwen-Image Sigmas** `{nodes['sigmas']['inputs']['preset']}`"
+    else:
+        steps, sampler = sample["steps"], sample["sampler_name"]
+        schedule = f"{sample['scheduler']}, shift {nodes['shift']['inputs']['shift']:g}"
+    if "4 or 8" in checkpoint:
+        steps = "4 or 8"
+    norm = ", **CFG Norm**" if "cfg_norm" in nodes else ""
+    return (
+        f"| {checkpoint} | {steps} | {sample['cfg']:g} | {sampler}, {schedule}{norm} | "
+        f"[{name}](workflows/{name}.json) |"
+    )
+
+
+def test_the_settings_of_checkpoints_are_their_templates():
+    block = "\n".join((HEAD_SETTINGS, *(settings_of(*pair) for pair in CHECKPOINTS.items())))
+    assert f"{MARK_SETTINGS}\n\n{block}\n\n" in README, f"put this behind the mark:\n\n{block}\n"
+
+
+def test_measured_figures_of_the_readme_stand_in_docs():
+    """Tables that tests make are left out; a figure is a number with a point."""
+    text = README
+    for mark in (MARK, MARK_SETTINGS):
+        before, _, after = text.partition(mark)
+        text = before + after[after.index("\n## ") :]
+    figures = set(re.findall(r"\d+\.\d+(?= ms| s\b| to| \||\*)", text))
+    pages = (ROOT / "docs").glob("*.md")
+    known = " ".join(page.read_text(encoding="utf-8") for page in pages)
+    assert len(figures) > 20
+    assert {
+        figure for figure in figures if not re.search(rf"(?<![\d.]){figure}(?!\d)", known)
+    } == set()
 
 
 def test_the_promised_accuracy_is_what_was_measured():

@@ -13,7 +13,9 @@ from qwen_l40s.tools.workflows.notes import published
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
-PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+NODES = ROOT / "docs" / "nodes.md"
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [README, ROOT / "README.zh-CN.md", ROOT / "CONTRIBUTING.md", *DOCS]
 LINK = re.compile(r"\]\((?!https?:)([^)\s#]*)(?:#([^)\s]+))?\)")
 MODEL_FOLDERS = ("diffusion_models", "text_encoders", "vae", "loras", "controlnet")
 PACKAGE = {"charts", "cli", "client", "hosts", "loaders", "nodes", "optimizations", "planning"}
@@ -38,9 +40,9 @@ def section(title, page=README):
     return found[1]
 
 
-def rows(title):
+def rows(title, page):
     """The cells of the table under a heading, without its head."""
-    lines = [line for line in section(title).splitlines() if line.startswith("|")]
+    lines = [line for line in section(title, page).splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
@@ -66,7 +68,7 @@ def test_the_readme_is_short():
 
 def test_every_page_of_docs_is_linked_from_the_readme():
     linked = {path for path, _ in LINK.findall(prose(README))}
-    assert {f"docs/{page.name}" for page in PAGES[2:]} - linked == set()
+    assert {f"docs/{page.name}" for page in DOCS} - linked == set()
 
 
 def test_the_table_of_nodes_holds_each_node():
@@ -74,7 +76,7 @@ def test_the_table_of_nodes_holds_each_node():
     for file in (ROOT / "nodes").glob("*.py"):
         ids |= set(re.findall(r'node_id="(\w+)"', file.read_text(encoding="utf-8")))
     assert ids
-    assert set(re.findall(r"web/docs/(\w+)\.md", section("Nodes"))) == ids
+    assert set(re.findall(r"web/docs/(\w+)\.md", section("Nodes", NODES))) == ids
 
 
 def test_the_table_of_commands_holds_each_command():
@@ -114,7 +116,9 @@ def test_the_table_of_workflows_holds_each_with_its_files():
         name: ", ".join(map(str, sorted(files))) or "none" for name, files in needed.items()
     }
     found = {
-        name: cells[2] for cells in rows("Workflows") for name in re.findall(r"\[(\w+)\]", cells[0])
+        name: cells[2]
+        for cells in rows("Workflows", NODES)
+        for name in re.findall(r"\[(\w+)\]", cells[0])
     }
     assert found == expected
     assert {path.stem for path in (ROOT / "workflows").glob("*.json")} == set(expected)
