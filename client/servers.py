@@ -11,12 +11,14 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from ..errors import SettingError
+from ..families.registry import member_of_file
 from .journal import file_state
 from .scheduler import Job
 from .server import Server, failure
@@ -184,15 +186,16 @@ class Admission:
     async def admit(self, name: str, server: Server) -> Admitted:
         """Learns what a server is."""
         data = await server.object_info()
-        digest = hashlib.sha256(data).digest()
-        if digest not in self._checkers:
-            # Some megabytes: other servers must not be taken for dead meanwhile.
-            self._checkers[digest] = Checker(await asyncio.to_thread(self._parsed, data))
         try:
             stats = await server.stats()
         except AnswerError:  # a proxy that lets no one see it
             stats = {}
-        self._compare(name, stats)
+        version = str((stats.get("system") or {}).get("comfyui_version") or "unknown")
+        digest = hashlib.sha256(data).digest()
+        if digest not in self._checkers:
+            # Some megabytes: other servers must not be taken for dead meanwhile.
+            self._checkers[digest] = Checker(await asyncio.to_thread(self._parsed, data), version)
+        self._compare(name, version)
         folders = set(filter(os.path.isdir, await server.model_folders()))
         return Admitted(self._checkers[digest], folders)
 
@@ -203,8 +206,7 @@ class Admission:
             for name, described in json.loads(data).items()
         }
 
-    def _compare(self, name: str, stats: Mapping[str, Any]) -> None:
-        version = str((stats.get("system") or {}).get("comfyui_version") or "unknown")
+    def _compare(self, name: str, version: str) -> None:
         for names in self.versions.values():
             names.discard(name)
         new = version not in self.versions
@@ -216,10 +218,10 @@ class Admission:
 
 
 class Checker:
-    """Checks graphs for all servers that give the same object_info."""
+    """Checks graphs for all servers that give the same object_info, of a version of ComfyUI."""
 
-    def __init__(self, object_info: Mapping[str, Any]) -> None:
-        self.info = object_info
+    def __init__(self, object_info: Mapping[str, Any], version: str = "unknown") -> None:
+        self.info, self._version = object_info, version
         self._known: dict[str, dict[str, NodeInput] | None] = {}
 
     def check(self, graph: Graph) -> None:
@@ -231,6 +233,8 @@ class Checker:
         Raises:
             SettingError: something is wrong; one sentence for each problem, on lines of their own.
         """
+        if too_old := self._too_old(graph):
+            raise SettingError(too_old)
         problems = [
             self._missing(graph, n) for n in graph if graph[n]["class_type"] not in self.info
         ]
@@ -248,6 +252,20 @@ class Checker:
                 problems += self._problems(graph, node, needed[node])
         if problems:
             raise SettingError("\n".join(problems))
+
+    def _too_old(self, graph: Graph) -> str | None:
+        """Says what needs a newer ComfyUI, before it is downloaded for this one."""
+        version = _numbers(self._version)
+        for node, described in graph.items():
+            for name, value in described["inputs"].items():
+                member = member_of_file(value) if isinstance(value, str) else None
+                needs = member.family.needs if member else ""
+                if version and needs and version < _numbers(needs):
+                    return (
+                        f"{input_called(graph, node, name)} is {value!r}, which needs ComfyUI "
+                        f"{needs} or newer, and the server runs {self._version}: update it first."
+                    )
+        return None
 
     def _class(self, node: Mapping[str, Any]) -> Mapping[str, Any]:
         return self.info.get(node["class_type"]) or {}
@@ -300,6 +318,10 @@ def _update(node: Mapping[str, Any]) -> str:
     version = meta(node).get("version")
     made = f" (the workflow was made with {version})" if version else ""
     return f"update {PACK} there{made}"
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", version)]
 
 
 def _is_nan(value: Any) -> bool:

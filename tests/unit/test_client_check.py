@@ -54,6 +54,19 @@ def test_a_graph_that_runs_passes():
     check(GRAPH)
 
 
+def test_a_model_that_the_server_is_too_old_for_is_not_to_be_downloaded():
+    graph = read_workflow(TESTS.parent / "workflows" / "api" / "qwen_image_21.json")
+    with pytest.raises(SettingError) as caught:
+        Checker(stored(), "0.33.0").check(graph)
+    assert str(caught.value) == (
+        "Load Qwen-Image.model is 'qwen_image_2.1_bf16.safetensors', which needs ComfyUI 0.37 or "
+        "newer, and the server runs 0.33.0: update it first."
+    )
+    for version in ("0.37.1", "0.40", "unknown"):
+        with pytest.raises(SettingError, match="download it from|is missing on the server"):
+            Checker(stored(), version).check(graph)
+
+
 @pytest.mark.parametrize(
     ("graph", "says"),
     [
