@@ -34,7 +34,7 @@ CARDS_HELP = (
 )
 
 
-def cards_table(cards: Mapping[str, Card], *, as_json: bool) -> str:
+def cards_table(cards: Mapping[str, Card], *, as_json: bool, sources: bool) -> str:
     from ..charts.advice import price_source
 
     if as_json:
@@ -53,6 +53,8 @@ def cards_table(cards: Mapping[str, Card], *, as_json: bool) -> str:
             ]
         )
     lines = table(rows, right=range(1, 7))
+    if not sources:
+        return "\n".join([*lines, "", "--sources says where each figure is from."])
     for topic, text in read_cards()[0].items():
         lines += ["", *folded([f"{topic}: {text}"])]
     lines += ["", "sources"]
@@ -103,6 +105,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "as qwen-image-2.1:int8; may be repeated",
     )
     parser.add_argument("--list-cards", action="store_true", help="print all known cards")
+    parser.add_argument(
+        "--sources", action="store_true", help="with --list-cards: where each figure is from"
+    )
     parser.add_argument("--plot", metavar="FILE", help="draw the memory of each phase into a .png")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_request_arguments(parser)
@@ -122,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
     link = _link(args.link, count)
     cards = known_cards(file)
     if args.list_cards:
-        print_text(cards_table(cards, as_json=args.json))
+        print_text(cards_table(cards, as_json=args.json, sources=args.sources))
         return 0
     if args.plot:
         check_plot(args.plot)

@@ -92,6 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a folder for results and the journal; replaces no file; default: %(default)s",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    parser.add_argument("--quiet", action="store_true", help="print files, but no nodes' reports")
     past = parser.add_mutually_exclusive_group()
     past.add_argument("--resume", action="store_true", help="continue an interrupted run")
     past.add_argument("--again", action="store_true", help="run jobs that are done, too")
@@ -139,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
     from ..client.submit import SubmitRequest, submit
     from ..client.transport import ServerError
 
-    printer = Printer()
+    printer = Printer(texts=not args.quiet)
 
     def ended(job: Job) -> None:
         if not args.json:
@@ -197,15 +198,15 @@ def _summarize(outcome: SubmitOutcome) -> None:
 class Printer:
     """Prints what jobs made: files, and texts indented; each text once, for jobs share loaders."""
 
-    def __init__(self) -> None:
-        self._shown: set[str] = set()
+    def __init__(self, *, texts: bool = True) -> None:
+        self._texts, self._shown = texts, set[str]()
 
     def show(self, job: Job) -> None:
         if job.files:
             took = "" if job.seconds is None else f" ({job.seconds:.1f} s)"
             print_text(f"{job.label}: {', '.join(map(str, job.files))}{took}")
         titles: dict[str, list[str]] = {}
-        for title, texts in job.texts.items():
+        for title, texts in job.texts.items() if self._texts else ():
             titles.setdefault("\n".join(texts), []).append(title)
         for text, named in titles.items():
             if text not in self._shown:

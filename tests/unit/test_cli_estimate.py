@@ -383,8 +383,11 @@ def test_names_that_the_terminal_cannot_show(own_cards):
 def test_the_list_of_cards(capsys):
     assert main(["estimate", "--list-cards"]) == 0
     text = capsys.readouterr().out
+    assert len(text.splitlines()) == len(known_cards()) + 3
     for name in known_cards():
         assert name in text
+    assert main(["estimate", "--list-cards", "--sources"]) == 0
+    text = capsys.readouterr().out
     assert "dense" in text
     assert "sparsity" in text
     assert "$0.72/h, Spheron, a starting price, 2026" in text
