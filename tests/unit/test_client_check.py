@@ -63,7 +63,7 @@ def test_a_model_that_the_server_is_too_old_for_is_not_to_be_downloaded():
         "newer, and the server runs 0.33.0: update it first."
     )
     for version in ("0.37.1", "0.40", "unknown"):
-        with pytest.raises(SettingError, match="download it from|is missing on the server"):
+        with pytest.raises(SettingError, match=r"download it from|is missing on the server"):
             Checker(stored(), version).check(graph)
 
 
