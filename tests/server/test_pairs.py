@@ -1,0 +1,24 @@
+"""One seed, painted by stock ComfyUI's code and by each way of this package."""
+
+from pathlib import Path
+
+from comfyui_server import Server
+from PIL import Image
+
+from qwen_l40s.tools.pairs import GAP, LINE, WAYS, main, psnr
+
+SIDE = 256  # of the micro model's pictures
+
+
+def test_one_seed_is_nearly_one_picture(server: Server, tmp_path: Path):
+    output = tmp_path / "pairs.png"
+    address = f"http://127.0.0.1:{server.port}"
+    assert main(["--micro", "--server", address, "--output", str(output)]) == 0
+    with Image.open(output) as sheet:
+        assert sheet.size == (len(WAYS) * (SIDE + GAP) - GAP, SIDE + LINE)
+        lefts = range(0, sheet.width, SIDE + GAP)
+        stock, *others = [sheet.crop((left, 0, left + SIDE, SIDE)) for left in lefts]
+    assert len(stock.getcolors(SIDE * SIDE)) > 100
+    near = dict(zip(list(WAYS)[1:], (psnr(other, stock) for other in others), strict=True))
+    assert near["bf16"] > 60
+    assert all(30 < near[way] < 60 for way in ("int8", "fp8", "bf16, cached"))
