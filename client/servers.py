@@ -233,8 +233,6 @@ class Checker:
         Raises:
             SettingError: something is wrong; one sentence for each problem, on lines of their own.
         """
-        if too_old := self._too_old(graph):
-            raise SettingError(too_old)
         problems = [
             self._missing(graph, n) for n in graph if graph[n]["class_type"] not in self.info
         ]
@@ -251,7 +249,7 @@ class Checker:
             if node in needed and self._class(graph[node]):
                 problems += self._problems(graph, node, needed[node])
         if problems:
-            raise SettingError("\n".join(problems))
+            raise SettingError(self._too_old(graph) or "\n".join(problems))
 
     def _too_old(self, graph: Graph) -> str | None:
         """Says what needs a newer ComfyUI, before it is downloaded for this one."""
