@@ -113,12 +113,22 @@ def test_the_modulation_stays_where_it_is_set():
         assert run(card="H200", modulation=place)[3]["settings"]["modulation"] == place
 
 
+def test_ten_settings_of_an_estimate_are_for_everybody():
+    inputs = QwenL40SEstimateVRAM.GET_SCHEMA().inputs
+    widgets = [each.id for each in inputs if hasattr(each, "default") and not each.advanced]
+    assert widgets == [
+        *("card", "family", "precision", "width", "height", "batch", "steps", "cfg"),
+        *("references", "cache"),
+    ]
+
+
 def test_a_step_cache_is_counted_by_name_or_as_the_model_has_it():
     for node in NODES:
         last = node.GET_SCHEMA().inputs[-4:]
         # Graphs that were saved without them keep the places of their widgets' values.
         assert [each.id for each in last] == ["cache", "attention", "schedule", "nag_tokens"]
-        assert all(each.optional and not each.advanced for each in last)
+        assert all(each.optional for each in last)
+        assert [bool(each.advanced) for each in last] == [False, True, True, True]
     by_name = run(card="L40S", cache="balanced")
     assert "\nStep cache: balanced computes 26 of 50 steps, " in by_name[1]
     assert by_name[3]["step_cache"]["computed_steps"] == 26
