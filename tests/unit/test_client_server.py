@@ -59,6 +59,12 @@ def test_an_address_that_is_none(text):
         Address.parse(text)
 
 
+def test_a_long_text_that_is_no_address_is_cut():
+    with pytest.raises(SettingError, match="is not an address") as error:
+        Address.parse("a " * 200_000)  # of which each letter may begin a password
+    assert len(str(error.value)) < 500
+
+
 @pytest.mark.parametrize("more", ["?token=a", "/x?token=a#b", "#b", "?"])
 def test_a_query_in_an_address_would_be_dropped_and_is_refused(more):
     with pytest.raises(SettingError, match="pass a token with --header") as error:
