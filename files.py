@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import stat
 import sys
 import tempfile
 from pathlib import Path
@@ -78,6 +79,26 @@ def write_whole(path: Path, data: bytes) -> None:
             part.replace(path)
         finally:
             part.unlink(missing_ok=True)
+
+
+def read_bytes(path: Path, most: int = 2**24, *, pipes: bool = True) -> bytes:
+    """Reads a file of which a part is of no use.
+
+    Args:
+        most: more bytes are no such file, whatever somebody has put there.
+        pipes: False where others may write into the folder: a pipe would block for ever.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is larger, or no file.
+    """
+    if not pipes and not stat.S_ISREG(path.stat().st_mode):
+        raise ValueError("it is no file")
+    with path.open("rb") as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise ValueError(f"it is larger than {most >> 20} MiB")
+    return data
 
 
 def private(path: str, flags: int) -> int:
