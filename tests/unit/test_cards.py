@@ -10,7 +10,6 @@ from qwen_l40s.charts.notes import notes_of
 from qwen_l40s.charts.words import estimate_text
 from qwen_l40s.errors import SettingError
 from qwen_l40s.machine.store import known_cards
-from qwen_l40s.planning import cards
 from qwen_l40s.planning.cards import (
     BUNDLED,
     FIELDS,

@@ -208,7 +208,7 @@ def test_a_line_that_no_run_wrote_is_passed_over(tmp_path: Path, facts: dict[str
 
 
 @pytest.mark.parametrize(
-    "seconds", ["7", [7], 10**400, None, 7], ids="text list long none 7".split()
+    "seconds", ["7", [7], 10**400, None, 7], ids=["text", "list", "long", "none", "7"]
 )
 def test_a_time_is_a_number(tmp_path: Path, seconds: object):
     """Which the command prints beside the names of files that are there."""

@@ -59,10 +59,10 @@ def test_a_pipe_or_a_huge_file_in_a_shared_folder_holds_nobody_up(tmp_path, set_
         path.unlink(missing_ok=True)
         make(path)
         if name == "settings":
-            with pytest.raises(SettingError, match="it is (no file|larger than 16 MiB)"):
+            with pytest.raises(SettingError, match=r"it is (no file|larger than 16 MiB)"):
                 read_settings(path)
         elif name == CARDS:
-            with pytest.raises(SettingError, match="is a pipe|is larger than 1 MiB"):
+            with pytest.raises(SettingError, match=r"is a pipe|is larger than 1 MiB"):
                 known_cards()
         else:
             assert read_calibrations(tmp_path) == [] and load_attention("x") is None
