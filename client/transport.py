@@ -274,7 +274,7 @@ class Transport:
             text = (await answer.read()).decode("utf-8", "replace")
             try:
                 body = json.loads(text)
-            except ValueError:
+            except (ValueError, RecursionError):
                 body = text.strip()
             message = f"{self.address} answered {answer.status} to {call}"
             if answer.status in (401, 403):

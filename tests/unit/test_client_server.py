@@ -141,6 +141,15 @@ def test_what_a_server_answers_cannot_steer_the_terminal():
     assert str(error.value).endswith(r"('\x1b[2J<h1>no</h1>'): see the server's log.")
 
 
+@pytest.mark.parametrize("text", ["[" * 100_000, "{"], ids=["deep", "cut"])
+def test_an_answer_that_is_no_json_is_an_error_of_the_server(text):
+    async def handler(request: web.Request) -> web.Response:
+        return web.Response(status=500, text=text)
+
+    with fake_comfyui(answer=handler) as fake, pytest.raises(AnswerError, match="answered 500"):
+        ask(fake.url, lambda server: server.object_info())
+
+
 def test_a_sign_in_that_is_asked_for():
     async def handler(request: web.Request) -> web.Response:
         return web.Response(status=401)
@@ -292,7 +301,12 @@ def test_only_executing_none_tells_the_end_for_the_history_is_written_just_befor
 
 
 @pytest.mark.parametrize(
-    "text", ["no json", "[]", "{}", '{"type": "x", "data": null}', '{"type": "x", "data": {}}']
+    "text",
+    [
+        *("no json", "[]", "{}", '{"type": "x", "data": null}', '{"type": "x", "data": {}}'),
+        "[" * 100_000,
+    ],
+    ids=range(6),
 )
 def test_messages_of_custom_nodes_are_passed_over(text):
     listener = listening()
