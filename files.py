@@ -92,13 +92,16 @@ def read_bytes(path: Path, most: int = 2**24, *, pipes: bool = True) -> bytes:
         OSError: it cannot be read.
         ValueError: it is larger, or no file.
     """
-    if not pipes and not stat.S_ISREG(path.stat().st_mode):
+    found = path.stat()
+    plain = stat.S_ISREG(found.st_mode)
+    if not plain and not pipes:
         raise ValueError("it is no file")
-    with path.open("rb") as file:
-        data = file.read(most + 1)
-    if len(data) > most:
-        raise ValueError(f"it is larger than {most >> 20} MiB")
-    return data
+    if found.st_size <= most:
+        with path.open("rb") as file:
+            data = file.read(-1 if plain else most + 1)
+        if len(data) <= most:
+            return data
+    raise ValueError(f"it is larger than {most >> 20} MiB")
 
 
 def private(path: str, flags: int) -> int:
