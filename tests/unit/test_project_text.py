@@ -44,7 +44,7 @@ MAY_IMPORT = {
     | {"optimizations", "planning"},
     "bench": {"charts", "hosts", "loaders", "machine", "measure", "micro", "optimizations"}
     | {"planning"},
-    "tools": {"charts", "hosts", "loaders", "machine", "measure", "micro", "optimizations"}
+    "tools": {"charts", "client", "hosts", "loaders", "machine", "measure", "micro", "optimizations"}
     | {"planning"},
 }
 
