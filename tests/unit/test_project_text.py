@@ -44,8 +44,8 @@ MAY_IMPORT = {
     | {"optimizations", "planning"},
     "bench": {"charts", "hosts", "loaders", "machine", "measure", "micro", "optimizations"}
     | {"planning"},
-    "tools": {"charts", "client", "hosts", "loaders", "machine", "measure", "micro", "optimizations"}
-    | {"planning"},
+    "tools": {"charts", "client", "hosts", "loaders", "machine", "measure", "micro"}
+    | {"optimizations", "planning"},
 }
 
 

@@ -233,11 +233,10 @@ def guide(name: str, folder: Path, seconds: float) -> None:
 
 def write(rows: Mapping[str, int]) -> None:
     """Puts the numbers of cases into the page."""
+    each = {**rows, "in all": sum(rows.values())}
+    line = "; ".join(f"{name} {count:,}" for name, count in each.items())
     text = PAGE.read_text(encoding="utf-8")
-    for name, count in {**rows, "in all": sum(rows.values())}.items():
-        row = re.compile(rf"^\| {re.escape(name)} \| [^|]*\|", re.MULTILINE)
-        text = row.sub(f"| {name} | {count:,} |", text)
-    PAGE.write_text(text, encoding="utf-8")
+    PAGE.write_text(re.sub(r"(?m)^Cases: .*", f"Cases: {line}.", text), encoding="utf-8")
 
 
 def main() -> None:
