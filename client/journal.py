@@ -223,6 +223,8 @@ class Journal:
         with self.path.open("rb") as lines:
             while line := lines.readline(LONGEST_LINE):
                 last = line
+                if len(line) == LONGEST_LINE:
+                    continue
                 try:
                     self._take(json.loads(line))
                 except (ValueError, LookupError, TypeError, AttributeError, RecursionError):

@@ -7,11 +7,12 @@ import json
 import os
 import tracemalloc
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from fake_comfyui import graph
 
-from qwen_l40s.client.journal import Attempt, DiskError, Journal, file_state
+from qwen_l40s.client.journal import LONGEST_LINE, Attempt, DiskError, Journal, file_state
 from qwen_l40s.client.workflow import key_of
 from qwen_l40s.errors import SettingError
 
@@ -224,8 +225,12 @@ def test_a_line_without_an_end_is_read_in_pieces(tmp_path: Path):
         queue(journal, "k", "p1")
     os.truncate(journal.path, 2**30)
     tracemalloc.start()
-    with Journal(tmp_path, "work") as journal:
+    with (
+        mock.patch("qwen_l40s.client.journal.json.loads", wraps=json.loads) as parsed,
+        Journal(tmp_path, "work") as journal,
+    ):
         assert journal.attempts("k")
+    assert max(len(call.args[0]) for call in parsed.mock_calls) < LONGEST_LINE  # seconds a GiB
     assert tracemalloc.get_traced_memory()[1] < 2**28
     tracemalloc.stop()
 
