@@ -30,7 +30,7 @@ RUN = $(BIN)/pytest
 PYTEST = $(RUN) -n $(WORKERS) --dist $(DIST) --durations=15 --durations-min=5
 
 .PHONY: archive help install demo test test-all test-unit test-host test-server test-next-host test-next
-.PHONY: test-cuda cuda-unit cuda-card cuda-dynamic lint micro-quality format clean rebuild
+.PHONY: test-cuda cuda-unit cuda-card cuda-dynamic lint fuzz micro-quality format clean rebuild
 
 help:
 	@echo "make demo           paint the default prompt with the bundled micro model into out/"
@@ -39,6 +39,7 @@ help:
 	@echo "make test-next      run them with the newest torch, ComfyUI packages and ComfyUI's code; print what broke"
 	@echo "make test-cuda      run the tests that need a card (4 minutes; CUDA_PYTHON= names a Python that has all)"
 	@echo "make lint           check style"
+	@echo "make fuzz           try broken files and texts for MINUTES=10"
 	@echo "make micro-quality  measure how well the micro model follows held-out prompts"
 	@echo "make format         correct style"
 	@echo "make archive        pack what the Comfy registry would publish into dist/"
@@ -104,6 +105,10 @@ cuda-card cuda-dynamic: cuda-%:
 lint: $(STAMP)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+
+# Broken files and texts for MINUTES, of every kind; ARGS='--only GGUF' tries one.
+fuzz: $(STAMP)
+	@$(BIN)/python -m qwen_l40s.tools.fuzz --minutes $(or $(MINUTES),10) $(ARGS)
 
 micro-quality: $(STAMP)
 	@$(BIN)/python -m qwen_l40s.tools.micro.quality $(ARGS)

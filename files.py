@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import stat
 import sys
 import tempfile
 from pathlib import Path
@@ -80,6 +81,29 @@ def write_whole(path: Path, data: bytes) -> None:
             part.replace(path)
         finally:
             part.unlink(missing_ok=True)
+
+
+def read_bytes(path: Path, most: int = 2**24, *, pipes: bool = True) -> bytes:
+    """Reads a file of which a part is of no use.
+
+    Args:
+        most: more bytes are no such file, whatever somebody has put there.
+        pipes: False where others may write into the folder: a pipe would block for ever.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is larger, or no file.
+    """
+    found = path.stat()
+    plain = stat.S_ISREG(found.st_mode)
+    if not plain and not pipes:
+        raise ValueError("it is no file")
+    if found.st_size <= most:
+        with path.open("rb") as file:
+            data = file.read(-1 if plain else most + 1)
+        if len(data) <= most:
+            return data
+    raise ValueError(f"it is larger than {most >> 20} MiB")
 
 
 def private(path: str, flags: int) -> int:

@@ -165,7 +165,7 @@ def run(args: argparse.Namespace) -> int:
     except ServerError as error:  # before anything was queued
         if args.debug:
             traceback.print_exc()
-        print(f"qwen-l40s: error: {error}", file=sys.stderr)
+        print_text(f"qwen-l40s: error: {error}", sys.stderr)
         return 3
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
@@ -182,7 +182,7 @@ def run(args: argparse.Namespace) -> int:
 def _summarize(outcome: SubmitOutcome) -> None:
     request = outcome.request
     if outcome.error is not None:
-        print(f"qwen-l40s: error: {outcome.error} --resume continues this run.", file=sys.stderr)
+        print_text(f"qwen-l40s: error: {outcome.error} --resume continues this run.", sys.stderr)
     if request.dry_run:
         print(f"jobs to queue: {len(outcome.jobs)}; queued: none (--dry-run)", file=sys.stderr)
         return
@@ -190,7 +190,7 @@ def _summarize(outcome: SubmitOutcome) -> None:
     for job in outcome.jobs:
         counts[job.status] = counts.get(job.status, 0) + 1
     states = ", ".join(f"{count} {status}" for status, count in counts.items())
-    print(f"{states}; results in {request.output}", file=sys.stderr)
+    print_text(f"{states}; results in {request.output}", sys.stderr)
     if outcome.stopped:
         print("qwen-l40s: stopped; --resume continues this run", file=sys.stderr)
 

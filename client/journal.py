@@ -23,6 +23,8 @@ from .scheduler import DONE, NOTHING
 SUFFIX = ".submit.jsonl"
 # Version 1 had one server, and its name in the line "run" alone.
 VERSION = 2
+LONGEST_RUN = 1e9  # seconds
+LONGEST_LINE = 2**24  # bytes; what follows is no line that a run wrote
 
 
 class DiskError(QwenL40SError):
@@ -217,14 +219,17 @@ class Journal:
             )
 
     def _read(self) -> None:
-        line = b""
+        last = b""
         with self.path.open("rb") as lines:
-            for line in lines:
+            while line := lines.readline(LONGEST_LINE):
+                last = line
+                if len(line) == LONGEST_LINE:
+                    continue
                 try:
                     self._take(json.loads(line))
                 except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
                     continue  # a line that a killed run began
-        self._torn = bool(line) and not line.endswith(b"\n")
+        self._torn = bool(last) and not last.endswith(b"\n")
         if self._version > VERSION:
             raise SettingError(
                 "a newer version of Qwen-Image L40S wrote this journal: update this one, or name "
@@ -262,7 +267,9 @@ class Journal:
             record.local = ended[-1].local if ended else record.local
             record.prompt_id = prompt_id
             record.server = sys.intern(str(entry.get("server", self._server)))
-            record.seconds, record.kept = entry.get("seconds"), bool(entry.get("kept"))
+            seconds, record.kept = entry.get("seconds"), bool(entry.get("kept"))
+            known = isinstance(seconds, int | float) and abs(seconds) < LONGEST_RUN
+            record.seconds = seconds if known else None
             texts = entry.get("texts", NOTHING)
             record.texts = {name: [*map(str, x)] for name, x in texts.items()} or NOTHING
             record.files = files

@@ -288,7 +288,9 @@ class Listener:
         """Takes in one message of execution.py, comfy_execution/progress.py or main.py."""
         self.tried.set()
         # A node pack may send what it likes under any name.
-        with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError):
+        with contextlib.suppress(
+            LookupError, TypeError, ValueError, AttributeError, RecursionError
+        ):
             message = json.loads(text)
             kind, data = message["type"], message["data"]
             prompt_id = str(data["prompt_id"])

@@ -19,6 +19,7 @@ from typing import Any
 
 from ..errors import SettingError
 from ..families.registry import member_of_file
+from ..files import read_bytes
 from .journal import file_state
 from .scheduler import Job
 from .server import Server, failure
@@ -114,9 +115,10 @@ class ServerList:
 
 def _file(path: Path) -> list[Listed]:
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_bytes(path).decode("utf-8-sig")
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        wrong = "it is not UTF-8" if isinstance(error, UnicodeError) else error
+        reason = getattr(error, "strerror", None) or wrong
         raise SettingError(f"--servers cannot be read ({reason}): {NAME_A_LIST}.", path) from error
     if not text.strip():  # most editors empty a file before they write it
         raise SettingError(f"--servers is empty: {NAME_A_LIST}.", path)
@@ -137,7 +139,7 @@ def _file(path: Path) -> list[Listed]:
         ]
     except SettingError:
         raise
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise SettingError(f"--servers is no list of servers: {NAME_A_LIST}.", path) from error
 
 

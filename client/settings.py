@@ -32,6 +32,7 @@ from .workflow import (
 TYPED = ("INT", "FLOAT", "BOOLEAN", "STRING", "COMBO")
 # How many choices, and how many of a graph's inputs, a message lists.
 LISTED, SHOWN = 8, 16
+LONGEST_KEY = 300
 # Another seed of a graph of 13 nodes takes 1.2 KB of this machine's memory, so these take 1.2 GB.
 MAX_JOBS = 1_000_000
 WHOLE = re.compile(r"[+-]?[0-9]+")
@@ -74,6 +75,10 @@ def find_input(graph: Graph, key: str, object_info: Mapping[str, Any]) -> InputT
         SettingError: the key means several inputs, which are listed; or none, and those that are
             there are listed, the most alike first; or one that is wired.
     """
+    if len(key) > LONGEST_KEY:  # whose every dot may end a title
+        raise SettingError(
+            f"there is no input {shortened(key)}: a key is a node, an input or both."
+        )
     inputs = _Inputs(graph, object_info)
     found = inputs.at(key) or inputs.of_node(key) or inputs.named(key)
     if not found:

@@ -33,6 +33,7 @@ STALL_SECONDS = 30.0
 # Before the second try; doubled for each further one.
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 5.0
 CHUNK_BYTES = 1 << 18
+LONGEST_SHOWN = 300
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Address:
         except ValueError:
             usable = False
         if not usable or any(letter.isspace() for letter in text):
-            shown = re.sub(r"[^/]*@", "...@", text)  # without a password
+            shown = re.sub(r"[^/]*@", "...@", text[:LONGEST_SHOWN])  # without a password
             raise SettingError(
                 f"--server {shown!r} is not an address: write it like http://127.0.0.1:8188 or "
                 "https://host/prefix."
@@ -273,7 +274,7 @@ class Transport:
             text = (await answer.read()).decode("utf-8", "replace")
             try:
                 body = json.loads(text)
-            except ValueError:
+            except (ValueError, RecursionError):
                 body = text.strip()
             message = f"{self.address} answered {answer.status} to {call}"
             if answer.status in (401, 403):

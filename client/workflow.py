@@ -16,10 +16,12 @@ from typing import Any
 from PIL import Image
 
 from ..errors import SettingError
+from ..files import read_bytes
 
 OURS = "QwenL40S_"
 Graph = dict[str, dict[str, Any]]  # {node id: {class_type, inputs, _meta?}}
 
+LARGEST = 2**28  # bytes of a picture that holds a workflow
 PNG_START = b"\x89PNG\r\n\x1a\n"
 KEY_LETTERS = 16
 # What the names of a job's files on a server end with: the beginning of its key, and how often it
@@ -113,7 +115,7 @@ def read_workflow(path: Path) -> Graph:
         SettingError: the file is missing, or holds no workflow in API form.
     """
     try:
-        data = path.read_bytes()
+        data = read_bytes(path, LARGEST)
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
         reason = getattr(error, "strerror", None) or error
         raise SettingError(

@@ -234,13 +234,15 @@ def normalize_name(name: str) -> str:
         base_model.model.transformer_blocks.0.attn.to_q.lora_A.default.weight
         becomes transformer_blocks.0.attn.to_q.lora_A.weight
     """
-    simpler = _ADAPTER.sub(r".lora_\1.weight", name)
-    for prefix in _WRAPPERS:
-        simpler = simpler.removeprefix(prefix)
-    for prefix in _FLAT:
-        if simpler.startswith(prefix):
-            simpler = f"lora_unet_{simpler.removeprefix(prefix)}"
-    return name if simpler == name else normalize_name(simpler)
+    simpler = None
+    while simpler != name:  # not by recursion, for a file may hold any name
+        simpler, name = name, _ADAPTER.sub(r".lora_\1.weight", name)
+        for prefix in _WRAPPERS:
+            name = name.removeprefix(prefix)
+        for prefix in _FLAT:
+            if name.startswith(prefix):
+                name = f"lora_unet_{name.removeprefix(prefix)}"
+    return name
 
 
 # The models that are taken for one of the families.

@@ -323,8 +323,8 @@ _MIDDLE = {
 _STAGES = {
     **_MIDDLE,
     r"down_blocks\.(\d+)": "downsamples.{}".format,
-    r"up_blocks\.(\d+)\.resnets\.(\d+)": lambda i, j: f"upsamples.{4 * int(i) + int(j)}",
-    r"up_blocks\.(\d+)\.upsamplers\.\d+": lambda i: f"upsamples.{4 * int(i) + 3}",
+    r"up_blocks\.(\d{1,4})\.resnets\.(\d{1,4})": lambda i, j: f"upsamples.{4 * int(i) + int(j)}",
+    r"up_blocks\.(\d{1,4})\.upsamplers\.\d+": lambda i: f"upsamples.{4 * int(i) + 3}",
 }
 # ComfyUI's class of 2.1 has the layers of Wan 2.2 for one frame.
 _STAGES_21 = {

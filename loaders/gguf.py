@@ -103,14 +103,14 @@ def read_gguf_set(path: Path) -> tuple[Header, ...]:
     named = SPLIT.search(path.name)
     if count in ("0", "1") and named is None:
         return (first,)
-    if named is None or int(named[2]) != int(count):
+    if named is None or str(int(named[2])) != count:
         raise CheckpointError(
             f"This is one of {count} parts of a split GGUF file, which find each other by their "
             "names: give it back the name that it was downloaded with, NAME-00001-of-00002.gguf.",
             path,
         )
     headers = []
-    for number in range(int(count)):
+    for number in range(int(named[2])):
         end = f"-{number + 1:05}-of-{named[2]}.gguf"
         part = path.with_name(path.name[: named.start()] + end)
         if not part.exists():

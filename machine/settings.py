@@ -18,6 +18,7 @@ from pathlib import Path
 
 from ..caches import cached
 from ..errors import SettingError
+from ..files import read_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +92,7 @@ def read_settings(path: Path) -> Settings:
     names = [field.name for field in fields(Settings)]
     remedy = f"write the version and any of {', '.join(names)}, or delete it"
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_bytes(path, pipes=False))
     except FileNotFoundError:
         return Settings()
     except (OSError, ValueError, RecursionError) as error:

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ..caches import remembered
+from ..errors import SettingError
+from ..files import read_bytes
 from ..planning.cards import Card, is_named, read_cards
 from ..planning.phases import figure
 from ..planning.rates import LAUNCHES, Launches, Rates
@@ -48,6 +50,8 @@ def known_cards(path: Path | None = None) -> dict[str, Card]:
     """
     if path is None and os.path.lexists(own_cards_path()):
         path = own_cards_path()
+        if path.is_fifo():  # of a neighbour, which would block for ever
+            raise SettingError("the list of cards is a pipe: delete it, or write a JSON file", path)
     return read_cards(path and Path(path))[1]
 
 
@@ -226,7 +230,7 @@ def _save(path: Path, key: str, entry: Mapping[str, Any]) -> None:
 
 def _measured(path: Path) -> Any:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_bytes(path, pipes=False))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SettingError
-from ..files import parse_object
+from ..files import parse_object, read_bytes
 from ..spec.formats import MIB, MULTIPLIED, CardFacts
 
 DEFAULT_CARD = "L40S"
@@ -433,11 +433,7 @@ def _card(name: str, entry: Mapping[str, Any], bundled: Mapping[str, Any]) -> Ca
 
 def _parse(path: Path) -> dict[str, Any]:
     try:
-        with path.open("rb") as file:
-            data = file.read(MOST_BYTES + 1)
-        if len(data) > MOST_BYTES:
-            raise ValueError("it is larger than 1 MiB")
-        return parse_object(data.removeprefix(codecs.BOM_UTF8))
+        return parse_object(read_bytes(path, MOST_BYTES).removeprefix(codecs.BOM_UTF8))
     except OSError as error:
         raise SettingError(
             f"cannot read the list of cards ({error.strerror}): give a JSON file.", path

@@ -5,6 +5,7 @@ On a small Qwen-Image in bf16, against plain arithmetic on whole matrices.
 
 import json
 import math
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -21,6 +22,7 @@ from qwen_l40s.errors import CheckpointError
 from qwen_l40s.hosts.comfyui.lora import loss as lora_loss
 from qwen_l40s.hosts.comfyui.lora.apply import LoraReport, apply_lora
 from qwen_l40s.hosts.comfyui.lora.bypass import bypass_models
+from qwen_l40s.hosts.comfyui.lora.file import stored_alphas
 from qwen_l40s.hosts.comfyui.lora.loss import merge_loss
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
@@ -250,6 +252,9 @@ def test_metadata_that_tell_no_scale() -> None:
         {"transformer.lora_alpha": 2, "transformer.r": -4},
         {"transformer.lora_alpha": 2, "transformer.r": 4, "transformer.alpha_pattern": {"(": 1}},
         {"transformer.lora_alpha": 2, "transformer.r": 4, "transformer.rank_pattern": 3},
+        # Python's `re` would take longer than anybody waits.
+        {"lora_alpha": 2, "r": 4, "alpha_pattern": {r"(\w+)+!": 1}},
+        {"lora_alpha": 2, "r": 4, "rank_pattern": {".*.*.*.*.*.*.*.*.*!": 1}},
     ):
         path = saved(tensors, metadata)
         comfyui_boot.refused(
@@ -260,6 +265,23 @@ def test_metadata_that_tell_no_scale() -> None:
             path.name,
             run=lambda path=path: apply_lora(base, path, 1.0, how="merge"),
         )
+
+
+def test_a_rank_of_its_own_for_each_module_takes_no_time() -> None:
+    ranks = {f"transformer_blocks.{i}.attn.x{j}": 4 for i in range(60) for j in range(12)}
+    config = {"lora_alpha": 2, "rank_pattern": dict.fromkeys(ranks, 8)}
+    start = time.process_time()
+    found = stored_alphas(FOLDER, {"lora_adapter_metadata": json.dumps(config)}, ranks)
+    assert time.process_time() - start < 3  # 13 s where each is compiled for each module
+    assert found == dict.fromkeys(ranks, 1.0)
+
+
+def test_a_down_matrix_that_is_a_number_is_refused() -> None:
+    tensors = narrow.lora(WEIGHTS, LAYERS, RANK)
+    name = next(name for name in tensors if "lora_down" in name)
+    path = saved(tensors | {name: torch.tensor(1.0)})
+    with pytest.raises(CheckpointError, match="and must be a matrix: download the file again"):
+        apply_lora(model(), path, 1.0, how="merge")
 
 
 def test_a_report_without_a_share_is_as_before() -> None:

@@ -377,6 +377,21 @@ def test_a_terminal_without_unicode_gets_escapes(workflow: Path):
     assert b"job 2 (prompt=fail) failed" in err
 
 
+def test_names_of_nodes_and_folders_cannot_steer_the_terminal(workflow: Path, capsys):
+    steers, given = "\x1b[2J\x9b", graph()
+    given |= {"x": {"class_type": f"Class{steers}", "inputs": {}, "_meta": {"title": steers}}}
+    other = workflow.with_name(f"{steers}.json")
+    for content in (given, {"x": {"class_type": steers}}, {steers: {}}):
+        other.write_text(json.dumps(content))
+        with fake_comfyui() as fake:
+            assert main(arguments(fake, other)) == 2
+    with fake_comfyui() as fake:
+        more = ("--output", str(workflow.parent / f"to{steers}"))
+        assert main(arguments(fake, workflow, *more)) == 0
+    out, err = capsys.readouterr()
+    assert err.count("\\x1b[2J") >= 4 and not {"\x1b", "\x9b"} & {*out, *err}
+
+
 def test_without_the_packages_it_says_what_to_install(workflow: Path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "PIL", None)
     assert main(["submit", str(workflow)]) == 2

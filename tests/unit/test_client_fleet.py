@@ -305,6 +305,8 @@ def test_a_new_boot_in_the_file_tells_of_a_restart_that_nobody_saw(tmp_path: Pat
         (None, "--servers cannot be read"),
         ('{"version": 2, "servers": []}', "a newer version"),
         ('{"version": 1}', "is no list of servers"),
+        ('{"version": ' + "[" * 100_000, "is no list of servers"),
+        (" " * (2**24 + 1), "larger than 16 MiB"),
         (
             '{"version": 1, "servers": [{"url": "ftp://x", "boot": "", "state": "ready"}]}',
             "address",

@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import json
 import os
+import tracemalloc
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from fake_comfyui import graph
 
-from qwen_l40s.client.journal import Attempt, DiskError, Journal, file_state
+from qwen_l40s.client.journal import LONGEST_LINE, Attempt, DiskError, Journal, file_state
 from qwen_l40s.client.workflow import key_of
 from qwen_l40s.errors import SettingError
 
@@ -204,6 +206,33 @@ def test_a_line_that_no_run_wrote_is_passed_over(tmp_path: Path, facts: dict[str
         assert journal.finished("k") is None or "server" in facts
         for attempt in journal.attempts("k"):
             assert isinstance(attempt.server, str)
+
+
+@pytest.mark.parametrize(
+    "seconds", ["7", [7], 10**400, None, 7], ids=["text", "list", "long", "none", "7"]
+)
+def test_a_time_is_a_number(tmp_path: Path, seconds: object):
+    """Which the command prints beside the names of files that are there."""
+    line = {"event": "done", "key": "k", "prompt_id": "p", "seconds": seconds}
+    (tmp_path / "work.submit.jsonl").write_text(f"{json.dumps(line)}\n")
+    with Journal(tmp_path, "work") as journal:
+        assert journal.finished("k").seconds == (7 if seconds == 7 else None)
+
+
+def test_a_line_without_an_end_is_read_in_pieces(tmp_path: Path):
+    """As where the system has put zeros in the place of what it had not written."""
+    with Journal(tmp_path, "work") as journal:
+        queue(journal, "k", "p1")
+    os.truncate(journal.path, 2**30)
+    tracemalloc.start()
+    with (
+        mock.patch("qwen_l40s.client.journal.json.loads", wraps=json.loads) as parsed,
+        Journal(tmp_path, "work") as journal,
+    ):
+        assert journal.attempts("k")
+    assert max(len(call.args[0]) for call in parsed.mock_calls) < LONGEST_LINE  # seconds a GiB
+    assert tracemalloc.get_traced_memory()[1] < 2**28
+    tracemalloc.stop()
 
 
 def test_such_a_line_leaves_what_is_known_of_a_job(tmp_path: Path):

@@ -59,6 +59,12 @@ def test_an_address_that_is_none(text):
         Address.parse(text)
 
 
+def test_a_long_text_that_is_no_address_is_cut():
+    with pytest.raises(SettingError, match="is not an address") as error:
+        Address.parse("a " * 200_000)  # of which each letter may begin a password
+    assert len(str(error.value)) < 500
+
+
 @pytest.mark.parametrize("more", ["?token=a", "/x?token=a#b", "#b", "?"])
 def test_a_query_in_an_address_would_be_dropped_and_is_refused(more):
     with pytest.raises(SettingError, match="pass a token with --header") as error:
@@ -133,6 +139,15 @@ def test_what_a_server_answers_cannot_steer_the_terminal():
     with fake_comfyui(answer=handler) as fake, pytest.raises(AnswerError) as error:
         ask(fake.url, lambda server: server.object_info())
     assert str(error.value).endswith(r"('\x1b[2J<h1>no</h1>'): see the server's log.")
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "{"], ids=["deep", "cut"])
+def test_an_answer_that_is_no_json_is_an_error_of_the_server(text):
+    async def handler(request: web.Request) -> web.Response:
+        return web.Response(status=500, text=text)
+
+    with fake_comfyui(answer=handler) as fake, pytest.raises(AnswerError, match="answered 500"):
+        ask(fake.url, lambda server: server.object_info())
 
 
 def test_a_sign_in_that_is_asked_for():
@@ -286,7 +301,12 @@ def test_only_executing_none_tells_the_end_for_the_history_is_written_just_befor
 
 
 @pytest.mark.parametrize(
-    "text", ["no json", "[]", "{}", '{"type": "x", "data": null}', '{"type": "x", "data": {}}']
+    "text",
+    [
+        *("no json", "[]", "{}", '{"type": "x", "data": null}', '{"type": "x", "data": {}}'),
+        "[" * 100_000,
+    ],
+    ids=range(6),
 )
 def test_messages_of_custom_nodes_are_passed_over(text):
     listener = listening()

@@ -419,6 +419,12 @@ def test_any_seed_comes_back(value):
     assert chosen(f"seed={value}") == [[value]]
 
 
+def test_a_text_in_the_place_of_a_key_is_refused_at_once():
+    """As where `prompt=` was left out of a long prompt; each dot may end a title."""
+    said = refused(f"{'a cat. ' * 20_000}x=7")
+    assert "there is no input 'a cat. a cat." in said and len(said) < 300
+
+
 # Ranges and combinations
 
 

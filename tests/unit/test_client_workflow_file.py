@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 
 import pytest
 from hypothesis import given
@@ -284,3 +285,10 @@ def test_ids_order_and_titles_do_not_matter():
 def test_what_loads_a_model_is_known_by_its_class(kind, counts):
     graph = {**LOADS, "9": {"class_type": kind, "inputs": {"file": "x"}}}
     assert (loaders_key(graph) != loaders_key(LOADS)) == counts
+
+
+def test_a_file_that_is_far_too_large_is_not_read(tmp_path):
+    path = written(tmp_path, b"{}")
+    os.truncate(path, 2**28 + 1)
+    with pytest.raises(SettingError, match="larger than 256 MiB"):
+        read_workflow(path)

@@ -91,6 +91,7 @@ def test_a_server_starts_with_a_place_of_its_own_and_stops(plan: ServerPlan):
         until(lambda: seen.state.state == "ready")
         own = plan.folder / seen.state.url.rpartition(":")[2]
         (line,) = (own / "server.log").read_text().splitlines()
+        assert (own / "server.log").stat().st_mode & 0o777 == 0o600
         assert line.endswith(
             f"--output-directory {own / 'output'} --temp-directory {own / 'temp'} "
             "--database-url sqlite:///:memory: --cuda-device 3 --more x"

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from qwen_l40s.cli import main
 from qwen_l40s.errors import CheckpointError
 from qwen_l40s.loaders.checkpoint import inspect_checkpoint
-from qwen_l40s.loaders.gguf import BLOCK_TYPES, TYPES, read_gguf
+from qwen_l40s.loaders.gguf import BLOCK_TYPES, TYPES, read_gguf, read_gguf_set
 from qwen_l40s.loaders.gguf_blocks import EXPANDED, BlockRows, map_gguf
 from qwen_l40s.loaders.shards import read_shards
 from qwen_l40s.loaders.sizes import read_sizes
@@ -177,6 +177,13 @@ def test_parts_of_a_split_file_are_one_model(tmp_path: Path):
     alone = (tmp_path / "model-00001-of-00003.gguf").rename(tmp_path / "renamed.gguf")
     with pytest.raises(CheckpointError, match="one of 3 parts of a split GGUF file"):
         read_shards(alone)
+
+
+@pytest.mark.parametrize("count", ["two", "", "1e3"])
+def test_a_set_whose_number_of_parts_is_none_is_refused(tmp_path: Path, count: str):
+    path = write_gguf(tmp_path / "a-00001-of-00002.gguf", TENSORS, {"split.count": count})
+    with pytest.raises(CheckpointError, match="parts of a split GGUF file"):
+        read_gguf_set(path)
 
 
 @pytest.mark.parametrize("dtype", ["Q8_0", "Q5_1", "Q4_0"])

@@ -45,3 +45,8 @@ def test_names_of_other_models_stay():
         "single_blocks.0.linear1.lora_up.weight",
     ):
         assert normalize_name(name) == name
+
+
+def test_a_name_of_many_prefixes_is_normalized():
+    """Any file may hold it; no recursion ends in Python's error."""
+    assert normalize_name("dit.transformer." * 3_000 + "x.lora_A.weight") == "x.lora_A.weight"

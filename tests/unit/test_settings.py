@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -19,7 +20,15 @@ from qwen_l40s.machine.settings import (
     settings_file,
     use_settings,
 )
-from qwen_l40s.machine.store import cache_folder
+from qwen_l40s.machine.store import (
+    ATTENTION,
+    CALIBRATION,
+    CARDS,
+    cache_folder,
+    known_cards,
+    load_attention,
+    read_calibrations,
+)
 
 BROKEN = {
     "text": ("{", "not readable JSON"),
@@ -38,6 +47,25 @@ def file(set_settings, tmp_path):
     path = tmp_path / "设置 file.json"
     use_settings(path)
     return path
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no such pipes")
+@pytest.mark.parametrize("name", [CALIBRATION, ATTENTION, CARDS, "settings"])
+def test_a_pipe_or_a_huge_file_in_a_shared_folder_holds_nobody_up(tmp_path, set_settings, name):
+    """A neighbour may put it there: opening the pipe would block for ever."""
+    use_settings(Settings(cache=str(tmp_path)))
+    path = tmp_path / name
+    for make in (os.mkfifo, lambda path: path.touch() or os.truncate(path, 2**40)):
+        path.unlink(missing_ok=True)
+        make(path)
+        if name == "settings":
+            with pytest.raises(SettingError, match=r"it is (no file|larger than 16 MiB)"):
+                read_settings(path)
+        elif name == CARDS:
+            with pytest.raises(SettingError, match=r"is a pipe|is larger than 1 MiB"):
+                known_cards()
+        else:
+            assert read_calibrations(tmp_path) == [] and load_attention("x") is None
 
 
 def test_what_a_file_sets_is_used(file, tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from ....loaders.quantization import ATTENTION_CONFIG
 
 DOWN = ("lora_A", "lora_down", "lora.down")  # have the rank as their rows
 ADAPTER_METADATA = "lora_adapter_metadata"
+MOST_WAYS = 1e8  # that a pattern may take through the names of all modules: a second of `re`
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,8 @@ def _fault(name: str, kind: str, tensor: torch.Tensor) -> str | None:
     shape = f"{name!r} has the shape {tuple(tensor.shape)}"
     if kind == "alpha" and tensor.numel() != 1:
         return f"{shape} and must be one number: download the file again."
+    if kind in DOWN and tensor.ndim < 2:
+        return f"{shape} and must be a matrix: download the file again."
     if tensor.numel() == 0:
         return f"{shape}, and a LoRA of rank 0 changes nothing: download the file again."
     if kind == "lora_magnitude_vector":
@@ -128,9 +131,10 @@ def stored_alphas(
         config = {name.removeprefix("transformer."): value for name, value in stored}
         if "lora_alpha" not in config:
             return {}
+        alphas, rs = (_patterns(config, it, ranks) for it in ("alpha_pattern", "rank_pattern"))
         for module, rank in ranks.items():
-            alpha = _matched(config, "alpha_pattern", module, config["lora_alpha"])
-            r = _matched(config, "rank_pattern", module, config.get("r", rank))
+            alpha = _matched(alphas, module, config["lora_alpha"])
+            r = _matched(rs, module, config.get("r", rank))
             scale = alpha / (math.sqrt(r) if config.get("use_rslora") else r)
             if not math.isfinite(scale) or r < 0:
                 raise ValueError(f"lora_alpha {alpha} and r {r}")
@@ -144,7 +148,25 @@ def stored_alphas(
     return found
 
 
-def _matched(config: Mapping[str, Any], patterns: str, module: str, default: float) -> float:
+def _patterns(
+    config: Mapping[str, Any], field: str, modules: Collection[str]
+) -> list[tuple[re.Pattern[str], float]]:
     # As PEFT's `get_pattern_key`: the first that the end of the name matches.
-    found = (config.get(patterns) or {}).items()
-    return next((it for key, it in found if re.match(rf"(.*\.)?({key})$", module)), default)
+    found = (config.get(field) or {}).items()
+    for key, _ in found:
+        if _ways(key, modules) > MOST_WAYS:
+            raise ValueError(f"its {field} repeats too much: {key[:60]!r}")
+    return [(re.compile(rf"(.*\.)?({key})$"), it) for key, it in found]
+
+
+def _ways(pattern: str, modules: Collection[str]) -> float:
+    # Trainers write names and perhaps `.*`; other patterns could keep `re` busy for years.
+    repeats, choices = len(re.findall(r"[*+?{]", pattern)), pattern.count("|")
+    if repeats > 8 or choices > 16 or re.search(r"\)[*+?{]", pattern):
+        return math.inf
+    ways = sum((name.count(".") + 1) * len(name) ** repeats for name in modules)
+    return ways * 2**choices / math.factorial(repeats)
+
+
+def _matched(patterns: list[tuple[re.Pattern[str], float]], module: str, default: float) -> float:
+    return next((it for pattern, it in patterns if pattern.match(module)), default)
