@@ -194,7 +194,7 @@ class AttentionTimings:
 def load_attention(key: str) -> AttentionTimings | None:
     """Reads what was measured under a key; None where nothing can be used."""
     entries = _measured(cache_folder() / ATTENTION)
-    with contextlib.suppress(TypeError, KeyError, ValueError, AttributeError):
+    with contextlib.suppress(TypeError, KeyError, ValueError, AttributeError, OverflowError):
         entry = entries[key]
         ms = {str(name): float(value) for name, value in entry["ms"].items()}
         if ms and all(map(_is_rate, ms.values())):

@@ -68,6 +68,13 @@ def test_a_pipe_or_a_huge_file_in_a_shared_folder_holds_nobody_up(tmp_path, set_
             assert read_calibrations(tmp_path) == [] and load_attention("x") is None
 
 
+def test_a_measurement_of_endless_tokens_is_none(tmp_path, set_settings):
+    use_settings(Settings(cache=str(tmp_path)))
+    text = '{"version": 1, "measured": {"x": {"tokens": 1e999, "ms": {"sdpa": 1}}}}'
+    (tmp_path / ATTENTION).write_text(text)
+    assert load_attention("x") is None
+
+
 def test_what_a_file_sets_is_used(file, tmp_path):
     assert read_settings(file) == Settings()
     file.write_text(json.dumps({"version": 1, "cache": str(tmp_path), "gemm_int8": "triton"}))

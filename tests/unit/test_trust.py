@@ -201,6 +201,10 @@ MENDED = {
         "every user of the folder: ComfyUI's start, or all memory",
         f"{SETTINGS}::test_a_pipe_or_a_huge_file_in_a_shared_folder_holds_nobody_up",
     ),
+    "a measurement of endless tokens": (
+        "every user of the folder: each run with that attention",
+        f"{SETTINGS}::test_a_measurement_of_endless_tokens_is_none",
+    ),
     "a workflow of gigabytes": (
         "who submits: all memory",
         "test_client_workflow_file.py::test_a_file_that_is_far_too_large_is_not_read",

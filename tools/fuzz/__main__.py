@@ -12,6 +12,7 @@ import contextlib
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -144,6 +145,11 @@ def tried(target: Target, path: Path, data: bytes, zeros: int = 0) -> str | None
     path.write_bytes(data)
     if zeros:
         os.truncate(path, len(data) + zeros)
+    return refused(target, path)
+
+
+def refused(target: Target, path: Path) -> str | None:
+    """Does so with a file that is there."""
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
     try:
         target.read(path)
@@ -254,7 +260,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="qwen-l40s-fuzz-", dir=place) as folder, limited():
         if args.file:
             target = TARGETS[names[0]]
-            sys.exit(tried(target, Path(folder, target.name), args.file.read_bytes()))
+            shutil.copyfile(args.file, Path(folder, target.name))
+            sys.exit(refused(target, Path(folder, target.name)))
         if args.guided:
             guide(names[0], Path(folder), args.minutes * 60)
         if atheris and args.seed is args.cases is None:
@@ -265,7 +272,8 @@ def main() -> None:
         for name in names:
             start, minutes = time.process_time(), args.minutes / len(names)
             until = Until(args.cases, time.monotonic() + minutes * 60)
-            rows[name], found = fuzz(name, Path(folder), args.seed or 0, until)
+            with limited():  # anew, for a million cases leave something behind
+                rows[name], found = fuzz(name, Path(folder), args.seed or 0, until)
             each, wrong = (time.process_time() - start) / max(rows[name], 1), wrong + found
             said = f"{name}: {rows[name]:,} cases, {found} found, {each * 1e6:.0f} us each"
             print(said, flush=True)
