@@ -9,15 +9,16 @@ setting once, in another order, with prompts between that are interrupted at any
 round is the warm-up. Each picture has to be its setting's first, pixel for pixel, and then that of
 another server: each of `--fresh` servers paints its share of the settings, in another order.
 
-On a card it needs ComfyUI's Python and nvidia-ml-py; FOLDER gets random weights as of `bench
-image`, and the last fifth of the rounds may be no slower than the second.
+On a card it needs ComfyUI's Python and nvidia-ml-py. FOLDER gets random weights as of `bench
+image`, which run in int8; the card's memory may not grow, and the last fifth of the rounds may not
+be slower than the second.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
+import math
 import os
 import random
 import re
@@ -25,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from itertools import count
@@ -33,7 +34,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from PIL import Image
 from safetensors.torch import load_file
@@ -49,67 +49,41 @@ from .server import ComfyUIServer, comfyui_folder, seconds_of
 
 ROOT = Path(__file__).resolve().parent.parent
 TEMPLATE = ROOT / "workflows" / "api" / "micro_text_to_image.json"
+NODE_OF_21 = "TextEncodeQwenImage21"
 MB = 1e6
 SEED, CANCELLED = 48, 0.05
 MOST_GROWTH, MOST_SLOWING = 100 * MB, 1.03
-CACHE = {"cache": "custom", "budget": 1.0, "head": 0.1, "tail": 0.1, "longest": 2, "gain": 0.5}
-TEXTS = "a red ring", "a large green circle at the bottom right of a white background, and a star"
-FRESH, LATE = "on a fresh server", "ended before its cancel"
-NODE_OF_21 = "TextEncodeQwenImage21"
-Graph = dict[str, dict[str, Any]]
-
-
-class Model(NamedTuple):
-    """Files of a model as the loader's choices name them, and a LoRA that fits."""
-
-    transformer: str
-    text_encoder: str
-    vae: str
-    lora: str
-
-
-class Setting(NamedTuple):
-    model: Model
-    precision: str
-    size: tuple[int, int]
-    batch: int
-    text: str
-    cfg: float
-    cached: bool
-    lora: str | None
-    nag: bool
-    attention: str | None
-    tiles: int
-    seed: int
-
-
-# Of each setting but model, size and seed: a value that stands twice comes twice as often.
-CHOICES = {
+CACHE = {"budget": 1.0, "head": 0.1, "tail": 0.1, "longest": 2, "gain": 0.5}
+IN_TURN, FRESH = "in turn", "on a fresh server"
+# A value that stands twice comes twice as often.
+CHOICES: dict[str, Sequence[Any]] = {
     "precision": ("bf16", "int8", "fp8"),
+    "size": ((256, 256), (192, 320), (320, 192)),
     "batch": (1, 1, 2),
-    "text": TEXTS,
+    "text": ("a red ring", "a large green circle at the bottom right of a white background"),
     "cfg": (1.0, 4.0),
     "cached": (False, False, True),
-    "lora": (None, "merge", "bypass"),
+    "lora": ("", "merge", "bypass"),
     "nag": (False, False, True),
-    "attention": (None, "auto", "math"),
+    "attention": ("", "auto", "math"),
     "tiles": (0, 0, 2),
 }
-SMALL_SIZES = ((256, 256), (192, 320), (320, 192))
-LARGE_SIZES = ((1328, 1328), (1664, 928))
+FULL_SIZE = {"precision": ("int8",), "size": ((1328, 1328), (1664, 928)), "batch": (1,)}
+Graph = dict[str, dict[str, Any]]
+Setting = dict[str, Any]
+Model = tuple[str, dict[str, str]]  # a LoRA that fits, and files as the loader names them
 
 
-def settings_of(models: Sequence[Model], sizes: Sequence[Any], number: int) -> list[Setting]:
+def settings_of(choices: Mapping[str, Sequence[Any]], number: int) -> list[Setting]:
     """Draws settings in which every choice comes as often as it can, always the same."""
     draw = random.Random(SEED)
-    choices = {"model": models, "size": sizes, **CHOICES}
-    columns = {
-        name: draw.sample([values[it % len(values)] for it in range(number)], number)
-        for name, values in choices.items()
-    }
+    columns = [
+        draw.sample([values[it % len(values)] for it in range(number)], number)
+        for values in choices.values()
+    ]
     return [
-        Setting(seed=seed, **{name: column[seed] for name, column in columns.items()})
-        for seed in range(number)
+        {"seed": seed} | dict(zip(choices, values, strict=True))
+        for seed, values in enumerate(zip(*columns, strict=True))
     ]
 
 
@@ -120,31 +94,28 @@ def graph_of(setting: Setting, turn: int = 0) -> Graph:
         turn: an input that the sampler passes over, and ComfyUI's cache does not: it samples again.
     """
     nodes: Graph = json.loads(TEMPLATE.read_text(encoding="utf-8"))
-    sample = nodes["sample"]["inputs"]
+    sample, (width, height) = nodes["sample"]["inputs"], setting["size"]
+    lora, files = setting["model"]
 
     def through(kind: str, **inputs: Any) -> None:
         inputs["model"], sample["model"] = sample["model"], [kind, 0]
         nodes[kind] = {"class_type": f"QwenL40S_{kind}", "inputs": inputs}
 
-    model, (width, height) = setting.model, setting.size
-    files = {"model": model.transformer, "text_encoder": model.text_encoder, "vae": model.vae}
-    nodes["load"]["inputs"] |= files | {"precision": setting.precision}
-    nodes["positive"]["inputs"]["text"] = setting.text
-    nodes["empty"]["inputs"] |= {"width": width, "height": height, "batch_size": setting.batch}
-    if setting.lora:
-        through("LoadLora", lora=model.lora, strength=1.0, lora_mode=setting.lora)
-    if setting.attention:
-        through("Optimize", attention=setting.attention, fused_blocks=True)
-    if setting.nag:
-        through("NAG", negative=["negative", 0], scale=5.0, tau=2.5, alpha=0.25)
-    if setting.cached:
-        custom = {f"cache.{name}": value for name, value in CACHE.items() if name != "cache"}
-        through("StepCache", cache="custom", **custom)
-    sample |= {"turn": turn, "seed": setting.seed}
-    sample |= {"steps": 12 if setting.cached else 4, "cfg": setting.cfg}
-    if setting.attention:
+    nodes["load"]["inputs"] |= files | {"precision": setting["precision"]}
+    nodes["positive"]["inputs"]["text"] = setting["text"]
+    nodes["empty"]["inputs"] |= {"width": width, "height": height, "batch_size": setting["batch"]}
+    if setting["lora"]:
+        through("LoadLora", lora=lora, strength=1.0, lora_mode=setting["lora"])
+    if setting["attention"]:
+        through("Optimize", attention=setting["attention"], fused_blocks=True)
         nodes["decode"]["class_type"] = "QwenL40S_VAEDecode"
-        nodes["decode"]["inputs"]["tiles"] = setting.tiles
+        nodes["decode"]["inputs"]["tiles"] = setting["tiles"]
+    if setting["nag"]:
+        through("NAG", negative=["negative", 0], scale=5.0, tau=2.5, alpha=0.25)
+    if setting["cached"]:
+        through("StepCache", cache="custom", **{f"cache.{name}": it for name, it in CACHE.items()})
+    sample |= {"turn": turn, "seed": setting["seed"], "cfg": setting["cfg"]}
+    sample["steps"] = 12 if setting["cached"] else 4
     return nodes
 
 
@@ -154,31 +125,31 @@ def micro_models(models: Path) -> list[Model]:
     A GGUF file cannot say how the head of the other, which is 32 wide, is split over the axes.
     """
     found = []
-    for kind in ("loras", "diffusion_models"):
-        (models / kind).mkdir(parents=True)
     for title, name in (("micro", "1.x"), ("micro 2.1", "2.1")):
         folder, lora = bundled_micro_folder(name) / "transformer", f"{title}.safetensors"
         shape = check_complete(open_source(folder, "transformer"))
         write_lora(models / "loras" / lora, shape, 4, torch.device("cpu"))
-        found.append(Model(*[f"{title} (bundled)"] * 3, lora))
+        files = dict.fromkeys(("model", "text_encoder", "vae"), f"{title} (bundled)")
+        found.append((lora, files))
     if find_spec("gguf"):
         (weights,), file = folder.glob("*.safetensors"), f"{title}.gguf"
         _write_gguf(weights, models / "diffusion_models" / file)
-        found += [found[0], found[-1]._replace(transformer=file)]
+        found += [found[0], (lora, files | {"model": file})]
     return found
 
 
 def full_size_models(models: Path) -> list[Model]:
     """Writes random weights of Qwen-Image and a LoRA into a folder."""
+    import_comfyui(cpu=False)
     from .comfyui import write_models
 
-    import_comfyui(cpu=False)
     files, lora = published(None), "soak.safetensors"
     write_models(models, files)
     shape = find_member(files.member).transformer
     write_lora(models / "loras" / lora, shape, 16, torch.device("cuda"))
     torch.cuda.empty_cache()
-    return [Model(files.transformer, files.text_encoder, files.vae, lora)]
+    names = {"model": files.transformer, "text_encoder": files.text_encoder, "vae": files.vae}
+    return [(lora, names)]
 
 
 def _write_gguf(weights: Path, path: Path) -> None:
@@ -195,11 +166,10 @@ def _write_gguf(weights: Path, path: Path) -> None:
 
 
 class Painted(NamedTuple):
-    """What came of a prompt: seconds by the server, and the bytes that were in use after it."""
+    """What a prompt took, as the server says, and the bytes that were in use after it."""
 
-    setting: Setting
     seconds: float
-    memory: int
+    host: int
     card: int
 
 
@@ -214,15 +184,9 @@ class Soak:
     def __init__(self, settings: Sequence[Setting], card: Callable[[], int]) -> None:
         self.settings, self.draw, self.turns = settings, random.Random(SEED), count()
         self.rounds: list[list[Painted]] = []
-        self.known: dict[Setting, str] = {}
+        self.known: dict[int, bytes] = {}
         self.different: Counter[str] = Counter()
-        self.cancelled = 0
-        self._card = card
-
-    def paint(self, server: ComfyUIServer, setting: Setting, where: str) -> Painted:
-        entry = server.end(server.begin(graph_of(setting, next(self.turns))))
-        self._compare(server, setting, entry, where)
-        return Painted(setting, seconds_of(entry), resident(server.process.pid), self._card())
+        self.cancelled, self._card = 0, card
 
     def round(self, server: ComfyUIServer) -> None:
         """Paints every setting once; behind the first round some prompts are interrupted."""
@@ -230,57 +194,39 @@ class Soak:
         for setting in self.draw.sample(self.settings, len(self.settings)):
             if self.rounds and self.draw.random() < CANCELLED:
                 usual = median(it.seconds for it in self.rounds[-1])
-                self._cancel(server, self.draw.choice(self.settings), self.draw.uniform(0, usual))
-            done.append(self.paint(server, setting, "in turn"))
+                other, after = self.draw.choice(self.settings), self.draw.uniform(0, usual)
+                self.paint(server, other, IN_TURN, cancel_after=after)
+            entry = self.paint(server, setting, IN_TURN)
+            done.append(Painted(seconds_of(entry), resident(server.process.pid), self._card()))
         self.rounds.append(done)
 
-    def _cancel(self, server: ComfyUIServer, setting: Setting, after: float) -> None:
+    def paint(
+        self, server: ComfyUIServer, setting: Setting, where: str, cancel_after: float = math.inf
+    ) -> dict[str, Any]:
+        """Compares what comes of a prompt, which may have ended before it is interrupted."""
         prompt = server.begin(graph_of(setting, next(self.turns)))
-        time.sleep(after)
-        server.ask("/interrupt", {"prompt_id": prompt})
+        if cancel_after < math.inf:
+            time.sleep(cancel_after)
+            server.ask("/interrupt", {"prompt_id": prompt})
         entry = server.end(prompt)
         if "execution_interrupted" in dict(entry["status"]["messages"]):
             self.cancelled += 1
-        else:
-            self._compare(server, setting, entry, LATE)
-
-    def _compare(
-        self, server: ComfyUIServer, setting: Setting, entry: dict[str, Any], where: str
-    ) -> None:
-        digest = hashlib.sha256()
+            return entry
+        pixels = b""
         for image in entry["outputs"]["save"]["images"]:
             path = server.base / image["type"] / image["subfolder"] / image["filename"]
-            digest.update(pixels(path).tobytes())
+            pixels += Image.open(path).tobytes()
             path.unlink()
-        if self.known.setdefault(setting, digest.hexdigest()) != digest.hexdigest():
+        if self.known.setdefault(setting["seed"], pixels) != pixels:
             self.different[where] += 1
             print(f"different, {where}: {setting}", flush=True)
-
-
-def pixels(path: Path) -> np.ndarray:
-    with Image.open(path) as image:
-        return np.asarray(image)
+        return entry
 
 
 def resident(pid: int) -> int:
-    """Bytes of host memory that a process has, as Linux tells them; 0 elsewhere."""
-    status = Path(f"/proc/{pid}/status")
-    found = re.search(r"VmRSS:\s+(\d+) kB", status.read_text()) if status.exists() else None
-    return int(found[1]) * 1024 if found else 0
-
-
-def growth(rounds: Sequence[Sequence[Painted]], name: str) -> int:
-    """By how much the most of any later round is above the most of the first, in bytes."""
-    most = [max(getattr(it, name) for it in done) for done in rounds]
-    return max(most[1:], default=most[0]) - most[0]
-
-
-def slowing(rounds: Sequence[Sequence[Painted]]) -> float:
-    """The median prompt of the last fifth of the rounds, against that of the second fifth."""
-    fifth = max(1, len(rounds) // 5)
-    parts = rounds[-fifth:], rounds[fifth : 2 * fifth] or rounds
-    last, second = (median(it.seconds for done in part for it in done) for part in parts)
-    return last / second
+    """Bytes of host memory that a process has, as Linux tells them."""
+    found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    return int(found[1]) * 1024
 
 
 def soak(args: argparse.Namespace) -> int:
@@ -288,28 +234,29 @@ def soak(args: argparse.Namespace) -> int:
     began, comfyui = time.monotonic(), comfyui_folder()
     if comfyui is None:
         raise UnavailableError("there is no ComfyUI: name its folder with COMFYUI_PATH.")
-    own = [comfyui / ".venv" / "bin" / "python", Path(sys.executable)]
-    python = args.python or next(it for it in own if it.exists())
+    own = comfyui / ".venv" / "bin" / "python"
+    python = args.python or (own if own.exists() else sys.executable)
     with tempfile.TemporaryDirectory() as folder:
-        base, card = Path(folder), lambda: 0
-        # ComfyUI with much memory keeps what earlier prompts gave, which would be growth.
-        more = ["--cache-classic"]
+        base, card, more = Path(folder), lambda: 0, ["--cpu"]
+        models = args.full_size or base / "models"
+        for kind in ("loras", "diffusion_models"):
+            (models / kind).mkdir(parents=True, exist_ok=True)
         if args.full_size:
-            (base / "models").symlink_to(args.full_size.resolve(), target_is_directory=True)
-            models, sizes, card = full_size_models(args.full_size), LARGE_SIZES, used_bytes()
+            (base / "models").symlink_to(models.resolve(), target_is_directory=True)
+            choices = CHOICES | FULL_SIZE | {"model": full_size_models(models)}
+            # Else ComfyUI on a host with much memory keeps what all earlier prompts gave.
+            card, more = used_bytes(), ["--cache-classic"]
         else:
-            models, sizes = micro_models(base / "models"), SMALL_SIZES
-            more.append("--cpu")
+            choices = CHOICES | {"model": micro_models(models)}
         start = partial(ComfyUIServer, comfyui, python, base, *more)
         with start() as server:
             if NODE_OF_21 not in server.ask("/object_info"):
-                models = [it for it in models if "2.1" not in it.lora]
-            run = Soak(settings_of(models, sizes, args.settings), card)
-            while len(run.rounds) * args.settings < args.pictures:
-                if time.monotonic() - began > args.minutes * 60:
-                    break
+                choices["model"] = [it for it in choices["model"] if "2.1" not in it[0]]
+            run = Soak(settings_of(choices, args.settings), card)
+            ends = began + 60 * args.minutes
+            while len(run.rounds) * args.settings < args.pictures and time.monotonic() < ends:
                 run.round(server)
-                memory = max(it.memory for it in run.rounds[-1]) / MB
+                memory = max(it.host for it in run.rounds[-1]) / MB
                 print(f"{len(run.rounds) * args.settings} pictures, {memory:.0f} MB", flush=True)
         order = run.draw.sample(run.settings, args.settings)
         for number in range(args.fresh):
@@ -320,28 +267,33 @@ def soak(args: argparse.Namespace) -> int:
 
 
 def report(run: Soak, args: argparse.Namespace, seconds: float) -> int:
-    first, last = (max(it.memory for it in done) / MB for done in (run.rounds[0], run.rounds[-1]))
-    grown, slower = (growth(run.rounds, name) for name in ("memory", "card")), slowing(run.rounds)
-    host, card = grown
-    alike = len(run.settings) - len(set(run.known.values()))
+    host, card = (
+        [max(getattr(it, kind) for it in done) for done in run.rounds] for kind in ("host", "card")
+    )
+    alike = len(run.known) - len(set(run.known.values()))
     rows = {
         "pictures": len(run.rounds) * len(run.settings),
         "settings": len(run.settings),
         "prompts interrupted": run.cancelled,
-        "host memory, the most of the first round, MB": round(first),
-        "of the last round": round(last),
-        "growth of any round": round(host / MB),
-        "pictures that differ in turn": run.different["in turn"] + run.different[LATE],
+        "MB of host memory, the most of the first round": round(host[0] / MB),
+        "of the last": round(host[-1] / MB),
+        "of any": round(max(host) / MB),
+        "pictures that differ from the first": run.different[IN_TURN],
         f"on {args.fresh} fresh servers": run.different[FRESH],
         "settings that paint the same": alike,
         "seconds": round(seconds),
     }
+    bad = max(host) - host[0] >= MOST_GROWTH or run.different or alike
     if args.full_size:
-        rows |= {"growth on the card, MB": card / MB, "last fifth against second": f"{slower:.3f}"}
+        fifth = max(1, len(run.rounds) // 5)
+        parts = run.rounds[-fifth:], run.rounds[fifth : 2 * fifth] or run.rounds
+        last, second = (median(it.seconds for done in part for it in done) for part in parts)
+        rows |= {"MB more on the card than in the first round": (max(card) - card[0]) / MB}
+        rows |= {"seconds of a prompt, last fifth / second": round(last / second, 3)}
+        bad = bad or max(card) > card[0] or last / second > MOST_SLOWING
     for name, value in rows.items():
-        print(f"{name:45} {value:>10}")
-    slow = args.full_size is not None and (card > 0 or slower > MOST_SLOWING)
-    return int(host >= MOST_GROWTH or bool(run.different) or alike > 0 or slow)
+        print(f"{name:48} {value:>10}")
+    return int(bool(bad))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -350,9 +302,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--pictures", type=int, default=600)
     add("--settings", type=int, default=40)
     add("--fresh", type=int, default=8)
-    add("--minutes", type=float, default=float("inf"))
+    add("--minutes", type=float, default=math.inf)
     add("--full-size", type=Path, metavar="FOLDER")
-    add("--python", type=Path, default=os.environ.get("COMFYUI_PYTHON"))
+    add("--python", default=os.environ.get("COMFYUI_PYTHON"))
     return soak(parser.parse_args(arguments))
 
 
