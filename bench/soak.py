@@ -248,7 +248,7 @@ def soak(args: argparse.Namespace) -> int:
             card, more = used_bytes(), ["--cache-classic"]
         else:
             choices = CHOICES | {"model": micro_models(models)}
-        start = partial(ComfyUIServer, comfyui, python, base, *more)
+        start = partial(ComfyUIServer, comfyui, python, base, *more, *args.server_args.split())
         with start() as server:
             if NODE_OF_21 not in server.ask("/object_info"):
                 choices["model"] = [it for it in choices["model"] if "2.1" not in it[0]]
@@ -305,6 +305,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--minutes", type=float, default=math.inf)
     add("--full-size", type=Path, metavar="FOLDER")
     add("--python", default=os.environ.get("COMFYUI_PYTHON"))
+    add("--server-args", default="", help="more of ComfyUI's command line")
     return soak(parser.parse_args(arguments))
 
 
