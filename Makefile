@@ -23,20 +23,21 @@ export TORCH_FOR := $(TORCH)
 
 # Processes that run tests, of one thread each: small work on many threads waits for threads.
 WORKERS ?= 2
-test test-unit test-host test-server test-cuda: export OMP_NUM_THREADS = 1
+test test-unit test-host test-server test-cuda soak: export OMP_NUM_THREADS = 1
 # A file's tests share what it has built; on a card they are many and short.
 DIST = loadgroup
 RUN = $(BIN)/pytest
 PYTEST = $(RUN) -n $(WORKERS) --dist $(DIST) --durations=15 --durations-min=5
 
 .PHONY: archive help install demo test test-all test-unit test-host test-server test-next-host test-next
-.PHONY: test-cuda cuda-unit cuda-card cuda-dynamic lint fuzz micro-quality format clean rebuild
+.PHONY: soak test-cuda cuda-unit cuda-card cuda-dynamic lint fuzz micro-quality format clean rebuild
 
 help:
 	@echo "make demo           paint the default prompt with the bundled micro model into out/"
 	@echo "make test           run the tests that need no ComfyUI and seconds each (CPU, 4 minutes)"
 	@echo "make test-all       run all tests, inside ComfyUI and against its server too (CPU, half an hour)"
 	@echo "make test-next      run them with the newest torch, ComfyUI packages and ComfyUI's code; print what broke"
+	@echo "make soak           paint 600 pictures through one server, and 108 through a fleet (CPU, 45 minutes)"
 	@echo "make test-cuda      run the tests that need a card (4 minutes; CUDA_PYTHON= names a Python that has all)"
 	@echo "make lint           check style"
 	@echo "make fuzz           try broken files and texts for MINUTES=10"
@@ -89,6 +90,11 @@ test-next:
 	@code=0; for part in "tests/unit -m 'not slow'" tests/host tests/server tests/page; do \
 		eval $(RUN) -n $(WORKERS) --dist loadgroup $$part $(ARGS) || code=1; \
 	done; exit $$code
+
+# 40 settings of a real ComfyUI in turn, and a fleet of which one server is killed. On a card: bench/soak.py.
+soak: $(STAMP)
+	@$(BIN)/python -m qwen_l40s.bench.soak $(ARGS)
+	@$(RUN) tests/server/test_fleet.py -k pictures
 
 # The three parts side by side, each printed when it is over.
 test-cuda: $(if $(CUDA_PYTHON),,$(STAMP))

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import sys
 import tempfile
-import time
-import urllib.error
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -30,12 +28,10 @@ from ..spec.formats import GIB
 from ..spec.transformer import REFERENCE_SIDE
 from .measure import Fields, PeakReader, used_bytes
 from .rows import BenchSetup, Inputs, Row
-from .server import ComfyUIServer, ComfyUIServerError, comfyui_folder
+from .server import ComfyUIServer, ComfyUIServerError, comfyui_folder, seconds_of
 
 ApiGraph = dict[str, dict[str, Any]]
 TURNS, FEW, CACHE = 3, 10, "balanced"
-# Asked rarely: the server answers in the interpreter that runs the prompt, and tells times itself.
-SECONDS, POLL_SECONDS = 600, 0.2
 MICRO = "micro (bundled)"  # what a CPU runs
 PROMPT = (
     "A lighthouse keeper in a yellow raincoat stands on wet rocks at dusk and holds a brass lamp "
@@ -116,7 +112,8 @@ def _prompts(setup: BenchSetup, row: Row, repeats: int) -> Iterator[tuple[Inputs
             _write_references(server.base / "input", setup.inputs[0].references)
 
             def run(inputs: Inputs, shift: int = 0) -> float:
-                return run_graph(server, graph_of(setup, row, inputs, next(seeds), shift))
+                graph = graph_of(setup, row, inputs, next(seeds), shift)
+                return 1e3 * seconds_of(server.end(server.begin(graph)))
 
             for number, inputs in enumerate(setup.inputs):
                 yield inputs, "resized_ms" if number else "first_ms", run(inputs)
@@ -124,31 +121,6 @@ def _prompts(setup: BenchSetup, row: Row, repeats: int) -> Iterator[tuple[Inputs
                 for _ in range(repeats):
                     yield inputs, "ms", run(inputs)
                 yield inputs, "text_ms", run(inputs, number + 1)
-
-
-def run_graph(server: ComfyUIServer, graph: ApiGraph) -> float:
-    """Posts a graph, waits for its end, and returns the milliseconds that the server says.
-
-    Raises:
-        ComfyUIServerError: the graph is refused or fails, the server ends, or it takes too long.
-    """
-    deadline = time.monotonic() + SECONDS
-    try:
-        posted = server.ask("/prompt", {"prompt": graph})
-    except urllib.error.HTTPError as error:
-        raise ComfyUIServerError(
-            f"ComfyUI refuses the graph: {error.read().decode()[:2000]}"
-        ) from None
-    prompt = posted["prompt_id"]
-    while not (entry := server.ask(f"/history/{prompt}").get(prompt)):
-        server.check_alive()
-        if time.monotonic() > deadline:
-            raise ComfyUIServerError(f"no answer in {SECONDS} s:\n{server.tail()}")
-        time.sleep(POLL_SECONDS)
-    told = dict(entry["status"]["messages"])
-    if failure := told.get("execution_error"):
-        raise ComfyUIServerError(f"{failure['node_type']}: {failure['exception_message']}")
-    return float(told["execution_success"]["timestamp"] - told["execution_start"]["timestamp"])
 
 
 def graph_of(setup: BenchSetup, row: Row, inputs: Inputs, seed: int, shift: int = 0) -> ApiGraph:

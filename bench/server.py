@@ -9,6 +9,7 @@ import random
 import socket
 import subprocess
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +23,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PACK = "comfyui-qwen-image-l40s.main"
 START_SECONDS = 600  # a guard against what hangs
 STOP_SECONDS = 20
+# Asked rarely: the server answers in the interpreter that runs the prompt, and tells times itself.
+PROMPT_SECONDS, POLL_SECONDS = 600, 0.2
 
 
 def comfyui_folder() -> Path | None:
@@ -100,7 +103,31 @@ class ComfyUIServer:
         address = f"http://127.0.0.1:{self.port}{path}"
         request = urllib.request.Request(address, body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=60) as answer:
-            return json.loads(answer.read())
+            return json.loads(answer.read() or "null")
+
+    def begin(self, graph: dict[str, Any]) -> str:
+        """Queues a graph; returns its prompt's id, or raises ComfyUIServerError if refused."""
+        try:
+            return self.ask("/prompt", {"prompt": graph})["prompt_id"]
+        except urllib.error.HTTPError as error:
+            said = error.read().decode()[:2000]
+            raise ComfyUIServerError(f"ComfyUI refuses the graph: {said}") from None
+
+    def end(self, prompt: str) -> dict[str, Any]:
+        """Waits for a prompt's end; returns its entry in the history.
+
+        Raises:
+            ComfyUIServerError: it fails, the server ends, or it takes too long.
+        """
+        deadline = time.monotonic() + PROMPT_SECONDS
+        while not (entry := self.ask(f"/history/{prompt}").get(prompt)):
+            self.check_alive()
+            if time.monotonic() > deadline:
+                raise ComfyUIServerError(f"no answer in {PROMPT_SECONDS} s:\n{self.tail()}")
+            time.sleep(POLL_SECONDS)
+        if failure := dict(entry["status"]["messages"]).get("execution_error"):
+            raise ComfyUIServerError(f"{failure['node_type']}: {failure['exception_message']}")
+        return entry
 
     def tail(self) -> str:
         return self.log.read_text(errors="replace")[-4000:]
@@ -131,3 +158,9 @@ def _free_port() -> int:
             probe.bind(("127.0.0.1", port))
             return port
     raise ComfyUIServerError("no port between 10000 and 32000 is free: end what else runs here")
+
+
+def seconds_of(entry: dict[str, Any]) -> float:
+    """From a prompt's first node to its last, as the server tells them."""
+    told = dict(entry["status"]["messages"])
+    return (told["execution_success"]["timestamp"] - told["execution_start"]["timestamp"]) / 1e3

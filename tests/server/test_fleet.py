@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 import waiting
 from comfyui_host import comfyui_folder, comfyui_python
+from comfyui_server import Server
+from PIL import Image
 
 from qwen_l40s.bench.server import PACK
 from qwen_l40s.errors import SettingError
@@ -68,11 +70,17 @@ def folder(tmp_path_factory):
         fleet.wait()
 
 
-def submit(folder: Path, output: Path, *more: str) -> subprocess.Popen[str]:
-    command = [sys.executable, ROOT, "submit", MICRO, "--servers", folder / "servers.json"]
+def submit(servers: Path, output: Path, *more: str) -> subprocess.Popen[str]:
+    """Takes a fleet's folder, or a list of servers."""
+    servers = servers / "servers.json" if servers.is_dir() else servers
+    command = [sys.executable, ROOT, "submit", MICRO, "--servers", servers]
     command += ["--output", output, *more, "--json"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen([*map(str, command)], text=True, encoding="utf-8", **pipes)
+
+
+def pictures(output: Path) -> dict[str, bytes]:
+    return {path.name: Image.open(path).tobytes() for path in output.glob("*.png")}
 
 
 def check(process: subprocess.Popen[str], output: Path, count: int) -> None:
@@ -99,6 +107,29 @@ def test_five_hundred_jobs_on_four_servers_one_of_which_is_killed(folder: Path, 
     check(process, output, JOBS)
     took = time.monotonic() - started
     print(f"{JOBS} jobs in {took:.0f} s; all servers again {full:.1f} s after the kill")
+
+
+def test_pictures_of_many_settings_are_those_of_a_server_that_paints_alone(
+    folder: Path, server: Server, tmp_path: Path
+):
+    """One of the fleet's is killed meanwhile, and started again."""
+    lists = {"load.precision": "bf16 int8 fp8", "empty.width": "192 256 320", "Sample.cfg": "1 4"}
+    more = ["--set", "seed=2001..2006", "--set", "Sample.steps=3"]
+    for key, values in lists.items():
+        (tmp_path / key).write_text("\n".join(values.split()))
+        more += ["--set", f"{key}=@{tmp_path / key}"]
+    output, alone = tmp_path / "out", tmp_path / "alone"
+    process = submit(folder, output, *more)
+    until(lambda: len(list(output.glob("*.png"))) >= 108 // 5)
+    victim = states(folder)[0]
+    os.kill(victim.pid, signal.SIGKILL)
+    check(process, output, 108)
+    until(lambda: states(folder)[0].boot != victim.boot and ready(folder))
+    listed = tmp_path / "servers.txt"
+    listed.write_text(f"http://127.0.0.1:{server.port}")
+    check(submit(listed, alone, *more), alone, 108)
+    assert pictures(output) == pictures(alone)
+    assert len(set(pictures(alone).values())) == 108
 
 
 @pytest.mark.parametrize("fault", ["client killed", "server stopped"])

@@ -1,0 +1,313 @@
+"""Paints settings in turn through one ComfyUI server: nothing grows, and no picture changes.
+
+    python -m qwen_l40s.bench.soak [--pictures 600] [--settings 40] [--fresh 8]
+    python -m qwen_l40s.bench.soak --full-size FOLDER --minutes 8 --settings 6 --fresh 1
+
+The settings are drawn from a fixed seed, of the bundled micro models in turn, and of 2.1's as GGUF
+where the package `gguf` is there to write it. Each round paints every
+setting once, in another order, with prompts between that are interrupted at any place. The first
+round is the warm-up. Each picture has to be its setting's first, pixel for pixel, and then that of
+another server: each of `--fresh` servers paints its share of the settings, in another order.
+
+On a card it needs ComfyUI's Python and nvidia-ml-py. FOLDER gets random weights as of `bench
+image`, which run in int8; the card's memory may not grow, and the last fifth of the rounds may not
+be slower than the second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import re
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib.util import find_spec
+from itertools import count
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from ..errors import UnavailableError
+from ..families.registry import find_member
+from ..loaders.source import bundled_micro_folder, check_complete, open_source
+from .command import import_comfyui
+from .lora import write_lora
+from .measure import used_bytes
+from .rows import published
+from .server import ComfyUIServer, comfyui_folder, seconds_of
+
+ROOT = Path(__file__).resolve().parent.parent
+TEMPLATE = ROOT / "workflows" / "api" / "micro_text_to_image.json"
+NODE_OF_21 = "TextEncodeQwenImage21"
+MB = 1e6
+SEED, CANCELLED = 48, 0.05
+MOST_GROWTH, MOST_SLOWING = 100 * MB, 1.03
+CACHE = {"budget": 1.0, "head": 0.1, "tail": 0.1, "longest": 2, "gain": 0.5}
+IN_TURN, FRESH = "in turn", "on a fresh server"
+# A value that stands twice comes twice as often.
+CHOICES: dict[str, Sequence[Any]] = {
+    "precision": ("bf16", "int8", "fp8"),
+    "size": ((256, 256), (192, 320), (320, 192)),
+    "batch": (1, 1, 2),
+    "text": ("a red ring", "a large green circle at the bottom right of a white background"),
+    "cfg": (1.0, 4.0),
+    "cached": (False, False, True),
+    "lora": ("", "merge", "bypass"),
+    "nag": (False, False, True),
+    "attention": ("", "auto", "math"),
+    "tiles": (0, 0, 2),
+}
+FULL_SIZE = {"precision": ("int8",), "size": ((1328, 1328), (1664, 928)), "batch": (1,)}
+Graph = dict[str, dict[str, Any]]
+Setting = dict[str, Any]
+Model = tuple[str, dict[str, str]]  # a LoRA that fits, and files as the loader names them
+
+
+def settings_of(choices: Mapping[str, Sequence[Any]], number: int) -> list[Setting]:
+    """Draws settings in which every choice comes as often as it can, always the same."""
+    draw = random.Random(SEED)
+    columns = [
+        draw.sample([values[it % len(values)] for it in range(number)], number)
+        for values in choices.values()
+    ]
+    return [
+        {"seed": seed} | dict(zip(choices, values, strict=True))
+        for seed, values in enumerate(zip(*columns, strict=True))
+    ]
+
+
+def graph_of(setting: Setting, turn: int = 0) -> Graph:
+    """Makes the shared workflow of the micro model one of the setting.
+
+    Args:
+        turn: an input that the sampler passes over, and ComfyUI's cache does not: it samples again.
+    """
+    nodes: Graph = json.loads(TEMPLATE.read_text(encoding="utf-8"))
+    sample, (width, height) = nodes["sample"]["inputs"], setting["size"]
+    lora, files = setting["model"]
+
+    def through(kind: str, **inputs: Any) -> None:
+        inputs["model"], sample["model"] = sample["model"], [kind, 0]
+        nodes[kind] = {"class_type": f"QwenL40S_{kind}", "inputs": inputs}
+
+    nodes["load"]["inputs"] |= files | {"precision": setting["precision"]}
+    nodes["positive"]["inputs"]["text"] = setting["text"]
+    nodes["empty"]["inputs"] |= {"width": width, "height": height, "batch_size": setting["batch"]}
+    if setting["lora"]:
+        through("LoadLora", lora=lora, strength=1.0, lora_mode=setting["lora"])
+    if setting["attention"]:
+        through("Optimize", attention=setting["attention"], fused_blocks=True)
+        nodes["decode"]["class_type"] = "QwenL40S_VAEDecode"
+        nodes["decode"]["inputs"]["tiles"] = setting["tiles"]
+    if setting["nag"]:
+        through("NAG", negative=["negative", 0], scale=5.0, tau=2.5, alpha=0.25)
+    if setting["cached"]:
+        through("StepCache", cache="custom", **{f"cache.{name}": it for name, it in CACHE.items()})
+    sample |= {"turn": turn, "seed": setting["seed"], "cfg": setting["cfg"]}
+    sample["steps"] = 12 if setting["cached"] else 4
+    return nodes
+
+
+def micro_models(models: Path) -> list[Model]:
+    """Writes a LoRA for each bundled model into a folder, and 2.1 as GGUF; names what is there.
+
+    A GGUF file cannot say how the head of the other, which is 32 wide, is split over the axes.
+    """
+    found = []
+    for title, name in (("micro", "1.x"), ("micro 2.1", "2.1")):
+        folder, lora = bundled_micro_folder(name) / "transformer", f"{title}.safetensors"
+        shape = check_complete(open_source(folder, "transformer"))
+        write_lora(models / "loras" / lora, shape, 4, torch.device("cpu"))
+        files = dict.fromkeys(("model", "text_encoder", "vae"), f"{title} (bundled)")
+        found.append((lora, files))
+    if find_spec("gguf"):
+        (weights,), file = folder.glob("*.safetensors"), f"{title}.gguf"
+        _write_gguf(weights, models / "diffusion_models" / file)
+        found += [found[0], (lora, files | {"model": file})]
+    return found
+
+
+def full_size_models(models: Path) -> list[Model]:
+    """Writes random weights of Qwen-Image and a LoRA into a folder."""
+    import_comfyui(cpu=False)
+    from .comfyui import write_models
+
+    files, lora = published(None), "soak.safetensors"
+    write_models(models, files)
+    shape = find_member(files.member).transformer
+    write_lora(models / "loras" / lora, shape, 16, torch.device("cuda"))
+    torch.cuda.empty_cache()
+    names = {"model": files.transformer, "text_encoder": files.text_encoder, "vae": files.vae}
+    return [(lora, names)]
+
+
+def _write_gguf(weights: Path, path: Path) -> None:
+    import gguf
+
+    writer = gguf.GGUFWriter(path, "qwen_image21")
+    for name, tensor in load_file(weights).items():
+        fits = tensor.ndim == 2 and tensor.shape[1] % 32 == 0
+        kind = gguf.GGMLQuantizationType.Q8_0 if fits else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(name, gguf.quantize(tensor.float().numpy(), kind), raw_dtype=kind)
+    for write in ("header", "kv_data", "tensors"):
+        getattr(writer, f"write_{write}_to_file")()
+    writer.close()
+
+
+class Painted(NamedTuple):
+    """What a prompt took, as the server says, and the bytes that were in use after it."""
+
+    seconds: float
+    host: int
+    card: int
+
+
+class Soak:
+    """Paints settings and compares each picture with the setting's first.
+
+    Attributes:
+        rounds: of the server that keeps painting.
+        different: how many pictures were, by where they were painted.
+    """
+
+    def __init__(self, settings: Sequence[Setting], card: Callable[[], int]) -> None:
+        self.settings, self.draw, self.turns = settings, random.Random(SEED), count()
+        self.rounds: list[list[Painted]] = []
+        self.known: dict[int, bytes] = {}
+        self.different: Counter[str] = Counter()
+        self.cancelled, self._card = 0, card
+
+    def round(self, server: ComfyUIServer) -> None:
+        """Paints every setting once; behind the first round some prompts are interrupted."""
+        done: list[Painted] = []
+        for setting in self.draw.sample(self.settings, len(self.settings)):
+            if self.rounds and self.draw.random() < CANCELLED:
+                usual = median(it.seconds for it in self.rounds[-1])
+                other, after = self.draw.choice(self.settings), self.draw.uniform(0, usual)
+                self.paint(server, other, IN_TURN, cancel_after=after)
+            entry = self.paint(server, setting, IN_TURN)
+            done.append(Painted(seconds_of(entry), resident(server.process.pid), self._card()))
+        self.rounds.append(done)
+
+    def paint(
+        self, server: ComfyUIServer, setting: Setting, where: str, cancel_after: float = math.inf
+    ) -> dict[str, Any]:
+        """Compares what comes of a prompt, which may have ended before it is interrupted."""
+        prompt = server.begin(graph_of(setting, next(self.turns)))
+        if cancel_after < math.inf:
+            time.sleep(cancel_after)
+            server.ask("/interrupt", {"prompt_id": prompt})
+        entry = server.end(prompt)
+        if "execution_interrupted" in dict(entry["status"]["messages"]):
+            self.cancelled += 1
+            return entry
+        pixels = b""
+        for image in entry["outputs"]["save"]["images"]:
+            path = server.base / image["type"] / image["subfolder"] / image["filename"]
+            pixels += Image.open(path).tobytes()
+            path.unlink()
+        if self.known.setdefault(setting["seed"], pixels) != pixels:
+            self.different[where] += 1
+            print(f"different, {where}: {setting}", flush=True)
+        return entry
+
+
+def resident(pid: int) -> int:
+    """Bytes of host memory that a process has, as Linux tells them."""
+    found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    return int(found[1]) * 1024
+
+
+def soak(args: argparse.Namespace) -> int:
+    """Paints, prints what came of it, and returns 0, or 1 where something grew or changed."""
+    began, comfyui = time.monotonic(), comfyui_folder()
+    if comfyui is None:
+        raise UnavailableError("there is no ComfyUI: name its folder with COMFYUI_PATH.")
+    own = comfyui / ".venv" / "bin" / "python"
+    python = args.python or (own if own.exists() else sys.executable)
+    with tempfile.TemporaryDirectory() as folder:
+        base, card, more = Path(folder), lambda: 0, ["--cpu"]
+        models = args.full_size or base / "models"
+        for kind in ("loras", "diffusion_models"):
+            (models / kind).mkdir(parents=True, exist_ok=True)
+        if args.full_size:
+            (base / "models").symlink_to(models.resolve(), target_is_directory=True)
+            choices = CHOICES | FULL_SIZE | {"model": full_size_models(models)}
+            # Else ComfyUI on a host with much memory keeps what all earlier prompts gave.
+            card, more = used_bytes(), ["--cache-classic"]
+        else:
+            choices = CHOICES | {"model": micro_models(models)}
+        start = partial(ComfyUIServer, comfyui, python, base, *more, *args.server_args.split())
+        with start() as server:
+            if NODE_OF_21 not in server.ask("/object_info"):
+                choices["model"] = [it for it in choices["model"] if "2.1" not in it[0]]
+            run = Soak(settings_of(choices, args.settings), card)
+            ends = began + 60 * args.minutes
+            while len(run.rounds) * args.settings < args.pictures and time.monotonic() < ends:
+                run.round(server)
+                memory = max(it.host for it in run.rounds[-1]) / MB
+                print(f"{len(run.rounds) * args.settings} pictures, {memory:.0f} MB", flush=True)
+        order = run.draw.sample(run.settings, args.settings)
+        for number in range(args.fresh):
+            with start() as server:
+                for setting in order[number :: args.fresh]:
+                    run.paint(server, setting, FRESH)
+    return report(run, args, time.monotonic() - began)
+
+
+def report(run: Soak, args: argparse.Namespace, seconds: float) -> int:
+    host, card = (
+        [max(getattr(it, kind) for it in done) for done in run.rounds] for kind in ("host", "card")
+    )
+    alike = len(run.known) - len(set(run.known.values()))
+    rows = {
+        "pictures": len(run.rounds) * len(run.settings),
+        "settings": len(run.settings),
+        "prompts interrupted": run.cancelled,
+        "MB of host memory, the most of the first round": round(host[0] / MB),
+        "of the last": round(host[-1] / MB),
+        "of any": round(max(host) / MB),
+        "pictures that differ from the first": run.different[IN_TURN],
+        f"on {args.fresh} fresh servers": run.different[FRESH],
+        "settings that paint the same": alike,
+        "seconds": round(seconds),
+    }
+    bad = max(host) - host[0] >= MOST_GROWTH or run.different or alike
+    if args.full_size:
+        fifth = max(1, len(run.rounds) // 5)
+        parts = run.rounds[-fifth:], run.rounds[fifth : 2 * fifth] or run.rounds
+        last, second = (median(it.seconds for done in part for it in done) for part in parts)
+        rows |= {"MB more on the card than in the first round": (max(card) - card[0]) / MB}
+        rows |= {"seconds of a prompt, last fifth / second": round(last / second, 3)}
+        bad = bad or max(card) > card[0] or last / second > MOST_SLOWING
+    for name, value in rows.items():
+        print(f"{name:48} {value:>10}")
+    return int(bool(bad))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--pictures", type=int, default=600)
+    add("--settings", type=int, default=40)
+    add("--fresh", type=int, default=8)
+    add("--minutes", type=float, default=math.inf)
+    add("--full-size", type=Path, metavar="FOLDER")
+    add("--python", default=os.environ.get("COMFYUI_PYTHON"))
+    add("--server-args", default="", help="more of ComfyUI's command line")
+    return soak(parser.parse_args(arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
