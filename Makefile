@@ -67,7 +67,7 @@ test-host: $(STAMP)
 
 # Against a server of the same ComfyUI, and in its page: that of its own frontend, and a newer one's.
 test-server: $(STAMP) $(FRONTEND)
-	@$(PYTEST) tests/server tests/page $(ARGS)
+	@$(PYTEST) tests/server tests/page -m "not soak" $(ARGS)
 
 # The same in the newer ComfyUI at COMFYUI_NEXT_PATH: tools/next_host.md.
 test-next-host: $(STAMP)
@@ -94,7 +94,7 @@ test-next:
 # 40 settings of a real ComfyUI in turn, and a fleet of which one server is killed. On a card: bench/soak.py.
 soak: $(STAMP)
 	@$(BIN)/python -m qwen_l40s.bench.soak $(ARGS)
-	@$(RUN) tests/server/test_fleet.py -k pictures
+	@$(RUN) tests/server -m soak
 
 # The three parts side by side, each printed when it is over.
 test-cuda: $(if $(CUDA_PYTHON),,$(STAMP))

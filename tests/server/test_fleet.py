@@ -109,6 +109,7 @@ def test_five_hundred_jobs_on_four_servers_one_of_which_is_killed(folder: Path, 
     print(f"{JOBS} jobs in {took:.0f} s; all servers again {full:.1f} s after the kill")
 
 
+@pytest.mark.soak
 def test_pictures_of_many_settings_are_those_of_a_server_that_paints_alone(
     folder: Path, server: Server, tmp_path: Path
 ):
