@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -317,15 +318,16 @@ class BlockExecutor:
         if step.prefix is not None:
             program.place(step.prefix)
         norms = here.norms or self._norms(here.modules, x)
-        parts = step.segments or step.guidance
-        form = None if parts else self._attention_form(program.heads[1], step.mask)
+        cut = step.segments or step.guidance
+        form = None if cut else self._attention_form(program.heads[1], step.mask)
         if form:
             program.mix(program.attend(form, norms, step.rotary, step.mask))
         else:
             program.rotate(norms, step.rotary)
             if step.keep is not None:
                 step.keep(*program.heads[1:])
-            program.mix(attend_parts(self._attend, step, program.ops, *program.heads, step.mask))
+            attend = partial(attend_parts, self._attend, step, program.ops) if cut else self._attend
+            program.mix(attend(*program.heads, step.mask))
         self._multiply(program, here, 6, 8)
         program.middle(x, attention, mlp)
         self._multiply(program, here, 8, 10)
