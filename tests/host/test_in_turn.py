@@ -188,6 +188,8 @@ def test_a_preview_and_a_decode_between_steps(kind):
         return called
 
     prompts = PROMPTS[::5]
+    for prompt in prompts:
+        known(kind, prompt)  # without a preview
     with mock.patch("latent_preview.prepare_callback", between):
         check(graph, kind, prompts)
     assert len(images) == len(prompts) * STEPS
