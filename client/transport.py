@@ -48,7 +48,8 @@ class Address:
         text = text.strip()
         try:
             url = URL(text if "://" in text else f"http://{text}")
-            usable = url.scheme in ("http", "https") and bool(url.host)
+            # Once more, for brackets around no IPv6 address are dropped.
+            usable = url.scheme in ("http", "https") and bool(url.host and URL(str(url)).port)
         except ValueError:
             usable = False
         if not usable or any(letter.isspace() for letter in text):

@@ -53,7 +53,10 @@ def test_an_address_with_or_without_scheme_and_prefix(text, url, websocket):
     assert str(address.websocket("me")) == websocket
 
 
-@pytest.mark.parametrize("text", ["", "ftp://host", "http://", "a b", "http://host:port", "ws://h"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "ftp://host", "http://", "a b", "http://host:port", "host:0", "[null,n:ll]", "ws://h"],
+)
 def test_an_address_that_is_none(text):
     with pytest.raises(SettingError, match="is not an address"):
         Address.parse(text)
