@@ -13,6 +13,7 @@ from comfyui_boot import folder
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
+from qwen_l40s.caches import forget
 from qwen_l40s.errors import CheckpointError, UnavailableError
 from qwen_l40s.hosts.comfyui.load.text_encoder import load_text_encoder
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
@@ -51,6 +52,7 @@ NAMES = {
 def small(monkeypatch):
     """ComfyUI's class with other sizes, and files of these sizes taken for the published one's."""
     if not hasattr(llama, "Qwen3VL_8BConfig"):
+        yield
         return
     from comfy.text_encoders import qwen3vl
 
@@ -59,6 +61,9 @@ def small(monkeypatch):
     small = partial(llama.Qwen3VL_8BConfig, **TEXT)
     monkeypatch.setitem(qwen3vl.QWEN3VL_CONFIGS, "qwen3vl_8b", lambda **config: small(**config))
     monkeypatch.setitem(qwen3vl.QWEN3VL_VISION, "qwen3vl_8b", VISION)
+    forget()  # the published sizes, which another test may have read
+    yield
+    forget()
 
 
 @functools.cache
