@@ -233,6 +233,10 @@ MENDED = {
         "who reads it: control characters reached the terminal",
         f"{SUBMIT}::test_names_of_nodes_and_folders_cannot_steer_the_terminal",
     ),
+    "an address whose brackets hold no IPv6 address": (
+        "who submits: Python's error in the place of a sentence",
+        f"{SERVER}::test_an_address_that_is_none",
+    ),
 }
 LEFT = {
     "other node packs": "they run in ComfyUI's process and may do anything",
