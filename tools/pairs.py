@@ -11,7 +11,6 @@ its PSNR to that one.
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import math
 import tempfile
@@ -23,6 +22,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from ..client import Fleet
+from ..measure.fidelity import psnr
 
 GRAPH = Path(__file__).resolve().parents[1] / "workflows" / "api" / "text_to_image_cached.json"
 OFF = {"optimize": {"attention": "comfyui", "fused_blocks": False}, "decode": {"fused": False}}
@@ -47,7 +47,7 @@ SIDE, GAP, LINE = 512, 8, 40  # of a picture at most, between two, and of the wo
 
 def graph_of(way: str, micro: bool, prompt: str | None, seed: int) -> dict[str, Any]:
     precision, cache, inputs = WAYS[way]
-    graph = copy.deepcopy(json.loads(GRAPH.read_text(encoding="utf-8")))
+    graph = json.loads(GRAPH.read_text(encoding="utf-8"))
     asked = {"load": {"precision": precision}, "cache": {"cache": cache}, "sample": {"seed": seed}}
     for changes in (MICRO if micro else {}, asked, inputs):
         for node, values in changes.items():
@@ -55,13 +55,6 @@ def graph_of(way: str, micro: bool, prompt: str | None, seed: int) -> dict[str, 
     if prompt is not None:
         graph["positive"]["inputs"]["text"] = prompt
     return graph
-
-
-def psnr(one: Image.Image, other: Image.Image) -> float:
-    """Returns dB of 8-bit pixels; inf where they are the same."""
-    difference = np.asarray(one, np.float64) - np.asarray(other, np.float64)
-    error = float((difference**2).mean())
-    return math.inf if error == 0 else 10 * math.log10(255**2 / error)
 
 
 def beside(pictures: dict[str, Image.Image]) -> Image.Image:
@@ -77,11 +70,8 @@ def beside(pictures: dict[str, Image.Image]) -> Image.Image:
         sheet.paste(picture.resize((width, height), Image.Resampling.LANCZOS), (left, 0))
         words = name
         if picture is not first:
-            words += (
-                "\nthe same"
-                if psnr(picture, first) == math.inf
-                else (f"\n{psnr(picture, first):.1f} dB")
-            )
+            decibels = psnr(np.asarray(picture), np.asarray(first))
+            words += "\nthe same" if decibels == math.inf else f"\n{decibels:.1f} dB"
         draw.multiline_text((left + 4, height + 2), words, (0, 0, 0), font)
     return sheet
 

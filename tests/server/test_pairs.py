@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
+import numpy as np
 from comfyui_server import Server
 from PIL import Image
 
-from qwen_l40s.tools.pairs import GAP, LINE, WAYS, main, psnr
+from qwen_l40s.measure.fidelity import psnr
+from qwen_l40s.tools.pairs import GAP, LINE, WAYS, main
 
 SIDE = 256  # of the micro model's pictures
 
@@ -17,8 +19,9 @@ def test_one_seed_is_nearly_one_picture(server: Server, tmp_path: Path):
     with Image.open(output) as sheet:
         assert sheet.size == (len(WAYS) * (SIDE + GAP) - GAP, SIDE + LINE)
         lefts = range(0, sheet.width, SIDE + GAP)
-        stock, *others = [sheet.crop((left, 0, left + SIDE, SIDE)) for left in lefts]
-    assert len(stock.getcolors(SIDE * SIDE)) > 100
+        crops = [sheet.crop((left, 0, left + SIDE, SIDE)) for left in lefts]
+    assert len(crops[0].getcolors(SIDE * SIDE)) > 100
+    stock, *others = map(np.asarray, crops)
     near = dict(zip(list(WAYS)[1:], (psnr(other, stock) for other in others), strict=True))
     assert near["bf16"] > 60
     assert all(30 < near[way] < 60 for way in ("int8", "fp8", "bf16, cached"))
