@@ -112,7 +112,6 @@ CODE = QWEN_IMAGE_21.comfyui_code
 BLOCK_ARGUMENTS = ("x", "mod", "pe", "attn_fn", "prefix_len", "transformer_options")
 ARGUMENTS = set(BLOCK_ARGUMENTS)
 FILLS = Verdict("ComfyUI fills its prefix cache")
-WHOLE = Verdict("text, references and image run together, without ComfyUI's prefix cache")
 GUIDED = Verdict("a negative prompt guides attention")
 NOT_READ = Verdict("ComfyUI's prefix cache is in host memory or in 8 or 4 bits")
 OTHER_MODEL = Verdict("this ComfyUI calls its Qwen-Image-2.1 in a way that is unknown here")
@@ -145,6 +144,7 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
         self.peers = ()  # other cards have no part in a pass
         self._fills = self._guided = False
         self._shift = 0  # rows before those of the image, where both are given
+        self._whole: tuple[Any, ...] = ()  # those rows as ComfyUI and as we have them, and segments
         self._own: Streams | None = None  # of a block that is compared
         self._late: Callable[[], None] | None = None  # puts away its keys, unless they are refused
         self._slot: Any = None  # of the prefix cache
@@ -159,9 +159,7 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
             return FILLS
         if self._guided:
             return GUIDED
-        if self._shift:
-            return WHOLE
-        if self.prefixes is None:
+        if not self._shift and self.prefixes is None:
             return NOT_READ
         return super().no_graphs()
 
@@ -196,7 +194,18 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
         patches, replaced = (self._options.get(it, {}) for it in ("patches", "patches_replace"))
         watched = bool(patches.get("single_block") or replaced.get("dit"))
         image = self._turned(x, -1)
+        self._whole = x, image, segments
         return BlockInputs(image[:, :0], image, mod, self.guided(step), watched)
+
+    def unchanged(
+        self, index: int, positional: tuple, arguments: dict[str, Any], inputs: tuple
+    ) -> bool:
+        if not self._shift:
+            return super().unchanged(index, positional, arguments, inputs)
+        x, image, segments = self._whole
+        bound = self._segments_of(arguments) or {}
+        same = arguments.get("x") is x and arguments.get("mod") is inputs[2]
+        return not positional and same and inputs[1] is image and bound.get("segments") == segments
 
     def guided(self, step: Step) -> Step:
         step = super().guided(step)
@@ -221,6 +230,8 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
         if self._late and streams is not self._own:
             self._late()
         self._own = self._late = None
+        if self._shift and streams[1] is self._whole[1]:  # of blocks before a graph's last
+            return self._whole[0]
         return self._turned(super().output(streams), 1)
 
     def host_block(self, block: torch.nn.Module, arguments: dict[str, Any]) -> Streams:
@@ -273,6 +284,8 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
     @property
     def prefixes(self) -> Sequence[Prefix] | None:
         """Of ComfyUI's prefix cache, where it lies on the card as it is read."""
+        if self._shift:
+            return None
         cache = self.owner.diffusion_model.prefix_cache
         try:
             # A pack may call the transformer with several prompts, each of which has a slot.

@@ -173,6 +173,31 @@ def no_models_left():
 
 
 @pytest.fixture
+def played_graphs(monkeypatch):
+    """Plays a CUDA graph of all blocks where one might be replayed; lists the steps of those."""
+    import torch
+
+    from qwen_l40s.optimizations.blocks.passes import ForwardPass
+    from qwen_l40s.optimizations.blocks.products import streams_of
+
+    steps = []
+
+    def replay(self, given, clear):
+        text, image, step, entry = given
+        if self._not_at_once(clear) or self._prepared.check.wanted(step) or self._host.no_graphs():
+            return False
+        hash(self._key(given))
+        x = torch.cat([it.reshape(-1, it.shape[-1]) for it in (text, image)])
+        self._executor.run_all(self._host.blocks, x, step, entry, None, self._host.prefixes)
+        self._hand(given, streams_of(x, step.tokens), None)
+        steps.append(step)
+        return True
+
+    monkeypatch.setattr(ForwardPass, "_replay", replay)
+    return steps
+
+
+@pytest.fixture
 def set_settings():
     """Sets some of the user's settings, for one test."""
     from qwen_l40s.machine import settings as user_settings

@@ -29,8 +29,6 @@ from qwen_l40s.hosts.comfyui.sample.run import NAG_KEY
 from qwen_l40s.hosts.comfyui.sample.step_cache import cache_steps
 from qwen_l40s.nodes.nag import QwenL40SNAG
 from qwen_l40s.optimizations.attention import BACKENDS
-from qwen_l40s.optimizations.blocks.passes import ForwardPass
-from qwen_l40s.optimizations.blocks.products import streams_of
 from qwen_l40s.step_cache import CacheSettings
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
@@ -488,24 +486,10 @@ def test_the_node_and_the_report(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_graph_of_all_blocks_is_handed_over(family, monkeypatch):
-    """What replays all blocks at once, here on the processor; of 2.1 there is none."""
-    handed = []
-
-    def replay(self, given, clear):
-        text, image, step, entry = given
-        if self._not_at_once(clear) or self._prepared.check.wanted(step) or self._host.no_graphs():
-            return False
-        hash(self._key(given))
-        x = torch.cat([it.reshape(-1, it.shape[-1]) for it in (text, image)])
-        self._executor.run_all(self._host.blocks, x, step, entry, None, self._host.prefixes)
-        self._hand(given, streams_of(x, step.tokens), None)
-        handed.append(step)
-        return True
-
+def test_a_graph_of_all_blocks_is_handed_over(family, played_graphs):
+    """Of 2.1 there is none."""
     model, negative = family.make(), prompt(family, seed=5)
     expected = sample(family, guided(model, negative), steps=3)
-    monkeypatch.setattr(ForwardPass, "_replay", replay)
     optimized = optimize(guided(model, negative))
     assert close(sample(family, optimized, steps=3), expected)
-    assert len(handed) == (2 if family is One else 0)
+    assert len(played_graphs) == (2 if family is One else 0)

@@ -17,6 +17,7 @@ from qwen_l40s.caches import forget
 from qwen_l40s.hosts.comfyui import qwen_image
 from qwen_l40s.hosts.comfyui.sample.attention import SLOT
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of
+from qwen_l40s.optimizations.blocks.passes import ForwardPass
 
 pytestmark = [
     pytest.mark.usefixtures("inference_mode"),
@@ -176,6 +177,38 @@ def test_without_the_cache_whole_rows_run_fused(fused_mlp, how, monkeypatch):
     for model in (without_cache(model_21(fused_mlp)), no_memory(model_21(fused_mlp), monkeypatch)):
         expected = sample(model, **how) if expected is None else expected
         assert_all_fused(model, how, expected)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_graph_runs_whole_rows_at_once(how, played_graphs):
+    """But for the passes that are compared, of each prompt's length one."""
+    model = without_cache(model_21())
+    expected = sample(model, **how)
+    assert_all_fused(model, how, expected)
+    assert len(played_graphs) == (4 if how.get("cfg") else 2)
+    assert all(step.segments and step.prefix is None for step in played_graphs)
+
+
+def test_a_block_that_is_given_other_rows_ends_the_graph(played_graphs, monkeypatch):
+    """As by a pack that wraps what calls it."""
+    model, late = without_cache(model_21()), []
+    block, own = model.model.diffusion_model.transformer_blocks[1], ForwardPass.run
+
+    def changed(x, *given, **more):
+        return type(block).forward(block, 1.5 * x if late else x, *given, **more)
+
+    def run(self, index, module, positional, arguments):
+        if index == 1 and late:
+            positional = 1.5 * positional[0], *positional[1:]
+        return own(self, index, module, positional, arguments)
+
+    monkeypatch.setattr(ForwardPass, "run", run)
+    sample(optimized := optimize(model))
+    late.append(True)
+    found, before = sample(optimized), len(played_graphs)
+    plain = model.clone()
+    plain.add_object_patch("diffusion_model.transformer_blocks.1.forward", changed)
+    assert before > 2 and close(found, sample(plain)) and not close(found, sample(model))
 
 
 def hooked(model, name, hook):
