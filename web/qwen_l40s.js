@@ -10,7 +10,7 @@ import { app } from "../../scripts/app.js"
 const OURS = "QwenL40S_"
 const BOX = "qwen_l40s"
 const MARGIN = 8
-/** The height of the box in pixels of the graph; a longer text scrolls. */
+/** The height of a text in pixels of the graph; a longer one scrolls. */
 const MOST_HEIGHT = 128
 /** What the page's bars cover, in pixels of the window. */
 const LEFT = 66, TOP = 92, RIGHT = 8, BOTTOM = 8
@@ -92,7 +92,8 @@ function newElement() {
 /** The height that an element needs in a node of this width. */
 function heightOf(element, width) {
     const measured = element.cloneNode(true)
-    measured.style.cssText = `position: absolute; visibility: hidden; width: ${width}px`
+    // The page gives a shown element the height of its parent, here the window.
+    measured.style.cssText = `position: absolute; visibility: hidden; width: ${width}px; height: auto`
     document.body.append(measured)
     const height = Math.min(measured.scrollHeight, MOST_HEIGHT)
     measured.remove()
@@ -197,6 +198,12 @@ function renameValues(node) {
     }
 }
 
+/** Leaves the room of a picture free before a run; the page gives it to a text area. */
+function keepTextAreasLow(node) {
+    for (const { element, options } of node.widgets ?? [])
+        if (element?.tagName === "TEXTAREA") options.getMaxHeight = () => MOST_HEIGHT
+}
+
 /** Fills in %date:…% and %Node.widget%, which the page does for a list of ComfyUI's own nodes. */
 function fillInName(node) {
     const widget = node.widgets?.find((widget) => widget.name === "filename_prefix")
@@ -267,7 +274,9 @@ app.registerExtension({
     },
 
     nodeCreated(node) {
-        if (isOurs(node)) safely(() => fillInName(node))
+        if (!isOurs(node)) return
+        safely(() => fillInName(node))
+        safely(() => keepTextAreasLow(node))
     },
 
     // The page opened another tab, and remembers what its nodes said.

@@ -91,6 +91,24 @@ def test_a_run_stands_on_its_nodes_and_its_report_behind_them(page: ComfyPage):
     assert page.problems == []
 
 
+def test_a_second_run_leaves_a_node_its_height(page: ComfyPage):
+    page.load(MICRO)
+    found = []
+    for _ in range(2):
+        said = run(page)
+        page.page.get_by_role("button", name="Details").first.wait_for()
+        page.draw()
+        found.append({title: heights(page)[title] for title in said})
+    assert found[0] == found[1]
+
+
+def test_prices_leave_the_room_of_the_picture_free(classic: ComfyPage):
+    classic.load(ROOT / "workflows" / "advise.json")
+    height = """() => window.app.graph.nodes.flatMap(node => node.widgets ?? [])
+        .find(widget => widget.name === 'prices').computedHeight"""
+    assert classic.page.evaluate(height) <= 140
+
+
 def test_a_refused_prompt_says_why_on_the_node(page: ComfyPage):
     page.load(MICRO)
     (title,) = (node["title"] for node in page.nodes() if node["type"] == "QwenL40S_Load")

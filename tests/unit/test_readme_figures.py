@@ -32,8 +32,8 @@ CARDS_21 = ("L40S", "RTX 4090", "RTX 3060 12GB")
 # Of the README: what its readers have.
 CARDS_SHORT = ("L40S", "RTX 5090", "RTX 4090", "RTX 3090", "RTX 4080", "RTX 3060 12GB", "RTX 4060")
 SHORT = (
-    "What `auto` takes, and how long an image takes, predicted: {size} in {steps} steps with CFG, "
-    "of 2.1 {size_21} in {steps_21}\nwithout. [More cards and figures]"
+    "What `auto` takes, and how long an image takes, predicted: {size} in {steps} steps with CFG; "
+    "2.1: {size_21} in {steps_21}\nwithout. [More cards and figures]"
     "(docs/estimate.md#which-settings-on-which-card), among them what a rented card costs."
 )
 HEAD_SHORT = "| card | Qwen-Image-2512 | Qwen-Image-2.1 |\n|---|---|---|"
