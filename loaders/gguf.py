@@ -72,6 +72,7 @@ ARCHITECTURES = ("qwen_image", "qwen_image21")
 UINT32, STRING, ARRAY = 4, 8, 9
 SMALLEST_TENSOR = 24  # bytes of a tensor's entry, without name and dimensions
 LONGEST_KEY = 65_535  # bytes, as the format has it
+MOST_TEXTS = 2**20  # in a file's lists: they take 0.5 s of a processor
 KEPT_TEXT = 1024  # bytes of a text worth keeping
 KEPT = ("general.architecture", "general.alignment", "split.no", "split.count")
 
@@ -143,7 +144,7 @@ def read_gguf_set(path: Path) -> tuple[Header, ...]:
 class _Reader:
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self.path, self.file = path, file
-        self.position, self.size = 0, os.fstat(file.fileno()).st_size
+        self.position, self.size, self.texts = 0, os.fstat(file.fileno()).st_size, 0
 
     def header(self) -> Header:
         if self._take(4) != MAGIC:
@@ -208,7 +209,10 @@ class _Reader:
         if inner in NUMBERS:
             self._skip(length * struct.calcsize(NUMBERS[inner]))
         elif inner == STRING:
-            for _ in range(self._counted(length, 8, f"texts of {key}")):
+            self.texts += self._counted(length, 8, f"texts of {key}")
+            if self.texts > MOST_TEXTS:
+                raise self._broken(f"its lists hold {self.texts:,} texts, more than any model's")
+            for _ in range(length):
                 self._skip(*self._numbers("Q"))
         else:
             raise self._broken(f"its {key!r} is a list of the type {inner}, which no model has")

@@ -41,7 +41,7 @@ def test_fixed_cases_of_every_target_are_read_or_refused(tmp_path):
     ],
 )
 def test_what_is_wrong_is_told_once_and_can_be_repeated(tmp_path, breaks, said):
-    """An error of Python's, what never ends, and what takes all memory."""
+    """An error of Python's, what never ends, and what takes too much memory."""
     before = (
         f"def read(path):\n    if path.stat().st_size % 7 == 0:\n        {breaks}\n"
         "it.TARGETS['prices'] = it.TARGETS['prices']._replace(read=read); it.SECONDS = 0.1"
@@ -54,3 +54,51 @@ def test_what_is_wrong_is_told_once_and_can_be_repeated(tmp_path, breaks, said):
     words = again.removeprefix("  again: ").replace("'", "").split()
     alone = fuzz(tmp_path, *words, before=before)
     assert alone.returncode == 1 and said in alone.stderr
+
+
+@pytest.mark.parametrize(
+    ("breaks", "said"),
+    [
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "-11"),
+        ("signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGPROF]); time.sleep(900)", "-6"),
+    ],
+)
+def test_a_crash_and_a_call_that_never_returns_are_told_with_their_case(tmp_path, breaks, said):
+    before = (
+        "import os, signal, time\n"
+        f"def read(path):\n    if path.stat().st_size % 7 == 0:\n        {breaks}\n"
+        "it.TARGETS['prices'] = it.TARGETS['prices']._replace(read=read); it.STUCK = 0.5"
+    )
+    run = fuzz(tmp_path, "--only=prices", "--cases", "30", "--seed", "7", before=before)
+    told, again, summary, _ = run.stdout.splitlines()
+    assert told.startswith("prices: seed 7, case ") and told.endswith(f" ended with {said}"), told
+    assert run.returncode == 1 and "1 found" in summary and "in read" in run.stderr
+    kept = Path(again.rpartition(" ")[2])
+    assert kept.stat().st_size % 7 == 0
+
+
+def test_what_a_process_leaves_behind_is_no_fault_of_a_case(tmp_path):
+    """60 cases keep 32 MB each, and one case may take 512 MB."""
+    before = (
+        "kept = []\ndef read(path):\n    kept.append(bytes(2**25))\n"
+        "it.TARGETS['prices'] = it.TARGETS['prices']._replace(read=read)"
+    )
+    run = fuzz(tmp_path, "--only=prices", "--cases", "60", "--seed", "7", before=before)
+    assert run.stdout.endswith("60 cases, 0 found\n"), run.stdout + run.stderr
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("servers.json", "'@deep' + '9' * 10"),
+        ("LoRA", "{'a': {'dtype': 'BF16', 'shape': ['x' * 300, 2**40]}}"),
+    ],
+)
+def test_no_case_is_larger_than_the_fuzzers_own_memory(tmp_path, target, said):
+    """Whatever a change makes of a number."""
+    before = (
+        "import resource; resource.setrlimit(resource.RLIMIT_DATA, (2**30, -1))\n"
+        f"data, _ = targets.TARGETS[{target!r}].join({said})\nassert len(data) < 1000"
+    )
+    run = fuzz(tmp_path, "--only=prices", "--cases", "1", before=before)
+    assert run.returncode == 0, run.stderr

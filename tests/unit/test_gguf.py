@@ -82,6 +82,10 @@ BROKEN = {
     "big endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big endian"),
     "version 1": (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "version 1 of GGUF"),
     "2^60 tensors": (b"GGUF" + struct.pack("<IQQ", 3, 2**60, 0), "announces 1,152,921"),
+    "2^20 texts and one": (
+        b"GGUF" + struct.pack("<IQQQIIQ", 3, 0, 1, 0, 9, 8, 2**20 + 1) + bytes(2**23 + 8),
+        "its lists hold 1,048,577 texts",
+    ),
     "2^60 entries": (b"GGUF" + struct.pack("<IQQ", 3, 0, 2**60), "announces 1,152,921"),
     "2^60 words": (
         b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text("w") + struct.pack("<IIQ", 9, 8, 2**60),

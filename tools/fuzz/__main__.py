@@ -1,28 +1,26 @@
 """Feeds broken files and texts to the package's readers: each is read, or refused in the error of
 its room, within 2 s of the processor's time and half a gigabyte.
 
-A case is drawn from its target, seed and number alone. Where atheris is installed
-(https://github.com/google/atheris), and no seed is given, what reaches new code is changed further.
-Prints the cases of each target, and each finding with the file that repeats it; ends with 1 where
-there is one. `--write` puts the numbers into docs/trust.md.
+A case is drawn from its target, seed and number alone; where atheris is installed and no seed is
+given, what reaches new code is changed further. A finding is printed with the file that repeats it,
+and ends the command with 1.
 """
 
 import argparse
 import contextlib
+import faulthandler
+import multiprocessing
 import os
 import re
 import resource
-import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...files import printable
 
@@ -34,8 +32,10 @@ with atheris.instrument_imports(include=["qwen_l40s"]) if atheris else contextli
     from .targets import ROOT, TARGETS, Target
 
 SECONDS, BYTES = 2, 2**29
+STUCK = 60  # seconds without a new case, for `SECONDS` of a processor that many share
 PAGE = ROOT / "docs" / "trust.md"
-MEMORY = Path("/dev/shm")  # a disk takes longer than most cases
+MEMORY = "/dev/shm"  # a disk takes longer than most cases
+FORK = multiprocessing.get_context("fork")
 
 
 # What is changed.
@@ -52,8 +52,7 @@ PIECES = (".", "_", "9", "dit.", "transformer_blocks.", "=", "[", "(", "\n", "\0
 def changed(random: Random, value: Any) -> Any:
     """Copies JSON with one change somewhere in it."""
     if isinstance(value, dict | list) and value and random.random() < 0.85:
-        keys = list(value) if isinstance(value, dict) else range(len(value))
-        key = random.choice(keys)
+        key = random.choice(list(value) if isinstance(value, dict) else range(len(value)))
         inner, what = changed(random, value[key]), random.random()
         copy = value.copy()
         if what < 0.65:
@@ -77,43 +76,41 @@ def changed(random: Random, value: Any) -> Any:
 
 def longer(random: Random, text: str) -> str:
     at = random.choice((0, len(text), random.randint(0, len(text))))
-    piece = random.choice(PIECES)
     if random.random() < 0.3:
         return text[:at] + random.choice(("", text[at + 1 :]))
-    piece = piece if random.random() < 0.7 else text[at : at + random.randint(1, 20)]
+    own = text[at : at + random.randint(1, 20)]
+    piece = random.choice(PIECES) if random.random() < 0.7 else own
     return text[:at] + piece * random.choice((*(1,) * 40, 2, 2, 20, 5000)) + text[at:]
 
 
 def damaged(random: Random, data: bytes) -> bytes:
     """Copies bytes with one change somewhere in them."""
-    at, count, what = random.randint(0, len(data)), random.choice((1, 1, 4, 8)), random.random()
+    at, start = random.randint(0, len(data)), random.randint(0, len(data))
+    count = random.choice((1, 1, 4, 8))
     number = random.choice((0, 1, 2**20, 2**31, 2**32 - 1, 2**60, 2**64 - 1))
-    if what < 0.2:
-        return data[:at]
-    if what < 0.4:
-        return data[:at] + data[at + count :]
-    if what < 0.6:
-        return data[:at] + number.to_bytes(8, "little")[:count] + data[at + count :]
-    if what < 0.8:
-        return data[:at] + random.randbytes(count) + data[at + count :]
-    start = random.randint(0, len(data))
-    return data[:at] + data[start : start + random.choice((1, 8, 100))] + data[at:]
+    other = (number.to_bytes(8, "little")[:count], random.randbytes(count), b"")
+    copied = data[start : start + random.choice((1, 8, 100))]
+    piece, gone = random.choice((*((it, count) for it in other), (b"", len(data)), (copied, 0)))
+    return data[:at] + piece + data[at + gone :]
 
 
-def drawn(target: Target, seeds: list[Any], random: Random) -> tuple[bytes, int]:
-    """Gives a case: a seed with one to four changes, of its values or of its bytes."""
-    value, data = random.choice(seeds), None
-    for _ in range(random.choice((1, 1, 2, 4)) * (random.random() < 0.75)):
-        value = changed(random, value)
-    with contextlib.suppress(Exception):  # which no longer has a file's form
+def drawn(target: Target, choices: list[Random]) -> tuple[bytes, int]:
+    """Gives a case and its zeros: the first chooses a seed, each other a change of it."""
+    first, *others = choices
+    value, of_bytes = first.choice(target.seeds), []
+    for random in others:
+        if random.random() < 0.7:
+            value = changed(random, value)
+        else:
+            of_bytes.append(random)
+    try:
         data, zeros = target.join(value)
-    if data is None:
-        data, zeros = target.join(random.choice(seeds))
-    for _ in range(random.choice((1, 2, 4)) * (random.random() < 0.35)):
+    except Exception:  # which no longer has a file's form
+        data, zeros = target.join(first.choice(target.seeds))
+    for random in of_bytes:
         data = damaged(random, data)
-    if zeros is None:  # no file
-        return data, 0
-    return data, zeros if random.random() < 0.999 else 2**30
+    huge = zeros is not None and first.random() < 0.001
+    return data, 2**30 if huge else zeros or 0
 
 
 # How cases are tried.
@@ -127,117 +124,102 @@ def stop(*_: object) -> None:
     raise TooSlowError
 
 
-@contextlib.contextmanager
-def limited() -> Iterator[None]:
-    """Lets this process have half a gigabyte more, and each case its time."""
-    signal.signal(signal.SIGPROF, stop)
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + BYTES, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+def limit(more: int) -> None:
+    """Lets this process have that many bytes more than now; 0 ends the limit."""
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    pages = int(Path("/proc/self/statm").read_bytes().split()[0]) if more else 0
+    most = pages * resource.getpagesize() + more or hard
+    resource.setrlimit(resource.RLIMIT_AS, (most, hard))
 
 
 def tried(target: Target, path: Path, data: bytes, zeros: int = 0) -> str | None:
     """Reads one case; returns what is wrong, with the line that raised it."""
     path.write_bytes(data)
-    if zeros:
-        os.truncate(path, len(data) + zeros)
-    return refused(target, path)
-
-
-def refused(target: Target, path: Path) -> str | None:
-    """Does so with a file that is there."""
+    os.truncate(path, len(data) + zeros)
+    signal.signal(signal.SIGPROF, stop)
+    limit(BYTES)  # of each case: what a process leaves behind does not count
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    error = None
     try:
         target.read(path)
-    except target.clean as error:
-        if not printable(str(error), sys.stdout).strip():
-            return "an error without words"
-    except (Exception, TooSlowError) as error:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        frames = traceback.extract_tb(error.__traceback__)
-        own = [
-            it for it in frames if ROOT in Path(it.filename).resolve().parents and it.name != "stop"
-        ] or frames
-        last = own[-1]
-        where = f"{Path(last.filename).name}:{last.lineno}"
-        return f"{type(error).__name__} at {where}: {str(error)[:200]}"
+    except (Exception, TooSlowError) as raised:
+        error = raised
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-    return None
+        limit(0)
+    said = printable(str(error), sys.stdout).strip()
+    if error is None or (said and isinstance(error, target.clean)):
+        return None
+    frames = [it for it in traceback.extract_tb(error.__traceback__) if it.name != "stop"]
+    last = ([it for it in frames if ROOT in Path(it.filename).resolve().parents] or frames)[-1]
+    place = f"{Path(last.filename).name}:{last.lineno}"
+    return f"{type(error).__name__} at {place}: {said[:200] or 'no words'}"
 
 
-def show(
-    name: str, data: bytes, zeros: int, wrong: str, found: dict[str, Path], where: str = ""
-) -> None:
-    """Keeps the first case of a kind, and says how to repeat it."""
-    place = wrong.partition(": ")[0]
-    if place in found:
-        return
-    short = re.sub(r"\W+", "-", name).strip("-")
-    kept = found[place] = Path(f"fuzz-{short}-{len(found)}").resolve()
-    kept.write_bytes(data)
-    os.truncate(kept, len(data) + zeros)
-    print(f"{name}: {where}{wrong}\n  again: --only={name!r} --file {kept}", flush=True)
-
-
-class Until(NamedTuple):
-    """Says when a target has had enough: cases, or else time."""
-
-    cases: int | None
-    end: float
-
-    def over(self, number: int) -> bool:
-        return time.monotonic() >= self.end if self.cases is None else number >= self.cases
-
-
-def fuzz(name: str, folder: Path, seed: int, until: Until) -> tuple[int, int]:
-    """Tries the cases of one target.
-
-    Returns:
-        (how many, what was found).
+class Search:
+    """Tries `cases` of one target, or until `end`, in a process of its own: a crash ends it alone.
+    Without a seed atheris chooses them.
     """
-    target, number, found = TARGETS[name], 0, {}
-    seeds, path = target.seeds(), folder / target.name
-    while not until.over(number):
-        data, zeros = drawn(target, seeds, Random(f"{seed} {name} {number}"))
-        if wrong := tried(target, path, data, zeros):
-            show(name, data, zeros, wrong, found, f"seed {seed}, case {number}, ")
-        number += 1
-    return number, len(found)
+
+    def __init__(
+        self, name: str, folder: str, seed: int | None, cases: int | None, end: float
+    ) -> None:
+        self.name, self.seed, self.cases, self.end = name, seed, cases, end
+        self.target, self.path, self.places = TARGETS[name], Path(folder, TARGETS[name].name), set()
+        self.counts = FORK.RawArray("Q", 2)  # cases tried, found: both processes see them
+
+    def run(self) -> tuple[int, int]:
+        """Returns (how many cases, what was found)."""
+        process = FORK.Process(target=self.guide if self.seed is None else self.draw)
+        process.start()
+        while process.is_alive():
+            before = self.counts[0]
+            process.join(STUCK)
+            if process.is_alive() and self.counts[0] == before:
+                os.kill(process.pid, signal.SIGABRT)  # of which faulthandler says where
+        if process.exitcode:
+            self.show(self.path.read_bytes(), 0, f"its process ended with {process.exitcode}")
+        return self.counts[0], self.counts[1]
+
+    def draw(self) -> None:
+        faulthandler.enable()
+        while time.monotonic() < self.end if self.cases is None else self.counts[0] < self.cases:
+            random = Random(f"{self.seed} {self.name} {self.counts[0]}")
+            self.attempt(*drawn(self.target, [random] * random.choice((1, 2, 2, 3, 5))))
+
+    def guide(self) -> None:
+        """Lets atheris make the choices, four bytes each; it ends the process."""
+
+        def one(data: bytes) -> None:
+            parts = [data[at : at + 4] for at in range(0, len(data) or 1, 4)]
+            self.attempt(*drawn(self.target, list(map(Random, parts))))
+
+        limits = [f"-max_total_time={self.end - time.monotonic():.0f}", "-max_len=64"]
+        quiet = ["-rss_limit_mb=0", "-verbosity=0", f"-artifact_prefix={self.path}."]
+        atheris.Setup([sys.argv[0], *limits, *quiet], one)
+        atheris.Fuzz()
+
+    def attempt(self, data: bytes, zeros: int) -> None:
+        """Tries a case, and keeps the first of a kind that is wrong."""
+        wrong = tried(self.target, self.path, data, zeros)
+        if wrong and (place := wrong.partition(": ")[0]) not in self.places:
+            self.places.add(place)
+            self.show(data, zeros, wrong)
+        self.counts[0] += 1
+
+    def show(self, data: bytes, zeros: int, wrong: str) -> None:
+        """Says how to repeat a case."""
+        short = re.sub(r"\W+", "-", self.name).strip("-")
+        kept = Path(f"fuzz-{short}-{self.counts[1]}").resolve()
+        kept.write_bytes(data)
+        os.truncate(kept, len(data) + zeros)
+        self.counts[1] += 1
+        where = "" if self.seed is None else f"seed {self.seed}, case {self.counts[0]}, "
+        print(f"{self.name}: {where}{wrong}")
+        print(f"  again: --only={self.name!r} --file {kept}", flush=True)
 
 
-def guide(name: str, folder: Path, seconds: float) -> None:
-    """Lets atheris choose; it ends the process. Every file is a seed, and mutated by our changes
-    where it still comes apart, else by atheris'.
-    """
-    target, found, corpus = TARGETS[name], {}, folder / "corpus"
-    path = folder / target.name
-    corpus.mkdir()
-    for number, value in enumerate(target.seeds()):
-        data, zeros = target.join(value)
-        (corpus / str(number)).write_bytes(data + bytes(min(zeros or 0, 2**16)))
-
-    def one(data: bytes) -> None:
-        if wrong := tried(target, path, data):
-            show(name, data, 0, wrong, found)
-
-    def mutated(data: bytes, most: int, seed: int) -> bytes:
-        random = Random(seed)
-        with contextlib.suppress(Exception):
-            if random.random() < 0.5 and target.split:
-                return target.join(changed(random, target.split(data)))[0][:most]
-        return atheris.Mutate(data, most)
-
-    limits = (f"-max_total_time={seconds:.0f}", "-max_len=1048576", "-rss_limit_mb=0")
-    atheris.Setup([sys.argv[0], *limits, "-verbosity=0", str(corpus)], one, custom_mutator=mutated)
-    atheris.Fuzz()
-
-
-def write(rows: Mapping[str, int]) -> None:
+def write(rows: dict[str, int]) -> None:
     """Puts the numbers of cases into the page."""
     each = {**rows, "in all": sum(rows.values())}
     line = "; ".join(f"{name} {count:,}" for name, count in each.items())
@@ -252,31 +234,20 @@ def main() -> None:
     parser.add_argument("--seed", type=int, help="of the cases, with atheris too")
     parser.add_argument("--only", choices=TARGETS, action="append", help="a target")
     parser.add_argument("--file", type=Path, help="try this case of --only alone")
-    parser.add_argument("--guided", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--write", action="store_true", help="put the numbers into docs/trust.md")
     args = parser.parse_args()
     names, rows, wrong = args.only or list(TARGETS), {}, 0
-    place = MEMORY if MEMORY.is_dir() else None
-    with tempfile.TemporaryDirectory(prefix="qwen-l40s-fuzz-", dir=place) as folder, limited():
+    seed = args.seed or 0 if args.seed is not None or args.cases or not atheris else None
+    with tempfile.TemporaryDirectory(prefix="qwen-l40s-fuzz-", dir=MEMORY) as folder:
         if args.file:
             target = TARGETS[names[0]]
-            shutil.copyfile(args.file, Path(folder, target.name))
-            sys.exit(refused(target, Path(folder, target.name)))
-        if args.guided:
-            guide(names[0], Path(folder), args.minutes * 60)
-        if atheris and args.seed is args.cases is None:
-            command = [sys.executable, "-m", "qwen_l40s.tools.fuzz", "--guided"]
-            each = f"--minutes={args.minutes / len(names)}"
-            done = [subprocess.run([*command, each, f"--only={it}"], check=False) for it in names]
-            sys.exit(any(it.returncode for it in done))
+            sys.exit(tried(target, Path(folder, target.name), args.file.read_bytes()))
         for name in names:
-            start, minutes = time.process_time(), args.minutes / len(names)
-            until = Until(args.cases, time.monotonic() + minutes * 60)
-            with limited():  # anew, for a million cases leave something behind
-                rows[name], found = fuzz(name, Path(folder), args.seed or 0, until)
-            each, wrong = (time.process_time() - start) / max(rows[name], 1), wrong + found
-            said = f"{name}: {rows[name]:,} cases, {found} found, {each * 1e6:.0f} us each"
-            print(said, flush=True)
+            start = time.monotonic()
+            end = start + args.minutes / len(names) * 60
+            rows[name], found = Search(name, folder, seed, args.cases, end).run()
+            wrong, each = wrong + found, (time.monotonic() - start) * 1e6 / max(rows[name], 1)
+            print(f"{name}: {rows[name]:,} cases, {found} found, {each:.0f} us each", flush=True)
     print(f"{sum(rows.values()):,} cases, {wrong} found")
     if args.write:
         write(rows)
