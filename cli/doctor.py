@@ -112,6 +112,7 @@ def diagnose(models: Path | None = None, comfyui: Path | None = None) -> Diagnos
         software.check_kitchen(torch),
         software.check_isal(),
         comfyui_check,
+        *software.check_folder(),
         settings,
         *(_model_checks(folders) if models else ()),
         resources.check_memory(),

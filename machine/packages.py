@@ -261,6 +261,17 @@ def _package() -> Path:
     return Path(os.path.abspath(__file__)).parent.parent
 
 
+def check_folder() -> tuple[Capability, ...]:
+    """Checks the name of this package's folder in custom_nodes; says nothing of a good one."""
+    package = _package()
+    # ComfyUI serves nothing to its page from a folder whose name is quoted in an address.
+    if package.parent.name != "custom_nodes" or re.fullmatch(r"[A-Za-z0-9_-]+", package.name):
+        return ()
+    fact = f"{package.name}: the page can miss its templates, help and reports"
+    remedy = "rename the folder, with letters of a to z, digits, - and _; restart ComfyUI"
+    return (State.LIMITED.of("folder", fact, remedy),)
+
+
 def check_comfyui(folder: Path | None) -> Capability:
     remedy = "name its folder: `qwen-l40s doctor --comfyui DIR`"
     if folder is None:

@@ -72,6 +72,7 @@ function showReport(title, report) {
     for (const event of ["keydown", "copy"]) dialog.addEventListener(event, (e) => e.stopPropagation())
     document.body.append(dialog)
     dialog.showModal()
+    dialog.scrollTop = 0 // the focus, on the button, scrolls a long report to its end
 }
 
 /** The element of a node's box. */

@@ -109,6 +109,18 @@ def test_prices_leave_the_room_of_the_picture_free(classic: ComfyPage):
     assert classic.page.evaluate(height) <= 140
 
 
+def test_a_report_longer_than_the_window_opens_at_its_first_line(page: ComfyPage):
+    page.load(ROOT / "workflows" / "estimate.json")
+    run(page)
+    page.page.get_by_role("button", name="Details").first.click()
+    dialog = page.page.locator("dialog.qwen-l40s-report")
+    assert dialog.evaluate("it => [it.scrollTop, it.scrollHeight > it.clientHeight]") == [0, True]
+    page.page.keyboard.press("End")  # the focus is where keys scroll
+    page.page.wait_for_function("() => document.querySelector('dialog[open]').scrollTop > 0")
+    page.page.keyboard.press("Escape")
+    dialog.wait_for(state="detached")
+
+
 def test_a_refused_prompt_says_why_on_the_node(page: ComfyPage):
     page.load(MICRO)
     (title,) = (node["title"] for node in page.nodes() if node["type"] == "QwenL40S_Load")

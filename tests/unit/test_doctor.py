@@ -147,6 +147,19 @@ def test_the_nodes_alone_can_run(machine, capsys):
     assert "qwen-nowhere" in lines[1]
 
 
+@pytest.mark.parametrize(
+    ("name", "limited"),
+    [("comfyui-qwen-image-l40s", False), ("qwen image", True), ("包", True), ("v2.0", True)],
+)
+def test_a_folder_that_comfyuis_page_cannot_reach_is_told(monkeypatch, name, limited):
+    monkeypatch.setattr(software, "_package", lambda: Path("/base/custom_nodes") / name)
+    found = software.check_folder()
+    assert bool(found) is limited
+    assert all(name in it.why.fact and "rename" in it.why.remedy for it in found)
+    monkeypatch.setattr(software, "_package", lambda: Path("/home") / name)
+    assert software.check_folder() == ()
+
+
 def test_neither_can_run(machine, capsys, monkeypatch):
     def without_kitchen():
         machine.present.clear()

@@ -134,6 +134,7 @@ def test_its_command_works_alone(pack):
     doctor = command(pack, "doctor")
     file = pack.parents[1] / "user" / "qwen-l40s.json"
     assert f"settings: all default (no {file})" in doctor.stdout
+    assert "limited     folder: qwen image.v2: the page can miss" in doctor.stdout
     assert command(pack, "quantize", "--help").returncode == 0
 
 
