@@ -29,7 +29,7 @@ from ...patches import call
 from ...verdict import Verdict
 from . import contract
 from .sample.attention import SLOT, GuidedAttention
-from .sample.forward import OTHER_ARGUMENTS, ComfyPass, rotary_of
+from .sample.forward import INPUT_PATCH, OTHER_ARGUMENTS, ComfyPass, rotary_of
 
 TIMESTEP_ZERO = "index_timestep_zero"  # how Edit-2511 has its references modulated
 
@@ -176,6 +176,8 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
         if positional or arguments.keys() != ARGUMENTS:
             return OTHER_ARGUMENTS
         self._options, self._block = arguments["transformer_options"], block
+        if self._options.get("patches", {}).get("attn1_patch"):  # of a wrapper inside of the call
+            return INPUT_PATCH
         self._shift, bound = 0, self._segments_of(arguments)
         if bound is None:
             found = super().inputs(block, positional, arguments)

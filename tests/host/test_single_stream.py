@@ -255,6 +255,25 @@ def test_attention_that_is_patched_runs_comfyuis_blocks():
     assert "another node changes what attention reads (attn1_patch)" in report_of(optimized)
 
 
+def test_attention_that_a_wrapper_patches_after_the_check_runs_comfyuis_blocks():
+    """Within a run whose first step was compared without the patch."""
+    model, steps = without_cache(model_21()), []
+
+    def late(executor, *given, **named):
+        *given, options = given
+        steps.append(options)
+        if len(steps) % 3 != 1:
+            halved = lambda q, k, v, **rest: {"q": q * 0.5}  # noqa: E731
+            options = options | {"patches": {"attn1_patch": [halved]}}
+        return executor(*given, options, **named)
+
+    plain = sample(model)
+    model.add_wrapper(WrappersMP.DIFFUSION_MODEL, late)
+    expected = sample(model)
+    assert close(sample(optimized := optimize(model)), expected) and not close(expected, plain)
+    assert "blocks: fused, 2 of 6 in 3 forward passes" in report_of(optimized)
+
+
 def test_a_fun_controlnet_runs_beside_fused_blocks():
     """ComfyUI's own control blocks; outside of its range of sigmas the cache is on again."""
     model = model_21()
