@@ -8,12 +8,14 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import comfy.sample
+import comfy.samplers
 import narrow_transformer as narrow
 import pytest
 import torch
 import torch.nn.functional as F
 from comfy.ldm.flux.math import apply_rope1
 from comfy.ldm.qwen_image.model import QwenImageTransformerBlock
+from comfy_extras.nodes_custom_sampler import Guider_DualCFG
 from comfyui_boot import refused
 from narrow_21 import TEXT as TEXT_21
 from narrow_21 import fun_control, strong_21
@@ -331,6 +333,26 @@ def test_with_cfg_the_positive_prompt_alone_is_guided(family):
     away = sample(family, guided(model, negative), **how)
     both = sample(family, guided(model, negative), cfg=3.0, **how)
     assert close(both, own + 3 * (away - own), 2e-5)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_of_three_prompts_the_positive_one_is_guided(family, nested):
+    """Dual CFG Guider has them in the order negative, middle, positive."""
+    model = family.make()
+    patched = guided(model, prompt(family, seed=5))
+    sigmas = comfy.samplers.KSampler(model, 1, "cpu", "euler", "simple").sigmas
+    found = []
+    for made in (model, patched, optimize(patched)):
+        guider = Guider_DualCFG(made)
+        guider.set_conds(prompt(family), prompt(family, 7, seed=6), prompt(family, 9, seed=3))
+        guider.set_cfg(2.0, 3.0, nested=nested)
+        noise = random(*family.empty.shape, seed=2)
+        how = comfy.samplers.sampler_object("euler"), sigmas
+        found.append(guider.sample(noise, family.empty, *how, seed=0, disable_pbar=True).float())
+    own, away = (sample(family, it, steps=1) for it in (model, patched))
+    expected = found[0] + (6 if nested else 2) * (away - own)
+    assert all(close(it, expected, 5e-5) for it in found[1:])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
