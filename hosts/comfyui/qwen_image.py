@@ -341,8 +341,8 @@ def _prefix_of(transformer: Any, x: torch.Tensor, negative: Any, options: dict) 
     """Computes text and references as ComfyUI's forward does in the first step of a prompt."""
     code = import_module(CODE)
     text, options = negative.text.to(x), {**options}
-    references = [it.to(x) for it in negative.references]
-    given = x[: len(text)], text, references, list(negative.slots)
+    references = [repeat_to_batch_size(it.to(x), len(text)) for it in negative.references]
+    given = repeat_to_batch_size(x, len(text)), text, references, list(negative.slots)
     rows, pe, segments = transformer.build_sequence(*given)
     before = rows.shape[1] - x.shape[-2:].numel()
     rows, pe = rows[:, :before], pe[:, :before]

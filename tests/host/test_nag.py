@@ -367,6 +367,18 @@ def test_edits_keep_their_references(family):
     assert torch.equal(*found) == (family is One)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_negative_prompt_for_each_item(family):
+    """Of which the first serves one item alone."""
+    model, given = family.make(), {"reference_latents": [family.reference]}
+    parts = [prompt(family, 5, seed=seed, **given) for seed in (5, 6)]
+    both = [[torch.cat([it[0][0] for it in parts]), given]]
+    found = both_ways(family, model, both, batch=2)
+    assert close(both_ways(family, model, both), both_ways(family, model, parts[0]))
+    for item, negative in enumerate(parts):
+        assert close(found[item], sample(family, guided(model, negative), batch=2)[item])
+
+
 @newer
 @pytest.mark.parametrize("off", [True, False])
 def test_an_edit_of_21_is_the_plain_implementation(off, monkeypatch):
