@@ -23,6 +23,7 @@ from ...optimizations.blocks.attend import Segment
 from ...optimizations.blocks.block import Step
 from ...optimizations.blocks.host import BlockInputs, PrefixedStream, Streams
 from ...optimizations.blocks.workspace import Prefix
+from ...optimizations.modulation import Entry
 from ...optimizations.nag import Guidance, JointGuidance, PrefixGuidance
 from ...optimizations.reference import Rotary, Tokens
 from ...patches import call
@@ -301,10 +302,15 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
             return None
         return self._prefixes
 
+    def entry(self, embedding: Any, batch: int) -> Entry:
+        # A sampler may give all items one timestep.
+        wide = [(zero, target.expand(batch, -1, -1)) for zero, target in embedding[:4]]
+        return super().entry(wide, batch)
+
     def parts_of(self, embedding: Any) -> Sequence[torch.Tensor]:
         """Reads ComfyUI's (zero, target) of each; of the gates it gives tanh."""
         return [
-            torch.cat([target, zero.expand_as(target)]).squeeze(1) for zero, target in embedding[:4]
+            torch.cat([target, zero.expand_as(target)]).squeeze(1) for zero, target in embedding
         ]
 
 

@@ -211,6 +211,15 @@ def test_a_block_that_is_given_other_rows_ends_the_graph(played_graphs, monkeypa
     assert before > 2 and close(found, sample(plain)) and not close(found, sample(model))
 
 
+@pytest.mark.parametrize("batch", [2, 3])
+def test_a_sampler_that_gives_all_items_one_timestep(batch):
+    model = model_21()
+    first = lambda executor, x, t, *given, **named: executor(x, t[:1], *given, **named)  # noqa: E731
+    model.add_wrapper(WrappersMP.APPLY_MODEL, first)
+    for made in (model, without_cache(model.clone())):
+        assert_all_fused(made, {"batch": batch}, sample(made, batch=batch))
+
+
 def hooked(model, name, hook):
     patched = model.clone()
     if name == "replaced":
