@@ -18,6 +18,7 @@ from qwen_l40s.hosts.comfyui import qwen_image
 from qwen_l40s.hosts.comfyui.sample.attention import SLOT
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of
 from qwen_l40s.optimizations.blocks.passes import ForwardPass
+from qwen_l40s.optimizations.blocks.workspace import Program
 
 pytestmark = [
     pytest.mark.usefixtures("inference_mode"),
@@ -209,6 +210,14 @@ def test_a_block_that_is_given_other_rows_ends_the_graph(played_graphs, monkeypa
     plain = model.clone()
     plain.add_object_patch("diffusion_model.transformer_blocks.1.forward", changed)
     assert before > 2 and close(found, sample(plain)) and not close(found, sample(model))
+
+
+def test_a_block_that_reads_the_cache_goes_on_with_the_rows_of_the_one_before(monkeypatch):
+    """Two blocks begin anew where each runs twice, with those that fill the cache in between."""
+    begun, own = [], Program.begin
+    monkeypatch.setattr(Program, "begin", lambda *given: begun.append(own(*given)))
+    model = model_21()
+    assert close(sample(optimize(model)), sample(model)) and len(begun) == 4 + 1 + 1
 
 
 @pytest.mark.parametrize("batch", [2, 3])
