@@ -166,6 +166,7 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
 
     def clean_up(self) -> None:
         super().clean_up()
+        self._own = self._late = None
         # It may hold NaN, and ComfyUI fails where the same prompt is looked up twice in turn.
         transformer = self.owner.diffusion_model
         if hasattr(transformer, "reset_prefix_cache"):

@@ -17,6 +17,8 @@ from qwen_l40s.caches import forget
 from qwen_l40s.hosts.comfyui import qwen_image
 from qwen_l40s.hosts.comfyui.sample.attention import SLOT
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of
+from qwen_l40s.hosts.comfyui.sample.run import ComfyOptimization
+from qwen_l40s.optimizations.blocks.block import BlockExecutor
 from qwen_l40s.optimizations.blocks.passes import ForwardPass
 from qwen_l40s.optimizations.blocks.workspace import Program
 
@@ -218,6 +220,23 @@ def test_a_block_that_reads_the_cache_goes_on_with_the_rows_of_the_one_before(mo
     monkeypatch.setattr(Program, "begin", lambda *given: begun.append(own(*given)))
     model = model_21()
     assert close(sample(optimize(model)), sample(model)) and len(begun) == 4 + 1 + 1
+
+
+def test_memory_that_runs_out_as_the_cache_is_filled_leaves_nothing_to_put_away(monkeypatch):
+    """Where the pass that is made again has no room for the cache."""
+    model, own = model_21(), BlockExecutor.go_to_last
+    expected = sample(model)
+
+    def runs_out(*given):
+        monkeypatch.setattr(BlockExecutor, "go_to_last", own)
+        no_memory(model, monkeypatch)
+        own(*given)
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(BlockExecutor, "go_to_last", runs_out)
+    monkeypatch.setattr(ComfyOptimization, "_drop_graphs", lambda *given: True)
+    assert close(sample(optimized := optimize(model)), expected)
+    assert "blocks: fused, 6 of 6 in 3 forward passes" in report_of(optimized)
 
 
 @pytest.mark.parametrize("batch", [2, 3])
