@@ -24,13 +24,14 @@ from safetensors.torch import save_file
 
 from qwen_l40s.errors import SettingError
 from qwen_l40s.hosts.comfyui.lora.apply import apply_lora
-from qwen_l40s.hosts.comfyui.sample.attention import SLOT
+from qwen_l40s.hosts.comfyui.sample.attention import SLOT, GuidedAttention
 from qwen_l40s.hosts.comfyui.sample.nag import NagSettings, guide_attention
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of
 from qwen_l40s.hosts.comfyui.sample.run import NAG_KEY
 from qwen_l40s.hosts.comfyui.sample.step_cache import cache_steps
 from qwen_l40s.nodes.nag import QwenL40SNAG
 from qwen_l40s.optimizations.attention import BACKENDS
+from qwen_l40s.optimizations.attention.chosen import MeasuredErrors
 from qwen_l40s.optimizations.blocks.block import BlockExecutor
 from qwen_l40s.step_cache import CacheSettings
 
@@ -544,3 +545,16 @@ def test_a_pass_that_is_made_again_is_guided_from_its_first_block(family, monkey
     monkeypatch.setattr(BlockExecutor, "go_to_last", raises)
     assert close(sample(family, optimized := optimize(model)), expected)
     assert "blocks: fused, 2 of" in report_of(optimized)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_errors_are_measured_once_a_block(family, monkeypatch):
+    """Also where both prompts are of one length."""
+    blocks, own = [], GuidedAttention.begin
+    monkeypatch.setattr(GuidedAttention, "begin", lambda *it: blocks.append(it[1]) or own(*it))
+    measured, add = [], MeasuredErrors.add
+    seen = lambda *given: measured.append(blocks[-1]) or add(*given)  # noqa: E731
+    monkeypatch.setattr(MeasuredErrors, "add", seen)
+    model = guided(family.make(), prompt(family, seed=5))
+    sample(family, optimize(model, OptimizeSettings(attention="fast")))
+    assert measured == [0, 1]
