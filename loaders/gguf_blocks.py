@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from .gguf import BLOCK_TYPES
 from .header import Header
 
 PIECE_BYTES = 32 * MIB  # that are expanded at a time; fp32 takes four to twelve times as much
+NO_RESERVE = 0x4000  # Linux's MAP_NORESERVE, which Python's mmap names since 3.13
 Blocks = torch.Tensor  # (n, bytes of a block), uint8
 
 
@@ -61,7 +63,10 @@ def map_gguf(header: Header) -> dict[str, torch.Tensor | BlockRows]:
     """Maps the tensors of a file under their names; pages are read on use."""
     with open(header.path, "rb") as file:
         # A private copy, of which no page is made: torch warns of memory that must not be written.
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        how = {"access": mmap.ACCESS_COPY}
+        if sys.platform == "linux":  # which else refuses one of more than the machine's memory
+            how = {"flags": mmap.MAP_PRIVATE | NO_RESERVE, "prot": mmap.PROT_READ | mmap.PROT_WRITE}
+        mapped = mmap.mmap(file.fileno(), 0, **how)
     tensors: dict[str, torch.Tensor | BlockRows] = {}
     for name, info in header.tensors.items():
         whole = torch.frombuffer(

@@ -23,13 +23,14 @@ from ...optimizations.blocks.attend import Segment
 from ...optimizations.blocks.block import Step
 from ...optimizations.blocks.host import BlockInputs, PrefixedStream, Streams
 from ...optimizations.blocks.workspace import Prefix
+from ...optimizations.modulation import Entry
 from ...optimizations.nag import Guidance, JointGuidance, PrefixGuidance
 from ...optimizations.reference import Rotary, Tokens
 from ...patches import call
 from ...verdict import Verdict
 from . import contract
 from .sample.attention import SLOT, GuidedAttention
-from .sample.forward import OTHER_ARGUMENTS, ComfyPass, rotary_of
+from .sample.forward import INPUT_PATCH, OTHER_ARGUMENTS, ComfyPass, rotary_of
 
 TIMESTEP_ZERO = "index_timestep_zero"  # how Edit-2511 has its references modulated
 
@@ -165,6 +166,7 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
 
     def clean_up(self) -> None:
         super().clean_up()
+        self._own = self._late = None
         # It may hold NaN, and ComfyUI fails where the same prompt is looked up twice in turn.
         transformer = self.owner.diffusion_model
         if hasattr(transformer, "reset_prefix_cache"):
@@ -176,6 +178,8 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
         if positional or arguments.keys() != ARGUMENTS:
             return OTHER_ARGUMENTS
         self._options, self._block = arguments["transformer_options"], block
+        if self._options.get("patches", {}).get("attn1_patch"):  # of a wrapper inside of the call
+            return INPUT_PATCH
         self._shift, bound = 0, self._segments_of(arguments)
         if bound is None:
             found = super().inputs(block, positional, arguments)
@@ -299,10 +303,15 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
             return None
         return self._prefixes
 
+    def entry(self, embedding: Any, batch: int) -> Entry:
+        # A sampler may give all items one timestep.
+        wide = [(zero, target.expand(batch, -1, -1)) for zero, target in embedding[:4]]
+        return super().entry(wide, batch)
+
     def parts_of(self, embedding: Any) -> Sequence[torch.Tensor]:
         """Reads ComfyUI's (zero, target) of each; of the gates it gives tanh."""
         return [
-            torch.cat([target, zero.expand_as(target)]).squeeze(1) for zero, target in embedding[:4]
+            torch.cat([target, zero.expand_as(target)]).squeeze(1) for zero, target in embedding
         ]
 
 
@@ -339,8 +348,8 @@ def _prefix_of(transformer: Any, x: torch.Tensor, negative: Any, options: dict) 
     """Computes text and references as ComfyUI's forward does in the first step of a prompt."""
     code = import_module(CODE)
     text, options = negative.text.to(x), {**options}
-    references = [it.to(x) for it in negative.references]
-    given = x[: len(text)], text, references, list(negative.slots)
+    references = [repeat_to_batch_size(it.to(x), len(text)) for it in negative.references]
+    given = repeat_to_batch_size(x, len(text)), text, references, list(negative.slots)
     rows, pe, segments = transformer.build_sequence(*given)
     before = rows.shape[1] - x.shape[-2:].numel()
     rows, pe = rows[:, :before], pe[:, :before]

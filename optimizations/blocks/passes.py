@@ -213,6 +213,7 @@ class ForwardPass:
         out = chosen(*given)
         if k.shape[1] == self._keys:
             attention.look(*given, out)
+            self._keys = 0  # a negative prompt of the same length is no other block
         return out
 
     def _form(self, k: torch.Tensor, mask: torch.Tensor | None) -> str | None:
@@ -318,8 +319,7 @@ class ForwardPass:
             more = stream if beside else None
             executor.run_all(blocks, inputs.x, inputs.step, inputs.entry, more, prefixes)
 
-        parts = [(executor, blocks)]
-        key = self._key(given)
+        key, parts = self._key(given), [(executor, blocks)]
         return Work(key, self._weights, parts, beside, lambda: launch, borrowed=prefixes)
 
     def _key(self, given: Given) -> tuple[Hashable, ...]:

@@ -8,12 +8,14 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import comfy.sample
+import comfy.samplers
 import narrow_transformer as narrow
 import pytest
 import torch
 import torch.nn.functional as F
 from comfy.ldm.flux.math import apply_rope1
 from comfy.ldm.qwen_image.model import QwenImageTransformerBlock
+from comfy_extras.nodes_custom_sampler import Guider_DualCFG
 from comfyui_boot import refused
 from narrow_21 import TEXT as TEXT_21
 from narrow_21 import fun_control, strong_21
@@ -22,13 +24,15 @@ from safetensors.torch import save_file
 
 from qwen_l40s.errors import SettingError
 from qwen_l40s.hosts.comfyui.lora.apply import apply_lora
-from qwen_l40s.hosts.comfyui.sample.attention import SLOT
+from qwen_l40s.hosts.comfyui.sample.attention import SLOT, GuidedAttention
 from qwen_l40s.hosts.comfyui.sample.nag import NagSettings, guide_attention
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of
 from qwen_l40s.hosts.comfyui.sample.run import NAG_KEY
 from qwen_l40s.hosts.comfyui.sample.step_cache import cache_steps
 from qwen_l40s.nodes.nag import QwenL40SNAG
 from qwen_l40s.optimizations.attention import BACKENDS
+from qwen_l40s.optimizations.attention.chosen import MeasuredErrors
+from qwen_l40s.optimizations.blocks.block import BlockExecutor
 from qwen_l40s.step_cache import CacheSettings
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
@@ -332,6 +336,26 @@ def test_with_cfg_the_positive_prompt_alone_is_guided(family):
     assert close(both, own + 3 * (away - own), 2e-5)
 
 
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_of_three_prompts_the_positive_one_is_guided(family, nested):
+    """Dual CFG Guider has them in the order negative, middle, positive."""
+    model = family.make()
+    patched = guided(model, prompt(family, seed=5))
+    sigmas = comfy.samplers.KSampler(model, 1, "cpu", "euler", "simple").sigmas
+    found = []
+    for made in (model, patched, optimize(patched)):
+        guider = Guider_DualCFG(made)
+        guider.set_conds(prompt(family), prompt(family, 7, seed=6), prompt(family, 9, seed=3))
+        guider.set_cfg(2.0, 3.0, nested=nested)
+        noise = random(*family.empty.shape, seed=2)
+        how = comfy.samplers.sampler_object("euler"), sigmas
+        found.append(guider.sample(noise, family.empty, *how, seed=0, disable_pbar=True).float())
+    own, away = (sample(family, it, steps=1) for it in (model, patched))
+    expected = found[0] + (6 if nested else 2) * (away - own)
+    assert all(close(it, expected, 5e-5) for it in found[1:])
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_edits_keep_their_references(family):
     model = family.make()
@@ -342,6 +366,18 @@ def test_edits_keep_their_references(family):
     assert not close(found[1], sample(family, model, positive=positive), 1e-4)
     # References of the negative prompt: 1.x has those of the prompt, whose rows it shares.
     assert torch.equal(*found) == (family is One)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_negative_prompt_for_each_item(family):
+    """Of which the first serves one item alone."""
+    model, given = family.make(), {"reference_latents": [family.reference]}
+    parts = [prompt(family, 5, seed=seed, **given) for seed in (5, 6)]
+    both = [[torch.cat([it[0][0] for it in parts]), given]]
+    found = both_ways(family, model, both, batch=2)
+    assert close(both_ways(family, model, both), both_ways(family, model, parts[0]))
+    for item, negative in enumerate(parts):
+        assert close(found[item], sample(family, guided(model, negative), batch=2)[item])
 
 
 @newer
@@ -493,3 +529,32 @@ def test_a_graph_of_all_blocks_is_handed_over(family, played_graphs):
     optimized = optimize(guided(model, negative))
     assert close(sample(family, optimized, steps=3), expected)
     assert len(played_graphs) == (2 if family is One else 0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_pass_that_is_made_again_is_guided_from_its_first_block(family, monkeypatch):
+    """By ComfyUI's blocks, where a kernel raises in a block that is not compared."""
+    model, blocks = guided(family.make(), prompt(family, seed=5)), []
+    expected, own = sample(family, model), BlockExecutor.go_to_last
+
+    def raises(self, *given):
+        blocks.append(own(self, *given))
+        if len(blocks) == (3 if family is One else 5):
+            raise ValueError("a kernel")
+
+    monkeypatch.setattr(BlockExecutor, "go_to_last", raises)
+    assert close(sample(family, optimized := optimize(model)), expected)
+    assert "blocks: fused, 2 of" in report_of(optimized)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_errors_are_measured_once_a_block(family, monkeypatch):
+    """Also where both prompts are of one length."""
+    blocks, own = [], GuidedAttention.begin
+    monkeypatch.setattr(GuidedAttention, "begin", lambda *it: blocks.append(it[1]) or own(*it))
+    measured, add = [], MeasuredErrors.add
+    seen = lambda *given: measured.append(blocks[-1]) or add(*given)  # noqa: E731
+    monkeypatch.setattr(MeasuredErrors, "add", seen)
+    model = guided(family.make(), prompt(family, seed=5))
+    sample(family, optimize(model, OptimizeSettings(attention="fast")))
+    assert measured == [0, 1]

@@ -17,7 +17,10 @@ from qwen_l40s.caches import forget
 from qwen_l40s.hosts.comfyui import qwen_image
 from qwen_l40s.hosts.comfyui.sample.attention import SLOT
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of
+from qwen_l40s.hosts.comfyui.sample.run import ComfyOptimization
+from qwen_l40s.optimizations.blocks.block import BlockExecutor
 from qwen_l40s.optimizations.blocks.passes import ForwardPass
+from qwen_l40s.optimizations.blocks.workspace import Program
 
 pytestmark = [
     pytest.mark.usefixtures("inference_mode"),
@@ -211,6 +214,40 @@ def test_a_block_that_is_given_other_rows_ends_the_graph(played_graphs, monkeypa
     assert before > 2 and close(found, sample(plain)) and not close(found, sample(model))
 
 
+def test_a_block_that_reads_the_cache_goes_on_with_the_rows_of_the_one_before(monkeypatch):
+    """Two blocks begin anew where each runs twice, with those that fill the cache in between."""
+    begun, own = [], Program.begin
+    monkeypatch.setattr(Program, "begin", lambda *given: begun.append(own(*given)))
+    model = model_21()
+    assert close(sample(optimize(model)), sample(model)) and len(begun) == 4 + 1 + 1
+
+
+def test_memory_that_runs_out_as_the_cache_is_filled_leaves_nothing_to_put_away(monkeypatch):
+    """Where the pass that is made again has no room for the cache."""
+    model, own = model_21(), BlockExecutor.go_to_last
+    expected = sample(model)
+
+    def runs_out(*given):
+        monkeypatch.setattr(BlockExecutor, "go_to_last", own)
+        no_memory(model, monkeypatch)
+        own(*given)
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(BlockExecutor, "go_to_last", runs_out)
+    monkeypatch.setattr(ComfyOptimization, "_drop_graphs", lambda *given: True)
+    assert close(sample(optimized := optimize(model)), expected)
+    assert "blocks: fused, 6 of 6 in 3 forward passes" in report_of(optimized)
+
+
+@pytest.mark.parametrize("batch", [2, 3])
+def test_a_sampler_that_gives_all_items_one_timestep(batch):
+    model = model_21()
+    first = lambda executor, x, t, *given, **named: executor(x, t[:1], *given, **named)  # noqa: E731
+    model.add_wrapper(WrappersMP.APPLY_MODEL, first)
+    for made in (model, without_cache(model.clone())):
+        assert_all_fused(made, {"batch": batch}, sample(made, batch=batch))
+
+
 def hooked(model, name, hook):
     patched = model.clone()
     if name == "replaced":
@@ -253,6 +290,25 @@ def test_attention_that_is_patched_runs_comfyuis_blocks():
     optimized = optimize(patched)
     assert torch.equal(sample(optimized), sample(patched))
     assert "another node changes what attention reads (attn1_patch)" in report_of(optimized)
+
+
+def test_attention_that_a_wrapper_patches_after_the_check_runs_comfyuis_blocks():
+    """Within a run whose first step was compared without the patch."""
+    model, steps = without_cache(model_21()), []
+
+    def late(executor, *given, **named):
+        *given, options = given
+        steps.append(options)
+        if len(steps) % 3 != 1:
+            halved = lambda q, k, v, **rest: {"q": q * 0.5}  # noqa: E731
+            options = options | {"patches": {"attn1_patch": [halved]}}
+        return executor(*given, options, **named)
+
+    plain = sample(model)
+    model.add_wrapper(WrappersMP.DIFFUSION_MODEL, late)
+    expected = sample(model)
+    assert close(sample(optimized := optimize(model)), expected) and not close(expected, plain)
+    assert "blocks: fused, 2 of 6 in 3 forward passes" in report_of(optimized)
 
 
 def test_a_fun_controlnet_runs_beside_fused_blocks():

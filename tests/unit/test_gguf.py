@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import tracemalloc
 from pathlib import Path
@@ -228,3 +229,12 @@ def test_a_matrix_with_another_dtype_beside_it_is_taken(tmp_path: Path):
     found = map_gguf(read_gguf(write_gguf(tmp_path / "a.gguf", both)))
     assert found["a"].dequantized().dtype == torch.bfloat16
     assert (found["b"].dtype, found["b"].shape) == (torch.float16, (2, 32))
+
+
+def test_a_file_larger_than_the_machines_memory_is_mapped(tmp_path: Path):
+    path = write_gguf(tmp_path / "a.gguf", TENSORS)
+    os.truncate(path, 2**42)
+    found = map_gguf(read_gguf(path))
+    found["a.bias"].add_(1)  # as ComfyUI puts LoRAs into weights in place
+    assert found["a.bias"].tolist() == 5 * [1.0]
+    assert map_gguf(read_gguf(path))["a.bias"].tolist() == 5 * [0.0]

@@ -223,6 +223,8 @@ class ComfyPass(DoubleStream):
 
     def clean_up(self) -> None:
         clean_up(self.blocks)
+        if isinstance(slot := self._options.get(SLOT), GuidedAttention):
+            slot.again()
 
     def fallback(self) -> Verdict | None:
         if is_compiled(self._options):

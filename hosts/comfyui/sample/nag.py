@@ -82,6 +82,7 @@ class AttentionGuidance:
         self._conditioning = negative
         self._negative: NegativePrompt | None = None
         self._aside: Verdict | None = None
+        self._positive: dict[Any, bool] = {}  # by a prompt's uuid
         self._kept: dict[Any, Any] = {}  # what the family computes once in a run
         self._guided = self._passes = 0
         self._cfg: float | None = None
@@ -92,6 +93,11 @@ class AttentionGuidance:
         self._guided = self._passes = 0
         self._aside = _refusal(guider, self._conditioning)
         self._cfg = getattr(guider, "cfg", None)
+        self._positive = {
+            prompt.get("uuid"): name == "positive"
+            for name, prompts in guider.conds.items()
+            for prompt in prompts
+        }
         self._negative = None if self._aside else _negative(guider, self._conditioning)
         try:
             output = executor(*args, **kwargs)
@@ -106,7 +112,10 @@ class AttentionGuidance:
         names = list(inspect.signature(type(transformer).forward).parameters)[1:]
         given = dict(zip(names, args, strict=False)) | kwargs
         options = given["transformer_options"]
-        on = tuple(part == 0 for part in options.get("cond_or_uncond") or (0,))
+        places = options.get("cond_or_uncond") or (0,)
+        # Dual CFG Guider has its positive prompt in the last place.
+        prompts = zip(places, (*options.get("uuids", ()), *places), strict=False)
+        on = tuple(self._positive.get(prompt, place == 0) for place, prompt in prompts)
         self._passes += self._negative is not None
         if self._negative is None or not any(on) or not self._in_range(options):
             return executor(*args, **kwargs)
