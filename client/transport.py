@@ -78,7 +78,9 @@ class Address:
         """Whether this is the machine itself."""
         host = self.base.host
         try:
-            return ipaddress.ip_address(host).is_loopback
+            address = ipaddress.ip_address(host)
+            # `--listen` makes ComfyUI print http://0.0.0.0:8188.
+            return address.is_loopback or address.is_unspecified
         except ValueError:
             return host == "localhost"
 

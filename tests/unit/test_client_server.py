@@ -79,7 +79,9 @@ def test_a_password_is_never_shown():
     assert str(Address.parse("http://me:secret@host:1/x")) == "http://host:1/x"
 
 
-@pytest.mark.parametrize(("host", "here"), [("localhost", True), ("127.0.0.1", True), ("h", False)])
+@pytest.mark.parametrize(
+    ("host", "here"), [("localhost", True), ("127.0.0.1", True), ("0.0.0.0", True), ("h", False)]
+)
 def test_only_the_machine_itself_goes_past_the_proxy_of_the_environment(host, here):
     assert Address.parse(f"http://{host}:1").loopback is here
 
