@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import io
 import sys
@@ -154,7 +155,13 @@ class Fleet:
             if not self._closing:
                 self._closing = True
                 self._loop.call_soon_threadsafe(self._finish if wait else self._going.cancel)
-        self._thread.join()
+        try:
+            self._thread.join()
+        except BaseException:  # Ctrl-C while it waits for jobs
+            with contextlib.suppress(RuntimeError):  # it has just ended
+                self._loop.call_soon_threadsafe(self._going.cancel)
+            self._thread.join()
+            raise
 
     def _work(self, listed: list[Listed]) -> None:
         reason: Exception = JobError("cancelled", "the fleet was closed.")

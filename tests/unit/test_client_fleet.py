@@ -531,6 +531,24 @@ def test_a_fleet_left_by_an_exception_takes_its_jobs_off_the_servers(tmp_path: P
         future.result(0)
 
 
+def test_a_fleet_takes_its_jobs_off_the_servers_where_ctrl_c_ends_the_wait_for_them(
+    tmp_path: Path, monkeypatch
+):
+    with fake_comfyui(paused=True) as one:
+        with pytest.raises(KeyboardInterrupt), Fleet(one.url, tmp_path, log=None) as fleet:
+            fleet.submit(graph())
+            until(lambda: one.state.queue)
+            joined, interrupts = fleet._thread.join, iter([KeyboardInterrupt])
+
+            def join() -> None:
+                for interrupt in interrupts:
+                    raise interrupt
+                joined()
+
+            monkeypatch.setattr(fleet._thread, "join", join)
+        assert one.state.queue == []
+
+
 def test_a_fleet_whose_servers_stay_away_says_so_in_each_future(tmp_path: Path):
     with Fleet("127.0.0.1:1", tmp_path, wait=0.2, log=None) as fleet:
         future = fleet.submit(graph())
