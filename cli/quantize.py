@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from pathlib import Path
 
@@ -41,6 +42,10 @@ def add_keep(parser: argparse.ArgumentParser, text: str) -> None:
 
 def run(args: argparse.Namespace) -> int:
     require_packages("quantize", PACKAGES)
+    for name in ("SIGTERM", "SIGHUP"):  # else up to 25 GB of a file without a name are left
+        number = getattr(signal, name, None)  # Windows has one of them
+        if number and signal.getsignal(number) is signal.SIG_DFL:  # not under nohup
+            signal.signal(number, signal.default_int_handler)
     from ..loaders.quantized_file import plan_quantized, write_quantized
     from ..machine.device import choose_device
 
