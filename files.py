@@ -183,10 +183,17 @@ def parse_object(data: bytes) -> dict[str, Any]:
     return value
 
 
+def escaped(line: str) -> str:
+    """Escapes each letter that is not printable; an ideographic space, too, is none to Python."""
+    if line.isprintable():
+        return line
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line)
+
+
 def printable(text: str, stream: TextIO) -> str:
     """Escapes what would steer the terminal, and what its encoding lacks."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
-    lines = [line if line.isprintable() else ascii(line)[1:-1] for line in text.split("\n")]
+    lines = map(escaped, text.split("\n"))
     return "\n".join(lines).encode(encoding, "backslashreplace").decode(encoding)
 
 

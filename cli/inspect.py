@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 
 from ..charts.figures import file_size
-from ..files import print_text
+from ..files import escaped, print_text
 from ..loaders.checkpoint import Checkpoint, CheckpointPart, inspect_checkpoint
 from ..loaders.quantization import PACKED
 
@@ -87,7 +87,7 @@ def _part_rows(part: CheckpointPart) -> Iterator[tuple[str, str]]:
 def _print_rows(rows: list[tuple[str, str]]) -> None:
     # Names of files and tensors come from strangers: one with a line break stays in its row.
     for name, text in rows:
-        print_text(f"{name:<15} {text if text.isprintable() else ascii(text)[1:-1]}")
+        print_text(f"{name:<15} {escaped(text)}")
 
 
 def _list(title: str, counts: Mapping[str, int]) -> Iterator[tuple[str, str]]:
