@@ -161,7 +161,7 @@ def plan_load(
     if rounded and keep_quantized:
         kept = KeptFile(source, name, keep)
         needed = 0 if kept.open() else needed  # a mapped file
-    check_host_memory(needed, f"{source.path.name} in {name}")
+    check_host_memory(needed, f"{source.path.name} in {'w4a8' if packed else name}")
     return LoadPlan(
         **vars(decision),
         source=source,
@@ -290,13 +290,6 @@ def _host_bytes(
         copies = card is None or not comfy.memory_management.aimdo_enabled
         return weights if copies and name not in QUANTIZED else joined_bytes(source)
     return weights + STAGING_BYTES
-
-
-def joined_bytes(source: Source) -> int:
-    """Bytes of layers that the file has apart, which `transformer_tensors` joins."""
-    joined = family_titled(source.part.family).joined
-    apart = tuple(f".{layer}.weight" for layers in joined.values() for layer in layers)
-    return sum(info.nbytes for name, info in source.tensors.items() if name.endswith(apart))
 
 
 # Without dynamic VRAM ComfyUI reserves a tenth more than the weights it is about to load, 2.5 GiB
