@@ -265,7 +265,9 @@ def _conversion(stored: str, name: str) -> str:
 
 def _precision_reason(option: PlanOption) -> str:
     name, first, asked = option.setting.precision, option.first, option.asked
-    stored = asked.stored
+    stored, parts = asked.stored, asked.request.parts
+    if name == parts.kept:
+        return expanded_blocks(name) if parts.gguf else kept_precision(name)
     if asked.as_stored or asked.request.precision != AUTO:
         return requested_precision(name, stored, asked.as_stored)
     if stored in QUANTIZED:
