@@ -21,6 +21,14 @@ NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EI
 LOCKED_BYTE = 2**31 - 2  # the last that Windows' C library locks, past the end of any file here
 
 
+def user_path(text: str) -> Path:
+    """Replaces `~`; for a user without a home, as in some containers, by a temporary folder."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        return Path(tempfile.gettempdir(), text.lstrip("~").lstrip("/"))
+
+
 def name_file(part: Path, path: Path) -> None:
     """Moves a whole file to a name in its folder.
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..caches import remembered
 from ..errors import SettingError
-from ..files import read_bytes
+from ..files import read_bytes, user_path
 from ..planning.cards import Card, is_named, read_cards
 from ..planning.phases import figure
 from ..planning.rates import LAUNCHES, Launches, Rates
@@ -34,7 +34,7 @@ _logged: set[Path] = remembered(set())
 
 def cache_folder() -> Path:
     """Finds the folder that the settings name, else ~/.cache/qwen-l40s; need not exist."""
-    return Path(settings().cache or "~/.cache/qwen-l40s").expanduser()
+    return user_path(settings().cache or "~/.cache/qwen-l40s")
 
 
 def own_cards_path() -> Path:
