@@ -58,6 +58,7 @@ class Fleet:
     """ComfyUI servers that share the graphs submitted here; a context manager.
 
     Every graph runs to one accepted result, however often servers stop; equal graphs are one job.
+    One that failed runs again when it is submitted again.
     Leaving the context waits for all jobs; leaving it by an exception takes them off the servers.
 
     Args:
@@ -137,7 +138,8 @@ class Fleet:
             if self._closing:
                 raise RuntimeError("the fleet is closed: submit before that.")
             known = self._futures.get(key)
-            if known is None or (known.done() and self._journal.changed(key)):
+            ended = known is not None and known.done()
+            if not known or (ended and (known.exception() or self._journal.changed(key))):
                 number = len(self._futures) + 1
                 job = Job(number, key, graph, label=f"job {number}", loads=loads)
                 self._futures[key] = Future()

@@ -453,6 +453,10 @@ def test_graphs_become_futures_and_equal_ones_the_same(tmp_path: Path):
         results = [future.result(30) for future in futures]
         with pytest.raises(JobError, match="the pencil broke") as error:
             bad.result(30)
+        again = fleet.submit(graph("fail"))
+        with pytest.raises(JobError, match="the pencil broke"):
+            again.result(30)
+        assert again is not bad
         seeds = {each["prompt"]["draw"]["inputs"]["seed"] for each in one.posted + two.posted}
     assert seeds >= {101, 102}
     assert len({path for result in results for path in result.files}) == 12
