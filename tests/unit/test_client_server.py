@@ -86,6 +86,14 @@ def test_only_the_machine_itself_goes_past_the_proxy_of_the_environment(host, he
     assert Address.parse(f"http://{host}:1").loopback is here
 
 
+@pytest.mark.parametrize("proxy", ["http://127.0.0.1:1", "127.0.0.1:1"])
+def test_a_proxy_that_is_away_or_no_address_is_not_taken_for_the_server(proxy, monkeypatch):
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setenv("http_proxy", proxy)
+    with pytest.raises(ServerError, match=r"proxy that the environment names .* no_proxy=host"):
+        ask("http://host:1", lambda server: server.queue())
+
+
 @pytest.mark.parametrize("sent", ["Bearer t", "Basic bWU6c2VjcmV0"])
 def test_object_info_comes_with_the_header_or_the_password_that_was_given(sent: str):
     async def handler(request: web.Request) -> web.Response:
