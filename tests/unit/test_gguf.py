@@ -231,6 +231,7 @@ def test_an_estimate_counts_w4a8_in_host_memory_and_not_int8(tmp_path: Path, cap
     assert main(["estimate", "--model", str(path), "--card", "L40S"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "GGUF's blocks are expanded and rounded to int8" in out and "as requested" not in out
+    assert "Each load quantizes the file to int8. `qwen-l40s quantize` writes that file once" in out
 
 
 def test_a_matrix_with_another_dtype_beside_it_is_taken(tmp_path: Path):
