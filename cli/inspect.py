@@ -14,11 +14,11 @@ from ..loaders.quantization import PACKED
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Says what a safetensors file, a sharded set or a diffusers folder is and where it "
-        "belongs. Reads headers only. Exit code 1 if its parts contradict each other."
+        "Says what a safetensors or GGUF file, a sharded set or a diffusers folder is and where "
+        "it belongs. Reads headers only. Exit code 1 if its parts contradict each other."
     )
     parser.add_argument(
-        "path", metavar="PATH", help="a .safetensors file, a shard index or a folder"
+        "path", metavar="PATH", help="a .safetensors or .gguf file, a shard index or a folder"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object, not a table")
 

@@ -23,8 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source",
         metavar="SRC",
-        help="a transformer in bf16, fp16 or fp32: a .safetensors file, a sharded folder or a "
-        "diffusers folder",
+        help="a transformer in bf16, fp16, fp32 or GGUF: a .safetensors or .gguf file, a sharded "
+        "folder or a diffusers folder",
     )
     parser.add_argument("destination", metavar="DST", help="the .safetensors file to write")
     parser.add_argument("--precision", required=True, metavar="NAME", help="fp8 or int8")
