@@ -30,7 +30,8 @@ class Settings:
     """Holds what a user sets once for a machine; empty is the default.
 
     Attributes:
-        cache: the folder for measurements; `~` is the user's.
+        cache: the folder for measurements; `~` is the user's, and a relative one lies beside the
+            file.
         attention: a backend, for "auto".
         gemm_fp8, gemm_int8: a backend of these products.
     """

@@ -132,6 +132,12 @@ def test_variables_of_before_are_read_by_name():
     assert module.from_variables(old) == {"cache": "/c", "gemm_fp8": "triton"}
 
 
+def test_a_relative_cache_lies_beside_the_settings(file, tmp_path, monkeypatch):
+    file.write_text('{"version": 1, "cache": "measured"}')
+    monkeypatch.chdir("/")
+    assert cache_folder() == tmp_path / "measured"
+
+
 def test_a_user_without_a_home_has_a_temporary_folder(set_settings, monkeypatch, tmp_path):
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
