@@ -21,6 +21,14 @@ NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EI
 LOCKED_BYTE = 2**31 - 2  # the last that Windows' C library locks, past the end of any file here
 
 
+def user_path(text: str) -> Path:
+    """Replaces `~`; for a user without a home, as in some containers, by a temporary folder."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        return Path(tempfile.gettempdir(), text.lstrip("~").lstrip("/"))
+
+
 def name_file(part: Path, path: Path) -> None:
     """Moves a whole file to a name in its folder.
 
@@ -183,10 +191,17 @@ def parse_object(data: bytes) -> dict[str, Any]:
     return value
 
 
+def escaped(line: str) -> str:
+    """Escapes each letter that is not printable; an ideographic space, too, is none to Python."""
+    if line.isprintable():
+        return line
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line)
+
+
 def printable(text: str, stream: TextIO) -> str:
     """Escapes what would steer the terminal, and what its encoding lacks."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
-    lines = [line if line.isprintable() else ascii(line)[1:-1] for line in text.split("\n")]
+    lines = map(escaped, text.split("\n"))
     return "\n".join(lines).encode(encoding, "backslashreplace").decode(encoding)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ..families.protocol import APACHE
 from ..planning.bytes import text_encoder_bytes
 from ..planning.cards import STARTING
-from ..planning.files import NETWORK, NVME, PAGE_CACHE, SOURCES
+from ..planning.files import NETWORK, NVME, PAGE_CACHE, SOURCES, made_on_load
 from ..planning.phases import Range, transformer_bytes
 from ..planning.rates import attention_share, class_of, constants, measured
 from ..planning.request import AUTO, DROPPED, EXACT, FAST, ON_PROCESSOR
@@ -127,12 +127,12 @@ def _room_notes(found: Estimate) -> Iterator[str]:
             f"With {format_gib(found.card.memory_bytes)}, nearly all weights move in every step, "
             "and a smaller image hardly helps. A rented card with 24 GiB or more is far faster."
         )
-    precision = option.setting.precision
-    at_hand = found.request.parts.transformer_bytes is not None
-    if precision in QUANTIZED and not at_hand:
+    if made_on_load(option.request, option.setting):
         ready = found.times and found.times.prequantized_loads
+        file = "file" if found.request.parts.file_bytes else "bf16 file"
+        precision = option.setting.precision
         yield (
-            f"Each load quantizes the bf16 file to {precision}. `qwen-l40s quantize` writes that "
+            f"Each load quantizes the {file} to {precision}. `qwen-l40s quantize` writes that "
             f"file once{f'; loading then takes {_loads(ready)}' if ready else ''}."
         )
 
@@ -265,7 +265,9 @@ def _conversion(stored: str, name: str) -> str:
 
 def _precision_reason(option: PlanOption) -> str:
     name, first, asked = option.setting.precision, option.first, option.asked
-    stored = asked.stored
+    stored, parts = asked.stored, asked.request.parts
+    if name == parts.kept:
+        return expanded_blocks(name) if parts.gguf else kept_precision(name)
     if asked.as_stored or asked.request.precision != AUTO:
         return requested_precision(name, stored, asked.as_stored)
     if stored in QUANTIZED:

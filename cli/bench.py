@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..errors import PROJECT, SettingError, UnavailableError, plain_write_errors
 from ..families.qwen_image import FULL_SIZE, SMALL
-from ..files import check_target, write_whole
+from ..files import check_target, check_writable, write_whole
 from ..machine.store import CALIBRATION, Calibration, cache_folder, known_cards, with_calibration
 from ..planning.cards import Card, find_card
 from ..planning.rates import Rates, rates_of
@@ -199,6 +199,11 @@ def calibrate_card(args: argparse.Namespace) -> int:
             "bench --calibrate at full width takes hours on a CPU: add --width small, which only "
             "shows that it runs."
         )
+    file = cache_folder() / CALIBRATION
+    if on_card and not small:
+        with plain_write_errors(file.parent):
+            file.parent.mkdir(parents=True, exist_ok=True)
+        check_writable(file.parent)  # before minutes of measuring
     sizes = small_sizes(SMALL) if small else full_sizes(FULL_SIZE)
     begin = time.perf_counter()
     found, left_out = calibrate(device, sizes, lambda what: print(f"measuring: {what}", flush=True))
@@ -208,9 +213,6 @@ def calibrate_card(args: argparse.Namespace) -> int:
         print(f"{precision} left out: {reason}")
     if on_card and not small:
         print("\n".join(difference(found, _known(found.card))))
-        file = cache_folder() / CALIBRATION
-        with plain_write_errors(file.parent):
-            file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(file, with_calibration(file.parent, found).encode())
         print(f"kept in {file}: estimates for this card use it")
     else:

@@ -15,6 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ..errors import PROJECT, CheckpointError, SettingError
+from ..files import print_text
+from ..loaders.gguf import GGUF_SUFFIX, SPLIT
 from ..loaders.shards import NUMBERED
 from ..loaders.source import PIPELINE_INDEX, PLACES, open_source
 from ..machine import memory as resources
@@ -77,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     # Some packages greet on stdout when imported, which would spoil --json.
     with contextlib.redirect_stdout(sys.stderr):
         diagnosis = diagnose(args.models, args.comfyui)
-    print(_as_json(diagnosis) if args.json else _as_table(diagnosis))
+    print_text(_as_json(diagnosis) if args.json else _as_table(diagnosis))
     return 0 if diagnosis.device or diagnosis.nodes else 1
 
 
@@ -197,7 +199,9 @@ def _model_checks(folders: Mapping[str, list[Path]]) -> Iterator[Capability]:
 
 
 def _model_files(folders: list[Path]) -> Iterator[Path]:
-    """Finds safetensors files and diffusers folders, sorted; follows links, as ComfyUI does."""
+    """Finds files and diffusers folders, sorted; follows links, as ComfyUI does. Of several parts
+    the first stands for all.
+    """
     for folder in dict.fromkeys(folders):
         for base, inside, names in os.walk(folder, followlinks=True):
             inside.sort()
@@ -205,8 +209,15 @@ def _model_files(folders: list[Path]) -> Iterator[Path]:
                 inside.clear()
                 yield Path(base)
             else:
-                files = sorted(name for name in names if name.endswith(".safetensors"))
-                yield from (Path(base, name) for name in files if not NUMBERED.search(name))
+                yield from (Path(base, name) for name in sorted(names) if _is_model(name))
+
+
+def _is_model(name: str) -> bool:
+    part = SPLIT.search(name)
+    whole = part is None or int(part[1]) == 1
+    if name.lower().endswith(GGUF_SUFFIX):
+        return whole
+    return name.endswith(".safetensors") and not NUMBERED.search(name)
 
 
 def _one_remedy(remedies: list[str]) -> str:

@@ -7,18 +7,18 @@ import json
 from collections.abc import Iterator, Mapping
 
 from ..charts.figures import file_size
-from ..files import print_text
+from ..files import escaped, print_text
 from ..loaders.checkpoint import Checkpoint, CheckpointPart, inspect_checkpoint
 from ..loaders.quantization import PACKED
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Says what a safetensors file, a sharded set or a diffusers folder is and where it "
-        "belongs. Reads headers only. Exit code 1 if its parts contradict each other."
+        "Says what a safetensors or GGUF file, a sharded set or a diffusers folder is and where "
+        "it belongs. Reads headers only. Exit code 1 if its parts contradict each other."
     )
     parser.add_argument(
-        "path", metavar="PATH", help="a .safetensors file, a shard index or a folder"
+        "path", metavar="PATH", help="a .safetensors or .gguf file, a shard index or a folder"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object, not a table")
 
@@ -87,7 +87,7 @@ def _part_rows(part: CheckpointPart) -> Iterator[tuple[str, str]]:
 def _print_rows(rows: list[tuple[str, str]]) -> None:
     # Names of files and tensors come from strangers: one with a line break stays in its row.
     for name, text in rows:
-        print_text(f"{name:<15} {text if text.isprintable() else ascii(text)[1:-1]}")
+        print_text(f"{name:<15} {escaped(text)}")
 
 
 def _list(title: str, counts: Mapping[str, int]) -> Iterator[tuple[str, str]]:

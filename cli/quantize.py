@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from pathlib import Path
 
@@ -22,8 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source",
         metavar="SRC",
-        help="a transformer in bf16, fp16 or fp32: a .safetensors file, a sharded folder or a "
-        "diffusers folder",
+        help="a transformer in bf16, fp16, fp32 or GGUF: a .safetensors or .gguf file, a sharded "
+        "folder or a diffusers folder",
     )
     parser.add_argument("destination", metavar="DST", help="the .safetensors file to write")
     parser.add_argument("--precision", required=True, metavar="NAME", help="fp8 or int8")
@@ -41,6 +42,10 @@ def add_keep(parser: argparse.ArgumentParser, text: str) -> None:
 
 def run(args: argparse.Namespace) -> int:
     require_packages("quantize", PACKAGES)
+    for name in ("SIGTERM", "SIGHUP"):  # else up to 25 GB of a file without a name are left
+        number = getattr(signal, name, None)  # Windows has one of them
+        if number and signal.getsignal(number) is signal.SIG_DFL:  # not under nohup
+            signal.signal(number, signal.default_int_handler)
     from ..loaders.quantized_file import plan_quantized, write_quantized
     from ..machine.device import choose_device
 

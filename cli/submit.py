@@ -220,7 +220,7 @@ def _headers(texts: list[str], file: Path | None) -> dict[str, str]:
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     if file is not None:
         try:
-            texts = [*filter(str.strip, file.read_text("utf-8").splitlines()), *texts]
+            texts = [*filter(str.strip, file.read_text("utf-8-sig").splitlines()), *texts]
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or "it is not UTF-8"
             raise SettingError(f"--header-file cannot be read ({reason}).", file) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import io
 import sys
@@ -57,6 +58,7 @@ class Fleet:
     """ComfyUI servers that share the graphs submitted here; a context manager.
 
     Every graph runs to one accepted result, however often servers stop; equal graphs are one job.
+    One that failed runs again when it is submitted again.
     Leaving the context waits for all jobs; leaving it by an exception takes them off the servers.
 
     Args:
@@ -136,7 +138,8 @@ class Fleet:
             if self._closing:
                 raise RuntimeError("the fleet is closed: submit before that.")
             known = self._futures.get(key)
-            if known is None or (known.done() and self._journal.changed(key)):
+            ended = known is not None and known.done()
+            if not known or (ended and (known.exception() or self._journal.changed(key))):
                 number = len(self._futures) + 1
                 job = Job(number, key, graph, label=f"job {number}", loads=loads)
                 self._futures[key] = Future()
@@ -154,7 +157,13 @@ class Fleet:
             if not self._closing:
                 self._closing = True
                 self._loop.call_soon_threadsafe(self._finish if wait else self._going.cancel)
-        self._thread.join()
+        try:
+            self._thread.join()
+        except BaseException:  # Ctrl-C while it waits for jobs
+            with contextlib.suppress(RuntimeError):  # it has just ended
+                self._loop.call_soon_threadsafe(self._going.cancel)
+            self._thread.join()
+            raise
 
     def _work(self, listed: list[Listed]) -> None:
         reason: Exception = JobError("cancelled", "the fleet was closed.")

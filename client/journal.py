@@ -112,7 +112,8 @@ class Journal:
         try:
             self._lock()
             self._read()
-            for left in folder.glob(f"{glob.escape(self._part)}*.part"):  # by a killed run
+            # Left by a killed run; `*` would take those of "name.v2" for those of "name".
+            for left in folder.glob(f"{glob.escape(self._part)}{'[0-9a-f]' * 32}.part"):
                 left.unlink(missing_ok=True)
         except BaseException:
             self._file.close()

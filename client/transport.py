@@ -78,7 +78,9 @@ class Address:
         """Whether this is the machine itself."""
         host = self.base.host
         try:
-            return ipaddress.ip_address(host).is_loopback
+            address = ipaddress.ip_address(host)
+            # `--listen` makes ComfyUI print http://0.0.0.0:8188.
+            return address.is_loopback or address.is_unspecified
         except ValueError:
             return host == "localhost"
 
@@ -316,6 +318,12 @@ class Transport:
                     f"no machine is called {self.address.base.host!r}: check --server."
                 ) from error
             raise LostError("its name is not found") from error
+        except (aiohttp.ClientProxyConnectionError, aiohttp.InvalidURL) as error:
+            host = self.address.base.host
+            raise ServerError(
+                f"the proxy that the environment names for {self.address} cannot be used: start "
+                f"it, write it like http_proxy=http://host:port, or set no_proxy={host}."
+            ) from error
         except aiohttp.ClientConnectorError as error:
             # Of several addresses of one host, asyncio joins the reasons to a line nobody can read.
             cause = error.os_error

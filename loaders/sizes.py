@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError, SettingError
 from ..families.registry import (
+    family_titled,
     is_modulation,
     is_quantizable,
     may_be,
@@ -16,7 +17,7 @@ from ..families.registry import (
     shape_from_header,
     vae_titled,
 )
-from ..planning.bytes import TransformerBytes
+from ..planning.bytes import BF16, TransformerBytes, weight_bytes
 from ..planning.request import TEXT_ENCODER, TRANSFORMER, VAE, Parts
 from ..spec.formats import BYTES_PER_SCALE, BYTES_PER_WEIGHT, QUANTIZED
 from ..spec.transformer import TransformerShape
@@ -26,6 +27,7 @@ from .quantization import (
     DECODING,
     GGUF_IN_W4A8,
     PACKED,
+    STORAGE_ONLY,
     W4A8_GROUP,
     computed_precision,
     unpacked_shape,
@@ -45,6 +47,7 @@ class CheckpointSizes:
         loaded: Bytes of the transformer that is loaded as stored.
         packed: The same where weights in 4 bits stay so; None where there are none.
         text_encoder: None where the checkpoint has none, as `vae`.
+        converted: Bytes of the transformer that a load makes anew, if it loads as stored.
         steps: That a Turbo is trained for; 0 of any other.
     """
 
@@ -56,6 +59,7 @@ class CheckpointSizes:
     packed: TransformerBytes | None
     text_encoder: CheckpointPart | None
     vae: CheckpointPart | None
+    converted: int = 0
     steps: int = 0
 
     def family_for(self, requested: str | None) -> str:
@@ -86,12 +90,15 @@ class CheckpointSizes:
         named = {TRANSFORMER: self.transformer, TEXT_ENCODER: self.text_encoder, VAE: self.vae}
         files = tuple((name, part.bytes) for name, part in named.items() if part is not None)
         gguf = self.transformer.quantization.gguf
-        parts = Parts(transformer=self.shape, file_bytes=files, gguf=gguf)
-        stored = stored_precision(self.transformer)
+        stored, converted = stored_precision(self.transformer), self.converted
+        if stored in QUANTIZED and precision == "bf16":
+            converted = weight_bytes(self.shape, precision).gemm
+        parts = Parts(transformer=self.shape, file_bytes=files, gguf=gguf, converted=converted)
         if stored in QUANTIZED and precision in ("auto", stored):
-            precision = stored
+            kept, precision = stored if precision == "auto" else "", stored
             parts = replace(
                 parts,
+                kept=kept,
                 transformer_bytes=self.loaded.total,
                 modulation_bytes=self.loaded.modulation,
                 packed=self.packed,
@@ -137,6 +144,7 @@ def read_sizes(path: str | os.PathLike[str]) -> CheckpointSizes:
         packed=loaded_bytes(transformer, packed=True)
         if not GGUF_IN_W4A8.union({HELD}).isdisjoint(part.quantization.formats)
         else None,
+        converted=converted_bytes(transformer),
         steps=len(sample_sigmas(read_index(Path(path))[0], index)) if index.is_file() else 0,
         **others,
     )
@@ -204,3 +212,22 @@ def loaded_bytes(source: Source, packed: bool = False) -> TransformerBytes:
         total += count
         modulation += count if is_modulation(name.rpartition(".")[0]) else 0
     return TransformerBytes(total, modulation)
+
+
+def converted_bytes(source: Source) -> int:
+    """Counts what a load as stored makes anew in host memory, of a file that is not GGUF."""
+    quantization, count = source.part.quantization, joined_bytes(source)
+    for name, info in source.tensors.items():
+        form = quantization.layers.get(name.removesuffix(".weight"))
+        if form in STORAGE_ONLY:
+            count += BF16 * info.elements
+        elif form in PACKED:
+            count += math.prod(unpacked_shape(quantization, name, info))
+    return count
+
+
+def joined_bytes(source: Source) -> int:
+    """Counts layers that the file has apart, which ComfyUI's model has in one."""
+    joined = family_titled(source.part.family).joined
+    apart = tuple(f".{layer}.weight" for layers in joined.values() for layer in layers)
+    return sum(info.nbytes for name, info in source.tensors.items() if name.endswith(apart))

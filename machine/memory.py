@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
+from ..files import user_path
 from ..spec.formats import GB, GIB
 from .card import Capability, State
 
@@ -159,7 +160,7 @@ def qwen_bytes(folder: Path) -> int:
 def hugging_face_cache() -> Path:
     """Finds where huggingface_hub keeps downloads."""
     if find_spec("huggingface_hub") is None:
-        return Path.home() / ".cache/huggingface/hub"
+        return user_path("~/.cache/huggingface/hub")
     from huggingface_hub.constants import HF_HUB_CACHE
 
     return Path(HF_HUB_CACHE)

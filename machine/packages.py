@@ -20,6 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ..files import user_path
 from ..verdict import first_line
 from .card import Capability, InstalledCards, State
 
@@ -253,7 +254,7 @@ def _candidates() -> Iterator[Path]:
     yield from (Path.cwd(), *Path.cwd().parents)
     yield from map(Path, sys.path)
     around = Path(sys.prefix).parent  # of ComfyUI/.venv, and of python_embeded next to ComfyUI
-    yield from (around, around / "ComfyUI", Path.home() / "ComfyUI")
+    yield from (around, around / "ComfyUI", user_path("~/ComfyUI"))
 
 
 def _package() -> Path:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ..caches import cached
 from ..errors import SettingError
-from ..files import read_bytes
+from ..files import read_bytes, user_path
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,8 @@ class Settings:
     """Holds what a user sets once for a machine; empty is the default.
 
     Attributes:
-        cache: the folder for measurements; `~` is the user's.
+        cache: the folder for measurements; `~` is the user's, and a relative one lies beside the
+            file.
         attention: a backend, for "auto".
         gemm_fp8, gemm_int8: a backend of these products.
     """
@@ -49,14 +50,14 @@ def default_file() -> Path:
     user folder, in this process or around this pack, else of the user's configuration folder.
     """
     if named := sys._xoptions.get("qwen_l40s"):
-        return Path(str(named)).expanduser()
+        return user_path(str(named))
     if "folder_paths" in sys.modules:
         return Path(sys.modules["folder_paths"].get_user_directory(), NAME)
     nodes = Path(os.path.abspath(__file__)).parents[2]  # a link belongs where it lies
     if nodes.name == "custom_nodes":
         return nodes.parent / "user" / NAME
     folder = "AppData/Roaming" if sys.platform == "win32" else ".config"
-    return Path.home() / folder / NAME
+    return user_path(f"~/{folder}/{NAME}")
 
 
 def settings_file() -> Path:

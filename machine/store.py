@@ -16,12 +16,12 @@ from typing import Any
 
 from ..caches import remembered
 from ..errors import SettingError
-from ..files import read_bytes
+from ..files import read_bytes, user_path
 from ..planning.cards import Card, is_named, read_cards
 from ..planning.phases import figure
 from ..planning.rates import LAUNCHES, Launches, Rates
 from ..spec.formats import MULTIPLIED
-from .settings import settings
+from .settings import settings, settings_file
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +33,10 @@ _logged: set[Path] = remembered(set())
 
 
 def cache_folder() -> Path:
-    """Finds the folder that the settings name, else ~/.cache/qwen-l40s; need not exist."""
-    return Path(settings().cache or "~/.cache/qwen-l40s").expanduser()
+    """Finds the folder that the settings name, else ~/.cache/qwen-l40s; need not exist. A relative
+    one lies beside the settings, wherever ComfyUI or the command was started.
+    """
+    return settings_file().parent / user_path(settings().cache or "~/.cache/qwen-l40s")
 
 
 def own_cards_path() -> Path:

@@ -171,7 +171,7 @@ def host_memory(request: RunRequest, setting: Setting, *, moved_bytes: int = 0) 
     copied = 0
     if made_on_load(request, setting):
         counted = weight_bytes(request.transformer, setting.precision)
-        copied = counted.gemm + counted.scales
+        copied = 0 if setting.packed else counted.gemm + counted.scales
         parts["transformer, quantized on load"] = copied
         parts["staging while it is quantized"] = STAGING_BYTES
     if request.parts.gguf:
@@ -179,6 +179,8 @@ def host_memory(request: RunRequest, setting: Setting, *, moved_bytes: int = 0) 
         others = max(0, weights.total - copied - waits)
         parts["transformer, expanded from GGUF"] = others
         copied += others
+    elif not (copied or setting.packed):
+        parts["transformer, converted on load"] = copied = request.parts.converted
     if setting.off_card:
         parts["modulation that waits"] = weights.modulation
         parts["pinned ring"] = RING_BYTES

@@ -76,6 +76,8 @@ class Parts:
         file_bytes: what their files take, as stored: pairs of `TRANSFORMER`, `TEXT_ENCODER` or
             `VAE` and bytes; what is not named takes its size as loaded.
         gguf: whether the transformer's file is GGUF, of which a load expands every weight.
+        converted: of another file, what a load decodes, converts or joins in host memory.
+        kept: the precision of a quantized transformer that was left as it is; "" of others.
     """
 
     transformer: TransformerShape | None = None
@@ -87,6 +89,8 @@ class Parts:
     packed: tuple[int, int] | None = None
     file_bytes: tuple[tuple[str, int], ...] = ()
     gguf: bool = False
+    converted: int = 0
+    kept: str = ""
 
 
 class OtherModel(NamedTuple):

@@ -16,6 +16,8 @@ from qwen_l40s.hosts.comfyui.load.choose import choices, source_of
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.loaders.gguf import read_gguf
 from qwen_l40s.loaders.gguf_blocks import BlockRows, map_gguf
+from qwen_l40s.planning.bytes import weight_bytes
+from qwen_l40s.spec.sizes import STAGING_BYTES
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 FOLDER = folder("gguf")
@@ -93,7 +95,8 @@ def test_the_loader_lists_files_and_the_first_part_of_a_split_one(tmp_path, monk
 
 @pytest.mark.parametrize("dtype", ["Q4_1", "Q4_0", "Q5_1"])
 def test_few_bits_become_w4a8_where_int8_has_no_room(dtype, monkeypatch):
-    monkeypatch.setattr(plan, "available_memory", lambda: 0)
+    room = weight_bytes(ONE_BLOCK, "int8").total + STAGING_BYTES - 1
+    monkeypatch.setattr(plan, "available_memory", lambda: room)
     save_file(weights := narrow.weights(ONE_BLOCK), FOLDER / "bf16.safetensors")
     path = gguf_of(FOLDER / "bf16.safetensors", FOLDER / f"small-{dtype}.gguf", dtype)
     if dtype == "Q5_1":
@@ -113,3 +116,6 @@ def test_few_bits_become_w4a8_where_int8_has_no_room(dtype, monkeypatch):
         assert module.weight._qdata.shape[1] == known.shape[1] // 2
         count -= 1
     assert count == 0
+    monkeypatch.setattr(plan, "available_memory", lambda: 0)
+    with pytest.raises(UnavailableError, match=r"in w4a8 needs .* of host memory"):
+        load_model(path)

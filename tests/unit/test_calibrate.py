@@ -310,6 +310,16 @@ def test_what_was_measured_is_kept_for_estimates(on_card, folder, capsys):
     assert os.listdir(folder) == [CALIBRATION]
 
 
+def test_a_folder_that_keeps_nothing_is_told_before_anything_is_measured(
+    on_card, set_settings, tmp_path, capsys
+):
+    (tmp_path / "file").touch()
+    set_settings(cache=str(tmp_path / "file" / "cache"))
+    assert calibrate() == 2
+    out, err = capsys.readouterr()
+    assert "cannot write" in err and not out
+
+
 def test_the_rates_of_instructions_are_shown_beside_int8s_peak(folder, capsys):
     found = replace(MINE, instructions={"int8": 7.33e14, "int4": 7.2e14})
     lines = [" ".join(line.split()) for line in bench_calibrate.table(found, L40S)]

@@ -64,13 +64,13 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, capsys):
 
 
 def test_a_name_that_would_steer_the_terminal_is_escaped(tmp_path, capsys):
-    path = tmp_path / "x.safetensors"
+    path = tmp_path / "全角\u3000空格.safetensors"
     name = "lora_unet_transformer_blocks_0_\x1b[2J_img_mlp.lora_down.weight"
     save_file({name: torch.zeros(4, 8)}, path)
     assert main(["inspect", str(path)]) == 0
     output = capsys.readouterr().out
     assert "\x1b" not in output
-    assert "\\x1b[2J" in output
+    assert "\\x1b[2J" in output and "全角\\u3000空格.safetensors" in output
 
 
 def test_names_that_the_terminal_cannot_show(tmp_path, checkpoint):

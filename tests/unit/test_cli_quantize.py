@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 from collections import namedtuple
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from qwen_l40s import __version__
 from qwen_l40s.cli import main
 from qwen_l40s.errors import CheckpointError, SettingError
+from qwen_l40s.loaders import quantized_file
 from qwen_l40s.loaders.checkpoint import inspect_checkpoint
 from qwen_l40s.loaders.header import DTYPE_BITS, read_header
 from qwen_l40s.loaders.quantize import (
@@ -353,6 +355,23 @@ def test_nothing_is_left_of_work_that_was_stopped(tmp_path, error):
         write_quantized(plan_quantized(MICRO, "int8"), path, overwrite=True, progress=stop)
     assert [file.name for file in tmp_path.iterdir()] == ["out.safetensors"]
     assert path.read_text() == "precious"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_nothing_is_left_where_a_terminal_or_container_ends(tmp_path, monkeypatch, number):
+    def end(source, files):
+        assert list(tmp_path.glob(".*.part"))
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(quantized_file, "check_unchanged", end)
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        arguments = [str(MICRO), str(tmp_path / "out.safetensors"), "--precision", "int8"]
+        assert main(["quantize", *arguments]) == 130
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_source_that_changes_meanwhile(tmp_path):

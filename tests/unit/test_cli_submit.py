@@ -95,7 +95,7 @@ def test_what_is_no_setting_or_no_workflow_needs_no_server(workflow: Path, capsy
 def test_headers_come_from_a_file_and_a_token_from_the_environment(
     workflow: Path, tmp_path: Path, monkeypatch
 ):
-    (tmp_path / "headers").write_text("X-One: 1\n\nX-Two: 2\n")
+    (tmp_path / "headers").write_text("X-One: 1\n\nX-Two: 2\n", "utf-8-sig")  # as Notepad does
     monkeypatch.setenv("QWEN_L40S_TOKEN", "hidden")
     with fake_comfyui() as fake:
         assert main(arguments(fake, workflow, "--header-file", str(tmp_path / "headers"))) == 0

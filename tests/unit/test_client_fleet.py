@@ -453,6 +453,10 @@ def test_graphs_become_futures_and_equal_ones_the_same(tmp_path: Path):
         results = [future.result(30) for future in futures]
         with pytest.raises(JobError, match="the pencil broke") as error:
             bad.result(30)
+        again = fleet.submit(graph("fail"))
+        with pytest.raises(JobError, match="the pencil broke"):
+            again.result(30)
+        assert again is not bad
         seeds = {each["prompt"]["draw"]["inputs"]["seed"] for each in one.posted + two.posted}
     assert seeds >= {101, 102}
     assert len({path for result in results for path in result.files}) == 12
@@ -529,6 +533,24 @@ def test_a_fleet_left_by_an_exception_takes_its_jobs_off_the_servers(tmp_path: P
         assert one.state.queue == []
     with pytest.raises(JobError, match="the fleet was closed"):
         future.result(0)
+
+
+def test_a_fleet_takes_its_jobs_off_the_servers_where_ctrl_c_ends_the_wait_for_them(
+    tmp_path: Path, monkeypatch
+):
+    with fake_comfyui(paused=True) as one:
+        with pytest.raises(KeyboardInterrupt), Fleet(one.url, tmp_path, log=None) as fleet:
+            fleet.submit(graph())
+            until(lambda: one.state.queue)
+            joined, interrupts = fleet._thread.join, iter([KeyboardInterrupt])
+
+            def join() -> None:
+                for interrupt in interrupts:
+                    raise interrupt
+                joined()
+
+            monkeypatch.setattr(fleet._thread, "join", join)
+        assert one.state.queue == []
 
 
 def test_a_fleet_whose_servers_stay_away_says_so_in_each_future(tmp_path: Path):

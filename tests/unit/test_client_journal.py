@@ -136,7 +136,7 @@ def test_a_disk_that_locks_no_files_is_refused(tmp_path: Path, monkeypatch):
 
 
 def test_what_a_killed_run_left_half_is_removed_and_nothing_else(tmp_path: Path):
-    with Journal(tmp_path, "work") as journal, Journal(tmp_path, "other") as other:
+    with Journal(tmp_path, "work") as journal, Journal(tmp_path, "work.v2") as other:
         left, kept = journal.part(), other.part()
         left.touch(), kept.touch()
     with Journal(tmp_path, "work"):

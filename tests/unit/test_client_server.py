@@ -79,9 +79,19 @@ def test_a_password_is_never_shown():
     assert str(Address.parse("http://me:secret@host:1/x")) == "http://host:1/x"
 
 
-@pytest.mark.parametrize(("host", "here"), [("localhost", True), ("127.0.0.1", True), ("h", False)])
+@pytest.mark.parametrize(
+    ("host", "here"), [("localhost", True), ("127.0.0.1", True), ("0.0.0.0", True), ("h", False)]
+)
 def test_only_the_machine_itself_goes_past_the_proxy_of_the_environment(host, here):
     assert Address.parse(f"http://{host}:1").loopback is here
+
+
+@pytest.mark.parametrize("proxy", ["http://127.0.0.1:1", "127.0.0.1:1"])
+def test_a_proxy_that_is_away_or_no_address_is_not_taken_for_the_server(proxy, monkeypatch):
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setenv("http_proxy", proxy)
+    with pytest.raises(ServerError, match=r"proxy that the environment names .* no_proxy=host"):
+        ask("http://host:1", lambda server: server.queue())
 
 
 @pytest.mark.parametrize("sent", ["Bearer t", "Basic bWU6c2VjcmV0"])

@@ -233,6 +233,23 @@ def test_missing_files_are_told_with_what_to_do(models, capsys):
         assert check["remedy"].startswith(f"download one into models/{place}: ")
 
 
+def test_a_transformer_in_gguf_is_one_and_of_several_parts_the_first_stands_for_all(models, capsys):
+    gguf_files = pytest.importorskip("gguf_files")
+    whole = models("diffusion_models/a.safetensors", "transformer")
+    gguf_files.gguf_of(whole, whole.with_name("любое Q8_0.gguf"))
+    whole.unlink()
+    whole.with_name("b-00002-of-00002.gguf").touch()
+    transformer, encoder, _ = parts_of(capsys, models.folder)
+    assert (transformer["state"], encoder["state"]) == ("usable", "not usable")
+    assert transformer["reason"].startswith("любое Q8_0.gguf (") and "b-" not in str(transformer)
+
+
+def test_a_name_that_a_terminal_cannot_show_is_escaped(models, capsys, monkeypatch):
+    models("vae/\x1b[2J\udc80.safetensors", "vae")
+    main(["doctor", "--models", str(models.folder)])
+    assert "\\x1b[2J\\udc80.safetensors" in capsys.readouterr().out
+
+
 def test_files_are_known_by_what_they_hold(models, capsys):
     models("unet/deep/любое имя.safetensors", "transformer")
     for number in range(5):

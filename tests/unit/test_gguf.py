@@ -224,6 +224,21 @@ def test_an_estimate_counts_every_weight_in_host_memory(tmp_path: Path):
         assert sum(copies.values()) == transformer_bytes(request, setting).total
 
 
+def test_an_estimate_counts_w4a8_in_host_memory_and_not_int8(tmp_path: Path, capsys):
+    path = gguf_of(TRANSFORMER, tmp_path / "model.gguf", "Q4_0")
+    sizes = read_sizes(path)
+    precision, _, parts = sizes.settled("auto", "bf16")
+    request = RunRequest(sizes.family_for(None), parts=parts)
+    setting = Setting(precision, "off card", packed=True)
+    copies = {k: v for k, v in host_memory(request, setting).items() if k.startswith("trans")}
+    assert 0 < parts.packed[0] < parts.transformer_bytes
+    assert copies == {"transformer, expanded from GGUF": parts.packed[0] - parts.packed[1]}
+    assert main(["estimate", "--model", str(path), "--card", "L40S"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "GGUF's blocks are expanded and rounded to int8" in out and "as requested" not in out
+    assert "Each load quantizes the file to int8. `qwen-l40s quantize` writes that file once" in out
+
+
 def test_a_matrix_with_another_dtype_beside_it_is_taken(tmp_path: Path):
     both = {"a": stored(torch.randn(2, 32), "Q8_0"), "b": stored(torch.randn(2, 32), "F16")}
     found = map_gguf(read_gguf(write_gguf(tmp_path / "a.gguf", both)))

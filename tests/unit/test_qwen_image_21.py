@@ -34,10 +34,15 @@ from qwen_l40s.families.qwen_image_21 import SHAPE as SHAPE_21
 from qwen_l40s.families.registry import shape_from_header
 from qwen_l40s.loaders.checkpoint import inspect_checkpoint
 from qwen_l40s.loaders.quantize import layers_to_quantize, quantize_rows
+from qwen_l40s.loaders.sizes import read_sizes
 from qwen_l40s.loaders.source import PLACES, check_complete, open_source
+from qwen_l40s.planning.files import host_memory
+from qwen_l40s.planning.request import RunRequest, Setting
 from qwen_l40s.spec.formats import QUANTIZED
 
 PARAMETERS = 7_115_124_736
+GEMM = sum(rows * columns for rows, columns in SHAPE_21.quantizable_layers().values())
+APART = SHAPE_21.blocks * 2 * 4096 * 12288
 SHAPE_21_APART = replace(SHAPE_21, fused_mlp=False)
 CONVROT = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 256}
 
@@ -185,6 +190,29 @@ FORMS = {
     "w4a8": (lambda specs: w4a8(fused(specs)), None, None),
     "w6a8": (lambda specs: w6a8(fused(specs)), None, None),
 }
+
+
+@pytest.mark.parametrize(
+    ("form", "precision", "copied"),
+    [
+        ("single file", "auto", 0),
+        ("diffusers", "auto", 2 * APART),  # which ComfyUI's model has in one
+        ("int8 ConvRot", "auto", 0),
+        ("int8 ConvRot", "bf16", 2 * GEMM),
+        ("w4a8", "auto", GEMM),
+        ("w6a8", "auto", GEMM),
+    ],
+)
+def test_an_estimate_counts_what_a_load_makes_anew(
+    tmp_path, diffusers_form, form, precision, copied
+):
+    specs, contents = FORMS[form][0](diffusers_form)
+    path = write(tmp_path / "a.safetensors", specs, contents=contents)
+    precision, _, parts = read_sizes(path).settled(precision, "auto")
+    setting = Setting("bf16" if precision == "auto" else precision)
+    found = host_memory(RunRequest("qwen-image-2.1", width=None, height=None, parts=parts), setting)
+    assert found.get("transformer, converted on load", 0) == copied
+    assert not {name for name in found if "quantized" in name}
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from qwen_l40s.cli.doctor import check_settings
 from qwen_l40s.machine import settings as module
 from qwen_l40s.machine.card import State
 from qwen_l40s.machine.settings import (
+    NAME,
     Settings,
     default_file,
     read_settings,
@@ -128,3 +130,20 @@ def test_doctor_reads_those_of_the_comfyui_that_is_named(tmp_path):
 def test_variables_of_before_are_read_by_name():
     old = {"QWEN_L40S_CACHE": "/c", "QWEN_L40S_GEMM_FP8": "triton", "QWEN_L40S_TOKEN": "hidden"}
     assert module.from_variables(old) == {"cache": "/c", "gemm_fp8": "triton"}
+
+
+def test_a_relative_cache_lies_beside_the_settings(file, tmp_path, monkeypatch):
+    file.write_text('{"version": 1, "cache": "measured"}')
+    monkeypatch.chdir("/")
+    assert cache_folder() == tmp_path / "measured"
+
+
+def test_a_user_without_a_home_has_a_temporary_folder(set_settings, monkeypatch, tmp_path):
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert default_file() == tmp_path / ".config" / NAME
+    for name, there in {"": ".cache/qwen-l40s", "~gone/x": "gone/x"}.items():
+        set_settings(cache=name)
+        assert cache_folder() == tmp_path / there
+    assert main(["estimate", "--list-cards"]) == 0
+    assert main(["doctor"]) in (0, 1)

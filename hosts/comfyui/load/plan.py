@@ -18,10 +18,10 @@ from comfy.quant_ops import QUANT_ALGOS
 
 from ....errors import UnavailableError
 from ....families.comfyui import require
-from ....families.registry import family_titled, is_quantizable
+from ....families.registry import is_quantizable
 from ....loaders.quantization import GGUF_IN_W4A8, PACKED, STORAGE_ONLY, computed_precision
 from ....loaders.quantize import layers_to_quantize
-from ....loaders.sizes import loaded_bytes
+from ....loaders.sizes import joined_bytes, loaded_bytes
 from ....loaders.source import Source, check_complete
 from ....loaders.stored import PACKED_NAMES
 from ....loaders.writer import KeptFile
@@ -152,7 +152,8 @@ def plan_load(
     needed = _host_bytes(source, stored, decision, sizes, card)
     packed = "" if small is None or decision.precision != stored else _why_packed(decision, needed)
     if packed:
-        sizes, needed = {**sizes, stored: small}, 0
+        # A mapped file holds these weights already, and blocks of GGUF become them.
+        sizes, needed = {**sizes, stored: small}, small.total + STAGING_BYTES if gguf else 0
         if decision.option is None or not decision.option.setting.packed:
             decision = decide(sizes=sizes)
     name = decision.precision
@@ -161,7 +162,7 @@ def plan_load(
     if rounded and keep_quantized:
         kept = KeptFile(source, name, keep)
         needed = 0 if kept.open() else needed  # a mapped file
-    check_host_memory(needed, f"{source.path.name} in {name}")
+    check_host_memory(needed, f"{source.path.name} in {'w4a8' if packed else name}")
     return LoadPlan(
         **vars(decision),
         source=source,
@@ -290,13 +291,6 @@ def _host_bytes(
         copies = card is None or not comfy.memory_management.aimdo_enabled
         return weights if copies and name not in QUANTIZED else joined_bytes(source)
     return weights + STAGING_BYTES
-
-
-def joined_bytes(source: Source) -> int:
-    """Bytes of layers that the file has apart, which `transformer_tensors` joins."""
-    joined = family_titled(source.part.family).joined
-    apart = tuple(f".{layer}.weight" for layers in joined.values() for layer in layers)
-    return sum(info.nbytes for name, info in source.tensors.items() if name.endswith(apart))
 
 
 # Without dynamic VRAM ComfyUI reserves a tenth more than the weights it is about to load, 2.5 GiB

@@ -25,6 +25,7 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 from ....errors import CheckpointError
 from ....families.comfyui import kind_of_family
 from ....families.registry import marker_titled
+from ....loaders.sizes import joined_bytes
 from ....loaders.source import MICRO_ADVICE, MICRO_TRANSFORMER, Source, open_source
 from ....optimizations import fused, linear
 from ....optimizations.linear import known_gemm
@@ -41,7 +42,7 @@ from ..sample.off_card import (
     take_off_card,
 )
 from ..sample.run import FINITE_KEY, PARTS_KEY, FirstRun, check_parts
-from .plan import LoadPlan, LoadReport, joined_bytes, plan_load, require_less_memory
+from .plan import LoadPlan, LoadReport, plan_load, require_less_memory
 from .weights import FLOAT_NAMES, transformer_tensors
 
 NOT_KEPT = "keep_quantized would write what was quantized to a file for the next load."
