@@ -9,7 +9,6 @@ from pathlib import Path
 
 from ..errors import CheckpointError, SettingError
 from ..families.registry import (
-    family_titled,
     is_modulation,
     is_quantizable,
     may_be,
@@ -32,7 +31,7 @@ from .quantization import (
     computed_precision,
     unpacked_shape,
 )
-from .source import PIPELINE_INDEX, Source, open_source
+from .source import PIPELINE_INDEX, Source, joined_bytes, open_source
 
 
 @dataclass(frozen=True)
@@ -224,10 +223,3 @@ def converted_bytes(source: Source) -> int:
         elif form in PACKED:
             count += math.prod(unpacked_shape(quantization, name, info))
     return count
-
-
-def joined_bytes(source: Source) -> int:
-    """Counts layers that the file has apart, which ComfyUI's model has in one."""
-    joined = family_titled(source.part.family).joined
-    apart = tuple(f".{layer}.weight" for layers in joined.values() for layer in layers)
-    return sum(info.nbytes for name, info in source.tensors.items() if name.endswith(apart))

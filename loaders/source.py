@@ -237,6 +237,13 @@ def fingerprint(source_files: tuple[Path, ...]) -> tuple[tuple[str, int, int], .
     return tuple(found)
 
 
+def joined_bytes(source: Source) -> int:
+    """Counts layers that the file has apart, which ComfyUI's model has in one."""
+    joined = family_titled(source.part.family).joined
+    apart = tuple(f".{layer}.weight" for layers in joined.values() for layer in layers)
+    return sum(info.nbytes for name, info in source.tensors.items() if name.endswith(apart))
+
+
 def check_unchanged(source: Source, before: tuple[tuple[str, int, int], ...]) -> None:
     """Raises CheckpointError where the files have another `fingerprint` than before."""
     with contextlib.suppress(OSError):

@@ -21,8 +21,8 @@ from ....families.comfyui import require
 from ....families.registry import is_quantizable
 from ....loaders.quantization import GGUF_IN_W4A8, PACKED, STORAGE_ONLY, computed_precision
 from ....loaders.quantize import layers_to_quantize
-from ....loaders.sizes import joined_bytes, loaded_bytes
-from ....loaders.source import Source, check_complete
+from ....loaders.sizes import loaded_bytes
+from ....loaders.source import Source, check_complete, joined_bytes
 from ....loaders.stored import PACKED_NAMES
 from ....loaders.writer import KeptFile
 from ....machine.memory import available_memory

@@ -25,8 +25,13 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 from ....errors import CheckpointError
 from ....families.comfyui import kind_of_family
 from ....families.registry import marker_titled
-from ....loaders.sizes import joined_bytes
-from ....loaders.source import MICRO_ADVICE, MICRO_TRANSFORMER, Source, open_source
+from ....loaders.source import (
+    MICRO_ADVICE,
+    MICRO_TRANSFORMER,
+    Source,
+    joined_bytes,
+    open_source,
+)
 from ....optimizations import fused, linear
 from ....optimizations.linear import known_gemm
 from ....optimizations.warm_up import warm_up
