@@ -213,10 +213,9 @@ def _model_files(folders: list[Path]) -> Iterator[Path]:
 
 
 def _is_model(name: str) -> bool:
-    part = SPLIT.search(name)
-    whole = part is None or int(part[1]) == 1
     if name.lower().endswith(GGUF_SUFFIX):
-        return whole
+        part = SPLIT.search(name)
+        return part is None or int(part[1]) == 1
     return name.endswith(".safetensors") and not NUMBERED.search(name)
 
 
