@@ -79,6 +79,11 @@ class LayerForm(NamedTuple):
     down_rows: int = 0
 
 
+def common_format(layers: Sequence[LayerForm]) -> RowFormat | None:
+    formats = {layer.format for layer in layers}
+    return formats.pop() if len(formats) == 1 else None
+
+
 class BlockForm(NamedTuple):
     """What blocks have in common that run the same program.
 

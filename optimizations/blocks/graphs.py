@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from traceback import clear_frames
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -21,7 +22,7 @@ from ..modulation import Entry
 from ..reference import Rotary
 from .block import BlockExecutor, Step
 from .products import streams_of
-from .workspace import Prefix, Workspace
+from .workspace import BufferMissingError, Prefix, Workspace
 
 _Kept = TypeVar("_Kept")
 
@@ -261,16 +262,21 @@ class PassMemory:
         changes = [space.changes for space in spaces]
         try:
             inputs, pool, launch = self._inputs(text, entry, step), self._own_pool(), work.launch()
+            self.workspace.closed = not work.cards  # several need torch's own allocator
             graph = capture(
                 lambda stream: launch(inputs, stream),
                 text.device,
                 pool,
                 {card: memory._pool_of(card) for card, memory in work.cards},
             )
+        except BufferMissingError:
+            return FIRST
         except torch.OutOfMemoryError:
             return Verdict("the card has no room for one")
         except RuntimeError as error:  # drivers, and what cannot be captured
             return Verdict(f"capturing one failed: {first_line(error)}")
+        finally:
+            self.workspace.closed = False
         if [space.changes for space in spaces] != changes:
             graph.reset()
             return FIRST
@@ -348,7 +354,9 @@ def capture(
                 work(beside)
                 for card in others:
                     side.wait_stream(_streams_of(card)[0])
-        except BaseException:
+        except BaseException as error:
+            # What was allocated here is freed here: outside, cudaMallocAsync ends the process.
+            clear_frames(error.__traceback__)
             with suppress(RuntimeError):  # what has raised is to be seen
                 _end(graph, device, pool)
             raise

@@ -17,7 +17,7 @@ from ...spec.transformer import GELU, SPLIT_SWIGLU
 from ..attention.quantized import Heads
 from ..fused import Ops
 from ..reference import Modulation, QKNorm, QuantizedRows, Rotary, RowOrder, Tokens, storage_of
-from .block_form import PLACES, STREAMS, BlockForm, LayerForm
+from .block_form import PLACES, STREAMS, BlockForm, LayerForm, common_format
 from .products import (
     Operand,
     PackedOperand,
@@ -45,18 +45,24 @@ class Prefix(NamedTuple):
     values: torch.Tensor
 
 
+class BufferMissingError(RuntimeError):
+    """A closed workspace has no such buffer."""
+
+
 class Workspace:
     """The buffers of a pass, and the programs that use them.
 
     Attributes:
         changes: Counts how often a buffer was exchanged for a larger one: what was prepared or
             captured before that is void.
+        closed: In a capture, whose buffers cudaMallocAsync lays no memory under before a replay.
         forms: Of the blocks that were seen, so that equal ones are one object.
     """
 
     def __init__(self, ops: Ops) -> None:
         self.ops = ops
         self.changes = 0
+        self.closed = False
         self.forms: dict[BlockForm, BlockForm] = {}
         self._buffers: dict[str, torch.Tensor] = {}
         self._shapes: dict[Hashable, dict[BlockForm, Program]] = {}
@@ -91,6 +97,8 @@ class Workspace:
         with torch.inference_mode(False):  # a tensor of that mode cannot be written to outside
             buffer = self._buffers.get(name)
             if buffer is None or buffer.nbytes < needed or buffer.device != like.device:
+                if self.closed:
+                    raise BufferMissingError(name)
                 if buffer is not None:
                     self._shapes.clear()
                     self.changes += 1
@@ -145,8 +153,8 @@ class Program:
         if activation == SPLIT_SWIGLU:
             self.hidden = hidden.view(2, tokens.rows, inner).unbind()
         self.activated = Rows(self.hidden[0])  # written over what it is made of
-        self.first_format = _common(layers[:6])
-        self._inner_format = _common(layers[8:10])
+        self.first_format = common_format(layers[:6])
+        self._inner_format = common_format(layers[8:10])
         # LoRAs read plain rows: of rows in 8 bits their part would have an error of 1 to 3 %.
         self.first_plain = any(layer.rank for layer in layers[:6])
         self._inner_plain = any(layer.rank for layer in layers[8:10])
@@ -440,8 +448,3 @@ class Program:
             elif gelu:
                 steps.append(lambda part=part: torch.ops.aten.gelu_(part, approximate="tanh"))
         return steps
-
-
-def _common(layers: Sequence[LayerForm]) -> RowFormat | None:
-    formats = {layer.format for layer in layers}
-    return formats.pop() if len(formats) == 1 else None

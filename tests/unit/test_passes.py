@@ -386,6 +386,21 @@ def test_three_graphs_stay_and_the_least_recently_used_goes(graphs_here):
     assert memory.workspace.bytes == 0
 
 
+def test_a_capture_makes_no_buffer(graphs_here, monkeypatch):
+    """As after a run whose buffers were too large to be kept."""
+    captures, asked = Captures(), []
+    workspace = captures.memory.workspace
+
+    def launch(inputs, beside):
+        asked[:] = "branch", inputs.x.shape, inputs.x[:0]
+        workspace.take(*asked)
+
+    captures.launch = launch
+    assert captures.capture("pass") == graphs.FIRST and not Graph.made
+    workspace.take(*asked)
+    assert isinstance(captures.capture("pass"), graphs.PassGraph)
+
+
 def test_graphs_of_buffers_that_were_exchanged_are_dropped(graphs_here):
     captures = Captures()
     captures.capture("small")
