@@ -62,9 +62,12 @@ def load(precision):
     return cache_steps(optimize(model, OptimizeSettings()), cache_settings("balanced"))
 
 
-def paint(model, vae):
-    latent = narrow.sample(model, [[random(1, 7, narrow.SHAPE.joint_dim), {}]], steps=6)
-    return decode(vae, latent, ours=True)[0]
+def latent(model, noise=None):
+    return narrow.sample(model, [[random(1, 7, narrow.SHAPE.joint_dim), {}]], steps=6, noise=noise)
+
+
+def paint(model, vae, noise=None):
+    return decode(vae, latent(model, noise), ours=True)[0]
 
 
 def live():
@@ -99,6 +102,44 @@ def test_a_run_that_fails_anywhere(precision, error):
     # Out of memory is tried again: a pass, and a decode in tiles. The last place may be
     # one too many.
     assert set(missed) <= {all_of_them.count} if error == "cancel" else len(missed) < PLACES
+
+
+@pytest.mark.cuda
+@pytest.mark.usefixtures("inference_mode")
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+def test_a_card_that_is_full_anywhere(precision):
+    """As beside another process's ballast, by torch's limit of what this process may take."""
+    model, vae, ended = load(precision), load_vae(ROOT / "models" / "micro")[0], 0
+    noise, total = random(1, 16, 1, 256, 256), torch.cuda.get_device_properties(0).total_memory
+    unload = comfy.model_management.unload_all_models
+
+    def most(run):
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        return torch.cuda.max_memory_allocated()
+
+    latent(model, noise)  # measures what is the fastest
+    known = paint(model, vae, noise)
+    unload()
+    before, held = live(), torch.cuda.memory_allocated()
+    sampled = most(lambda: latent(model, noise))
+    decoded = most(lambda: paint(model, vae, noise))
+    for number in range(2 * PLACES):
+        low, high = (held, sampled) if number < PLACES else (sampled, decoded)
+        limit = low + number % PLACES * (high - low) // PLACES
+        unload()
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(limit / total)
+        try:
+            paint(model, vae, noise)
+        except (torch.OutOfMemoryError, UnavailableError):
+            ended += 1
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        assert torch.equal(paint(model, vae, noise), known), number
+        unload()
+        assert live() == before, number
+    assert ended > PLACES // 2
 
 
 @pytest.mark.usefixtures("inference_mode")
