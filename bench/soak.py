@@ -256,8 +256,12 @@ def soak(args: argparse.Namespace) -> int:
             ends = began + 60 * args.minutes
             while len(run.rounds) * args.settings < args.pictures and time.monotonic() < ends:
                 run.round(server)
-                memory = max(it.host for it in run.rounds[-1]) / MB
-                print(f"{len(run.rounds) * args.settings} pictures, {memory:.0f} MB", flush=True)
+                host, on_card = (max(it[i] for it in run.rounds[-1]) / MB for i in (1, 2))
+                print(
+                    f"{len(run.rounds) * args.settings} pictures, {host:.0f} MB of the host's "
+                    f"memory, {on_card:.0f} of the card's",
+                    flush=True,
+                )
         order = run.draw.sample(run.settings, args.settings)
         for number in range(args.fresh):
             with start() as server:
