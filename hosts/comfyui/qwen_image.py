@@ -328,10 +328,12 @@ class _Kept:
 def _keep_negative(
     transformer: Any, given: dict, negative: Any, guidance: Guidance, kept: dict
 ) -> dict[str, Any]:
-    """Has the image read keys and values of a negative prompt, which are computed once in a run."""
+    """Has the image read keys and values of a negative prompt, which are computed once in a run;
+    in each pass where ComfyUI keeps none, as hooks may change the weights between two steps.
+    """
     x, context, options = map(given.get, ("x", "context", "transformer_options"))
     form = x.shape[-2:], x.dtype, x.device
-    if form not in kept:
+    if form not in kept or not getattr(transformer, "prefix_cache_enabled", False):
         kept[form] = _prefix_of(transformer, x, negative, options)
     blocks, image = kept[form].blocks, x.shape[-2:].numel()
     references = sum(it.shape[-2:].numel() for it in given.get("ref_latents") or ())
