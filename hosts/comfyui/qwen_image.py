@@ -146,6 +146,9 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
         self._fills = self._guided = False
         self._shift = 0  # rows before those of the image, where both are given
         self._whole: tuple[Any, ...] = ()  # those rows as ComfyUI and as we have them, and segments
+        # What a block gave, the block that gets it unread, and the same rows as we have them.
+        self._passed: tuple[Any, int | None, Any] = (None, None, None)
+        self._next: int | None = None
         self._own: Streams | None = None  # of a block that is compared
         self._late: Callable[[], None] | None = None  # puts away its keys, unless they are refused
         self._slot: Any = None  # of the prefix cache
@@ -197,8 +200,11 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
             step = step._replace(keep=partial(self._keep, **bound))
         patches, replaced = (self._options.get(it, {}) for it in ("patches", "patches_replace"))
         watched = bool(patches.get("single_block") or replaced.get("dit"))
-        image = self._turned(x, -1)
-        self._whole = x, image, segments
+        (known, following, image), index = self._passed, self._options["block_index"]
+        goes_on = known is x and following == index
+        image = image if goes_on else self._turned(x, -1)
+        self._whole = x, None if goes_on else image, segments  # a graph begins with turned rows
+        self._next = None if watched else index + 1
         return BlockInputs(image[:, :0], image, mod, self.guided(step), watched)
 
     def unchanged(
@@ -236,7 +242,11 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
         self._own = self._late = None
         if self._shift and streams[1] is self._whole[1]:  # of blocks before a graph's last
             return self._whole[0]
-        return self._turned(super().output(streams), 1)
+        image = super().output(streams)
+        found = self._turned(image, 1)
+        if self._shift:
+            self._passed = found, self._next, image
+        return found
 
     def host_block(self, block: torch.nn.Module, arguments: dict[str, Any]) -> Streams:
         if isinstance(slot := self._options.get(SLOT), GuidedAttention):
@@ -328,10 +338,12 @@ class _Kept:
 def _keep_negative(
     transformer: Any, given: dict, negative: Any, guidance: Guidance, kept: dict
 ) -> dict[str, Any]:
-    """Has the image read keys and values of a negative prompt, which are computed once in a run."""
+    """Has the image read keys and values of a negative prompt, which are computed once in a run;
+    in each pass where ComfyUI keeps none, as hooks may change the weights between two steps.
+    """
     x, context, options = map(given.get, ("x", "context", "transformer_options"))
     form = x.shape[-2:], x.dtype, x.device
-    if form not in kept:
+    if form not in kept or not getattr(transformer, "prefix_cache_enabled", False):
         kept[form] = _prefix_of(transformer, x, negative, options)
     blocks, image = kept[form].blocks, x.shape[-2:].numel()
     references = sum(it.shape[-2:].numel() for it in given.get("ref_latents") or ())

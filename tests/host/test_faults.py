@@ -428,6 +428,9 @@ LEFT = {
     "a cache of Triton that two processes share": "Triton's own renames; not tried here",
     "operations on a card: graphs, pinned pages": "by `make test-cuda`, on a card alone",
     "two threads that sample one model": "ComfyUI has one model's patches in place at a time",
+    "two threads that draw noise or ask for models at one moment": "ComfyUI's own, without this "
+    "package too: all noise is of torch's one generator, so that 2 of 40,000 were wrong, and both "
+    "change one list of models, an IndexError",
 }
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import comfy.model_management
+import comfy.sample
 import pytest
 import torch
 from comfyui_boot import BASE
@@ -142,6 +143,24 @@ def test_two_models_in_turn(other):
             check(graph, kind, [prompt])
 
 
+@pytest.fixture
+def one_at_a_time(monkeypatch):
+    """Has threads draw noise and ask for models one at a time. In ComfyUI itself all noise is of
+    torch's one generator: between a seed and its noise another thread may draw. And all threads
+    change one list of models.
+    """
+    lock, models = threading.RLock(), comfy.model_management
+    for owner, name in ((comfy.sample, "prepare_noise"), (models, "load_models_gpu")):
+        own = getattr(owner, name)
+
+        def locked(*given, own=own, **named):
+            with lock:
+                return own(*given, **named)
+
+        monkeypatch.setattr(owner, name, locked)
+
+
+@pytest.mark.usefixtures("one_at_a_time")
 @pytest.mark.parametrize("other", each("1.x, int8", "2.1, bf16"))
 def test_two_threads_that_sample_two_models(other):
     """As ComfyUI with a second queue, or a pack that samples in the background."""

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
+import comfy.hooks
 import comfy.sample
 import comfy.samplers
 import narrow_transformer as narrow
@@ -18,7 +19,7 @@ from comfy.ldm.qwen_image.model import QwenImageTransformerBlock
 from comfy_extras.nodes_custom_sampler import Guider_DualCFG
 from comfyui_boot import refused
 from narrow_21 import TEXT as TEXT_21
-from narrow_21 import fun_control, strong_21
+from narrow_21 import fun_control, strong_21, weights_21
 from reported_runs import reported, running
 from safetensors.torch import save_file
 
@@ -33,6 +34,7 @@ from qwen_l40s.nodes.nag import QwenL40SNAG
 from qwen_l40s.optimizations.attention import BACKENDS
 from qwen_l40s.optimizations.attention.chosen import MeasuredErrors
 from qwen_l40s.optimizations.blocks.block import BlockExecutor
+from qwen_l40s.optimizations.nag import PrefixGuidance
 from qwen_l40s.step_cache import CacheSettings
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
@@ -390,6 +392,35 @@ def test_an_edit_of_21_is_the_plain_implementation(off, monkeypatch):
     positive, negative = prompt(Two, **more), prompt(Two, 5, seed=5, **more)
     expected = plain(Two, model, negative, STRONG, monkeypatch, positive=positive)
     assert close(both_ways(Two, model, negative, positive=positive), expected)
+
+
+@newer
+def test_a_hook_that_changes_weights_between_steps(monkeypatch):
+    """The negative prompt's keys are of each step's weights, as ComfyUI's keys of the prompt."""
+    seen, own = [], PrefixGuidance.attend
+
+    def attend(self, *given, **how):
+        seen.append(self.keys)
+        return own(self, *given, **how)
+
+    monkeypatch.setattr(PrefixGuidance, "attend", attend)
+    lora = narrow.lora(weights_21(), [f"transformer_blocks.{i}.attn.to_k" for i in range(2)])
+    for changed in (lambda model: model, optimize):
+        found = []
+        for strengths in ((1.0, 0.0), (1.0,), (0.0,)):
+            hooks, frames = comfy.hooks.create_hook_lora(lora, 1.0, 0.0), [0.0, 0.5]
+            keyframes = comfy.hooks.HookKeyframeGroup()
+            for strength, start in zip(strengths, frames, strict=False):
+                keyframes.add(comfy.hooks.HookKeyframe(strength, start_percent=start))
+            hooks.set_keyframes_on_hooks(keyframes)
+            positive = comfy.hooks.set_hooks_for_conditioning(prompt(Two), hooks)
+            del seen[:]
+            model = changed(guided(strong_21(), prompt(Two, seed=5)))
+            sample(Two, model, positive, steps=4)
+            found.append((seen[0], seen[-1]))
+        changes, always, never = found
+        assert not any(close(*pair, 1e-3) for pair in zip(always, never, strict=True))
+        assert close(changes[0], always[0]) and close(changes[1], never[1])
 
 
 def test_a_mask_of_the_text():

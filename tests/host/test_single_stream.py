@@ -9,7 +9,7 @@ import comfy.sd
 import pytest
 import torch
 from comfy.patcher_extension import WrappersMP
-from narrow_21 import TEXT, fun_control, random
+from narrow_21 import TEXT, fun_control, random, weights_21
 from narrow_21 import strong_21 as model_21
 from reported_runs import reported, running
 
@@ -220,6 +220,37 @@ def test_a_block_that_reads_the_cache_goes_on_with_the_rows_of_the_one_before(mo
     monkeypatch.setattr(Program, "begin", lambda *given: begun.append(own(*given)))
     model = model_21()
     assert close(sample(optimize(model)), sample(model)) and len(begun) == 4 + 1 + 1
+
+
+def count(monkeypatch, owner, name):
+    calls, own = [], getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *given: calls.append(own(*given)) or calls[-1])
+    return calls
+
+
+def test_whole_rows_are_turned_once_a_block_and_go_on_to_the_next(monkeypatch):
+    """Of three passes, the first compares a block; cos and sin are turned too."""
+    model = without_cache(model_21())
+    expected = sample(model)
+    begun = count(monkeypatch, Program, "begin")
+    turned = count(monkeypatch, torch.Tensor, "roll")
+    assert close(sample(optimize(model)), expected)
+    assert (len(begun), len(turned)) == (3, 3 * (2 + 1 + 2) + 1)
+
+
+def test_whole_rows_that_a_block_of_comfyuis_has_written_over_are_read_anew(monkeypatch):
+    """It returns the tensor that it was given."""
+    options = {"model_options": {"dtype": torch.float32}}
+    model = without_cache(comfy.sd.load_diffusion_model_state_dict(weights_21(3), **options))
+    expected, own = sample(model), ForwardPass.run
+
+    def run(self, index, module, positional, arguments):
+        if index != 1:
+            return own(self, index, module, positional, arguments)
+        return type(module).forward(module, *positional, **arguments)
+
+    monkeypatch.setattr(ForwardPass, "run", run)
+    assert close(sample(optimize(model)), expected)
 
 
 def test_memory_that_runs_out_as_the_cache_is_filled_leaves_nothing_to_put_away(monkeypatch):
