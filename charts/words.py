@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ..families.schedules import official_sigmas
-from ..planning.phases import KEPT_FREE_BYTES, Phase
+from ..planning.phases import KEPT_FREE_BYTES, Phase, Range
 from ..planning.request import EXACT, RunRequest, Setting
 from ..planning.times import PROCESSOR
 from ..spec.formats import format_gib
@@ -283,11 +283,17 @@ def _phase_table(phases: Iterable[Phase]) -> list[str]:
 
 
 def _stock_table(estimate: Estimate) -> list[str]:
-    faster = {name: f"{between(it, '{:.2f}'.format)} times" for name, it in estimate.faster.items()}
-    rows = [[name, duration(estimate.stock[name]), times] for name, times in faster.items()]
-    return (
-        table([["stock ComfyUI", "a step", "faster than what you have by"], *rows]) if rows else []
-    )
+    rows = [
+        [name, duration(estimate.stock[name]), _against(it)] for name, it in estimate.faster.items()
+    ]
+    return table([["stock ComfyUI", "a step", "ours against it"], *rows]) if rows else []
+
+
+def _against(faster: Range) -> str:
+    if faster.high < 1:
+        longer = Range(1 / faster.high, 1 / faster.low)
+        return f"takes {between(longer, '{:.2f}'.format)} times as long"
+    return f"{between(faster, '{:.2f}'.format)} times as fast"
 
 
 def _part_table(phases: Iterable[Phase]) -> list[str]:

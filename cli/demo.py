@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError
 from ..families.registry import micro_folders
+from ..files import print_text
 from ..hosts.diffusers.settings import GenerateSettings
 from ..loaders.source import MICRO, MICRO_SIDE, MICRO_STEPS
 from .generate import (
@@ -93,6 +94,8 @@ def run(args: argparse.Namespace) -> int:
     if args.grid:
         _write_gallery(Path(args.grid), pipeline, settings)
     more = "" if adherence is None else f"; {adherence['score']:.0%} of the prompt is in the image"
+    if not args.json:
+        print_text(f"prompt: {settings.prompt}")
     print_report(report, as_json=args.json, more=more)
     return 0
 

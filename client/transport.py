@@ -70,8 +70,8 @@ class Address:
         return self.base.join(URL(path))
 
     def websocket(self, client_id: str) -> URL:
-        scheme = "wss" if self.base.scheme == "https" else "ws"
-        return self.url("ws").with_scheme(scheme).with_query({"clientId": client_id})
+        # As http(s), which aiohttp takes too: of ws(s) it looks for a ws_proxy in the environment.
+        return self.url("ws").with_query({"clientId": client_id})
 
     @property
     def loopback(self) -> bool:

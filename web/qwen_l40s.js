@@ -123,6 +123,8 @@ function show(node, news) {
     saidBy.set(node, said)
     failed[said.error ? "add" : "delete"](node)
     const text = said.error ?? said.summary
+    // The page leaves less room around widgets than computeSize, where it made the node higher itself.
+    const closer = Math.max(0, node.computeSize()[1] - node.size[1])
     if (text) {
         const { element } = boxOf(node, said)
         element.classList.toggle("error", Boolean(said.error))
@@ -140,7 +142,7 @@ function show(node, news) {
         if (old) node.removeWidget(old)
     }
     const [width, height] = [node.size[0], node.size[1] - said.grown]
-    said.grown = text ? Math.max(0, node.computeSize()[1] - height) : 0
+    said.grown = text ? Math.max(0, node.computeSize()[1] - closer - height) : 0
     node.setSize([width, height + said.grown])
     node.setDirtyCanvas(true, true)
 }

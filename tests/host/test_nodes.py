@@ -27,7 +27,7 @@ from qwen_l40s.hosts.comfyui import contract as compatibility
 from qwen_l40s.hosts.comfyui.load import plan as load_plan
 from qwen_l40s.hosts.comfyui.load import text_encoder, vae, weights
 from qwen_l40s.loaders import shards
-from qwen_l40s.loaders.source import bundled_micro_folder
+from qwen_l40s.loaders.source import bundled_micro_folder, open_source
 from qwen_l40s.nodes.advise import QwenL40SAdviseGPU
 from qwen_l40s.nodes.estimate import QwenL40SEstimateVRAM
 from qwen_l40s.nodes.loaders import (
@@ -178,6 +178,22 @@ def test_too_little_host_memory_is_refused_before_anything_is_mapped():
             words = (f"{name} in", "of host memory", "is available", "close other")
             run = functools.partial(load, name, setting)
             refused(UnavailableError, *words, run=run)
+
+
+def test_a_plain_file_takes_host_memory_for_no_more_than_its_copy():
+    """ComfyUI converts each weight as it copies it, under dynamic VRAM on the card."""
+    card = CardFacts("NVIDIA H100", 80 * 2**30, (9, 0))
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        file = written(f"{dtype}", {name: it.to(dtype) for name, it in WEIGHTS.items()})
+        for dynamic, needed in ((True, 0), (False, sum(it.numel() for it in WEIGHTS.values()) * 2)):
+            with (
+                mock.patch.object(load_plan, "card_facts", return_value=card),
+                mock.patch.object(load_plan.comfy.memory_management, "aimdo_enabled", dynamic),
+                mock.patch.object(load_plan, "check_host_memory") as check,
+            ):
+                plan = load_plan.plan_load(open_source(MODELS / file, "transformer"), "auto")
+            assert plan.precision == "bf16"
+            assert check.call_args.args[0] == needed, (dtype, dynamic)
 
 
 def test_a_text_encoder_of_another_width_is_refused_from_its_header():

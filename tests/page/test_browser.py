@@ -233,6 +233,11 @@ def test_the_estimate_shows_its_picture_and_its_words(classic: ComfyPage):
     classic.page.get_by_text(report.splitlines()[0]).wait_for()
     nodes = classic.nodes()
     assert overlapping({node["title"]: node["box"] for node in nodes}) == []
+    heights = "() => window.app.graph.nodes.map(node => node.size[1])"
+    before = classic.page.evaluate(heights)
+    classic.run()
+    classic.picture("Estimate Qwen-Image VRAM")
+    assert classic.page.evaluate(heights) == before
     assert classic.problems == []
 
 

@@ -55,13 +55,14 @@ def test_bundled_model_paints_what_the_default_prompt_says(in_tmp, capsys):
         assert json.loads(image.text["qwen_l40s"])["prompt"] == DEFAULT_PROMPT
 
 
-def test_it_ends_in_one_sentence(toy_demo, capsys):
-    saved = r"saved demo_0000{}\.png in \d+\.\d s{}\n"
+def test_it_ends_in_its_prompt_and_one_sentence(toy_demo, capsys):
+    saved = r"prompt: {}\nsaved demo_0000{}\.png in \d+\.\d s{}\n"
     assert toy_demo(plain=True) == 0
     more = r"; \d+% of the prompt is in the image"
-    assert re.fullmatch(saved.format(1, more), capsys.readouterr().out)
-    assert toy_demo("a cat reading a newspaper", plain=True) == 0  # outside the grammar
-    assert re.fullmatch(saved.format(2, ""), capsys.readouterr().out)
+    assert re.fullmatch(saved.format(DEFAULT_PROMPT, 1, more), capsys.readouterr().out)
+    outside = "a cat reading a newspaper"  # of the grammar
+    assert toy_demo(outside, plain=True) == 0
+    assert re.fullmatch(saved.format(outside, 2, ""), capsys.readouterr().out)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,11 +41,11 @@ def ask(url: str, question: Callable[[Server], Awaitable[Any]], **more: Any) -> 
 @pytest.mark.parametrize(
     ("text", "url", "websocket"),
     [
-        ("127.0.0.1:8188", "http://127.0.0.1:8188/queue", "ws://127.0.0.1:8188/ws?clientId=me"),
-        ("http://host:1/", "http://host:1/queue", "ws://host:1/ws?clientId=me"),
-        ("https://host/a/b", "https://host/a/b/queue", "wss://host/a/b/ws?clientId=me"),
-        ("https://host/a%20b/", "https://host/a%20b/queue", "wss://host/a%20b/ws?clientId=me"),
-        ("http://[::1]:8188", "http://[::1]:8188/queue", "ws://[::1]:8188/ws?clientId=me"),
+        ("127.0.0.1:8188", "http://127.0.0.1:8188/queue", "http://127.0.0.1:8188/ws?clientId=me"),
+        ("http://host:1/", "http://host:1/queue", "http://host:1/ws?clientId=me"),
+        ("https://host/a/b", "https://host/a/b/queue", "https://host/a/b/ws?clientId=me"),
+        ("https://host/a%20b/", "https://host/a%20b/queue", "https://host/a%20b/ws?clientId=me"),
+        ("http://[::1]:8188", "http://[::1]:8188/queue", "http://[::1]:8188/ws?clientId=me"),
     ],
 )
 def test_an_address_with_or_without_scheme_and_prefix(text, url, websocket):
@@ -380,6 +381,20 @@ def test_a_refused_socket_is_told_once_and_tried_again():
     assert lines == [
         "no websocket (the answer is 403): progress is not shown, but results are fetched"
     ]
+
+
+def test_the_socket_takes_the_proxy_of_the_other_requests(monkeypatch):
+    monkeypatch.delenv("no_proxy", raising=False)
+    with fake_comfyui() as fake:
+        monkeypatch.setenv("http_proxy", fake.url)
+        known_to_it = SimpleNamespace(url="http://comfyui.invalid:8188")
+
+        async def work(server: Server, listener: Listener) -> None:
+            assert listener.connected
+            await server.submit(graph(), PROMPT, listener.client_id)
+            await until(lambda: listener.ended == [PROMPT])
+
+        assert following(known_to_it, work) == []
 
 
 def test_a_long_error_of_a_node_is_cut():

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -82,7 +83,9 @@ def test_an_estimate_says_how_much_faster_it_is_than_stock():
     ]
     # Little is left to win over stock int8 there.
     assert 1 < found.faster["int8 ConvRot"].low < found.faster["int8 ConvRot"].high < 1.2
-    assert "faster than what you have by" in estimate_text(found)
+    text = estimate_text(found)
+    assert re.search(r"bf16 .* 2\.\d\d to 2\.\d\d times as fast\n", text)
+    assert re.search(r"ck-attention .* takes 1\.\d\d to 1\.\d\d times as long\n", text)
     answer = json.loads(json.dumps(estimate_json(found)))["stock"]["bf16"]
     assert answer["times_as_fast"][0] > 2 and 380 < answer["step_ms"][0] < answer["step_ms"][1]
 

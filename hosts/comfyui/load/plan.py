@@ -285,9 +285,10 @@ def _host_bytes(
     mapped = (stored not in ("fp16", "fp32") or name == stored) and not gguf
     if decision.off_card and mapped and not PACKED & formats:
         weights -= size.modulation
-    if name == stored and not gguf and not (STORAGE_ONLY | PACKED) & formats:
-        # Under dynamic VRAM the mapped file itself is the model; else the host copies what is
-        # not quantized.
+    plain = not {name, stored} & {*QUANTIZED}
+    if (name == stored or plain) and not gguf and not (STORAGE_ONLY | PACKED) & formats:
+        # Under dynamic VRAM the mapped file itself is the model, and fp16 and fp32 become bf16 on
+        # the card; else the host copies what is not quantized.
         copies = card is None or not comfy.memory_management.aimdo_enabled
         return weights if copies and name not in QUANTIZED else joined_bytes(source)
     return weights + STAGING_BYTES
