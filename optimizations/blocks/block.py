@@ -239,11 +239,9 @@ class BlockExecutor:
         """
         tokens, attention = step.tokens, halves[0]
         carried, self._carried = self._carried, None
-        if carried is None or not carried.continues(text, image, attention):
+        if carried and not carried.continues(text, image, attention):
             carried = None
-            x = torch.cat([stream.reshape(-1, stream.shape[-1]) for stream in (text, image)])
-        else:
-            x = carried.x
+        x = carried.x if carried else torch.cat([it.flatten(0, 1) for it in (text, image)])
         here = self.look(block, image)
         after = here if following is None else self.look(following[0], image)
         share = Share.all(tokens, step.before)
@@ -291,6 +289,8 @@ class BlockExecutor:
                 text, image = self.run(block, text, image, step, entry.of(index), after)
         finally:  # the pass goes on where a capture fails
             self._beside = None
+            for program in self._programs.values():
+                program.mixed.matrix = None
 
     def _both(
         self, form: BlockForm, after: BlockForm, share: Share, x: torch.Tensor

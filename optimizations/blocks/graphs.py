@@ -273,7 +273,8 @@ class PassMemory:
             return FIRST
         except torch.OutOfMemoryError:
             return Verdict("the card has no room for one")
-        except RuntimeError as error:  # drivers, and what cannot be captured
+        # Drivers, and what cannot be captured: of cudaMallocAsync Triton takes no new address.
+        except (RuntimeError, ValueError) as error:
             return Verdict(f"capturing one failed: {first_line(error)}")
         finally:
             self.workspace.closed = False

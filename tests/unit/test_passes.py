@@ -386,7 +386,7 @@ def test_three_graphs_stay_and_the_least_recently_used_goes(graphs_here):
     assert memory.workspace.bytes == 0
 
 
-def test_a_capture_makes_no_buffer(graphs_here, monkeypatch):
+def test_a_capture_makes_no_buffer(graphs_here):
     """As after a run whose buffers were too large to be kept."""
     captures, asked = Captures(), []
     workspace = captures.memory.workspace
@@ -446,6 +446,7 @@ def test_a_graph_over_two_cards_is_in_the_memory_of_both(graphs_here, monkeypatc
     [
         (torch.OutOfMemoryError("full"), "the card has no room for one"),
         (RuntimeError("no capture\nof this"), "capturing one failed: no capture"),
+        (ValueError("cannot be accessed from Triton"), "failed: cannot be accessed from Triton"),
     ],
 )
 def test_a_capture_that_fails_says_why(graphs_here, error, expected):
@@ -458,6 +459,39 @@ def test_a_capture_that_fails_says_why(graphs_here, error, expected):
     assert expected in str(captures.capture("key"))
     assert captures.graph("key") is None
     assert captures.figures.captured == 0
+
+
+def test_what_a_capture_that_fails_has_made_is_freed_before_it_ends(monkeypatch):
+    """Outside, cudaMallocAsync frees it with an error in a destructor, which ends the process."""
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda it: nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(graphs, "_streams_of", lambda device: [stream, stream])
+    monkeypatch.setattr(graphs, "_begin", lambda *given: None)
+    made, alive = [], []
+    monkeypatch.setattr(graphs, "_end", lambda *given: alive.extend(it() for it in made))
+
+    def attend(*given):
+        made.append(weakref.ref(mixed := random(1, SMALL.joint, DIM)))
+        return mixed
+
+    def full(*given):
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(workspace.Program, "middle", full)
+    chain, case = Chain({}), Case(SMALL)
+    executor = BlockExecutor(chain.layers, fused.TORCH, attend)
+    entry, x = compute_entry(chain.blocks, case.temb, 1), random(SMALL.rows, DIM)
+
+    def work(beside):
+        held = attend()
+        executor.run_all(chain.blocks, x, case.step, entry)
+        return held
+
+    with pytest.raises(torch.OutOfMemoryError):
+        graphs.capture(work, torch.device("cuda", 0), (0, 0), {})
+    assert alive == [None, None]
 
 
 def test_a_pass_goes_on_upon_one_stream_where_a_capture_fails(monkeypatch):
