@@ -64,6 +64,7 @@ def start(comfyui: Path, mode: str = "cpu") -> None:
 
         devices = comfy.model_management.get_all_torch_devices()
         assert comfy_aimdo.control.init_devices((device.index, 0) for device in devices)
+        comfy_aimdo.control.set_log_info()  # as main.py; what it logs of a free hides torch's error
         comfy.model_patcher.CoreModelPatcher = comfy.model_patcher.ModelPatcherDynamic
         comfy.memory_management.aimdo_enabled = True
     import_package()
