@@ -257,9 +257,11 @@ def soak(args: argparse.Namespace) -> int:
             while len(run.rounds) * args.settings < args.pictures and time.monotonic() < ends:
                 run.round(server)
                 host, on_card = (max(it[i] for it in run.rounds[-1]) / MB for i in (1, 2))
+                device = server.ask("/system_stats")["devices"][0]
+                held = (device["torch_vram_total"] - device["torch_vram_free"]) / MB
                 print(
                     f"{len(run.rounds) * args.settings} pictures, {host:.0f} MB of the host's "
-                    f"memory, {on_card:.0f} of the card's",
+                    f"memory, {on_card:.0f} of the card's; torch's tensors {held:.0f}",
                     flush=True,
                 )
         order = run.draw.sample(run.settings, args.settings)
