@@ -318,7 +318,7 @@ def test_a_file_that_goes_while_it_is_mapped(gone, tmp_path):
 # ----------------------------------------------------------------------------------------- the page
 
 SELF, TURN = "host/test_faults.py", "host/test_in_turn.py"
-KEPT, UNIT = "host/test_kept.py", "unit"
+KEPT, UNIT, GRAPH = "host/test_kept.py", "unit", "unit/test_passes.py"
 # What is tried, what happens then, and which test tries it.
 TRIED = {
     "out of memory at 10 operations of a run, its decode among them": (
@@ -328,6 +328,10 @@ TRIED = {
     "out of memory at 10 operations of a load": (
         "the load ends",
         f"{SELF}::test_a_load_that_fails_anywhere",
+    ),
+    "an H100 that is full at 20 places of a run: weights on their way, sampling, decode": (
+        "the run ends, or decodes in tiles",
+        f"{SELF}::test_a_card_that_is_full_anywhere",
     ),
     "out of memory in a decode, once and twice": (
         "tiles; then one sentence",
@@ -420,13 +424,28 @@ MENDED = {
         "the rest of a session was computed with TF32",
         f"{TURN}::test_a_switch_of_two_runs_stays_until_the_second_has_ended",
     ),
+    "out of memory in the capture of a CUDA graph under cudaMallocAsync": (
+        "ComfyUI's process ended, as torch frees outside what was allocated inside",
+        f"{GRAPH}::test_what_a_capture_that_fails_has_made_is_freed_before_it_ends",
+    ),
+    "a capture in a workspace whose buffers had been freed, under cudaMallocAsync": (
+        "the same, where the graph was never replayed",
+        f"{GRAPH}::test_a_capture_makes_no_buffer",
+    ),
+    "a kernel that Triton itself launches in a capture under cudaMallocAsync, as with a LoRA of "
+    "rank 4": (
+        "the run ended in Triton's error",
+        f"{GRAPH}::test_a_capture_that_fails_says_why",
+    ),
 }
 LEFT = {
     "a file that shrinks or is written over in place while it is mapped": "the operating system "
     "ends the process, or shows the new bytes, as with ComfyUI's own loader: write beside it and "
     "rename",
     "a cache of Triton that two processes share": "Triton's own renames; not tried here",
-    "operations on a card: graphs, pinned pages": "by `make test-cuda`, on a card alone",
+    "a full card under dynamic VRAM": "the test found three faults of CUDA graphs; it was not run "
+    "again",
+    "pinned pages": "by `make test-cuda`, on a card alone",
     "two threads that sample one model": "ComfyUI has one model's patches in place at a time",
     "two threads that draw noise or ask for models at one moment": "ComfyUI's own, without this "
     "package too: all noise is of torch's one generator, so that 2 of 40,000 were wrong, and both "
