@@ -386,11 +386,12 @@ def _streams_of(device: torch.device) -> list[torch.cuda.Stream]:
     streams = _streams.get(device.index)
     if streams is None:
         streams = _streams[device.index] = [torch.cuda.Stream(device) for _ in range(2)]
-        one = torch.ones(1, 1, device=device)
-        for stream in streams:  # cuBLAS's workspace is not part of a graph's memory
+        some = torch.ones(2, 2, device=device)
+        for stream in streams:  # cuBLAS's and Lt's workspaces are no part of a graph's memory
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):
-                torch.mm(one, one)
+                torch.mm(some, some)
+                torch.addmm(some[0], some, some)
     return streams
 
 
