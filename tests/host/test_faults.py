@@ -365,6 +365,10 @@ TRIED = {
         "ComfyUI's blocks; the report says why",
         f"{SELF}::test_a_kernel_that_does_not_compile",
     ),
+    "a cache of Triton in which two processes compile one kernel at once": (
+        "both have it, and a third finds it",
+        f"{UNIT}/test_kernels_compiled.py::test_two_processes_share_a_cache",
+    ),
     "a compiler that fails in the background": (
         "the error shows where the kernel is needed",
         f"{UNIT}/test_warm_up.py::test_an_error_of_the_compiler_shows_where_the_kernel_is_needed",
@@ -442,7 +446,6 @@ LEFT = {
     "a file that shrinks or is written over in place while it is mapped": "the operating system "
     "ends the process, or shows the new bytes, as with ComfyUI's own loader: write beside it and "
     "rename",
-    "a cache of Triton that two processes share": "Triton's own renames; not tried here",
     "a full card under dynamic VRAM": "the test found three faults of CUDA graphs; it was not run "
     "again",
     "pinned pages": "by `make test-cuda`, on a card alone",

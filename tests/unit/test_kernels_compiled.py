@@ -1,7 +1,9 @@
 """The Triton kernels compiled for cards that are not there: they fit, and use the tensor cores."""
 
+import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -431,6 +433,38 @@ def test_attention_in_8_bits_uses_the_tensor_cores(compile_kernel, sm, form, hea
     weights = r"f32\.e4m3\.e4m3" if fp8 else r"f32\.bf16\.bf16"
     assert re.search(rf"{instruction}\S*\.{weights}", ptx)
     assert "cp.async.cg.shared.global" in ptx
+
+
+COMPILES = """
+import hashlib, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from qwen_l40s.optimizations.kernels.rows import _row_quantize_kernel as kernel
+types = {"x_ptr": "*bf16", "q_ptr": "*i8", "scale_ptr": "*fp32", "x_stride": "i32"}
+types |= {"cut": "i32", "gap": "i32"}
+constants = {"k": 3072, "largest": 127.0, "smallest_row": 1e-12, "to_integer": True}
+constants |= {"rotation": 256, "part": 1024, "parts": 3, "exact": False}
+source = ASTSource(kernel, types | dict.fromkeys(constants, "constexpr"), constexprs=constants)
+built = triton.compile(source, target=GPUTarget("cuda", 89, 32), options={"num_warps": 4})
+print(hashlib.sha256(built.asm["cubin"]).hexdigest())
+"""
+
+
+def test_two_processes_share_a_cache(tmp_path):
+    """Whichever of them is first: both have the kernel, and a third compiles nothing."""
+    path = os.pathsep.join(sys.path)
+    given = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": path}
+
+    def start():
+        command = [sys.executable, "-c", COMPILES]
+        return subprocess.Popen(command, env=given, stdout=subprocess.PIPE, text=True)
+
+    both = [start(), start()]
+    found = {process.communicate()[0] for process in both}
+    assert not any(process.returncode for process in both) and len(found) == 1
+    files = {it: it.stat().st_mtime_ns for it in tmp_path.rglob("*") if it.is_file()}
+    assert {start().communicate()[0]} == found and any(it.suffix == ".cubin" for it in files)
+    assert {it: it.stat().st_mtime_ns for it in tmp_path.rglob("*") if it.is_file()} == files
 
 
 def test_numbers_of_tokens_make_no_kernels_of_their_own():
