@@ -13,7 +13,13 @@ from ..errors import SettingError
 from ..families.parts import QWEN25_VL
 from ..families.protocol import StepTokens, TextEncoder
 from ..spec.formats import BYTES_PER_SCALE, BYTES_PER_WEIGHT, INT8_FP8, MIB, QUANTIZED
-from ..spec.sizes import COMPARED_AT_ONCE, HEAD_TOKENS_AT_ONCE, MOST_TABLE_BYTES, ROWS_AT_ONCE
+from ..spec.sizes import (
+    COMPARED_AT_ONCE,
+    HEAD_TOKENS_AT_ONCE,
+    MOST_TABLE_BYTES,
+    RANKS_AT_ONCE,
+    ROWS_AT_ONCE,
+)
 from ..spec.transformer import REFERENCE_TOKENS, TransformerShape
 from ..step_cache import OFF
 from .request import EXACT, FAST, RunRequest, Setting, replays_graph
@@ -217,7 +223,8 @@ def lora_bytes(request: RunRequest, setting: Setting) -> int:
 
 
 def _ranks_beside(request: RunRequest, setting: Setting) -> int:
-    return request.loras.beside(setting.precision) * request.loras.rank
+    ranks = request.loras.beside(setting.precision) * request.loras.rank
+    return -(-ranks // RANKS_AT_ONCE) * RANKS_AT_ONCE
 
 
 def _around(shape: TransformerShape, tokens: StepTokens, request: RunRequest) -> int:

@@ -6,6 +6,9 @@ from .formats import GIB, MIB
 
 # Buffers are made for rows up to a multiple of this, so that prompts of other lengths fit.
 ROWS_AT_ONCE = 256
+# The rank of what LoRAs add beside a layer is padded to a multiple of this: to 16 bytes, as a
+# kernel that is launched past Triton needs it, and with it a CUDA graph under cudaMallocAsync.
+RANKS_AT_ONCE = 8
 # Tokens of each item that a check compares at a time.
 COMPARED_AT_ONCE = 512
 # The tokens of a head in 8 bits are padded to a multiple of this, the longest step over keys.

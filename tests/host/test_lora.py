@@ -30,6 +30,7 @@ from qwen_l40s.errors import CheckpointError, SettingError
 from qwen_l40s.hosts.comfyui.lora.apply import LoraReport, apply_lora
 from qwen_l40s.hosts.comfyui.sample.optimize import optimize, report_of
 from qwen_l40s.nodes import lora as nodes_lora
+from qwen_l40s.spec.sizes import RANKS_AT_ONCE
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 FOLDER = folder("lora")
@@ -317,9 +318,12 @@ def test_the_host_counts_what_lies_beside() -> None:
     sample(model)
     loaded = comfy.model_management.loaded_models()
     beside = [other for other in loaded if other in model.get_additional_models()]
+    # Rank 4 is padded to 8, and so is where a layer's rows of a shared matrix begin.
     assert [other.model_size() for other in beside] == [
-        sum(tensor.nbytes for tensor in tensors.values())
+        2 * sum(tensor.nbytes for tensor in tensors.values())
     ]
+    lows = [low for part in beside for low in part.model.changes]
+    assert {low.start % RANKS_AT_ONCE for low in lows} == {0} != {low.start for low in lows}
 
 
 def test_beside_follows_the_model_into_another_one() -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ from ....errors import UnavailableError
 from ....families.registry import first_reader
 from ....optimizations.blocks.block_form import LowRank, is_changed
 from ....patches import patched, put
+from ....spec.sizes import RANKS_AT_ONCE
 from ..linear import AroundLinear
 
 BYPASS_KEY = "qwen_l40s_lora"
@@ -146,6 +147,13 @@ def bypass_models(patcher: ModelPatcher | None) -> list[BypassLayers]:
     return [added.model for added in found]
 
 
+def _joined(pairs: Sequence[Matrices]) -> Matrices:
+    """One pair of them all, with zeros up to a multiple of RANKS_AT_ONCE."""
+    up, down = torch.cat([it.up for it in pairs], dim=1), torch.cat([it.down for it in pairs])
+    missing, pad = -len(down) % RANKS_AT_ONCE, torch.nn.functional.pad
+    return Matrices(pad(up, (0, missing)), pad(down, (0, 0, 0, missing)))
+
+
 class BypassLayers(torch.nn.Module):
     """Holds what all LoRAs of a patcher change.
 
@@ -175,11 +183,12 @@ class BypassLayers(torch.nn.Module):
         self.downs = torch.nn.ModuleList()
         found: list[tuple[str, torch.nn.Module]] = []
         for names in readers.values():
-            down = _linear(torch.cat([pair.down for name in names for pair in pairs[name]]))
+            joined = [_joined(pairs[name]) for name in names]
+            down = _linear(torch.cat([pair.down for pair in joined]))
             self.downs.append(down)
             start = 0
-            for name in names:
-                low = BesideLayer(torch.cat([pair.up for pair in pairs[name]], dim=1), down, start)
+            for name, pair in zip(names, joined, strict=True):
+                low = BesideLayer(pair.up, down, start)
                 start += low.up.in_features
                 found.append((name, low))
         found += others
