@@ -290,7 +290,7 @@ class BlockExecutor:
         finally:  # the pass goes on where a capture fails
             self._beside = None
             for program in self._programs.values():
-                program.mixed.matrix = None
+                program.mixed.let_go()
 
     def _both(
         self, form: BlockForm, after: BlockForm, share: Share, x: torch.Tensor

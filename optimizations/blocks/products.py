@@ -188,6 +188,9 @@ class Rows:
     def plain(self, start: int, length: int) -> torch.Tensor:
         return self.matrix[start : start + length]
 
+    def let_go(self) -> None:
+        self.matrix = None
+
 
 class Read(NamedTuple):
     """What a layer of one stream reads and writes.

@@ -325,7 +325,7 @@ class Program:
             quantize(self.mixed.matrix)
 
     def middle(self, x: torch.Tensor, gates: Modulation, norms: Modulation) -> None:
-        self.mixed.matrix = None
+        self.mixed.let_go()
         self._norm(x, gates, norms, self._inner_format, self._inner_plain)
         for quantize in self._inner:
             quantize(self.branch)
