@@ -340,9 +340,10 @@ def value_of(text: str, spec: NodeInput, where: str) -> Any:
     if spec.kind == "INT":
         return _in_steps(_in_bounds(_whole(text.strip(), where), spec, where), spec, where)
     if spec.kind == "FLOAT":
-        value = float(text) if NUMBER.fullmatch(text.strip()) else math.inf
+        text = text.strip()  # of more than `float` strips
+        value = float(text) if NUMBER.fullmatch(text) else math.inf
         if math.isinf(value):
-            said = shortened(text.strip())
+            said = shortened(text)
             raise SettingError(f"{where} is {said} and must be a number such as 4.0.")
         return _in_bounds(value, spec, where)
     if spec.kind == "BOOLEAN":

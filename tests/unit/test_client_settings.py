@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from server_nodes import stored
 
@@ -404,6 +404,7 @@ def test_a_list_that_the_server_does_not_hold_to_takes_any_text():
 
 
 @given(text=st.text(max_size=40), kind=st.sampled_from(["INT", "FLOAT", "BOOLEAN", "COMBO"]))
+@example("0\x1f", "FLOAT")
 def test_any_text_is_a_value_or_refused(text, kind):
     spec = NodeInput(kind, {"min": -5, "max": 5}, choices=("a", "b", 3), closed=True)
     try:
