@@ -37,7 +37,8 @@ class Painter:
     def ask(self, path: str, data: Any = None) -> Any:
         if path == "/interrupt":
             self.interrupted.add(data["prompt_id"])
-        return {soak.NODE_OF_21: {}}
+        used = {"torch_vram_total": 2e9, "torch_vram_free": 1e9}
+        return {"devices": [used]} if path == "/system_stats" else {soak.NODE_OF_21: {}}
 
     def begin(self, graph: soak.Graph) -> str:
         self.painted.append(graph["sample"]["inputs"]["seed"])
