@@ -50,11 +50,12 @@ class BesideLayer(torch.nn.Module):
         up: [N, R].
         down: A linear layer [R or more, K], which others share and `BypassLayers` holds.
         start: The first row of it that is this layer's.
+        rank: Of the LoRAs; what `up` has more is zeros.
     """
 
-    def __init__(self, up: torch.Tensor, down: torch.nn.Linear, start: int = 0) -> None:
+    def __init__(self, up: torch.Tensor, down: torch.nn.Linear, start: int, rank: int) -> None:
         super().__init__()
-        self.up, self.start = _linear(up), start
+        self.up, self.start, self.rank = _linear(up), start, rank
         self.__dict__["down"] = down  # held, moved and counted once
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -65,8 +66,8 @@ class BesideLayer(torch.nn.Module):
     @property
     def matrices(self) -> Matrices:
         """On the CPU, as they are."""
-        down = self.down.weight[self.start : self.start + self.up.in_features]
-        return Matrices(self.up.weight.detach().cpu(), down.detach().cpu())
+        down = self.down.weight[self.start : self.start + self.rank]
+        return Matrices(self.up.weight[:, : self.rank].detach().cpu(), down.detach().cpu())
 
 
 class Kronecker(torch.nn.Module):
@@ -188,7 +189,8 @@ class BypassLayers(torch.nn.Module):
             self.downs.append(down)
             start = 0
             for name, pair in zip(names, joined, strict=True):
-                low = BesideLayer(pair.up, down, start)
+                rank = sum(len(it.down) for it in pairs[name])
+                low = BesideLayer(pair.up, down, start, rank)
                 start += low.up.in_features
                 found.append((name, low))
         found += others
