@@ -329,7 +329,8 @@ TRIED = {
         "the load ends",
         f"{SELF}::test_a_load_that_fails_anywhere",
     ),
-    "an H100 that is full at 20 places of a run: weights on their way, sampling, decode": (
+    "an H100 without dynamic VRAM that is full at 20 places of a run: weights on their way, "
+    "sampling, decode": (
         "the run ends, or decodes in tiles",
         f"{SELF}::test_a_card_that_is_full_anywhere",
     ),
@@ -433,7 +434,7 @@ MENDED = {
         f"{GRAPH}::test_what_a_capture_that_fails_has_made_is_freed_before_it_ends",
     ),
     "a capture in a workspace whose buffers had been freed, under cudaMallocAsync": (
-        "the same, where the graph was never replayed",
+        "the same could happen, where the graph was never replayed",
         f"{GRAPH}::test_a_capture_makes_no_buffer",
     ),
     "a kernel that Triton itself launches in a capture under cudaMallocAsync, as with a LoRA of "
