@@ -384,9 +384,11 @@ class ComfyPage:
 
     def picture(self, title: str) -> tuple[str, Image.Image]:
         """The address of the picture in a node, and how the page draws it."""
-        place = self.page.wait_for_function(PICTURE, arg=title).json_value()
+        self.page.wait_for_function(PICTURE, arg=title)
+        # The node grew for it; what is outside the window would be missing.
+        self.fit(title)
+        place = self.page.evaluate(PICTURE, title)
         source = place.pop("source")
-        self.draw()
         return source, Image.open(io.BytesIO(self.page.screenshot(clip=place))).convert("RGB")
 
     def errors_shown(self) -> str:
