@@ -8,6 +8,7 @@ whatever a sampler, an additional condition or another person's patch does to it
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -157,7 +158,8 @@ class ModulationTable:
             embedding: (batch, D), or (2 batch, D) where the second half is for timestep 0: the
                 image stream is modulated by all rows and the text stream by the first half.
             batch: Items of the batch.
-            state: What the weights are; entries are found again under the same state only.
+            state: What the weights are; entries are found again under the same state only, and
+                leave behind an object to which it holds a weak reference.
             schedule: Asked where the entry is not there: the embeddings of the run's schedule, in
                 order. Where this one is among them, all are computed while each layer is at hand.
         """
@@ -186,6 +188,9 @@ class ModulationTable:
         size = _entry_bytes(self._count, next(iter(new.values())), batch)
         room = max(1, self._most_bytes // size)
         new = dict(list(new.items())[:room])
+        # Each load of a LoRA is another state, so a server that goes on would fill the room.
+        for key in [key for key in self._entries if _is_gone(key[0])]:
+            self.bytes -= self._entries.pop(key).bytes
         # The oldest leave before there are more: both together might not fit the card.
         while self._entries and self.bytes + size * len(new) > self._most_bytes:
             self.bytes -= self._entries.pop(next(iter(self._entries))).bytes
@@ -224,6 +229,12 @@ def compute_entries(
 def compute_entry(blocks: Sequence[torch.nn.Module], embedding: torch.Tensor, batch: int) -> Entry:
     """What the modules of some blocks give; arguments as of `ModulationTable.entry`."""
     return compute_entries(blocks, [embedding], batch)[0]
+
+
+def _is_gone(state: Hashable) -> bool:
+    if isinstance(state, tuple):
+        return any(map(_is_gone, state))
+    return isinstance(state, weakref.ref) and state() is None
 
 
 def _keys(embeddings: torch.Tensor, batch: int, state: Hashable) -> list[tuple[Hashable, ...]]:

@@ -475,6 +475,18 @@ def test_the_table_leaves_with_the_model():
     assert len(modulation.table) == 3
 
 
+@pytest.mark.parametrize("how", ("merge", "bypass"))
+def test_entries_of_a_lora_that_is_gone_leave(how):
+    """A graph that runs again loads its LoRA again: the soak saw 17 MB more on a card each time."""
+    model = optimize(load(), HOST_ATTENTION)
+    table = ModelModulation.of(model.model).table
+    sample(model)
+    for _ in range(3):
+        sample(apply_lora(model, MODULATION_LORA, 1.0, how=how)[0])
+        gc.collect()
+        assert len(table) == 3 + 3, "the plain weights' and the last LoRA's"
+
+
 def test_timesteps_beside_the_schedule_are_kept_for_the_next_run():
     model = load()
     modulation = ModelModulation.of(model.model)

@@ -43,7 +43,7 @@ from .attention import (
 )
 from .held import HeldWeights
 from .layers import ComfyLayers
-from .modulation import ModelModulation
+from .modulation import ModelModulation, weak_identity
 
 # What the executor computes itself is that of ComfyUI as it is imported.
 for module in imported_code():
@@ -169,7 +169,7 @@ class ComfyPass(DoubleStream):
     def state(self) -> Any:
         """The set of patches on the weights, and the LoRAs beside them."""
         patches = getattr(self.owner.current_patcher, "patches_uuid", None)
-        return patches, *map(weakref.ref, bypass_models(self.owner.current_patcher))
+        return weak_identity(patches), *map(weakref.ref, bypass_models(self.owner.current_patcher))
 
     @property
     def dtype(self) -> torch.dtype:

@@ -216,12 +216,12 @@ class ModelModulation:
         patcher = self.patcher
         hooks = patcher.current_hooks.hooks if patcher.current_hooks else ()
         return (
-            patcher.patches_uuid,
+            weak_identity(patcher.patches_uuid),
             _switches(),
-            tuple((hook.hook_ref, hook.strength) for hook in hooks),
+            tuple((weak_identity(hook.hook_ref), hook.strength) for hook in hooks),
             tuple(map(weakref.ref, bypass_models(patcher))),
             tuple(
-                (name, _identity(patch))
+                (name, weak_identity(patch))
                 for name, patch in patcher.object_patches.items()
                 if name.startswith("diffusion_model")
             ),
@@ -259,7 +259,8 @@ def _switches() -> Hashable:
     return tf32, getattr(matmul, "allow_fp16_accumulation", None)
 
 
-def _identity(thing: Any) -> Hashable:
+def weak_identity(thing: Any) -> Hashable:
+    """Tells a thing from others, and keeps it alive only where it cannot be held weakly."""
     try:
         return weakref.ref(thing)
     except TypeError:
