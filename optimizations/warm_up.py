@@ -6,6 +6,7 @@ it prepares is compiled. So these kernels are those of the first pass, whichever
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -35,7 +36,9 @@ _rehearsed: set[tuple] = remembered(set())
 _compilers, _passes = ThreadPoolExecutor(4), ThreadPoolExecutor(1)
 
 
-def warm_up(device: torch.device, work: Callable[[], object]) -> Future | None:
+def warm_up(
+    device: torch.device, work: Callable[..., object], model: object = None
+) -> Future | None:
     """Begins to compile what some work on a card launches or prepares, in the order of the calls.
 
     Who needs one of these kernels meanwhile waits for it, or compiles it too (Triton 3.6). What
@@ -44,19 +47,26 @@ def warm_up(device: torch.device, work: Callable[[], object]) -> Future | None:
     Args:
         work: Called in another thread, where it takes no memory of the card; what is returned is
             done with it. None: nothing is compiled.
+        model: What `work` is called with, if anything. It may go while it waits for its turn, or
+            while its kernels are compiled: it is held for the length of the call alone.
     """
     if device.type != "cuda" or kernels.interpreted() or kernels.missing():
         return None
+    known = None if model is None else weakref.ref(model)
+
+    def call() -> None:
+        if known is None:
+            work()
+        elif (found := known()) is not None:
+            work(found)
 
     def run() -> None:
-        nonlocal work
         with suppress(Exception):  # compilers, drivers and packages raise anything
             from triton import AsyncCompileMode  # since 3.5
 
             pool = SimpleNamespace(submit=partial(_compilers.submit, _compile))
             with torch.cuda.device(device), AsyncCompileMode(pool, ignore_errors=True):
-                work()
-                work = None  # a model goes while its kernels are compiled
+                call()
 
     return _passes.submit(run)
 

@@ -218,9 +218,10 @@ def test_classes_that_another_extension_has_changed():
 
 @pytest.mark.parametrize("build", [wan, pytest.param(wan_21, marks=newer)])
 def test_decoding_compiles_nothing_that_is_not_compiled_ahead(build, monkeypatch):
-    def wait(device, work):
-        begun = warm_up(device, work)
-        begun.result() if begun else work()  # without a card the pass has to go through as well
+    def wait(device, work, model):
+        begun = warm_up(device, work, model)
+        # Without a card the pass has to go through as well.
+        begun.result() if begun else work(model)
 
     monkeypatch.setattr(fused, "warm_up", wait)
     vae = random_vae(build, torch.bfloat16)

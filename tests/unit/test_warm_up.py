@@ -174,8 +174,9 @@ def test_loads_compile_in_their_order_and_each_kernel_once(launch, monkeypatch):
 
 
 def test_what_is_compiled_for_is_not_kept_alive_meanwhile(launch, monkeypatch):
-    compiling, go_on, model = threading.Event(), threading.Event(), torch.nn.Linear(1024, 1)
-    kernel = SimpleNamespace(src=None, metadata=None)
+    compiling, go_on = threading.Event(), threading.Event()
+    models = [torch.nn.Linear(width, 1) for width in (1024, 2048)]
+    kernel, prepared = SimpleNamespace(src=None, metadata=None), []
 
     def compile_kernel(*_, **__):
         compiling.set()
@@ -183,16 +184,23 @@ def test_what_is_compiled_for_is_not_kept_alive_meanwhile(launch, monkeypatch):
         return kernel
 
     monkeypatch.setattr("triton.compiler.compile", compile_kernel)
-    known = weakref.ref(model)
-    load = warm_up.warm_up(CARD, partial(lambda of: launch("meta", of.in_features), model))
-    del model
+
+    def work(model):
+        prepared.append(model.in_features)
+        launch("meta", model.in_features)
+
+    known = [weakref.ref(model) for model in models]
+    first, queued = (warm_up.warm_up(CARD, work, model) for model in models)
     assert compiling.wait(60)
+    del models
+    assert known[1]() is None, "it waits for its turn"
     until = time.monotonic() + 60
-    while known() is not None and time.monotonic() < until:
+    while known[0]() is not None and time.monotonic() < until:
         time.sleep(0.01)
-    assert known() is None and not load.done()
+    assert known[0]() is None and not first.done()
     go_on.set()
-    load.result()
+    queued.result()
+    assert prepared == [1024]
 
 
 ENDS = """

@@ -112,13 +112,13 @@ def compile_ahead(decoder: comfy.sd.VAE) -> None:
     latents = torch.empty((1, model.z_dim, 1, 8, 8), dtype=dtype, device="meta")
 
     @torch.inference_mode()
-    def work() -> None:
+    def work(model: torch.nn.Module) -> None:
         if not not_fused(model):
             stages = decoder_stages(model, FusedLayers(device))
             tiles.decode(stages, latents, plan_decode(stages.shape, 8, 8, budget=None))
 
     choose_ops(device)  # tried in this thread, as of a model's blocks
-    warm_up(device, work)
+    warm_up(device, work, model)
 
 
 class FusedLayers(OwnLayers):

@@ -7,7 +7,6 @@ ComfyUI's own cast context; everything else runs itself.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Hashable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -273,5 +272,9 @@ def compile_ahead(model: ModelPatcher) -> None:
     for kind in {layers.kind(layer) for block in blocks for layer in token_layers(block)}:
         if isinstance(kind, RowFormat):
             layers.gemm(kind.storage, device)
-    work = functools.partial(rehearse, layers, blocks, inner.get_dtype_inference(), device)
-    warm_up(device, work)
+
+    def work(inner: Any) -> None:
+        layers, blocks = ComfyLayers(inner, torch.Size()), blocks_of(inner.diffusion_model)
+        rehearse(layers, blocks, inner.get_dtype_inference(), device)
+
+    warm_up(device, work, inner)
