@@ -329,8 +329,8 @@ TRIED = {
         "the load ends",
         f"{SELF}::test_a_load_that_fails_anywhere",
     ),
-    "an H100 without dynamic VRAM that is full at 20 places of a run: weights on their way, "
-    "sampling, decode": (
+    "an H100, with dynamic VRAM and without, that is full at 20 places of a run: weights on their "
+    "way, sampling, decode": (
         "the run ends, or decodes in tiles",
         f"{SELF}::test_a_card_that_is_full_anywhere",
     ),
@@ -447,8 +447,6 @@ LEFT = {
     "a file that shrinks or is written over in place while it is mapped": "the operating system "
     "ends the process, or shows the new bytes, as with ComfyUI's own loader: write beside it and "
     "rename",
-    "a full card under dynamic VRAM": "the test found three faults of CUDA graphs; it was not run "
-    "again",
     "pinned pages": "by `make test-cuda`, on a card alone",
     "two threads that sample one model": "ComfyUI has one model's patches in place at a time",
     "two threads that draw noise or ask for models at one moment": "ComfyUI's own, without this "
