@@ -127,6 +127,16 @@ def choose_fast(request: AttentionRequest, measured: MeasuredErrors) -> Attentio
     return Attention(name, reason, request.masked)
 
 
+def _unplanned(request: AttentionRequest, chosen: Attention) -> Attention:
+    """Takes the fastest backend that was measured beside the chosen one and does not plan."""
+    timings, _ = measurement(request, [chosen.name])
+    for name in timings.ms if timings else ():
+        if not BACKENDS[name].plans:
+            reason = f"in one pass, for which {chosen.name} would make a plan ({chosen.reason})"
+            return replace(chosen, name=name, reason=reason)
+    return chosen
+
+
 class ChosenAttention:
     """Attention by the backend that is chosen for the shapes at hand, each once in a run.
 
@@ -147,8 +157,8 @@ class ChosenAttention:
         self.lossy = lossy
         self.fallback: Verdict | None = None
         self._errors = MeasuredErrors(most_error)
-        # By the request, and whether errors were measured beside it.
-        self._chosen: dict[tuple[AttentionRequest, bool], Attention] = {}
+        # By the request, whether errors were measured beside it, and whether it comes once.
+        self._chosen: dict[tuple[AttentionRequest, bool, bool], Attention] = {}
 
     def start_run(self) -> None:
         """Forgets the last run: what was chosen, and what went wrong."""
@@ -189,18 +199,24 @@ class ChosenAttention:
         found = {f"attention: {chosen}" for chosen in self._found()}
         return sorted(found) or [f"attention: {self.name}, chosen in the first step"]
 
-    def choose(self, request: AttentionRequest) -> Attention:
+    def choose(self, request: AttentionRequest, once: bool = False) -> Attention:
         """Chooses for a request in this run: asked once a pass, it serves all blocks of the pass.
 
         Whether a `fallback` takes its place is for the caller to look at.
 
+        Args:
+            once: Whether no other pass has these lengths: a backend that `plans` is not chosen.
+
         Raises:
             UnavailableError: Nothing computes the request.
         """
-        key = request, self.measuring
+        key = request, self.measuring, once
         chosen = self._chosen.get(key)
         if chosen is None:
-            chosen = self._chosen[key] = self._choose(request)
+            chosen = self._choose(request)
+            if once and BACKENDS[chosen.name].plans and asked_name(self.name) == "auto":
+                chosen = _unplanned(request, chosen)
+            self._chosen[key] = chosen
         return chosen
 
     def attend(

@@ -83,6 +83,7 @@ class HostPass:
         prefixes: What the attention of each block reads besides, where that is known before it is
             called and stays where it is until the run ends; None for none.
         steps: Of the run, where the host tells.
+        fills: Whether the rows of this pass are those of no other, which read what it keeps.
     """
 
     owner: Any
@@ -101,6 +102,7 @@ class HostPass:
     additions: Sequence[torch.Tensor | None]
     prefixes: Sequence[Prefix] | None = None
     steps: int | None
+    fills: bool = False
     _kept: Mapping[Hashable, tuple[tuple, Step]] = MappingProxyType({})
 
     def fallback(self) -> Verdict | None:

@@ -67,7 +67,7 @@ class ForwardPass:
         self._weights: Hashable | None = None
         self._executor: BlockExecutor | None = None
         self._code = prepared.code(host)
-        self._asked: ChosenAttention | None = None
+        self._asked: tuple[ChosenAttention, bool] | None = None
         self._chosen: Attention | None = None
         self._embedding: Any = None
         self._entry: Entry | None = None
@@ -223,11 +223,11 @@ class ForwardPass:
         chosen = self._choice(attention, AttentionRequest.of, k, mask)
         return chosen.name if chosen.quantizes else None
 
-    def _choice(
-        self, attention: ChosenAttention, request: Callable[..., AttentionRequest], *given: Any
-    ) -> Attention:
-        if attention is not self._asked:
-            self._asked, self._chosen = attention, attention.choose(request(*given))
+    def _choice(self, attention: ChosenAttention, request: Callable, *given: Any) -> Attention:
+        asked = attention, self._host.fills
+        if asked != self._asked:
+            self._asked = asked
+            self._chosen = attention.choose(request(*given), once=self._host.fills)
         return self._chosen
 
     def _share(

@@ -18,6 +18,7 @@ from qwen_l40s.hosts.comfyui import qwen_image
 from qwen_l40s.hosts.comfyui.sample.attention import SLOT
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of
 from qwen_l40s.hosts.comfyui.sample.run import ComfyOptimization
+from qwen_l40s.optimizations.attention.chosen import ChosenAttention
 from qwen_l40s.optimizations.blocks.block import BlockExecutor
 from qwen_l40s.optimizations.blocks.passes import ForwardPass
 from qwen_l40s.optimizations.blocks.workspace import Program
@@ -145,6 +146,22 @@ def test_the_segments_are_comfyuis(given):
         "text at 31": (4, 35, True),
     }
     assert reading.segments == () and reading.before == 35
+
+
+def test_attention_is_told_which_lengths_one_pass_has(monkeypatch):
+    """A reference's rows are computed as the cache is filled, the image's in every step."""
+    asked, own = set(), ChosenAttention.choose
+
+    def choose(self, request, once=False):
+        asked.add((request.tokens, once))
+        return own(self, request, once)
+
+    monkeypatch.setattr(ChosenAttention, "choose", choose)
+    sample(optimize(model_21()), **REFERENCE)
+    assert asked == {(24, True), (7 + 24 + 64, False)}
+    asked.clear()
+    sample(optimize(without_cache(model_21())), **REFERENCE)
+    assert asked == {(64, False)}
 
 
 def without_cache(model):

@@ -176,6 +176,18 @@ def test_the_fastest_exact_one_is_taken_and_told_with_its_times(card):
     )
 
 
+def test_what_plans_each_length_is_not_taken_for_one_pass(card):
+    card(SDPA)
+    attention = ChosenAttention("auto")
+    assert attention.choose(request()).name == "sdpa_cudnn"
+    once = attention.choose(request(), once=True)
+    assert str(once).startswith("sdpa_flash: in one pass, for which sdpa_cudnn would make a plan (")
+    assert attention.choose(request()).name == "sdpa_cudnn"
+    assert ChosenAttention("sdpa_cudnn").choose(request(), once=True).name == "sdpa_cudnn"
+    card({"sdpa_cudnn": 0.5, "math": 9}, name="another")
+    assert ChosenAttention("auto").choose(request(), once=True).name == "sdpa_cudnn"
+
+
 def test_quantized_ones_are_never_measured_nor_taken(card):
     timed = card({**SDPA, "sage_2": 0.1})
     assert choose_attention(request()).name == "sdpa_cudnn"

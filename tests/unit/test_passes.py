@@ -540,7 +540,7 @@ class Model(torch.nn.Module):
 class Attention(ChosenAttention):
     used = False
 
-    def choose(self, request):
+    def choose(self, request, once=False):
         assert isinstance(request, AttentionRequest)
         return attend
 
