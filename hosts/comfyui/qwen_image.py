@@ -12,6 +12,7 @@ import comfy.model_base
 import comfy.ops
 import comfy.supported_models
 import torch
+from comfy.ldm.modules import attention as comfy_attention
 from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
 from comfy.utils import repeat_to_batch_size
 
@@ -19,6 +20,7 @@ from ...caches import cached
 from ...families.comfyui import ModelKind
 from ...families.qwen_image import QWEN_IMAGE, QwenImageShape
 from ...families.qwen_image_21 import QWEN_IMAGE_21, QwenImage21Shape
+from ...optimizations.attention import attend_causal
 from ...optimizations.blocks.attend import Segment
 from ...optimizations.blocks.block import Step
 from ...optimizations.blocks.host import BlockInputs, PrefixedStream, Streams
@@ -288,6 +290,16 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
                 )
         found = {name: bound[name] for name in ("cache", "block_index")}
         return {"segments": tuple(places), **found}
+
+    def host_attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        own, found = comfy_attention, None
+        # For a mask torch takes cuDNN, which plans each length. Others of ComfyUI's compute
+        # something else: they add the mask's ones to the scores.
+        if mask is not None and self.attention and own.optimized_attention is own.attention_pytorch:
+            found = attend_causal(q, k, v) if mask.shape[2] > 1 else None
+        return super().host_attend(q, k, v, mask) if found is None else found
 
     def new_step(self, tokens: Tokens, image: torch.Tensor, *shared: Any) -> Step:
         pe, *segments = shared

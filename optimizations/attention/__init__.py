@@ -16,10 +16,9 @@ from .choice import (
     FAST,
     Attention,
     choose_attention,
-    is_lossy,
     refusal,
 )
-from .chosen import MOST_ERROR, ChosenAttention
+from .chosen import MOST_ERROR, ChosenAttention, attend_causal, is_lossy
 
 __all__ = [
     "BACKENDS",
@@ -29,6 +28,7 @@ __all__ = [
     "AttentionRequest",
     "ChosenAttention",
     "aligned_mask",
+    "attend_causal",
     "check_backends",
     "choose_attention",
     "is_lossy",

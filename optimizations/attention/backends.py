@@ -146,12 +146,15 @@ def dtype_name(dtype: torch.dtype) -> str:
 ALIGNMENT = 8
 
 
-def _flash(q, k, v, mask, lse):
+def _flash(q, k, v, mask, lse, causal=False):
     if q.is_cpu:
+        if causal:  # the processor's own would count from the first key
+            mask = lower_right(q.shape[-2], k.shape[-2], q)
         return torch._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask)
     width = q.shape[-1]
     q, k, v = (F.pad(x, (0, -width % ALIGNMENT)) if width % ALIGNMENT else x for x in (q, k, v))
-    found = torch._scaled_dot_product_flash_attention(q, k, v, scale=1 / math.sqrt(width))
+    how = {"is_causal": causal, "scale": 1 / math.sqrt(width)}
+    found = torch._scaled_dot_product_flash_attention(q, k, v, **how)
     return found[0][..., :width], found[1]
 
 
@@ -183,9 +186,11 @@ def _attend(
     v: torch.Tensor,
     mask: torch.Tensor | None = None,
     lse: bool = False,
+    **how: bool,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     # The kernels lay their result out as q is: transposed back, it is contiguous without a copy.
-    found = compute(*(x.transpose(1, 2) for x in (q, k, v)), mask, lse or _needs_lse(q, k, v))
+    given = (x.transpose(1, 2) for x in (q, k, v))
+    found = compute(*given, mask, lse or _needs_lse(q, k, v), **how)
     out = found[0].transpose(1, 2).flatten(2)
     # The efficient kernel's rows are padded to 32, and cuDNN's have one dimension more.
     return (out, found[1].flatten(2)[..., : q.shape[1]]) if lse else out
@@ -204,6 +209,13 @@ def aligned_mask(mask: torch.Tensor) -> torch.Tensor:
         return mask
     tokens = mask.shape[-1]
     return F.pad(mask.contiguous(), (0, -tokens % ALIGNMENT))[..., :tokens]
+
+
+def lower_right(queries: int, keys: int, like: torch.Tensor) -> torch.Tensor:
+    """Makes the mask, (queries, keys), of queries that read no key behind their own, where the last
+    one's is the last key.
+    """
+    return like.new_full((queries, keys), -torch.inf).triu_(keys - queries + 1)
 
 
 def _against_cudnn(request: AttentionRequest) -> str:

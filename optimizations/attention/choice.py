@@ -28,6 +28,7 @@ from .backends import (
     SLICED,
     AttentionRequest,
     dtype_name,
+    lower_right,
     sm_name,
 )
 from .quantized import INT8, INT8_FP8, SAGE_2
@@ -101,7 +102,7 @@ def refusal(name: str, request: AttentionRequest, tried: bool = False) -> Verdic
     if tried:
         return None
     kind = name, request.device, request.dtype, request.head_dim, request.masked
-    return try_once((refusal, *kind), lambda: _trial(*kind))
+    return try_once((refusal, *kind), lambda: trial(*kind))
 
 
 @dataclass(frozen=True)
@@ -299,23 +300,6 @@ def asked_name(name: str) -> str:
     return settings().attention or name if name == "auto" else name
 
 
-def is_lossy(
-    name: str, device: torch.device, dtype: torch.dtype, heads: int, head_dim: int
-) -> bool:
-    """Whether the attention that is asked for differs from exact attention by more than rounding.
-
-    A backend that is named, here or by the settings, has to run for a 1024x1024 image.
-
-    Raises:
-        SettingError, UnavailableError: As `choose_attention`.
-    """
-    asked = asked_name(name)
-    if asked in ("auto", FAST):
-        return asked == FAST
-    request = AttentionRequest(device, dtype, 1, heads, head_dim, 4096 + 200)
-    return not BACKENDS[choose_attention(request, name).name].exact
-
-
 def measure(
     names: Iterable[str], request: AttentionRequest
 ) -> tuple[AttentionTimings | None, list[str]]:
@@ -405,16 +389,26 @@ def _missing(package: Package) -> str:
     return "" if module is not None else f"{capability.name} {capability.why.fact}"
 
 
-def _trial(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, masked: bool) -> str:
-    backend = BACKENDS[name]
+def trial(
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    masked: bool,
+    causal: bool = False,
+) -> str:
+    backend, how, first = BACKENDS[name], {}, 0
     q, k, v, mask = _trial_inputs(dtype, head_dim, masked)
-    expected = attend_float64(q, k, v, mask)
+    if causal:
+        how, first = {"causal": True}, TRIAL_TOKENS * 3 // 4
+        mask = lower_right(TRIAL_TOKENS - first, TRIAL_TOKENS, q)
+    expected = attend_float64(q[:, first:], k, v, mask)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # PyTorch tells with several what its error says
         # Views of one tensor, as the blocks have them.
         q, k, v = torch.stack((q, k, v), dim=2).to(device).unbind(2)
-        mask = None if mask is None else mask.to(device)
-        out = backend.attend(q, k, v, mask)
+        mask = None if mask is None or causal else mask.to(device)
+        out = backend.attend(q[:, first:], k, v, mask, **how)
         if out.dtype != dtype or out.shape != expected.shape:
             return f"a trial gave {tuple(out.shape)} in {out.dtype}"
         out = out.cpu().double()

@@ -11,17 +11,19 @@ from dataclasses import replace
 import torch
 
 from ...errors import UnavailableError
-from ...verdict import Verdict
+from ...verdict import Verdict, try_once
 from ..kernels import sm_of
-from .backends import AttentionRequest
+from .backends import SDPA_FLASH, AttentionRequest
 from .choice import (
     BACKENDS,
     FAST,
     Attention,
     asked_name,
     choose_attention,
+    limits_of,
     measurement,
     refusal,
+    trial,
 )
 
 # Relative, of one call. On Gaussian q, k and v int8 is off by 0.010, int8_fp8 by 0.038 (H200).
@@ -96,6 +98,25 @@ class MeasuredErrors:
         return self._refused.get(name) or NOT_RUN
 
 
+def attend_causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:
+    """Attends where a query reads no key behind its own, and the last one's is the last key.
+
+    FlashAttention needs no mask in memory for it, and no plan for each length, as cuDNN does.
+
+    Args:
+        q, k, v: (B, tokens, heads, head_dim), of which q may have fewer tokens.
+
+    Returns:
+        As `Attention`; None where FlashAttention does not run.
+    """
+    kind = SDPA_FLASH.name, q.device, q.dtype, q.shape[-1], False, True
+    if limits_of(SDPA_FLASH.name, AttentionRequest.of(q, None)):
+        return None
+    if try_once((attend_causal, *kind), lambda: trial(*kind)):
+        return None
+    return BACKENDS[SDPA_FLASH.name].attend(q, k, v, causal=True)
+
+
 def lossy_backends() -> list[str]:
     return [name for name, backend in BACKENDS.items() if not backend.exact]
 
@@ -125,6 +146,23 @@ def choose_fast(request: AttentionRequest, measured: MeasuredErrors) -> Attentio
     times = ", ".join(f"{name} {ms:.2f} ms" for name, ms in timings.ms.items())
     reason = "; ".join([f"fastest at {timings.tokens} tokens: {times}", *without, found])
     return Attention(name, reason, request.masked)
+
+
+def is_lossy(
+    name: str, device: torch.device, dtype: torch.dtype, heads: int, head_dim: int
+) -> bool:
+    """Whether the attention that is asked for differs from exact attention by more than rounding.
+
+    A backend that is named, here or by the settings, has to run for a 1024x1024 image.
+
+    Raises:
+        SettingError, UnavailableError: As `choose_attention`.
+    """
+    asked = asked_name(name)
+    if asked in ("auto", FAST):
+        return asked == FAST
+    request = AttentionRequest(device, dtype, 1, heads, head_dim, 4096 + 200)
+    return not BACKENDS[choose_attention(request, name).name].exact
 
 
 def _unplanned(request: AttentionRequest, chosen: Attention) -> Attention:

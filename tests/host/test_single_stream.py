@@ -2,6 +2,8 @@
 and without it.
 """
 
+from importlib import import_module
+
 import comfy.ldm.modules.attention
 import comfy.model_base
 import comfy.sample
@@ -15,10 +17,12 @@ from reported_runs import reported, running
 
 from qwen_l40s.caches import forget
 from qwen_l40s.hosts.comfyui import qwen_image
+from qwen_l40s.hosts.comfyui.sample import attention as attention_of_the_host
 from qwen_l40s.hosts.comfyui.sample.attention import SLOT
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of
 from qwen_l40s.hosts.comfyui.sample.run import ComfyOptimization
-from qwen_l40s.optimizations.attention.chosen import ChosenAttention
+from qwen_l40s.optimizations.attention.chosen import ChosenAttention, attend_causal
+from qwen_l40s.optimizations.blocks import block_form
 from qwen_l40s.optimizations.blocks.block import BlockExecutor
 from qwen_l40s.optimizations.blocks.passes import ForwardPass
 from qwen_l40s.optimizations.blocks.workspace import Program
@@ -146,6 +150,32 @@ def test_the_segments_are_comfyuis(given):
         "text at 31": (4, 35, True),
     }
     assert reading.segments == () and reading.before == 35
+
+
+def test_causal_segments_need_no_plan_where_comfyuis_attention_is_torchs(monkeypatch):
+    """On a card; here ComfyUI's own for a processor adds a mask's ones to the scores."""
+    attention, found = comfy.ldm.modules.attention, []
+    for module, name in (
+        (attention, "optimized_attention"),
+        (attention_of_the_host, "optimized_attention_masked"),
+        (import_module("comfy.ldm.qwen_image21.model"), "optimized_attention"),
+    ):
+        monkeypatch.setattr(module, name, attention.attention_pytorch)
+    # As if it were there when ComfyUI started.
+    monkeypatch.setattr(block_form, "called_by", block_form.called_by.__wrapped__)
+
+    def attend(q, k, v):
+        found.append((q.shape[1], k.shape[1]))
+        return attend_causal(q, k, v)
+
+    monkeypatch.setattr(qwen_image, "attend_causal", attend)
+    model = model_21()
+    expected = sample(model, **REFERENCE)
+    assert_all_fused(model, REFERENCE, expected)
+    assert set(found) == {(3, 3), (4, 31)}
+    del found[:]
+    comfyuis = optimize(model, OptimizeSettings(attention="comfyui"))
+    assert close(sample(comfyuis, **REFERENCE), expected) and not found
 
 
 def test_attention_is_told_which_lengths_one_pass_has(monkeypatch):

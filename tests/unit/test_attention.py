@@ -16,11 +16,12 @@ from qwen_l40s.optimizations.attention import (
     BACKENDS,
     AttentionRequest,
     aligned_mask,
+    attend_causal,
     backends,
     choice,
     choose_attention,
 )
-from qwen_l40s.optimizations.attention.backends import FLOATS
+from qwen_l40s.optimizations.attention.backends import FLOATS, SDPA_FLASH
 from qwen_l40s.optimizations.nag import merge
 
 CPU = torch.device("cpu")
@@ -99,6 +100,25 @@ def test_result_is_the_softmax_of_the_scores_times_the_values(name, device):
         assert distance(out, q, k, v, mask) < most(attention, dtype), (dtype, masked, shape)
         ran += 1
     assert ran >= 4
+
+
+@pytest.mark.parametrize("device", [CPU, pytest.param(CARD, marks=on_card)], ids=str)
+def test_a_causal_segment_reads_what_is_before_it(device):
+    for queries, keys, width in ((1, 1, 64), (7, 7, 64), (4, 31, 128), (61, 1157, 128)):
+        q, k, v = random(2, keys, 3, width, device=device)
+        q = q[:, -queries:]
+        out = attend_causal(q, k, v)
+        mask = torch.full((queries, keys), -torch.inf).triu_(keys - queries + 1)
+        assert out.shape == (2, queries, 3 * width) and out.is_contiguous()
+        assert distance(out, q, k, v, mask) < EXACT[torch.bfloat16], (queries, keys)
+
+
+def test_causal_segments_are_the_hosts_where_flash_is_wrong(monkeypatch):
+    """As a build whose FlashAttention counts from the first key would be."""
+    attend = lambda q, k, v, mask=None, causal=False: SDPA_FLASH.attend(q, k, v, mask)  # noqa: E731
+    monkeypatch.setitem(BACKENDS, "sdpa_flash", replace(SDPA_FLASH, attend=attend))
+    q, k, v = random(1, 20, 2, 64)
+    assert attend_causal(q, k, v) is None
 
 
 @on_each
