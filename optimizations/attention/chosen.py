@@ -169,7 +169,7 @@ def _unplanned(request: AttentionRequest, chosen: Attention) -> Attention:
     """Takes the fastest backend that was measured beside the chosen one and does not plan."""
     timings, _ = measurement(request, [chosen.name])
     for name in timings.ms if timings else ():
-        if not BACKENDS[name].plans:
+        if name in BACKENDS and not BACKENDS[name].plans:  # another version may have measured
             reason = f"in one pass, for which {chosen.name} would make a plan ({chosen.reason})"
             return replace(chosen, name=name, reason=reason)
     return chosen

@@ -186,6 +186,10 @@ def test_what_plans_each_length_is_not_taken_for_one_pass(card):
     assert ChosenAttention("sdpa_cudnn").choose(request(), once=True).name == "sdpa_cudnn"
     card({"sdpa_cudnn": 0.5, "math": 9}, name="another")
     assert ChosenAttention("auto").choose(request(), once=True).name == "sdpa_cudnn"
+    card(SDPA, name="a third")
+    times = {"sdpa_cudnn": 0.2, "of another version": 0.25, "sdpa_flash": 0.3}
+    save_attention(choice.measurement_key(request()), AttentionTimings(400, times))
+    assert ChosenAttention("auto").choose(request(), once=True).name == "sdpa_flash"
 
 
 def test_quantized_ones_are_never_measured_nor_taken(card):
@@ -340,7 +344,7 @@ def test_what_another_process_has_measured_needs_no_trial(card, monkeypatch, dri
         return "a trial failed"
 
     monkeypatch.setattr(choice, "refusal", own_refusal)
-    monkeypatch.setattr(choice, "_trial", trial)
+    monkeypatch.setattr(choice, "trial", trial)
     monkeypatch.setattr(choice, "_may_launch", lambda *_: True)
     if driver == "another":
         with pytest.raises(UnavailableError, match="not sdpa_cudnn: a trial failed"):
