@@ -159,7 +159,7 @@ class ModulationTable:
                 image stream is modulated by all rows and the text stream by the first half.
             batch: Items of the batch.
             state: What the weights are; entries are found again under the same state only, and
-                leave behind an object to which it holds a weak reference.
+                dropped once an object that it references weakly is gone.
             schedule: Asked where the entry is not there: the embeddings of the run's schedule, in
                 order. Where this one is among them, all are computed while each layer is at hand.
         """

@@ -294,12 +294,15 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
     def host_attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        own, found = comfy_attention, None
-        # For a mask torch takes cuDNN, which plans each length. Others of ComfyUI's compute
+        causal = mask is not None and mask.shape[2] > 1
+        # With a mask torch's takes cuDNN, which plans each length. Others of ComfyUI's compute
         # something else: they add the mask's ones to the scores.
-        if mask is not None and self.attention and own.optimized_attention is own.attention_pytorch:
-            found = attend_causal(q, k, v) if mask.shape[2] > 1 else None
-        return super().host_attend(q, k, v, mask) if found is None else found
+        torchs = comfy_attention.optimized_attention is comfy_attention.attention_pytorch
+        if causal and torchs and self.attention:
+            found = attend_causal(q, k, v)
+            if found is not None:
+                return found
+        return super().host_attend(q, k, v, mask)
 
     def new_step(self, tokens: Tokens, image: torch.Tensor, *shared: Any) -> Step:
         pe, *segments = shared

@@ -212,8 +212,8 @@ def aligned_mask(mask: torch.Tensor) -> torch.Tensor:
 
 
 def lower_right(queries: int, keys: int, like: torch.Tensor) -> torch.Tensor:
-    """Makes the mask, (queries, keys), of queries that read no key behind their own, where the last
-    one's is the last key.
+    """Makes the causal mask, (queries, keys), of queries of which the last one reads all keys, as
+    `torch.nn.attention.bias.causal_lower_right`.
     """
     return like.new_full((queries, keys), -torch.inf).triu_(keys - queries + 1)
 

@@ -99,7 +99,7 @@ class MeasuredErrors:
 
 
 def attend_causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:
-    """Attends where a query reads no key behind its own, and the last one's is the last key.
+    """Attends with a causal mask under which the last query reads all keys (`lower_right`).
 
     FlashAttention needs no mask in memory for it, and no plan for each length, as cuDNN does.
 

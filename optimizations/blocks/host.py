@@ -83,7 +83,7 @@ class HostPass:
         prefixes: What the attention of each block reads besides, where that is known before it is
             called and stays where it is until the run ends; None for none.
         steps: Of the run, where the host tells.
-        fills: Whether the rows of this pass are those of no other, which read what it keeps.
+        fills: Whether this pass fills a prefix cache: no other of the run computes its rows.
     """
 
     owner: Any
