@@ -139,8 +139,9 @@ class JointGuidance(NamedTuple):
     ) -> Tensor:
         """Attends as `Attend`, by calls of another; `mix` is `guided_rows` or its kernel."""
         cut, texts = self.positive, self.positive + self.negative
+        # Masks in memory of their own: a slice may begin where kernels cannot read it.
         parts = (
-            (k[:, it], v[:, it], None if mask is None else mask[..., it])
+            (k[:, it], v[:, it], None if mask is None else mask[..., it].clone())
             for it in (slice(texts, None), slice(cut), slice(cut, texts))
         )
         return mix(self.guidance, attend_both(attend, q, *parts), cut, texts)

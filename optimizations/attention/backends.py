@@ -202,10 +202,11 @@ def aligned_mask(mask: torch.Tensor) -> torch.Tensor:
     What is aligned already comes back as it is: aligned once per forward, it is copied in no block.
 
     Args:
-        mask: (B, 1, 1, tokens).
+        mask: (B, 1, 1, tokens), which may be a slice of a longer one.
     """
     *strides, last = mask.stride()
-    if last == 1 and all(stride % ALIGNMENT == 0 for stride in strides):
+    starts = (mask.storage_offset(), *strides)
+    if last == 1 and all(start % ALIGNMENT == 0 for start in starts):
         return mask
     tokens = mask.shape[-1]
     return F.pad(mask.contiguous(), (0, -tokens % ALIGNMENT))[..., :tokens]

@@ -423,6 +423,7 @@ def test_a_hook_that_changes_weights_between_steps(monkeypatch):
         assert close(changes[0], always[0]) and close(changes[1], never[1])
 
 
+@pytest.mark.each_device
 def test_a_mask_of_the_text():
     model, mask = model_1(), torch.ones(1, 9, dtype=torch.int64)
     mask[:, 6:] = 0

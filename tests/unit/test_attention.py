@@ -108,7 +108,7 @@ def test_a_causal_segment_reads_what_is_before_it(device):
         q, k, v = random(2, keys, 3, width, device=device)
         q = q[:, -queries:]
         out = attend_causal(q, k, v)
-        mask = torch.full((queries, keys), -torch.inf).triu_(keys - queries + 1)
+        mask = torch.full((queries, keys), -torch.inf, device=device).triu_(keys - queries + 1)
         assert out.shape == (2, queries, 3 * width) and out.is_contiguous()
         assert distance(out, q, k, v, mask) < EXACT[torch.bfloat16], (queries, keys)
 
@@ -283,6 +283,10 @@ def test_a_mask_is_aligned_once():
     apart = torch.randn(64, 2).t()[:, None, None]
     assert aligned_mask(apart).stride() == (64, 64, 64, 1)
     assert torch.equal(aligned_mask(apart), apart)
+    part = torch.randn(1, 1, 1, 64)[..., 24:56][..., 4:]  # whose rows alone are aligned
+    for mask in (part, part[..., :24]):
+        assert aligned_mask(mask).data_ptr() % 32 == 0
+        assert torch.equal(aligned_mask(mask), mask)
 
 
 def test_a_mask_is_never_dropped():
