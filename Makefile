@@ -38,7 +38,7 @@ help:
 	@echo "make test-all       run all tests, inside ComfyUI and against its server too (CPU, half an hour)"
 	@echo "make test-next      run them with the newest torch, ComfyUI packages and ComfyUI's code; print what broke"
 	@echo "make soak           paint 600 pictures through one server, and 108 through a fleet (CPU, 45 minutes)"
-	@echo "make test-cuda      run the tests that need a card (4 minutes; CUDA_PYTHON= names a Python that has all)"
+	@echo "make test-cuda      run the tests that need a card (4 to 7 minutes; CUDA_PYTHON= names a Python that has all)"
 	@echo "make lint           check style"
 	@echo "make fuzz           try broken files and texts for MINUTES=10"
 	@echo "make micro-quality  measure how well the micro model follows held-out prompts"
