@@ -289,10 +289,9 @@ def report(run: Soak, args: argparse.Namespace, seconds: float) -> int:
         "settings that paint the same": alike,
         "seconds": round(seconds),
     }
-    fifth = max(1, len(run.rounds) // 5)
-    # What a round gives back is no growth.
-    bad = min(host[-fifth:]) - host[0] >= MOST_GROWTH or run.different or alike
+    bad = max(host) - host[0] >= MOST_GROWTH or run.different or alike
     if args.full_size:
+        fifth = max(1, len(run.rounds) // 5)
         parts = run.rounds[-fifth:], run.rounds[fifth : 2 * fifth] or run.rounds
         last, second = (median(it.seconds for done in part for it in done) for part in parts)
         # What the first round fills late, such as modulation tables, is there in all of the second.
