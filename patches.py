@@ -52,6 +52,11 @@ CHANGES: Mapping[str, Change] = {
         "transformer_options of a run or a call: keys of ours, and attention's",
         "passes learn of skipped steps and idle cards; a file's choice of attention counts",
     ),
+    "sampling patcher": Change(
+        "`model_patcher` of a guider; of its clone `patches`, `patches_uuid`, `parent`, hooks",
+        "a run computes LoRAs that a merge would damage",
+    ),
+    "LoRA": Change("a patch of ours: how it is applied", "a run merges or computes it"),
     "prompts": Change("`conds` of a guider", "a run that begins again needs them as they were"),
     "forward": Change(
         "`forward` of diffusers' transformer and ControlNet, or accelerate's `_old_forward`",

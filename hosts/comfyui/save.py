@@ -38,7 +38,6 @@ from ...loaders.writer import (
 from ...spec.formats import RowFormat, format_gib
 from ...spec.sizes import STAGING_BYTES
 from .linear import LAYOUTS, rotation_of
-from .lora.bypass import BYPASS_KEY
 from .sample.attention import file_choice
 from .sample.off_card import named_weights
 
@@ -231,9 +230,10 @@ def loaded_weights(model: ModelPatcher) -> dict[str, torch.Tensor]:
             f"The model is a {type(module).__name__} and only Qwen-Image transformers can be "
             "written: connect a Qwen-Image MODEL."
         )
-    if model.get_additional_models_with_key(BYPASS_KEY) or model.get_injections("bypass_lora"):
+    if model.get_injections("bypass_lora"):
         raise SettingError(
-            "The model has a bypass LoRA, which a file cannot hold: merge it, or leave it out."
+            "The model has a bypass LoRA of ComfyUI's, which is none of its patches: load it with "
+            "Load Qwen-Image LoRA or Load LoRA, or leave it out."
         )
     found = {}
     for name, tensor in (*named_weights(module), *module.named_buffers()):

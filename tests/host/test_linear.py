@@ -86,7 +86,7 @@ def _in_order(arguments):
 def low_rank(up, down):
     layer = comfy.ops.manual_cast.Linear(K, len(down), bias=False)
     layer.weight = torch.nn.Parameter(down, requires_grad=False)
-    return BesideLayer(up, layer, 0, up.shape[1])
+    return BesideLayer(up, layer, 0)
 
 
 @newer

@@ -406,8 +406,7 @@ def test_other_models_and_settings():
     bypassed, _ = comfy.sd.load_bypass_lora_for_models(
         model(), None, load_file(BASE / "models" / "loras" / lora()[0]), 1.0, 0
     )
-    for beside in (with_lora(model(), "bypass"), bypassed):
-        refused(SettingError, "bypass LoRA", "merge it", saved=beside)
+    refused(SettingError, "bypass LoRA", "Load LoRA", saved=bypassed)
     packed = model()
     module = packed.model.diffusion_model.get_submodule(LAYER)
     module.weight = torch.nn.Parameter(torch.zeros(3, dtype=torch.uint8), requires_grad=False)

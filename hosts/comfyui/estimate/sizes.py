@@ -36,7 +36,7 @@ from ..decode.fused import vae_shape
 from ..linear import LAYOUTS
 from ..load.text_encoder import PlacedClip
 from ..load.weights import FLOAT_NAMES
-from ..lora.bypass import bypass_models
+from ..lora.bypass import lower
 from ..sample.attention import SLOT, SlotAttention
 from ..sample.off_card import named_weights, off_card_layers
 from ..sample.run import NAG_KEY, STEP_CACHE_KEY
@@ -232,11 +232,10 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _loras(model: ModelPatcher, shape: TransformerShape) -> Loras:
-    bypass = bypass_models(model)
-    if not bypass:
+    bypass = lower(model).bypass
+    if bypass is None:
         return Loras(count=max(map(len, model.patches.values()), default=0), mode="merge")
-    count = sum(layers.count for layers in bypass)
-    size = sum(map(comfy.model_management.module_size, bypass))
+    count, size = bypass.model.count, bypass.model_size()
     of_rank_one = 2 * sum(rows + columns for rows, columns in shape.quantizable_layers().values())
     rank = max(1, math.ceil(size / count / of_rank_one))
     return Loras(count=count, rank=rank, mode="bypass")

@@ -38,6 +38,7 @@ from ....optimizations.warm_up import warm_up
 from ....patches import put
 from ....spec.formats import QUANTIZED, format_gib
 from ..linear import quantized_operations
+from ..lora.bypass import compute_loras
 from ..sample.measure import SAMPLING_KEY, measure_sampling
 from ..sample.modulation import MODULATION_KEY, ModelModulation
 from ..sample.off_card import (
@@ -178,6 +179,7 @@ def _build(plan: LoadPlan, disable_dynamic: bool = False) -> tuple[ModelPatcher,
     model.load_model_weights(tensors, "", assign=assign)
     patcher.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, SAMPLING_KEY, measure_sampling)
     patcher.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, PARTS_KEY, check_parts)
+    compute_loras(patcher)
     if plan.off_card:
         _keep_off_card(patcher, quantized)
     first = FirstRun((taken or source).path)

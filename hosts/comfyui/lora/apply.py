@@ -18,7 +18,6 @@ import comfy.lora_convert
 import comfy.utils
 import torch
 from comfy.model_patcher import ModelPatcher
-from comfy.quant_ops import QuantizedTensor
 from comfy.weight_adapter import LoHaAdapter, LoKrAdapter, WeightAdapterBase
 
 from ....errors import CheckpointError, SettingError
@@ -26,11 +25,12 @@ from ....families.comfyui import kind_of
 from ....families.identify import FOREIGN_STACKS, normalize_name
 from ....families.registry import adapts_other
 from ....loaders.checkpoint import CheckpointPart
+from ....patches import put
 from ....planning.request import LORA_MODES
 from ....spec.formats import format_gib
 from ...loading import check_known
 from ..contract import unsupported_model
-from .bypass import Kronecker, Matrices, add_bypass, bypass_change, in_rows
+from .bypass import MODE, bypass_change, compute_loras, is_quantized
 from .file import LoraFile, inspect_lora, read_lora
 from .loss import MOST_LOSS, merge_loss, step_cost, told
 
@@ -165,30 +165,33 @@ def apply_lora(
         shape = (rows if isinstance(key, str) else key[1][2], *others)
         _check_shape(path, _name(key), patch, shape)
     clone = model.clone()
-    quantized = sum(map(_is_quantized, weights.values()))
+    quantized = sum(map(is_quantized, weights.values()))
     loss = None
     if how != "bypass" and not quantized:
         loss = merge_loss(
             patches, lambda key: _stored(clone, key), strength, lambda key: _merged_in(clone, key)
         )
-    beside = None
+    taken = "merge"
     if how == "bypass" or (how == "auto" and (quantized or (loss or 0) > MOST_LOSS)):
-        try:
-            beside = _beside(clone, path, patches, weights, strength)
-        except SettingError:
-            if how != "auto":
-                raise
-    taken = "merge" if beside is None else "bypass"
+        taken = "bypass"
+        if name := _without_bypass(clone, patches, weights):
+            if how == "bypass":
+                raise SettingError(
+                    f"This LoRA changes {name!r} by more than two matrices, which has no bypass: "
+                    "choose merge.",
+                    path,
+                )
+            taken = "merge"
     why = ""
     if loss is not None:
         why = told(loss, how, taken, step_cost(clone, patches))
     elif how == "auto":
-        why = UNTOLD if not quantized else NO_BYPASS if beside is None else ROUNDED
-    changes, merged = beside or ((), patches)
-    if changes:
-        add_bypass(clone, changes)
-    if merged:
-        clone.add_patches(merged, strength)
+        why = UNTOLD if not quantized else NO_BYPASS if taken == "merge" else ROUNDED
+    for patch in patches.values():
+        if isinstance(patch, WeightAdapterBase):
+            put("LoRA", patch, **{MODE: taken})
+    clone.add_patches(patches, strength)
+    compute_loras(clone)
     if file.metadata:
         clone.set_attachments("lora_metadata", file.metadata)  # as core does
     ignored = [(name, "not a tensor of a LoRA") for name in file.ignored]
@@ -297,10 +300,6 @@ def _patches(model: ModelPatcher, file: LoraFile) -> tuple[dict[Key, Patch], lis
     return patches, not_applied
 
 
-def _is_quantized(weight: torch.Tensor) -> bool:
-    return isinstance(weight, QuantizedTensor) or weight.itemsize == 1
-
-
 def _check_shape(path: Path, key: str, patch: Patch, shape: tuple[int, ...]) -> None:
     try:
         changed = _changed_shape(patch)
@@ -345,35 +344,20 @@ def _product(left: torch.Tensor, right: torch.Tensor) -> tuple[int, int]:
     return left.shape[0], right.shape[1:].numel()
 
 
-def _beside(
-    clone: ModelPatcher,
-    path: Path,
-    patches: Mapping[Key, Patch],
-    weights: Mapping[Key, torch.Tensor],
-    strength: float,
-) -> tuple[list[tuple[str, Matrices | Kronecker]], dict[Key, Patch]]:
-    """Returns what is computed beside the layers, by name, and what is merged all the same."""
-    dtype = clone.model.get_dtype_inference()
-    changes, merged = [], {}
+def _without_bypass(
+    clone: ModelPatcher, patches: Mapping[Key, Patch], weights: Mapping[Key, torch.Tensor]
+) -> str | None:
+    """Names a layer whose change can only be merged; None where there is none."""
     for key, patch in patches.items():
         name = _name(key).removesuffix(".weight")
         layer = clone.model.get_submodule(name.rpartition(".")[0] if name == key else name)
-        change = None
-        if isinstance(patch, WeightAdapterBase) and hasattr(layer, "in_features"):
-            change = bypass_change(patch, strength, dtype)
-        if change is not None:
-            if not isinstance(key, str):
-                change = in_rows(change, key[1][1], layer.out_features)
-            changes.append((name, change))
-        elif isinstance(patch, WeightAdapterBase) or _is_quantized(weights[key]):
-            raise SettingError(
-                f"This LoRA changes {name!r} by more than two matrices, which has no bypass: "
-                "choose merge.",
-                path,
-            )
-        else:
-            merged[key] = patch  # a norm or a bias, given as its whole change
-    return changes, merged
+        adapts = isinstance(patch, WeightAdapterBase)
+        if adapts and hasattr(layer, "in_features") and bypass_change(patch, 1.0, torch.float32):
+            continue
+        if adapts or is_quantized(weights[key]):
+            return name
+        # Else a norm or a bias, given as its whole change: it is merged.
+    return None
 
 
 def _choose_attention(clone: ModelPatcher, file: LoraFile) -> list[tuple[str, str]]:

@@ -1,10 +1,14 @@
 """Bypass: computes a LoRA next to the layers that it changes and leaves their weights alone.
 
-Core has this as "bypass". It is not used, because in ComfyUI 0.33 a second LoRA takes the first
+A LoRA is one of the MODEL's patches, as any node adds it: nodes that save, merge or extract read
+patches. For the length of a run the patches that a merge would damage are taken out of the patcher
+that samples, and computed: those on quantized weights, and those that were asked for as bypass.
+
+Core has another "bypass". It is not used, because in ComfyUI 0.33 a second LoRA takes the first
 one's place, or with a key of its own recurses without end after a reload (injections are removed in
 the order in which they were made); it stays with the modules of the first model when `clone` makes
-another one (torch.compile under dynamic VRAM, MultiGPU); it ignores `dora_scale`; and its copies on
-the card are not counted as memory.
+another one (torch.compile under dynamic VRAM, MultiGPU); it ignores `dora_scale`; its copies on the
+card are not counted as memory; and no node that saves or merges knows of it.
 
 Here the small matrices of all LoRAs are an additional model, which the host counts, loads, moves
 and frees, and an APPLY_MODEL wrapper wraps the layers' `forward` for the length of one call only.
@@ -14,22 +18,28 @@ The block executor does not call these: it reads the matrices (`Beside`).
 from __future__ import annotations
 
 import copy
+import uuid
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import comfy.ops
+import comfy.utils
 import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
-from comfy.weight_adapter import LoKrAdapter, LoRAAdapter, WeightAdapterBase
+from comfy.quant_ops import QuantizedTensor
+from comfy.weight_adapter import LoHaAdapter, LoKrAdapter, LoRAAdapter, WeightAdapterBase
 
+from ....caches import remembered
 from ....errors import UnavailableError
 from ....families.registry import first_reader
-from ....optimizations.blocks.block_form import LowRank, is_changed
-from ....patches import patched, put
+from ....optimizations.blocks.block_form import LowRank
+from ....optimizations.inventory import is_changed
+from ....patches import ABSENT, patched, put, swap
 from ....spec.sizes import RANKS_AT_ONCE
 from ..linear import AroundLinear
 
@@ -50,24 +60,17 @@ class BesideLayer(torch.nn.Module):
         up: [N, R].
         down: A linear layer [R or more, K], which others share and `BypassLayers` holds.
         start: The first row of it that is this layer's.
-        rank: Of the LoRAs; what `up` has more is zeros.
     """
 
-    def __init__(self, up: torch.Tensor, down: torch.nn.Linear, start: int, rank: int) -> None:
+    def __init__(self, up: torch.Tensor, down: torch.nn.Linear, start: int) -> None:
         super().__init__()
-        self.up, self.start, self.rank = _linear(up), start, rank
+        self.up, self.start = _linear(up), start
         self.__dict__["down"] = down  # held, moved and counted once
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         down, _ = comfy.ops.cast_bias_weight(self.down, x)
         down = down[self.start : self.start + self.up.in_features]
         return y + self.up(torch.nn.functional.linear(x, down))
-
-    @property
-    def matrices(self) -> Matrices:
-        """On the CPU, as they are."""
-        down = self.down.weight[self.start : self.start + self.rank]
-        return Matrices(self.up.weight[:, : self.rank].detach().cpu(), down.detach().cpu())
 
 
 class Kronecker(torch.nn.Module):
@@ -108,6 +111,17 @@ def bypass_change(
     return None
 
 
+def _is_sum(adapter: WeightAdapterBase) -> bool:
+    """Whether an adapter's change is the same for every weight: without `dora_scale`, and of no
+    other shape than the weight.
+    """
+    if isinstance(adapter, LoRAAdapter):
+        return adapter.weights[4] is None and adapter.weights[5] is None
+    if isinstance(adapter, (LoHaAdapter, LoKrAdapter)):
+        return adapter.weights[-1] is None
+    return False
+
+
 def scale_of(alpha: float | None, rank: int | None) -> float:
     """The factor that core puts on a product of matrices of a rank."""
     return 1.0 if alpha is None or rank is None else alpha / rank
@@ -129,17 +143,147 @@ def _padded(matrix: torch.Tensor, start: int, rows: int) -> torch.Tensor:
     return torch.nn.functional.pad(matrix, (0, 0, start, rows - start - len(matrix)))
 
 
-def add_bypass(patcher: ModelPatcher, changes: Iterable[tuple[str, Matrices | Kronecker]]) -> None:
-    """Adds changes, by the dotted name of their layer in the model, to those that are there."""
-    there = bypass_models(patcher)
-    before = [change for layers in there for change in layers.all()]
-    count = 1 + sum(layers.count for layers in there)
-    layers = BypassLayers([*before, *changes], count)
-    patcher.set_additional_models(
-        BYPASS_KEY, [_patcher(layers, patcher.load_device, patcher.offload_device)]
-    )
-    if not patcher.get_wrappers(WrappersMP.APPLY_MODEL, BYPASS_KEY):
-        patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, BYPASS_KEY, run_bypass)
+# What a patch of ours has as an attribute: how it is applied, whatever the weight is.
+MODE = "qwen_l40s_lora_mode"
+# What a run takes from the patcher of a MODEL into its own: a node that changes one of these has
+# made a clone, or has changed it in place.
+FACTS = (
+    *("patches_uuid", "object_patches", "weight_wrapper_patches", "model_options", "attachments"),
+    *("additional_models", "callbacks", "wrappers", "injections", "load_device"),
+)
+LOWERED = "qwen_l40s_lowered"
+
+
+class Lowered(NamedTuple):
+    """The patches of a MODEL in two parts.
+
+    Attributes:
+        merged: {key: patches} that ComfyUI merges.
+        bypass: What is computed; None where nothing is.
+        token: The `patches_uuid` of `merged` alone.
+    """
+
+    merged: dict[str, list[tuple[Any, ...]]]
+    bypass: ModelPatcher | None
+    token: uuid.UUID
+
+
+# By the patches_uuid, which clones with the same patches share.
+_lowered: WeakKeyDictionary[uuid.UUID, Lowered] = remembered(WeakKeyDictionary())
+
+
+def compute_loras(patcher: ModelPatcher, key: str = BYPASS_KEY) -> None:
+    """Has every run of a patcher, and of its clones, compute LoRAs that a merge would damage.
+
+    Args:
+        key: Of the wrappers that do it, unless others do.
+    """
+    if outer_sample not in patcher.get_all_wrappers(WrappersMP.OUTER_SAMPLE):
+        patcher.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, key, outer_sample)
+        patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, key, run_bypass)
+
+
+def outer_sample(executor: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """OUTER_SAMPLE wrapper: one run, with the patcher that has other LoRAs beside its layers."""
+    guider = executor.class_obj
+    before = guider.model_patcher
+    put("sampling patcher", guider, model_patcher=lowered(before))
+    try:
+        return executor(*args, **kwargs)
+    finally:
+        put("sampling patcher", guider, model_patcher=before)
+
+
+def lowered(patcher: ModelPatcher) -> ModelPatcher:
+    """Returns the patcher that samples: itself where ComfyUI merges all patches, else a clone, the
+    same in each run.
+    """
+    found = lower(patcher)
+    if found.bypass is None:
+        return patcher
+    facts, clone = _leaves([getattr(patcher, name) for name in FACTS]), None
+    if LOWERED in patcher.__dict__:
+        known, clone = patcher.__dict__[LOWERED]
+        clone = clone if known == facts else None
+    if clone is None:
+        swap("sampling patcher", patcher.__dict__, LOWERED, ABSENT)  # gone before others load
+        clone = patcher.clone()
+        # Not this one, which would keep itself alive by it.
+        put("sampling patcher", clone, patches=found.merged, patches_uuid=found.token)
+        put("sampling patcher", clone, parent=patcher.parent)
+        clone.set_additional_models(BYPASS_KEY, [found.bypass.clone()])
+        swap("sampling patcher", patcher.__dict__, LOWERED, (facts, clone))
+    # Of this run.
+    put("sampling patcher", clone, hook_patches=patcher.hook_patches, hook_mode=patcher.hook_mode)
+    return clone
+
+
+def _leaves(value: Any) -> Any:
+    if isinstance(value, dict):
+        return tuple((key, _leaves(it)) for key, it in value.items())
+    return tuple(map(_leaves, value)) if isinstance(value, (list, tuple)) else id(value)
+
+
+def lower(patcher: ModelPatcher) -> Lowered:
+    """Splits the patches of a MODEL into what ComfyUI merges and what is computed."""
+    found = _lowered.get(patcher.patches_uuid)
+    if found is None:
+        merged, changes, count = {}, [], 0
+        for key, patches in patcher.patches.items():
+            computed = _computed(patcher.model, key, patches)
+            count = max(count, len(computed))
+            changes += computed.values()
+            if left := [it for place, it in enumerate(patches) if place not in computed]:
+                merged[key] = left
+        bypass = None
+        if changes:
+            layers = BypassLayers(changes, count)
+            bypass = _patcher(layers, patcher.load_device, patcher.offload_device)
+        found = _lowered[patcher.patches_uuid] = Lowered(merged, bypass, uuid.uuid4())
+    return found
+
+
+def _computed(
+    model: Any, key: str, patches: Sequence[tuple[Any, ...]]
+) -> dict[int, tuple[str, Matrices | Kronecker]]:
+    """{place among the patches of a weight: (layer, change)} of those that are computed."""
+    name, _, part = key.rpartition(".")
+    if part != "weight" or not any(map(_is_adapter, patches)):
+        return {}
+    # One that depends on the weight, as a DoRA does, depends on the patches before it.
+    if not all(map(_adds, patches)):
+        return {}
+    layer = comfy.utils.get_attr(model, name)
+    quantized, dtype = is_quantized(layer.weight), model.get_dtype_inference()
+    found = {}
+    for place, (strength, adapter, _, offset, _) in enumerate(patches):
+        mode = getattr(adapter, MODE, "bypass" if quantized else "merge")
+        if mode == "merge" or not _is_adapter(patches[place]) or not hasattr(layer, "in_features"):
+            continue
+        change = bypass_change(adapter, strength, dtype)
+        if change is not None:
+            if offset is not None:
+                change = in_rows(change, offset[1], layer.out_features)
+            found[place] = name, change
+    return found
+
+
+def _is_adapter(patch: tuple[Any, ...]) -> bool:
+    return isinstance(patch[1], WeightAdapterBase)
+
+
+def _adds(patch: tuple[Any, ...]) -> bool:
+    """Whether a patch adds the same to every weight, so that it may be added in any order."""
+    _, change, of_model, offset, function = patch
+    if of_model != 1.0 or function is not None or (offset is not None and offset[0]):
+        return False
+    if isinstance(change, WeightAdapterBase):
+        return _is_sum(change)
+    return isinstance(change, tuple) and (len(change) == 1 or change[0] == "diff")
+
+
+def is_quantized(weight: torch.Tensor) -> bool:
+    return isinstance(weight, QuantizedTensor) or weight.itemsize == 1
 
 
 def bypass_models(patcher: ModelPatcher | None) -> list[BypassLayers]:
@@ -189,8 +333,7 @@ class BypassLayers(torch.nn.Module):
             self.downs.append(down)
             start = 0
             for name, pair in zip(names, joined, strict=True):
-                rank = sum(len(it.down) for it in pairs[name])
-                low = BesideLayer(pair.up, down, start, rank)
+                low = BesideLayer(pair.up, down, start)
                 start += low.up.in_features
                 found.append((name, low))
         found += others
@@ -198,16 +341,6 @@ class BypassLayers(torch.nn.Module):
         self.changes = torch.nn.ModuleList(change for _, change in found)
         self._linears = (*self.downs, *(low.up for _, low in found if isinstance(low, BesideLayer)))
         self._placed: tuple[Any, list[weakref.ref]] | None = None
-
-    def all(self) -> list[tuple[str, Matrices | Kronecker]]:
-        """The changes that it was made of, those of a layer as one."""
-        return [
-            (
-                name,
-                change.matrices if isinstance(change, BesideLayer) else copy.deepcopy(change).cpu(),
-            )
-            for name, change in zip(self.names, self.changes, strict=True)
-        ]
 
     def of(self, model: torch.nn.Module) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
         """(layer of the model, change) of each; finding the layers takes 5 ms the first time."""
@@ -271,12 +404,6 @@ def is_foreign(layer: torch.nn.Module) -> bool:
     while isinstance(forward, BypassForward):
         forward = forward.forward
     return getattr(forward, "__func__", None) is not type(layer).forward
-
-
-def is_of_comfyui(layer: torch.nn.Module) -> bool:
-    """Whether ComfyUI's own LoRA in bypass has changed what a layer computes."""
-    owner = getattr(layer.__dict__.get("forward"), "__self__", None)
-    return type(owner).__module__ == "comfy.weight_adapter.bypass"
 
 
 def run_bypass(executor: Any, *args: Any, **kwargs: Any) -> torch.Tensor:

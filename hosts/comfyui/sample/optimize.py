@@ -24,6 +24,7 @@ from ....optimizations.attention import MOST_ERROR, is_lossy
 from ....optimizations.blocks.block_form import heads_of, query_layer
 from ....patches import ABSENT, swap
 from ..contract import unsupported_model
+from ..lora.bypass import compute_loras
 from .attention import SLOT, SlotAttention
 from .layers import compile_ahead
 from .measure import record_runs
@@ -95,6 +96,8 @@ def optimize(model: ModelPatcher, settings: OptimizeSettings | None = None) -> M
     record_runs(clone, OPTIMIZATION_KEY)
     if not clone.get_wrappers(WrappersMP.OUTER_SAMPLE, PARTS_KEY):  # of our loader's
         clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, OPTIMIZATION_KEY, check_parts)
+    if settings.blocks:
+        compute_loras(clone, OPTIMIZATION_KEY)
     if settings.blocks or attention is not None:
         clone.add_wrapper_with_key(
             WrappersMP.APPLY_MODEL, OPTIMIZATION_KEY, optimization.apply_model
