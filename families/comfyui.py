@@ -122,7 +122,6 @@ class VaeKind:
 
     Attributes:
         takes: Tells whether a `first_stage_model` is one, of a class made of it too.
-        is_own: Tells whether that one is ComfyUI's own.
         build: Makes one, of the dims and the {native name: shape} that a header tells.
         shape: Reads the sizes of one.
         other_layers: Says why its layers differ from those that this package computes; empty where
@@ -134,7 +133,6 @@ class VaeKind:
     """
 
     takes: Callable[[Any], bool]
-    is_own: Callable[[Any], bool]
     build: Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]]], torch.nn.Module]
     shape: Callable[[Any], VaeShape]
     other_layers: Callable[[Any], str]

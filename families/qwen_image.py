@@ -54,7 +54,6 @@ DOUBLE_STREAM = BlockSpec(
     places=PLACES,
     norms=("img_norm1", "img_norm2", "txt_norm1", "txt_norm2"),
     head_norms=("attn.norm_q", "attn.norm_k", "attn.norm_added_q", "attn.norm_added_k"),
-    read=("img_mlp", "txt_mlp", "img_mlp.net.0", "txt_mlp.net.0", "attn"),
     told_by="attn.add_q_proj",
     activation=GELU,
     gelus=("img_mlp.net.0", "txt_mlp.net.0"),

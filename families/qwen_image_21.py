@@ -57,7 +57,6 @@ def single_stream(fused_mlp: bool, mlp_ratio: int = 3) -> BlockSpec:
         places=(*2 * attention, *2 * ("attn.to_out.0",), *gates, *2 * ("img_mlp.out",)),
         norms=("img_norm1", "img_norm2"),
         head_norms=("attn.norm_q", "attn.norm_k"),
-        read=("img_mlp", "attn"),
         told_by=next(iter(first)),
         activation=SWIGLU if fused_mlp else SPLIT_SWIGLU,
         biases=False,

@@ -20,11 +20,11 @@ from ..machine.links import link_between
 from ..patches import switched
 from ..verdict import Verdict, first_line
 from .attention import ChosenAttention
-from .blocks.block_form import is_changed
 from .blocks.graphs import PassMemory
 from .blocks.host import FirstBlockCheck, HostPass, PreparedModel
 from .blocks.passes import ForwardPass, WatchedError
 from .cards.team import CardPass, ShapeFigures, SplitFigures, Team
+from .inventory import is_changed
 
 AS_ASKED = Verdict("as asked for")
 NO_PASS = Verdict("no pass was made")
@@ -346,10 +346,9 @@ class Optimization:
         if found is None or not found.is_of(host.blocks):
             if found is not None:  # another extension has exchanged a block
                 self.release(host.owner)
-            found = model.prepared[host.state] = PreparedModel(host, self.lossy_attention)
             earlier = model.earlier.pop(host.state, None)
-            if earlier is not None:
-                found.take_over(earlier)
+            found = PreparedModel(host, self.lossy_attention, earlier)
+            model.prepared[host.state] = found
         return found
 
     def _of(self, owner: Any) -> _Model:

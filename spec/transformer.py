@@ -40,8 +40,6 @@ class BlockSpec:
             same layer as q, k and v gives all three, in this order of its rows.
         norms: The LayerNorms, without weights.
         head_norms: The RMSNorms of queries and keys.
-        read: Every other module that the executor reads instead of calling, so that a change to one
-            would be lost.
         told_by: A module that no block of another form has.
         activation: Of the MLP; `SWIGLU` of [gate; up] in one layer, or of two.
         gelus: The modules whose `approximate` must be "tanh".
@@ -58,7 +56,6 @@ class BlockSpec:
     places: tuple[str, ...]
     norms: tuple[str, ...]
     head_norms: tuple[str, ...]
-    read: tuple[str, ...]
     told_by: str
     activation: str
     biases: bool

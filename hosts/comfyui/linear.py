@@ -129,6 +129,18 @@ class AroundLinear(NamedTuple):
         return comfy.ops._linear_residual(y, self.residual, self.residual_scale)
 
 
+# Operations whose `forward` is a product with the weight that ComfyUI's cast context gives.
+DENSE_CLASSES = (comfy.ops.disable_weight_init.Linear, comfy.ops.manual_cast.Linear)
+
+
+def is_mixed(kind: type) -> bool:
+    """Whether layers of a class are ComfyUI's, or ours, of a model with quantized ones."""
+    core = "mixed_precision_ops.<locals>.MixedPrecisionOps.Linear"
+    return kind.__module__ == __name__ or (
+        (kind.__module__, kind.__qualname__) == ("comfy.ops", core)
+    )
+
+
 def quantized_operations(compute_dtype: torch.dtype) -> type:
     """Returns the operations class for a model whose state dict holds `.comfy_quant` entries.
 

@@ -22,11 +22,11 @@ from ...optimizations.blocks.block import LayerTensors
 from ...optimizations.blocks.block_form import (
     DENSE,
     head_norms,
-    is_changed,
     modulation_layers,
     part_of,
     token_layers,
 )
+from ...optimizations.inventory import is_changed
 from ...optimizations.linear import Gemm
 from ...optimizations.modulation import Entry, ModulationTable, TableFigures, compute_entry
 from ...spec.formats import RowFormat
@@ -90,9 +90,7 @@ class DiffusersLayers:
     def low_rank(self, layer: torch.nn.Module) -> None:
         return None  # a layer of PEFT's runs itself
 
-    @staticmethod
-    def any_foreign(layers: Sequence[torch.nn.Module]) -> bool:
-        return any(map(is_changed, layers))
+    is_foreign = staticmethod(is_changed)
 
     def rounds(self, layer: torch.nn.Module) -> bool:
         # A LoRA over a plain weight does not.

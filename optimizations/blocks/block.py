@@ -100,8 +100,8 @@ class Layers(Protocol):
         """Why the last `hold` gave None; None where it gave a token."""
 
     @staticmethod
-    def any_foreign(layers: Sequence[torch.nn.Module]) -> bool:
-        """Whether somebody has changed what one of these layers computes, of which `kind` knew."""
+    def is_foreign(module: torch.nn.Module) -> bool:
+        """Whether somebody else than this package has changed what a module computes."""
 
     def rounds(self, layer: torch.nn.Module) -> bool:
         """Whether a layer may round its activations to 8 bits: host and executor then differ by

@@ -18,13 +18,14 @@ from ...spec.sizes import COMPARED_AT_ONCE
 from ...verdict import Verdict, Verdicts
 from ..attention import ChosenAttention
 from ..fused import choose_ops
+from ..inventory import Inventory
 from ..modulation import Entry, shared_entry
 from ..reference import Tokens
 from .block import KnownBlock, Layers, Step
 from .block_form import (
     DENSE,
-    OwnCode,
-    classes_of,
+    modulation_layers,
+    read_parts,
     token_layers,
     unknown_modulation,
     unsupported_block,
@@ -330,12 +331,23 @@ def is_finite(tensor: torch.Tensor) -> bool:
     return all(bool(part.isfinite().all()) for part in parts)
 
 
+def _unsupported(host: HostPass) -> list[Verdict | None]:
+    forms = [tuple(type(part) for _, part in read_parts(block)) for block in host.blocks]
+    usual = Counter(forms).most_common(1)
+    return [
+        unsupported_block(block, host.dtype) or (None if form == usual[0][0] else OTHER_CLASSES)
+        for block, form in zip(host.blocks, forms, strict=True)
+    ]
+
+
 class PreparedModel:
     """What is known of one model with one set of weights in one run; it does not hold the model.
 
     Args:
         host: Its first pass.
         lossy_attention: Whether attention differs from exact attention by more than rounding.
+        earlier: What was known of it with the same weights in the last run: where nothing has
+            changed since, who watches the blocks and which shapes were compared is taken over.
 
     Attributes:
         ops: The kernels; a `Verdict` where there are none.
@@ -352,16 +364,16 @@ class PreparedModel:
         dropped: How often graphs were given up because memory ran out.
     """
 
-    def __init__(self, host: HostPass, lossy_attention: bool) -> None:
+    def __init__(
+        self, host: HostPass, lossy_attention: bool, earlier: PreparedModel | None = None
+    ) -> None:
         self.ops = choose_ops(host.device)
-        forms = list(map(classes_of, host.blocks))
-        usual = Counter(forms).most_common(1)[0][0]
         self.unknown = unknown_modulation(host.blocks)
+        as_it_was = earlier is not None and earlier.is_unchanged(host.blocks)
+        forms = [None] * len(host.blocks) if as_it_was else _unsupported(host)
         self.unsupported = [
-            unsupported_block(block, host.dtype)
-            or host.unsupported(block)
-            or (None if form == usual else OTHER_CLASSES)
-            for block, form in zip(host.blocks, forms, strict=True)
+            reason or host.unsupported(block)
+            for block, reason in zip(host.blocks, forms, strict=True)
         ]
         pairs = zip(host.blocks, self.unsupported, strict=True)
         read = [layer for block, reason in pairs if not reason for layer in token_layers(block)]
@@ -384,19 +396,17 @@ class PreparedModel:
         self._blocks = tuple(map(weakref.ref, host.blocks))
         self._weights: Hashable = None
         self._known: dict[torch.nn.Module, KnownBlock] = {}
-        self._code: OwnCode | None = None
+        self._code: Inventory | None = None
         # What a comparison with the host's block speaks for.
         compared = self.read, self.rounds, self.unsupported, self.ops, self._gemms
         self._compared = *compared, host.attention is None
+        if as_it_was and self._compared == earlier._compared and not earlier.check.failed:
+            self._code, self.check, self.check.worst = earlier._code, earlier.check, None
 
-    def take_over(self, earlier: PreparedModel) -> None:
-        """What was found in an earlier run with the same weights, where nothing has changed since:
-        who watches the blocks, and which shapes were compared.
-        """
-        code, blocks = earlier._code, [block() for block in self._blocks]
-        same = self._compared == earlier._compared and earlier.is_of(blocks)
-        if same and code and not (earlier.check.failed or code.changed()):
-            self._code, self.check, self.check.worst = code, earlier.check, None
+    def is_unchanged(self, blocks: Sequence[torch.nn.Module]) -> bool:
+        """Whether all of these blocks ran fused, and nobody has changed one of them since."""
+        there = self._code is not None and self.is_of(blocks) and not any(self.unsupported)
+        return there and not self._code.changed()
 
     def is_of(self, blocks: Sequence[torch.nn.Module]) -> bool:
         same = (ref() is block for ref, block in zip(self._blocks, blocks, strict=False))
@@ -408,13 +418,17 @@ class PreparedModel:
             self._weights, self._known = weights, {}
         return None if weights is None else self._known
 
-    def code(self, host: HostPass) -> OwnCode:
+    def code(self, host: HostPass) -> Inventory:
         """Watches the blocks that run fused, from the first run until `let_go`."""
         if self._code is None:
             blocks = {i: it for i, it in enumerate(host.blocks) if not self.unsupported[i]}
-            layers = (layer for block in blocks.values() for layer in token_layers(block))
-            multiplied = (layer for layer in layers if host.layers.kind(layer) is not None)
-            self._code = OwnCode(blocks, multiplied, host.layers.any_foreign)
+            layers = [layer for block in blocks.values() for layer in token_layers(block)]
+            kinds = list(map(host.layers.kind, layers))
+            # The modulation is computed by its modules, or comes from a table that watches them.
+            called = [it.module for it in modulation_layers(list(blocks.values()))]
+            called += [layer for layer, kind in zip(layers, kinds, strict=True) if kind is None]
+            foreign = host.layers.is_foreign
+            self._code = Inventory(blocks, called, layers, foreign, bound=("forward",))
         return self._code
 
     def let_go(self) -> None:

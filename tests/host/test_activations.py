@@ -22,8 +22,7 @@ from qwen_l40s.families.parts import QWEN25_VL
 from qwen_l40s.families.qwen_image import QwenImageShape
 from qwen_l40s.hosts.comfyui.lora.bypass import Beside, BypassForward, BypassLayers, Matrices
 from qwen_l40s.hosts.comfyui.sample import attention, forward
-from qwen_l40s.optimizations import linear, reference
-from qwen_l40s.optimizations.blocks import block_form
+from qwen_l40s.optimizations import inventory, linear, reference
 from qwen_l40s.optimizations.blocks import host as block_host
 from qwen_l40s.optimizations.blocks.block import LayerTensors
 from qwen_l40s.optimizations.fused import TORCH
@@ -102,7 +101,7 @@ class Int8Layers:
     def rounds(self, layer):
         return True
 
-    def any_foreign(self, layers):
+    def is_foreign(self, module):
         return False  # what changes them here stands in for a quantized layer's own forward
 
     def kind(self, layer):
@@ -165,9 +164,9 @@ def stand_ins():
         mock.patch.object(attention, "optimized_attention_masked", host_attention),
         mock.patch.object(qwen, "apply_rope1", rotate),
     ):
-        block_form.called_by.cache_clear()  # as if ComfyUI had been imported with them
+        inventory.called_by.cache_clear()  # as if ComfyUI had been imported with them
         yield
-    block_form.called_by.cache_clear()
+    inventory.called_by.cache_clear()
 
 
 def given_bytes(request):

@@ -3,7 +3,6 @@
 import copy
 import math
 from dataclasses import replace
-from unittest import mock
 
 import comfy.ldm.wan.vae
 import comfy.ldm.wan.vae2_2
@@ -40,7 +39,6 @@ pytestmark = [
 ]
 DEVICE = comfy.model_management.get_torch_device()
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-OTHER = "ComfyUI's own layers, because another extension has changed"
 
 
 @pytest.fixture(params=["whole layers", "strips"])
@@ -104,7 +102,7 @@ def test_images_of_21_are_the_host_s():
     vae.first_stage_model.decoder.register_forward_hook(lambda *_: None)
     images, report = decode(vae, latents, 0, True)
     assert torch.equal(images, core_decode(vae, latents))
-    assert "because another extension has changed decoder, and it cuts" in report
+    assert "because another extension has changed decoder" in report
 
 
 def copy_of(model):
@@ -157,63 +155,6 @@ def test_weights_that_give_nan():
         assert decode(vae, latents, count, True)[0].isnan().all()
         assert encode(vae, pixels, count, True)[0].isnan().all()
     assert core_decode(vae, latents).isnan().all()
-
-
-def wrapped_forward(model):
-    layer = model.decoder.conv1
-    own = layer.forward
-    layer.forward = lambda *given, **more: own(*given, **more)
-    return "decoder.conv1"
-
-
-def hooked(model):
-    model.decoder.head.register_forward_hook(lambda *_: None)
-    return "decoder.head"
-
-
-def weight_function(model):
-    model.decoder.middle[1].proj.weight_function = [lambda weight: weight]
-    return "decoder.middle.1.proj"
-
-
-def own_decode(model):
-    model.decode = model.decode
-    return "WanVAE"
-
-
-CHANGES = (wrapped_forward, hooked, weight_function, own_decode)
-
-
-@pytest.mark.parametrize("change", CHANGES, ids=[change.__name__ for change in CHANGES])
-def test_what_another_extension_has_changed_is_the_host_s(change):
-    vae, latents = random_vae(), random(1, 16, 1, 5, 4)
-    name = change(vae.first_stage_model)
-    images, report = decode(vae, latents, 0, True)
-    assert torch.equal(images, core_decode(vae, latents))
-    assert report.endswith(f"{OTHER} {name}"), report
-    vae = random_vae()  # ComfyUI takes weight functions away where it loads a model
-    change(vae.first_stage_model)
-    found, report = encode(vae, images, 0, True)
-    assert torch.equal(found, core_encode_each(vae, images))
-    assert report.endswith(f"{OTHER} {name}"), report
-
-
-def test_classes_that_another_extension_has_changed():
-    vae, latents = random_vae(), random(1, 16, 1, 5, 4)
-    kind = comfy.ldm.wan.vae.AttentionBlock
-    with mock.patch.object(kind, "forward", lambda self, x, **_: x):
-        images, report = decode(vae, latents, 0, True)
-        assert torch.equal(images, core_decode(vae, latents))
-    assert report.endswith(f"{OTHER} AttentionBlock.forward"), report
-    assert "own layers" not in decode(vae, latents, 0, True)[1]
-
-    class Conv(comfy.ldm.wan.vae.CausalConv3d):
-        pass
-
-    vae.first_stage_model.decoder.conv1.__class__ = Conv
-    images, report = decode(vae, latents, 0, True)
-    assert torch.equal(images, core_decode(vae, latents))
-    assert report.endswith("because decoder.conv1 is another extension's Conv"), report
 
 
 @pytest.mark.parametrize("build", [wan, pytest.param(wan_21, marks=newer)])

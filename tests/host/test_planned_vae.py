@@ -244,7 +244,7 @@ def test_a_wan_vae_that_is_not_qwen_image_s():
     altered.first_stage_model.attn_scales = [1.0]
     images, report = decode(altered, latents)
     assert_same(images, core_decode(altered, latents))
-    assert "because the VAE is a WanVAE whose layers differ from Qwen-Image's" in report
+    assert "because the VAE is a WanVAE and its layers differ from Qwen-Image's" in report
     altered = random_vae()
     altered.encode = lambda pixels: pixels
     assert "because the VAE, a VAE, has its own way to encode" in decode(altered, latents)[1]

@@ -21,8 +21,8 @@ from qwen_l40s.hosts.comfyui.sample import attention as attention_of_the_host
 from qwen_l40s.hosts.comfyui.sample.attention import SLOT
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of
 from qwen_l40s.hosts.comfyui.sample.run import ComfyOptimization
+from qwen_l40s.optimizations import inventory
 from qwen_l40s.optimizations.attention.chosen import ChosenAttention, attend_causal
-from qwen_l40s.optimizations.blocks import block_form
 from qwen_l40s.optimizations.blocks.block import BlockExecutor
 from qwen_l40s.optimizations.blocks.passes import ForwardPass
 from qwen_l40s.optimizations.blocks.workspace import Program
@@ -162,7 +162,7 @@ def test_causal_segments_need_no_plan_where_comfyuis_attention_is_torchs(monkeyp
     ):
         monkeypatch.setattr(module, name, attention.attention_pytorch)
     # As if it were there when ComfyUI started.
-    monkeypatch.setattr(block_form, "called_by", block_form.called_by.__wrapped__)
+    monkeypatch.setattr(inventory, "called_by", inventory.called_by.__wrapped__)
 
     def attend(q, k, v):
         found.append((q.shape[1], k.shape[1]))

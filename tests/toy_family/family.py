@@ -34,7 +34,6 @@ def block(ratio: int) -> BlockSpec:
         places=(*6 * (QKV,), *2 * (OUT,), *2 * (GATE_UP,), *2 * (DOWN,)),
         norms=("before_attention", "before_mlp"),
         head_norms=("attention.query_norm", "attention.key_norm"),
-        read=("attention", "feed_forward"),
         told_by=QKV,
         activation=SWIGLU,
         biases=False,

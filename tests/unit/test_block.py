@@ -16,12 +16,12 @@ from qwen_l40s.optimizations.blocks.block import BlockExecutor, LayerTensors, St
 from qwen_l40s.optimizations.blocks.block_form import (
     DENSE,
     LowRank,
-    is_changed,
     unsupported_block,
 )
 from qwen_l40s.optimizations.blocks.products import PackedWeight
 from qwen_l40s.optimizations.blocks.workspace import Workspace
 from qwen_l40s.optimizations.fused import TORCH
+from qwen_l40s.optimizations.inventory import is_changed
 from qwen_l40s.optimizations.modulation import ModulationTable, compute_entry
 from qwen_l40s.optimizations.reference import Rotary, Tokens
 from qwen_l40s.spec.formats import FORMATS, RowFormat
@@ -211,8 +211,7 @@ class Layers:
         kind = self.kinds.get(layer, DENSE)
         return None if kind == "opaque" else ROWS.get(kind, kind)
 
-    def any_foreign(self, layers):
-        return any(map(is_changed, layers))
+    is_foreign = staticmethod(is_changed)
 
     def tensors(self, layer, like):
         if self.kind(layer) is None:

@@ -36,6 +36,7 @@ from qwen_l40s.hosts.diffusers.quantized import quantize_transformer
 from qwen_l40s.hosts.diffusers.sample import sample
 from qwen_l40s.hosts.diffusers.settings import GenerateSettings
 from qwen_l40s.hosts.diffusers.step_cache import cache_steps
+from qwen_l40s.optimizations import inventory
 from qwen_l40s.optimizations import run as runs
 from qwen_l40s.optimizations.attention import BACKENDS
 from qwen_l40s.optimizations.attention import backends as sdpa
@@ -969,8 +970,8 @@ def test_block_arguments_that_are_not_known(change, reason, fused, monkeypatch, 
     request.addfinalizer(forget)
     for block in model.transformer_blocks:
         block.register_forward_pre_hook(change_arguments, with_kwargs=True)
-    for module in (runs, block_form):
-        monkeypatch.setattr(module, "is_changed", lambda module: False)
+    for module in (runs, block_form, inventory):
+        monkeypatch.setattr(module, "is_changed", lambda module, bound=(): False)
     assert_host(model, given, fused, reason)
 
 
@@ -982,8 +983,8 @@ def test_embedding_that_is_changed_for_one_block_counts(fused, monkeypatch):
 
     model.transformer_blocks[1].register_forward_pre_hook(change, with_kwargs=True)
     expected = model(**given)[0]
-    for module in (runs, block_form):
-        monkeypatch.setattr(module, "is_changed", lambda module: False)
+    for module in (runs, block_form, inventory):
+        monkeypatch.setattr(module, "is_changed", lambda module, bound=(): False)
     optimize(model)
     # The first block's last kernel has applied the table's row to what the second one reads.
     assert relative(model(**given)[0], expected) <= 1e-6

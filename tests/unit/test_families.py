@@ -48,7 +48,7 @@ ALLOWED = {
     ("optimizations/blocks/block_form.py", "return [part_of(block, name) for name in names]"): GONE,
     (
         "optimizations/blocks/block_form.py",
-        "modules = {name: part_of(block, name) for name in names}",
+        "norms = [part_of(block, name) for name in spec.norms]",
     ): GONE,
     ("tools/workflows/notes.py", "nodes.get('EmptyQwenImageLayeredLatentImage', {})"): INPUTS,
     ("tools/workflows/notes.py", "nodes.get('TextEncodeQwenImage21', {})"): INPUTS,
@@ -99,7 +99,7 @@ def modules_of(family):
     shapes = [member.transformer for member in family.members]
     found = {it for shape in shapes for it in (*shape.outer_layers(), *shape.other_tensors())}
     for spec in family.blocks:
-        found |= {*spec.gemms, *spec.places, *spec.norms, *spec.head_norms, *spec.read}
+        found |= {*spec.gemms, *spec.places, *spec.norms, *spec.head_norms}
         found |= {*spec.modulation.values(), spec.told_by}
     return {part for name in found for part in name.split(".") if not part.isdigit()}
 

@@ -27,14 +27,13 @@ from qwen_l40s.optimizations.blocks.block_form import (
     PLACES,
     BlockForm,
     LayerForm,
-    OwnCode,
-    is_changed,
     part_of,
 )
 from qwen_l40s.optimizations.blocks.graphs import MOST_GRAPHS, GraphFigures, PassMemory, Seen, Work
 from qwen_l40s.optimizations.blocks.host import BlockInputs, DoubleStream
 from qwen_l40s.optimizations.blocks.products import Share
 from qwen_l40s.optimizations.blocks.workspace import Workspace
+from qwen_l40s.optimizations.inventory import Inventory
 from qwen_l40s.optimizations.modulation import compute_entry
 from qwen_l40s.optimizations.reference import Tokens
 from qwen_l40s.planning.bytes import buffer_bytes, heads_bytes, step_bytes
@@ -841,11 +840,11 @@ CHANGES = {
     "attn.norm_added_k": lambda block: block.attn.norm_added_k.register_forward_pre_hook(print),
     "img_mlp": lambda block: setattr(block.img_mlp, "forward", print),
     "txt_mlp.net.0": lambda block: setattr(block.txt_mlp.net[0], "forward", print),
-    "img_mod": lambda block: block.img_mod.register_forward_hook(print),
-    "a linear layer": lambda block: setattr(block.attn.to_q, "forward", print),
+    "img_mlp.net.1": lambda block: block.img_mlp.net[1].register_forward_hook(print),
+    "attn.to_q": lambda block: setattr(block.attn.to_q, "forward", print),
     "attn.to_v": lambda block: setattr(block.attn, "to_v", torch.nn.Linear(1, 1)),
     "attn ": lambda block: setattr(block, "attn", torch.nn.Linear(1, 1)),
-    "img_mod.0": lambda block: block.img_mod.__setitem__(0, torch.nn.ReLU()),
+    "img_mlp.net.1 ": lambda block: block.img_mlp.net.__setitem__(1, torch.nn.ReLU()),
     "txt_mlp": lambda block: setattr(block.txt_mlp, "__class__", torch.nn.Sequential),
     "the class": lambda block: setattr(block, "__class__", torch.nn.Sequential),
     "its hooks": lambda block: block.register_forward_hook(print),
@@ -856,7 +855,7 @@ CHANGES = {
 def test_what_is_changed_in_a_block_is_named(name):
     blocks = dict(enumerate(new_block() for _ in range(3)))
     layers = [part_of(block, name) for block in blocks.values() for name in LAYERS.values()]
-    code = OwnCode(blocks, layers, lambda layers: any(map(is_changed, layers)))
+    code = Inventory(blocks, (), layers)
     assert code.changed() is None
     CHANGES[name](blocks[1])
     expected = f"another extension has changed {name.strip()} of block 1"
@@ -866,12 +865,12 @@ def test_what_is_changed_in_a_block_is_named(name):
 
 def test_a_function_of_a_class_that_is_replaced_is_named(monkeypatch):
     blocks, kind = dict(enumerate(new_block() for _ in range(2))), type(new_block().attn)
-    code = OwnCode(blocks, (), lambda layers: False)
+    code = Inventory(blocks)
     monkeypatch.setattr(kind, "forward", lambda self: None)
     assert str(code.changed()) == f"another extension has changed {kind.__name__}.forward"
     # So is one that was replaced before this package was imported.
     forget()
-    assert OwnCode(blocks, (), lambda layers: False).changed()
+    assert Inventory(blocks).changed()
     monkeypatch.undo()
     forget()
-    assert OwnCode(blocks, (), lambda layers: False).changed() is None
+    assert Inventory(blocks).changed() is None

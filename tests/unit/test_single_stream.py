@@ -136,21 +136,17 @@ def test_without_the_prefix_cache_diffusers_blocks_run():
 TOKENS, BEFORE = Tokens(2, 0, 11, 11), 5
 
 
-class Fused(torch.nn.Module):
-    """A gated MLP with gate and up in one weight, as ComfyUI's."""
-
-    def __init__(self, mlp):
-        super().__init__()
-        inner = mlp.proj.out_features
-        self.gate_up = torch.nn.Linear(DIM, 2 * inner, bias=False)
-        self.gate_up.weight.copy_(torch.cat([mlp.gate_layer.weight, mlp.proj.weight]))
-        self.out = mlp.out
+def fuse(mlp):
+    """Gate and up in one weight, as in ComfyUI's gated MLP."""
+    mlp.gate_up = torch.nn.Linear(DIM, 2 * mlp.proj.out_features, bias=False)
+    mlp.gate_up.weight.copy_(torch.cat([mlp.gate_layer.weight, mlp.proj.weight]))
+    del mlp.gate_layer, mlp.proj
 
 
 def new_block(fused, seed=0):
     block = fill(QwenImage21TransformerBlock(DIM, HEADS, HEAD_DIM), seed)
     if fused:
-        block.img_mlp = Fused(block.img_mlp)
+        fuse(block.img_mlp)
     return block
 
 
@@ -228,7 +224,7 @@ class Case:
         k, v = torch.cat([prefix.keys, k], 1), torch.cat([prefix.values, v], 1)
         x = self.x + gate1 * apply(attn.to_out[0], attend(q, k, v, self.step.mask))
         h = F.layer_norm(x, (DIM,), eps=1e-6) * (1 + scale2)
-        if isinstance(mlp, Fused):
+        if hasattr(mlp, "gate_up"):
             gate, up = apply(mlp.gate_up, h).chunk(2, -1)
         else:
             gate, up = apply(mlp.gate_layer, h), apply(mlp.proj, h)

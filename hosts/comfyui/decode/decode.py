@@ -32,7 +32,7 @@ from ....planning.vae import (
 )
 from ....spec.formats import format_gib
 from ..record import MeasuredPhase, phase
-from .fused import FusedLayers, OwnLayers, decoder_stages, encoder_stages, not_fused
+from .fused import FusedLayers, OwnLayers, changed, decoder_stages, encoder_stages
 
 
 def decode(
@@ -55,14 +55,14 @@ def decode(
         UnavailableError: the card's or the host's memory cannot hold it, or ran out twice.
     """
     latents = samples.unbind()[0] if samples.is_nested else samples
-    other, why_own = _other_vae(vae, ours)
+    other = _other_vae(vae, ours)
     if not other and latents.ndim == 5 and latents.shape[2] > 1:
         other = f"the latent has {latents.shape[2]} frames, as a video or layers have"
     if other:
         _check_channels(latents, getattr(vae, "latent_channels", None), other=True)
         images, report = _by_host(vae, "decode", latents, other)
     else:
-        images, report = _decode_images(vae, latents, tiles, why_own)
+        images, report = _decode_images(vae, latents, tiles, ours)
     # As the host's node does with videos.
     return images.flatten(0, 1) if images.ndim == 5 else images, report
 
@@ -85,12 +85,12 @@ def encode(
         SettingError: the images are no images, or `tiles` is out of range.
         UnavailableError: the card's or the host's memory cannot hold it, or ran out twice.
     """
-    other, why_own = _other_vae(vae, ours)
+    other = _other_vae(vae, ours)
     if not other and pixels.ndim == 5:
         other = "the pixels are a video"
     if other:
         return _by_host(vae, "encode", pixels, other)
-    return _encode_images(vae, pixels, tiles, why_own)
+    return _encode_images(vae, pixels, tiles, ours)
 
 
 def _by_host(
@@ -103,31 +103,29 @@ def _by_host(
         return getattr(vae, what)(source), report
 
 
-def _other_vae(vae: comfy.sd.VAE, ours: bool) -> tuple[str, str | None]:
-    """Says why a VAE goes the host's way, empty for Qwen-Image's; and why at least its layers run,
-    empty where nobody asked for ours, None where ours do.
-    """
+def _other_vae(vae: comfy.sd.VAE, ours: bool) -> str:
+    """Says why a VAE goes the host's way; empty for Qwen-Image's as ComfyUI makes it."""
     for name in ("decode", "encode"):
         if getattr(getattr(vae, name), "__func__", None) is not getattr(comfy.sd.VAE, name):
-            return f"the VAE, a {type(vae).__name__}, has its own way to {name}", ""
+            return f"the VAE, a {type(vae).__name__}, has its own way to {name}"
     model = vae.first_stage_model
     kind = kind_of_vae(model)
-    if kind is None or not kind.is_own(model):
-        return f"the VAE is a {type(model).__name__} and not Qwen-Image's", ""
-    why_own = not_fused(model) if ours else ""
-    if kind.strips and why_own is not None:
-        return f"{why_own}, and {kind.strips}" if why_own else kind.strips, ""
-    try:
-        channels = FusedLayers.shape(model).image_channels
-    except SettingError:
-        return "the VAE is a WanVAE whose layers differ from Qwen-Image's", ""
+    if kind is None:
+        return f"the VAE is a {type(model).__name__} and not Qwen-Image's"
+    if other := kind.other_layers(model):
+        return f"the VAE is a {type(model).__name__} and {other}"
+    if reason := changed(vae):
+        return reason
+    if kind.strips and not ours:
+        return kind.strips
+    channels = kind.shape(model).image_channels
     if channels != vae.output_channels:
-        return f"the VAE takes {vae.output_channels} channels and gives {channels}", ""
-    return "", why_own
+        return f"the VAE takes {vae.output_channels} channels and gives {channels}"
+    return ""
 
 
-def _layers(vae: comfy.sd.VAE, why_own: str | None) -> OwnLayers:
-    return FusedLayers(vae.device) if why_own is None else OwnLayers()
+def _layers(vae: comfy.sd.VAE, ours: bool) -> OwnLayers:
+    return FusedLayers(vae.device) if ours else OwnLayers()
 
 
 def _check_channels(latents: torch.Tensor, channels: int | None, *, other: bool = False) -> None:
@@ -142,9 +140,9 @@ def _check_channels(latents: torch.Tensor, channels: int | None, *, other: bool 
 
 
 def _decode_images(
-    vae: comfy.sd.VAE, latents: torch.Tensor, tiles: int, why_own: str | None
+    vae: comfy.sd.VAE, latents: torch.Tensor, tiles: int, ours: bool
 ) -> tuple[torch.Tensor, str]:
-    stages = decoder_stages(vae.first_stage_model, _layers(vae, why_own))
+    stages = decoder_stages(vae.first_stage_model, _layers(vae, ours))
     shape = stages.shape
     _check_channels(latents, shape.latent_channels)
     latents = latents.unsqueeze(2) if latents.ndim == 4 else latents
@@ -177,13 +175,13 @@ def _decode_images(
     ).run()
     if shape.dim == MICRO_VAE and {height, width} != {MICRO_SIDE}:
         report = f"{report}\n{MICRO_ADVICE}"
-    return images.movedim(1, -1), _with_reason(report, why_own)
+    return images.movedim(1, -1), report
 
 
 def _encode_images(
-    vae: comfy.sd.VAE, pixels: torch.Tensor, tiles: int, why_own: str | None
+    vae: comfy.sd.VAE, pixels: torch.Tensor, tiles: int, ours: bool
 ) -> tuple[torch.Tensor, str]:
-    stages = encoder_stages(vae.first_stage_model, _layers(vae, why_own))
+    stages = encoder_stages(vae.first_stage_model, _layers(vae, ours))
     shape = stages.shape
     if pixels.ndim != 4:
         raise SettingError(
@@ -216,11 +214,7 @@ def _encode_images(
     ).run()
     # Latents of 2.1 have no frames.
     latents = latents.squeeze(2) if vae.latent_dim == 2 else latents
-    return latents, _with_reason(report, why_own)
-
-
-def _with_reason(report: str, why_own: str | None) -> str:
-    return f"{report}\nComfyUI's own layers, because {why_own}" if why_own else report
+    return latents, report
 
 
 def _count(images: int) -> str:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import comfy.ops
 import comfy.sd
@@ -15,19 +16,23 @@ import torch.nn.functional as F
 from comfy.ldm.wan import vae, vae2_2
 from torch import Tensor
 
+from ....caches import remembered
 from ....errors import SettingError
 from ....families.comfyui import VaeKind, kind_of_vae, vae_kinds
 from ....families.parts import QWEN_IMAGE_21_VAE, QWEN_IMAGE_VAE
-from ....optimizations.blocks.block_form import called_by, functions_of, is_changed
 from ....optimizations.fused import choose_ops
+from ....optimizations.inventory import (
+    Blueprint,
+    blueprint,
+    difference,
+    functions_behind,
+    replaced,
+)
 from ....optimizations.vae import flat, tiles
 from ....optimizations.vae.tiles import Layer, Middle, Stages
 from ....optimizations.warm_up import warm_up
 from ....planning.vae import plan_decode
 from ....spec.vae import VaeShape
-
-# Of the classes that our layers stand in for.
-HOMES, TORCH = {home.__name__ for home in (vae, vae2_2, comfy.ops)}, "torch.nn.modules."
 
 
 def vae_shape(model: torch.nn.Module) -> VaeShape:
@@ -86,23 +91,26 @@ def encoder_stages(model: vae.WanVAE, layers: OwnLayers) -> Stages:
     )
 
 
-def not_fused(model: torch.nn.Module) -> str | None:
-    """Says why a VAE's own layers run, in one clause; None where ours do."""
-    if other := kind_of_vae(model).other_layers(model):
-        return other
-    functions = called_by(type(model).__module__)
-    for name, module in model.named_modules():
-        kind, own = type(module), vars(module)
-        if kind.__module__ in HOMES:
-            functions += functions_of(kind)
-        elif not kind.__module__.startswith(TORCH):
-            return f"{name} is another extension's {kind.__name__}"
-        weights = (getattr(module, f"{part}_function", None) for part in ("weight", "bias"))
-        if is_changed(module) or any(weights) or {"decode", "encode"} & own.keys():
-            return f"another extension has changed {name or kind.__name__}"
-    for function in dict.fromkeys(functions):
-        if function.changed:
-            return f"another extension has changed {function.label}"
+_blueprints: WeakKeyDictionary[torch.nn.Module, Blueprint] = remembered(WeakKeyDictionary())
+
+
+def changed(vae: comfy.sd.VAE) -> str | None:
+    """Says what another extension has changed in a VAE, in one clause; None for nothing.
+
+    The VAE is compared with one that ComfyUI makes of the same sizes: its layers, their classes,
+    methods and hooks, and every attribute that their code reads.
+    """
+    model, patcher = vae.first_stage_model, vae.patcher
+    if patcher.object_patches or patcher.injections or patcher.weight_wrapper_patches:
+        return "another extension has patched it"
+    if model not in _blueprints:
+        found = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        with torch.device("meta"):
+            _blueprints[model] = blueprint(kind_of_vae(model).build({"dim": model.dim}, found))
+    if name := difference(model, _blueprints[model]):
+        return f"another extension has changed {name}"
+    if reason := replaced(functions_behind(model.modules(), [type(model).__module__])):
+        return reason.fact
     return None
 
 
@@ -113,7 +121,7 @@ def compile_ahead(decoder: comfy.sd.VAE) -> None:
 
     @torch.inference_mode()
     def work(model: torch.nn.Module) -> None:
-        if not not_fused(model):
+        if not kind_of_vae(model).other_layers(model):
             stages = decoder_stages(model, FusedLayers(device))
             tiles.decode(stages, latents, plan_decode(stages.shape, 8, 8, budget=None))
 
@@ -122,7 +130,7 @@ def compile_ahead(decoder: comfy.sd.VAE) -> None:
 
 
 class FusedLayers(OwnLayers):
-    """Computes the host's modules, as `not_fused` allows, with weights as the host casts them."""
+    """Computes the modules of an unchanged VAE, with weights as the host casts them."""
 
     @staticmethod
     def shape(model: torch.nn.Module) -> VaeShape:
@@ -310,7 +318,6 @@ def _layers(module: Any, **more: str) -> dict[type, str]:
 
 WAN21 = VaeKind(
     takes=lambda model: isinstance(model, vae.WanVAE),
-    is_own=lambda model: type(model) is vae.WanVAE,
     build=build_wan21,
     shape=_shape_of_wan21,
     other_layers=_wan21_differs,
@@ -322,7 +329,6 @@ WAN22 = VaeKind(
     takes=lambda model: (
         isinstance(model, vae2_2.WanVAE) and model.z_dim == QWEN_IMAGE_21_VAE.shape.latent_channels
     ),
-    is_own=lambda model: True,
     build=_build_wan22,
     shape=_shape_of_wan22,
     other_layers=_wan22_differs,

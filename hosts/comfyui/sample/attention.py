@@ -66,6 +66,8 @@ class SlotAttention(ChosenAttention):
             and others.keys() <= HARMLESS
             and self.fallback is None
             and not torch.compiler.is_compiling()
+            # Checkpointing keeps what a second forward pass has to keep again.
+            and not torch.is_grad_enabled()
         )
         if not as_qwen:
             return default(

@@ -24,8 +24,8 @@ from ....caches import cached
 from ....families.comfyui import imported_code
 from ....families.registry import blocks_of
 from ....optimizations.blocks.block import Step
-from ....optimizations.blocks.block_form import called_by
 from ....optimizations.blocks.host import BlockInputs, DoubleStream, Streams
+from ....optimizations.inventory import called_by
 from ....optimizations.modulation import Entry
 from ....optimizations.reference import Rotary, Tokens
 from ....patches import call

@@ -35,8 +35,6 @@ from .. import linear as operations
 from ..lora.bypass import Beside, is_foreign
 from .held import HeldWeights, row_scale, stored, waits
 
-# Operations whose `forward` is a product with the weight that the cast context gives.
-DENSE_CLASSES = (comfy.ops.disable_weight_init.Linear, comfy.ops.manual_cast.Linear)
 TENSORS = ("weight", "bias")
 # Made once: every layer is asked in every forward pass.
 _row_format = cached(RowFormat)
@@ -86,9 +84,12 @@ class ComfyLayers:
             return None
         if self.beside.runs_itself(layer):
             return None
-        if type(layer) in DENSE_CLASSES:
+        if type(layer) in operations.DENSE_CLASSES:
             return DENSE
-        if not _is_known(type(layer)) or own["_parameters"].get("pre_quant_scale") is not None:
+        if (
+            not operations.is_mixed(type(layer))
+            or own["_parameters"].get("pre_quant_scale") is not None
+        ):
             return None
         layout = own.get("layout_type")
         if layout is None:
@@ -166,9 +167,7 @@ class ComfyLayers:
     def low_rank(self, layer: torch.nn.Module) -> LowRank | None:
         return self.beside.lows.get(layer)
 
-    @staticmethod
-    def any_foreign(layers: Sequence[torch.nn.Module]) -> bool:
-        return any(map(is_foreign, layers))
+    is_foreign = staticmethod(is_foreign)
 
     def rounds(self, layer: torch.nn.Module) -> bool:
         return isinstance(self.kind(layer), RowFormat)
@@ -181,12 +180,6 @@ class ComfyLayers:
 
     def gemm(self, format: str, device: torch.device) -> Gemm:
         return known_gemm(format, device)
-
-
-def _is_known(layer_class: type) -> bool:
-    own = layer_class.__module__ == operations.__name__
-    core = "mixed_precision_ops.<locals>.MixedPrecisionOps.Linear"
-    return own or (layer_class.__module__, layer_class.__qualname__) == ("comfy.ops", core)
 
 
 class _Cast:

@@ -9,21 +9,32 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import product
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
-from comfy.model_patcher import ModelPatcher
+from comfy.model_patcher import LowVramPatch, ModelPatcher
 
 from ....families.comfyui import kind_of
 from ....families.registry import blocks_of, modulation_of
-from ....optimizations.blocks.block_form import modulation_layers
+from ....optimizations.blocks.block_form import query_layer
+from ....optimizations.inventory import Inventory, parts_of
 from ....optimizations.modulation import Entry, ModulationTable, TableFigures, compute_entries
 from ....patches import put
 from ....spec.formats import format_gib
 from ....verdict import Verdict
-from ..lora.bypass import bypass_models, is_foreign, is_of_comfyui
+from ..linear import DENSE_CLASSES, is_mixed
+from ..lora.bypass import bypass_models, is_foreign
 from ..record import inner_phase
-from .off_card import OffCardLinear, PassFigures, compute_off_card, off_card_layers
+from .off_card import (
+    OffCardLinear,
+    OffCardModulation,
+    PassFigures,
+    compute_off_card,
+    off_card_layers,
+    plain_tensors,
+)
 
 MODULATION_KEY = "qwen_l40s_modulation"
 # Of BaseModel.apply_model, behind x and t. ComfyUI passes them by place; a wrapper of another
@@ -61,6 +72,93 @@ class _Current(NamedTuple):
     copy: torch.Tensor | None
 
 
+class _Layers:
+    """The layers that make the modulation of some blocks, as they were when this was made.
+
+    Attributes:
+        unknown: Which of them is not the host's; None where all are.
+    """
+
+    def __init__(self, blocks: Sequence[torch.nn.Module]) -> None:
+        self.blocks = blocks
+        self._names = tuple(modulation_of(blocks[0]).values()) if blocks else ()
+        self._linears: list[torch.nn.Module] = []
+        self.unknown: Verdict | None = None
+        for index, name in product(range(len(blocks)), self._names):
+            module = getattr(blocks[index], name, None)
+            if other := _unlike(module, name, type(query_layer(blocks[index]))):
+                self.unknown = Verdict(f"{other} of block {index} is not as ComfyUI made it")
+                return
+            self._linears.append(module._modules["1"])
+        given = dict(enumerate(blocks)), (), self._linears, is_foreign
+        self._inventory = Inventory(*given, paths=self._names)
+        self._marks: list[Any] = []
+        self._sample = b""
+
+    @property
+    def changed(self) -> bool:
+        return self.unknown is not None or self._inventory.changed() is not None
+
+    def change_in_use(self, patcher: ModelPatcher) -> bool:
+        """Whether somebody changes the weights as they are used, by the sigma for all we know."""
+        for layer in self._linears:
+            own = layer.__dict__.get("_linear", layer).__dict__
+            functions = *own.get("weight_function", ()), *own.get("bias_function", ())
+            if not all(isinstance(function, LowVramPatch) for function in functions):
+                return True
+        wrapped = patcher.weight_wrapper_patches
+        return any(f".{name}.1." in key for key in wrapped for name in self._names)
+
+    def look_again(self) -> None:
+        """Has the weights looked at once more: in inference mode nothing counts their versions."""
+        self._marks = []
+
+    def weights(self) -> bytes:
+        """A sample of the weights, which changes with them, whoever changes them."""
+        tensors = [tensor for layer in self._linears for tensor in plain_tensors(layer)]
+        marks = [(it.data_ptr(), 0 if it.is_inference() else it._version) for it in tensors]
+        if marks != self._marks:
+            self._marks, self._sample = marks, _sample(tensors)
+        return self._sample
+
+
+def _unlike(module: Any, name: str, beside: type) -> str | None:
+    """Names the part of a modulation that may give more than its weights make of a timestep; None
+    where it is a SiLU and a linear layer that nobody has changed.
+
+    Args:
+        beside: The class of another linear layer, by which another pack's loader is known.
+    """
+    if type(module) not in (torch.nn.Sequential, OffCardModulation) or len(module) != 2:
+        return name
+    activation, linear = module._modules.values()
+    if type(activation) is not torch.nn.SiLU:
+        return f"{name}.0"
+    kind = type(linear)
+    if not (kind in (*DENSE_CLASSES, OffCardLinear, beside) or is_mixed(kind)):
+        return f"{name}.1"
+    return next((path for path, part in parts_of(module, (), name) if is_foreign(part)), None)
+
+
+# Of each tensor, spread over it so that each of the six parts of a layer's rows has one: whoever
+# fuses a LoRA or scales weights changes all of them. Of 120 layers on the card it takes 2 ms.
+PIECES, PIECE = 6, 64  # bytes
+
+
+def _sample(tensors: Sequence[torch.Tensor]) -> bytes:
+    found: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        # Other packs' tensors hold what they like.
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_meta:
+            continue
+        data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        step = len(data) // PIECES
+        if step > PIECE:
+            data = data.as_strided((PIECES, PIECE), (step, 1), data.storage_offset() + step // 2)
+        found.setdefault(data.device, []).append(data.reshape(-1))
+    return b"".join(torch.cat(parts).cpu().numpy().tobytes() for parts in found.values())
+
+
 class ModelModulation:
     """Gives the blocks of one BaseModel their modulation."""
 
@@ -78,6 +176,8 @@ class ModelModulation:
         weakref.finalize(model, self.table.drop).atexit = False
         self.figures, self.passes = TableFigures(), PassFigures()
         self._current: _Current | None = None
+        # By the model, which this may outlive.
+        self._watched: WeakKeyDictionary[Any, _Layers] = WeakKeyDictionary()
 
     @classmethod
     def of(cls, model: Any) -> ModelModulation:
@@ -100,6 +200,8 @@ class ModelModulation:
         if self.passes.inexact:
             self.table.drop()
         self.figures, self.passes = TableFigures(), PassFigures()
+        for layers in self._watched.values():
+            layers.look_again()
 
     @contextmanager
     def during(self, call: Call) -> Iterator[None]:
@@ -124,14 +226,15 @@ class ModelModulation:
         # without a wait for the card, but not for certain: a model_function_wrapper may change the
         # timestep of one prompt, and tensors of inference mode do not count their versions.
         batch = len(self._call.t)
-        self.figures.fallback = self._fallback()
+        layers = self._layers()
+        self.figures.fallback = self._fallback(layers)
         if self.figures.fallback:
             (entry,) = self._compute([embedding], batch)
             self.figures.direct += 1
         else:
             before = self.table.hits, self.table.filled
             schedule = lambda: self._schedule(embedding)  # noqa: E731
-            entry = self.table.entry(embedding, batch, self._state(), schedule)
+            entry = self.table.entry(embedding, batch, self._state(layers), schedule)
             self.figures.add(self.table, before)
         replaced = self._call.options.get("patches_replace", {}).get("dit")
         self._current = _Current(embedding, entry, embedding.clone() if replaced else None)
@@ -200,23 +303,29 @@ class ModelModulation:
     def _blocks(self) -> Sequence[torch.nn.Module]:
         return self._call.blocks if self._call else blocks_of(self._model().diffusion_model)
 
-    def _fallback(self) -> Verdict | None:
+    def _fallback(self, layers: _Layers) -> Verdict | None:
         # Without a patcher nobody says when weights change, nor when the table may go.
         if self._model().current_patcher is None:
             return Verdict("no ComfyUI sampler runs the model")
         if torch.is_grad_enabled():
             return Verdict("gradients are recorded")
-        if foreign := list(filter(is_foreign, _touched(self._blocks))):
-            core = all(map(is_of_comfyui, foreign))
-            who = "ComfyUI's own LoRA in bypass" if core else "another extension"
-            return Verdict(f"{who} has changed its layers")
-        return None
+        if layers.change_in_use(self.patcher):
+            return Verdict("another extension changes its weights as they are used")
+        return layers.unknown
 
-    def _state(self) -> Hashable:
+    def _layers(self) -> _Layers:
+        model, blocks = self._model(), tuple(self._blocks)
+        found = self._watched.get(model)
+        if found is None or found.blocks != blocks or found.changed:
+            found = self._watched[model] = _Layers(blocks)
+        return found
+
+    def _state(self, layers: _Layers) -> Hashable:
         patcher = self.patcher
         hooks = patcher.current_hooks.hooks if patcher.current_hooks else ()
         return (
             weak_identity(patcher.patches_uuid),
+            layers.weights(),
             _switches(),
             tuple((weak_identity(hook.hook_ref), hook.strength) for hook in hooks),
             tuple(map(weakref.ref, bypass_models(patcher))),
@@ -265,21 +374,3 @@ def weak_identity(thing: Any) -> Hashable:
         return weakref.ref(thing)
     except TypeError:
         return id(thing)
-
-
-def _touched(blocks: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
-    """The modulation layers that anybody has hooked, or whose `forward` is not their class's.
-
-    Another extension may change one between two passes of a run, so they are asked in every pass:
-    past Module.__getattr__ and Sequential.__getitem__, with which it takes 400 us.
-    """
-    names = tuple(modulation_of(blocks[0]).values())
-    try:
-        layers = [block._modules[name]._modules["1"] for block in blocks for name in names]
-    except KeyError:  # torch.compile's module hands a block's attributes on
-        layers = [layer.module[1] for layer in modulation_layers(blocks)]
-    return [
-        layer
-        for layer in layers
-        if layer._forward_hooks or layer._forward_pre_hooks or "forward" in layer.__dict__
-    ]

@@ -30,6 +30,7 @@ from ....spec.formats import format_gib
 from ..record import running
 
 TENSORS = ("weight", "bias")
+FUNCTIONS = ("weight_function", "bias_function")
 
 
 class OffCardLinear(torch.nn.Module):
@@ -56,15 +57,15 @@ class OffCardLinear(torch.nn.Module):
             super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
-        # What ComfyUI reads of a layer by its key: the weights, and how a quantized one is patched.
-        if name in (*TENSORS, "in_features", "out_features", "layout_type") or (
-            name.startswith(("set_", "convert_"))
-        ):
+        # What ComfyUI reads of a layer by its key: the weights, how a quantized one is patched, and
+        # by its functions that it can be trained.
+        known = *TENSORS, *FUNCTIONS, "in_features", "out_features", "layout_type"
+        if name in known or name.startswith(("set_", "convert_")):
             return getattr(self.__dict__["_linear"], name)
         return super().__getattr__(name)
 
     def parts(self) -> list[torch.Tensor]:
-        return [part for tensor in self._tensors() for part in _parts(tensor)]
+        return plain_tensors(self._linear)
 
     @property
     def nbytes(self) -> int:
@@ -82,13 +83,17 @@ class OffCardLinear(torch.nn.Module):
 
     def _copies(
         self, parts: Iterator[torch.Tensor], patcher: ModelPatcher | None
-    ) -> Iterator[tuple[dict[str, Any], str, torch.Tensor | None]]:
+    ) -> Iterator[tuple[dict[str, Any], str, Any]]:
         own = self._linear.__dict__["_parameters"]
         for name in TENSORS:
             if own.get(name) is not None:
                 yield own, name, _rebuilt(own[name], parts)
         for name in TENSORS if patcher is not None else ():
-            yield own, name, _patched(patcher, f"{self.key}.{name}", own.get(name))
+            key = f"{self.key}.{name}"
+            yield own, name, _patched(patcher, key, own.get(name))
+            # What a node has wrapped it in: ComfyUI calls that on the weight in its last dtype.
+            wrappers = list(patcher.weight_wrapper_patches.get(key, ()))
+            yield self._linear.__dict__, f"{name}_function", wrappers
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.is_on_card:
@@ -97,10 +102,6 @@ class OffCardLinear(torch.nn.Module):
         patcher = None if modulation is None else modulation.patcher
         with self.on_card([part.to(x.device) for part in self.parts()], patcher):
             return self._linear(x, *args, **kwargs)
-
-    def _tensors(self) -> list[torch.Tensor]:
-        tensors = (getattr(self._linear, name) for name in TENSORS)
-        return [tensor for tensor in tensors if tensor is not None]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """That of the host's layer, which names the parts of a quantized weight."""
@@ -194,6 +195,12 @@ def named_weights(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
                     yield f"{name}.{part}", tensor
 
 
+def plain_tensors(layer: torch.nn.Module) -> list[torch.Tensor]:
+    """The tensors of a linear layer, those that a quantized weight is made of one by one."""
+    tensors = (getattr(layer, name) for name in TENSORS)
+    return [part for tensor in tensors if tensor is not None for part in _parts(tensor)]
+
+
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     if not isinstance(tensor, QuantizedTensor):
         return [tensor.detach()]
@@ -219,14 +226,10 @@ def _scales(tensor: QuantizedTensor) -> list[str]:
 
 def _patched(patcher: ModelPatcher, key: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
     """As ComfyUI patches a weight that it loads to a card, bit for bit."""
-    if tensor is None:
-        return None
     # The patches of hooks are in the weight already.
-    if key in patcher.patches:
-        tensor = patcher.patch_weight_to_device(key, device_to=tensor.device, return_weight=True)
-    for function in patcher.weight_wrapper_patches.get(key, ()):
-        tensor = function(tensor)
-    return tensor
+    if tensor is None or key not in patcher.patches:
+        return tensor
+    return patcher.patch_weight_to_device(key, device_to=tensor.device, return_weight=True)
 
 
 # Brings weights that wait in host memory past the card, and computes the modulation on the way.
@@ -265,7 +268,12 @@ def compute_off_card(
         figures: Is added to.
     """
     figures.passes += 1
-    layers = [layer.module[1] for layer in modulation_layers(blocks)]
+    modules = [layer.module for layer in modulation_layers(blocks)]
+    if not all(isinstance(module, OffCardModulation) for module in modules):
+        return compute_entries(
+            blocks, embeddings, batch
+        )  # another extension's, which run themselves
+    layers = [module[1] for module in modules]
     device = embeddings[0].device
     try:
         return _streamed(blocks, layers, embeddings, batch, patcher, figures)
