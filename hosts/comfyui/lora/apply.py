@@ -356,7 +356,7 @@ def _check_shape(
 
 
 class _Products(TorchFunctionMode):
-    """Notes what is reshaped to a shape: of another shape with as many elements that goes too."""
+    """Records what is reshaped to a weight's shape: reshape takes any shape of that size."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__()
@@ -369,7 +369,11 @@ class _Products(TorchFunctionMode):
 
 
 def _changed_shape(patch: Patch, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Has ComfyUI compute a change without its numbers; what does not fit it only logs."""
+    """Has ComfyUI compute a change without numbers, because it only logs matrices that do not fit.
+
+    Returns:
+        The shape of the change; empty where ComfyUI computes none.
+    """
     if not isinstance(patch, WeightAdapterBase):
         return tuple(patch[1][0].shape)
     # Of the numbers in an adapter, OFT compares one with what it computes.
