@@ -33,12 +33,14 @@ class QwenL40SError(Exception):
             print(error)
 
     Args:
-        sentence: what is wrong, the rule and the remedy.
+        sentence: what is wrong, the rule and the remedy; or an error, whose path stays the last.
         path: where.
     """
 
     def __init__(self, sentence: object, path: Path | None = None) -> None:
-        where = "" if path is None else f" ({path})."
+        self.path = getattr(sentence, "path", None)
+        where = "" if path is None or self.path else f" ({path})."
+        self.path = self.path or path
         super().__init__(f"{str(sentence).removesuffix('.')}{where}" if where else sentence)
 
 

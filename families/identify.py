@@ -1,4 +1,4 @@
-"""Says what the tensors of a file are: its parts, adapters (LoRA, LoHa, LoKr), the families'
+"""Says what the tensors of a file are: its parts, adapters (LoRA and its kin), the families'
 models, and the other models that are taken for one of them, by name.
 """
 
@@ -19,9 +19,14 @@ PARTS = (
     (re.compile(r"(model\.)?diffusion_model\."), "diffusion model"),
     (re.compile(r"transformer\.(?!resblocks\.)"), "diffusion model"),
     (re.compile(r"(vae|first_stage_model)\."), "vae"),
-    (re.compile(r"text_encoders?\.([^.]+\.transformer\.)?"), "text encoder"),
+    # The second as ComfyUI's Save CLIP writes it.
+    (re.compile(r"text_encoders?\.([^.]+\.transformer\.)?|qwen\w+\.transformer\."), "text encoder"),
     (re.compile(r"(cond_stage_model|conditioner)\."), "text encoder"),
 )
+LOOSE = "weights", ""  # what has no known prefix
+# Which ComfyUI takes off a transformer; what begins so may be a text encoder too.
+WRAPPERS = ("model.model.", "net.", "model.")
+INNER = "transformer."  # ends the prefix of a text encoder
 
 
 @dataclass(frozen=True)
@@ -40,32 +45,50 @@ def split_parts(tensors: Tensors) -> list[Slice]:
     An adapter is one part: its prefixes tell the key style. Tensors without a known prefix form the
     part "weights".
     """
-    if adapter := lora(tensors):
-        return [Slice("weights", "", tensors, adapter)]
     parts: dict[tuple[str, str], dict] = {}
     for name, info in tensors.items():
         part, prefix = _part_of(name)
         parts.setdefault((part, prefix), {})[name.removeprefix(prefix)] = info
-    parts = parts or {("weights", ""): {}}
-    return [Slice(*key, own, identify_model(own)) for key, own in parts.items()]
+    loose = parts.get(LOOSE, {})
+    for prefix in WRAPPERS:
+        inner = {it.removeprefix(prefix): loose[it] for it in loose if it.startswith(prefix)}
+        if inner and identify(inner).role == "transformer":
+            parts["diffusion model", prefix] = inner
+            parts[LOOSE] = {it: loose[it] for it in loose if not it.startswith(prefix)}
+            break
+    # What ComfyUI's CLIP has around a text encoder, such as logit_scale, is no part of its own.
+    around = tuple(it.removesuffix(INNER) for _, it in parts if it.endswith(f".{INNER}"))
+    for (_, prefix), own in parts.items():
+        if not prefix.endswith(INNER):
+            for name in [it for it in own if f"{prefix}{it}".startswith(around)]:
+                del own[name]
+    found = [Slice(*key, own, identify(own)) for key, own in parts.items() if own]
+    strange = all(is_unknown(it.identity.family) or it.identity.role == "lora" for it in found)
+    if strange and (adapter := lora(tensors)):
+        return [Slice(*LOOSE, tensors, adapter)]
+    return found or [Slice(*LOOSE, {}, identify_model({}))]
 
 
 def _part_of(name: str) -> tuple[str, str]:
     for pattern, part in PARTS:
         if match := pattern.match(name):
             return part, match[0]
-    return "weights", ""
+    return LOOSE
 
 
 def identify(tensors: Tensors) -> Identity:
     """Returns what the tensors of one part are; an answer always comes, if only that it is not
-    Qwen-Image.
+    Qwen-Image. A model in which tensors of an adapter were left is that model.
     """
+    whole = {name: info for name, info in tensors.items() if not SUFFIX.search(name)}
+    found = identify_model(whole)
+    if whole and not is_unknown(found.family):
+        return found
     return lora(tensors) or identify_model(tensors)
 
 
 def identify_model(tensors: Tensors) -> Identity:
-    """Does the same of tensors that are no adapter."""
+    """Does the same of tensors that are no adapter's."""
     for kinds, other in ((FAMILIES, None), (text_encoders(), vision_tower), (vaes(), tiny_vae)):
         claims = [(it.title, found) for it in kinds if (found := it.identify(tensors)) is not None]
         if claims:
@@ -85,14 +108,28 @@ def _one(claims: list[tuple[str, Identity]]) -> Identity:
     return replace(found, errors=(*found.errors, sentence)) if more else found
 
 
-# LoRA, LoHa and LoKr files: their key style, their rank, and which family they are for.
+# LoRA files of all kinds: their key style, their rank, and which family they are for.
 
+# What `comfy.lora.load_lora` asks for behind a module's name; a test compares them.
 SUFFIX = re.compile(
-    r"\.(?P<kind>lora_A|lora_B|lora_down|lora_up|lora\.down|lora\.up|lokr_w[12](_[ab])?|lokr_t2"
-    r"|hada_w[12]_[ab]|hada_t[12]|dora_scale|lora_magnitude_vector|diff|diff_b|alpha)(\..*)?$"
+    r"(\.|_(?=lora\.))(?P<kind>lora_A|lora_B|lora_(down|up|mid)|lora(_linear_layer)?\.(down|up)"
+    r"|lokr_w[12](_[ab])?|lokr_t2|hada_w[12]_[ab]|hada_t[12]|oft_blocks|rescale|[ab][12](?=\.weight$)"
+    r"|dora_scale|lora_magnitude_vector|reshape_weight|set_weight|[wb]_norm|diff|diff_b|alpha)"
+    r"(\..*)?$"
 )
-RANK_AXIS = {"lora_A": 0, "lora_down": 0, "lora.down": 0, "hada_w1_b": 0, "lokr_w2_a": 1}
-ALGORITHMS = {"lokr": "LoKr", "hada": "LoHa", "lora": "LoRA"}
+DOWN = ("lora_A", "lora_down", "lora.down", "lora_linear_layer.down")  # have the rank as their rows
+RANK_AXIS = {**dict.fromkeys((*DOWN, "hada_w1_b"), 0), "lokr_w2_a": 1}
+# Of a file with several kinds the first; others that SUFFIX knows make none.
+ALGORITHMS = {
+    "lokr": "LoKr",
+    "hada": "LoHa",
+    "lora": "LoRA",
+    "oft": "LoRA (OFT)",
+    "a1": "LoRA (GLoRA)",
+    "diff": "LoRA (whole differences)",
+    "w_norm": "LoRA (whole differences)",
+    "set": "LoRA (whole weights)",
+}
 PREFIXES = {
     "model.diffusion_model.": "checkpoint (model.diffusion_model.)",
     "diffusion_model.": "ComfyUI (diffusion_model.)",
@@ -105,7 +142,7 @@ PREFIXES = {
     "transformer_blocks.": "bare (transformer_blocks.)",
 }
 # The second axes of LoKr's two factors multiply to a layer's input.
-READS_INPUT = {"lora_A", "lora_down", "lora.down", "hada_w1_b"} | {
+READS_INPUT = {*DOWN, "hada_w1_b"} | {
     f"lokr_w{factor}{part}" for factor in (1, 2) for part in ("", "_b")
 }
 FOREIGN_STACKS = ("single_transformer_blocks", "single_blocks", "double_blocks", "joint_blocks")
@@ -113,18 +150,20 @@ FOREIGN_STACKS = ("single_transformer_blocks", "single_blocks", "double_blocks",
 
 def lora(tensors: Tensors) -> Identity | None:
     """Recognizes any low-rank adapter; `blocks` counts the transformer blocks that it touches."""
-    found = {name: match for name in tensors if (match := SUFFIX.search(name))}
-    if not found or not any(
-        match["kind"].startswith(("lora", "lokr", "hada")) for match in found.values()
-    ):
-        return None
+    names = (name for name in tensors if not name.endswith(".bias"))  # of PEFT, which nobody reads
+    found = {name: match for name in names if (match := SUFFIX.search(name))}
     modules = sorted({name[: match.start()] for name, match in found.items()})
     kinds = {match["kind"] for match in found.values()}
     algorithm = next(
-        label
-        for start, label in ALGORITHMS.items()
-        if any(kind.startswith(start) for kind in kinds)
+        (
+            label
+            for start, label in ALGORITHMS.items()
+            if any(kind.startswith(start) for kind in kinds)
+        ),
+        None,
     )
+    if algorithm is None:
+        return None
     foreign = any(stack in module for module in modules for stack in FOREIGN_STACKS)
     widths = _widths(tensors, found)
 
@@ -312,11 +351,17 @@ SIGNS: Mapping[str, tuple[str, ...]] = {
     ),
 }
 NOT_RUN = "not Qwen-Image: "
+UNKNOWN = f"{NOT_RUN}no known model has these tensors"
 
 
 def told(title: str) -> str:
     """Returns what inspection says of another model, without that it is one."""
     return title.removeprefix(NOT_RUN)
+
+
+def is_unknown(title: str) -> bool:
+    """Tells whether a title is that of tensors which no model here has."""
+    return title == UNKNOWN
 
 
 def _other_model(tensors: Tensors) -> Identity:
@@ -325,4 +370,4 @@ def _other_model(tensors: Tensors) -> Identity:
             return Identity(f"{NOT_RUN}looks like {name}", "other")
     if not tensors:
         return Identity(f"{NOT_RUN}it holds no tensors", "other")
-    return Identity(f"{NOT_RUN}no known model has these tensors", "other")
+    return Identity(UNKNOWN, "other")

@@ -8,7 +8,6 @@ import functools
 import re
 from collections.abc import Callable, Mapping
 
-from ..errors import CheckpointError
 from ..spec.vae import PUBLISHED_VAE, Strips, VaeShape
 from .protocol import (
     LICENCE_21,
@@ -137,28 +136,16 @@ _TEXT_ENCODER = (
     ("model.", "model."),
     ("visual.", "visual."),
 )
-# Marks a file whose layers have a `scale_weight`.
-_SCALED_FP8 = "scaled_fp8"
 
 
 def text_encoder_name_to_native(name: str) -> str:
-    """Maps a tensor name of a Qwen2.5-VL checkpoint, or a name that is native already, to the name
-    ComfyUI's class has for it; scales and markers of quantized layers go with their layer.
-
-    Raises:
-        CheckpointError: the name is not one of a Qwen2.5-VL.
+    """Maps a tensor name of a Qwen2.5-VL checkpoint to the name ComfyUI's class has for it; scales
+    and markers of quantized layers go with their layer. Any other name stays.
     """
-    if name == _SCALED_FP8:
-        return name
     for prefix, native in _TEXT_ENCODER:
-        if name == prefix:
-            break
         if name.startswith(prefix):
             return native + name.removeprefix(prefix)
-    raise CheckpointError(
-        f"The tensor {name!r} is not one of a Qwen2.5-VL text encoder: give the text_encoder/ "
-        "folder of a Qwen-Image diffusers folder, or ComfyUI's single file."
-    )
+    return name
 
 
 QWEN25_VL = TextEncoder(
@@ -336,7 +323,7 @@ _STAGES_21 = {
 }
 
 
-def _native_name(stages: Mapping[str, Callable[..., str]], what: str, name: str) -> str:
+def _native_name(stages: Mapping[str, Callable[..., str]], name: str) -> str:
     half, _, rest = name.partition(".")
     if half in _QUANT and rest:
         return f"{_QUANT[half]}.{rest}"
@@ -350,14 +337,11 @@ def _native_name(stages: Mapping[str, Callable[..., str]], what: str, name: str)
                 stem, _, end = inner.partition(".")
                 inner = f"{_RESNET[stem]}.{end}" if stem in _RESNET else inner
                 return f"{half}.{native(*where)}.{inner}"
-    raise CheckpointError(
-        f"The tensor {name!r} is not one of {what} in diffusers form: give the vae/ folder of its "
-        "diffusers folder."
-    )
+    return name
 
 
-vae_name_to_native = functools.partial(_native_name, _STAGES, "a Qwen-Image VAE")
-vae_21_name_to_native = functools.partial(_native_name, _STAGES_21, "Qwen-Image-2.1's VAE")
+vae_name_to_native = functools.partial(_native_name, _STAGES)
+vae_21_name_to_native = functools.partial(_native_name, _STAGES_21)
 SIZES = ("dim", "latent_channels", "image_channels")
 QWEN_IMAGE_VAE = Vae(
     title="Qwen-Image VAE",

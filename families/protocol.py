@@ -225,7 +225,7 @@ class Vae:
         identify: Tells whether tensors are one.
         read_shape: Makes the sizes of what `identify` found in `dims`; without the numbers that a
             header does not tell.
-        native_name: Maps the name that diffusers has for a tensor to ComfyUI's.
+        native_name: Maps the name that diffusers has for a tensor to ComfyUI's; others stay.
         comfyui: `module:name` of its `families.comfyui.VaeKind`.
         other_channels: What a load says of one with so many channels of images.
     """

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from ..errors import PROJECT, CheckpointError
-from .header import Header, TensorInfo, open_regular
+from .header import Header, TensorInfo, open_regular, refuse_unfinished
 
 GGUF_SUFFIX = ".gguf"
 MAGIC = b"GGUF"
@@ -89,6 +89,7 @@ def read_gguf(path: str | os.PathLike[str]) -> Header:
             or breaks a rule of the format.
     """
     path = Path(path)
+    refuse_unfinished(path)
     with open_regular(path) as file:
         return _Reader(path, file).header()
 

@@ -56,6 +56,21 @@ def refuse_pickle_suffix(path: Path) -> None:
         raise _pickle_error(path, f"by its suffix {path.suffix}")
 
 
+# What aria2, axel and lftp keep next to a file that has its name and its size before its content.
+UNFINISHED = (".aria2", ".st", ".lftp-pget-status")
+
+
+def refuse_unfinished(path: Path) -> None:
+    """Raises CheckpointError for a file whose download has not ended."""
+    places = (path, os.path.realpath(path)) if os.path.islink(path) else (path,)
+    for beside in filter(os.path.isfile, (f"{it}{end}" for it in places for end in UNFINISHED)):
+        raise CheckpointError(
+            f"The download of this file has not ended, as {os.path.basename(beside)!r} next to it "
+            "shows: finish the download, or delete that file if this one is whole.",
+            path,
+        ) from FileExistsError(beside)  # of the disk: it may be gone when it is asked again
+
+
 def refuse_foreign_content(path: Path, first: bytes) -> None:
     """Raises CheckpointError when `first`, the first bytes of the file `path`, is the start of
     another known format.
@@ -151,6 +166,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     """
     path = Path(path)
     refuse_pickle_suffix(path)
+    refuse_unfinished(path)
     with open_regular(path) as file:
         file_bytes = os.fstat(file.fileno()).st_size
         raw = _header_json(file, path, file_bytes)

@@ -298,7 +298,7 @@ def _format(tensors: Tensors, layer: str, weight: TensorInfo) -> str | None:
         return f"bitsandbytes {'nf4' if has('weight.quant_state.bitsandbytes__nf4') else '4-bit'}"
     if has("SCB"):
         return "bitsandbytes int8"
-    if f"GGUF {weight.dtype}" in GGUF:
+    if f"GGUF {weight.dtype}" in GGUF and len(weight.shape) == 2:  # others are expanded when read
         return f"GGUF {weight.dtype}"
     if weight.dtype in FP8_NAMES:
         if has("weight_scale_inv"):

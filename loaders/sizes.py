@@ -24,6 +24,7 @@ from ..spec.vae import VaeShape
 from .checkpoint import CheckpointPart, inspect_checkpoint, read_index, sample_sigmas
 from .quantization import (
     DECODING,
+    GGUF,
     GGUF_IN_W4A8,
     PACKED,
     STORAGE_ONLY,
@@ -196,6 +197,8 @@ def loaded_bytes(source: Source, packed: bool = False) -> TransformerBytes:
     gguf = quantization.gguf
     for name, info in source.tensors.items():
         count = info.nbytes
+        if f"GGUF {info.dtype}" in GGUF:  # expanded, whatever it is
+            count = info.elements * BYTES_PER_WEIGHT["bf16"]
         if gguf and len(info.shape) == 2:
             layer = name.removesuffix(".weight")
             rounded = is_quantizable(layer)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -258,6 +258,32 @@ def check_unchanged(source: Source, before: tuple[tuple[str, int, int], ...]) ->
 
 # Compares what a file holds with what a host's class needs, because hosts only log the difference
 # and then compute with whatever their memory contained before.
+
+
+def native_names(source: Source, to_native: Callable[[str], str]) -> dict[str, str]:
+    """Returns {name in ComfyUI: name in the file, less its prefix}.
+
+    Raises:
+        CheckpointError: two names are one in ComfyUI.
+    """
+    names: dict[str, str] = {}
+    for name in source.tensors:
+        native = to_native(name)
+        if native in names:
+            raise CheckpointError(
+                f"This file holds {native!r} twice, as {names[native]!r} and as {name!r}: get it "
+                "from the model's own source.",
+                source.path,
+            )
+        names[native] = name
+    return names
+
+
+def left_out(names: Collection[str], what: str) -> tuple[str, ...]:
+    """Says, if there are any, that tensors are left out as ComfyUI's own loader leaves them out."""
+    first, count = next(iter(names), ""), len(names)
+    told = f"{first!r}" if count == 1 else f"{count} tensors such as {first!r}"
+    return (f"{told} left out: {what} has no place for it",) if names else ()
 
 
 def check_names(

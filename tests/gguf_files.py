@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import gguf
@@ -53,9 +55,14 @@ def header(tensors: Mapping[str, Stored], metadata: Metadata, version: int = 3) 
 
 
 def write_gguf(
-    path: Path, tensors: Mapping[str, Stored], metadata: Metadata | None = None, version: int = 3
+    path: Path,
+    tensors: Mapping[str, Stored],
+    metadata: Metadata | None = MappingProxyType({}),
+    version: int = 3,
 ) -> Path:
-    metadata = {"general.architecture": "qwen_image"} | dict(metadata or {})
+    """Writes a file of a Qwen-Image, or with `metadata` None of what it does not say."""
+    named = {} if metadata is None else {"general.architecture": "qwen_image"}
+    metadata = named | dict(metadata or {})
     alignment = int(metadata.get("general.alignment", 32))
     with path.open("wb") as file:
         file.write(header(tensors, metadata, version))
@@ -71,6 +78,20 @@ def random_blocks(dtype: str, count: int, seed: int = 0) -> np.ndarray:
     found = np.random.default_rng(seed).integers(0, 256, (count, block.bytes), dtype=np.uint8)
     found[0], found[1] = 0, 255
     return found
+
+
+def blocks_of(shape: tuple[int, ...], dtype: str, seed: int = 0) -> Stored:
+    """A tensor of finite values below 1 in any type; F32 where its rows do not fit the blocks."""
+    block = BLOCK_TYPES[dtype]
+    count, rest = divmod(shape[-1], block.elements)
+    if rest or block.elements == 1:
+        plain = dtype if block.elements == 1 else "F32"
+        values = np.random.default_rng(seed).standard_normal(shape, dtype=np.float32) / 16
+        data = gguf.quantize(values, gguf.GGMLQuantizationType[plain])
+        return Stored(plain, shape, data.tobytes())
+    blocks = random_blocks(dtype, 2 + count * math.prod(shape[:-1]), seed)[2:]
+    # Whichever two bytes are a scale, as fp16 it is then below 0.0005.
+    return Stored(dtype, shape, (blocks % 16).tobytes())
 
 
 def stored(weight: torch.Tensor, dtype: str) -> Stored:

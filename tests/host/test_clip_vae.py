@@ -298,6 +298,54 @@ def test_the_published_7b_fits_as_it_is():
         path.unlink()
 
 
+PREFIXES = "text_encoders.", ""
+# What other packs, older transformers and ComfyUI's own savers leave beside the weights.
+LEFT = {
+    "model.rotary_emb.inv_freq": torch.ones(8),
+    "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8),
+    "visual.rotary_pos_emb.inv_freq": torch.ones(8),
+    "logit_scale": torch.tensor(4.6),
+    "text_projection": torch.zeros(4, 4),
+    "text_projection.weight": torch.zeros(4, 4),
+    "tokenizer_json": torch.zeros(9, dtype=torch.uint8),
+    "spiece_model": torch.zeros(9, dtype=torch.uint8),
+    "tekken_model": torch.zeros(9, dtype=torch.uint8),
+    "position_ids": torch.zeros(1, 9, dtype=torch.int64),
+    "model.other.weight": torch.zeros(4, 4, dtype=torch.float8_e4m3fn),
+    "model.other.weight_scale": torch.tensor(float("nan")),
+    "model.layers.0.self_attn.q_proj.lora_A.weight": torch.zeros(4, narrow.HIDDEN),
+    "model.layers.0.self_attn.q_proj.lora_B.weight": torch.zeros(narrow.QKV, 4),
+    "loss.logvar": torch.full((), float("nan")),
+}
+
+
+@pytest.mark.parametrize("form", [dict, narrow.scaled_fp8])
+@pytest.mark.parametrize("prefix", ["", *(f"{it}qwen25_7b.transformer." for it in PREFIXES)])
+def test_a_text_encoder_with_tensors_that_comfyui_ignores(prefix, form):
+    known, _ = encoded(narrow.write(FOLDER / "plain.safetensors", form(WEIGHTS)))
+    tensors = {f"{prefix}{name}": it for name, it in (form(WEIGHTS) | LEFT).items()}
+    found, report = encoded(narrow.write(FOLDER / "left.safetensors", tensors))
+    assert torch.equal(found, known)
+    assert f"{len(LEFT) - 1} tensors such as" in report.text()  # the vision tower has its own line
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_comfyui_ignores_is_told(name):
+    path = narrow.write(FOLDER / "left.safetensors", WEIGHTS | {name: LEFT[name]})
+    notes = "".join(read_layout(open_source(path, "text_encoder")).notes)
+    assert (repr(name) in notes) == (not name.startswith("visual."))
+
+
+@pytest.mark.parametrize("names", ["native", "diffusers"])
+def test_a_vae_with_tensors_that_comfyui_ignores(names):
+    latents = known()["latents"]
+    [path] = (MICRO / "vae").glob("*.safetensors")
+    tensors = load_file(path if names == "diffusers" else FOLDER / "native_vae.safetensors")
+    vae, report = load_vae(narrow.write(FOLDER / "left_vae.safetensors", tensors | LEFT))
+    assert torch.equal(vae.decode(latents), load_vae(path)[0].decode(latents))
+    assert f"{len(LEFT)} tensors such as" in report.text()
+
+
 # --- wrong text encoders
 
 
@@ -323,7 +371,6 @@ def test_wrong_text_encoders_are_refused():
         ("heads", WEIGHTS | {f"{attention}.q_proj.bias": bad[:3]}, ["heads of 128"]),
         ("tower", narrow.toy_tower("visual") | {"visual.blocks.0.x": bad}, ["mmproj"]),
         ("3B", other_size, ["3B", "3584 wide"]),
-        ("extra", WEIGHTS | {f"{layer}.extra": bad}, [f"{layer}.extra", "no place"]),
         ("shape", WEIGHTS | {norm: bad[:5]}, [norm, "shape"]),
         ("nan", WEIGHTS | {norm: bad}, [norm, "NaN"]),
         ("scale", scaled | {f"{layer}.scale_weight": torch.zeros(())}, [layer, "zero"]),
@@ -417,7 +464,6 @@ def test_wrong_vaes_are_refused():
             {n: t for n, t in native.items() if n != "decoder.head.0.gamma"},
             ["VAE's width"],
         ),
-        ("extra", native | {"decoder.extra": gamma}, ["decoder.extra", "no place"]),
         ("shape", native | {"conv1.bias": gamma[:3]}, ["conv1.bias", "shape"]),
         ("nan", native | {name: gamma}, [name, "NaN"]),
         ("infinity", native | {name: gamma.nan_to_num(torch.inf)}, [name, "NaN"]),

@@ -6,16 +6,18 @@ import pytest
 import torch
 from comfy.quant_ops import QuantizedTensor
 from comfyui_boot import folder
-from gguf_files import gguf_of, write_gguf
-from safetensors.torch import save_file
+from gguf_files import blocks_of, gguf_of, write_gguf
+from safetensors.torch import load_file, save_file
 
 from qwen_l40s.errors import CheckpointError, UnavailableError
 from qwen_l40s.families.qwen_image import QwenImageShape
 from qwen_l40s.hosts.comfyui.load import plan
 from qwen_l40s.hosts.comfyui.load.choose import choices, source_of
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
-from qwen_l40s.loaders.gguf import read_gguf
+from qwen_l40s.loaders.gguf import BLOCK_TYPES, read_gguf
 from qwen_l40s.loaders.gguf_blocks import BlockRows, map_gguf
+from qwen_l40s.loaders.quantized_file import plan_quantized, write_quantized
+from qwen_l40s.loaders.sizes import read_sizes
 from qwen_l40s.planning.bytes import weight_bytes
 from qwen_l40s.spec.sizes import STAGING_BYTES
 
@@ -33,19 +35,23 @@ def check_same(ours, expected) -> None:
         assert any(torch.equal(found[name], it.to(weight.dtype)) for it in (weight, in_bf16)), name
 
 
+def expanded(path):
+    values = {
+        name: it.expand(it.values) if isinstance(it, BlockRows) else it
+        for name, it in map_gguf(read_gguf(path)).items()
+    }
+    file = path.with_suffix(".safetensors")
+    save_file({name: value.float() for name, value in values.items()}, file)
+    return file
+
+
 @pytest.fixture(scope="module", params=["Q8_0", "Q4_1", "F16"])
 def files(request):
     """A GGUF file, and one of safetensors with its values in fp32."""
     plain = FOLDER / "bf16.safetensors"
     save_file(narrow.weights(ONE_BLOCK), plain)
     path = gguf_of(plain, FOLDER / f"{request.param}.gguf", request.param)
-    values = {
-        name: it.expand(it.values) if isinstance(it, BlockRows) else it
-        for name, it in map_gguf(read_gguf(path)).items()
-    }
-    expanded = FOLDER / f"{request.param}.safetensors"
-    save_file({name: value.float() for name, value in values.items()}, expanded)
-    return path, expanded
+    return path, expanded(path)
 
 
 @pytest.mark.parametrize("precision", ["int8", "fp8", "bf16"])
@@ -119,3 +125,34 @@ def test_few_bits_become_w4a8_where_int8_has_no_room(dtype, monkeypatch):
     monkeypatch.setattr(plan, "available_memory", lambda: 0)
     with pytest.raises(UnavailableError, match=r"in w4a8 needs .* of host memory"):
         load_model(path)
+
+
+# A tensor for each thing that tensors are in a transformer.
+ROLES = {
+    "norm": "txt_norm.weight",
+    "bias": "transformer_blocks.0.attn.to_q.bias",
+    "layer of a block": "transformer_blocks.0.attn.to_q.weight",
+    "modulation": "transformer_blocks.0.img_mod.1.weight",
+    "outer layer": "txt_in.weight",
+}
+
+
+@pytest.mark.parametrize("dtype", BLOCK_TYPES)
+def test_every_tensor_may_be_of_every_type(dtype):
+    """Published files have norms in Q8_0 and no metadata."""
+    shapes = QwenImageShape(1, 512, 4, 128, 256, 64, 64).tensors()
+    tensors = {name: blocks_of(shape, dtype, len(name)) for name, shape in shapes.items()}
+    assert {tensors[name].dtype for name in ROLES.values()} == {dtype}
+    path = write_gguf(FOLDER / f"all-{dtype}.gguf", tensors, None)
+    plain = expanded(path)
+    for precision in ("int8", "bf16"):
+        check_same(*(load_model(file, precision)[0] for file in (path, plain)))
+    sizes, written = read_sizes(path), path.with_name(f"int8-of-{dtype}.safetensors")
+    in_blocks = BLOCK_TYPES[dtype].elements > 1
+    matrices = {it.removesuffix(".weight") for it, size in shapes.items() if len(size) == 2}
+    assert sizes.transformer.quantization.layers.keys() <= (matrices if in_blocks else {*()})
+    write_quantized(plan_quantized(path, "int8"), written)
+    check_same(*(load_model(file, "int8")[0] for file in (written, path)))
+    if in_blocks and {it.dtype for it in tensors.values()} == {dtype}:
+        known = {k: it.nbytes for k, it in load_file(written).items() if "comfy_quant" not in k}
+        assert sizes.loaded.total == sum(known.values())

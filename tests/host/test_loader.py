@@ -4,6 +4,7 @@ that ComfyUI takes for granted, and in all other tests of a third of it, which i
 
 import functools
 import json
+from pathlib import Path
 from unittest import mock
 
 import comfy.model_detection
@@ -11,19 +12,26 @@ import comfy.model_management
 import comfy.sample
 import comfy.samplers
 import comfy.sd
+import folder_paths
+import narrow_text_encoder
 import narrow_transformer as narrow
 import pytest
 import torch
+from comfy_extras import nodes_model_merging
 from comfy_kitchen.backends.eager.w4a8_int8 import (
     _dequant_int4_grouped_to_int8,
     quantize_w4a8_int8_weight,
 )
-from comfyui_boot import folder
+from comfyui_boot import ROOT, folder
+from lora_forms import FAILING, FORMS
 from narrow_transformer import difference
 from safetensors.torch import load_file, save_file
 
 from qwen_l40s.families.qwen_image import QwenImageShape
+from qwen_l40s.hosts.comfyui.load.text_encoder import load_text_encoder
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
+from qwen_l40s.hosts.comfyui.load.vae import load_vae
+from qwen_l40s.loaders.checkpoint import inspect_checkpoint
 from qwen_l40s.loaders.quantize import comfy_quant_tensor, quantize_rows
 from qwen_l40s.loaders.stored import rotate
 
@@ -240,3 +248,65 @@ def test_unscaled_fp8_loses_nothing_on_the_way():
     # The same values in bf16, which is exact.
     exact = loaded("unscaled_in_bf16.safetensors")
     assert difference(loaded("unscaled_fp8.safetensors"), exact) <= 1e-5
+
+
+def prefixes_of_comfyui() -> list[str]:
+    """What its loader takes off a transformer's names, of all texts in its code."""
+    find = comfy.model_detection.unet_prefix_from_state_dict
+    consts = find.__code__.co_consts
+    texts = {text for it in consts for text in (it if isinstance(it, tuple) else (it,))}
+    dotted = [it for it in texts if isinstance(it, str) and it.endswith(".")]
+    return sorted(it for it in dotted if find(dict.fromkeys(f"{it}{n}" for n in range(9))) == it)
+
+
+@with_files
+@pytest.mark.parametrize("prefix", prefixes_of_comfyui())
+def test_prefixes_that_comfyui_takes_off(prefix):
+    weights = load_file(FOLDER / "bf16.safetensors")
+    tensors = {f"{prefix}{name}": weight for name, weight in weights.items()}
+    # As some trainers keep an average; ComfyUI leaves it out.
+    tensors |= {f"average.{name}": torch.zeros_like(weight) for name, weight in weights.items()}
+    save_file(tensors, FOLDER / "other_prefix.safetensors")
+    assert torch.equal(stock("other_prefix.safetensors"), known())
+    assert torch.equal(loaded("other_prefix.safetensors"), known())
+
+
+@with_files
+def test_a_model_with_what_loras_have_left_in_it():
+    weights = load_file(FOLDER / "bf16.safetensors")
+    layer = narrow.LAYER.replace(".1.", ".0.")
+    shape = weights[f"{layer}.weight"].shape
+    ends = {end: it for form in {**FORMS, **FAILING}.values() for end, it in form(*shape).items()}
+    left = {f"{layer}{end}": tensor.contiguous() for end, tensor in ends.items()}
+    save_file(weights | left, FOLDER / "left.safetensors")
+    [part] = inspect_checkpoint(FOLDER / "left.safetensors").parts
+    assert part.role == "transformer"
+    assert torch.equal(stock("left.safetensors"), known())
+    assert torch.equal(loaded("left.safetensors"), known())
+    assert torch.equal(loaded("left.safetensors", "int8"), loaded("bf16.safetensors", "int8"))
+
+
+@with_files
+def test_what_comfyui_s_own_nodes_save_is_read_again():
+    text = narrow_text_encoder.write(FOLDER / "text.safetensors", narrow_text_encoder.weights())
+    model, clip = load_model(FOLDER / "bf16.safetensors")[0], load_text_encoder(text)[0]
+    vae = load_vae(ROOT / "models" / "micro")[0]
+    nodes_model_merging.CheckpointSave().save(model, clip, vae, "saved/all")
+    nodes_model_merging.ModelSave().save(model, "saved/model")
+    nodes_model_merging.CLIPSave().save(clip, "saved/clip")
+    nodes_model_merging.VAESave().save(vae, "saved/vae")
+    found = Path(folder_paths.get_output_directory(), "saved")
+    checkpoint, alone = found / "all_00001_.safetensors", "{}_00001_.safetensors".format
+    assert {it.role for it in inspect_checkpoint(checkpoint).parts} == {
+        *("transformer", "text_encoder", "vae")
+    }
+    latents = torch.randn(1, 16, 1, 8, 8)
+    known_text = clip.encode_from_tokens(clip.tokenize("a star"))
+    for model_file, text_file, vae_file in (
+        (checkpoint,) * 3,
+        [found / alone(it) for it in ("model", "clip", "vae")],
+    ):
+        assert torch.equal(sample(load_model(model_file)[0]), known())
+        again = load_text_encoder(text_file)[0]
+        assert torch.equal(again.encode_from_tokens(again.tokenize("a star")), known_text)
+        assert torch.equal(load_vae(vae_file)[0].decode(latents), vae.decode(latents))

@@ -10,6 +10,7 @@ from pathlib import Path
 from unittest import mock
 
 import comfy.hooks
+import comfy.lora
 import comfy.model_management
 import comfy.model_patcher
 import comfy.ops
@@ -17,16 +18,21 @@ import comfy.sample
 import comfy.sd
 import comfy.supported_models
 import comfy.utils
+import comfy.weight_adapter
 import comfyui_boot
+import folder_paths
 import narrow_transformer as narrow
 import pytest
 import torch
 from comfy.patcher_extension import WrappersMP
 from comfy_api.torch_helpers import set_torch_compile_wrapper
+from comfy_extras import nodes_lora_extract, nodes_model_merging
 from comfyui_boot import folder
-from safetensors.torch import save_file
+from lora_forms import FAILING, FORMS, asked_suffixes
+from safetensors.torch import load_file, save_file
 
 from qwen_l40s.errors import CheckpointError, SettingError
+from qwen_l40s.families.identify import SUFFIX, split_parts
 from qwen_l40s.hosts.comfyui.lora.apply import LoraReport, apply_lora
 from qwen_l40s.hosts.comfyui.lora.bypass import lowered
 from qwen_l40s.hosts.comfyui.sample.optimize import optimize, report_of
@@ -451,7 +457,7 @@ def test_what_is_not_applied_is_told() -> None:
         block: "not in this model",
         "transformer.proj_out": "its tensors are incomplete",
         norm: "not in this model",
-        "something.else": "not a tensor of a LoRA",
+        "something.else": "ComfyUI's loader does not read it",
         said: "this ComfyUI's model has no such setting",
     }
     text = report.text()
@@ -576,3 +582,111 @@ def test_another_model_of_the_same_blocks_is_refused() -> None:
     words = "The MODEL is MageFlow and this node changes Qwen-Image"
     with pytest.raises(SettingError, match=words):
         applied(model, lora())
+
+
+def test_inspection_knows_every_form_of_comfyuis_loader() -> None:
+    suffixes = asked_suffixes(comfy.lora.load_lora)
+    forms = (*FORMS.values(), *FAILING.values())
+    written = {end for form in forms for end in form(*MATRICES[LAYER].shape)}
+    assert suffixes == written, "another form than those that are tried here"
+    assert {it for it in suffixes if SUFFIX.sub("", f"x{it}") != "x"} == set()
+
+
+def in_form(form: str) -> Tensors:
+    """A file of a form, with its modules in one of the styles that ComfyUI itself knows."""
+    styles = ("diffusion_model.{}", "transformer.{}", "{}", "lora_unet_{}", "lycoris_{}")
+    style = styles[[*FORMS].index(form) % len(styles)]
+    names = {it: it.replace(".", "_") if style.endswith("_{}") else it for it in MATRICES}
+    return {
+        f"{style.format(names[module])}{end}": tensor
+        for module, weight in MATRICES.items()
+        for end, tensor in FORMS[form](*weight.shape).items()
+    }
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_form_does_what_core_does(form: str) -> None:
+    tensors = in_form(form)
+    [part] = split_parts(tensors)
+    assert (part.identity.role, part.identity.dims["modules"]) == ("lora", MODULES)
+    for weights in (PLAIN, INT8):
+        base = build(weights)
+        known, path = sample(by_core(base, tensors, 0.7)), saved(tensors, "form")
+        assert distance(known, sample(base)) > 1e-3, "it changes nothing to speak of"
+        for how in ("merge", "auto"):
+            model, report = apply_lora(base, path, 0.7, how=how)
+            found = sample(model)
+            assert (report.applied, report.modules, report.not_applied) == (MODULES, MODULES, ())
+            same = torch.equal(found, known) if report.how == "merge" else weights is INT8
+            assert same, (weights, how, distance(found, known))
+    if report.how == "merge":
+        with pytest.raises(SettingError):
+            apply_lora(base, path, 1.0, how="bypass")
+
+
+@pytest.mark.parametrize("form", FAILING)
+def test_a_form_that_does_not_fit_is_refused(form: str) -> None:
+    """ComfyUI logs a line for the layer, or ends in the middle of a step, or adds nonsense."""
+    ends = FAILING[form](*MATRICES[LAYER].shape)
+    refused({**lora(alpha=None), **{f"{LAYER}{end}": it for end, it in ends.items()}}, LAYER)
+    refused({f"{LAYER}{end}": it for end, it in ends.items()}, LAYER, how="auto")
+
+
+def test_what_the_loader_leaves_out_is_told() -> None:
+    """ComfyUI logs a line for each tensor; a second change of a weight takes the first one's place
+    without one.
+    """
+    biases = {f"{module}.lora_B.bias": torch.ones(4) for module in MATRICES}
+    _, report = apply_lora(build(), saved({**lora(), **biases}), 1.0, how="merge")
+    assert {name for name, _ in report.not_applied} == {*biases}
+    assert (report.applied, report.modules) == (MODULES, MODULES)
+    tensors = {**lora(), f"{LAYER}.diff": torch.ones(128, 128)}
+    model, report = apply_lora(build(), saved(tensors), 1.0, how="merge")
+    assert torch.equal(sample(model), sample(by_core(build(), tensors)))
+    assert {name for name, _ in report.not_applied} == {
+        f"{LAYER}.lora_{side}.weight" for side in ("up", "down")
+    }
+
+
+def test_a_parameter_that_is_no_weight() -> None:
+    tensors = {**lora(), f"diffusion_model.{LAYER}.bias.diff": torch.ones(128)}
+    model, report = apply_lora(build(), saved(tensors), 1.0, how="merge")
+    assert (report.applied, report.modules) == (MODULES + 1, MODULES + 1)
+    assert torch.equal(sample(model), sample(by_core(build(), tensors)))
+
+
+def test_a_form_that_only_a_newer_comfyui_knows(monkeypatch) -> None:
+    class Halved(comfy.weight_adapter.WeightAdapterBase):
+        name = "halved"
+
+        def __init__(self, loaded_keys: set[str], weights: tuple[torch.Tensor]) -> None:
+            self.loaded_keys, self.weights = loaded_keys, weights
+
+        @classmethod
+        def load(cls, x: str, lora: Tensors, *others: object) -> "Halved | None":
+            return cls(set(), (lora[f"{x}.halves"],)) if f"{x}.halves" in lora else None
+
+        def calculate_weight(self, weight, key, strength, model, offset, function, *more):
+            weight += function(strength / 2 * self.weights[0].to(weight))
+            return weight
+
+    new = {f"transformer.{LAYER}.halves": torch.ones(128, 128) / 10}
+    refused(new, "not a LoRA")
+    monkeypatch.setattr(comfy.weight_adapter, "adapters", [*comfy.weight_adapter.adapters, Halved])
+    others = {name: it for name, it in lora().items() if not name.startswith(LAYER)}
+    for tensors, modules in ((new, 1), (new | others, MODULES)):
+        model, report = apply_lora(build(INT8), saved(tensors), 1.0, how="auto")
+        assert (report.applied, report.modules, report.how) == (modules, modules, "merge")
+        assert torch.equal(sample(model), sample(by_core(build(INT8), tensors)))
+
+
+@pytest.mark.parametrize("lora_type", nodes_lora_extract.LORA_TYPES)
+def test_what_core_extracts_and_saves(lora_type: str) -> None:
+    base = build()
+    [difference] = nodes_model_merging.ModelSubtract().merge(by_core(base, lora()), base, 1.0)
+    nodes_lora_extract.LoraSave.execute(f"{lora_type}/of", 4, lora_type, True, difference)
+    [path] = Path(folder_paths.get_output_directory(), lora_type).iterdir()
+    model, report = apply_lora(base, path, 1.0, how="merge")
+    assert report.applied == report.modules and not report.not_applied, report
+    assert torch.equal(sample(model), sample(by_core(base, load_file(path))))
+    assert distance(sample(model), sample(by_core(base, lora()))) < 0.1

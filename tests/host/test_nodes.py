@@ -113,7 +113,8 @@ def test_a_prompt_looks_once_at_each_of_many_files_and_reads_each_header_once():
     QwenL40SLoad.GET_SCHEMA()  # ComfyUI lists the folders, and of few files reads the headers
     better = encoders / "qwen.safetensors"
     try:
-        for most, read in ((6, names), (2, [])):  # looks at each file; reading a header takes four
+        # Looks at each file: reading a header takes eight.
+        for most, read in ((10, names), (2, [])):
             with looks_counted(encoders) as looked:
                 assert QwenL40SLoad.validate_inputs(**chosen) is True
                 first = QwenL40SLoad.fingerprint_inputs(**chosen)

@@ -844,6 +844,6 @@ def test_a_folder_that_diffusers_itself_wrote(tmp_path):
 
 
 @pytest.mark.parametrize("number", ["9" * 5000, "x", ""], ids=["long", "text", "none"])
-def test_a_vaes_block_without_a_usable_number_is_refused(number):
-    with pytest.raises(CheckpointError, match="is not one of a Qwen-Image VAE in diffusers form"):
-        vae_name_to_native(f"decoder.up_blocks.{number}.resnets.0.conv1.weight")
+def test_a_vaes_block_without_a_usable_number_keeps_its_name(number):
+    name = f"decoder.up_blocks.{number}.resnets.0.conv1.weight"
+    assert vae_name_to_native(name) == name

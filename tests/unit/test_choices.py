@@ -112,6 +112,36 @@ def test_a_linked_folder_is_a_choice(choices, models, tmp_path_factory):
     assert "linked/" in choices.choices("transformer")
 
 
+@pytest.mark.parametrize("owner", ["", "hub"])
+def test_a_cache_of_hugging_face_is_its_newest_snapshot(choices, models, owner):
+    cache = models / "diffusers" / owner / "models--Qwen--Qwen-Image"
+    for age, revision in enumerate(("b", "a")):
+        folder = write_folder(cache / "snapshots" / revision)
+        os.utime(folder, (age, age))
+    (cache / "snapshots" / "gone").symlink_to("nowhere")
+    name = f"{cache.relative_to(models / 'diffusers').as_posix()}/"
+    assert choices.choices("transformer") == [name, choices.MICRO]
+    assert choices.source_of(name, "vae").path == cache / "snapshots" / "a" / "vae"
+
+
+@pytest.mark.parametrize("end", header.UNFINISHED)
+def test_a_download_that_has_not_ended_is_refused_until_it_has(choices, models, end):
+    """Its file has the whole size from the start."""
+    path = write(models / "diffusion_models" / "qwen.safetensors", micro_transformer())
+    linked = models / "checkpoints" / "link.safetensors"
+    linked.symlink_to(path)
+    beside = path.with_name(path.name + end)
+    for _ in range(2):
+        for name in (path.name, linked.name):
+            assert choices.source_of(name, "transformer").tensors
+        beside.write_text("")
+        for name in (path.name, linked.name):
+            choices._read.cache_clear()  # as where the file has grown
+            with pytest.raises(CheckpointError, match=beside.name):
+                choices.source_of(name, "transformer")
+        beside.unlink()
+
+
 def source(choices, path, role="transformer"):
     return choices.open_source(path, role)
 

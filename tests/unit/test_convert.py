@@ -1,8 +1,6 @@
-"""Names of the VAE's and the text encoder's tensors: every name has its own native one, and nothing
-else has.
+"""Names of the VAE's and the text encoder's tensors: every name has its own native one, and others
+stay.
 """
-
-import contextlib
 
 import pytest
 from accelerate import init_empty_weights
@@ -12,7 +10,6 @@ from hypothesis import strategies as st
 from test_checkpoint import flat
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from qwen_l40s.errors import CheckpointError
 from qwen_l40s.families.parts import (
     text_encoder_name_to_native,
     vae_21_name_to_native,
@@ -44,21 +41,15 @@ def test_each_tensor_of_the_vae_gets_a_name_of_its_own():
         "vae.encoder.conv_in.weight",
     ],
 )
-def test_a_name_of_something_else_is_refused(name):
-    for to_native, whose in (
-        (vae_name_to_native, "a Qwen-Image VAE"),
-        (vae_21_name_to_native, "Qwen-Image-2.1's VAE"),
-    ):
-        with pytest.raises(CheckpointError) as error:
-            to_native(name)
-        assert f"The tensor {name!r} is not one of {whose} in diffusers form" in str(error.value)
+def test_a_name_of_something_else_stays(name):
+    for to_native in (vae_name_to_native, vae_21_name_to_native):
+        assert to_native(name) == name
 
 
 @given(st.text())
-def test_any_text_is_a_name_or_refused(name):
-    for to_native in (vae_name_to_native, vae_21_name_to_native):
-        with contextlib.suppress(CheckpointError):
-            assert to_native(name)
+def test_any_text_has_a_name(name):
+    for to_native in (vae_name_to_native, vae_21_name_to_native, text_encoder_name_to_native):
+        assert isinstance(to_native(name), str)
 
 
 def nested_text_encoder():
@@ -103,7 +94,6 @@ def test_a_scale_goes_with_its_layer(name, native):
         "",
         "model",
         "model.",
-        "model.visual.",
         "lm_head",
         "transformer.model.norm.weight",
         "vision_model.embeddings.patch_embedding.weight",
@@ -111,17 +101,5 @@ def test_a_scale_goes_with_its_layer(name, native):
         "scaled_fp8.weight",
     ],
 )
-def test_a_name_that_is_not_the_text_encoders_is_refused(name):
-    with pytest.raises(CheckpointError, match="not one of a Qwen2") as error:
-        text_encoder_name_to_native(name)
-    assert repr(name) in str(error.value)
-
-
-WORDS = ("model", "language_model", "visual", "lm_head", "scaled_fp8", "layers", "0", "weight", "")
-
-
-@given(st.text() | st.lists(st.sampled_from(WORDS)).map(".".join))
-def test_any_text_is_a_text_encoders_name_or_refused(name):
-    with contextlib.suppress(CheckpointError):
-        native = text_encoder_name_to_native(name)
-        assert native == "scaled_fp8" or native.startswith(("model.", "visual."))
+def test_a_name_that_is_not_the_text_encoders_stays(name):
+    assert text_encoder_name_to_native(name) == name

@@ -7,16 +7,23 @@ import json
 import math
 import os
 import pickle
+import re
 import zipfile
 from pathlib import Path
 
 import pytest
+from gguf_files import blocks_of, write_gguf
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize
 
+from qwen_l40s.cli import main
 from qwen_l40s.errors import CheckpointError
-from qwen_l40s.loaders.header import DTYPE_BITS, MAX_HEADER_BYTES, read_header
+from qwen_l40s.loaders.checkpoint import inspect_checkpoint
+from qwen_l40s.loaders.gguf import read_gguf
+from qwen_l40s.loaders.header import DTYPE_BITS, MAX_HEADER_BYTES, UNFINISHED, read_header
+from qwen_l40s.loaders.quantized_file import plan_quantized
+from qwen_l40s.loaders.sizes import read_sizes
 
 QUIET = settings(
     deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -236,6 +243,21 @@ def test_paths_that_are_no_file(tmp_path):
         os.mkfifo(tmp_path / "pipe.safetensors")
         with pytest.raises(CheckpointError, match="is a pipe or a device"):
             read_header(tmp_path / "pipe.safetensors")
+
+
+@pytest.mark.parametrize("end", UNFINISHED)
+def test_every_reader_refuses_a_download_that_has_not_ended(tmp_path, end, capsys):
+    """aria2 and its like give a file its name and its size before its content."""
+    file = good_file(tmp_path / "model.safetensors")
+    gguf = write_gguf(tmp_path / "model.gguf", {"x": blocks_of((4, 32), "F32")})
+    for path, read in ((file, read_header), (gguf, read_gguf)):
+        assert read(path).tensors
+        path.with_name(path.name + end).touch()
+        for run in (read, inspect_checkpoint, read_sizes, lambda it: plan_quantized(it, "int8")):
+            with pytest.raises(CheckpointError, match=re.escape(path.name + end)):
+                run(path)
+        assert main(["inspect", str(path)]) == 2
+        assert path.name + end in capsys.readouterr().err
 
 
 def test_an_unreadable_file_is_named(tmp_path, monkeypatch):

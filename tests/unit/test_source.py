@@ -5,6 +5,7 @@ Headers only, as in test_checkpoint.py: real names, small shapes, no weights.
 
 import json
 import os
+import pickle
 
 import pytest
 from test_checkpoint import (
@@ -21,6 +22,9 @@ from test_checkpoint import (
 )
 
 from qwen_l40s.errors import CheckpointError
+from qwen_l40s.families.identify import WRAPPERS
+from qwen_l40s.loaders.quantized_file import plan_quantized
+from qwen_l40s.loaders.sizes import read_sizes
 from qwen_l40s.loaders.source import PLACES, fingerprint, open_source
 from qwen_l40s.spec.formats import METADATA_KEY
 
@@ -68,6 +72,20 @@ def test_a_single_file_with_and_without_a_prefix(tmp_path, specs, role):
             assert (source.part.family, source.part.prefix) == (FAMILIES[role], prefix)
             assert source.part.tensors == len(source.shards.tensors) == len(specs[role])
             assert source.config == {}
+
+
+@pytest.mark.parametrize("prefix", ["", *WRAPPERS])
+def test_a_transformer_under_each_prefix_with_what_a_lora_left_in_it(tmp_path, specs, prefix):
+    layer = "transformer_blocks.0.attn.to_q"
+    left = {f"{layer}.lora_{side}.weight": ("BF16", (4, 4)) for side in "AB"}
+    path = write(tmp_path / "file.safetensors", specs["transformer"])
+    known = read_sizes(path).shape, plan_quantized(path, "int8").quantized
+    tensors = {f"{prefix}{name}": spec for name, spec in (specs["transformer"] | left).items()}
+    path = write(tmp_path / "left.safetensors", tensors)
+    source = open_source(path, "transformer")
+    assert (source.part.family, source.part.prefix) == (FAMILIES["transformer"], prefix)
+    assert layer + ".weight" in source.tensors
+    assert (read_sizes(path).shape, plan_quantized(path, "int8").quantized) == known
 
 
 @pytest.mark.parametrize("role", ROLES)
@@ -290,6 +308,13 @@ def test_a_quantization_that_is_not_run(tmp_path, specs):
 
 
 # --- files that are none, or not whole
+
+
+def test_an_error_that_is_told_again_names_its_place_once(tmp_path):
+    first = CheckpointError("This is broken: download it again.", tmp_path / "part")
+    again = pickle.loads(pickle.dumps(CheckpointError(first, tmp_path / "whole")))
+    assert str(again) == str(first) and again.path == tmp_path / "part"
+    assert str(CheckpointError(ValueError("bad."), tmp_path)) == f"bad ({tmp_path})."
 
 
 def test_shards_that_are_not_whole(tmp_path, specs):

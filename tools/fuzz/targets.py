@@ -200,6 +200,8 @@ if find_spec("comfy") is None:  # which reads a LoRA with the same library
     comfy = sys.modules["comfy"] = ModuleType("comfy")
     comfy.utils = sys.modules["comfy.utils"] = ModuleType("comfy.utils")
     comfy.utils.load_torch_file = lambda path, **_: (load_file(path), read_header(path).metadata)
+    comfy.lora = sys.modules["comfy.lora"] = ModuleType("comfy.lora")
+    comfy.lora.load_lora = lambda tensors, modules, log_missing: {}
 from ...hosts.comfyui.lora import file as lora  # noqa: E402
 
 BLOCK = "transformer_blocks.0."

@@ -283,11 +283,20 @@ def _folders(role: str) -> dict[str, Path]:
     names = filter(folder_paths.folder_names_and_paths.__contains__, ("diffusers", *FOLDERS[role]))
     for root in (Path(it) for name in names for it in folder_paths.get_folder_paths(name)):
         for path in _subfolders(root, DEPTH):
+            place = _snapshot(path)
             # os.path says no where a folder may not be read, or a link goes round in circles.
-            index = os.path.isfile(path / PIPELINE_INDEX)
-            if index or any(path.glob("*.safetensors.index*.json")):
-                found.setdefault(path.relative_to(root).as_posix(), path)
+            index = os.path.isfile(place / PIPELINE_INDEX)
+            if index or any(place.glob("*.safetensors.index*.json")):
+                found.setdefault(path.relative_to(root).as_posix(), place)
     return {f"{name}/": found[name] for name in sorted(found)}
+
+
+def _snapshot(folder: Path) -> Path:
+    """Returns where a folder has its files: one of Hugging Face's cache, in its newest snapshot."""
+    found: list[tuple[int, str]] = []
+    with suppress(OSError), os.scandir(folder / "snapshots") as entries:
+        found = [(it.stat().st_mtime_ns, it.path) for it in entries if _is_folder(it)]
+    return Path(max(found)[1]) if found else folder
 
 
 def _subfolders(root: Path, depth: int) -> Iterator[Path]:

@@ -14,8 +14,8 @@ from ....errors import CheckpointError
 from ....families.parts import text_encoder_name_to_native
 from ....families.registry import text_encoder_titled
 from ....loaders.quantize import check_finite
-from ....loaders.source import Source, check_names, shapes_of
-from ....loaders.stored import KINDS, StoredLayer, accompanies, stored_layers
+from ....loaders.source import Source, check_names, left_out, native_names, shapes_of
+from ....loaders.stored import KINDS, MARKER, StoredLayer, accompanies, stored_layers
 from ....spec.formats import MULTIPLIED, QUANTIZED
 from .encoder_kind import EncoderKind, kind_of
 from .weights import FLOAT_NAMES, quantize_shown
@@ -52,8 +52,8 @@ def read_layout(source: Source) -> TextEncoderLayout:
     """Reads names and shapes from the headers.
 
     Raises:
-        CheckpointError: a tensor is missing, unexpected, or of a shape that ComfyUI cannot compute;
-            or the file is another size of Qwen2.5-VL.
+        CheckpointError: a tensor is missing, is there twice, or has a shape that ComfyUI cannot
+            compute; or the file is another size of Qwen2.5-VL.
         UnavailableError: this ComfyUI is older than the model.
     """
     kind, dims = kind_of(source), source.part.dims
@@ -64,7 +64,7 @@ def read_layout(source: Source) -> TextEncoderLayout:
             f"This is the {encoder.published[size]} of {kind.title}: {ONLY_7B}", source.path
         )
     config = _model_config(source, kind)
-    names = _native_names(source)
+    names = native_names(source, text_encoder_name_to_native)
     notes = []
     if any(name.startswith(HEAD) for name in names):
         notes.append(NO_HEAD)
@@ -77,19 +77,14 @@ def read_layout(source: Source) -> TextEncoderLayout:
             else f"vision tower left out: it is {found} wide and ComfyUI's class has "
             f"{kind.vision_width}, so Edit's text encode nodes cannot take images"
         )
-    loaded = {
-        native: name
-        for native, name in names.items()
-        if not native.startswith(HEAD) and (vision or not native.startswith(VISION))
-    }
     model_class = kind.model if vision else kind.text_only
-    model = model_class(config, torch.bfloat16, "meta", torch.nn)
-    shapes = {
-        native: source.tensors[name].shape
-        for native, name in loaded.items()
-        if not accompanies(native)
-    }
-    check_names(source.path, shapes, shapes_of(model), f"ComfyUI's {kind.title}")
+    expected = shapes_of(model_class(config, torch.bfloat16, "meta", torch.nn))
+    loaded = {native: name for native, name in names.items() if _has_place(native, expected)}
+    shapes = {native: source.tensors[names[native]].shape for native in loaded.keys() & expected}
+    what = f"ComfyUI's {kind.title}"
+    check_names(source.path, shapes, expected, what)
+    told = (HEAD,) if vision else (HEAD, VISION)
+    notes += left_out([it for it in names if it not in loaded and not it.startswith(told)], what)
     return TextEncoderLayout(
         kind=kind,
         names=loaded,
@@ -100,18 +95,10 @@ def read_layout(source: Source) -> TextEncoderLayout:
     )
 
 
-def _native_names(source: Source) -> dict[str, str]:
-    names: dict[str, str] = {}
-    for name in source.tensors:
-        native = text_encoder_name_to_native(name)
-        if native in names:
-            raise CheckpointError(
-                f"This file holds {native!r} twice, as {names[native]!r} and as {name!r}: get it "
-                "from the model's own source.",
-                source.path,
-            )
-        names[native] = name
-    return names
+def _has_place(native: str, expected: Mapping[str, Any]) -> bool:
+    layer = native.rpartition(".")[0]
+    weighs = native == MARKER or (accompanies(native) and f"{layer}.weight" in expected)
+    return weighs or native in expected
 
 
 def _model_config(source: Source, kind: EncoderKind) -> dict[str, Any]:

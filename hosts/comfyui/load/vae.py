@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Container
 
 import comfy.model_patcher
 import comfy.sd
@@ -13,7 +14,7 @@ from ....families.comfyui import require
 from ....families.registry import family_with, load, vae_titled
 from ....loaders.header import PLAIN_DTYPES
 from ....loaders.quantize import check_finite
-from ....loaders.source import Source, check_names, open_source, shapes_of
+from ....loaders.source import Source, check_names, left_out, native_names, open_source, shapes_of
 from ....patches import put
 from ...loading import check_known
 from ..decode.fused import compile_ahead
@@ -42,11 +43,11 @@ def load_vae(
     check_known("VAE precision", precision, VAE_DTYPES)
     source = open_source(path, "vae")
     require(family_with(vae_titled(source.part.family)), source.path)
-    names = _native_by_stored_name(source)
+    names = _names(source)
     shapes = _check(source, names)
     mapped = map_tensors(source)
     # diffusers convolves one frame of 2.1 in 2 dimensions.
-    tensors = {native: mapped[name].view(shapes[native]) for name, native in names.items()}
+    tensors = {native: mapped[names[native]].view(shape) for native, shape in shapes.items()}
     for name, tensor in tensors.items():
         check_finite(source.path, name, _on_card(tensor))
     vae = comfy.sd.VAE(sd=tensors, dtype=VAE_DTYPES[precision])
@@ -63,7 +64,7 @@ def load_vae(
         reason=why,
         bytes=vae.model_size(),
         why=why,
-        notes=_notes(source, names),
+        notes=_notes(source, names, shapes),
     )
 
 
@@ -86,26 +87,15 @@ def load_vae_patcher(
     return load_vae(source, precision)[0].patcher
 
 
-def _native_by_stored_name(source: Source) -> dict[str, str]:
-    names = list(source.tensors)
-    if NATIVE in names:
-        return {name: name for name in names}
-    to_native = vae_titled(source.part.family).native_name
-    return {name: to_native(name) for name in names}
+def _names(source: Source) -> dict[str, str]:
+    native = NATIVE in source.tensors
+    return native_names(source, str if native else vae_titled(source.part.family).native_name)
 
 
 def _check(source: Source, names: dict[str, str]) -> dict[str, tuple[int, ...]]:
     """Compares names, shapes and dtypes in the header with ComfyUI's class; returns its shapes."""
     tensors = source.tensors
-    infos = {native: tensors[name] for name, native in names.items()}
-    for name, info in infos.items():
-        # Quantized: its scales would be lost.
-        if info.dtype not in PLAIN_DTYPES:
-            raise CheckpointError(
-                f"This file holds {name!r} as {info.dtype} and a VAE must be stored in "
-                f"{', '.join(PLAIN_DTYPES)}: use the unquantized file.",
-                source.path,
-            )
+    infos = {native: tensors[name] for native, name in names.items()}
     found = {name: info.shape for name, info in infos.items()}
     dim = source.part.dims.get("dim")
     if not dim:
@@ -117,20 +107,29 @@ def _check(source: Source, names: dict[str, str]) -> dict[str, tuple[int, ...]]:
     vae = vae_titled(source.part.family)
     with torch.device("meta"):
         shapes = shapes_of(load(vae.comfyui).build(source.part.dims, found))
+    infos = {name: infos[name] for name in infos if name in shapes}
+    for name, info in infos.items():
+        # Quantized: its scales would be lost.
+        if info.dtype not in PLAIN_DTYPES:
+            raise CheckpointError(
+                f"This file holds {names[name]!r} as {info.dtype} and a VAE must be stored in "
+                f"{', '.join(PLAIN_DTYPES)}: use the unquantized file.",
+                source.path,
+            )
     # diffusers convolves one frame of 2.1 in 2 dimensions.
-    found |= {
-        name: (*size[:2], 1, *size[2:])
-        for name, size in found.items()
-        if len(size) == 4 and len(shapes.get(name, ())) == 5
+    found = {
+        name: (*size[:2], 1, *size[2:]) if len(size) == 4 and len(shapes[name]) == 5 else size
+        for name, size in ((name, info.shape) for name, info in infos.items())
     }
     check_names(source.path, found, shapes, vae.part)
     return shapes
 
 
-def _notes(source: Source, names: dict[str, str]) -> tuple[str, ...]:
-    notes = []
-    if any(name != native for name, native in names.items()):
+def _notes(source: Source, names: dict[str, str], shapes: Container[str]) -> tuple[str, ...]:
+    vae = vae_titled(source.part.family)
+    notes = [*left_out([name for name in names if name not in shapes], vae.part)]
+    if any(name != native for native, name in names.items()):
         notes.append("diffusers names converted to ComfyUI's")
     if source.part.licence:
         notes.append(source.part.licence)
-    return (*notes, *vae_titled(source.part.family).notes(source.part.dims))
+    return (*notes, *vae.notes(source.part.dims))

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ import comfy.lora_convert
 import comfy.utils
 import torch
 from comfy.model_patcher import ModelPatcher
-from comfy.weight_adapter import LoHaAdapter, LoKrAdapter, WeightAdapterBase
+from comfy.weight_adapter import WeightAdapterBase
+from torch.overrides import TorchFunctionMode
 
 from ....errors import CheckpointError, SettingError
 from ....families.comfyui import kind_of
@@ -31,7 +33,7 @@ from ....spec.formats import format_gib
 from ...loading import check_known
 from ..contract import unsupported_model
 from .bypass import MODE, bypass_change, compute_loras, is_quantized
-from .file import LoraFile, inspect_lora, read_lora
+from .file import LoraFile, inspect_lora, module_of, read_lora
 from .loss import MOST_LOSS, merge_loss, step_cost, told
 
 LISTED = 3  # names in a message
@@ -45,6 +47,7 @@ UNTOLD = (
     "What a merge rounds away cannot be told, because this LoRA is no sum of matrix products: "
     "auto takes merge, the only way for it."
 )
+NOT_READ = "ComfyUI's loader does not read it"
 TEXT_ENCODER_PREFIXES = ("text_encoder", "text_model", "lora_te", "te_", "clip", "cond_stage_model")
 # What `comfy.lora.load_lora` makes of a module: an adapter, or ("diff", (tensor,)).
 Patch = WeightAdapterBase | tuple[str, tuple[Any, ...]]
@@ -60,7 +63,7 @@ class LoraReport:
         how: "merge" or "bypass".
         applied: modules of the model that the LoRA changes.
         modules: modules that the file names.
-        not_applied: (name as in the file, reason) of the others.
+        not_applied: (name as in the file, reason) of the others, and of tensors left out.
         ranks: smallest and largest, or None where the kind of LoRA has none.
         bytes: of the tensors in the file.
         why: what "auto" went by, or what the merge that was asked for loses.
@@ -120,7 +123,8 @@ def apply_lora(
 
     Args:
         model: a Qwen-Image MODEL, 2.1 too, quantized or not, with or without other LoRAs.
-        path: a safetensors file with a LoRA, LoHa or LoKr in any of the usual key styles.
+        path: a safetensors file with a LoRA of any kind that ComfyUI's Load LoRA takes, in any of
+            the usual key styles.
         strength: factor on the change, also negative; 0 returns the model itself.
         how: "merge" adds the change to the weights as ComfyUI does, which rounds quantized weights
             again; "bypass" computes it in the dtype of the activations and leaves weights alone;
@@ -143,7 +147,7 @@ def apply_lora(
         path=path,
         how="merge" if how == "auto" else how,
         strength=strength,
-        modules=int(part.dims["modules"]),
+        modules=int(part.dims.get("modules", 0)),
         ranks=(ranks[0], ranks[-1]) if ranks else None,
         bytes=part.bytes,
     )
@@ -151,19 +155,25 @@ def apply_lora(
         return model, report
     _check_family(model, part, path)
     file = read_lora(path)
-    patches, not_applied = _patches(model, file)
+    patches, applied, not_applied = _patches(model, file)
+    modules = {*file.modules, *applied}
     if not patches:
         raise CheckpointError(
-            f"This LoRA changes nothing in this model, which has none of its {len(file.modules)} "
+            f"This LoRA changes nothing in this model, which has none of its {len(modules)} "
             f"keys ({_list_names(not_applied)}): it looks like {part.family} with {part.variant}, "
             "so choose a LoRA for this model.",
             path,
         )
     weights = {key: comfy.utils.get_attr(model.model, _name(key)) for key in patches}
+    magnitudes = {id(it) for name, it in file.tensors.items() if name.endswith(".dora_scale")}
+    checked = set()
     for key, patch in patches.items():
         rows, *others = weights[key].shape
         shape = (rows if isinstance(key, str) else key[1][2], *others)
-        _check_shape(path, _name(key), patch, shape)
+        alike = type(patch), shape, str([getattr(it, "shape", it) for it in _parts(patch)])
+        if alike not in checked:  # of 840 layers some ten
+            _check_shape(path, _name(key), patch, shape, magnitudes)
+        checked.add(alike)
     clone = model.clone()
     quantized = sum(map(is_quantized, weights.values()))
     loss = None
@@ -173,20 +183,24 @@ def apply_lora(
         )
     taken = "merge"
     if how == "bypass" or (how == "auto" and (quantized or (loss or 0) > MOST_LOSS)):
-        taken = "bypass"
-        if name := _without_bypass(clone, patches, weights):
-            if how == "bypass":
-                raise SettingError(
-                    f"This LoRA changes {name!r} by more than two matrices, which has no bypass: "
-                    "choose merge.",
-                    path,
-                )
-            taken = "merge"
+        name = _without_bypass(clone, patches, weights)
+        if name and how == "bypass":
+            raise SettingError(
+                f"This LoRA changes {name!r} by more than two matrices, which has no bypass: "
+                "choose merge.",
+                path,
+            )
+        taken = "merge" if name else "bypass"
+    whole = sum(not isinstance(patch, WeightAdapterBase) for patch in patches.values())
+    if whole == len(patches):
+        taken = "merge"
     why = ""
     if loss is not None:
         why = told(loss, how, taken, step_cost(clone, patches))
     elif how == "auto":
         why = UNTOLD if not quantized else NO_BYPASS if taken == "merge" else ROUNDED
+    if whole and taken == "bypass":
+        why = f"{why} {whole} of its changes are of whole tensors and merged.".lstrip()
     for patch in patches.values():
         if isinstance(patch, WeightAdapterBase):
             put("LoRA", patch, **{MODE: taken})
@@ -194,13 +208,12 @@ def apply_lora(
     compute_loras(clone)
     if file.metadata:
         clone.set_attachments("lora_metadata", file.metadata)  # as core does
-    ignored = [(name, "not a tensor of a LoRA") for name in file.ignored]
-    ignored += _choose_attention(clone, file)
     return clone, replace(
         report,
         how=taken,
-        applied=len(file.modules) - len(not_applied),
-        not_applied=(*not_applied, *ignored),
+        applied=len(applied),
+        modules=len(modules),
+        not_applied=(*not_applied, *_choose_attention(clone, file)),
         quantized=quantized,
         why=why,
         loss=loss,
@@ -239,27 +252,28 @@ def _name(key: Key) -> str:
     return key if isinstance(key, str) else key[0]
 
 
-def _known_as(module: str) -> Iterator[str]:
-    # Of Qwen-Image-2.1 ComfyUI maps the halves of `gate_up` by bare names and LyCORIS's, and the
-    # whole by others.
-    yield from (module, f"diffusion_model.{module}", module.replace("lora_unet_", "lycoris_", 1))
+def _patches(
+    model: ModelPatcher, file: LoraFile
+) -> tuple[dict[Key, Patch], list[str], list[tuple[str, str]]]:
+    """Has ComfyUI's own loader make patches of the tensors.
 
-
-def _patches(model: ModelPatcher, file: LoraFile) -> tuple[dict[Key, Patch], list[tuple[str, str]]]:
-    """Returns {weight of the model: patch}, and (name, reason) of the modules without one."""
-    known = comfy.lora.model_lora_keys_unet(model.model, {})
-    names = {it: next((n for n in _known_as(it) if n in known), None) for it in file.modules}
-    targets = {module: known[name] for module, name in names.items() if name is not None}
+    Returns:
+        {weight of the model: patch}, the modules that they change, and (name, reason) of modules
+        and tensors that change nothing.
+    """
+    mapped = comfy.lora.model_lora_keys_unet(model.model, {})
+    known = {normalize_name(name): key for name, key in mapped.items()}
     foreign = [
         name
         for module, name in file.modules.items()
-        if module not in targets and any(stack in module for stack in FOREIGN_STACKS)
+        if module not in known and any(stack in module for stack in FOREIGN_STACKS)
     ]
     if foreign:
         raise CheckpointError(
             f"This LoRA is for another model, which has {foreign[0]!r}: choose one for Qwen-Image.",
             file.path,
         )
+    targets = {module: known[module] for module in file.modules if module in known}
     sliced = [
         file.modules[module]
         for module, key in targets.items()
@@ -279,7 +293,7 @@ def _patches(model: ModelPatcher, file: LoraFile) -> tuple[dict[Key, Patch], lis
         )
     try:
         loaded = comfy.lora.load_lora(
-            comfy.lora_convert.convert_lora(file.tensors), targets, log_missing=False
+            comfy.lora_convert.convert_lora(file.tensors), known, log_missing=False
         )
     except KeyError as error:
         raise CheckpointError(
@@ -287,23 +301,48 @@ def _patches(model: ModelPatcher, file: LoraFile) -> tuple[dict[Key, Patch], lis
         ) from error
     weights = model.model.state_dict()
     patches = {key: patch for key, patch in loaded.items() if _name(key) in weights}
-    not_applied = []
-    for module, name in file.modules.items():
-        key = targets.get(module, "")
-        keys = {key, f"{_name(key).removesuffix('.weight')}.bias"}
-        if module.startswith(TEXT_ENCODER_PREFIXES):
-            not_applied.append((name, "text encoder"))
-        elif not key or (keys & loaded.keys() and not keys & patches.keys()):
-            not_applied.append((name, "not in this model"))
-        elif not keys & patches.keys():
-            not_applied.append((name, "its tensors are incomplete"))
-    return patches, not_applied
+    found, used = (
+        {id(part) for patch in some.values() for part in _parts(patch)}
+        for some in (loaded, patches)
+    )
+    names: dict[str, list[str]] = defaultdict(list)
+    for name in file.names:
+        names[module_of(name)].append(name)
+    applied, others = [], []
+    for module, own in names.items():
+        kept = [name for name in own if id(file.tensors[name]) in used]
+        if kept:
+            applied.append(module)
+            numbers = (f"{module}.alpha", f"{module}.reshape_weight")  # which no patch holds
+            left = (file.names[name] for name in own if name not in (*kept, *numbers))
+            others += [(name, NOT_READ) for name in left]
+        elif module not in file.modules:
+            others.append((file.names[module], NOT_READ))
+        elif module.startswith(TEXT_ENCODER_PREFIXES):
+            others.append((file.modules[module], "text encoder"))
+        elif module in known and found.isdisjoint(id(file.tensors[name]) for name in own):
+            others.append((file.modules[module], "its tensors are incomplete"))
+        else:
+            others.append((file.modules[module], "not in this model"))
+    return patches, applied, others
 
 
-def _check_shape(path: Path, key: str, patch: Patch, shape: tuple[int, ...]) -> None:
+def _parts(patch: Patch) -> tuple[Any, ...]:
+    return patch.weights if isinstance(patch, WeightAdapterBase) else patch[1]
+
+
+def _check_shape(
+    path: Path, key: str, patch: Patch, shape: tuple[int, ...], magnitudes: Container[int]
+) -> None:
     try:
-        changed = _changed_shape(patch)
-    except (AttributeError, IndexError, ValueError) as error:
+        changed = _changed_shape(patch, shape)
+        if not changed or any(
+            it.shape not in ((shape[0], 1), (1, *shape[1:]))
+            for it in _parts(patch)
+            if id(it) in magnitudes
+        ):
+            raise ValueError
+    except Exception as error:  # whatever ComfyUI's code says of such tensors
         raise CheckpointError(
             f"The matrices for {key!r} do not fit together or are incomplete: download the file "
             "again.",
@@ -317,31 +356,36 @@ def _check_shape(path: Path, key: str, patch: Patch, shape: tuple[int, ...]) -> 
         )
 
 
-def _changed_shape(patch: Patch) -> tuple[int, ...]:
+class _Products(TorchFunctionMode):
+    """Records what is reshaped to a weight's shape: reshape takes any shape of that size."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.shape, self.found = shape, []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.reshape and args[1:] == (self.shape,):
+            self.found.append(args[0].flatten(len(self.shape) - 1))
+        return func(*args, **(kwargs or {}))
+
+
+def _changed_shape(patch: Patch, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Has ComfyUI compute a change without numbers, because it only logs matrices that do not fit.
+
+    Returns:
+        The shape of the change; empty where ComfyUI computes none.
+    """
     if not isinstance(patch, WeightAdapterBase):
         return tuple(patch[1][0].shape)
-    if isinstance(patch, LoKrAdapter):
-        outer, inner, _, outer_a, outer_b, inner_a, inner_b, _, magnitude = patch.weights
-        outer = tuple(outer.shape) if outer is not None else _product(outer_a, outer_b)
-        inner = tuple(inner.shape) if inner is not None else _product(inner_a, inner_b)
-        shape = tuple(a * b for a, b in zip(outer, inner, strict=True))
-    elif isinstance(patch, LoHaAdapter):
-        left, right, _, other_left, other_right, *_, magnitude = patch.weights
-        shape = _product(left, right)
-        if shape != _product(other_left, other_right):
-            raise ValueError
-    else:
-        left, right, _, _, magnitude, _ = patch.weights
-        shape = _product(left, right)
-    if magnitude is not None and magnitude.shape not in ((shape[0], 1), (1, *shape[1:])):
-        raise ValueError
-    return shape
-
-
-def _product(left: torch.Tensor, right: torch.Tensor) -> tuple[int, int]:
-    if left.shape[1] != right.shape[0]:
-        raise ValueError
-    return left.shape[0], right.shape[1:].numel()
+    # Of the numbers in an adapter, OFT compares one with what it computes.
+    weights = (0.0 if isinstance(it, (int, float)) else it for it in patch.weights)
+    adapter, added = type(patch)(set(), tuple(weights)), []
+    with _Products(shape) as products:
+        adapter.calculate_weight(
+            torch.empty(shape, device="meta"), "", 1.0, 1.0, None, lambda it: added.append(it) or it
+        )
+    shapes = [tuple(it.shape) for it in (*products.found, *added)]
+    return next((it for it in shapes if it != shape), shape if added else ())
 
 
 def _without_bypass(

@@ -107,6 +107,8 @@ def bypass_change(
         scale = scale_of(alpha, rank)
         outer = outer_a.float() @ outer_b.float() if outer is None else outer
         inner = inner_a.float() @ inner_b.float() if inner is None else inner
+        if inner.dim() != 2:
+            return None
         return Kronecker(outer.to(dtype), inner.to(dtype), strength * scale)
     return None
 

@@ -1,25 +1,31 @@
-"""A LoRA file: what it is, its tensors by ComfyUI's names, and the scale that its metadata tell."""
+"""A LoRA file: what it is, its tensors by ComfyUI's names, and the scale that its metadata tell.
+
+Which tensors make a LoRA is ComfyUI's to say: `families.identify` names the forms that are known
+without it, and of others its own loader is asked.
+"""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import comfy.lora
 import comfy.utils
 import torch
 
 from ....errors import CheckpointError
-from ....families.identify import SUFFIX, normalize_name
-from ....families.protocol import WHOLE_TENSORS
+from ....families.identify import DOWN, SUFFIX, is_unknown, normalize_name
+from ....families.protocol import WHOLE_TENSORS, Tensors
 from ....files import parse_object
-from ....loaders.checkpoint import CheckpointPart, inspect_checkpoint
+from ....loaders.checkpoint import CheckpointPart, inspect_shards
 from ....loaders.quantization import ATTENTION_CONFIG
+from ....loaders.shards import read_shards
 
-DOWN = ("lora_A", "lora_down", "lora.down")  # have the rank as their rows
+LONGEST = 512  # letters of a name in which modules are looked for
 ADAPTER_METADATA = "lora_adapter_metadata"
 MOST_WAYS = 1e8  # that a pattern may take through the names of all modules: a second of `re`
 
@@ -31,6 +37,7 @@ class LoraFile:
     Args:
         tensors: by normalized name; on the CPU, in the file's dtypes. An alpha that only the
             metadata tells is among them.
+        names: {normalized name of a tensor: its name in the file}
         modules: {normalized name of a module: its name in the file}
         attention: {name of a `.comfy_attention.config` in the file: its text, uint8}
     """
@@ -38,9 +45,9 @@ class LoraFile:
     path: Path
     metadata: dict[str, str] | None
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
     modules: dict[str, str] = field(default_factory=dict)
     attention: dict[str, torch.Tensor] = field(default_factory=dict)
-    ignored: list[str] = field(default_factory=list)
 
 
 def inspect_lora(path: Path) -> CheckpointPart:
@@ -49,15 +56,32 @@ def inspect_lora(path: Path) -> CheckpointPart:
     Raises:
         CheckpointError: it is no LoRA, or more than one, and belongs elsewhere.
     """
-    parts = inspect_checkpoint(path).parts
+    shards = read_shards(path)
+    parts = inspect_shards(shards).parts
     if len(parts) == 1 and parts[0].role == "lora":
         if WHOLE_TENSORS in parts[0].cannot_run:
             raise CheckpointError(WHOLE_TENSORS, path)
         return parts[0]
+    if all(is_unknown(part.family) for part in parts) and _is_read(shards.tensors):
+        return replace(parts[0], family="LoRA of a new form", bytes=sum(it.bytes for it in parts))
     found = ", ".join(f"{part.family} ({part.role})" for part in parts)
     folders = sorted({part.folder for part in parts if part.folder})
     remedy = f"move it to models/{folders[0]}" if folders else "choose a LoRA"
     raise CheckpointError(f"This is not a LoRA but {found}: {remedy}.", path)
+
+
+def _is_read(tensors: Tensors) -> bool:
+    """Tells whether ComfyUI's loader takes any of them for a LoRA, whatever module it changes."""
+    names = [name for name in tensors if len(name) < LONGEST]
+    modules = {name[:at] for name in names for at, letter in enumerate(name) if letter == "."}
+    try:
+        empty = {name: torch.zeros(()).expand(tensors[name].shape) for name in names}
+        keys = {module: f"{module}.weight" for module in modules}
+        return bool(comfy.lora.load_lora(empty, keys, log_missing=False))
+    except KeyError:  # a part of one is missing
+        return True
+    except RuntimeError:  # an alpha of many numbers
+        return False
 
 
 def read_lora(path: Path) -> LoraFile:
@@ -73,12 +97,6 @@ def read_lora(path: Path) -> LoraFile:
         if name.endswith(ATTENTION_CONFIG):
             file.attention[name] = tensor
             continue
-        suffix = SUFFIX.search(name)
-        if suffix is None:
-            file.ignored.append(name)
-            continue
-        if fault := _fault(name, suffix["kind"], tensor):
-            raise CheckpointError(fault, path)
         normalized = normalize_name(name)
         if normalized in file.tensors:
             raise CheckpointError(
@@ -86,14 +104,24 @@ def read_lora(path: Path) -> LoraFile:
                 "module once, so split it into two files.",
                 path,
             )
-        file.tensors[normalized] = tensor
-        module = SUFFIX.sub("", normalized)
-        file.modules.setdefault(module, SUFFIX.sub("", name))
+        file.tensors[normalized], file.names[normalized] = tensor, name
+        suffix = SUFFIX.search(name)
+        if suffix is None or name.endswith(".bias"):  # which ComfyUI does not read
+            continue
+        if fault := _fault(name, suffix["kind"], tensor):
+            raise CheckpointError(fault, path)
+        module = module_of(normalized)
+        file.modules.setdefault(module, module_of(name))
         if suffix["kind"] in DOWN:
             ranks[module] = len(tensor)
     for module, alpha in stored_alphas(path, metadata or {}, ranks).items():
         file.tensors.setdefault(f"{module}.alpha", torch.tensor(alpha, dtype=torch.float64))
     return file
+
+
+def module_of(name: str) -> str:
+    """Returns the module that a tensor changes; the name of one that is none of a LoRA's."""
+    return SUFFIX.sub("", name)
 
 
 def _fault(name: str, kind: str, tensor: torch.Tensor) -> str | None:

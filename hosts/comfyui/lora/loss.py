@@ -58,6 +58,8 @@ def merge_loss(
     alike: dict[Any, list[tuple[Any, ...]]] = defaultdict(list)
     for key, adapter in adapters.items():
         weight = weight_of(key)
+        if weight.dim() != 2:
+            return None
         columns = min(weight.shape[1], side)
         rows = min(weight.shape[0], side * side // columns)
         row = chosen.randrange(weight.shape[0] - rows + 1)
