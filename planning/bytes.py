@@ -55,6 +55,7 @@ class TransformerBytes(NamedTuple):
     modulation: int
 
 
+@cached
 def weight_bytes(
     shape: TransformerShape, precision: str, keep: frozenset[str] = frozenset()
 ) -> WeightBytes:
