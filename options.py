@@ -26,6 +26,7 @@ from .planning.request import (
     LORA_MODES,
     PRECISIONS,
     TEXT_ENCODER_PLACEMENTS,
+    TEXT_ENCODER_PRECISIONS,
     Loras,
 )
 from .spec.formats import GB, GIB
@@ -154,8 +155,9 @@ OPTIONS = (
     Option(
         "text_encoder_precision",
         AUTO,
-        "Precision of the text encoder's weights. auto: bf16. bf16: 14.4 GiB. fp8, int8: 8.4 GiB.",
-        choices=PRECISIONS,
+        "Precision of the text encoder's weights. auto: bf16. bf16: 14.4 GiB. fp8, int8: 8.4 GiB. "
+        "w4a8: 5.7 GiB, a file of that form in ComfyUI's Load CLIP.",
+        choices=TEXT_ENCODER_PRECISIONS,
         wired="With a CLIP connected, auto takes the CLIP's.",
         rare=True,
     ),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..families.schedules import official_sigmas
 from ..planning.phases import KEPT_FREE_BYTES, Phase, Range
-from ..planning.request import EXACT, RunRequest, Setting
+from ..planning.request import EXACT, W4A8, RunRequest, Setting
 from ..planning.times import PROCESSOR
 from ..spec.formats import format_gib
 from ..step_cache import CUSTOM, OFF, cache_settings, plan_steps
@@ -192,10 +192,15 @@ def changes(setting: Setting, other: Setting) -> str:
 
 def settings_text(setting: Setting) -> str:
     """Says how a setting is set in the loaders."""
-    return (
-        f"Load Qwen-Image Model: precision {setting.precision}, modulation {setting.modulation}; "
+    encoder = (
         f"Load Qwen-Image Text Encoder: precision {setting.text_encoder}, placement "
         f"{setting.text_encoder_place}"
+    )
+    if setting.text_encoder == W4A8:
+        encoder = "Load CLIP: a text encoder in w4a8"
+    return (
+        f"Load Qwen-Image Model: precision {setting.precision}, modulation {setting.modulation}; "
+        f"{encoder}"
     )
 
 

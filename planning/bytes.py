@@ -22,7 +22,7 @@ from ..spec.sizes import (
 )
 from ..spec.transformer import REFERENCE_TOKENS, TransformerShape
 from ..step_cache import OFF
-from .request import EXACT, FAST, RunRequest, Setting, replays_graph
+from .request import EXACT, FAST, W4A8, RunRequest, Setting, replays_graph
 
 BF16, FP32 = 2, 4
 
@@ -350,18 +350,20 @@ def text_encoder_bytes(request: RunRequest, precision: str) -> int:
     """Counts the encoder's weights as loaded; fp8 and int8 are the language model's linears alone.
 
     Args:
-        precision: bf16, fp8 or int8. True sizes in `request.parts` stand above it.
+        precision: bf16, fp8, int8 or w4a8. True sizes in `request.parts` stand above it.
     """
     known = request.parts.text_encoder_bytes
     return encoder_bytes(request.member.text_encoder, precision) if known is None else known
 
 
 def encoder_bytes(encoder: TextEncoder, precision: str) -> int:
-    total = 2 * (encoder.language + encoder.vision)
-    if precision not in QUANTIZED:
+    total = BF16 * (encoder.language + encoder.vision)
+    if precision not in (*QUANTIZED, W4A8):
         return total
-    plain = 2 * encoder.layers * sum(n * k for n, k in encoder.linears)
-    return total - plain + encoder.quantized_bytes
+    linears = encoder.layers * sum(n * k for n, k in encoder.linears)
+    # Of 16 bytes in 8 bits, 4 bits leave 8 and a scale.
+    saved = linears * 7 // 16 if precision == W4A8 else 0
+    return total - BF16 * linears + encoder.quantized_bytes - saved
 
 
 def encoding_bytes(request: RunRequest) -> int:

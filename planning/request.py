@@ -24,6 +24,9 @@ from ..step_cache import CHOICES, CUSTOM, OFF, computed_steps
 
 AUTO = "auto"
 PRECISIONS = (AUTO, *MULTIPLIED)
+# Of a text encoder's file in 4 bits, which ComfyUI's Load CLIP keeps so.
+W4A8 = "w4a8"
+TEXT_ENCODER_PRECISIONS = (*PRECISIONS, W4A8)
 DROPPED, ON_PROCESSOR = "drop after encoding", "cpu"
 TEXT_ENCODER_PLACEMENTS = (AUTO, ON_CARD, ON_PROCESSOR, DROPPED)
 # "off" is CFG 1: one forward pass a step. Prompts of different lengths take two passes in ComfyUI;
@@ -121,7 +124,7 @@ class RunRequest:
         text_tokens: of the longest prompt, without what references add.
         nag_tokens: of the negative prompt of NAG, likewise; 0 without NAG.
         modulation: where a third of the transformer waits, one of `spec.transformer.PLACES`.
-        text_encoder: its precision, one of `PRECISIONS`; "auto" is bf16.
+        text_encoder: its precision, one of `TEXT_ENCODER_PRECISIONS`; "auto" is bf16.
         text_encoder_place: one of `TEXT_ENCODER_PLACEMENTS`; "auto" leaves it on the card where
             all fits.
         loras: on the transformer.
@@ -240,7 +243,7 @@ class RunRequest:
             ("precision", self.precision, PRECISIONS),
             ("cfg", self.cfg, CFG_MODES),
             ("modulation", self.modulation, PLACES),
-            ("text_encoder_precision", self.text_encoder, PRECISIONS),
+            ("text_encoder_precision", self.text_encoder, TEXT_ENCODER_PRECISIONS),
             ("text_encoder_placement", self.text_encoder_place, TEXT_ENCODER_PLACEMENTS),
             ("lora_mode", self.loras.mode, LORA_MODES),
             ("attention", self.attention, ATTENTIONS),
@@ -316,7 +319,7 @@ class Setting:
     Args:
         precision: of the transformer, one of `MULTIPLIED`.
         modulation: "on card", or "off card", where a table stands in for its weights.
-        text_encoder: precision of the text encoder, one of `MULTIPLIED`.
+        text_encoder: precision of the text encoder, one of `MULTIPLIED`, or `W4A8`.
         text_encoder_place: one of `TEXT_PLACES`.
         resident: False where the host has to move weights to the card and off it during a run.
         weight_only: whether the card's tensor cores do not multiply the precision, so that weights

@@ -415,6 +415,6 @@ def prompt_seconds(
     flops += 2 * encoder.vision * PATCHES_PER_TOKEN * vision_tokens
     if place == ON_PROCESSOR:
         return flops / PROCESSOR_FLOPS
-    moved = encoder.layer_parameters * (EXPAND_BYTES if precision in QUANTIZED else CAST_BYTES)
+    moved = encoder.layer_parameters * (CAST_BYTES if precision == "bf16" else EXPAND_BYTES)
     moved += CAST_BYTES * encoder.vision if vision_tokens else 0
     return flops / rates.encoder + moved / rates.bandwidth
