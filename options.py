@@ -129,7 +129,7 @@ OPTIONS = (
         "layers",
         0,
         "Layers of qwen-image-layered, which family auto then takes. Each adds as many tokens as "
-        "the whole image.",
+        f"the whole image. 0: the family's, {find_member('qwen-image-layered').layers} of Layered.",
         wired="A connected LATENT replaces it.",
         rare=True,
     ),
@@ -333,7 +333,7 @@ def request_settings(**given: Any) -> dict[str, Any]:
     settings["loras"] = Loras(*map(settings.pop, ("loras", "lora_rank", "lora_mode")))
     settings["text_encoder"] = settings.pop("text_encoder_precision")
     settings["text_encoder_place"] = settings.pop("text_encoder_placement")
-    for name in ("width", "height", "steps"):
+    for name in ("width", "height", "steps", "layers"):
         settings[name] = settings[name] or None
     return settings
 

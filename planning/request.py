@@ -120,7 +120,7 @@ class RunRequest:
         steps: of the sampler, each with one forward pass, or two with `cfg`; None is the family's.
         cfg: one of `CFG_MODES`; "auto" is the family's.
         references: reference images, of one megapixel each.
-        layers: that Layered paints besides the whole image; 0 elsewhere.
+        layers: that Layered paints besides the whole image; None is the family's.
         text_tokens: of the longest prompt, without what references add.
         nag_tokens: of the negative prompt of NAG, likewise; 0 without NAG.
         modulation: where a third of the transformer waits, one of `spec.transformer.PLACES`.
@@ -148,7 +148,7 @@ class RunRequest:
     steps: int | None = 20
     cfg: str = "two passes"
     references: int = 0
-    layers: int = 0
+    layers: int | None = None
     text_tokens: int = 200
     nag_tokens: int = 0
     modulation: str = "auto"
@@ -167,6 +167,7 @@ class RunRequest:
         family = find_member(self.family)
         cfg = "off" if family.cfg == 1 else "two passes"
         own = {"width": family.side, "height": family.side, "steps": family.steps, "cfg": cfg}
+        own["layers"] = family.layers
         for name, value in own.items():
             if getattr(self, name) in (None, AUTO):
                 object.__setattr__(self, name, value)

@@ -440,11 +440,21 @@ def test_the_decoders_turn_is_counted_where_the_transformer_has_to_leave():
     assert any("come back for each image" in note for note in notes_of(tight))
 
 
-@pytest.mark.parametrize(("layers", "words"), [(0, "This counts one picture"), (3, "its 3 layers")])
-def test_what_an_image_is_of_a_layered_model(layers, words):
+@pytest.mark.parametrize(("layers", "counted"), [(None, 4), (3, 3), (0, 0)])
+def test_what_an_image_is_of_a_layered_model(layers, counted):
     request = RunRequest(family="qwen-image-layered", layers=layers)
-    found = estimate(request, find_card("L40S", known_cards()))
-    assert any(words in note for note in notes_of(found))
+    assert request.layers == counted
+    notes = notes_of(estimate(request, find_card("L40S", known_cards())))
+    assert any(f"its {counted} layers" in note for note in notes) == (counted > 0)
+
+
+def test_a_layered_model_counts_the_layers_of_its_template():
+    template = json.loads((WORKFLOWS / "layered.json").read_text(encoding="utf-8"))
+    (size,) = (node for node in template.values() if "layers" in node["inputs"])
+    (scale,) = (node for node in template.values() if "largest_size" in node["inputs"])
+    request = RunRequest("qwen-image-layered", width=None, height=None)
+    assert request.layers == size["inputs"]["layers"]
+    assert request.width == scale["inputs"]["largest_size"]
 
 
 # --- what fits with little to spare
