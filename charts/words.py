@@ -88,7 +88,7 @@ def summary_lines(estimate: Estimate) -> list[str]:
 def verdict(estimate: Estimate) -> str:
     """Says whether it fits, by how much, and where the card is fullest, in one sentence."""
     usable, phase = estimate.option.usable_bytes, fullest(estimate)
-    peak = phase.card_bytes
+    peak = phase.needed_bytes
     figures = f"{tenths(peak)} of {tenths(usable)} GiB in {PHASE_NAMES[phase.name]}"
     if estimate.fits:
         return f"{answer(estimate)}: {figures}, {tenths_between(peak, usable)} GiB to spare."
@@ -103,7 +103,7 @@ def answer(estimate: Estimate) -> str:
 
 
 def fullest(estimate: Estimate) -> Phase:
-    return max(estimate.phases.values(), key=lambda phase: phase.card_bytes)
+    return max(estimate.phases.values(), key=lambda phase: phase.needed_bytes)
 
 
 def moves(estimate: Estimate) -> str:

@@ -194,14 +194,24 @@ def embedding_rows(request: RunRequest) -> tuple[int, int]:
 
 def table_bytes(request: RunRequest) -> int:
     """Counts the modulation table of a schedule: 4.42 MB for a timestep and each pair of rows."""
-    entry = _timestep_bytes(request)
-    return entry and entry * min(request.steps, max(1, MOST_TABLE_BYTES // entry))
+    return _row_bytes(request) * table_rows(request)
 
 
-def _timestep_bytes(request: RunRequest) -> int:
+def table_rows(request: RunRequest) -> int:
+    """Counts the rows of the timestep embedding that the table may hold, computed together."""
+    each = sum(embedding_rows(request))
+    rows, size = request.steps * each, _row_bytes(request)
+    return max(each, min(rows, MOST_TABLE_BYTES // size)) if size else rows
+
+
+def table_timesteps(request: RunRequest) -> int:
+    """Counts the timesteps of a schedule that the table may hold."""
+    return table_rows(request) // sum(embedding_rows(request))
+
+
+def _row_bytes(request: RunRequest) -> int:
     shape = request.transformer
-    rows = shape.block.modulation_rows * sum(embedding_rows(request))
-    return shape.blocks * rows * shape.dim * BF16
+    return shape.blocks * shape.block.modulation_rows * shape.dim * BF16
 
 
 def graph_bytes(request: RunRequest, setting: Setting) -> int:
@@ -214,7 +224,7 @@ def graph_bytes(request: RunRequest, setting: Setting) -> int:
         return 0
     streams = 2 if setting.attention == EXACT else 1
     rows = streams * request.step_tokens.rows * request.transformer.dim * BF16
-    return rows + _timestep_bytes(request) + GRAPH_WORKSPACES
+    return rows + _row_bytes(request) * sum(embedding_rows(request)) + GRAPH_WORKSPACES
 
 
 def lora_bytes(request: RunRequest, setting: Setting) -> int:

@@ -343,17 +343,24 @@ class Setting:
         return self.modulation == OFF_CARD
 
 
-def replays_graph(request: RunRequest, setting: Setting) -> bool:
-    """Predicts whether the forward passes of a run replay a CUDA graph of the blocks.
+def repaid_by(request: RunRequest, setting: Setting) -> int:
+    """Counts the steps after which a CUDA graph of the blocks has repaid its capture; 0 where the
+    forward passes of a run are predicted to replay none.
 
     The run itself goes by what it sees: whether the card waits for the processor, whether weights
     move, and whether others take part between blocks or in their layers.
     """
     tokens = request.step_tokens
     rows = request.items * (tokens.text + tokens.image)
-    # Two passes launch kernel by kernel. The processor bounds those of few rows.
-    replays, few = request.computed_steps - 2, rows <= MOST_GRAPH_ROWS[False]
+    few = rows <= MOST_GRAPH_ROWS[False]
     fitting = few or rows <= MOST_GRAPH_ROWS[setting.precision in QUANTIZED]
-    fitting = fitting and replays >= REPAID_BY[few]
     fitting = fitting and not (request.nag_tokens and tokens.prefix)
-    return fitting and setting.resident and not request.controlnet_bytes
+    fitting = fitting and setting.resident and not request.controlnet_bytes
+    # Two passes launch kernel by kernel. The processor bounds those of few rows.
+    steps = 2 + REPAID_BY[few]
+    return steps if fitting and request.computed_steps >= steps else 0
+
+
+def replays_graph(request: RunRequest, setting: Setting) -> bool:
+    """Predicts whether the forward passes of a run replay a CUDA graph of the blocks."""
+    return repaid_by(request, setting) > 0
