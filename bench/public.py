@@ -3,8 +3,8 @@
     python -m qwen_l40s.bench.public
 
 Figures and classes of cards are those of planning/public.json. A card is predicted as the class of
-another source: a GeForce as the other GeForce generation, an H100 from an H200's constants. Classes
-without another source are left out.
+another source: a GeForce as another one of the nearest power, an H100 from an H200's constants.
+Classes without another source are left out.
 """
 
 from __future__ import annotations

@@ -244,7 +244,7 @@ class Estimate:
         times: None, as all times below, on a card that is neither listed nor calibrated.
         own_usd_per_hour: The user's own price; None for the list's.
         calibration: What the times rest on where the card was measured; else None.
-        stock: {what ComfyUI without this package runs: a step of it}, where it stays on the card.
+        stock: {what ComfyUI without this package runs: a step of it}.
         notes: Sentences of the caller's; `charts.notes` has those of an estimate.
         card_note: Why it is of this card, where the user's own cannot be it; empty elsewhere.
     """

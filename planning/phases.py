@@ -287,7 +287,7 @@ def _text(
     if setting.text_encoder_place == DROPPED:
         # The transformer's turn is over, or has not come yet.
         resident = {name: stays[name] for name in ("VAE", *others) if name in stays}
-        notes.append("the transformer leaves the card meanwhile")
+        notes.append("ComfyUI moves as much of the transformer off the card as it needs")
         notes.append("leaves the card once the prompt is encoded")
     else:
         resident |= _present({"transformer": transformer})

@@ -19,8 +19,8 @@ taken for every machine.
     files.MAPPED, files.START                           files from a disk; ComfyUI's start
 
 Predicted and not measured are times.PROCESSOR_FLOPS, files.SOURCES, and in `rates` attention in 8
-bits and LIMITED. What other cards reach of their data sheets' peaks stands by class of card in
-`public.json`, with the figures of others that it comes from.
+bits, LIMITED and HIDES. What other cards reach of their data sheets' peaks stands by class of card
+in `public.json`, with the figures of others that it comes from.
 """
 
 from __future__ import annotations

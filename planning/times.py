@@ -186,10 +186,9 @@ def sampling_seconds(
     plain, more = replace(request, nag_tokens=0), request.passes - 1
 
     def step(graph: bool) -> float:
-        found = forward_seconds(request, precision, rates, graph=graph, **how)
-        return found + (
-            more and more * forward_seconds(plain, precision, rates, graph=graph, **how)
-        )
+        seconds = forward_seconds(request, precision, rates, graph=graph, **how)
+        other = forward_seconds(plain, precision, rates, graph=graph, **how) if more else 0.0
+        return seconds + other
 
     launched = repaid or request.computed_steps
     seconds = launched * step(False) + (request.computed_steps - launched) * step(repaid > 0)

@@ -442,6 +442,7 @@ BROKEN = [
         "entry 2 gives another price of your own, on demand, undated: keep one",
     ),
     ('{"cards": {"L40S": {}, "l40s": {}}}', "'L40S' and 'l40s' are the same card"),
+    ('{"cards": {"RTX 4060 Ti": {}}}', "RTX 4060 Ti 16GB, RTX 4060 Ti 8GB"),
     ('{"cards": {"": {}}}', "is not the name of a card"),
     ('{"cards": {"\\ud800": {}}}', "not valid UTF-8"),
     ('{"cards": {"L40S": {"also": ["NVIDIA L40"]}}}', "'L40S' and 'L40' are both named"),

@@ -6,8 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from qwen_l40s.charts.answer import estimate_json
 from qwen_l40s.charts.figures import duration
@@ -365,22 +363,6 @@ def test_a_text_encoder_that_leaves_comes_back_for_each_prompt():
     assert more >= 14 * GIB / L40S.pcie_bytes_per_second
     assert any("loads the text encoder" in note for note in notes_of(leaves))
     assert any("16 cores" in note for note in notes_of(estimate(here, L40S)))
-
-
-@given(
-    steps=st.integers(1, 60),
-    batch=st.integers(1, 3),
-    name=st.sampled_from(["L40S", "4090", "H200"]),
-)
-@settings(max_examples=15, deadline=None)
-def test_more_work_takes_longer(steps, batch, name):
-    request = RunRequest(width=1024, height=1024, steps=steps, batch=batch)
-    known = estimate(request, card(name))
-    longer = estimate(replace(request, steps=steps + 1), card(name))
-    assert longer.image_seconds.low > known.image_seconds.low
-    assert known.first_image_seconds.low > batch * known.image_seconds.low
-    larger = estimate(replace(request, width=1328), card(name))
-    assert larger.step_seconds.high > known.step_seconds.high
 
 
 def test_cfg_off_halves_a_step():

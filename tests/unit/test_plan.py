@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qwen_l40s.charts.answer import estimate_json
@@ -383,20 +383,6 @@ def test_a_refusal_names_what_is_in_the_request_and_what_helps(asked, extra, rem
     line = str(caught.value)
     assert extra in line
     assert f"block by block: {', '.join(remedies)}, or choose a card with more memory." in line
-
-
-@example(0, 1024)
-@given(total=st.integers(0, 6 * GIB), side=st.sampled_from([256, 1024, 2048]))
-@settings(max_examples=15, deadline=None)
-def test_small_cards_get_an_answer_or_a_refusal_with_its_remedy(total, side):
-    request = RunRequest(width=side, height=side)
-    try:
-        options = plan(CardFacts("card", total, (8, 6)), request)
-    except UnavailableError as error:
-        assert re.search("choose a smaller size or batch", str(error))
-        return
-    assert not options[0].resident
-    assert options[0].moved_bytes
 
 
 def test_a_file_in_a_precision_that_is_not_run():
