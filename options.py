@@ -26,6 +26,7 @@ from .planning.request import (
     LORA_MODES,
     PRECISIONS,
     TEXT_ENCODER_PLACEMENTS,
+    TEXT_ENCODER_PRECISIONS,
     Loras,
 )
 from .spec.formats import GB, GIB
@@ -128,7 +129,7 @@ OPTIONS = (
         "layers",
         0,
         "Layers of qwen-image-layered, which family auto then takes. Each adds as many tokens as "
-        "the whole image.",
+        f"the whole image. 0: the family's, {find_member('qwen-image-layered').layers} of Layered.",
         wired="A connected LATENT replaces it.",
         rare=True,
     ),
@@ -154,8 +155,9 @@ OPTIONS = (
     Option(
         "text_encoder_precision",
         AUTO,
-        "Precision of the text encoder's weights. auto: bf16. bf16: 14.4 GiB. fp8, int8: 8.4 GiB.",
-        choices=PRECISIONS,
+        "Precision of the text encoder's weights. auto: bf16. bf16: 14.4 GiB. fp8, int8: 8.4 GiB. "
+        "w4a8: 5.7 GiB, a file of that form in ComfyUI's Load CLIP.",
+        choices=TEXT_ENCODER_PRECISIONS,
         wired="With a CLIP connected, auto takes the CLIP's.",
         rare=True,
     ),
@@ -331,7 +333,7 @@ def request_settings(**given: Any) -> dict[str, Any]:
     settings["loras"] = Loras(*map(settings.pop, ("loras", "lora_rank", "lora_mode")))
     settings["text_encoder"] = settings.pop("text_encoder_precision")
     settings["text_encoder_place"] = settings.pop("text_encoder_placement")
-    for name in ("width", "height", "steps"):
+    for name in ("width", "height", "steps", "layers"):
         settings[name] = settings[name] or None
     return settings
 

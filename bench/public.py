@@ -3,12 +3,13 @@
     python -m qwen_l40s.bench.public
 
 Figures and classes of cards are those of planning/public.json. A card is predicted as the class of
-another source: a GeForce as the other GeForce generation, an H100 from an H200's constants. Classes
-without another source are left out.
+another source: a GeForce as another one of the nearest power, an H100 from an H200's constants.
+Classes without another source are left out.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -19,15 +20,23 @@ from ..families.registry import find_member
 from ..machine.store import known_cards
 from ..planning.cards import Card, find_card
 from ..planning.phases import Range
-from ..planning.rates import public, rates_of
+from ..planning.rates import hiding, public, rates_of
 from ..planning.request import RunRequest
-from ..planning.times import STOCK_FORMATS, forward_seconds, stock_steps
+from ..planning.times import forward_seconds, stock_steps
 from ..planning.vae_work import vae_seconds
 
 LEAST_FIGURES, LEAST_SOURCES = 8, 3
-OURS, VAE, IN_INT8 = "ours", "VAE decode", ", int8 attention"
+OURS, VAE = "ours", "VAE decode"
+# {what of stock ComfyUI a figure is of: what an estimate calls it}
+STOCK = {
+    "bf16": "bf16",
+    "fp8 cast to bf16": "fp8, products in bf16",
+    "fp8": "fp8 fast",
+    "int8": "int8 ConvRot",
+    "int8, int8 attention": "int8 ConvRot, --use-ck-attention",
+}
 # Of a prompt; where a step has two, about half of both.
-TEXT_TOKENS = {"umag": 21, "joaozaokk": 40, "here-h100": 130}
+TEXT_TOKENS = {"umag": 21, "joaozaokk": 40, "mats2208": 40, "here-h100": 130}
 ROOM = 2**40  # all of these ran
 
 
@@ -56,14 +65,25 @@ def from_others(figure: Mapping[str, Any]) -> Card | None:
     kin = [row for row in public()["classes"] if row["source"] not in ("", source)]
     if any({card.name, *card.also} & {*row["names"]} for row in kin):
         return card
-    geforce = [row["names"][0] for row in kin if "GeForce" in row["name"]]
-    if geforce and any("GeForce" in name for name in card.also):
-        return replace(card, name=geforce[0], also=())
-    return None
+    if not any("GeForce" in name for name in card.also):
+        return None
+    cards = {
+        row["source"]: known_cards()[row["card"]]
+        for row in public()["figures"]
+        if row["use"] == "test"
+    }
+    geforce = [row for row in reversed(kin) if "GeForce" in row["name"]]
+    # The source whose card takes the nearest power.
+    likest = min(
+        geforce,
+        key=lambda row: abs(math.log(cards[row["source"]].tdp_watts / card.tdp_watts)),
+        default=None,
+    )
+    return likest and replace(card, name=likest["names"][0], also=())
 
 
 def predicted(figure: Mapping[str, Any], card: Card) -> Range:
-    slow, fast, _ = rates_of(card)
+    slow, fast = hiding(*rates_of(card)[:2])
     side, what = figure["size"], figure["what"]
     if what == VAE:
         shape = find_member(figure["family"]).vae
@@ -77,9 +97,7 @@ def predicted(figure: Mapping[str, Any], card: Card) -> Range:
     if figure["engine"] == OURS:
         passes = figure["passes"]
         return Range(*(passes * forward_seconds(request, what, it) for it in (fast, slow)))
-    asked = what.removesuffix(IN_INT8), what.endswith(IN_INT8)
-    name = next(name for name, each in STOCK_FORMATS.items() if each == asked)
-    return stock_steps(request, card, slow, fast, ROOM)[name]
+    return stock_steps(request, card, slow, fast, ROOM)[STOCK[what]]
 
 
 def rows() -> Iterator[Row]:

@@ -172,7 +172,7 @@ def memory_chart(estimate: Estimate) -> Image.Image:
     """Draws whether an estimate fits, how long an image takes and what it costs, and a bar for each
     phase: amber is what has no room on the card and waits in host memory.
     """
-    peak, usable = fullest(estimate).card_bytes, estimate.option.usable_bytes
+    peak, usable = fullest(estimate).needed_bytes, estimate.option.usable_bytes
     figures = [Figure("card memory", f"{tenths(peak)} of {tenths(usable)} GiB")]
     if estimate.image_seconds:
         step, cost = duration(estimate.step_seconds), estimate.usd_per_image

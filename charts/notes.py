@@ -149,13 +149,8 @@ def _addition_notes(found: Estimate) -> Iterator[str]:
     yield from attention_notes(found)
     if request.controlnet_bytes:
         yield "The ControlNet's time is computed from its size, not measured."
-    if request.member.layers and request.layers:
+    if request.layers:
         yield f"One image here is the whole picture and its {request.layers} layers."
-    elif request.member.layers:
-        yield (
-            "This counts one picture. Qwen-Image-Layered also paints layers, 3 by default in "
-            "ComfyUI's node: set layers (--layers) to count them."
-        )
 
 
 def attention_notes(found: Estimate) -> Iterator[str]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..families.schedules import official_sigmas
 from ..planning.phases import KEPT_FREE_BYTES, Phase, Range
-from ..planning.request import EXACT, RunRequest, Setting
+from ..planning.request import EXACT, W4A8, RunRequest, Setting
 from ..planning.times import PROCESSOR
 from ..spec.formats import format_gib
 from ..step_cache import CUSTOM, OFF, cache_settings, plan_steps
@@ -88,7 +88,7 @@ def summary_lines(estimate: Estimate) -> list[str]:
 def verdict(estimate: Estimate) -> str:
     """Says whether it fits, by how much, and where the card is fullest, in one sentence."""
     usable, phase = estimate.option.usable_bytes, fullest(estimate)
-    peak = phase.card_bytes
+    peak = phase.needed_bytes
     figures = f"{tenths(peak)} of {tenths(usable)} GiB in {PHASE_NAMES[phase.name]}"
     if estimate.fits:
         return f"{answer(estimate)}: {figures}, {tenths_between(peak, usable)} GiB to spare."
@@ -103,7 +103,7 @@ def answer(estimate: Estimate) -> str:
 
 
 def fullest(estimate: Estimate) -> Phase:
-    return max(estimate.phases.values(), key=lambda phase: phase.card_bytes)
+    return max(estimate.phases.values(), key=lambda phase: phase.needed_bytes)
 
 
 def moves(estimate: Estimate) -> str:
@@ -192,10 +192,15 @@ def changes(setting: Setting, other: Setting) -> str:
 
 def settings_text(setting: Setting) -> str:
     """Says how a setting is set in the loaders."""
-    return (
-        f"Load Qwen-Image Model: precision {setting.precision}, modulation {setting.modulation}; "
+    encoder = (
         f"Load Qwen-Image Text Encoder: precision {setting.text_encoder}, placement "
         f"{setting.text_encoder_place}"
+    )
+    if setting.text_encoder == W4A8:
+        encoder = "Load CLIP: a text encoder in w4a8"
+    return (
+        f"Load Qwen-Image Model: precision {setting.precision}, modulation {setting.modulation}; "
+        f"{encoder}"
     )
 
 

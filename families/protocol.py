@@ -263,7 +263,7 @@ class Member:
         most_references: Reference images that its workflows take.
         timestep_zero: Whether references are modulated as at timestep zero, which doubles the rows
             of the modulation.
-        layers: Whether several layers are painted together.
+        layers: That its template paints together with the whole image; 0 where it paints none.
         vision_tokens: Tokens that each reference image adds to what the text encoder reads.
         reference_words: Text tokens that it adds to what the transformer reads.
         transformer, vae: The published sizes.
@@ -283,7 +283,7 @@ class Member:
     cfg: float = 4.0
     most_references: int = 0
     timestep_zero: bool = False
-    layers: bool = False
+    layers: int = 0
     vision_tokens: int = 0
     reference_words: int = 0
     alone: bool = False

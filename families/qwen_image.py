@@ -231,7 +231,7 @@ class _QwenImage(Family):
         """
         if member not in MEMBERS:
             return f"not one of {member.told_as.removeprefix('Qwen-Image-')}"
-        if shape.addition_t_cond != member.layers:
+        if shape.addition_t_cond != (member.layers > 0):
             return LAYERED.name if shape.addition_t_cond else "one without layers"
         return EDIT_2511.name if timestep_zero and not member.timestep_zero else ""
 
@@ -269,8 +269,9 @@ LAYERED = Member(
     name="qwen-image-layered",
     told_as=LAYERED_TITLE,
     most_references=1,
-    layers=True,
+    layers=4,
     alone=True,
+    side=640,
     transformer=LAYERED_SHAPE,
     vae=VaeShape(image_channels=4),
 )

@@ -17,7 +17,7 @@ from ..families.registry import (
     vae_titled,
 )
 from ..planning.bytes import BF16, TransformerBytes, weight_bytes
-from ..planning.request import TEXT_ENCODER, TRANSFORMER, VAE, Parts
+from ..planning.request import TEXT_ENCODER, TRANSFORMER, VAE, W4A8, Parts
 from ..spec.formats import BYTES_PER_SCALE, BYTES_PER_WEIGHT, QUANTIZED
 from ..spec.transformer import TransformerShape
 from ..spec.vae import VaeShape
@@ -85,7 +85,8 @@ class CheckpointSizes:
         A file that is quantized stays as it is unless another precision is named.
 
         Args:
-            precision, text_encoder: one of `planning.request.PRECISIONS`.
+            precision: one of `planning.request.PRECISIONS`.
+            text_encoder: one of `planning.request.TEXT_ENCODER_PRECISIONS`.
         """
         named = {TRANSFORMER: self.transformer, TEXT_ENCODER: self.text_encoder, VAE: self.vae}
         files = tuple((name, part.bytes) for name, part in named.items() if part is not None)
@@ -103,7 +104,7 @@ class CheckpointSizes:
                 modulation_bytes=self.loaded.modulation,
                 packed=self.packed,
             )
-        if self.text_encoder is not None:
+        if self.text_encoder is not None and text_encoder != W4A8:  # which is another file
             text_encoder, count = _text_encoder(self.text_encoder, text_encoder)
             parts = replace(parts, text_encoder_bytes=count)
         if self.vae is not None:

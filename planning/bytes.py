@@ -22,7 +22,7 @@ from ..spec.sizes import (
 )
 from ..spec.transformer import REFERENCE_TOKENS, TransformerShape
 from ..step_cache import OFF
-from .request import EXACT, FAST, RunRequest, Setting, replays_graph
+from .request import EXACT, FAST, W4A8, RunRequest, Setting, replays_graph
 
 BF16, FP32 = 2, 4
 
@@ -55,6 +55,7 @@ class TransformerBytes(NamedTuple):
     modulation: int
 
 
+@cached
 def weight_bytes(
     shape: TransformerShape, precision: str, keep: frozenset[str] = frozenset()
 ) -> WeightBytes:
@@ -193,14 +194,24 @@ def embedding_rows(request: RunRequest) -> tuple[int, int]:
 
 def table_bytes(request: RunRequest) -> int:
     """Counts the modulation table of a schedule: 4.42 MB for a timestep and each pair of rows."""
-    entry = _timestep_bytes(request)
-    return entry and entry * min(request.steps, max(1, MOST_TABLE_BYTES // entry))
+    return _row_bytes(request) * table_rows(request)
 
 
-def _timestep_bytes(request: RunRequest) -> int:
+def table_rows(request: RunRequest) -> int:
+    """Counts the rows of the timestep embedding that the table may hold, computed together."""
+    each = sum(embedding_rows(request))
+    rows, size = request.steps * each, _row_bytes(request)
+    return max(each, min(rows, MOST_TABLE_BYTES // size)) if size else rows
+
+
+def table_timesteps(request: RunRequest) -> int:
+    """Counts the timesteps of a schedule that the table may hold."""
+    return table_rows(request) // sum(embedding_rows(request))
+
+
+def _row_bytes(request: RunRequest) -> int:
     shape = request.transformer
-    rows = shape.block.modulation_rows * sum(embedding_rows(request))
-    return shape.blocks * rows * shape.dim * BF16
+    return shape.blocks * shape.block.modulation_rows * shape.dim * BF16
 
 
 def graph_bytes(request: RunRequest, setting: Setting) -> int:
@@ -213,7 +224,7 @@ def graph_bytes(request: RunRequest, setting: Setting) -> int:
         return 0
     streams = 2 if setting.attention == EXACT else 1
     rows = streams * request.step_tokens.rows * request.transformer.dim * BF16
-    return rows + _timestep_bytes(request) + GRAPH_WORKSPACES
+    return rows + _row_bytes(request) * sum(embedding_rows(request)) + GRAPH_WORKSPACES
 
 
 def lora_bytes(request: RunRequest, setting: Setting) -> int:
@@ -349,18 +360,20 @@ def text_encoder_bytes(request: RunRequest, precision: str) -> int:
     """Counts the encoder's weights as loaded; fp8 and int8 are the language model's linears alone.
 
     Args:
-        precision: bf16, fp8 or int8. True sizes in `request.parts` stand above it.
+        precision: bf16, fp8, int8 or w4a8. True sizes in `request.parts` stand above it.
     """
     known = request.parts.text_encoder_bytes
     return encoder_bytes(request.member.text_encoder, precision) if known is None else known
 
 
 def encoder_bytes(encoder: TextEncoder, precision: str) -> int:
-    total = 2 * (encoder.language + encoder.vision)
-    if precision not in QUANTIZED:
+    total = BF16 * (encoder.language + encoder.vision)
+    if precision not in (*QUANTIZED, W4A8):
         return total
-    plain = 2 * encoder.layers * sum(n * k for n, k in encoder.linears)
-    return total - plain + encoder.quantized_bytes
+    linears = encoder.layers * sum(n * k for n, k in encoder.linears)
+    # Of 16 bytes in 8 bits, 4 bits leave 8 and a scale.
+    saved = linears * 7 // 16 if precision == W4A8 else 0
+    return total - BF16 * linears + encoder.quantized_bytes - saved
 
 
 def encoding_bytes(request: RunRequest) -> int:

@@ -14,12 +14,17 @@ from typing import Any
 
 from ..errors import SettingError
 from ..files import parse_object, read_bytes
-from ..spec.formats import MIB, MULTIPLIED, CardFacts
+from ..spec.formats import GIB, MIB, MULTIPLIED, CardFacts
 
 DEFAULT_CARD = "L40S"
 STARTING = "from"  # the kind of a price that is published as "from $0.72"
 # Words of a driver's name that tell no card from another.
 EMPTY_WORDS = {"nvidia", "geforce", "tesla", "generation", "gpu"}
+# Words of a name, besides the size of a memory, that may be left out where one card alone has what
+# stands there; each other word, such as Ti, SUPER, Laptop or Ada, is another model's.
+LEFT_OUT = {"rtx", "sxm", "pcie", "hbm", "blackwell", "workstation", "edition"}
+# Of the size that is in a card's name, CUDA shows as much at least: an L40S has 44.3 of 48 GB.
+LEAST_SHOWN = 0.9
 
 
 @dataclass(frozen=True)
@@ -86,8 +91,8 @@ class Card:
 def find_card(name: str, cards: Mapping[str, Card], own_list: object = "cards.json") -> Card:
     """Finds the card of a name, whatever case, spaces, order and vendor stand there.
 
-    The driver's names are known, and parts that one card alone has, or that are all of its name
-    but what further cards add: "A6000", and "4090" where there is a 4090 Laptop too.
+    A name may leave out what tells no model from another: "A6000", "4090". An RTX 5070 is no
+    RTX 5070 Ti. The driver's names are known.
 
     Args:
         own_list: where the user may describe a card, for the message.
@@ -95,68 +100,85 @@ def find_card(name: str, cards: Mapping[str, Card], own_list: object = "cards.js
     Raises:
         SettingError: no card is named so, or several are; the message suggests the nearest.
     """
-    exact = _card_named(name, cards)
-    if exact is not None:
-        return exact
     wanted = _words_of(name)
-    parts = [card for card in cards.values() if _has_part(card, wanted)]
-    words = [{*_words_of(card.name)} for card in parts]
-    plain = [card for card, own in zip(parts, words, strict=True) if all(own <= it for it in words)]
-    if plain:
-        return plain[0]
-    if parts:
-        several = ", ".join(card.name for card in parts)
+    short = (card.name for card in cards.values() if _is_short(wanted, card))
+    found = _names_of(cards).get(wanted) or [*short]
+    if len(found) == 1:
+        return cards[found[0]]
+    if found:
+        several = ", ".join(found)
         raise SettingError(f"{name!r} matches several cards: choose {several}.")
     raise SettingError(
-        f"no card is named {name!r}{_nearest(name, cards)}: choose one of the {len(cards)} that "
+        f"no card is named {name!r}{_nearest(wanted, cards)}: choose one of the {len(cards)} that "
         f"`qwen-l40s estimate --list-cards` prints, or describe yours in {own_list}."
     )
 
 
-def _card_named(name: str, cards: Mapping[str, Card]) -> Card | None:
-    known = _card_names((card.name, card.also) for card in cards.values()).get(_name_key(name))
-    return None if known is None else cards[known]
+# Of a name, in order: the same of all spellings, as spaces and hyphens do not count.
+Words = tuple[str, ...]
 
 
-def _words_of(name: str) -> tuple[str, ...]:
-    parts = re.findall(r"[^\W\d_]+|\d+", name.casefold())
+def _words_of(name: str) -> Words:
+    text = re.sub(r"(\d+) ?gi?b?\b", r" \1gb ", name.casefold())
+    parts = re.findall(r"\d+gb|[^\W\d_]+|\d+", text)
     return tuple(sorted(part for part in parts if part not in EMPTY_WORDS))
 
 
-def _name_key(name: str) -> str:
-    # The same of all spellings: spaces and hyphens between letters and digits do not count.
-    return " ".join(_words_of(name))
+def _is_size(word: str) -> bool:
+    return word[0].isdigit() and word.endswith("gb")
+
+
+def _without_size(words: Iterable[str]) -> Words:
+    return tuple(word for word in words if not _is_size(word))
+
+
+def _is_short(wanted: Words, card: Card) -> bool:
+    sizes = (int(word[:-2]) * GIB for word in wanted if _is_size(word))
+    words = {*_without_size(wanted)}
+    names = ({*_without_size(name)} for name in _names(card))
+    named = any(words <= name and name - words <= LEFT_OUT for name in names)
+    return named and all(LEAST_SHOWN * size <= card.memory_bytes <= size for size in sizes)
+
+
+def _names(card: Card) -> list[Words]:
+    return [_words_of(name) for name in (card.name, *card.also)]
 
 
 def is_named(card: Card, name: str) -> bool:
-    """Tells whether a card is the one of a driver's name, whatever case and vendor stand there."""
-    return _name_key(name) in map(_name_key, (card.name, *card.also))
+    """Tells whether a card is one of a driver's name, whatever case and vendor stand there."""
+    return _words_of(name) in _names(card)
 
 
-def _has_part(card: Card, wanted: tuple[str, ...]) -> bool:
-    numbered = any(word.isdigit() for word in wanted)
-    return numbered and any(set(wanted) <= set(_words_of(name)) for name in (card.name, *card.also))
+def _names_of(cards: Mapping[str, Card]) -> dict[Words, list[str]]:
+    return _all_names((card.name, card.also) for card in cards.values())
 
 
-def _card_names(cards: Iterable[tuple[str, Iterable[str]]], where: str = "") -> dict[str, str]:
-    # {key of each name: the card's name} of pairs of a name and the other names.
-    found: dict[str, str] = {}
+def _all_names(
+    cards: Iterable[tuple[str, Iterable[str]]], where: str = ""
+) -> dict[Words, list[str]]:
+    # {each name: the cards of it} of pairs of a card's name and the other names. Cards that differ
+    # in the size of their memory alone may have a driver's name in common.
+    found: dict[Words, list[str]] = {}
     for name, also in cards:
         for other in (name, *also):
-            if found.setdefault(_name_key(other), name) != name:
+            known = found.setdefault(_words_of(other), [])
+            own = _without_size(_words_of(name))
+            if any(_without_size(_words_of(it)) != own for it in known):
                 raise SettingError(
-                    f"{where}the cards {found[_name_key(other)]!r} and {name!r} are both named "
-                    f"{other!r}: a name must mean one card, so change it or 'also' in your list."
+                    f"{where}the cards {known[0]!r} and {name!r} are both named {other!r}: a name "
+                    "must mean one card, so change it or 'also' in your list."
                 )
+            if name not in known:
+                known.append(name)
     return found
 
 
-def _nearest(name: str, cards: Mapping[str, Card]) -> str:
-    names = {
-        _name_key(other): card.name for card in cards.values() for other in (card.name, *card.also)
-    }
-    near = difflib.get_close_matches(_name_key(name), names, n=1, cutoff=0.5)
-    return f", the nearest is {names[near[0]]!r}" if near else ""
+def _nearest(wanted: Words, cards: Mapping[str, Card]) -> str:
+    names = {" ".join(words): card.name for card in cards.values() for words in _names(card)}
+    near = difflib.get_close_matches(" ".join(wanted), names, n=len(cards), cutoff=0.5)
+    near.sort(key=lambda words: -len({*wanted}.intersection(words.split())))
+    found = [*dict.fromkeys(names[each] for each in near)][:3]
+    return f" (the nearest: {', '.join(found)})" if found else ""
 
 
 # A card that no list has: what the driver tells of it, and the card of the list most like it.
@@ -176,11 +198,16 @@ class UnlistedCard(Card):
 def card_by_driver(facts: CardFacts, cards: Mapping[str, Card]) -> Card:
     """Finds the listed card of a driver's name with the memory it shows, or an `UnlistedCard`.
 
-    Only a whole name counts: "NVIDIA A40" is a part of an A100 40GB's.
+    Only a whole name counts: "NVIDIA A40" is a part of an A100 40GB's. Of several cards with that
+    name it is the one whose memory is nearest.
     """
-    listed = _card_named(facts.name, cards)
-    if listed is not None:
-        return replace(listed, memory_bytes=facts.total_bytes, limit_watts=facts.limit_watts)
+
+    def difference(name: str) -> float:
+        return abs(math.log(cards[name].memory_bytes / max(1, facts.total_bytes)))
+
+    if listed := _names_of(cards).get(_words_of(facts.name)):
+        card = cards[min(listed, key=difference)]
+        return replace(card, memory_bytes=facts.total_bytes, limit_watts=facts.limit_watts)
     figures = "bandwidth", "l2_bytes", "pcie_bytes_per_second", "tdp_watts"
     return UnlistedCard(
         **dict.fromkeys(figures, 0),
@@ -205,7 +232,7 @@ def _nearest_card(facts: CardFacts, cards: Mapping[str, Card]) -> Card:
         return 10 * of.capability[0] + of.capability[1]
 
     def unlikeness(card: Card) -> tuple[float, ...]:
-        names = [_words_of(name) for name in (card.name, *card.also)]
+        names = _names(card)
         part = max((len(name) for name in names if set(name) <= words), default=0)
         # Sizes of memory that differ by less than a tenth are one.
         memory = round(abs(math.log(card.memory_bytes / max(1, facts.total_bytes))), 1)
@@ -253,10 +280,10 @@ def read_cards(path: Path | None = None) -> tuple[dict[str, str], dict[str, Card
     notes, bundled = _listed(BUNDLED, {}, {})
     listed = bundled
     if path is not None:
-        known = _card_names((name, entry["also"]) for name, entry in bundled.items())
+        known = _all_names((name, entry["also"]) for name, entry in bundled.items())
         _, listed = _listed(path, bundled, known)
     cards = {name: _card(name, entry, bundled.get(name, {})) for name, entry in listed.items()}
-    _card_names(((card.name, card.also) for card in cards.values()), where=f"{path}: ")
+    _all_names(((card.name, card.also) for card in cards.values()), where=f"{path}: ")
     return notes, cards
 
 
@@ -332,8 +359,10 @@ PRICE_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 Fields = Mapping[str, Mapping[str, Any]]  # of each card by name
 
 
-def _listed(path: Path, below: Fields, known: Mapping[str, str]) -> tuple[dict[str, str], Fields]:
-    # (notes, the cards of `below` with what the file says); `known` has names by `_name_key`.
+def _listed(
+    path: Path, below: Fields, known: Mapping[Words, list[str]]
+) -> tuple[dict[str, str], Fields]:
+    # (notes, the cards of `below` with what the file says); `known` has the names of `below`.
     content = _parse(path)
     try:
         return _merged(content, below, known)
@@ -342,7 +371,7 @@ def _listed(path: Path, below: Fields, known: Mapping[str, str]) -> tuple[dict[s
 
 
 def _merged(
-    content: Mapping, below: Fields, known: Mapping[str, str]
+    content: Mapping, below: Fields, known: Mapping[Words, list[str]]
 ) -> tuple[dict[str, str], Fields]:
     _refuse_unknown(content, ("notes", "cards"), "the list of cards")
     notes, listed = content.get("notes", {}), content.get("cards")
@@ -360,7 +389,10 @@ def _merged(
             raise SettingError(
                 f"{reprlib.repr(given)} is not the name of a card: give one, such as L40S."
             )
-        name = known.get(_name_key(given), given)
+        names = known.get(_words_of(given), [given])
+        if len(names) > 1:
+            raise SettingError(f"{given!r} names several cards: name one of {', '.join(names)}.")
+        name = names[0]
         if name in seen:
             raise SettingError(f"{seen[name]!r} and {given!r} are the same card: name it once.")
         seen[name] = given

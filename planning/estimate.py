@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,7 @@ from ..errors import SettingError
 from ..spec.formats import GIB, QUANTIZED
 from ..spec.transformer import ON_CARD
 from ..step_cache import OFF
-from .bytes import text_encoder_bytes
+from .bytes import table_timesteps, text_encoder_bytes
 from .cards import Card, UnlistedCard, is_named
 from .files import (
     NVME,
@@ -29,9 +30,9 @@ from .files import (
     load_seconds,
     made_on_load,
 )
-from .phases import Phase, Range
+from .phases import GRAPHS, Phase, Range
 from .plan import PlanOption, plan, plan_with_room
-from .rates import Basis, Rates, attending, measured, rates_of
+from .rates import Basis, Rates, attending, hiding, measured, rates_of
 from .request import (
     DROPPED,
     EXACT,
@@ -39,7 +40,7 @@ from .request import (
     Loras,
     RunRequest,
     Setting,
-    replays_graph,
+    repaid_by,
 )
 from .times import (
     encode_text_seconds,
@@ -139,7 +140,7 @@ def run_times(option: PlanOption, slow: Rates, fast: Rates) -> RunTimes:
     """Predicts the times of a plan's option at the slowest and the fastest rates of its card."""
     request, setting = option.request, option.setting
     place, precision = setting.text_encoder_place, setting.precision
-    for_text, for_decoder = _bytes_of_turns(option)
+    encoder, *turns = _bytes_of_turns(option)
     moved = option.moved_bytes
 
     def between(seconds: Callable[[Rates], float]) -> Range:
@@ -153,9 +154,19 @@ def run_times(option: PlanOption, slow: Rates, fast: Rates) -> RunTimes:
             for source in SOURCES
         }
 
-    graph, without = replays_graph(request, setting), replace(request, loras=Loras())
-    how = {"moved_bytes": moved, "graph": graph, "packed": setting.packed}
-    how["attention"] = setting.attention
+    graph = GRAPHS in option.phases["sampling"].resident
+    repaid = repaid_by(request, setting) if graph else 0
+    how = {"moved_bytes": moved, "packed": setting.packed, "attention": setting.attention}
+    without = replace(request, loras=Loras())
+
+    def back(rates: Rates) -> list[float]:
+        # What comes back to the card does so in the first pass, which hides as much of it.
+        passes = (
+            forward_seconds(request, precision, rates, **{**how, "moved_bytes": moved + count})
+            for count in (0, turns[0], max(turns))
+        )
+        return [after - before for before, after in itertools.pairwise(passes)]
+
     loads = loading(load_of(option))
     phases = {
         "load": loads[PAGE_CACHE],
@@ -163,13 +174,16 @@ def run_times(option: PlanOption, slow: Rates, fast: Rates) -> RunTimes:
             lambda rates: (
                 encode_text_seconds(request, rates, place, setting.text_encoder)
                 + encode_image_seconds(request, rates)
-                + for_text / rates.pcie
+                + encoder / rates.pcie
+                + back(rates)[0]
             )
         ),
         "tables": between(lambda rates: table_seconds(request, rates, setting.modulation)),
-        "sampling": between(lambda rates: sampling_seconds(request, precision, rates, **how)),
+        "sampling": between(
+            lambda rates: sampling_seconds(request, precision, rates, repaid=repaid, **how)
+        ),
         "decode": between(
-            lambda rates: decode_seconds(request, option.tiles, rates) + for_decoder / rates.pcie
+            lambda rates: decode_seconds(request, option.tiles, rates) + back(rates)[1]
         ),
     }
     ready = None
@@ -185,29 +199,35 @@ def run_times(option: PlanOption, slow: Rates, fast: Rates) -> RunTimes:
                 request.passes
                 * (
                     forward_seconds(request, precision, rates, graph=graph)
-                    - forward_seconds(
-                        without, precision, rates, graph=replays_graph(without, setting)
-                    )
+                    - forward_seconds(without, precision, rates, graph=graph)
                 )
             )
         ),
-        bound=forward_times(request, precision, slow, **how).bound,
+        bound=forward_times(request, precision, slow, graph=graph, **how).bound,
     )
 
 
-def _bytes_of_turns(option: PlanOption) -> tuple[int, int]:
-    # What each run brings to the card again, (before encoding, before decoding): a text encoder
-    # that is not there, and what of the transformer had to leave for either.
+def _stock_room(option: PlanOption) -> int:
+    # For a transformer of stock ComfyUI while it samples: what ours has, without what ours adds.
+    sampling = option.phases["sampling"]
+    ours = "text encoder", "modulation table"
+    leaves = sampling.weights + sum(sampling.resident.get(name, 0) for name in ours)
+    return option.usable_bytes - (sampling.needed_bytes - leaves)
+
+
+def _bytes_of_turns(option: PlanOption) -> tuple[int, int, int]:
+    # What each run brings to the card again: (a text encoder that is not there, what of the
+    # transformer had to leave for that, and for the decoder).
     phases, setting = option.phases, option.setting
-    stays, text = phases["sampling"].weights, 0
+    stays, encoder = phases["sampling"].weights, 0
     if setting.text_encoder_place != ON_PROCESSOR:
-        text = text_encoder_bytes(option.request, setting.text_encoder)
-        text -= phases["sampling"].resident.get("text encoder", 0)
+        encoder = text_encoder_bytes(option.request, setting.text_encoder)
+        encoder -= phases["sampling"].resident.get("text encoder", 0)
     if setting.text_encoder_place == DROPPED:
-        text += min(stays, max(0, phases["text"].card_bytes + stays - option.usable_bytes))
+        left = min(stays, max(0, phases["text"].card_bytes + stays - option.usable_bytes))
     else:
-        text += max(0, stays - phases["text"].resident.get("transformer", 0))
-    return text, max(0, stays - phases["decode"].resident.get("transformer", 0))
+        left = max(0, stays - phases["text"].resident.get("transformer", 0))
+    return encoder, left, max(0, stays - phases["decode"].resident.get("transformer", 0))
 
 
 @dataclass(frozen=True)
@@ -224,7 +244,7 @@ class Estimate:
         times: None, as all times below, on a card that is neither listed nor calibrated.
         own_usd_per_hour: The user's own price; None for the list's.
         calibration: What the times rest on where the card was measured; else None.
-        stock: {what ComfyUI without this package runs: a step of it}, where it stays on the card.
+        stock: {what ComfyUI without this package runs: a step of it}.
         notes: Sentences of the caller's; `charts.notes` has those of an estimate.
         card_note: Why it is of this card, where the user's own cannot be it; empty elsewhere.
     """
@@ -334,12 +354,18 @@ class Estimate:
         """Gives the first run of a server, all of its images: files in memory, kernels compiled."""
         if self.times is None:
             return None
-        phases = self.times.phases
-        return self._warm_seconds() + phases["load"] + phases["tables"]
+        tables = Range(0, 0) if self._refills_table else self.times.phases["tables"]
+        return self._warm_seconds() + self.times.phases["load"] + tables
+
+    @property
+    def _refills_table(self) -> bool:
+        # Whether the first timesteps of a schedule leave the table before the next image.
+        return table_timesteps(self.request) < self.request.steps
 
     def _warm_seconds(self) -> Range:
-        seconds = self.times.phases
-        return seconds["text"] + seconds["sampling"] + seconds["decode"]
+        phases = self.times.phases
+        seconds = phases["text"] + phases["sampling"] + phases["decode"]
+        return seconds + phases["tables"] if self._refills_table else seconds
 
     @property
     def usd_per_image(self) -> Range | None:
@@ -428,8 +454,8 @@ def estimate(
     basis = Basis("unknown", f"not predicted: {card.name} is not in the list of cards")
     if calibration is not None or not isinstance(card, UnlistedCard):
         slow, fast, basis = rates_of(card, calibration)
-        room = option.usable_bytes - option.phases["sampling"].activations
-        stock = stock_steps(option.request, card, slow, fast, room)
+        slow, fast = hiding(slow, fast)
+        stock = stock_steps(option.request, card, slow, fast, _stock_room(option))
         slow, fast = attending(card, option.setting.attention, slow, fast)
         basis = basis_within(basis, request, option.setting)
         times = run_times(option, slow, fast)

@@ -15,7 +15,7 @@ from .bytes import BF16, FP32, text_encoder_bytes, weight_bytes
 from .phases import Range, transformer_bytes, vae_bytes
 from .plan import PlanOption
 from .rates import Rates
-from .request import TEXT_ENCODER, TRANSFORMER, VAE, RunRequest, Setting
+from .request import TEXT_ENCODER, TRANSFORMER, VAE, W4A8, RunRequest, Setting
 
 CARD_MEMORY = "card memory"
 LM_HEAD_BYTES = 2 * 152_064 * 3584  # in the published text encoder; encoding never reads it
@@ -91,6 +91,8 @@ def disk(request: RunRequest, setting: Setting, *, quantized_file: bool = False)
         files, once = {name: transformer_bytes(request, setting).total}, files
     # As published, with lm_head; quantized on load from it.
     text = request.parts.text_encoder_bytes or text_encoder_bytes(request, "bf16") + LM_HEAD_BYTES
+    if setting.text_encoder == W4A8:
+        text = text_encoder_bytes(request, W4A8)
     text, vae = known.get(TEXT_ENCODER, text), known.get(VAE, vae_bytes(request))
     files = {**files, "text encoder": text, "VAE": vae}
     if request.controlnet_bytes:

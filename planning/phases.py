@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -14,7 +15,6 @@ from .bytes import (
     BF16,
     TransformerBytes,
     buffer_bytes,
-    embedding_rows,
     encoder_bytes,
     encoding_bytes,
     graph_bytes,
@@ -22,6 +22,7 @@ from .bytes import (
     lora_bytes,
     step_bytes,
     table_bytes,
+    table_rows,
     text_encoder_bytes,
     weight_bytes,
 )
@@ -31,6 +32,8 @@ from .vae import decode_plan
 from .vae_work import encode_peak_bytes
 
 PHASES = ("load", "text", "tables", "sampling", "decode")
+# What steps have captured, which stays as long as the transformer does, and with it the buffers.
+GRAPHS = "CUDA graphs"
 
 
 class Range(NamedTuple):
@@ -84,6 +87,11 @@ class Phase:
     def card_bytes(self) -> int:
         """Counts everything that is on the card."""
         return self.peak_bytes + self.context + sum(self.resident.values())
+
+    @property
+    def needed_bytes(self) -> int:
+        """Counts the same without CUDA graphs, which a run gives up where memory is short."""
+        return self.card_bytes - self.resident.get(GRAPHS, 0)
 
 
 def gib(count: float) -> float:
@@ -140,8 +148,6 @@ WORKSPACE_BYTES, CONTEXT_BYTES = 0.05 * GIB, 0.74 * GIB
 KEPT_FREE_BYTES = 400 * MIB
 # Modulation layers on the card while their weights pass it: one computes, one is on its way.
 LAYERS_ON_CARD = 2
-# What steps have captured, which stays as long as the transformer does, and with it the buffers.
-GRAPHS = "CUDA graphs"
 
 
 class Overhead(NamedTuple):
@@ -172,13 +178,9 @@ def phases(
     text = text_encoder_bytes(request, setting.text_encoder)
     table, vae = table_bytes(request), vae_bytes(request)
     activations = step_bytes(request, setting).most
-    extras = _present(
-        {"ControlNet": request.controlnet_bytes, "LoRAs": lora_bytes(request, setting)}
-    ) | others_bytes(request, setting)
-    # Graphs keep the buffers of the blocks, beside which the host's block runs for another prompt.
-    graphs = graph_bytes(request, setting)
-    kept = graphs and graphs + buffer_bytes(request, setting)
-    stays = _present({"VAE": vae, "modulation table": table, GRAPHS: kept}) | extras
+    others = others_bytes(request, setting)
+    additions = {"ControlNet": request.controlnet_bytes, "LoRAs": lora_bytes(request, setting)}
+    stays = _present({"VAE": vae, "modulation table": table, **additions, **others})
     sampled, text_stays = on_card, text if setting.text_encoder_place == ON_CARD else 0
     usable = None
     if card_bytes is not None and not setting.resident:
@@ -189,7 +191,7 @@ def phases(
     stays |= _present({"text encoder": text_stays})
     found = {
         "load": _load(request, setting, sampled, stays, overhead),
-        "text": _text(request, setting, text, sampled, stays, overhead),
+        "text": _text(request, setting, text, sampled, stays, overhead, others),
         "tables": _tables(request, setting, weights, sampled, stays, overhead),
         "sampling": Phase(
             "sampling",
@@ -203,8 +205,21 @@ def phases(
     }
     if usable is not None:
         found = {name: within(phase, usable) for name, phase in found.items()}
-    others = {**stays, "transformer": sampled}
-    return {**found, "decode": _decode(request, others, vae, card_bytes, overhead)}
+    loaded = {**stays, "transformer": sampled}
+    found["decode"] = _decode(request, loaded, vae, card_bytes, overhead)
+    room = math.inf if card_bytes is None else card_bytes - KEPT_FREE_BYTES
+    graphs = graph_bytes(request, setting)
+    # Graphs keep the buffers of the blocks, beside which the host's block runs for another prompt.
+    kept = graphs and graphs + buffer_bytes(request, setting)
+    return {name: _with_graphs(phase, kept, room) for name, phase in found.items()}
+
+
+def _with_graphs(phase: Phase, kept: int, room: float) -> Phase:
+    # They come with the first steps, and go with the transformer.
+    there = phase.name == "sampling" or "transformer" in phase.resident
+    if not kept or not there or phase.card_bytes + kept > room:
+        return phase
+    return replace(phase, resident={**phase.resident, GRAPHS: kept})
 
 
 def transformer_bytes(request: RunRequest, setting: Setting) -> TransformerBytes:
@@ -247,8 +262,7 @@ def others_bytes(request: RunRequest, setting: Setting) -> dict[str, int]:
 def _load(
     request: RunRequest, setting: Setting, weights: int, stays: dict[str, int], overhead: Overhead
 ) -> Phase:
-    later = ("modulation table", GRAPHS)
-    resident = {name: count for name, count in stays.items() if name not in later}
+    resident = {name: count for name, count in stays.items() if name != "modulation table"}
     note = "weights are copied to the card"
     if setting.off_card:
         note += "; those of the modulation stay in host memory"
@@ -262,6 +276,7 @@ def _text(
     transformer: int,
     stays: dict[str, int],
     overhead: Overhead,
+    others: dict[str, int],
 ) -> Phase:
     resident = {name: count for name, count in stays.items() if name != "text encoder"}
     activations = encoding_bytes(request)
@@ -271,8 +286,8 @@ def _text(
         notes = ["on the CPU"]
     if setting.text_encoder_place == DROPPED:
         # The transformer's turn is over, or has not come yet.
-        resident = {"VAE": stays["VAE"]} if "VAE" in stays else {}
-        notes.append("alone on the card: ComfyUI moves other models off it")
+        resident = {name: stays[name] for name in ("VAE", *others) if name in stays}
+        notes.append("ComfyUI moves as much of the transformer off the card as it needs")
         notes.append("leaves the card once the prompt is encoded")
     else:
         resident |= _present({"transformer": transformer})
@@ -298,11 +313,10 @@ def _tables(
     overhead: Overhead,
 ) -> Phase:
     # The first step waits for it: the input of its first block is there.
-    dim, steps = request.transformer.dim, request.steps
-    modulation_rows = request.transformer.block.modulation_rows
+    dim, modulation_rows = request.transformer.dim, request.transformer.block.modulation_rows
     # All rows at once through a layer, and once more for the first layer's proof.
-    rows = steps * sum(embedding_rows(request))
-    activations = input_bytes(request) + BF16 * rows * dim * (1 + 3 * modulation_rows)
+    activations = input_bytes(request)
+    activations += BF16 * table_rows(request) * dim * (1 + 3 * modulation_rows)
     if setting.off_card:
         layer = modulation_rows * dim * (dim + 1) * BF16
         passing, rest = min(weights.modulation, LAYERS_ON_CARD * layer), sampled

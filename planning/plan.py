@@ -20,7 +20,7 @@ from ..spec.formats import (
 )
 from ..spec.transformer import OFF_CARD, ON_CARD
 from .bytes import TransformerBytes
-from .phases import GRAPHS, KEPT_FREE_BYTES, Phase, least_weights, phases
+from .phases import KEPT_FREE_BYTES, Phase, least_weights, phases, within
 from .rates import CUDNN_GENERATIONS
 from .request import (
     AUTO,
@@ -81,7 +81,8 @@ class PlanOption:
 
     @cached_property
     def needs(self) -> Mapping[str, int]:
-        """Counts {phase: bytes that the card would need for all to stay that is to}.
+        """Counts {phase: bytes that the card would need for all to stay that is to}; CUDA graphs
+        are given up before anything leaves.
 
         Raises:
             UnavailableError: as of `phases`.
@@ -92,8 +93,8 @@ class PlanOption:
         parts = ("transformer", "text encoder")
         left = sum(decode.resident.get(part, 0) for part in parts)
         there = self.weights_bytes + self._steps["sampling"].resident.get("text encoder", 0)
-        needs = {name: phase.card_bytes for name, phase in self._steps.items()}
-        return {**needs, "decode": decode.card_bytes + there - left}
+        needs = {name: phase.needed_bytes for name, phase in self._steps.items()}
+        return {**needs, "decode": decode.needed_bytes + there - left}
 
     @cached_property
     def _steps(self) -> Mapping[str, Phase]:
@@ -104,7 +105,7 @@ class PlanOption:
     @property
     def fits(self) -> bool:
         # Planning the decoder's tiles takes the longest, so it comes last.
-        fit = all(phase.card_bytes <= self.usable_bytes for phase in self._steps.values())
+        fit = all(phase.needed_bytes <= self.usable_bytes for phase in self._steps.values())
         return fit and self.needs["decode"] <= self.usable_bytes
 
     @property
@@ -138,11 +139,12 @@ class PlanOption:
 
     @property
     def least_bytes(self) -> int:
-        """Counts the smallest card on which a pass runs, with all weights moved that can be."""
-        sampling = self._steps["sampling"]
-        leaves = sum(sampling.resident.get(name, 0) for name in ("text encoder", GRAPHS))
-        rest = sampling.card_bytes - sampling.weights - leaves
-        return rest + least_weights(self.request, sampling.weights) + KEPT_FREE_BYTES
+        """Counts the smallest card on which a run's phases before the decoder's go through, with
+        all weights moved that can be.
+        """
+        least = {name: within(phase, 0).needed_bytes for name, phase in self._steps.items()}
+        least["sampling"] += least_weights(self.request, self.weights_bytes)
+        return max(least.values()) + KEPT_FREE_BYTES
 
     def together(self) -> PlanOption:
         """Puts everything on the card that the request leaves open, whether it fits or not."""
@@ -251,7 +253,7 @@ class Question:
         for packed, (modulation, place) in itertools.product(packs, [*self._places()]):
             setting = Setting(precision, modulation, text, place, packed=packed, **others)
             option = PlanOption(self.card, request, setting)
-            if option.fits and option.headroom_bytes >= spare:
+            if option.fits and option.headroom_bytes >= spare and not self._better_off(option):
                 return option
         # The host moves weights: an encoder that fits the card alone takes its turn there.
         if request.text_encoder_place == AUTO:
@@ -259,6 +261,13 @@ class Question:
             if dropped._steps["text"].card_bytes <= dropped.usable_bytes:
                 option = dropped
         return replace(option, setting=replace(option.setting, resident=False))
+
+    def _better_off(self, option: PlanOption) -> bool:
+        # Whether the modulation would leave the card for each prompt, and come back.
+        if self.request.modulation != AUTO or option.setting.off_card:
+            return False
+        turns = option.setting.text_encoder_place == DROPPED
+        return turns and option.needs["text"] + option.weights_bytes > option.usable_bytes
 
     def _places(self) -> Iterator[tuple[str, str]]:
         request = self.request
@@ -421,6 +430,9 @@ def _additions(request: RunRequest) -> Iterator[tuple[str, str, RunRequest]]:
         yield beside, "merge the LoRAs into the weights", merged
     if count := request.references:
         yield many(count, "reference"), "give fewer references", replace(request, references=0)
+    if count := len(request.others):
+        alone = replace(request, others=())
+        yield many(count, "other model"), "keep no other model on the card", alone
     if count := request.layers:
         fewer = "paint fewer layers" if count > 1 else ""
         yield many(count, "layer"), fewer, replace(request, layers=1)

@@ -19,8 +19,8 @@ taken for every machine.
     files.MAPPED, files.START                           files from a disk; ComfyUI's start
 
 Predicted and not measured are times.PROCESSOR_FLOPS, files.SOURCES, and in `rates` attention in 8
-bits and LIMITED. What other cards reach of their data sheets' peaks stands by class of card in
-`public.json`, with the figures of others that it comes from.
+bits, LIMITED and HIDES. What other cards reach of their data sheets' peaks stands by class of card
+in `public.json`, with the figures of others that it comes from.
 """
 
 from __future__ import annotations
@@ -189,6 +189,9 @@ CUDNN_GENERATIONS = (9, 10)
 BESIDE_CUDNN = {INT8: 1.18, INT8_FP8: 0.91}
 # Around what was measured on one card.
 LINK = (0.75, 0.95)
+# ComfyUI copies and casts a layer's weights in streams of their own, ahead of the card, where it
+# can pin host memory; else the card waits for each.
+HIDES = (0.0, 1.0)
 # Our VAE layers, of ComfyUI's time: 0.35 to 0.43 of it to decode 1024x1024 to 2048x2048 (H200).
 FUSED_VAE = 0.4
 # A lower power limit takes its own share of the clock at worst, and this power of it at best, where
@@ -241,6 +244,8 @@ class Rates:
         disk: Bytes/s of the disk that the weights are on; None where nothing says.
         launches: Of the machine that the card is in.
         vae: Time of our VAE layers in that of ComfyUI's.
+        hides: Share of copies of weights that computing hides, or of computing where that is
+            shorter.
     """
 
     gemm: Mapping[str, float]
@@ -252,6 +257,7 @@ class Rates:
     disk: float | None = None
     launches: Launches = LAUNCHES
     vae: float = FUSED_VAE
+    hides: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -347,6 +353,11 @@ def attending(card: Card, form: str, slow: Rates, fast: Rates) -> tuple[Rates, R
         replace(slow, attention=slow.attention / worst),
         replace(fast, attention=fast.attention / best),
     )
+
+
+def hiding(slow: Rates, fast: Rates) -> tuple[Rates, Rates]:
+    """Changes a card's slowest and fastest rates to those of a host that hides copies or not."""
+    return replace(slow, hides=HIDES[0]), replace(fast, hides=HIDES[1])
 
 
 def rates_by(found: Constants, card: Card) -> Rates:

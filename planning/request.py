@@ -24,6 +24,9 @@ from ..step_cache import CHOICES, CUSTOM, OFF, computed_steps
 
 AUTO = "auto"
 PRECISIONS = (AUTO, *MULTIPLIED)
+# Of a text encoder's file in 4 bits, which ComfyUI's Load CLIP keeps so.
+W4A8 = "w4a8"
+TEXT_ENCODER_PRECISIONS = (*PRECISIONS, W4A8)
 DROPPED, ON_PROCESSOR = "drop after encoding", "cpu"
 TEXT_ENCODER_PLACEMENTS = (AUTO, ON_CARD, ON_PROCESSOR, DROPPED)
 # "off" is CFG 1: one forward pass a step. Prompts of different lengths take two passes in ComfyUI;
@@ -117,11 +120,11 @@ class RunRequest:
         steps: of the sampler, each with one forward pass, or two with `cfg`; None is the family's.
         cfg: one of `CFG_MODES`; "auto" is the family's.
         references: reference images, of one megapixel each.
-        layers: that Layered paints besides the whole image; 0 elsewhere.
+        layers: that Layered paints besides the whole image; None is the family's.
         text_tokens: of the longest prompt, without what references add.
         nag_tokens: of the negative prompt of NAG, likewise; 0 without NAG.
         modulation: where a third of the transformer waits, one of `spec.transformer.PLACES`.
-        text_encoder: its precision, one of `PRECISIONS`; "auto" is bf16.
+        text_encoder: its precision, one of `TEXT_ENCODER_PRECISIONS`; "auto" is bf16.
         text_encoder_place: one of `TEXT_ENCODER_PLACEMENTS`; "auto" leaves it on the card where
             all fits.
         loras: on the transformer.
@@ -145,7 +148,7 @@ class RunRequest:
     steps: int | None = 20
     cfg: str = "two passes"
     references: int = 0
-    layers: int = 0
+    layers: int | None = None
     text_tokens: int = 200
     nag_tokens: int = 0
     modulation: str = "auto"
@@ -164,6 +167,7 @@ class RunRequest:
         family = find_member(self.family)
         cfg = "off" if family.cfg == 1 else "two passes"
         own = {"width": family.side, "height": family.side, "steps": family.steps, "cfg": cfg}
+        own["layers"] = family.layers
         for name, value in own.items():
             if getattr(self, name) in (None, AUTO):
                 object.__setattr__(self, name, value)
@@ -240,7 +244,7 @@ class RunRequest:
             ("precision", self.precision, PRECISIONS),
             ("cfg", self.cfg, CFG_MODES),
             ("modulation", self.modulation, PLACES),
-            ("text_encoder_precision", self.text_encoder, PRECISIONS),
+            ("text_encoder_precision", self.text_encoder, TEXT_ENCODER_PRECISIONS),
             ("text_encoder_placement", self.text_encoder_place, TEXT_ENCODER_PLACEMENTS),
             ("lora_mode", self.loras.mode, LORA_MODES),
             ("attention", self.attention, ATTENTIONS),
@@ -316,7 +320,7 @@ class Setting:
     Args:
         precision: of the transformer, one of `MULTIPLIED`.
         modulation: "on card", or "off card", where a table stands in for its weights.
-        text_encoder: precision of the text encoder, one of `MULTIPLIED`.
+        text_encoder: precision of the text encoder, one of `MULTIPLIED`, or `W4A8`.
         text_encoder_place: one of `TEXT_PLACES`.
         resident: False where the host has to move weights to the card and off it during a run.
         weight_only: whether the card's tensor cores do not multiply the precision, so that weights
@@ -339,17 +343,24 @@ class Setting:
         return self.modulation == OFF_CARD
 
 
-def replays_graph(request: RunRequest, setting: Setting) -> bool:
-    """Predicts whether the forward passes of a run replay a CUDA graph of the blocks.
+def repaid_by(request: RunRequest, setting: Setting) -> int:
+    """Counts the steps after which a CUDA graph of the blocks has repaid its capture; 0 where the
+    forward passes of a run are predicted to replay none.
 
     The run itself goes by what it sees: whether the card waits for the processor, whether weights
     move, and whether others take part between blocks or in their layers.
     """
     tokens = request.step_tokens
     rows = request.items * (tokens.text + tokens.image)
-    # Two passes launch kernel by kernel. The processor bounds those of few rows.
-    replays, few = request.computed_steps - 2, rows <= MOST_GRAPH_ROWS[False]
+    few = rows <= MOST_GRAPH_ROWS[False]
     fitting = few or rows <= MOST_GRAPH_ROWS[setting.precision in QUANTIZED]
-    fitting = fitting and replays >= REPAID_BY[few]
     fitting = fitting and not (request.nag_tokens and tokens.prefix)
-    return fitting and setting.resident and not request.controlnet_bytes
+    fitting = fitting and setting.resident and not request.controlnet_bytes
+    # Two passes launch kernel by kernel. The processor bounds those of few rows.
+    steps = 2 + REPAID_BY[few]
+    return steps if fitting and request.computed_steps >= steps else 0
+
+
+def replays_graph(request: RunRequest, setting: Setting) -> bool:
+    """Predicts whether the forward passes of a run replay a CUDA graph of the blocks."""
+    return repaid_by(request, setting) > 0

@@ -14,7 +14,7 @@ from ..families.protocol import StepTokens, TextEncoder
 from ..spec.formats import BYTES_PER_SCALE, BYTES_PER_WEIGHT, INT8, INT8_FP8, QUANTIZED
 from ..spec.transformer import OFF_CARD, ON_CARD, TransformerShape
 from ..split_cost import BlockSeconds
-from .bytes import PATCHES_PER_TOKEN, weight_bytes
+from .bytes import PATCHES_PER_TOKEN, table_timesteps, weight_bytes
 from .cards import Card
 from .phases import Range
 from .rates import Rates, attending, class_of
@@ -23,7 +23,8 @@ from .request import EXACT, ON_PROCESSOR, RunRequest
 WIDE = 2  # bytes of a bf16 number
 ROTATION = 4  # of an fp32 cosine or sine
 # Expanding a quantized weight to bf16: read and written once, then scaled in place.
-EXPAND = 1 + WIDE + 2 * WIDE
+CAST = 1 + WIDE
+EXPAND = CAST + 2 * WIDE
 # Decoding a weight of 4 bits to int8, with a scale for 16 of them: 0.0247 ms for 12288x3072 on an
 # H200, 1.41 times what as many bytes take at the rate of the fused norm.
 DECODE = 1.41 * (1 / 2 + 1 / 16 + 1)
@@ -146,7 +147,7 @@ def forward_times(
         precision: bf16, fp8 or int8, in which the weights are loaded.
         rates: after `attending`, where attention is in 8 bits.
         moved_bytes: of weights that the host brings to the card in each pass, because they do not
-            all stay there; added, because not every host computes meanwhile.
+            all stay there.
         graph: whether the blocks replay a CUDA graph, as `request.replays_graph` predicts.
         packed: whether weights are decoded one by one, as `Setting.packed`.
         attention: as of `Setting`.
@@ -160,19 +161,37 @@ def forward_times(
         layers = request.transformer.quantizable_layers().values()
         added += DECODE * sum(rows * columns for rows, columns in layers) / rates.bandwidth
     card, processor = pass_times(work, precision, rates, graph=graph, attention=attention)
-    return PassTimes(card + added + moved_bytes / rates.pcie, processor + added)
+    card = with_copies(card + added, moved_bytes / rates.pcie, rates)
+    return PassTimes(card, processor + added)
+
+
+def with_copies(seconds: float, copies: float, rates: Rates) -> float:
+    """Adds to a pass's seconds those of copies of weights that computing does not hide."""
+    return max(seconds, copies) + (1 - rates.hides) * min(seconds, copies)
 
 
 def forward_seconds(request: RunRequest, precision: str, rates: Rates, **how: Any) -> float:
     return forward_times(request, precision, rates, **how).seconds
 
 
-def sampling_seconds(request: RunRequest, precision: str, rates: Rates, **how: Any) -> float:
-    """Predicts all steps of a run, without the modulation's table; as of `forward_times`."""
+def sampling_seconds(
+    request: RunRequest, precision: str, rates: Rates, *, repaid: int = 0, **how: Any
+) -> float:
+    """Predicts all steps of a run, without the modulation's table; as of `forward_times`.
+
+    Args:
+        repaid: steps after which CUDA graphs have saved what their capture takes, as
+            `request.repaid_by` counts them; 0 where none is captured.
+    """
     plain, more = replace(request, nag_tokens=0), request.passes - 1
-    seconds = forward_seconds(request, precision, rates, **how)
-    seconds += more * forward_seconds(plain, precision, rates, **how) if more else 0
-    seconds *= request.computed_steps
+
+    def step(graph: bool) -> float:
+        seconds = forward_seconds(request, precision, rates, graph=graph, **how)
+        other = forward_seconds(plain, precision, rates, graph=graph, **how) if more else 0.0
+        return seconds + other
+
+    launched = repaid or request.computed_steps
+    seconds = launched * step(False) + (request.computed_steps - launched) * step(repaid > 0)
     own = plain.step_tokens.prefix
     # By the host's own blocks, once a prompt.
     for count, tokens in ((request.passes, own), (1, request.step_tokens.prefix - own)):
@@ -196,7 +215,10 @@ def table_seconds(request: RunRequest, rates: Rates, modulation: str) -> float:
         return 0.0
     launches = 2 * request.transformer.blocks * TABLE_LAYER_SECONDS
     seconds = request.steps * max(weights / rates.bandwidth, launches)
-    return max(seconds, weights * TABLE_FACTOR / rates.pcie) if modulation == OFF_CARD else seconds
+    if modulation != OFF_CARD:
+        return seconds
+    walks = -(-request.steps // table_timesteps(request))
+    return max(seconds, walks * weights * TABLE_FACTOR / rates.pcie)
 
 
 def product_seconds(
@@ -295,12 +317,28 @@ def _controlnet_seconds(work: Pass, weights: int, rates: Rates) -> float:
 
 # A step in ComfyUI without this package: what an estimate is compared with.
 
-# As ComfyUI and its templates call it: (precision, whether attention is ComfyUI's own in int8).
+
+class StockFormat(NamedTuple):
+    """How stock ComfyUI runs a transformer.
+
+    Attributes:
+        weights: The precision of all its weights, modulation among them.
+        products: The precision of its products.
+        attends_in_int8: Whether attention is ComfyUI's own in int8.
+    """
+
+    weights: str
+    products: str
+    attends_in_int8: bool = False
+
+
+# As ComfyUI and its templates call it; the template of 2512 runs an fp8 file in bf16.
 STOCK_FORMATS = {
-    "bf16": ("bf16", False),
-    "fp8 fast": ("fp8", False),
-    "int8 ConvRot": ("int8", False),
-    "int8 ConvRot, --use-ck-attention": ("int8", True),
+    "bf16": StockFormat("bf16", "bf16"),
+    "fp8, products in bf16": StockFormat("fp8", "bf16"),
+    "fp8 fast": StockFormat("fp8", "fp8"),
+    "int8 ConvRot": StockFormat("int8", "int8"),
+    "int8 ConvRot, --use-ck-attention": StockFormat("int8", "int8", attends_in_int8=True),
 }
 
 
@@ -326,21 +364,21 @@ ONE_STREAM = StockBlocks(2.2, (0.00095, 0.0022))
 def stock_steps(
     request: RunRequest, card: Card, slow: Rates, fast: Rates, room: int
 ) -> dict[str, Range]:
-    """Predicts {what of `STOCK_FORMATS`: seconds of a step} where its weights stay on the card.
+    """Predicts {what of `STOCK_FORMATS`: seconds of a step}, with weights beyond `room` crossing
+    the link in each pass.
 
     Args:
         slow, fast: the card's, with exact attention.
         room: bytes for a transformer; LoRAs, ControlNets and layers are not predicted.
     """
-    wide, found = weight_bytes(request.transformer, "bf16").total, {}
+    found: dict[str, Range] = {}
     request = replace(request, nag_tokens=0)
     if request.loras.count or request.controlnet_bytes or request.member.layers:
         return found
-    for name, (precision, in_int8) in STOCK_FORMATS.items():
-        fits = wide * BYTES_PER_WEIGHT[precision] <= room * BYTES_PER_WEIGHT["bf16"]
-        if fits and card.facts().multiplies(precision):
-            rates = _with_stock_attention(card, slow, fast) if in_int8 else (slow, fast)
-            high, low = (request.passes * stock_pass(request, precision, it, card) for it in rates)
+    for name, how in STOCK_FORMATS.items():
+        if card.facts().multiplies(how.products):
+            ends = _with_stock_attention(card, slow, fast) if how.attends_in_int8 else (slow, fast)
+            high, low = (request.passes * stock_pass(request, how, it, card, room) for it in ends)
             found[name] = Range(low, high)
     return found
 
@@ -353,18 +391,22 @@ def _with_stock_attention(card: Card, slow: Rates, fast: Rates) -> tuple[Rates, 
     return attending(card, INT8_FP8 if card.facts().multiplies("fp8") else INT8, slow, fast)
 
 
-def stock_pass(request: RunRequest, precision: str, rates: Rates, card: Card) -> float:
+def stock_pass(request: RunRequest, how: StockFormat, rates: Rates, card: Card, room: int) -> float:
     """Predicts one forward pass of ComfyUI's own blocks, on the card or on its processor."""
     work, stock = Pass.of(request), class_of(card).stock
     blocks = TWO_STREAMS if work.shape.block.text_layers else ONE_STREAM
-    image, text, _ = block_seconds(work, precision, rates)
-    modulation = weight_bytes(work.shape, "bf16").modulation / work.shape.blocks
+    image, text, _ = block_seconds(work, how.products, rates)
+    wide, size = weight_bytes(work.shape, "bf16"), BYTES_PER_WEIGHT[how.weights]
     moved = blocks.traffic * block_bytes(work, "bf16")
-    moved += modulation * BYTES_PER_WEIGHT[precision] / BYTES_PER_WEIGHT["bf16"]
-    each = stock.get(precision, 1.0) * (image + text) + moved / rates.bandwidth
+    moved += size * wide.modulation / WIDE / work.shape.blocks
+    each = stock.get(how.products, 1.0) * (image + text) + moved / rates.bandwidth
     each += stock.get("attention", 1.0) * attention_seconds(work, rates)
-    launched = rates.launches.host + work.shape.blocks * blocks.launches[precision in QUANTIZED]
-    return max(work.shape.blocks * each + _outside_seconds(work, rates), launched)
+    seconds = work.shape.blocks * each + _outside_seconds(work, rates)
+    launched = work.shape.blocks * blocks.launches[how.products in QUANTIZED]
+    copies = max(0, size * wide.total // WIDE - room) / rates.pcie
+    if how.weights != how.products:  # in the stream of the copies
+        copies += CAST * wide.total / WIDE / rates.bandwidth
+    return max(with_copies(seconds, copies, rates), rates.launches.host + launched)
 
 
 # How long a text encoder takes to encode prompts, which ComfyUI computes in fp32.
@@ -415,6 +457,6 @@ def prompt_seconds(
     flops += 2 * encoder.vision * PATCHES_PER_TOKEN * vision_tokens
     if place == ON_PROCESSOR:
         return flops / PROCESSOR_FLOPS
-    moved = encoder.layer_parameters * (EXPAND_BYTES if precision in QUANTIZED else CAST_BYTES)
+    moved = encoder.layer_parameters * (CAST_BYTES if precision == "bf16" else EXPAND_BYTES)
     moved += CAST_BYTES * encoder.vision if vision_tokens else 0
     return flops / rates.encoder + moved / rates.bandwidth

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
+from ..caches import cached
+
 # The area that Qwen-Image is trained at; the choice of a precision leaves room for one step of it.
 USUAL_SIDE = 1328
 PIXELS_PER_TOKEN_SIDE = 16  # the VAE's factor of 8, then patches of 2 x 2
@@ -148,7 +150,8 @@ class TransformerShape:
         """Returns {name: shape} of what is neither a linear layer nor a norm of heads."""
         raise NotImplementedError
 
-    def quantizable_layers(self) -> dict[str, tuple[int, int]]:
+    @cached
+    def quantizable_layers(self) -> Mapping[str, tuple[int, int]]:
         """Returns {layer name without `.weight`: (rows, columns)} of what may be quantized."""
         return {
             f"{self.family.stack}.{block}.{layer}": (rows * self.dim, columns * self.dim)

@@ -150,9 +150,9 @@ def _run_settings(asked: Mapping[str, Any], tiles: int) -> dict[str, Any]:
         computed=computed,
         cfg=_cfg(asked),
         references=references,
-        layers=frames[0] - 1 if frames else 0,
         tiles=tiles,
     )
+    settings["layers"] = frames[0] - 1 if frames else 0
     if member := member_by_text(references, asked["text_tokens"]):
         settings["family"] = member.name
     return settings

@@ -149,7 +149,7 @@ def test_the_plot(tmp_path, capsys):
         (["--images-per-hour", "inf"], ["images-per-hour"]),
         (["--images-per-hour", "9", "--price", "L40S=-1"], ["at least 0", "-1"]),
         (["--images-per-hour", "9", "--price", "L40S"], ["L40S = 0.79"]),
-        (["--images-per-hour", "9", "--price", "L40SS=1"], ["nearest", "'L40S'"]),
+        (["--images-per-hour", "9", "--price", "L40SS=1"], ["'L40SS'", "L40S,"]),
         (["--images-per-hour", "9", "--price", "L40S=1", "l40s=2"], ["L40S already has a price"]),
         (["--images-per-hour", "9", "--only", "toaster"], ["toaster"]),
         (["--images-per-hour", "9", "--size", "1000x1000"], ["divisible by 16"]),

@@ -3,10 +3,9 @@
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from qwen_l40s.charts.answer import estimate_json
 from qwen_l40s.charts.figures import duration
@@ -22,11 +21,12 @@ from qwen_l40s.planning.estimate import TIGHT_BYTES, estimate
 from qwen_l40s.planning.files import BRINGING, BRINGING_8_BITS, TO_CARD
 from qwen_l40s.planning.phases import KEPT_FREE_BYTES, PHASES
 from qwen_l40s.planning.rates import constants, measured, rates_by, rates_of
-from qwen_l40s.planning.request import Loras, Parts, RunRequest, replays_graph
-from qwen_l40s.planning.times import forward_seconds
+from qwen_l40s.planning.request import Loras, Parts, RunRequest, repaid_by
+from qwen_l40s.planning.times import forward_seconds, sampling_seconds
 from qwen_l40s.spec.formats import GIB
 
 CARDS = known_cards()
+WORKFLOWS = Path(__file__).resolve().parents[2] / "workflows" / "api"
 L40S = CARDS["L40S"]
 SMALL = replace(CARDS["RTX 3090"], memory_bytes=8 * GIB)
 USUAL = RunRequest()
@@ -205,10 +205,16 @@ def test_a_step_says_that_the_processor_bounds_it(changed, bound):
     assert estimate_json(found)["step_bound_by"] == found.bound == bound
     text = " ".join(estimate_text(found).split())
     assert ("a step, bound by the processor (" in text) == (bound == "processor")
-    graph = replays_graph(found.request, found.option.setting)
-    rates = rates_of(card("H200"))[0]
-    step = 2 * forward_seconds(found.request, "int8", rates, graph=graph)
-    assert found.step_seconds.low == pytest.approx(step)
+    request, rates = found.request, rates_of(card("H200"))[0]
+    repaid = repaid_by(request, found.option.setting)
+    steps = sampling_seconds(request, "int8", rates, repaid=repaid)
+    assert found.step_seconds.low == pytest.approx(steps / request.steps)
+    assert (repaid == 8) == (request.steps > 8)  # two, and as many as repay a capture
+    launched, replayed = (
+        2 * forward_seconds(request, "int8", rates, graph=it) for it in (False, True)
+    )
+    first = min(8, request.steps)
+    assert steps == pytest.approx(first * launched + (request.steps - first) * replayed)
 
 
 def test_a_calibration_stands_in_for_the_range():
@@ -359,22 +365,6 @@ def test_a_text_encoder_that_leaves_comes_back_for_each_prompt():
     assert any("16 cores" in note for note in notes_of(estimate(here, L40S)))
 
 
-@given(
-    steps=st.integers(1, 60),
-    batch=st.integers(1, 3),
-    name=st.sampled_from(["L40S", "4090", "H200"]),
-)
-@settings(max_examples=15, deadline=None)
-def test_more_work_takes_longer(steps, batch, name):
-    request = RunRequest(width=1024, height=1024, steps=steps, batch=batch)
-    known = estimate(request, card(name))
-    longer = estimate(replace(request, steps=steps + 1), card(name))
-    assert longer.image_seconds.low > known.image_seconds.low
-    assert known.first_image_seconds.low > batch * known.image_seconds.low
-    larger = estimate(replace(request, width=1328), card(name))
-    assert larger.step_seconds.high > known.step_seconds.high
-
-
 def test_cfg_off_halves_a_step():
     found = estimate(replace(USUAL, cfg="off"), L40S).step_seconds
     assert found.times(2) == pytest.approx(estimate(USUAL, L40S).step_seconds)
@@ -436,15 +426,30 @@ def test_the_decoders_turn_is_counted_where_the_transformer_has_to_leave():
     roomy = estimate(request, L40S)
     assert not tight.fits
     assert tight.option.moved_bytes == 0
-    assert tight.phases["decode"].seconds.low > roomy.phases["decode"].seconds.low
+    # Of what comes back in the next pass, a host that pins memory hides some.
+    slow, quick = (
+        found.phases["text"].seconds.high + found.phases["decode"].seconds.high
+        for found in (tight, roomy)
+    )
+    assert slow > quick
     assert any("come back for each image" in note for note in notes_of(tight))
 
 
-@pytest.mark.parametrize(("layers", "words"), [(0, "This counts one picture"), (3, "its 3 layers")])
-def test_what_an_image_is_of_a_layered_model(layers, words):
+@pytest.mark.parametrize(("layers", "counted"), [(None, 4), (3, 3), (0, 0)])
+def test_what_an_image_is_of_a_layered_model(layers, counted):
     request = RunRequest(family="qwen-image-layered", layers=layers)
-    found = estimate(request, find_card("L40S", known_cards()))
-    assert any(words in note for note in notes_of(found))
+    assert request.layers == counted
+    notes = notes_of(estimate(request, find_card("L40S", known_cards())))
+    assert any(f"its {counted} layers" in note for note in notes) == (counted > 0)
+
+
+def test_a_layered_model_counts_the_layers_of_its_template():
+    template = json.loads((WORKFLOWS / "layered.json").read_text(encoding="utf-8"))
+    (size,) = (node for node in template.values() if "layers" in node["inputs"])
+    (scale,) = (node for node in template.values() if "largest_size" in node["inputs"])
+    request = RunRequest("qwen-image-layered", width=None, height=None)
+    assert request.layers == size["inputs"]["layers"]
+    assert request.width == scale["inputs"]["largest_size"]
 
 
 # --- what fits with little to spare

@@ -372,9 +372,8 @@ def test_the_decoder_has_others_moved_where_nothing_exact_fits():
 
 
 def test_layers_are_decoded_as_images():
-    one = phases(RunRequest(family="qwen-image-layered", width=640, height=640), Setting())[
-        "decode"
-    ]
+    alone = RunRequest(family="qwen-image-layered", width=640, height=640, layers=0)
+    one = phases(alone, Setting())["decode"]
     request = RunRequest(family="qwen-image-layered", width=640, height=640, layers=3)
     four = phases(request, Setting())["decode"]
     assert four.activations == pytest.approx(4 * one.activations, rel=0.01)

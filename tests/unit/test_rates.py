@@ -217,8 +217,8 @@ def test_attention_in_8_bits_takes_a_share_of_exact_attentions_time(cards):
             if card.facts().multiplies(precision):
                 best, worst = attention_share(card, form)
                 assert 0.3 < best <= worst < 1.2, (card.name, form)
-                # cuDNN's exact attention is faster than int8 on a Hopper.
-                assert (worst > 1) == (card.capability == (9, 0) and form == "int8")
+                # cuDNN's exact attention is faster than int8 on Hopper and the B200.
+                assert (worst > 1) == (card.capability[0] in (9, 10) and form == "int8")
     assert attention_share(cards["L40S"], "exact") == (1, 1)
 
 

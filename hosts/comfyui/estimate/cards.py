@@ -45,7 +45,7 @@ def card_of(name: str = THIS_CARD, device: torch.device | None = None) -> tuple[
     Args:
         name: `THIS_CARD`, or one of the list.
         device: which is meant by `THIS_CARD`; the one that ComfyUI runs on by default. A card that
-            is not in the list is a `planning.unlisted.UnlistedCard`.
+            is not in the list is a `planning.cards.UnlistedCard`.
 
     Raises:
         SettingError: no card of the list has that name; the message suggests the nearest. Or the
