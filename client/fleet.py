@@ -231,7 +231,7 @@ class Fleet:
         self._lock = threading.Lock()  # which another thread may have held
         self._closing = True
         self._reason = JobError("lost", "it runs in the process that made it: make one here.")
-        self._journal.drop()
+        self._journal.__exit__()  # else this process holds its lock, too
         for future in self._futures.values():
             if not future.done():
                 future._done_callbacks.clear()  # which that process runs

@@ -126,10 +126,6 @@ class Journal:
         self.sync()
         self._file.close()
 
-    def drop(self) -> None:
-        """Leaves the journal to the process that this one was forked from."""
-        self._file.close()
-
     def sync(self) -> None:
         """Makes lines, and the names of files, outlast a power cut; in whatever thread."""
         self.unsynced = False

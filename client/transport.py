@@ -317,11 +317,10 @@ class Transport:
             return
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-        host, port, limit = self.address.base.host, self.address.base.port, CONNECT_SECONDS
+        place = self.address.base.host, self.address.base.port
+        limits = {"ssl": context, "ssl_handshake_timeout": CONNECT_SECONDS}
         try:
-            _, writer = await asyncio.open_connection(
-                host, port, ssl=context, ssl_handshake_timeout=limit
-            )
+            _, writer = await asyncio.open_connection(*place, **limits)
         except OSError:
             return
         writer.transport.abort()

@@ -308,18 +308,15 @@ def _node(path: Path | None, graph: Mapping[str, Any], node: str) -> dict[str, A
         )
     # Images of older servers say `is_changed` too, which would make equal graphs differ.
     found = {key: described[key] for key in ("class_type", "inputs", "_meta") if key in described}
-    found["inputs"] = {
-        name: [str(value[0]), value[1]] if _is_numbered(graph, value) else value
-        for name, value in described["inputs"].items()
-    }
+    found["inputs"] = {name: _linked(graph, it) for name, it in described["inputs"].items()}
     return found
 
 
-def _is_numbered(graph: Mapping[str, Any], value: Any) -> bool:
-    """Whether an input is wired to a node's id that is written as a number."""
-    return (
-        is_link(value) and len(value) == 2 and isinstance(value[0], int) and str(value[0]) in graph
-    )
+def _linked(graph: Mapping[str, Any], value: Any) -> Any:
+    match value:
+        case [int(node), socket] if str(node) in graph:  # as a program may write an id
+            return [str(node), socket]
+    return value
 
 
 def is_link(value: Any) -> bool:
