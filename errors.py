@@ -12,10 +12,12 @@ remedy, and last the path where there is one. The command line prints it and exi
 
 from __future__ import annotations
 
+import copyreg
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 # Where the code and its documentation are: `Repository` of pyproject.toml. Who publishes puts its
 # owner into both.
@@ -42,6 +44,10 @@ class QwenL40SError(Exception):
         where = "" if path is None or self.path else f" ({path})."
         self.path = self.path or path
         super().__init__(f"{str(sentence).removesuffix('.')}{where}" if where else sentence)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles what `__init__` has made, whatever arguments that of a subclass takes."""
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__
 
 
 class CheckpointError(QwenL40SError, ValueError):

@@ -216,7 +216,11 @@ class Printer:
 
 
 def _headers(texts: list[str], file: Path | None) -> dict[str, str]:
-    token = os.environ.get(TOKEN)
+    token = os.environ.get(TOKEN, "").strip(" \t\r\n\ufeff")
+    if not token.isprintable():
+        raise SettingError(
+            f"{TOKEN} holds a line end or a control letter: set it to the token alone."
+        )
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     if file is not None:
         try:
@@ -226,10 +230,7 @@ def _headers(texts: list[str], file: Path | None) -> dict[str, str]:
             raise SettingError(f"--header-file cannot be read ({reason}).", file) from error
     for text in texts:
         name, colon, value = text.partition(":")
-        name, value = name.strip(), value.strip()
-        if not colon or not name or not (name + value).isprintable() or " " in name:
-            raise SettingError('a header must be "Name: value", such as "X-Token: 5".')
-        headers[name] = value
+        headers[name if colon else ""] = value
     return headers
 
 

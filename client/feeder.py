@@ -94,6 +94,7 @@ class Feeder:
         self.results = Collector(self, run)
         self.task: asyncio.Task[None] | None = None  # of `go`
         self._doubts = 0  # prompts in a row that were answered wrongly: the server stays away
+        self._unanswered = False  # the last prompt, by a server that answers all else
         self._met = False
 
     @property
@@ -226,7 +227,8 @@ class Feeder:
                 if kept & self.admitted.local_files(others).keys():
                     await self.server.free()
             graph = renamed(job.graph, self._uploaded) if job.images else job.graph
-            graph = with_job_id(graph, self.admitted.info, job.key, job.ran)
+            fresh = attempt.prompt_id if job.alone else ""
+            graph = with_job_id(graph, self.admitted.info, job.key, job.ran, fresh)
             self._run.journal.queued(job.key, attempt)
             # Counted before: the process may end as soon as it has answered.
             self.posted[attempt.prompt_id] = Posted(job, self.boot, self._breaks)
@@ -236,7 +238,7 @@ class Feeder:
             # Ctrl-C must not cut off a prompt that the server would queue after we left.
             left_out = await asyncio.shield(self._posting)
             self.posted[attempt.prompt_id].accepted = True
-            self._doubts, self.error = 0, None
+            self._doubts, self._unanswered, self.error = 0, False, None
             wrong: Any = {"node_errors": left_out}
         except SettingError as error:  # of an image
             wrong = str(error)
@@ -246,7 +248,8 @@ class Feeder:
                 raise
             wrong = error.body if error.status == 400 else str(error)
         except ServerError as error:
-            self._doubts += not isinstance(error, AwayError)
+            self._doubts += self._unanswered or not isinstance(error, AwayError)
+            self._unanswered = True
             foreign = isinstance(error, ForeignIdError)  # it runs there, and nobody can ask for it
             job.ran += foreign
             if not (foreign and job.worn):
@@ -425,7 +428,7 @@ class Feeder:
             first = posted.job in back[:1] and not self.ahead
             posted.ran = posted.ran or (posted.accepted and first)
         if self.error is None:
-            gone = isinstance(error, GoneError)
+            gone = type(error) is GoneError
             fact = f"{self.name} is gone (connection refused)." if gone else error
             jobs = f" Its jobs wait again: {len(back)}." if back else ""
             if self._run.journal is not None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
-import copy
 import io
+import json
+import os
 import sys
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -20,7 +23,7 @@ from .progress import Progress
 from .run import WAIT_SECONDS, Run
 from .scheduler import DONE, Job
 from .servers import Listed, ServerList
-from .workflow import key_of, loaders_key, read_workflow
+from .workflow import graph_of, key_of, loaders_key, read_workflow
 
 
 class JobError(QwenL40SError):
@@ -59,7 +62,8 @@ class Fleet:
 
     Every graph runs to one accepted result, however often servers stop; equal graphs are one job.
     One that failed runs again when it is submitted again.
-    Leaving the context waits for all jobs; leaving it by an exception takes them off the servers.
+    Leaving the context waits for all jobs; leaving it by an exception, and the end of the program,
+    take them off the servers. A process that was forked needs a Fleet of its own.
 
     Args:
         servers: addresses, such as "http://127.0.0.1:8188".
@@ -103,8 +107,14 @@ class Fleet:
         self._reason: Exception | None = None
         self._started = threading.Event()
         self._loop = asyncio.new_event_loop()
+        # asyncio imports it late, and a fork in that moment leaves a lock of its module unlocked.
+        self._loop.set_default_executor(ThreadPoolExecutor())
         self._run = Run(listed, progress=self._progress, wait=wait, ended=self._ended)
-        self._thread = threading.Thread(target=self._work, args=(first,), name="qwen-l40s fleet")
+        # Python waits for other threads before it tells anybody that the program ends.
+        self._thread = threading.Thread(
+            target=self._work, args=(first,), name="qwen-l40s fleet", daemon=True
+        )
+        _OPEN.add(self)
         self._thread.start()
         self._started.wait()
 
@@ -118,19 +128,21 @@ class Fleet:
         """Runs a graph on whichever server is free first.
 
         Args:
-            graph: a workflow in API form, or the path of one. It names images that the servers
-                have.
+            graph: a workflow in API form, or the path of one, as `read_workflow` takes it; node ids
+                may be numbers. It names images that the servers have.
 
         Returns:
             A future; `result()` raises JobError where the job failed.
 
         Raises:
-            SettingError: the file holds no workflow.
+            SettingError: this is no workflow.
+            TypeError: it holds what JSON does not.
             RuntimeError: the fleet is closed, or has ended; the message says why.
         """
         if isinstance(graph, str | Path):
             graph = read_workflow(Path(graph))
-        graph = copy.deepcopy(graph)  # the caller may set the next seed in it
+        else:  # a copy, for the caller may set the next seed in it
+            graph = graph_of(json.loads(json.dumps(graph)))
         key, loads = key_of(graph), loaders_key(graph)
         with self._lock:
             if self._reason is not None:
@@ -182,6 +194,7 @@ class Fleet:
         self._loop.close()
         self._progress.__exit__()
         self._journal.__exit__()
+        _OPEN.discard(self)
 
     async def _go(self, listed: list[Listed]) -> None:
         self._going = asyncio.current_task()
@@ -212,3 +225,33 @@ class Fleet:
         else:
             error = job.error or {"message": "it was stopped.", "nodes": []}
             future.set_exception(JobError(job.status, error["message"], error["nodes"]))
+
+    def _forget(self) -> None:
+        """Ends in a forked process, which has neither the thread nor its jobs."""
+        self._lock = threading.Lock()  # which another thread may have held
+        self._closing = True
+        self._reason = JobError("lost", "it runs in the process that made it: make one here.")
+        self._journal.__exit__()  # else this process holds its lock, too
+        for future in self._futures.values():
+            if not future.done():
+                future._done_callbacks.clear()  # which that process runs
+                future.set_exception(self._reason)
+
+
+_OPEN: weakref.WeakSet[Fleet] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for fleet in list(_OPEN):
+        fleet.close(wait=False)
+
+
+def _forget_all() -> None:
+    for fleet in list(_OPEN):
+        fleet._forget()
+    _OPEN.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_all)

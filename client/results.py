@@ -13,17 +13,16 @@ import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-from PIL import Image
 
 from ..files import name_file
 from .journal import DiskError
 from .scheduler import CANCELLED, DONE, FAILED, MOST_STRIKES, Job
 from .server import Server, failure, files_of, of_execution, seconds_of, texts_of
 from .transport import AwayError, GoneError, ServerError
-from .workflow import JOB_ID, Graph, always_names, key_of
+from .workflow import JOB_ID, Graph, always_names, job_id, key_of, png_texts
 
 if TYPE_CHECKING:
     from .feeder import Feeder
@@ -96,6 +95,7 @@ class Fetched:
         texts: {title of a node: the texts that it shows}.
         seconds: that the run took, by the server's clock; None where it does not say.
         error: see `server.failure`; None where the run succeeded.
+        doubtful: whether nothing tells that a file is this job's.
     """
 
     parts: list[ResultFile] = field(default_factory=list)
@@ -103,6 +103,7 @@ class Fetched:
     seconds: float | None = None
     error: dict[str, Any] | None = None
     interrupted: bool = False
+    doubtful: bool = False
 
     def discard(self) -> None:
         """Removes what has not been given a name."""
@@ -118,7 +119,7 @@ async def fetch(
     fetched: Fetched,
     *,
     most: int,
-    owns: Callable[[Path], bool],
+    owns: Callable[[Mapping[str, str], Path], bool | None],
 ) -> None:
     """Fetches what an ended prompt made; of a failed one too, as far as it is there.
 
@@ -126,7 +127,8 @@ async def fetch(
         entry: of the server's history.
         part: makes a temporary name on the disk of the results.
         most: bytes that a file may have.
-        owns: whether a PNG may be this job's.
+        owns: whether a file of the server, fetched to a path, is this job's; None where nothing
+            tells.
 
     Raises:
         ServerError: the server went away, or does not give a file; a ResultError: gives another.
@@ -157,11 +159,10 @@ async def fetch(
             raise no_room(error, path.parent) from error
         if fault is not None:
             raise ResultError(f"{named} {fault}: see what stands before the server.")
-        # One that got no id of ours, as a preview, may be that of an earlier job, which ComfyUI has
-        # not made again.
-        saved = "_job-" in item["filename"] and suffix.lower() == ".png"
-        if saved and not owns(path):
+        own = owns(item, path)
+        if own is False:
             raise ResultError(f"{named} is the image of another job.", lost=True)
+        fetched.doubtful |= own is None
         suffix = suffix if FILE_SUFFIX.fullmatch(suffix) else ""
         fetched.parts[-1] = ResultFile(path, suffix, size, sha256)
 
@@ -185,20 +186,24 @@ def fault_of(path: Path, suffix: str, size: int) -> str | None:
     return None if end in tail and whole else "is cut off"
 
 
-def owned(path: Path, key: str, keys: Collection[str]) -> bool:
-    """Whether a PNG may be that of a job among those of all `keys`, by its text `prompt`.
+def owned(path: Path, key: str, keys: Collection[str]) -> bool | None:
+    """Whether a PNG is that of a job among those of all `keys`, by its text `prompt`; None where
+    the text does not tell.
 
-    The ids in the names of its files decide. Without one, as where a pack rewrites the text, only
-    the graph of another job is refused.
+    The ids of jobs in its graph decide. Without one, as where a pack rewrites the text, the graph
+    does, where it is a job's.
     """
     try:
-        with Image.open(path, formats=("PNG",)) as image:
-            graph = json.loads(image.info["prompt"])
-        names = [str(node["inputs"].get("filename_prefix")) for node in graph.values()]
-        ids = tuple(found[1] for name in names if (found := JOB_ID.search(name)))
-        return key.startswith(ids) if ids else (of := key_of(graph)) == key or of not in keys
-    except Exception:  # no such text, or a damaged file, by which Pillow fails in many ways
-        return True
+        with path.open("rb") as file:
+            graph = json.loads(png_texts(file)["prompt"])
+        texts = [str(text) for node in graph.values() for text in node["inputs"].values()]
+        ids = tuple(found[1] for text in texts if (found := JOB_ID.search(text)))
+        if ids:
+            return key.startswith(ids)
+        of = key_of(graph)
+        return of == key or (False if of in keys else None)
+    except Exception:  # no such text, or a damaged one
+        return None
 
 
 def place(
@@ -306,20 +311,33 @@ class Collector:
                 return
             if lost or away:
                 if lost:
-                    self._feeder.posted.pop(prompt_id, None)
-                    self._feeder.journal("late", job, prompt_id)
                     self._run.say(f"{self._name} has lost the result of {job.label}: it runs again")
-                self._scheduler.give_back(job, self._name)
-                self._run.wake()
+                self._give_back(job, prompt_id if lost else "")
                 return
+
+    def _give_back(self, job: Job, dropped: str = "") -> None:
+        """Lets the job run again, without the result of the prompt that is `dropped`."""
+        if dropped:
+            self._feeder.posted.pop(dropped, None)
+            self._feeder.journal("late", job, dropped)
+        self._scheduler.give_back(job, self._name)
+        self._run.wake()
+
+    def _owns(self, job: Job, item: Mapping[str, str], path: Path) -> bool | None:
+        # A preview may be that of an earlier job, which ComfyUI has not made again.
+        if item["type"] == "temp":
+            return True
+        name = f"{item['subfolder']}/{item['filename']}"
+        png = name.lower().endswith(".png")
+        own = owned(path, job.key, self._run.journal.records) if png else None
+        if job.alone or job_id(job.key) in name:
+            return own is not False
+        return own or None  # where that of another job was kept, the node runs again
 
     async def _try(self, job: Job, prompt_id: str, entry: dict[str, Any]) -> ServerError | None:
         """Fetches once; returns what went wrong."""
         journal, fetched = self._run.journal, Fetched()
-        limits = {
-            "most": self._run.most,
-            "owns": lambda path: owned(path, job.key, journal.records),
-        }
+        limits = {"most": self._run.most, "owns": partial(self._owns, job)}
         try:
             async with self._downloads, self._run.downloads:
                 if job.open:  # else another server was first
@@ -346,6 +364,14 @@ class Collector:
         if fetched.interrupted:
             message = "someone interrupted it on the server."
             self._feeder.end(job, prompt_id, CANCELLED, failure("interrupted", message))
+            return
+        if fetched.doubtful:
+            self._scheduler.alone = True
+            self._run.say_once(
+                "a node of these jobs names its files by itself: the jobs run one at a time, and "
+                "the first ones once more, so that none gets the file of another"
+            )
+            self._give_back(job, prompt_id)
             return
         if error is None and not fetched.parts:
             if saver := always_names(job.graph, self._feeder.admitted.info):

@@ -306,6 +306,8 @@ class Run:
         self._counts["done"] += 1
         self._counts["failed"] += job.status != DONE
         self._ended(job)
+        if self.scheduler.alone:
+            self.wake()
         self._changed.set()
 
     def _show(self) -> None:

@@ -61,6 +61,7 @@ class Job:
         refused: {server: why it does not take this job, or failed it}.
         ran: how often it ended on a server, whatever came of it.
         failed: whether it failed on a server.
+        alone: whether it was given to a server while no other job was at any.
     """
 
     number: int
@@ -82,6 +83,7 @@ class Job:
     refused: Mapping[str, dict[str, Any]] = field(default_factory=lambda: NOTHING)
     ran: int = 0
     failed: bool = False
+    alone: bool = False
 
     @property
     def files(self) -> list[Path]:
@@ -169,12 +171,14 @@ class Scheduler:
         ready: servers that may be given jobs.
         waiting: how many jobs no server has.
         open: how many jobs have not ended.
+        alone: whether a job waits until no server has another.
     """
 
     def __init__(self, jobs: Iterable[Job] = ()) -> None:
         self.lanes: dict[str, Lane] = {}
         self.ready: set[str] = set()
         self.waiting = self.open = 0
+        self.alone = False
         self._groups: dict[str, Group] = {}
         for job in jobs:
             self.add(job)
@@ -218,6 +222,8 @@ class Scheduler:
             return None
         if len(lane.fetching) >= MOST_FETCHED or (lane.resting and self._others(lane)):
             return None
+        if self.alone and any(each.held or each.fetching for each in self.lanes.values()):
+            return None
         # The last jobs go to whoever is free first, and wait behind none.
         if lane.held and self.waiting < len(self.ready):
             return None
@@ -226,6 +232,7 @@ class Scheduler:
             if job is not None:
                 self._load(lane, loads)
                 self.hold(job, server)
+                job.alone = self.alone
                 return job
             lane.seen[loads] = group.arrivals
         return None

@@ -14,7 +14,7 @@ from typing import Any
 
 import aiohttp
 
-from .transport import Answer, AnswerError, ForeignIdError, ServerError, Transport
+from .transport import AbsentError, Answer, AnswerError, ForeignIdError, ServerError, Transport
 from .workflow import Graph, called, title
 
 # Pings, whose missing answers tell of a connection that died without a word.
@@ -125,28 +125,29 @@ class Server(Transport):
     """Every method raises ServerError when the server stays away."""
 
     async def object_info(self) -> bytes:
-        """The JSON of every node class with its inputs; ServerError where this is no ComfyUI."""
+        """The JSON of every node class with its inputs; AbsentError where this is no ComfyUI."""
         try:
             _, found = await self.call("GET", "object_info")
         except AnswerError as error:
-            if error.status not in (404, 405):
+            if error.status not in (404, 405, 410):
                 raise
             found = b""
         if b'"SaveImage"' not in found:
-            raise ServerError(
+            raise AbsentError(
                 f"what answers at {self.address} is not ComfyUI, for it has no list of nodes: give "
-                "--server the address of ComfyUI's page."
+                "--server the address of ComfyUI's page, or wait for it with --wait SECONDS."
             )
         return found
 
     async def stats(self) -> dict[str, Any]:
         """Asks for ComfyUI's version, the memory and the cards (GET /system_stats)."""
-        return await self._json("GET", "system_stats", shape={})
+        return await self._json("GET", "system_stats", shape={}, optional=True)
 
     async def model_folders(self) -> set[Path]:
         """Asks where the server looks for models, on its own disk; empty where it does not tell."""
         try:
-            found = await self._json("GET", "experiment/models", shape=[{"folders": [str]}])
+            shape = [{"folders": [str]}]
+            found = await self._json("GET", "experiment/models", shape=shape, optional=True)
             return {Path(folder) for kind in found for folder in kind["folders"]}
         except (AnswerError, ShapeError):  # an older ComfyUI, or a proxy
             return set()

@@ -63,7 +63,10 @@ class ServerList:
 
     Attributes:
         file: JSON of `qwen-l40s fleet`, or a text with an address on each line; None for none.
-        headers: sent with every request.
+        headers: sent with every request, without the spaces and line ends around them.
+
+    Raises:
+        SettingError: a header is none.
     """
 
     addresses: Sequence[str] = ()
@@ -71,6 +74,12 @@ class ServerList:
     notify: Callable[[str], None] = lambda line: None
     headers: Mapping[str, str] = field(default_factory=dict)
     _stamp: tuple[int, int, int] | None = None
+
+    def __post_init__(self) -> None:
+        self.headers = {name.strip(): value.strip() for name, value in self.headers.items()}
+        for name, value in self.headers.items():
+            if not name or " " in name or not (name + value).isprintable():
+                raise SettingError('a header must be "Name: value", such as "X-Token: 5".')
 
     def read(self) -> list[Listed]:
         """All servers, each once.
@@ -342,13 +351,22 @@ def _not_listed(graph: Graph, node: str, name: str, value: Any, spec: NodeInput)
     """Says where to get a file that is not listed; other values a server names by itself."""
     if not spec.closed or _takes(spec, value):
         return None
-    where = input_called(graph, node, name)
-    for choice in map(str, spec.choices):
-        if PureWindowsPath(choice).name == PureWindowsPath(str(value)).name:
-            return (
-                f"{where} is {value!r}, which the server has as {choice!r}: add --set "
-                f'"{where}={choice}".'
-            )
+    where, path = input_called(graph, node, name), PureWindowsPath(str(value))
+    choices = {choice: PureWindowsPath(choice) for choice in map(str, spec.choices)}
+    same = [choice for choice, other in choices.items() if other == path]
+    if same:
+        choice = min(same, key=lambda choice: choices[choice].as_posix() != path.as_posix())
+        return (
+            f"{where} is {value!r}, which the server has as {choice!r}: add --set "
+            f'"{where}={choice}".'
+        )
+    elsewhere = [choice for choice, other in choices.items() if other.name == path.name]
+    if len(elsewhere) == 1:
+        return (
+            f"{where} is {value!r}, and the server has a file of that name in another folder, "
+            f"{elsewhere[0]!r}: if that is the same model, add --set "
+            f'"{where}={elsewhere[0]}".'
+        )
     models = meta(graph[node]).get("models")
     for model in models if isinstance(models, list) else ():
         if isinstance(model, dict) and value == model.get("name"):

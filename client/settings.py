@@ -10,7 +10,8 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
+from types import MappingProxyType
 from typing import Any
 
 from ..errors import SettingError
@@ -26,6 +27,7 @@ from .workflow import (
     plain,
     shortened,
     source,
+    title,
     with_inputs,
 )
 
@@ -202,10 +204,12 @@ class Variation:
     chosen: dict[str, Any]
 
 
-def parse_settings(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
+def parse_settings(
+    texts: Sequence[str], graph: Graph = MappingProxyType({})
+) -> dict[str, tuple[str, ...]]:
     """Reads `KEY=VALUE` texts: `seed=7`, `seed=1..8`, `prompt=@file` with a value on each line.
 
-    `@@x` is a text that begins with @.
+    `@@x` is a text that begins with @. A key may hold `=` in the title or id of a node.
 
     Returns:
         {key: its values as typed}, not yet fitted to an input: `1..8` is a range or a text by the
@@ -215,9 +219,10 @@ def parse_settings(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
         SettingError: a text has no key or no `=`, a key comes twice, or a file cannot be read.
     """
     settings: dict[str, tuple[str, ...]] = {}
+    titles = {plain(name) for node in graph for name in (title(graph, node), node) if "=" in name}
     for text in texts:
-        key, equals, value = text.partition("=")
-        key = key.strip()
+        end = _key_end(text, titles)
+        key, equals, value = text[:end].strip(), text[end : end + 1], text[end + 1 :]
         if not equals or not key:
             raise SettingError(
                 f"--set {shortened(text)} must be KEY=VALUE, such as seed=7, seed=1..8 or "
@@ -235,6 +240,16 @@ def parse_settings(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
             )
         settings[key] = _values(key, value)
     return settings
+
+
+def _key_end(text: str, titles: set[str]) -> int:
+    """Finds the first `=`, or the first one behind a title that holds one."""
+    for end in re.finditer("=", text[:LONGEST_KEY]) if titles else ():
+        key = text[: end.start()]
+        owners = [key, *(key[: dot.start()] for dot in re.finditer(r"\.", key))]
+        if any(plain(owner) in titles for owner in owners):
+            return end.start()
+    return f"{text}=".index("=")
 
 
 def variations(
@@ -411,7 +426,7 @@ def _choice(text: str, spec: NodeInput, where: str) -> Any:
     # An empty list is a folder without models, of which `Checker` knows more to say.
     if not spec.closed or not spec.choices:
         return text
-    for same in (str, lambda choice: str(choice).strip().casefold()):
+    for same in (str, lambda choice: PureWindowsPath(str(choice).strip().casefold())):
         found = [choice for choice in spec.choices if same(choice) == same(text)]
         if len(found) == 1:
             return found[0]

@@ -69,7 +69,7 @@ def plan_jobs(
     named: dict[Any, tuple[Any, dict[str, Path]]] = {}
     known: dict[str, dict[str, NodeInput]] = {}
     jobs: dict[str, Job] = {}
-    for variation, label in zip(found, labels([each.chosen for each in found]), strict=True):
+    for variation in found:
         # Hundreds of seeds on one image: it is read once.
         inputs = image_inputs(variation.graph, object_info, known)
         wanted = tuple((node, name, value) for node, name, _, value in inputs)
@@ -87,8 +87,10 @@ def plan_jobs(
         ready = with_inputs(variation.graph, renamed) if renamed else variation.graph
         key = key_of(ready)
         if key not in jobs:
-            facts = (ready, variation.chosen, label, images, loaders_key(ready))
+            facts = (ready, variation.chosen, "", images, loaders_key(ready))
             jobs[key] = Job(len(jobs) + 1, key, *facts)
+    for job, label in zip(jobs.values(), labels([j.settings for j in jobs.values()]), strict=True):
+        job.label = label
     return list(jobs.values()), len(found) - len(jobs)
 
 
@@ -173,7 +175,7 @@ async def submit(
     """
     with cancelled_by_signals(asyncio.current_task()), Progress(log) as progress:
         graph = read_workflow(request.workflow)
-        settings = parse_settings(request.settings)
+        settings = parse_settings(request.settings, graph)
         headers = request.headers or {}
         servers = ServerList(request.servers, request.server_file, progress.say, headers)
         listed = servers.read()

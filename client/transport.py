@@ -1,7 +1,7 @@
 """HTTP requests that outlast a server which is busy, down or restarting.
 
 A request is tried again until `wait` seconds after its first failure: after a lost connection, and
-after the answers by which servers and proxies ask for patience.
+after the answers that a proxy gives by itself, while the server behind it is busy or not there.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import hashlib
 import ipaddress
 import json
 import re
+import ssl
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -23,7 +24,12 @@ from yarl import URL
 from ..errors import QwenL40SError, SettingError
 from .workflow import shortened
 
-PATIENCE_STATUS = (429, 502, 503, 504)
+# Which only proxies answer, as all above 500; ComfyUI answers 500 itself, too.
+PATIENCE_STATUS = (408, 425, 429)
+# Which ComfyUI answers, too: then without a body, in the words of aiohttp, or with an "error".
+EITHER_STATUS = (400, 404, 410, 500)
+OWN_WORDS = re.compile(r"\d{3}: |\d{3} [A-Z][\w ]+\n\n|\s*$")
+PAGES = ("text/html", "application/xhtml+xml")  # ComfyUI gives no file so
 CONNECT_SECONDS = 10.0
 # A server that runs a node holds Python's lock and may answer late. With the look at its queue that
 # finds it so, its jobs are with others within a minute.
@@ -106,6 +112,10 @@ class AwayError(ServerError):
 
 class GoneError(AwayError):
     """Nothing listens at the address: no process, and so no queue."""
+
+
+class AbsentError(GoneError):
+    """Something else than ComfyUI answers, as while the machine behind a proxy boots."""
 
 
 class ForeignIdError(ServerError):
@@ -197,12 +207,14 @@ class Transport:
         *,
         before_retry: Callable[[], Awaitable[Answer | None]] | None = None,
         form: Callable[[], aiohttp.FormData] | None = None,
+        optional: bool = False,
         **arguments: Any,
     ) -> Answer:
         """Sends a request, whose form is made anew for each try, until an answer comes.
 
         Args:
             before_retry: asked before each further try; unless None, what it returns is the result.
+            optional: whether a proxy may have reason to let no one see the route.
 
         Raises:
             AnswerError: an error status.
@@ -212,7 +224,8 @@ class Transport:
         async def once() -> Answer:
             data = {} if form is None else {"data": form()}
             async with self._send(method, path, **data, **arguments) as answer:
-                await self._check(answer, f"{method} /{path}")
+                ours = self._answered and not optional
+                await self._check(answer, f"{method} /{path}", ours=ours)
                 return answer.content_type, await answer.read()
 
         return await self._patiently(once, before_retry)
@@ -231,13 +244,7 @@ class Transport:
         async def once() -> tuple[int, str]:
             size, digest, limit = 0, hashlib.sha256(), _timeout(STALL_SECONDS)
             async with self._send("GET", "view", params=dict(item), timeout=limit) as answer:
-                await self._check(answer, "GET /view")
-                # ComfyUI gives no file so.
-                if answer.content_type in ("text/html", "application/xhtml+xml"):
-                    raise ServerError(
-                        f"{self.address} answers GET /view with a page: check --server, and "
-                        "whether a sign-in needs a --header."
-                    )
+                await self._check(answer, "GET /view", ours=True)
                 with target.open("wb") as file:
                     async for chunk in answer.content.iter_any():
                         size += len(chunk)
@@ -263,11 +270,14 @@ class Transport:
             method, self.address.url(path), allow_redirects=False, **arguments
         )
 
-    async def _check(self, answer: aiohttp.ClientResponse, call: str) -> None:
-        if answer.status in PATIENCE_STATUS:
+    async def _check(self, answer: aiohttp.ClientResponse, call: str, *, ours: bool) -> None:
+        """Raises what an answer means; `ours`: ComfyUI has the route, and gives no page there."""
+        if answer.status in PATIENCE_STATUS or answer.status > 500:
             seconds = answer.headers.get("Retry-After", "").strip()  # or a date, or nothing
             known = float(seconds) if seconds.isdecimal() else None
             raise LostError(f"it answers {answer.status}", known)
+        if ours and answer.status < 300 and answer.content_type in PAGES:
+            raise LostError("it answers with a page, as for a sign-in")
         if 300 <= answer.status < 400:
             raise ServerError(
                 f"{self.address} redirects {call} to {answer.headers.get('Location')!r}: give "
@@ -279,6 +289,11 @@ class Transport:
                 body = json.loads(text)
             except (ValueError, RecursionError):
                 body = text.strip()
+            if answer.status in EITHER_STATUS and not OWN_WORDS.match(text):
+                own = answer.status in (400, 500) and isinstance(body, dict) and "error" in body
+                if not own and (ours or answer.status == 500):
+                    raise LostError(f"it answers {answer.status}, and not as ComfyUI does")
+                await self._check_scheme()
             message = f"{self.address} answered {answer.status} to {call}"
             if answer.status in (401, 403):
                 message = (
@@ -296,6 +311,21 @@ class Transport:
                 message = f"{message}{reason}: see the server's log."
             raise AnswerError(message, answer.status, body)
 
+    async def _check_scheme(self) -> None:
+        """Raises ServerError where an address that was given as http:// speaks TLS."""
+        if self._answered or self.address.base.scheme != "http":
+            return
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        place = self.address.base.host, self.address.base.port
+        limits = {"ssl": context, "ssl_handshake_timeout": CONNECT_SECONDS}
+        try:
+            _, writer = await asyncio.open_connection(*place, **limits)
+        except OSError:
+            return
+        writer.transport.abort()
+        raise ServerError(f"{self.address} speaks TLS: give --server https:// instead of http://.")
+
     def _gone(self) -> GoneError:
         return GoneError(
             f"nothing listens at {self.address} (connection refused): start ComfyUI there, "
@@ -308,9 +338,14 @@ class Transport:
         except aiohttp.ClientSSLError as error:
             cause = error.__cause__ or error
             words = getattr(cause, "verify_message", None) or getattr(cause, "reason", None)
+            remedy = "give http:// for a server that speaks no TLS"
+            if isinstance(error, aiohttp.ClientConnectorCertificateError):
+                remedy = (
+                    "install a valid certificate there, or name the file of a self-signed one in "
+                    "the environment as SSL_CERT_FILE"
+                )
             raise ServerError(
-                f"no secure connection to {self.address} ({words or cause}): install a valid "
-                "certificate there, or use http:// for a ComfyUI without one."
+                f"no secure connection to {self.address} ({words or cause}): {remedy}."
             ) from error
         except aiohttp.ClientConnectorDNSError as error:
             if not self._answered:
@@ -333,8 +368,11 @@ class Transport:
             raise LostError(REFUSED if refused else str(cause.strerror or cause)) from error
         except TRANSIENT as error:
             silent = isinstance(error, asyncio.TimeoutError)
+            if not silent:
+                await self._check_scheme()
             raise LostError(SILENT if silent else "connection lost") from error
         except aiohttp.ClientError as error:
+            await self._check_scheme()
             raise ServerError(
                 f"{self.address} does not speak HTTP: give --server the address of ComfyUI's page."
             ) from error

@@ -4,16 +4,17 @@ these have by GET /object_info, and which load the same models.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import json
 import re
-import warnings
+import struct
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
-
-from PIL import Image
+from typing import Any, BinaryIO
 
 from ..errors import SettingError
 from ..files import read_bytes
@@ -22,13 +23,26 @@ OURS = "QwenL40S_"
 Graph = dict[str, dict[str, Any]]  # {node id: {class_type, inputs, _meta?}}
 
 LARGEST = 2**28  # bytes of a picture that holds a workflow
-PNG_START = b"\x89PNG\r\n\x1a\n"
+PNG_START, PNG_END = b"\x89PNG\r\n\x1a\n", b"IEND\xaeB`\x82"
+PNG_TEXTS = (b"tEXt", b"zTXt", b"iTXt", b"comf")  # the last of ComfyUI's SaveAnimatedPNG
+LONGEST_TEXT = 2**26  # bytes of a text that a PNG holds compressed
 KEY_LETTERS = 16
 # What the names of a job's files on a server end with: the beginning of its key, and how often it
 # ran before, for a server names a file that is lost again where nothing has changed.
-JOB_ID = re.compile(r"_job-([0-9a-f]{12})(-[0-9]+)?$")
-# Types of inputs of which nodes make files.
-MEDIA = re.compile(r"(^|,)(IMAGE|VIDEO|AUDIO|MESH|SVG|FILE_3D\w*)(,|$)")
+JOB_ID = re.compile(r"_job-([0-9a-f]{12})(-[0-9]+)?(?=(\.[A-Za-z][A-Za-z0-9]{0,7})?$)")
+# What nodes call the name of their files, as `plain` writes it: its beginning, or all of it.
+PREFIX = re.compile(r"(\w*file(name)?)?prefix")
+FILE_NAME = re.compile(r"\w*filename")
+SUFFIX = re.compile(r"\.[A-Za-z][A-Za-z0-9]{0,7}$")
+# Disks take 255 bytes, of which a node needs some for its number and suffix.
+LONGEST_NAME = 200
+# Output nodes whose text of that name is no file that they write.
+READS = re.compile(r"load|preview|show|display|view", re.IGNORECASE)
+# Types of inputs of nodes that save models, under the name that later workflows load.
+MODELS = re.compile(r"(^|,)(MODEL|CLIP|CLIP_VISION|VAE|LORA_MODEL|CONTROL_NET)(,|$)")
+JOIN = "StringConcatenate"  # of ComfyUI
+# An input that no node has: ComfyUI runs the node again where its value changes.
+FRESH = "qwen_l40s_job"
 EXPORT = "export it on ComfyUI's page with File > Export (API)"
 # Load3D, LoadImageMask, VHS_LoadVideo: what is painted on, which differs from job to job.
 LOADS_DATA = re.compile(r"Load(3D|Audio|Image|Latent|Mask|TrainingDataset|Video)")
@@ -63,41 +77,86 @@ def renamed(graph: Graph, names: Mapping[str, str]) -> Graph:
     return with_inputs(graph, values)
 
 
-def with_job_id(graph: Graph, object_info: Mapping[str, Any], key: str, ran: int = 0) -> Graph:
+def job_id(key: str) -> str:
+    """Returns what the names of a job's files on a server hold."""
+    return f"_job-{key[:12]}"
+
+
+def with_job_id(
+    graph: Graph, object_info: Mapping[str, Any], key: str, ran: int = 0, fresh: str = ""
+) -> Graph:
     """Copies the graph with names of its own, by the job's key and how often it ran before, for the
-    files that its nodes save on a server.
+    files that its nodes save on a server: two jobs never share one, in whatever folder servers
+    write.
 
-    Two jobs never share one, in whatever folder servers write; nodes that save models keep theirs.
+    Args:
+        fresh: another text for each prompt makes ComfyUI run the output nodes, whatever it keeps.
     """
-    own = f"_job-{key[:12]}" + (f"-{ran}" if ran else "")
-    prefixes = {
-        (node, "filename_prefix"): JOB_ID.sub("", prefix) + own
-        for node, described in graph.items()
-        if isinstance(prefix := described["inputs"].get("filename_prefix"), str)
-        and saves_media(object_info, described["class_type"])
-    }
-    return with_inputs(graph, prefixes)
+    own = job_id(key) + (f"-{ran}" if ran else "")
+    joins, values = {}, {}
+    for node, described in graph.items():
+        kind = described["class_type"]
+        name = file_input(object_info, kind)
+        rules = _inputs_of(object_info, kind, "optional").get(name, [])[1:]
+        value = described["inputs"].get(name, rules[0].get("default") if rules else None)
+        begins = name is not None and PREFIX.fullmatch(plain(name))
+        if name and isinstance(value, str):
+            values[node, name] = _own_name(value, own, suffixed=not begins)
+        elif begins and source(graph, value) and JOIN in object_info:
+            inputs = {"string_a": value, "string_b": own, "delimiter": ""}
+            joins[f"{node}{own}"] = {"class_type": JOIN, "inputs": inputs}
+            values[node, name] = [f"{node}{own}", 0]
+        if fresh and (object_info.get(kind) or {}).get("output_node"):
+            values[node, FRESH] = fresh + own
+    return with_inputs({**graph, **joins}, values)
 
 
-def saves_media(object_info: Mapping[str, Any], kind: str) -> bool:
-    """Whether nodes of a class save images, video, audio or 3-D under a prefix."""
-    groups = (object_info.get(kind) or {}).get("input") or {}
-    inputs = {**(groups.get("optional") or {}), **(groups.get("required") or {})}
+def _own_name(name: str, own: str, *, suffixed: bool) -> str:
+    folder, slash, stem = JOB_ID.sub("", name).rpartition("/")
+    end = "".join(SUFFIX.findall(stem)) if suffixed else ""
+    stem, most = stem.removesuffix(end), LONGEST_NAME - len(own + end)
+    if len(data := stem.encode("utf-8", "surrogatepass")) > most:
+        stem = data[:most].decode("utf-8", "ignore")
+    return f"{folder}{slash}{stem}{own}{end}"
+
+
+def file_input(object_info: Mapping[str, Any], kind: str) -> str | None:
+    """Names the input by which nodes of a class name the files that they save; None for none."""
+    inputs = _inputs_of(object_info, kind)
+    if "filename_prefix" in inputs:
+        return "filename_prefix"
+    if not (object_info.get(kind) or {}).get("output_node") or READS.search(kind):
+        return None
+    texts = [name for name, described in inputs.items() if described[0] == "STRING"]
+    names = [name for name in texts if PREFIX.fullmatch(plain(name))]
+    if not _saves_models(inputs):
+        names += [name for name in texts if FILE_NAME.fullmatch(plain(name))]
+    return next(iter(names), None)
+
+
+def _inputs_of(object_info: Mapping[str, Any], kind: str, *groups: str) -> dict[str, Any]:
+    there = (object_info.get(kind) or {}).get("input") or {}
+    found = [there.get(group) or {} for group in groups or ("optional", "required")]
+    return {name: described for each in found for name, described in each.items()}
+
+
+def _saves_models(inputs: Mapping[str, Any]) -> bool:
     kinds = [described[0] for described in inputs.values()]
-    media = any(isinstance(each, str) and MEDIA.search(each) for each in kinds)
-    return media and "filename_prefix" in inputs
+    return any(isinstance(kind, str) and MODELS.search(kind) for kind in kinds)
 
 
 def always_names(graph: Graph, object_info: Mapping[str, Any]) -> str | None:
-    """Names a node that saves media and tells the names of its files; None where there is none.
+    """Names a node that saves files and tells their names; None where there is none.
 
-    Packs' nodes need tell none, nor do those that write data sets into a folder.
+    Packs' nodes need tell none, nor do those that save models or write data sets into a folder.
     """
     for node, described in graph.items():
         kind = described["class_type"]
-        if saves_media(object_info, kind) and object_info[kind].get("output_node"):
+        inputs = _inputs_of(object_info, kind)
+        if file_input(object_info, kind) and object_info[kind].get("output_node"):
             core = not str(object_info[kind].get("python_module")).startswith("custom_nodes.")
-            if (core or kind.startswith(OURS)) and "folder_name" not in described["inputs"]:
+            known = (core or kind.startswith(OURS)) and not _saves_models(inputs)
+            if known and "folder_name" not in inputs:
                 return called(graph, node)
     return None
 
@@ -106,7 +165,8 @@ def read_workflow(path: Path) -> Graph:
     """The graph of a workflow file.
 
     Args:
-        path: a .json in API form, the body of a POST /prompt, or a PNG that ComfyUI saved.
+        path: a .json in API form, or a body or an entry of a history that holds one; or a PNG that
+            ComfyUI saved.
 
     Returns:
         {node id: {class_type, inputs, _meta?}}; whatever else the file says of a node is left out.
@@ -121,63 +181,120 @@ def read_workflow(path: Path) -> Graph:
         raise SettingError(
             f"cannot read the workflow ({reason}): give a file in API form.", path
         ) from error
-    if data.startswith(PNG_START):
-        return _graph(path, _prompt_of(path))
     try:
-        text = data.decode("utf-8-sig")
+        text = _prompt_of(path, data) if data.startswith(PNG_START) else data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise SettingError(
             f"this is neither UTF-8 text nor a PNG: give a workflow in API form, or {EXPORT}.", path
         ) from error
-    return _graph(path, text)
-
-
-def _prompt_of(path: Path) -> str:
+    if not text.strip():
+        raise SettingError(f"this workflow file is empty: {EXPORT}.", path)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a large picture
-            with Image.open(path, formats=("PNG",)) as image:
-                texts = image.info
-    except Exception as error:  # a damaged file makes Pillow's readers fail in many ways
-        raise SettingError(
-            f"this PNG cannot be read ({error}): give one that ComfyUI saved, or a workflow in API "
-            "form.",
-            path,
-        ) from error
-    text = texts.get("prompt")
-    if not isinstance(text, str):
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise SettingError(f"this is not JSON ({error}): {EXPORT} again.", path) from error
+    return graph_of(found, path)
+
+
+def _prompt_of(path: Path, data: bytes) -> str:
+    texts = png_texts(io.BytesIO(data))
+    if "prompt" not in texts:
+        if PNG_END not in data:
+            raise SettingError(
+                "this PNG cannot be read (it is cut off): give one that ComfyUI saved, or a "
+                "workflow in API form.",
+                path,
+            )
         only = "only the UI form of a workflow" if "workflow" in texts else "no workflow"
         raise SettingError(
             f"this PNG holds {only}: give one that ComfyUI saved with its metadata, or open the "
             f"workflow and {EXPORT}.",
             path,
         )
-    return text
+    return texts["prompt"]
 
 
-def _graph(path: Path, text: str) -> Graph:
-    if not text.strip():
-        raise SettingError(f"this workflow file is empty: {EXPORT}.", path)
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise SettingError(f"this is not JSON ({error}): {EXPORT} again.", path) from error
-    if isinstance(data, dict):
-        body = data.get("prompt")
-        if isinstance(body, dict) and "class_type" not in body:  # else a node of that id
-            data = body
-    if not isinstance(data, dict) or not data:
-        raise SettingError(f"this holds no nodes: give a workflow in API form, or {EXPORT}.", path)
-    if isinstance(data.get("nodes"), list):
-        sibling = path.parent / "api" / path.name
-        other = f", or give {sibling}" if sibling.is_file() else ""
+def png_texts(file: BinaryIO) -> dict[str, str]:
+    """Reads the texts of a PNG, as ComfyUI's page does before and after the pixels; leaves out what
+    cannot be read.
+    """
+    texts = {}
+    file.seek(len(PNG_START))
+    while len(head := file.read(8)) == 8:
+        length, kind = struct.unpack(">I4s", head)
+        if kind not in PNG_TEXTS or length > LARGEST:
+            file.seek(length + 4, io.SEEK_CUR)
+            continue
+        data = file.read(length + 4)
+        if len(data) < length:
+            break
+        name, _, text = data[:length].partition(b"\0")
+        packed = kind == b"zTXt" or (kind == b"iTXt" and text[:1] == b"\1")
+        if kind == b"iTXt":  # two numbers, then language and translated name
+            text = text[2:].split(b"\0", 2)[-1]
+        elif packed:
+            text = text[1:]
+        inflate = zlib.decompressobj()
+        with contextlib.suppress(zlib.error):
+            text = inflate.decompress(text, LONGEST_TEXT) if packed else text
+            if packed and not inflate.eof:
+                continue
+            try:
+                texts[name.decode("latin-1")] = text.decode("utf-8")
+            except UnicodeDecodeError:
+                texts[name.decode("latin-1")] = text.decode("latin-1")
+    return texts
+
+
+def graph_of(data: Any, path: Path | None = None) -> Graph:
+    """The graph in JSON that was read from a file, `path`, or made by a program.
+
+    The JSON may be the graph, or hold it: the body of a POST /prompt or of another service, or an
+    entry of a history.
+
+    Raises:
+        SettingError: the JSON holds no workflow in API form, or several.
+    """
+    dicts = list(_dicts(data))
+    graphs = [each for each in dicts if _is_graph(each)]
+    # A body may hold both forms.
+    if any(isinstance(each.get("nodes"), list) for each in (dicts[:1] if graphs else dicts)):
+        sibling = path and path.parent / "api" / path.name
+        other = f", or give {sibling}" if sibling and sibling.is_file() else ""
         raise SettingError(
             f"this is the UI form, and a server takes the API form: {EXPORT}{other}.", path
         )
-    return {node: _node(path, node, described) for node, described in data.items()}
+    if not graphs:
+        raise SettingError(f"this holds no nodes: give a workflow in API form, or {EXPORT}.", path)
+    if any(each != graphs[0] for each in graphs):
+        raise SettingError(f"this holds {len(graphs)} workflows: give a file with one.", path)
+    return {node: _node(path, graphs[0], node) for node in graphs[0]}
 
 
-def _node(path: Path, node: str, described: Any) -> dict[str, Any]:
+def _dicts(data: Any, depth: int = 5) -> Iterator[dict[str, Any]]:
+    """Yields the objects of some JSON, and of JSON in its texts, but not those in a graph."""
+    if isinstance(data, str) and data.lstrip().startswith("{"):
+        with contextlib.suppress(ValueError, RecursionError):
+            data = json.loads(data)
+    if isinstance(data, dict):
+        yield data
+    if isinstance(data, dict | list) and depth and not _is_graph(data):
+        for part in data.values() if isinstance(data, dict) else data:
+            yield from _dicts(part, depth - 1)
+
+
+def _is_graph(data: Any) -> bool:
+    """Whether a value of an object is a node, at least a damaged one."""
+    nodes = data.values() if isinstance(data, dict) else ()
+    return any(
+        isinstance(node, dict)
+        and ("class_type" in node or ("inputs" in node and node.keys() <= {"inputs", "_meta"}))
+        for node in nodes
+    )
+
+
+def _node(path: Path | None, graph: Mapping[str, Any], node: str) -> dict[str, Any]:
+    described = graph[node]
     kind = described.get("class_type") if isinstance(described, dict) else None
     if not isinstance(kind, str) or not kind:
         raise SettingError(
@@ -190,7 +307,16 @@ def _node(path: Path, node: str, described: Any) -> dict[str, Any]:
             f"node {node!r} ({kind}) has no inputs, so the file is damaged: {EXPORT} again.", path
         )
     # Images of older servers say `is_changed` too, which would make equal graphs differ.
-    return {key: described[key] for key in ("class_type", "inputs", "_meta") if key in described}
+    found = {key: described[key] for key in ("class_type", "inputs", "_meta") if key in described}
+    found["inputs"] = {name: _linked(graph, it) for name, it in described["inputs"].items()}
+    return found
+
+
+def _linked(graph: Mapping[str, Any], value: Any) -> Any:
+    match value:
+        case [int(node), socket] if str(node) in graph:  # as a program may write an id
+            return [str(node), socket]
+    return value
 
 
 def is_link(value: Any) -> bool:

@@ -158,9 +158,10 @@ class Faults:
     old: bool = False  # every prompt needs a newer ComfyUI, as our loader finds
     frozen: bool = False  # takes connections and answers nothing
     job_seconds: float = 0.0
-    answer: Any = None  # a handler of every request, in ComfyUI's place
+    answer: Any = None  # a handler of every request, in ComfyUI's place unless it gives None
     odd: dict[str, str] = field(default_factory=dict)  # {"GET /queue": a body in place of its own}
     view: str = ""  # see `_sick_view`
+    named: str = ""  # what every file is called, as by a node that takes no name
     prompt: str = ""  # see `_sick_prompt`
     entry: Callable[[dict[str, Any]], Any] = lambda entry: entry  # what the history says
     broken: bool = False  # every job fails at once, as after a sticky CUDA error
@@ -265,8 +266,8 @@ class FakeComfyUI:
             await asyncio.sleep(0.01)
         self.requests.append(f"{request.method} {request.path}")
         self.headers.append(dict(request.headers))
-        if self.faults.answer is not None:
-            return await self.faults.answer(request)
+        if self.faults.answer and (answer := await self.faults.answer(request)) is not None:
+            return answer
         if self.faults.busy and request.path != "/ws":
             self.faults.busy -= 1
             return web.Response(status=503, headers={"Retry-After": self.faults.retry_after})
@@ -564,6 +565,8 @@ class FakeComfyUI:
 
     def _next_name(self, nodes: dict[str, Any]) -> str:
         """Numbers a name by those that are there before the job, as two servers of one folder."""
+        if self.faults.named:
+            return self.faults.named
         prefix = nodes["save"]["inputs"]["filename_prefix"]
         count = sum(name.startswith(f"{prefix}_0") for name in self.files)
         return f"{prefix}_{count + 1:05d}_.png"

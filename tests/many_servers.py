@@ -28,6 +28,7 @@ if len(sys.argv) > 2:  # a text before the pixels
 class Standin:
     def __init__(self) -> None:
         self.history: dict[str, dict] = {}
+        self.names: dict[str, str] = {}  # {file: prompt id}
         self.socket: web.WebSocketResponse | None = None
         self.app = web.Application()
         self.app.add_routes(
@@ -55,7 +56,7 @@ class Standin:
 
     async def view(self, request: web.Request) -> web.Response:
         # Forgotten only now: an answer that comes late is asked for again.
-        self.history.pop(request.query["filename"].removesuffix(".png"), None)
+        self.history.pop(self.names.pop(request.query["filename"], ""), None)
         return web.Response(body=PNG, content_type="image/png")
 
     async def listen(self, request: web.Request) -> web.WebSocketResponse:
@@ -69,7 +70,9 @@ class Standin:
     async def prompt(self, request: web.Request) -> web.Response:
         body = await request.json()
         prompt_id = body["prompt_id"]
-        image = {"filename": f"{prompt_id}.png", "subfolder": "", "type": "output"}
+        name = f"{body['prompt']['save']['inputs']['filename_prefix']}_00001_.png"
+        self.names[name] = prompt_id
+        image = {"filename": name, "subfolder": "", "type": "output"}
         now = int(time.time() * 1000)
         messages = [[kind, {"timestamp": now}] for kind in ("execution_start", "execution_success")]
         self.history[prompt_id] = {

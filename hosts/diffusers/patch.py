@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -151,6 +152,8 @@ class TransformerOptimization(Optimization):
         self._in_run = True
         try:
             yield
+            if (transformer := self._transformer()) is not None:
+                self.pass_by(transformer)
         finally:
             self._in_run = False
             self._modulation.close_run()
@@ -196,10 +199,14 @@ class TransformerOptimization(Optimization):
             self.release(transformer)
 
     def report(self) -> str:
+        if self._last is None and not (self._passed_by or self._closing_report):
+            return (
+                "blocks: no call was made; the first one compares fused blocks with diffusers' own"
+            )
         return self._closing_report or super().report()
 
     def attention_lines(self) -> list[str]:
-        if self._last is not None and not self._last.fused:
+        if self._passed_by or (self._last is not None and not self._last.fused):
             return ["attention: diffusers' own, with its blocks"]
         return super().attention_lines()
 
@@ -247,7 +254,10 @@ class Forward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Neither the choices nor the launches can be traced.
-        if self.instead is None or torch.compiler.is_compiling():
+        compiled = torch.compiler.is_compiling()
+        if compiled and isinstance(self.instead, TransformerOptimization):
+            self.instead._passed_by = True
+        if compiled or self.instead is None:
             return self._own(*args, **kwargs)
         return self.instead(self._own, args, kwargs)
 
@@ -257,9 +267,11 @@ class Forward:
         transformer = self._transformer()
         return type(transformer).forward(transformer, *args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Forward:
-        transformer = self._transformer()
-        return Forward(memo.get(id(transformer), transformer), None)
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and saves what was in its place: a copy, and a file, are not optimized."""
+        if self.before is ABSENT:
+            return getattr, (self._transformer(), "forward")
+        return partial, (self.before,)
 
 
 def _installed(transformer: QwenImageTransformer2DModel) -> Forward | None:

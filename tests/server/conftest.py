@@ -17,7 +17,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator:
 
     base = tmp_path_factory.mktemp("base")
     (base / "custom_nodes").mkdir()
-    (base / "custom_nodes" / "workflow_nodes.py").symlink_to(TESTS / "workflow_nodes.py")
+    for name in ("workflow_nodes.py", "saver_nodes.py"):
+        (base / "custom_nodes" / name).symlink_to(TESTS / name)
     server = Server(comfyui_folder(), base)
     yield server
     server.stop()

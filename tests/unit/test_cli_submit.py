@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 from fake_comfyui import FakeComfyUI, fake_comfyui, graph
 from PIL import Image
 from waiting import SECONDS, until
@@ -90,6 +91,42 @@ def test_what_is_no_setting_or_no_workflow_needs_no_server(workflow: Path, capsy
     more = ("--server", "127.0.0.1:1", *(("--set", text) if text else ()))
     assert main(arguments(None, workflow, *more)) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("status", [200, 404, 410, 502, 530])
+@pytest.mark.parametrize("body", ["<html>starting</html>", '{"message": "not found"}'])
+def test_a_server_whose_machine_still_boots_is_waited_for(workflow: Path, status: int, body: str):
+    answers = []
+
+    async def boots(request: web.Request) -> web.Response | None:
+        answers.append(request.path)
+        kind = "text/html" if body.startswith("<") else "application/json"
+        late = answers.count("/object_info") > 3
+        return None if late else web.Response(status=status, text=body, content_type=kind)
+
+    with fake_comfyui(answer=boots) as fake:
+        assert main(arguments(fake, workflow, "--wait", "60")) == 0
+        assert len(fake.posted) == 1
+
+
+@pytest.mark.parametrize(
+    ("token", "code"),
+    [
+        *((f"hidden{end}", 0) for end in ("", "\n", "\r\n", " ", "\t\n")),
+        ("\ufeffhidden\r\n", 0),
+        (" hidden", 0),
+        *((f"hid{inner}den", 2) for inner in ("\n", "\r\n", "\x7f", "\udcff")),
+    ],
+)
+def test_a_token_is_sent_without_its_line_end_or_refused(
+    workflow: Path, monkeypatch, capsys, token: str, code: int
+):
+    monkeypatch.setenv("QWEN_L40S_TOKEN", token)
+    with fake_comfyui() as fake:
+        assert main(arguments(fake, workflow)) == code
+        sent = {headers.get("Authorization") for headers in fake.headers}
+    assert sent == (set() if code else {"Bearer hidden"})
+    assert ("QWEN_L40S_TOKEN" in capsys.readouterr().err) == bool(code)
 
 
 def test_headers_come_from_a_file_and_a_token_from_the_environment(

@@ -138,15 +138,37 @@ def test_a_missing_file_without_a_source_says_that_there_is_none():
     ]
 
 
-def test_a_model_in_a_subfolder_is_named():
+A, B = "faces/lora.safetensors", "style/lora.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("value", "listed", "offered"),
+    [
+        ("style\\lora.safetensors", [A, B], B),
+        ("style/lora.safetensors", [A.replace("/", "\\"), "style\\lora.safetensors"], "style\\l"),
+        ("STYLE/lora.safetensors", [A, B], B),
+        ("style\\lora.safetensors", ["Style/lora.safetensors", B], B),
+        ("lora.safetensors", [B, "other.safetensors"], B),
+        ("style\\lora.safetensors", [A], A),  # and says that the folder is another
+        ("old\\lora.safetensors", [A, B], ""),
+        ("lora.safetensors", [A, B], ""),
+    ],
+)
+def test_a_model_is_found_by_its_whole_path_and_by_a_name_that_only_one_file_has(
+    value, listed, offered
+):
     info = stored()
-    inputs = info["QwenL40S_LoadModel"]["input"]["required"]
-    inputs["model"][1]["options"] = ["qwen\\qwen_image_bf16.safetensors"]
-    assert problems({**GRAPH, "load": LOADER}, info)[0] == (
-        "Model.model is 'qwen_image_bf16.safetensors', which the server has as "
-        "'qwen\\\\qwen_image_bf16.safetensors': add --set "
-        '"Model.model=qwen\\qwen_image_bf16.safetensors".'
-    )
+    info["LoraLoaderModelOnly"]["input"]["required"]["lora_name"][0] = listed
+    inputs = {"model": ["load", 0], "lora_name": value, "strength_model": 1.0}
+    lora = {"class_type": "LoraLoaderModelOnly", "inputs": inputs}
+    graph = changed("sample", model=["lora", 0]) | {"lora": lora}
+    if not offered:  # the server refuses it, and lists what it has
+        Checker(info).check(graph)
+        return
+    [found] = problems(graph, info)
+    assert f"LoraLoaderModelOnly.lora_name={offered}" in found
+    other = offered.replace("\\", "/").lower() not in value.replace("\\", "/").lower()
+    assert ("another folder" in found) == other
 
 
 def test_a_server_without_our_pack_is_told_apart_from_an_old_one():

@@ -474,11 +474,11 @@ class Meeting(dict):
 
     both, met = threading.Barrier(2), False
 
-    def values(self) -> Any:
+    def items(self) -> Any:
         if not self.met:
             self.met = True
             self.both.wait(30)
-        return super().values()
+        return super().items()
 
 
 def test_two_threads_that_submit_equal_graphs_get_one_job_and_the_fleet_goes_on(tmp_path: Path):
@@ -558,3 +558,82 @@ def test_a_fleet_whose_servers_stay_away_says_so_in_each_future(tmp_path: Path):
         future = fleet.submit(graph())
         with pytest.raises(transport.ServerError, match="nothing listens at"):
             future.result(30)
+
+
+@pytest.mark.parametrize(
+    ("data", "taken"),
+    [
+        (graph(), True),
+        ({1: graph()["draw"], 2: graph()["save"] | {"inputs": {"images": [1, 0]}}}, True),
+        ({"prompt": graph(), "client_id": "me"}, True),
+        ({"input": {"workflow": graph()}}, True),
+        ({"nodes": [], "links": []}, False),
+        ({"save": {"class_type": "SaveImage"}}, False),
+        ({"save": {"inputs": {}}}, False),
+        ({}, False),
+        ([], False),
+    ],
+    ids=str,
+)
+def test_a_fleet_takes_and_refuses_the_objects_that_are_taken_and_refused_as_files(
+    tmp_path: Path, data: Any, taken: bool
+):
+    file = tmp_path / "graph.json"
+    file.write_text(json.dumps(data))
+    with fake_comfyui(paused=True) as one, Fleet(one.url, tmp_path, log=None) as fleet:
+        if taken:
+            future = fleet.submit(data)
+            assert fleet.submit(file) is future
+            fleet.close(wait=False)
+        else:
+            for each in (data, file):
+                with pytest.raises(SettingError):
+                    fleet.submit(each)
+
+
+FLEET = (
+    "import os, sys; from qwen_l40s.client import Fleet; fleet = Fleet(*sys.argv[1:3], log=None); "
+)
+GRAPH = f"future = fleet.submit({graph()!r}); "
+FORK = """
+if os.fork() == 0:
+    for wait in (future.result, lambda: fleet.submit(sys.argv[3]), fleet.close):
+        try:
+            wait()
+        except Exception as error:
+            print(type(error).__name__)
+    os._exit(0)
+os.wait()
+open(sys.argv[2] + ".forked", "w").close()
+print(len(future.result(30).files))
+fleet.close()
+"""
+PROGRAMS = {
+    "forgotten": (FLEET, 0, []),
+    "ended by an exception": (f"{FLEET}{GRAPH} raise SystemExit(5)", 5, []),
+    "in the middle of jobs": (f"{FLEET}{GRAPH} future.result(0.5)", 1, []),
+    "after its jobs": (f"{FLEET}{GRAPH} print(len(future.result(30).files))", 0, ["1"]),
+    "closed": (f"{FLEET}{GRAPH} fleet.close(wait=False); fleet.close()", 0, []),
+    "forked": (f"{FLEET}{GRAPH}{FORK}", 0, ["JobError", "RuntimeError", "1"]),
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_program_ends_whether_it_closes_its_fleet_or_not(tmp_path: Path, program: str):
+    text, code, lines = PROGRAMS[program]
+    with fake_comfyui(paused=lines != ["1"]) as one:
+        (tmp_path / "graph.json").write_text(json.dumps(graph()))
+        given = one.url, str(tmp_path / "out"), str(tmp_path / "graph.json")
+        command = [sys.executable, "-c", text, *given]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        with subprocess.Popen(command, **pipes) as process:
+            if program == "forked":
+                until((tmp_path / "out.forked").exists)
+                one.faults.paused = False
+            out, err = process.communicate(timeout=waiting.SECONDS)
+        assert (process.returncode, out.split()) == (code, lines), err
+        assert not (one.state.queue or one.state.running)  # none is left to a server
+    journal = (tmp_path / "out" / "fleet.submit.jsonl").read_text().splitlines()
+    assert [json.loads(line)["event"] for line in journal][:1] == ["run"]
+    with fake_comfyui() as one, Fleet(one.url, tmp_path / "out", log=None) as fleet:
+        assert fleet.submit(graph()).result(30).files

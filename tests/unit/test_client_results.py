@@ -44,7 +44,7 @@ def fetched(
             entry = {"outputs": {"1": {"images": list(items)}}, "status": status}
             part = iter(folder / f".{number}.part" for number in range(9)).__next__
             try:
-                limits = {"most": 1 << 20, "owns": lambda prompt: True}
+                limits = {"most": 1 << 20, "owns": lambda item, path: True}
                 await fetch(server, {}, entry, part, found, **limits)
                 return place(found.parts, folder, "key", lambda paths: None)
             finally:

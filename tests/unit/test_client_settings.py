@@ -112,6 +112,23 @@ def test_two_at_signs_are_a_text_that_begins_with_one():
     assert parse_settings(["prompt=@@home"]) == {"prompt": ("@home",)}
 
 
+@pytest.mark.parametrize(
+    ("title", "text", "place", "value"),
+    [
+        ("cfg=4, fast", "cfg=4, fast.seed=7", "sample", 7),
+        ("CFG = 4", "cfg=4.seed=7", "sample", 7),
+        ("a=b.c=d", "a=b.c=d.seed=7", "sample", 7),
+        ("cfg=4", "prompt=cfg=4.seed=7", "positive", "cfg=4.seed=7"),
+        ("cfg=4", "cfg=4.sampler_name=x=y", "sample", "x=y"),
+        ("cfg=4", "cfg=7", "sample", 7.0),
+    ],
+)
+def test_a_title_may_hold_an_equals_sign(title, text, place, value):
+    graph = {**GRAPH, "sample": {**GRAPH["sample"], "_meta": {"title": title}}}
+    [variation] = variations(graph, parse_settings([text], graph), {})
+    assert value in variation.graph[place]["inputs"].values()
+
+
 @given(texts=st.lists(st.text(max_size=30), max_size=3))
 def test_any_text_is_read_or_refused(texts):
     try:

@@ -116,12 +116,21 @@ def test_beside_healthy_servers_it_costs_few_jobs(tmp_path: Path, view: str, cou
     assert ran.errors <= {"download"}
 
 
-def test_a_saver_that_got_no_id_may_give_the_file_of_an_equal_branch_again(tmp_path: Path):
-    inputs = {"images": ["draw", 0], "filename_prefix": ["draw", 0]}
-    nodes = {"save": {"class_type": "SaveImage", "inputs": inputs}}
-    with fake_comfyui(view="another") as cached:
-        outcome, _, _ = submitted(tmp_path, [cached.url], ["seed=1..3"], nodes=nodes)
-    assert [job.status for job in outcome.jobs] == ["done"] * 3
+@pytest.mark.parametrize("name", ["text.txt", "picture.png", "text_job-0123456789ab.txt"])
+def test_files_that_a_node_names_by_itself_come_of_one_job_at_a_time(tmp_path: Path, name: str):
+    """Each job overwrites the file of the one before, on both servers."""
+    with fake_comfyui(named=name) as one, fake_comfyui(named=name) as two:
+        two.files = one.files
+        ran = Ran(tmp_path, one, two, jobs=12)
+    assert ran.status == {"done": 12}
+
+
+def test_a_file_that_a_node_names_by_itself_is_not_taken_from_what_the_server_kept(tmp_path: Path):
+    with fake_comfyui(named="text.txt") as one:
+        Ran(tmp_path, one, jobs=1)
+        first, second = (body["prompt"]["save"]["inputs"] for body in one.posted)
+    # Inputs that no node has make ComfyUI run it.
+    assert first.keys() < second.keys()
 
 
 def test_a_file_larger_than_the_limit_is_refused(tmp_path: Path):
@@ -171,7 +180,7 @@ def test_json_of_another_shape_ends_the_turn_of_its_server_alone(
 
 
 @beside
-@pytest.mark.parametrize("prompt", ["no JSON", "redirect", "wrong id", "404", "500"])
+@pytest.mark.parametrize("prompt", ["no JSON", "redirect", "wrong id", "404", "500", "524"])
 def test_a_post_that_is_answered_wrongly_is_no_death(tmp_path: Path, prompt: str, count: int):
     with fake_comfyui(prompt=prompt) as sick, healthy(count) as well:
         alone = Ran(tmp_path, sick, jobs=2)

@@ -240,3 +240,11 @@ def test_a_file_outside_the_workflows_folder_that_the_workflow_names_is_said(tmp
     chosen = {"1.image": [str(tmp_path / "outside.png")]}
     plan_jobs(loading("inside.png"), chosen, server_with(), tmp_path / "work", lines.append)
     assert lines == []
+
+
+def test_the_jobs_that_are_left_when_equal_ones_are_not_are_numbered_without_them(tmp_path):
+    graph = {"1": {"class_type": "PrimitiveInt", "inputs": {"value": 0}}}
+    jobs, equal = plan_jobs(graph, {"value": ["1", "1", "2"]}, stored(), tmp_path)
+    labels = [(job.number, job.label) for job in jobs]
+    assert labels == [(1, "job 1 (value=1)"), (2, "job 2 (value=2)")]
+    assert equal == 1

@@ -51,8 +51,37 @@ def test_the_api_form_is_read_as_it_is(tmp_path):
     assert read_workflow(written(tmp_path, GRAPH)) == GRAPH
 
 
-def test_the_body_of_a_post_is_read(tmp_path):
-    assert read_workflow(written(tmp_path, {"prompt": GRAPH, "client_id": "x"})) == GRAPH
+ENTRY = {"prompt": [3, "id", GRAPH, {"extra_pnginfo": {}}, ["3"]], "outputs": {}, "status": {}}
+PAGE_FORM = {"nodes": [{"id": 3, "type": "KSampler"}], "links": []}
+BODIES = {
+    "ComfyUI's": {"prompt": GRAPH, "client_id": "x", "extra_data": {"extra_pnginfo": {}}},
+    "the page's": {"output": GRAPH, "workflow": PAGE_FORM},
+    "worker-comfyui's": {"input": {"workflow": GRAPH, "images": [{"name": "a", "image": "b"}]}},
+    "ComfyUI-Deploy's": {"workflow_api": GRAPH, "inputs": {"prompt": "a kettle"}},
+    "Replicate's": {"input": {"workflow_json": json.dumps(GRAPH)}},
+    "an entry of a history": {"id": ENTRY},
+    "a history's inside": ENTRY,
+    "a list": [GRAPH],
+}
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_the_workflow_in_a_body_of_a_service_is_read(tmp_path, body):
+    assert read_workflow(written(tmp_path, BODIES[body])) == GRAPH
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"one": ENTRY, "two": {**ENTRY, "prompt": [4, "id", {"6": GRAPH["6"]}]}}, "2 workflows"),
+        ({"input": {"workflow": PAGE_FORM}}, "UI form"),
+        ({"workflow_api": {"3": {"inputs": {}}}}, "node '3' has no class_type"),
+        ({"input": {"prompt": "a kettle"}}, "holds no nodes"),
+    ],
+)
+def test_a_body_without_one_workflow_in_api_form_is_named(tmp_path, body, says):
+    with pytest.raises(SettingError, match=says):
+        read_workflow(written(tmp_path, body))
 
 
 def test_a_node_may_have_the_id_prompt(tmp_path):
@@ -120,7 +149,7 @@ def test_the_page_form_names_the_api_form_that_lies_beside_it(tmp_path):
         (b"{}", "holds no nodes"),
         (b"null", "holds no nodes"),
         (b'{"prompt": {}}', "holds no nodes"),
-        (b'{"a": 1}', "node 'a' has no class_type"),
+        (b'{"a": 1}', "holds no nodes"),
         (b'{"a": {"inputs": {}}}', "node 'a' has no class_type"),
         (b'{"a": {"class_type": "X"}}', r"node 'a' \(X\) has no inputs"),
         (b'{"a": {"class_type": "X", "inputs": []}}', "no inputs"),

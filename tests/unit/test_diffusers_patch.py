@@ -1,10 +1,13 @@
 """A diffusers transformer that `optimize` has made fast, against itself without it."""
 
 import copy
+import functools
 import gc
 import inspect
+import io
 import json
 import logging
+import pickle
 import re
 import threading
 import weakref
@@ -346,11 +349,32 @@ def test_deleted_transformer_frees_its_memory_at_once():
     optimized.restore()
 
 
-def test_copy_runs_diffusers_own_code(fused):
+def stored_in_a_file(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    assert b"qwen_l40s" not in file.getvalue()  # it is read where this package is not
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, stored_in_a_file, lambda model: pickle.loads(pickle.dumps(model))],
+    ids=["copy", "file", "pickle"],
+)
+@pytest.mark.parametrize("change", ["optimized", "wrapped before", "run"])
+def test_copy_runs_diffusers_own_code(copied, change, fused):
     model, given = new_model(), inputs()
     expected = model(**given)[0]
-    optimize(model)
-    copied = copy.deepcopy(model)
+    if change == "wrapped before":
+        model.forward = functools.partial(model.forward)
+    optimized = optimize(model)
+    run = optimized.run() if change == "run" else nullcontext()
+    with run:
+        if change == "run":
+            model(**given)
+            fused.clear()
+        copied = copied(model)
     for weight in copied.parameters():
         weight.mul_(2)
     model(**given)
@@ -861,7 +885,10 @@ def test_compiled_blocks_run_as_they_are(fused):
 def test_compiled_model_runs_diffusers_way_in_one_graph(in_place, fused):
     model, given = new_model(blocks=1), inputs()
     expected = model(**given)[0]
-    optimize(model)
+    optimized = optimize(model)
+    model(**given)
+    assert "fused, 1 of 1" in optimized.report()
+    fused.clear()
     graphs = []
 
     def backend(graph, _inputs):
@@ -876,7 +903,21 @@ def test_compiled_model_runs_diffusers_way_in_one_graph(in_place, fused):
     for _ in range(2):
         assert relative(compiled(**given)[0], expected) <= 1e-6
     assert (len(graphs), len(fused)) == (1, 0)
+    assert "fused" not in optimized.report()
+    with optimized.run():
+        compiled(**given)
+    assert "fused" not in optimized.report()
     torch.compiler.reset()
+
+
+def test_report_of_a_transformer_that_was_not_called_or_was_replaced(fused):
+    model, given = new_model(blocks=1), inputs()
+    optimized = optimize(model)
+    assert "no call was made" in optimized.report()
+    for transformer in (model, new_model(blocks=1)):
+        with optimized.run():
+            transformer(**given)
+        assert ("fused, 1 of 1" in optimized.report()) == (transformer is model)
 
 
 def test_calls_that_the_kernels_cannot_take(fused):

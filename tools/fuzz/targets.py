@@ -158,7 +158,7 @@ def read_png(path: Path) -> None:
 
 
 def read_set(path: Path) -> None:
-    settings.variations(GRAPH, settings.parse_settings(text_of(path).split("\n")), INFO)
+    settings.variations(GRAPH, settings.parse_settings(text_of(path).split("\n"), GRAPH), INFO)
 
 
 def read_checkpoint(path: Path) -> None:

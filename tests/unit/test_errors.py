@@ -1,0 +1,49 @@
+"""Errors, as they travel to other processes."""
+
+import copy
+import importlib
+import inspect
+import pickle
+import pkgutil
+from pathlib import Path
+
+import pytest
+
+import qwen_l40s.client
+import qwen_l40s.fleet
+from qwen_l40s import errors
+
+for room in (qwen_l40s.client, qwen_l40s.fleet):
+    for module in pkgutil.iter_modules(room.__path__):
+        importlib.import_module(f"{room.__name__}.{module.name}")
+
+
+def found(kind=Exception):
+    for each in kind.__subclasses__():
+        if each.__module__.startswith("qwen_l40s."):
+            yield each
+        yield from found(each)
+
+
+def made(kind):
+    """An error whose every argument is given."""
+    values = {"path": Path("a/b"), "nodes": [{"id": "1"}], "seconds": 1.5, "status": 404}
+    _, *given = inspect.signature(kind.__init__).parameters.values()
+    given = [each for each in given if each.kind is not inspect.Parameter.VAR_POSITIONAL]
+    plain = [values.get(each.name, each.name) for each in given if each.kind < each.KEYWORD_ONLY]
+    named = {each.name: True for each in given if each.kind == each.KEYWORD_ONLY}
+    return kind(*plain, **named)
+
+
+@pytest.mark.parametrize("kind", sorted(set(found()), key=str), ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_an_error_comes_out_of_another_process_as_it_was(kind, protocol):
+    error = made(kind)
+    for other in (pickle.loads(pickle.dumps(error, protocol)), copy.copy(error)):
+        assert type(other) is kind
+        assert (str(other), other.args, vars(other)) == (str(error), error.args, vars(error))
+
+
+def test_every_error_of_ours_is_among_them():
+    assert {errors.SettingError, errors.DoesNotFitError} < set(found())
+    assert {"JobError", "AnswerError", "AwayError", "DiskError"} < {e.__name__ for e in found()}
