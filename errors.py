@@ -38,8 +38,9 @@ class QwenL40SError(Exception):
     """
 
     def __init__(self, sentence: object, path: Path | None = None) -> None:
-        where = "" if path is None else f" ({path})."
-        super().__init__(f"{str(sentence).removesuffix('.')}{where}" if where else sentence)
+        where = f" ({path})."
+        known = path is None or str(sentence).endswith(where)
+        super().__init__(sentence if known else f"{str(sentence).removesuffix('.')}{where}")
 
 
 class CheckpointError(QwenL40SError, ValueError):

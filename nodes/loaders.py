@@ -15,7 +15,7 @@ from ..hosts.comfyui.load.choose import (
     source_of,
 )
 from ..hosts.loading import LOADER_PRECISIONS
-from ..loaders.source import Source, fingerprint
+from ..loaders.source import Source
 from ..planning.request import TEXT_ENCODER_PLACEMENTS
 from ..spec.transformer import PLACES
 from .common import CATEGORY, require_host, with_report
@@ -62,7 +62,7 @@ def files_behind(name: str | None, role: str) -> Any:
     """Changes when a file behind the choice is replaced, so that it is loaded again."""
     if not isinstance(name, str):  # a linked input is known only when it runs
         return None
-    return fingerprint(source_of(name, role).files)
+    return source_of(name, role).state_now()
 
 
 def _model_input() -> io.Combo.Input:
@@ -382,7 +382,7 @@ class QwenL40SLoad(io.ComfyNode):
         if not all(isinstance(name, str) for name in (model, text_encoder, vae)):
             return None  # a linked input is known only when it runs
         sources = cls._sources(model, text_encoder, vae)
-        return tuple(fingerprint(source.files) for source in sources)
+        return tuple(source.state_now() for source in sources)
 
     @classmethod
     def execute(

@@ -9,19 +9,20 @@ import folder_paths
 from comfy_api.latest import io
 
 from ..errors import QwenL40SError, SettingError
-from ..loaders.source import fingerprint
+from ..hosts.comfyui.load.choose import path_of
+from ..loaders.header import fingerprint
 from ..options import todays
 from ..planning.request import LORA_MODES
 from .common import CATEGORY, choice_input, require_host, with_report
 
 
 def _path(name: str) -> Path:
-    found = folder_paths.get_full_path("loras", name)
+    found = path_of(name, ("loras",))
     if found is None:
         raise SettingError(
             f"{name!r} is not in models/loras: put the file there and press R to refresh."
         )
-    return Path(found)
+    return found
 
 
 class QwenL40SLoadLora(io.ComfyNode):
