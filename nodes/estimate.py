@@ -125,7 +125,7 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, card: str) -> bool | str:
+    def validate_inputs(cls, card: str | None = None) -> bool | str:
         # Only the one input: ComfyUI repeats the sentence for each that is named here.
         if card is None:  # a linked input is known only when it runs
             return True

@@ -31,7 +31,8 @@ def keep_patterns(text: str) -> tuple[str, ...]:
 
 
 # What `validate_inputs` finds is raised, not returned: ComfyUI repeats what is returned for each
-# input that is named there, and its page hides it behind a click.
+# input that is named there, and its page hides it behind a click. A linked input is None there, and
+# so is one that is missing, which ComfyUI says itself.
 
 
 def check_transformer(model: str | None, precision: str | None, keep: str | None) -> None:
@@ -179,7 +180,7 @@ class QwenL40SLoadModel(io.ComfyNode):
 
     @classmethod
     def validate_inputs(
-        cls, model: str | None, precision: str | None = "auto", keep_in_bf16: str | None = ""
+        cls, model: str | None = None, precision: str | None = "auto", keep_in_bf16: str | None = ""
     ) -> bool:
         check_transformer(model, precision, keep_in_bf16)
         return True
@@ -238,7 +239,7 @@ class QwenL40SLoadTextEncoder(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, text_encoder: str | None) -> bool:
+    def validate_inputs(cls, text_encoder: str | None = None) -> bool:
         if isinstance(text_encoder, str):
             source_of(text_encoder, "text_encoder")
         return True
@@ -285,7 +286,7 @@ class QwenL40SLoadVAE(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, vae: str | None) -> bool:
+    def validate_inputs(cls, vae: str | None = None) -> bool:
         if isinstance(vae, str):
             source_of(vae, "vae")
         return True
@@ -366,10 +367,10 @@ class QwenL40SLoad(io.ComfyNode):
     @classmethod
     def validate_inputs(
         cls,
-        model: str | None,
+        model: str | None = None,
         precision: str | None = "auto",
-        text_encoder: str | None = AUTOMATIC,
-        vae: str | None = AUTOMATIC,
+        text_encoder: str | None = None,
+        vae: str | None = None,
         keep_in_bf16: str | None = "",
     ) -> bool:
         check_transformer(model, precision, keep_in_bf16)

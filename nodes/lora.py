@@ -81,7 +81,7 @@ class QwenL40SLoadLora(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, lora: str) -> bool | str:
+    def validate_inputs(cls, lora: str | None = None) -> bool | str:
         if not isinstance(lora, str):  # a linked input is known only when it runs
             return True
         try:

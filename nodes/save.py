@@ -97,7 +97,7 @@ class QwenL40SSaveQuantized(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, filename: str | None, overwrite: bool | None) -> bool:
+    def validate_inputs(cls, filename: str | None = None, overwrite: bool | None = None) -> bool:
         # Raised, as in the loaders. A linked input is None; a folder is made when it runs.
         if isinstance(filename, str) and (destination := _destination(filename)).exists():
             check_destination(destination, overwrite=overwrite is not False)
