@@ -9,14 +9,15 @@ import ast
 import importlib
 import inspect
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
 from ...caches import remembered
+from ...errors import SettingError
 from ...families.comfyui import kind_of
 from ...machine.packages import COMFYUI_FLOOR, TESTED, is_newer_than_tested, release
-from ...verdict import Verdict
+from ...verdict import Verdict, read_or
 
 # What ComfyUI's loop gives a block of Qwen-Image, all by name.
 BLOCK_ARGUMENTS = (
@@ -222,6 +223,21 @@ def is_known(replaced: tuple[str, str], block: tuple[str, str], arguments: tuple
 def transformer_of(model: Any) -> Any:
     """Returns a MODEL's transformer, also where another MODEL's object patch stands for it."""
     return model.object_patches_backup.get("diffusion_model", model.model.diffusion_model)
+
+
+def read_sizes(look: Callable[..., Any], *given: Any) -> Any:
+    """Looks at the sizes of a Qwen-Image MODEL.
+
+    Raises:
+        SettingError: another node has put something else in the place of a part that tells them.
+    """
+    found = read_or(None, look, *given)
+    if found is None:
+        raise SettingError(
+            "the sizes of the MODEL cannot be read, because another node has changed its parts: "
+            "connect the MODEL from before that node."
+        )
+    return found
 
 
 def unsupported_model(model: Any) -> Verdict | None:

@@ -31,8 +31,11 @@ from ....planning.vae import (
     plan_in_room,
 )
 from ....spec.formats import format_gib
+from ....verdict import read_or
 from ..record import MeasuredPhase, phase
 from .fused import FusedLayers, OwnLayers, decoder_stages, encoder_stages, not_fused
+
+UNREAD = "the VAE has a form that is unknown here", ""
 
 
 def decode(
@@ -55,7 +58,7 @@ def decode(
         UnavailableError: the card's or the host's memory cannot hold it, or ran out twice.
     """
     latents = samples.unbind()[0] if samples.is_nested else samples
-    other, why_own = _other_vae(vae, ours)
+    other, why_own = read_or(UNREAD, _other_vae, vae, ours)
     if not other and latents.ndim == 5 and latents.shape[2] > 1:
         other = f"the latent has {latents.shape[2]} frames, as a video or layers have"
     if other:
@@ -85,7 +88,7 @@ def encode(
         SettingError: the images are no images, or `tiles` is out of range.
         UnavailableError: the card's or the host's memory cannot hold it, or ran out twice.
     """
-    other, why_own = _other_vae(vae, ours)
+    other, why_own = read_or(UNREAD, _other_vae, vae, ours)
     if not other and pixels.ndim == 5:
         other = "the pixels are a video"
     if other:

@@ -31,7 +31,7 @@ from ....spec.formats import EIGHT_BIT, FORMATS, QUANTIZED
 from ....spec.transformer import OFF_CARD, ON_CARD, TransformerShape, whole_pixels
 from ....spec.vae import VaeShape
 from ....step_cache import CacheSettings
-from ..contract import transformer_of, unsupported_model
+from ..contract import read_sizes, transformer_of, unsupported_model
 from ..decode.fused import vae_shape
 from ..linear import LAYOUTS
 from ..load.text_encoder import PlacedClip
@@ -108,6 +108,10 @@ def model_sizes(model: ModelPatcher) -> TrueModel:
             f"the MODEL is {type(model.model).__name__} and estimates cover only Qwen-Image "
             "(2512, Edit, Layered, 2.1): connect one of these, or none."
         )
+    return read_sizes(_model_sizes, model)
+
+
+def _model_sizes(model: ModelPatcher) -> TrueModel:
     transformer = transformer_of(model)
     kind = kind_of(model.model)
     shape = kind.shape(transformer)

@@ -17,7 +17,7 @@ from comfy.patcher_extension import WrappersMP
 from ....errors import SettingError
 from ....families.comfyui import kind_of, kind_of_transformer
 from ....optimizations.nag import Guidance
-from ....verdict import Verdict
+from ....verdict import Verdict, read_or
 from ..contract import unsupported_model
 from .measure import record_runs
 from .run import NAG_KEY
@@ -218,8 +218,8 @@ def _text_of(negative: Sequence[Any]) -> torch.Tensor:
 
 def _negative(guider: Any, negative: Sequence[Any]) -> NegativePrompt:
     model, (text, more) = guider.model_patcher.model, negative[0]
-    width, _ = kind_of(model).takes(model.diffusion_model)
-    if text.shape[-1] != width:
+    width, _ = read_or((None, None), kind_of(model).takes, model.diffusion_model)
+    if width and text.shape[-1] != width:
         raise SettingError(
             f"NAG's negative prompt is {text.shape[-1]} wide and the MODEL takes text {width} "
             "wide: use the model's own text encoder."

@@ -23,6 +23,7 @@ from ....families.registry import blocks_of, spec_of
 from ....optimizations.attention import MOST_ERROR, is_lossy
 from ....optimizations.blocks.block_form import heads_of, query_layer
 from ....patches import ABSENT, swap
+from ....verdict import read_or
 from ..contract import unsupported_model
 from .attention import SLOT, SlotAttention
 from .layers import compile_ahead
@@ -83,7 +84,9 @@ def optimize(model: ModelPatcher, settings: OptimizeSettings | None = None) -> M
     others = options.get(SLOT)
     attention = None
     if settings.attention != HOST_ATTENTION and not (others and settings.attention == "auto"):
-        form = model.load_device, model.model.get_dtype_inference(), *_heads(model.model)
+        shape = kind_of(model.model).family.members[0].transformer
+        heads = read_or((shape.heads, shape.head_dim), _heads, model.model)
+        form = model.load_device, model.model.get_dtype_inference(), *heads
         lossy = is_lossy(settings.attention, *form)
         attention = SlotAttention(settings.attention, lossy, others, settings.attention_error)
         swap("attention", options, SLOT, attention)
@@ -107,11 +110,8 @@ def optimize(model: ModelPatcher, settings: OptimizeSettings | None = None) -> M
 
 
 def _heads(model: Any) -> tuple[int, int]:
-    # Their number and their width; the published ones where another pack has put in other blocks.
-    block = next(filter(spec_of, blocks_of(model.diffusion_model)), None)
-    if block is None:
-        shape = kind_of(model).family.members[0].transformer
-        return shape.heads, shape.head_dim
+    # Their number and their width, where another pack has not put in other blocks.
+    block = next(filter(spec_of, blocks_of(model.diffusion_model)))
     heads = heads_of(block)
     return heads, query_layer(block).in_features // heads
 

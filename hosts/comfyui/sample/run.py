@@ -27,7 +27,7 @@ from ....machine.links import link_between
 from ....optimizations.blocks.block_form import token_layers
 from ....optimizations.blocks.host import HostPass
 from ....optimizations.run import Later, NotFiniteError, Optimization, flags_for_a_run
-from ....verdict import first_line
+from ....verdict import first_line, read_or
 from ..lora.bypass import bypassed
 from .attention import SLOT, FileAttention, SlotAttention
 from .forward import IDLE, is_compiled, is_skipped
@@ -229,16 +229,19 @@ def check_parts(executor: Any, noise: torch.Tensor, *args: Any, **kwargs: Any) -
     guider = executor.class_obj
     patcher = guider.model_patcher
     unsafe_copies(patcher, again=True)
-    transformer = patcher.model.diffusion_model
     if kind_of(patcher.model):  # else another node's
-        _check_parts(patcher.model, guider, noise)
-        if any(patcher.hook_patches.values()) and _is_quantized(transformer):
-            raise SettingError(
-                "A LoRA hook on a prompt changes the weights, which ComfyUI cannot do with "
-                "quantized ones: load the MODEL with precision bf16, or put the LoRA on all "
-                "prompts with Load Qwen-Image LoRA."
-            )
+        read_or(None, _check_parts, patcher.model, guider, noise)
+        read_or(None, _check_hooks, patcher)
     return executor(noise, *args, **kwargs)
+
+
+def _check_hooks(patcher: Any) -> None:
+    if any(patcher.hook_patches.values()) and _is_quantized(patcher.model.diffusion_model):
+        raise SettingError(
+            "A LoRA hook on a prompt changes the weights, which ComfyUI cannot do with quantized "
+            "ones: load the MODEL with precision bf16, or put the LoRA on all prompts with Load "
+            "Qwen-Image LoRA."
+        )
 
 
 def unsafe_copies(patcher: Any, again: bool = False) -> list[str]:

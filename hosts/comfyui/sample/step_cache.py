@@ -22,7 +22,7 @@ from comfy.patcher_extension import WrappersMP
 from ....optimizations.step_cache import CachedRun, CacheFigures
 from ....patches import patched
 from ....step_cache import CacheSettings
-from ....verdict import Verdict
+from ....verdict import Verdict, read_or
 from .forward import COMPUTED_STEPS
 from .measure import record_runs
 from .run import STEP_CACHE_KEY
@@ -38,6 +38,7 @@ READS_MORE = Verdict(
 REMEMBERS = Verdict("guidance remembers earlier steps, as APG with momentum does")
 COMBINED = Verdict("several prompts are combined")
 HOOKS = Verdict("hooks change the weights during the run")
+UNREAD = Verdict("the run's prompts have a form that is unknown here")
 ALL_KEPT = Verdict("the mask has no area that is repainted in full")
 # Where a sampler can put functions of its own around the guidance.
 AROUND_GUIDANCE = ("sampler_pre_cfg_function", "sampler_cfg_function", "sampler_post_cfg_function")
@@ -122,12 +123,11 @@ class SamplerStepCache:
     def _new_run(self, guider: Any, sigmas: torch.Tensor, mask: torch.Tensor | None) -> CachedRun:
         schedule = sigmas.tolist()
         followed = None if mask is None else (mask >= 1).float()
-        refusal = _refusal(guider)
+        refusal, kept = read_or((UNREAD, set()), _limits, guider, sigmas)
         if followed is not None and not followed.any():
             refusal = refusal or ALL_KEPT
-        kept = _kept(guider, sigmas)
         run = CachedRun(self.settings, schedule, kept=kept, refusal=refusal, followed=followed)
-        if any(map(_overlap, guider.conds.values())):
+        if read_or(True, lambda: any(map(_overlap, guider.conds.values()))):
             run.figures.not_estimated = COMBINED
         return run
 
@@ -158,6 +158,10 @@ def _reads_more(
 ) -> bool:
     own = guider.model_options
     return any(model_options.get(name) != own.get(name) for name in AROUND_GUIDANCE)
+
+
+def _limits(guider: Any, sigmas: torch.Tensor) -> tuple[Verdict | None, set[int]]:
+    return _refusal(guider), _kept(guider, sigmas)
 
 
 def _refusal(guider: Any) -> Verdict | None:
