@@ -18,11 +18,12 @@ from ..hosts.loading import LOADER_PRECISIONS
 from ..loaders.source import Source
 from ..planning.request import TEXT_ENCODER_PLACEMENTS
 from ..spec.transformer import PLACES
-from .common import CATEGORY, require_host, with_report
+from .common import CATEGORY, needs, with_report
 
 # Search words of people who want another precision, or less memory.
 WEIGHT_WORDS = ["bf16", "fp8", "scaled fp8", "int8", "quantized", "low vram", "gguf"]
 VAE_PRECISIONS = ["auto", "bf16", "fp32"]
+MODEL, VAE = ("models", "layers", "runs", "transformer"), ("VAE", "loading a VAE")
 
 
 def keep_patterns(text: str) -> tuple[str, ...]:
@@ -44,10 +45,10 @@ def check_transformer(model: str | None, precision: str | None, keep: str | None
         return
     source = source_of(model, "transformer")
     if keep or precision not in (None, "auto"):
-        require_host()
-        from ..hosts.comfyui.load.plan import check_settings
+        with needs("transformer"):
+            from ..hosts.comfyui.load.plan import check_settings
 
-        check_settings(source, precision or "auto", keep_patterns(keep or ""))
+            check_settings(source, precision or "auto", keep_patterns(keep or ""))
 
 
 def _load_model(source: Source, precision: str, keep: str, settings: dict[str, Any]) -> Any:
@@ -190,10 +191,10 @@ class QwenL40SLoadModel(io.ComfyNode):
         return files_behind(model, "transformer")
 
     @classmethod
+    @needs(*MODEL)
     def execute(
         cls, model: str, precision: str, keep_in_bf16: str = "", **settings: Any
     ) -> io.NodeOutput:
-        require_host()
         source = source_of(model, "transformer")
         patcher, report = _load_model(source, precision, keep_in_bf16, settings)
         return with_report(patcher, report=report.text(), summary=report.summary())
@@ -249,8 +250,8 @@ class QwenL40SLoadTextEncoder(io.ComfyNode):
         return files_behind(text_encoder, "text_encoder")
 
     @classmethod
+    @needs("text encoder")
     def execute(cls, text_encoder: str, precision: str, placement: str = "auto") -> io.NodeOutput:
-        require_host()
         from ..hosts.comfyui.load.text_encoder import load_text_encoder
 
         source = source_of(text_encoder, "text_encoder")
@@ -296,8 +297,8 @@ class QwenL40SLoadVAE(io.ComfyNode):
         return files_behind(vae, "vae")
 
     @classmethod
+    @needs(*VAE)
     def execute(cls, vae: str, precision: str) -> io.NodeOutput:
-        require_host()
         from ..hosts.comfyui.load.vae import load_vae
 
         loaded, report = load_vae(source_of(vae, "vae"), precision)
@@ -386,6 +387,7 @@ class QwenL40SLoad(io.ComfyNode):
         return tuple(source.state_now() for source in sources)
 
     @classmethod
+    @needs(*MODEL, "text encoder", *VAE)
     def execute(
         cls,
         model: str,
@@ -396,7 +398,6 @@ class QwenL40SLoad(io.ComfyNode):
         placement: str = "auto",
         **settings: Any,
     ) -> io.NodeOutput:
-        require_host()
         from ..hosts.comfyui.load.text_encoder import load_text_encoder
         from ..hosts.comfyui.load.vae import load_vae
 

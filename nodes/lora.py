@@ -13,7 +13,7 @@ from ..hosts.comfyui.load.choose import path_of
 from ..loaders.header import fingerprint
 from ..options import todays
 from ..planning.request import LORA_MODES
-from .common import CATEGORY, choice_input, require_host, with_report
+from .common import CATEGORY, choice_input, needs, with_report
 
 
 def _path(name: str) -> Path:
@@ -85,10 +85,10 @@ class QwenL40SLoadLora(io.ComfyNode):
         if not isinstance(lora, str):  # a linked input is known only when it runs
             return True
         try:
-            require_host()
-            from ..hosts.comfyui.lora.apply import inspect_lora
+            with needs("models", "layers", "LoRA"):
+                from ..hosts.comfyui.lora.apply import inspect_lora
 
-            inspect_lora(_path(lora))
+                inspect_lora(_path(lora))
         except QwenL40SError as error:
             return str(error)
         return True
@@ -99,6 +99,7 @@ class QwenL40SLoadLora(io.ComfyNode):
         return fingerprint((_path(lora),)) if isinstance(lora, str) else None
 
     @classmethod
+    @needs("models", "layers", "LoRA")
     def execute(
         cls,
         model: io.Model.Type,
@@ -107,7 +108,6 @@ class QwenL40SLoadLora(io.ComfyNode):
         lora_mode: str = LORA_MODES[0],
         **older: Any,
     ) -> io.NodeOutput:
-        require_host()
         from ..hosts.comfyui.lora.apply import apply_lora
 
         mode = todays({**older, "lora_mode": lora_mode})["lora_mode"]

@@ -1,6 +1,7 @@
 """Whether the running ComfyUI is one that this package knows, and whether a MODEL is. Where a name
-or parameter of `HOOKS` is gone, nothing of this package runs; where what ComfyUI calls here has a
-new parameter, a call that uses it runs ComfyUI's own code. A test holds the list to every call.
+or parameter of `HOOKS` is gone, the nodes that need it refuse to run and the others do not; where
+what ComfyUI calls here has a new parameter, a call that uses it runs ComfyUI's own code. Tests hold
+the list to every name and every call, and each node to what it needs.
 """
 
 from __future__ import annotations
@@ -10,10 +11,9 @@ import importlib
 import inspect
 import textwrap
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from typing import Any
 
-from ...caches import remembered
+from ...caches import cached
 from ...errors import SettingError
 from ...families.comfyui import kind_of
 from ...machine.packages import COMFYUI_FLOOR, TESTED, is_newer_than_tested, release
@@ -27,113 +27,226 @@ BLOCK_ARGUMENTS = (
 # What a block gives attention by name, as far as the fused blocks give it too.
 ATTENTION_ARGUMENTS = ("mask", "transformer_options", "skip_reshape", "preferred_attention")
 
-# {module: {name: parameters that are passed or read}}; without parameters only the name is looked
-# for.
-HOOKS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    # The places that the wrappers stand in, and what they are called with.
-    "comfy.patcher_extension": {
-        "WrappersMP.OUTER_SAMPLE": (),
-        "WrappersMP.PREDICT_NOISE": (),
-        "WrappersMP.CALC_COND_BATCH": (),
-        "WrappersMP.APPLY_MODEL": (),
-        "WrappersMP.DIFFUSION_MODEL": (),
-        "CallbacksMP.ON_DETACH": (),
-        "add_wrapper_with_key": (
-            *("wrapper_type", "key", "wrapper", "transformer_options", "is_model_options"),
-        ),
+
+def _names(names: str) -> dict[str, tuple[str, ...]]:
+    return dict.fromkeys(names.split(), ())
+
+
+Hooks = Mapping[str, Mapping[str, tuple[str, ...]]]
+# {what a node does: {module: {name: parameters that are passed or read}}}; without parameters only
+# the name is looked for.
+CAPABILITIES: Mapping[str, Hooks] = {
+    "images": {
+        "comfy.cli_args": _names("args"),
+        "comfy.model_management": _names("throw_exception_if_processing_interrupted"),
     },
-    "comfy.model_base": {
-        "BaseModel.apply_model": (
-            *("x", "t", "c_concat", "c_crossattn", "control", "transformer_options"),
-        ),
+    # What a MODEL is known by.
+    "models": {
+        "comfy.model_base": _names("QwenImage"),
+        "comfy.supported_models": _names("QwenImage"),
+        "comfy.ldm.qwen_image.model": _names("QwenImageTransformer2DModel"),
     },
-    "comfy.samplers": {
-        "CFGGuider.predict_noise": (),
-        "get_area_and_mult": ("conds", "x_in", "timestep_in"),
+    # How weights are held, quantized and beside a LoRA.
+    "layers": {
+        "comfy.ops": {
+            **_names("disable_weight_init.Linear"),
+            "manual_cast.Linear": ("in_features", "out_features", "bias", "device"),
+        },
+        "comfy.quant_ops": {
+            **_names("QuantizedLayout"),
+            "QuantizedTensor": ("qdata", "layout_cls", "params"),
+            "register_layout_class": ("name", "cls"),
+            "TensorWiseINT8Layout.Params": (
+                *("scale", "orig_dtype", "orig_shape", "convrot", "convrot_groupsize"),
+            ),
+        },
+        "comfy.model_patcher": {
+            "ModelPatcher": ("model", "load_device", "offload_device"),
+        },
+        "comfy.patcher_extension": _names("WrappersMP.APPLY_MODEL"),
+        "comfy_kitchen.tensor.base": _names("BaseLayoutParams"),
     },
-    # What the executor runs in place of, and the attention that it hands over to.
-    "comfy.ldm.qwen_image.model": {
-        "QwenImageTransformer2DModel._forward": (),
-        "QwenImageTransformerBlock.forward": BLOCK_ARGUMENTS,
+    # The places that the wrappers of a run stand in, and what they are called with.
+    "runs": {
+        "comfy.patcher_extension": {
+            **_names("WrappersMP.OUTER_SAMPLE WrappersMP.PREDICT_NOISE CallbacksMP.ON_DETACH"),
+            "add_wrapper_with_key": (
+                *("wrapper_type", "key", "wrapper", "transformer_options", "is_model_options"),
+            ),
+        },
+        "comfy.samplers": _names("CFGGuider.predict_noise"),
+        "comfy.model_patcher": _names("ModelPatcherDynamic"),
     },
-    "comfy.ldm.modules.attention": {
-        "optimized_attention_masked": ("q", "k", "v", "heads", "mask", "skip_reshape"),
+    # What the executor runs in place of, the attention that it hands over to, and how weights come
+    # to the card; without them ComfyUI's own blocks run.
+    "blocks": {
+        "comfy.cli_args": _names("args"),
+        "comfy.model_base": {
+            "BaseModel.apply_model": (
+                *("x", "t", "c_concat", "c_crossattn", "control", "transformer_options"),
+            ),
+        },
+        "comfy.ldm.qwen_image.model": {
+            **_names("QwenImageTransformer2DModel._forward"),
+            "QwenImageTransformerBlock.forward": BLOCK_ARGUMENTS,
+        },
+        "comfy.ldm.modules.attention": {
+            **_names("attention_pytorch optimized_attention"),
+            "optimized_attention_masked": ("q", "k", "v", "heads", "mask", "skip_reshape"),
+        },
+        "comfy.ops": {
+            **_names("CastBiasWeightContext run_every_op"),
+            "cast_bias_weight": ("s", "input", "offloadable", "compute_dtype", "want_requant"),
+            "disable_weight_init.Linear.forward": ("input",),
+        },
+        "comfy.memory_management": {
+            "interpret_gathered_like": ("tensors", "gathered"),
+            "tensors_to_geometries": ("tensors",),
+        },
+        "comfy.model_management": {
+            **_names("cuda_device_context extra_reserved_memory mark_mmap_dirty"),
+            **_names("minimum_inference_memory"),
+            "get_free_memory": ("dev", "torch_free_too"),
+        },
     },
-    "comfy.ldm.wan.vae": {
-        "WanVAE": (
-            *("dim", "z_dim", "dim_mult", "num_res_blocks", "attn_scales", "temperal_downsample"),
-            *("image_channels", "conv_out_channels"),
-        ),
+    # How models are built from files, and what weights off the card replace or call.
+    "transformer": {
+        "comfy.model_detection": {"detect_unet_config": ("state_dict", "key_prefix")},
+        "comfy.memory_management": _names("aimdo_enabled"),
+        "comfy.model_management": {
+            **_names("VRAMState current_loaded_models get_torch_device is_device_cpu"),
+            **_names("minimum_inference_memory module_size soft_empty_cache unet_offload_device"),
+            **_names("vram_state"),
+            "free_memory": ("memory_required", "device", "keep_loaded"),
+            "get_free_memory": ("dev", "torch_free_too"),
+            "unet_dtype": ("model_params", "supported_dtypes", "weight_dtype"),
+            "unet_manual_cast": ("weight_dtype", "inference_device", "supported_dtypes"),
+        },
+        "comfy.model_patcher": {
+            **_names("CoreModelPatcher"),
+            "ModelPatcher._load_list": ("for_dynamic", "default_device"),
+            "ModelPatcher.patch_weight_to_device": ("key", "device_to", "return_weight"),
+        },
+        "comfy.ops": {
+            **_names("CastBiasWeightContext run_every_op"),
+            "mixed_precision_ops": ("quant_config", "compute_dtype"),
+            "mixed_precision_ops().Linear.forward": ("input",),
+        },
+        "comfy.quant_ops": _names("QUANT_ALGOS"),
+        "comfy.utils": {
+            **_names("ProgressBar calculate_parameters load_safetensors weight_dtype"),
+            "load_torch_file": ("ckpt", "safe_load", "return_metadata"),
+        },
+        "comfy_kitchen": _names("quantize_w4a8_int8_weight"),
     },
-    # How weights come to the card, with patches and quantized.
-    "comfy.ops": {
-        "CastBiasWeightContext": (),
-        "run_every_op": (),
-        "cast_bias_weight": ("s", "input", "offloadable", "compute_dtype", "want_requant"),
-        "manual_cast.Linear": ("in_features", "out_features", "bias", "device"),
-        "mixed_precision_ops": ("quant_config", "compute_dtype"),
-        "mixed_precision_ops().Linear.forward": ("input",),
-        "disable_weight_init.Linear.forward": ("input",),
+    "text encoder": {
+        "comfy.memory_management": _names("aimdo_enabled"),
+        "comfy.model_management": {
+            **_names("get_torch_device loaded_models"),
+            "free_memory": ("memory_required", "device", "keep_loaded"),
+            "unload_model_and_clones": ("model", "all_devices"),
+        },
+        "comfy.sd": {
+            **_names("CLIPType TEModel detect_te_model llama_detect"),
+            "CLIP": (
+                *("target", "embedding_directory", "parameters", "state_dict", "model_options"),
+                "disable_dynamic",
+            ),
+            "load_text_encoder_state_dicts": (
+                *("state_dicts", "embedding_directory", "clip_type", "model_options"),
+                "disable_dynamic",
+            ),
+        },
+        "comfy.sd1_clip": _names("SD1ClipModel SD1Tokenizer SDClipModel SDTokenizer"),
+        "comfy.text_encoders.llama": {
+            **_names("BaseLlama Qwen25_7BVLI Qwen25_7BVLI_Config"),
+            "Llama2_": ("config", "device", "dtype", "ops"),
+        },
+        "comfy.text_encoders.qwen_image": _names("QwenImageTEModel QwenImageTokenizer te"),
+        "comfy.utils": {
+            **_names("ProgressBar calculate_parameters load_safetensors"),
+            "load_torch_file": ("ckpt", "safe_load", "return_metadata"),
+        },
     },
-    "comfy.quant_ops": {
-        "QuantizedTensor": ("qdata", "layout_cls", "params"),
-        "register_layout_class": ("name", "cls"),
-        "TensorWiseINT8Layout.Params": (
-            *("scale", "orig_dtype", "orig_shape", "convrot", "convrot_groupsize"),
-        ),
+    "VAE": {
+        "comfy.ldm.wan.vae": {
+            "WanVAE": (
+                *("dim", "z_dim", "dim_mult", "num_res_blocks", "attn_scales"),
+                *("temperal_downsample", "image_channels", "conv_out_channels"),
+            ),
+        },
+        "comfy.sd": {
+            "VAE": ("sd", "dtype"),
+            "VAE.decode": ("samples_in",),
+            "VAE.encode": ("pixel_samples",),
+        },
     },
-    # Methods that off-card weights, LoRA files and the plan of a decode replace or call into.
-    "comfy.model_patcher": {
-        "ModelPatcher": ("model", "load_device", "offload_device"),
-        "ModelPatcher._load_list": ("for_dynamic", "default_device"),
-        "ModelPatcher.patch_weight_to_device": ("key", "device_to", "return_weight"),
+    "loading a VAE": {
+        "comfy.memory_management": _names("aimdo_enabled"),
+        "comfy.model_management": _names("vae_device"),
+        "comfy.utils": {
+            **_names("load_safetensors"),
+            "load_torch_file": ("ckpt", "safe_load", "return_metadata"),
+        },
     },
-    "comfy.memory_management": {
-        "interpret_gathered_like": ("tensors", "gathered"),
-        "tensors_to_geometries": ("tensors",),
+    "using a VAE": {
+        "comfy.model_management": {
+            **_names("cuda_device_context extra_reserved_memory is_device_cpu loaded_models"),
+            **_names("raise_non_oom soft_empty_cache"),
+            "get_free_memory": ("dev", "torch_free_too"),
+            "load_models_gpu": ("models", "memory_required", "force_full_load"),
+        },
+        "comfy.utils": _names("ProgressBar"),
     },
-    "comfy.model_management": {
-        "cuda_device_context": (),
-        "extra_reserved_memory": (),
-        "free_memory": ("memory_required", "device", "keep_loaded"),
-        "get_free_memory": ("dev", "torch_free_too"),
-        "load_models_gpu": ("models", "memory_required", "force_full_load"),
-        "minimum_inference_memory": (),
-        "unet_dtype": ("model_params", "supported_dtypes", "weight_dtype"),
-        "unet_manual_cast": ("weight_dtype", "inference_device", "supported_dtypes"),
-        "unload_model_and_clones": ("model", "all_devices"),
+    # Without them ComfyUI's own layers run.
+    "fused VAE": {"comfy.ops": _names("CastBiasWeightContext run_every_op")},
+    "LoRA": {
+        "comfy.lora": {
+            "load_lora": ("lora", "to_load", "log_missing"),
+            "model_lora_keys_unet": ("model", "key_map"),
+        },
+        "comfy.lora_convert": _names("convert_lora"),
+        "comfy.ops": {
+            "cast_bias_weight": ("s", "input", "offloadable", "compute_dtype", "want_requant"),
+        },
+        "comfy.utils": {
+            "get_attr": ("obj", "attr"),
+            "load_torch_file": ("ckpt", "safe_load", "return_metadata"),
+        },
+        "comfy.weight_adapter": _names("LoHaAdapter LoKrAdapter LoRAAdapter WeightAdapterBase"),
     },
-    "comfy.model_prefetch": {
-        "PREFETCH_QUEUES": (),
-        "cleanup_prefetched_modules": ("module", "comfy_modules"),
+    "saving": {
+        "comfy.lora": {"calculate_weight": ("patches", "weight", "key")},
+        "comfy.model_management": {
+            **_names("get_torch_device"),
+            "free_memory": ("memory_required", "device", "keep_loaded"),
+        },
+        "comfy.utils": _names("ProgressBar"),
     },
-    "comfy.lora": {
-        "calculate_weight": ("patches", "weight", "key"),
-        "load_lora": ("lora", "to_load", "log_missing"),
-        "model_lora_keys_unet": ("model", "key_map"),
+    "step cache": {"comfy.model_sampling": _names("CONST")},
+    "NAG": {
+        "comfy.patcher_extension": _names("WrappersMP.DIFFUSION_MODEL"),
+        "comfy.utils": {"repeat_to_batch_size": ("tensor", "batch_size")},
     },
-    # How models are built from files.
-    "comfy.model_detection": {"detect_unet_config": ("state_dict", "key_prefix")},
-    "comfy.sd": {
-        "CLIP": (
-            *("target", "embedding_directory", "parameters", "state_dict", "model_options"),
-            "disable_dynamic",
-        ),
-        "load_text_encoder_state_dicts": (
-            *("state_dicts", "embedding_directory", "clip_type", "model_options"),
-            "disable_dynamic",
-        ),
-        "VAE": ("sd", "dtype"),
-        "VAE.decode": ("samples_in",),
-        "VAE.encode": ("pixel_samples",),
+    "cards": {
+        "comfy.model_management": {
+            **_names("get_all_torch_devices loaded_models"),
+            "get_free_memory": ("dev", "torch_free_too"),
+        },
+        "comfy.patcher_extension": _names("WrappersMP.CALC_COND_BATCH"),
+        "comfy.samplers": {"get_area_and_mult": ("conds", "x_in", "timestep_in")},
     },
-    "comfy.text_encoders.llama": {"Llama2_": ("config", "device", "dtype", "ops")},
-    "comfy.utils": {
-        "get_attr": ("obj", "attr"),
-        "load_torch_file": ("ckpt", "safe_load", "return_metadata"),
-        "repeat_to_batch_size": ("tensor", "batch_size"),
+    "sizes": {"comfy.model_management": _names("get_torch_device is_device_cpu module_size")},
+    "estimate": {
+        "comfy.model_management": _names("get_torch_device"),
+        "comfy_execution.graph_utils": _names("ExecutionBlocker"),
     },
 }
+# All of them: {module: {name: parameters}}.
+HOOKS: dict[str, dict[str, tuple[str, ...]]] = {}
+for _hooks in CAPABILITIES.values():
+    for _module, _of_module in _hooks.items():
+        HOOKS.setdefault(_module, {}).update(_of_module)
 
 # What ComfyUI calls here in place of its own code: every parameter that is known.
 KNOWN: Mapping[str, Mapping[str, tuple[str, ...]]] = {
@@ -145,10 +258,14 @@ KNOWN: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 }
 
 
-@remembered
-@lru_cache(maxsize=1)
-def unsupported_host() -> Verdict | None:
-    """Why nothing of this package runs in this ComfyUI, in one sentence; None when all is well."""
+@cached
+def unsupported_host(capabilities: tuple[str, ...] = tuple(CAPABILITIES)) -> Verdict | None:
+    """Says why something of this package does not run in this ComfyUI, in one sentence; None when
+    all is well.
+
+    Args:
+        capabilities: What it needs, of `CAPABILITIES`.
+    """
     floor = ".".join(map(str, COMFYUI_FLOOR))
     try:
         found = importlib.import_module("comfyui_version").__version__
@@ -161,14 +278,15 @@ def unsupported_host() -> Verdict | None:
     if release(found) < COMFYUI_FLOOR:
         old = f"ComfyUI is {found} and Qwen-Image L40S needs {floor} or newer"
         return Verdict(old, remedy="update ComfyUI.", final=True)
-    for module, names in HOOKS.items():
-        for name, parameters in names.items():
-            if fault := _fault(module, name, parameters):
-                return Verdict(
-                    f"ComfyUI {found} {fault}, which Qwen-Image L40S calls",
-                    remedy="update Qwen-Image L40S, and until then use ComfyUI's own loaders.",
-                    final=True,
-                )
+    for hooks in map(CAPABILITIES.__getitem__, capabilities):
+        for module, names in hooks.items():
+            for name, parameters in names.items():
+                if fault := _fault(module, name, parameters):
+                    return Verdict(
+                        f"ComfyUI {found} {fault}, which Qwen-Image L40S calls",
+                        remedy="update Qwen-Image L40S, and until then use ComfyUI's own loaders.",
+                        final=True,
+                    )
     return None
 
 
@@ -253,8 +371,7 @@ def unsupported_model(model: Any) -> Verdict | None:
     )
 
 
-@remembered
-@lru_cache(maxsize=1)
+@cached
 def unknown_attention_arguments() -> tuple[str, ...]:
     """Names of what ComfyUI's block gives attention and the fused blocks would not.
 

@@ -16,8 +16,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from comfy_execution.progress import get_progress_state
-from comfy_execution.utils import get_executing_context
 
 from ...caches import remembered
 from ...patches import call
@@ -227,12 +225,16 @@ def inner_phase(name: str, patcher: Any, **asked: Any) -> MeasuredPhase:
 
 
 def prompt_id() -> str:
+    from comfy_execution.utils import get_executing_context
+
     context = get_executing_context()
     return "" if context is None else context.prompt_id
 
 
 def reported_prompt() -> str | None:
     """Returns the id of the prompt that ComfyUI executes, if it has a Report node."""
+    from comfy_execution.progress import get_progress_state
+
     prompt, state = prompt_id(), get_progress_state()
     if not prompt or state.prompt_id != prompt:
         return None

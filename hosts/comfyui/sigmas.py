@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
-
-from comfy.model_patcher import ModelPatcher
+from typing import TYPE_CHECKING, Any
 
 from ...errors import SettingError
 from ...families.comfyui import kind_of
 from ...families.registry import find_schedule
 from ...spec.transformer import PIXELS_PER_TOKEN_SIDE
 from .contract import read_sizes, transformer_of, unsupported_model
-from .estimate.sizes import latent_sizes
+from .estimate.request import latent_sizes
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
 
 
 def sigmas_for(

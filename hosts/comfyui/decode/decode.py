@@ -32,6 +32,7 @@ from ....planning.vae import (
 )
 from ....spec.formats import format_gib
 from ....verdict import read_or
+from ..contract import unsupported_host
 from ..record import MeasuredPhase, phase
 from .fused import FusedLayers, OwnLayers, decoder_stages, encoder_stages, not_fused
 
@@ -117,7 +118,8 @@ def _other_vae(vae: comfy.sd.VAE, ours: bool) -> tuple[str, str | None]:
     kind = kind_of_vae(model)
     if kind is None or not kind.is_own(model):
         return f"the VAE is a {type(model).__name__} and not Qwen-Image's", ""
-    why_own = not_fused(model) if ours else ""
+    fault = unsupported_host(("fused VAE",)) if ours else None
+    why_own = fault.fact if fault else not_fused(model) if ours else ""
     if kind.strips and why_own is not None:
         return f"{why_own}, and {kind.strips}" if why_own else kind.strips, ""
     try:

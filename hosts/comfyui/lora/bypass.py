@@ -21,10 +21,10 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import comfy.ops
+import comfy.weight_adapter
 import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
-from comfy.weight_adapter import LoKrAdapter, LoRAAdapter, WeightAdapterBase
 
 from ....errors import UnavailableError
 from ....families.registry import first_reader
@@ -83,19 +83,19 @@ class Kronecker(torch.nn.Module):
 
 
 def bypass_change(
-    adapter: WeightAdapterBase, strength: float, dtype: torch.dtype
+    adapter: comfy.weight_adapter.WeightAdapterBase, strength: float, dtype: torch.dtype
 ) -> Matrices | Kronecker | None:
     """The adapter in `dtype`; None for a kind that must be merged (LoHa, DoRA, and everything that
     is made for a convolution).
     """
     weights = adapter.weights
-    if isinstance(adapter, LoRAAdapter):
+    if isinstance(adapter, comfy.weight_adapter.LoRAAdapter):
         up, down, alpha, *others = weights
         if any(other is not None for other in others):
             return None
         up = (up.flatten(1).float() * (strength * scale_of(alpha, len(down)))).to(dtype)
         return Matrices(up, down.flatten(1).to(dtype))
-    if isinstance(adapter, LoKrAdapter):
+    if isinstance(adapter, comfy.weight_adapter.LoKrAdapter):
         outer, inner, alpha, outer_a, outer_b, inner_a, inner_b, *others = weights
         if any(other is not None for other in others):
             return None

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
+import comfy.model_management
 import torch
-from comfy.model_management import cuda_device_context
 from comfy.quant_ops import QuantizedTensor
 from comfy.samplers import CFGGuider
 
@@ -159,9 +159,9 @@ class ComfyOptimization(Optimization):
             own = patches.swap("options", options, SLOT, patches.ABSENT)
         weights = None if self._brought is None else self._weights
         idle = options.get(IDLE, {}).get(model, ()) if self._blocks else ()
-        passes = kind_of(model).passes
-        self._masked = others and passes.masked
-        host = passes(model, self.attention, x, options, given.get("control"), weights, idle)
+        control = given.get("control")
+        host = kind_of(model).passes(model, self.attention, x, options, control, weights, idle)
+        self._masked = others and host.masked
         try:
             with ExitStack() as stack:
                 for each in (host, *host.peers) if host.peers else ():
@@ -189,7 +189,8 @@ class ComfyOptimization(Optimization):
             return
         self._brought.add(host.owner)
         # Without room for them they wait in host memory, and the pass runs on one card.
-        with cuda_device_context(host.device), suppress(torch.OutOfMemoryError):
+        context = comfy.model_management.cuda_device_context(host.device)
+        with context, suppress(torch.OutOfMemoryError):
             host.layers.bring(host.blocks, torch.empty(0, dtype=host.dtype, device=host.device))
 
 
