@@ -59,6 +59,11 @@ class ModelKind:
         return type(transformer).__name__ == self.transformer.__name__
 
 
+def later(name: str) -> Callable[..., Any]:
+    """Calls what `registry.load` finds under a name, and imports it with the first call."""
+    return lambda *given: load(name)(*given)
+
+
 def kinds() -> tuple[ModelKind, ...]:
     """Lists those that this ComfyUI has."""
     return _kinds(tuple(FAMILIES))

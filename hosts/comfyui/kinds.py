@@ -4,7 +4,6 @@ is imported with the first call: who only asks what a MODEL is needs nothing els
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
@@ -13,10 +12,9 @@ import comfy.supported_models
 import torch
 from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
 
-from ...families.comfyui import ModelKind
+from ...families.comfyui import ModelKind, later
 from ...families.qwen_image import QWEN_IMAGE, QwenImageShape
 from ...families.qwen_image_21 import QWEN_IMAGE_21, QwenImage21Shape
-from ...families.registry import load
 
 TIMESTEP_ZERO = "index_timestep_zero"  # how Edit-2511 has its references modulated
 
@@ -40,9 +38,7 @@ def _shape(transformer: QwenImageTransformer2DModel) -> QwenImageShape:
     )
 
 
-def _later(name: str) -> Callable[..., Any]:
-    return lambda *given: load(f".hosts.comfyui.qwen_image:{name}")(*given)
-
+RUNS = ".hosts.comfyui.qwen_image:"
 
 KIND = ModelKind(
     family=QWEN_IMAGE,
@@ -53,9 +49,9 @@ KIND = ModelKind(
     takes=attrgetter("txt_in.in_features", "out_channels"),
     settings=settings_of,
     timestep_zero=lambda transformer: transformer.default_ref_method == TIMESTEP_ZERO,
-    passes=_later("ComfyPass"),
+    passes=later(RUNS + "ComfyPass"),
     embed=lambda transformer, *given: transformer.time_text_embed(*given),
-    add_negative=_later("join_negative"),
+    add_negative=later(RUNS + "join_negative"),
 )
 
 
@@ -89,8 +85,8 @@ def _kind_21() -> ModelKind | None:
         shape=_shape_21,
         takes=attrgetter("txt_in.in_layer.in_features", "img_in.in_features"),
         settings=settings_of,
-        passes=_later("PrefixedComfyPass"),
-        add_negative=_later("keep_negative"),
+        passes=later(RUNS + "PrefixedComfyPass"),
+        add_negative=later(RUNS + "keep_negative"),
     )
 
 

@@ -41,8 +41,6 @@ GONE = "of a form that is known, what another pack has taken away"
 ALLOWED = {
     ("hosts/comfyui/contract.py", "'comfy.ldm.qwen_image.model'"): CONTRACT,
     ("hosts/comfyui/contract.py", "'QwenImageTransformerBlock.forward'"): CONTRACT,
-    ("hosts/comfyui/contract.py", "'WanVAE'"): CONTRACT,
-    ("hosts/comfyui/contract.py", "'comfy.text_encoders.qwen_image'"): CONTRACT,
     ("hosts/comfyui/decode/decode.py", "getattr(vae, 'latent_channels', None)"): (
         "another pack's VAE, which may be of any class"
     ),

@@ -20,7 +20,7 @@ from ....optimizations.nag import Guidance
 from ....verdict import Verdict, read_or
 from ..contract import unsupported_model
 from .measure import record_runs
-from .run import NAG_KEY
+from .run import NAG_KEY, UNREAD
 
 logger = logging.getLogger(__name__)
 
@@ -91,11 +91,11 @@ class AttentionGuidance:
         """OUTER_SAMPLE wrapper: one run."""
         guider = executor.class_obj
         self._guided = self._passes = 0
-        self._aside = _refusal(guider, self._conditioning)
+        self._aside = read_or(UNREAD, _refusal, guider, self._conditioning)
         self._cfg = getattr(guider, "cfg", None)
         self._positive = {
             prompt.get("uuid"): name == "positive"
-            for name, prompts in guider.conds.items()
+            for name, prompts in ({} if self._aside else guider.conds).items()
             for prompt in prompts
         }
         self._negative = None if self._aside else _negative(guider, self._conditioning)

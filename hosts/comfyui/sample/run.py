@@ -27,7 +27,7 @@ from ....machine.links import link_between
 from ....optimizations.blocks.block_form import token_layers
 from ....optimizations.blocks.host import HostPass
 from ....optimizations.run import Later, NotFiniteError, Optimization, flags_for_a_run
-from ....verdict import first_line, read_or
+from ....verdict import Verdict, first_line, read_or
 from ..lora.bypass import bypassed
 from .attention import SLOT, FileAttention, SlotAttention
 from .forward import IDLE, is_compiled, is_skipped
@@ -44,6 +44,7 @@ CARDS_KEY = "qwen_l40s_cards"
 NAG_KEY = "qwen_l40s_nag"
 VERIFIED = {"cuda"}  # kinds of cards whose links are
 OTHER_NODES = "another node's, set after Optimize Qwen-Image"
+UNREAD = Verdict("the run's prompts have a form that is unknown here")
 MASKED = (
     "attention: the text's rows have a mask, which some nodes' attention drops (Patch Sage "
     "Attention KJ): if the picture misses the prompt, remove that node"

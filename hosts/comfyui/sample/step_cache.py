@@ -25,7 +25,7 @@ from ....step_cache import CacheSettings
 from ....verdict import Verdict, read_or
 from .forward import COMPUTED_STEPS
 from .measure import record_runs
-from .run import STEP_CACHE_KEY
+from .run import STEP_CACHE_KEY, UNREAD
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,6 @@ READS_MORE = Verdict(
 REMEMBERS = Verdict("guidance remembers earlier steps, as APG with momentum does")
 COMBINED = Verdict("several prompts are combined")
 HOOKS = Verdict("hooks change the weights during the run")
-UNREAD = Verdict("the run's prompts have a form that is unknown here")
 ALL_KEPT = Verdict("the mask has no area that is repainted in full")
 # Where a sampler can put functions of its own around the guidance.
 AROUND_GUIDANCE = ("sampler_pre_cfg_function", "sampler_cfg_function", "sampler_post_cfg_function")
