@@ -28,14 +28,123 @@ BLOCK_ARGUMENTS = (
 # What a block gives attention by name, as far as the fused blocks give it too.
 ATTENTION_ARGUMENTS = ("mask", "transformer_options", "skip_reshape", "preferred_attention")
 
-
 Hooks = dict[str, dict[str, tuple[str, ...]]]
+# The names that each capability needs of ComfyUI, with the parameters that are passed or read.
+# "models" tells the kind of a MODEL; "layers" holds, quantizes and patches weights; "runs" are the
+# wrappers of a run. Without "blocks" or "fused VAE" ComfyUI's own code runs.
+_NEEDED = f"""
+# images
+comfy.cli_args: args
+comfy.model_management: throw_exception_if_processing_interrupted
+# estimate
+comfy.model_management: get_torch_device
+comfy_execution.graph_utils: ExecutionBlocker
+# sizes
+comfy.model_management: get_torch_device is_device_cpu module_size
+# models
+comfy.model_base: QwenImage
+comfy.supported_models: QwenImage
+comfy.ldm.qwen_image.model: QwenImageTransformer2DModel
+# layers
+comfy.model_patcher: ModelPatcher[model load_device offload_device]
+comfy.ops: disable_weight_init.Linear
+    manual_cast.Linear[in_features out_features bias device]
+comfy.patcher_extension: WrappersMP.APPLY_MODEL
+comfy.quant_ops: QuantizedLayout QuantizedTensor[qdata layout_cls params]
+    TensorWiseINT8Layout.Params[scale orig_dtype orig_shape convrot convrot_groupsize]
+    register_layout_class[name cls]
+comfy_kitchen.tensor.base: BaseLayoutParams
+# runs
+comfy.model_patcher: ModelPatcherDynamic
+comfy.patcher_extension: WrappersMP.OUTER_SAMPLE WrappersMP.PREDICT_NOISE
+    CallbacksMP.ON_DETACH add_wrapper_with_key[wrapper_type key wrapper
+    transformer_options is_model_options]
+comfy.samplers: CFGGuider.predict_noise
+# blocks
+comfy.cli_args: args
+comfy.ldm.modules.attention: attention_pytorch optimized_attention
+    optimized_attention_masked[q k v heads mask skip_reshape]
+comfy.ldm.qwen_image.model: QwenImageTransformer2DModel._forward
+    QwenImageTransformerBlock.forward[{" ".join(BLOCK_ARGUMENTS)}]
+comfy.memory_management: interpret_gathered_like[tensors gathered]
+    tensors_to_geometries[tensors]
+comfy.model_base: BaseModel.apply_model[x t c_concat c_crossattn control
+    transformer_options]
+comfy.model_management: cuda_device_context extra_reserved_memory
+    get_free_memory[dev torch_free_too] mark_mmap_dirty minimum_inference_memory
+comfy.ops: CastBiasWeightContext run_every_op disable_weight_init.Linear.forward[input]
+    cast_bias_weight[s input offloadable compute_dtype want_requant]
+# transformer
+comfy.memory_management: aimdo_enabled
+comfy.model_detection: detect_unet_config[state_dict key_prefix]
+comfy.model_management: VRAMState current_loaded_models
+    free_memory[memory_required device keep_loaded] get_free_memory[dev torch_free_too]
+    get_torch_device is_device_cpu minimum_inference_memory module_size soft_empty_cache
+    unet_dtype[model_params supported_dtypes weight_dtype]
+    unet_manual_cast[weight_dtype inference_device supported_dtypes]
+    unet_offload_device vram_state
+comfy.model_patcher: CoreModelPatcher ModelPatcher._load_list[for_dynamic default_device]
+    ModelPatcher.patch_weight_to_device[key device_to return_weight]
+comfy.ops: CastBiasWeightContext mixed_precision_ops[quant_config compute_dtype]
+    mixed_precision_ops().Linear.forward[input] run_every_op
+comfy.quant_ops: QUANT_ALGOS
+comfy.utils: ProgressBar calculate_parameters load_safetensors
+    load_torch_file[ckpt safe_load return_metadata] weight_dtype
+comfy_kitchen: quantize_w4a8_int8_weight
+# text encoder
+comfy.memory_management: aimdo_enabled
+comfy.model_management: free_memory[memory_required device keep_loaded] get_torch_device
+    loaded_models unload_model_and_clones[model all_devices]
+comfy.sd: CLIP[target embedding_directory parameters state_dict model_options
+    disable_dynamic] CLIPType TEModel detect_te_model llama_detect
+    load_text_encoder_state_dicts[state_dicts embedding_directory clip_type model_options
+    disable_dynamic]
+comfy.sd1_clip: SD1ClipModel SD1Tokenizer SDClipModel SDTokenizer
+comfy.text_encoders.llama: BaseLlama Llama2_[config device dtype ops] Qwen25_7BVLI
+    Qwen25_7BVLI_Config
+comfy.text_encoders.qwen_image: QwenImageTEModel QwenImageTokenizer te
+comfy.utils: ProgressBar calculate_parameters load_safetensors
+    load_torch_file[ckpt safe_load return_metadata]
+# VAE
+comfy.ldm.wan.vae: WanVAE[dim z_dim dim_mult num_res_blocks attn_scales
+    temperal_downsample image_channels conv_out_channels]
+comfy.sd: VAE[sd dtype] VAE.decode[samples_in] VAE.encode[pixel_samples]
+# loading a VAE
+comfy.memory_management: aimdo_enabled
+comfy.model_management: vae_device
+comfy.utils: load_safetensors load_torch_file[ckpt safe_load return_metadata]
+# using a VAE
+comfy.model_management: cuda_device_context extra_reserved_memory
+    get_free_memory[dev torch_free_too] is_device_cpu
+    load_models_gpu[models memory_required force_full_load] loaded_models raise_non_oom
+    soft_empty_cache
+comfy.utils: ProgressBar
+# fused VAE
+comfy.ops: CastBiasWeightContext run_every_op
+# LoRA
+comfy.lora: load_lora[lora to_load log_missing] model_lora_keys_unet[model key_map]
+comfy.lora_convert: convert_lora
+comfy.ops: cast_bias_weight[s input offloadable compute_dtype want_requant]
+comfy.utils: get_attr[obj attr] load_torch_file[ckpt safe_load return_metadata]
+comfy.weight_adapter: LoHaAdapter LoKrAdapter LoRAAdapter WeightAdapterBase
+# saving
+comfy.lora: calculate_weight[patches weight key]
+comfy.model_management: free_memory[memory_required device keep_loaded] get_torch_device
+comfy.utils: ProgressBar
+# step cache
+comfy.model_sampling: CONST
+# NAG
+comfy.patcher_extension: WrappersMP.DIFFUSION_MODEL
+comfy.utils: repeat_to_batch_size[tensor batch_size]
+# cards
+comfy.model_management: get_all_torch_devices get_free_memory[dev torch_free_too]
+    loaded_models
+comfy.patcher_extension: WrappersMP.CALC_COND_BATCH
+comfy.samplers: get_area_and_mult[conds x_in timestep_in]
+"""
 
 
 def _hooks(text: str) -> Hooks:
-    """Reads {module: {name: parameters that are passed or read}}; without parameters only the name
-    is looked for.
-    """
     found: Hooks = {}
     for word in re.findall(r"[^\s\[]+(?:\[[^]]+\])?", text):
         if word.endswith(":"):
@@ -46,141 +155,14 @@ def _hooks(text: str) -> Hooks:
     return found
 
 
-# {what a node does: what it needs of ComfyUI for that}
-CAPABILITIES: Mapping[str, Hooks] = {
-    "images": _hooks("""
-        comfy.cli_args: args
-        comfy.model_management: throw_exception_if_processing_interrupted
-    """),
-    "estimate": _hooks("""
-        comfy.model_management: get_torch_device
-        comfy_execution.graph_utils: ExecutionBlocker
-    """),
-    "sizes": _hooks("comfy.model_management: get_torch_device is_device_cpu module_size"),
-    # What a MODEL is known by.
-    "models": _hooks("""
-        comfy.model_base: QwenImage
-        comfy.supported_models: QwenImage
-        comfy.ldm.qwen_image.model: QwenImageTransformer2DModel
-    """),
-    # How weights are held, quantized and beside a LoRA.
-    "layers": _hooks("""
-        comfy.model_patcher: ModelPatcher[model load_device offload_device]
-        comfy.ops: disable_weight_init.Linear
-            manual_cast.Linear[in_features out_features bias device]
-        comfy.patcher_extension: WrappersMP.APPLY_MODEL
-        comfy.quant_ops: QuantizedLayout QuantizedTensor[qdata layout_cls params]
-            TensorWiseINT8Layout.Params[scale orig_dtype orig_shape convrot convrot_groupsize]
-            register_layout_class[name cls]
-        comfy_kitchen.tensor.base: BaseLayoutParams
-    """),
-    # The places that the wrappers of a run stand in, and what they are called with.
-    "runs": _hooks("""
-        comfy.model_patcher: ModelPatcherDynamic
-        comfy.patcher_extension: WrappersMP.OUTER_SAMPLE WrappersMP.PREDICT_NOISE
-            CallbacksMP.ON_DETACH add_wrapper_with_key[wrapper_type key wrapper
-            transformer_options is_model_options]
-        comfy.samplers: CFGGuider.predict_noise
-    """),
-    # What the executor runs in place of, the attention that it hands over to, and how weights come
-    # to the card; without them ComfyUI's own blocks run.
-    "blocks": _hooks(f"""
-        comfy.cli_args: args
-        comfy.ldm.modules.attention: attention_pytorch optimized_attention
-            optimized_attention_masked[q k v heads mask skip_reshape]
-        comfy.ldm.qwen_image.model: QwenImageTransformer2DModel._forward
-            QwenImageTransformerBlock.forward[{" ".join(BLOCK_ARGUMENTS)}]
-        comfy.memory_management: interpret_gathered_like[tensors gathered]
-            tensors_to_geometries[tensors]
-        comfy.model_base: BaseModel.apply_model[x t c_concat c_crossattn control
-            transformer_options]
-        comfy.model_management: cuda_device_context extra_reserved_memory
-            get_free_memory[dev torch_free_too] mark_mmap_dirty minimum_inference_memory
-        comfy.ops: CastBiasWeightContext run_every_op disable_weight_init.Linear.forward[input]
-            cast_bias_weight[s input offloadable compute_dtype want_requant]
-    """),
-    # How models are built from files, and what weights off the card replace or call.
-    "transformer": _hooks("""
-        comfy.memory_management: aimdo_enabled
-        comfy.model_detection: detect_unet_config[state_dict key_prefix]
-        comfy.model_management: VRAMState current_loaded_models
-            free_memory[memory_required device keep_loaded] get_free_memory[dev torch_free_too]
-            get_torch_device is_device_cpu minimum_inference_memory module_size soft_empty_cache
-            unet_dtype[model_params supported_dtypes weight_dtype]
-            unet_manual_cast[weight_dtype inference_device supported_dtypes]
-            unet_offload_device vram_state
-        comfy.model_patcher: CoreModelPatcher ModelPatcher._load_list[for_dynamic default_device]
-            ModelPatcher.patch_weight_to_device[key device_to return_weight]
-        comfy.ops: CastBiasWeightContext mixed_precision_ops[quant_config compute_dtype]
-            mixed_precision_ops().Linear.forward[input] run_every_op
-        comfy.quant_ops: QUANT_ALGOS
-        comfy.utils: ProgressBar calculate_parameters load_safetensors
-            load_torch_file[ckpt safe_load return_metadata] weight_dtype
-        comfy_kitchen: quantize_w4a8_int8_weight
-    """),
-    "text encoder": _hooks("""
-        comfy.memory_management: aimdo_enabled
-        comfy.model_management: free_memory[memory_required device keep_loaded] get_torch_device
-            loaded_models unload_model_and_clones[model all_devices]
-        comfy.sd: CLIP[target embedding_directory parameters state_dict model_options
-            disable_dynamic] CLIPType TEModel detect_te_model llama_detect
-            load_text_encoder_state_dicts[state_dicts embedding_directory clip_type model_options
-            disable_dynamic]
-        comfy.sd1_clip: SD1ClipModel SD1Tokenizer SDClipModel SDTokenizer
-        comfy.text_encoders.llama: BaseLlama Llama2_[config device dtype ops] Qwen25_7BVLI
-            Qwen25_7BVLI_Config
-        comfy.text_encoders.qwen_image: QwenImageTEModel QwenImageTokenizer te
-        comfy.utils: ProgressBar calculate_parameters load_safetensors
-            load_torch_file[ckpt safe_load return_metadata]
-    """),
-    "VAE": _hooks("""
-        comfy.ldm.wan.vae: WanVAE[dim z_dim dim_mult num_res_blocks attn_scales
-            temperal_downsample image_channels conv_out_channels]
-        comfy.sd: VAE[sd dtype] VAE.decode[samples_in] VAE.encode[pixel_samples]
-    """),
-    "loading a VAE": _hooks("""
-        comfy.memory_management: aimdo_enabled
-        comfy.model_management: vae_device
-        comfy.utils: load_safetensors load_torch_file[ckpt safe_load return_metadata]
-    """),
-    "using a VAE": _hooks("""
-        comfy.model_management: cuda_device_context extra_reserved_memory
-            get_free_memory[dev torch_free_too] is_device_cpu
-            load_models_gpu[models memory_required force_full_load] loaded_models raise_non_oom
-            soft_empty_cache
-        comfy.utils: ProgressBar
-    """),
-    # Without them ComfyUI's own layers run.
-    "fused VAE": _hooks("comfy.ops: CastBiasWeightContext run_every_op"),
-    "LoRA": _hooks("""
-        comfy.lora: load_lora[lora to_load log_missing] model_lora_keys_unet[model key_map]
-        comfy.lora_convert: convert_lora
-        comfy.ops: cast_bias_weight[s input offloadable compute_dtype want_requant]
-        comfy.utils: get_attr[obj attr] load_torch_file[ckpt safe_load return_metadata]
-        comfy.weight_adapter: LoHaAdapter LoKrAdapter LoRAAdapter WeightAdapterBase
-    """),
-    "saving": _hooks("""
-        comfy.lora: calculate_weight[patches weight key]
-        comfy.model_management: free_memory[memory_required device keep_loaded] get_torch_device
-        comfy.utils: ProgressBar
-    """),
-    "step cache": _hooks("comfy.model_sampling: CONST"),
-    "NAG": _hooks("""
-        comfy.patcher_extension: WrappersMP.DIFFUSION_MODEL
-        comfy.utils: repeat_to_batch_size[tensor batch_size]
-    """),
-    "cards": _hooks("""
-        comfy.model_management: get_all_torch_devices get_free_memory[dev torch_free_too]
-            loaded_models
-        comfy.patcher_extension: WrappersMP.CALC_COND_BATCH
-        comfy.samplers: get_area_and_mult[conds x_in timestep_in]
-    """),
-}
+_, *_parts = re.split(r"^# (.+)$", _NEEDED, flags=re.MULTILINE)
+# {capability: {module: {name: parameters}}}; without parameters only the name is looked for.
+CAPABILITIES = dict(zip(_parts[::2], map(_hooks, _parts[1::2]), strict=True))
 # All of them: {module: {name: parameters}}.
 HOOKS: Hooks = {}
-for _needed in CAPABILITIES.values():
-    for _module, _of_module in _needed.items():
-        HOOKS.setdefault(_module, {}).update(_of_module)
+for _capability in CAPABILITIES.values():
+    for _module, _names in _capability.items():
+        HOOKS.setdefault(_module, {}).update(_names)
 
 # What ComfyUI calls here in place of its own code: every parameter that is known.
 KNOWN: Mapping[str, Mapping[str, tuple[str, ...]]] = {
