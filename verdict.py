@@ -9,10 +9,13 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from .caches import remembered
+from .errors import QwenL40SError
 
 logger = logging.getLogger(__name__)
+_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,23 @@ def try_once(what: Hashable, trial: Callable[[], str]) -> Verdict | None:
             _answers[what] = None
         return _answers.setdefault(what, answer)
     return _answers[what]
+
+
+def read_or(otherwise: _Found, look: Callable[..., _Found], *given: Any) -> _Found:
+    """Looks at what others have made or changed; gives `otherwise` where its form is unknown here.
+
+    A check before a run that cannot read what it wants lets the run go on.
+
+    Raises:
+        QwenL40SError: what the look itself says.
+    """
+    try:
+        return look(*given)
+    except QwenL40SError:
+        raise
+    except (AttributeError, LookupError, StopIteration, TypeError, ValueError) as error:
+        logger.debug("Qwen-Image L40S: not read: %s", error)
+        return otherwise
 
 
 def first_line(error: object) -> str:

@@ -33,7 +33,7 @@ class ModelKind:
         shape: Reads the sizes of a transformer's modules.
         takes: Reads the width of text and the latent channels, whatever its blocks are.
         settings: Reads what config.json says of a transformer and no tensor tells.
-        passes: One call of the transformer, a `sample.forward.ComfyPass`.
+        passes: Makes a `sample.forward.ComfyPass` of one call of the transformer.
         timestep_zero: Tells whether a transformer has its references modulated as at timestep zero.
         embed: Makes (transformer, timestep, like, additional_t_cond) what its blocks' modulation is
             made of; None where all blocks share one.
@@ -49,7 +49,7 @@ class ModelKind:
     shape: Callable[[torch.nn.Module], TransformerShape]
     takes: Callable[[torch.nn.Module], tuple[int, int]]
     settings: Callable[[torch.nn.Module], dict[str, Any]]
-    passes: type
+    passes: Callable[..., Any]
     timestep_zero: Callable[[torch.nn.Module], bool] = lambda transformer: False
     embed: Callable[..., torch.Tensor] | None = None
     add_negative: Callable[..., dict[str, Any]] | None = None
@@ -57,6 +57,11 @@ class ModelKind:
     def holds(self, transformer: object) -> bool:
         """Tells whether a transformer is of the class, by its name: nobody has made one of it."""
         return type(transformer).__name__ == self.transformer.__name__
+
+
+def later(name: str) -> Callable[..., Any]:
+    """Calls what `registry.load` finds under a name, and imports it with the first call."""
+    return lambda *given: load(name)(*given)
 
 
 def kinds() -> tuple[ModelKind, ...]:

@@ -172,7 +172,7 @@ class _QwenImage(Family):
     untimed = needs = ""
     joined = MappingProxyType({})
     comfyui_class, comfyui_code = "QwenImage", "comfy.ldm.qwen_image.model"
-    comfyui, diffusers = ".hosts.comfyui.qwen_image:KIND", ".hosts.diffusers.qwen_image"
+    comfyui, diffusers = ".hosts.comfyui.kinds:KIND", ".hosts.diffusers.qwen_image"
 
     @property
     def members(self) -> tuple[Member, ...]:

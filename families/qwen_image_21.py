@@ -144,7 +144,7 @@ class _QwenImage21(Family):
     needs = COMFYUI
     joined = MappingProxyType({GATE_UP: GATED})
     comfyui_class, comfyui_code = "QwenImage21", "comfy.ldm.qwen_image21.model"
-    comfyui, diffusers = ".hosts.comfyui.qwen_image:KIND_21", ".hosts.diffusers.qwen_image_21"
+    comfyui, diffusers = ".hosts.comfyui.kinds:KIND_21", ".hosts.diffusers.qwen_image_21"
 
     @property
     def members(self) -> tuple[Member, ...]:

@@ -94,6 +94,16 @@ def read_gguf(path: str | os.PathLike[str]) -> Header:
         return _Reader(path, file).header()
 
 
+def split_parts(path: Path) -> Iterator[Path]:
+    """Gives the parts of a split set by the name of one of them; another file alone."""
+    if named := SPLIT.search(path.name):
+        before, after = path.name[: named.start(1)], path.name[named.end(1) :]
+        for number in range(int(named[2])):
+            yield path.with_name(f"{before}{number + 1:05}{after}")
+    else:
+        yield path
+
+
 def read_gguf_set(path: Path) -> tuple[Header, ...]:
     """Reads the headers of a file, and of all parts where it is one of a split set.
 
@@ -112,9 +122,7 @@ def read_gguf_set(path: Path) -> tuple[Header, ...]:
             path,
         )
     headers = []
-    for number in range(int(named[2])):
-        end = f"-{number + 1:05}-of-{named[2]}.gguf"
-        part = path.with_name(path.name[: named.start()] + end)
+    for number, part in enumerate(split_parts(path)):
         if not part.exists():
             raise CheckpointError(
                 f"{part.name} is missing, one of {count} parts of a split GGUF file: put all parts "
@@ -145,7 +153,9 @@ def read_gguf_set(path: Path) -> tuple[Header, ...]:
 class _Reader:
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self.path, self.file = path, file
-        self.position, self.size, self.texts = 0, os.fstat(file.fileno()).st_size, 0
+        status = os.fstat(file.fileno())
+        self.position, self.size, self.texts = 0, status.st_size, 0
+        self.mtime_ns = status.st_mtime_ns
 
     def header(self) -> Header:
         if self._take(4) != MAGIC:
@@ -177,7 +187,7 @@ class _Reader:
         start = -(-self.position // alignment) * alignment
         self._check_places(tensors, start, alignment)
         self._check_architecture(metadata.get("general.architecture", ARCHITECTURES[0]))
-        return Header(self.path, tensors, metadata, start - 8, self.size, gguf=True)
+        return Header(self.path, tensors, metadata, start - 8, self.size, self.mtime_ns, gguf=True)
 
     def _metadata(self, count: int) -> dict[str, str]:
         keys, kept = set(), {}

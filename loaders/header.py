@@ -8,15 +8,31 @@ from __future__ import annotations
 import math
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..errors import CheckpointError
-from ..files import parse_object
+from ..files import parse_object, read_bytes
 
 MAX_JSON_BYTES = 100_000_000  # what the safetensors format allows for its own header
+State = tuple[tuple[str, int, int], ...]
+
+
+def fingerprint(files: Iterable[Path]) -> State:
+    """Returns (path, modification time in ns, bytes) of each file that there is.
+
+    Whatever is remembered of files has this key, of all files that it was read from.
+    """
+    found = []
+    for path in files:
+        with suppress(OSError, ValueError):  # reading says what is wrong
+            status = path.stat()
+            if not stat.S_ISDIR(status.st_mode):
+                found.append((str(path), status.st_mtime_ns, status.st_size))
+    return tuple(found)
 
 
 def read_object(path: Path, what: str) -> dict[str, Any]:
@@ -26,9 +42,7 @@ def read_object(path: Path, what: str) -> dict[str, Any]:
         CheckpointError: the file is missing, unreadable, larger than 100 MB or not a JSON object.
     """
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise ValueError("it is larger than 100 MB")
-        return parse_object(path.read_bytes())
+        return parse_object(read_bytes(path, MAX_JSON_BYTES, pipes=False))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise CheckpointError(
@@ -149,6 +163,7 @@ class Header:
     metadata: Mapping[str, str]
     header_bytes: int
     file_bytes: int
+    mtime_ns: int
     gguf: bool = False
 
     @property
@@ -168,7 +183,8 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     refuse_pickle_suffix(path)
     refuse_unfinished(path)
     with open_regular(path) as file:
-        file_bytes = os.fstat(file.fileno()).st_size
+        status = os.fstat(file.fileno())
+        file_bytes = status.st_size
         raw = _header_json(file, path, file_bytes)
     try:
         entries = parse_object(raw)
@@ -179,7 +195,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     metadata = _metadata(path, entries.pop("__metadata__", {}))
     tensors = {name: _tensor(path, name, entry) for name, entry in entries.items()}
     _check_coverage(path, tensors, file_bytes - 8 - len(raw))
-    return Header(path, tensors, metadata, len(raw), file_bytes)
+    return Header(path, tensors, metadata, len(raw), file_bytes, status.st_mtime_ns)
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -193,7 +209,9 @@ def open_regular(path: Path) -> BinaryIO:
         if stat.S_ISREG(mode):
             return path.open("rb")
     except FileNotFoundError as error:
-        raise CheckpointError("There is no such file: check the path.", path) from error
+        link = path.is_symlink()
+        remedy = "restore what this link leads to, or delete it" if link else "check the path"
+        raise CheckpointError(f"There is no such file: {remedy}.", path) from error
     except PermissionError as error:
         raise CheckpointError(
             "This user has no permission to read this file: change its permissions or run as its "
@@ -201,8 +219,9 @@ def open_regular(path: Path) -> BinaryIO:
             path,
         ) from error
     except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+        reason = getattr(error, "strerror", None) or error
         raise CheckpointError(
-            f"This file cannot be opened ({error}): check the path and the disk: {str(path)!r}."
+            f"This file cannot be opened ({reason}): check the path and the disk: {str(path)!r}."
         ) from error
     if stat.S_ISDIR(mode):
         raise CheckpointError(

@@ -31,7 +31,7 @@ from .quantize import (
     quantize_layers,
     row_format,
 )
-from .source import Source, check_complete, check_unchanged, fingerprint, open_source
+from .source import Source, check_complete, check_unchanged, open_source
 from .stored import StoredLayer
 from .writer import (
     DTYPE_NAMES,
@@ -238,12 +238,12 @@ def write_quantized(
     start = time.perf_counter()
     source, destination, device = plan.source, Path(destination), torch.device(device)
     check_destination(destination, overwrite=overwrite, sources=source.files)
-    done, errors, files = 0, {}, fingerprint(source.files)
+    done, errors = 0, {}
     with write_safetensors(destination, plan.layout) as file:
 
         def take(count: int, tensors: dict[str, torch.Tensor]) -> None:
             nonlocal done
-            check_unchanged(source, files)
+            check_unchanged(source)
             file.write_all(tensors)
             done += count
             progress(done, source.part.bytes)

@@ -4,10 +4,10 @@ component or diffusers folder, and refuses everything else by its name. Only hea
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,8 @@ from .checkpoint import (
     named_by_pipeline,
     read_index,
 )
-from .header import TensorInfo, read_object
+from .gguf import split_parts
+from .header import State, TensorInfo, fingerprint, read_object
 from .quantization import unpacked_shape
 from .shards import NUMBERED, STEMS, Shards, read_shards
 
@@ -56,6 +57,12 @@ TEMPLATE_PREFIX = (
 TEMPLATE_PREFIX_TOKENS = 34
 # Files that hold a whole tokenizer of the Qwen2 kind.
 TOKENIZER_LAYOUTS = (("tokenizer.json",), ("vocab.json", "merges.txt"))
+
+
+def tokenizer_folders(weights: Path) -> tuple[Path, ...]:
+    """Returns where the tokenizer of a text encoder may lie, the likeliest first."""
+    folder = weights.parent
+    return folder.parent / "tokenizer", folder.parent / "processor", folder
 
 
 def holds_tokenizer(folder: Path) -> bool:
@@ -115,8 +122,47 @@ class Source:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """Lists the safetensors files, in the order of their names."""
+        """Lists the files of the weights, in the order of their names."""
         return tuple(header.path for header in self.shards.headers)
+
+    @property
+    def state(self) -> State:
+        """Returns the `fingerprint` that `files` had when their headers were read."""
+        headers = self.shards.headers
+        return tuple((str(it.path), it.mtime_ns, it.file_bytes) for it in headers)
+
+    def state_now(self) -> State:
+        """Returns the `fingerprint` of all that the part is read from, a tokenizer with it."""
+        state = state_of(self.path)
+        if self.role == "text_encoder":
+            for folder in tokenizer_folders(self.files[0]):
+                state += _state_of_folder(folder, (".json", ".txt"))
+        return state
+
+
+def entries_of(folder: Path) -> list[os.DirEntry[str]]:
+    """Lists a folder; empty where it cannot be."""
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except (OSError, ValueError):
+        return []
+
+
+def state_of(path: Path) -> State:
+    """Returns the `fingerprint` of all that `open_source` reads of a file or of a part's folder:
+    weights with every part of a set, indexes and settings.
+    """
+    state = fingerprint(takewhile(os.path.lexists, split_parts(path)))
+    if not state:
+        index = fingerprint([path.parent / PIPELINE_INDEX])
+        return index + _state_of_folder(path, (".safetensors", ".json"))
+    return state + fingerprint([path.with_name("config.json")] if path.stem in STEMS else [])
+
+
+def _state_of_folder(folder: Path, ends: tuple[str, ...]) -> State:
+    names = sorted(it.name for it in entries_of(folder) if it.name.endswith(ends))
+    return fingerprint(folder / name for name in names)
 
 
 def open_source(path: str | os.PathLike[str] | Source, role: str) -> Source:
@@ -228,15 +274,6 @@ def _fact(part: CheckpointPart) -> str:
     return f"This is {article}{name}"
 
 
-def fingerprint(source_files: tuple[Path, ...]) -> tuple[tuple[str, int, int], ...]:
-    """Returns (path, modification time in ns, bytes) of every file, which change with the file."""
-    found = []
-    for path in source_files:
-        stat = path.stat()
-        found.append((str(path), stat.st_mtime_ns, stat.st_size))
-    return tuple(found)
-
-
 def joined_bytes(source: Source) -> int:
     """Counts layers that the file has apart, which ComfyUI's model has in one."""
     joined = family_titled(source.part.family).joined
@@ -244,11 +281,12 @@ def joined_bytes(source: Source) -> int:
     return sum(info.nbytes for name, info in source.tensors.items() if name.endswith(apart))
 
 
-def check_unchanged(source: Source, before: tuple[tuple[str, int, int], ...]) -> None:
-    """Raises CheckpointError where the files have another `fingerprint` than before."""
-    with contextlib.suppress(OSError):
-        if fingerprint(source.files) == before:
-            return
+def check_unchanged(source: Source) -> None:
+    """Raises CheckpointError where the weights' files are others than when their headers were
+    read.
+    """
+    if fingerprint(source.files) == source.state:
+        return
     raise CheckpointError(
         "This file changed while it was read, and all weights have to be of one file: load it "
         "again once it is whole.",

@@ -26,8 +26,8 @@ from .. import __version__
 from ..errors import CheckpointError, QwenL40SError, UnavailableError, plain_write_errors
 from ..files import lock
 from ..spec.formats import FORMATS, METADATA_KEY, format_gib
-from .header import DTYPE_BITS, TensorInfo
-from .source import Source, fingerprint, open_source
+from .header import DTYPE_BITS, TensorInfo, fingerprint
+from .source import Source, open_source
 
 logger = logging.getLogger(__name__)
 
@@ -158,6 +158,10 @@ def _check_space(folder: Path, needed: int) -> None:
         )
 
 
+def settings_kept(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: config[name] for name in CONFIG if name in config}
+
+
 def file_metadata(
     precision: str, keep: Sequence[str], config: Mapping[str, Any], **more: str
 ) -> dict[str, str]:
@@ -168,7 +172,7 @@ def file_metadata(
         "format": FORMATS[precision].marker,
         "keep": list(keep),
         "version": __version__,
-        "config": {name: config[name] for name in CONFIG if name in config},
+        "config": settings_kept(config),
     }
     return {"format": "pt", METADATA_KEY: json.dumps(entry)}
 
@@ -268,7 +272,8 @@ class KeptFile:
         for header in self._source.shards.headers:
             with header.path.open("rb") as file:
                 headers.append(hashlib.sha256(file.read(header.data_start)).hexdigest())
-        settings = {"precision": self._precision, "keep": self._keep}
+        config = settings_kept(self._source.config)
+        settings = {"precision": self._precision, "keep": self._keep, "config": config}
         return json.dumps({"format": FORMAT, "files": states, "headers": headers, **settings})
 
 

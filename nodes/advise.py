@@ -14,8 +14,8 @@ from ..planning.advise import EXAMPLE, read_prices
 from .common import (
     CATEGORY,
     loader_settings,
+    needs,
     request_inputs,
-    require_host,
     setting_outputs,
     with_picture,
 )
@@ -92,8 +92,8 @@ class QwenL40SAdviseGPU(io.ComfyNode):
         return own_files_changed_at()
 
     @classmethod
+    @needs()
     def execute(cls, images_per_hour: float, prices: str = "", **settings: Any) -> io.NodeOutput:
-        require_host()
         from ..charts.advice import advise_text, cost_chart, summary_lines
         from ..hosts.comfyui.estimate.request import request_from
         from ..planning.advise import advise

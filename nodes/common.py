@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,13 +21,33 @@ if TYPE_CHECKING:
     from ..planning.estimate import Estimate
 
 CATEGORY = "Qwen-Image/L40S"
+PACKAGE = __name__.removesuffix(".nodes.common")
 SUMMARY_LINES = 6
 
 
-def require_host() -> None:
-    """Raises UnavailableError with one sentence when ComfyUI is too old or has changed."""
-    if fallback := unsupported_host():
+@contextmanager
+def needs(*capabilities: str) -> Iterator[None]:
+    """Refuses what this ComfyUI is too old for or lacks, before anything runs; decorates `execute`.
+
+    Args:
+        capabilities: Of `contract.CAPABILITIES`.
+
+    Raises:
+        UnavailableError: The sentence names what is missing; or the files of this package are
+            others than when ComfyUI started.
+    """
+    if fallback := unsupported_host(capabilities):
         raise UnavailableError(str(fallback))
+    try:
+        yield
+    except (ImportError, AttributeError) as error:
+        owner = error.obj if isinstance(error, AttributeError) else None
+        lacks = owner.__name__ if isinstance(owner, ModuleType) else error.name
+        if not f"{lacks}.".startswith(f"{PACKAGE}."):
+            raise
+        raise UnavailableError(
+            "The files of Qwen-Image L40S have changed since ComfyUI started: restart ComfyUI."
+        ) from error
 
 
 def model_and_report() -> list[io.Output]:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from comfy_api.latest import io
-from comfy_execution.graph_utils import ExecutionBlocker
 
 from ..errors import DoesNotFitError, QwenL40SError
 from ..hosts.comfyui.estimate.cards import THIS_CARD, card_choices, own_files_changed_at
@@ -15,8 +14,8 @@ from ..options import request_settings, todays
 from .common import (
     CATEGORY,
     loader_settings,
+    needs,
     request_inputs,
-    require_host,
     said,
     setting_outputs,
     shown_picture,
@@ -24,6 +23,9 @@ from .common import (
 )
 
 WIRES = ("model", "clip", "vae", "latent")
+MODEL = ("models", "layers", "runs", "sizes")
+# What of ComfyUI tells the sizes of what is connected.
+SIZES = {"model": MODEL, "clip": (*MODEL, "text encoder"), "vae": (*MODEL, "VAE")}
 
 
 class QwenL40SEstimateVRAM(io.ComfyNode):
@@ -125,15 +127,15 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, card: str) -> bool | str:
+    def validate_inputs(cls, card: str | None = None) -> bool | str:
         # Only the one input: ComfyUI repeats the sentence for each that is named here.
         if card is None:  # a linked input is known only when it runs
             return True
         try:
-            require_host()
-            from ..hosts.comfyui.estimate.cards import card_of
+            with needs("estimate"):
+                from ..hosts.comfyui.estimate.cards import card_of
 
-            card_of(card)
+                card_of(card)
         except QwenL40SError as error:
             return str(error)
         return True
@@ -143,9 +145,9 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
         return own_files_changed_at()
 
     @classmethod
+    @needs("estimate")
     def check_lazy_status(cls, card: str, price_per_hour: float = 0.0, **inputs: Any) -> list[str]:
         """Refuses settings that contradict each other before anything is loaded."""
-        require_host()
         from ..hosts.comfyui.estimate.cards import card_of
         from ..hosts.comfyui.estimate.request import NO_LATENT, request_from
 
@@ -157,6 +159,7 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
         return [name for name in WIRES if name in inputs and inputs[name] is None]
 
     @classmethod
+    @needs("estimate")
     def execute(
         cls,
         card: str,
@@ -167,7 +170,6 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
         latent: io.Latent.Type | None = None,
         **settings: Any,
     ) -> io.NodeOutput:
-        require_host()
         from ..charts.advice import cards_answer
         from ..charts.answer import Refusal, estimate_json, memory_chart
         from ..charts.words import estimate_text, summary_lines
@@ -176,12 +178,14 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
         from ..planning.estimate import DOES_NOT_FIT
 
         chosen, note = card_of(card)
-        wired = request_from(
-            request_settings(**todays(settings)), model=model, clip=clip, vae=vae, latent=latent
-        )
+        parts = {"model": model, "clip": clip, "vae": vae}
+        with needs(*(it for name, part in parts.items() if part is not None for it in SIZES[name])):
+            wired = request_from(request_settings(**todays(settings)), **parts, latent=latent)
         try:
             found = replace(estimate_on(chosen, wired, price_per_hour or None), card_note=note)
         except DoesNotFitError as error:
+            from comfy_execution.graph_utils import ExecutionBlocker
+
             refusal = Refusal(chosen, wired.request, str(error), note)
             return with_picture(
                 cls,
@@ -263,6 +267,7 @@ class QwenL40SReport(io.ComfyNode):
         )
 
     @classmethod
+    @needs(*MODEL)
     def execute(
         cls,
         images: io.Image.Type,
@@ -270,7 +275,6 @@ class QwenL40SReport(io.ComfyNode):
         clip: io.Clip.Type | None = None,
         vae: io.Vae.Type | None = None,
     ) -> io.NodeOutput:
-        require_host()
         from ..charts.run_chart import run_chart
         from ..hosts.comfyui.report import report_run
 

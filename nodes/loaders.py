@@ -15,14 +15,15 @@ from ..hosts.comfyui.load.choose import (
     source_of,
 )
 from ..hosts.loading import LOADER_PRECISIONS
-from ..loaders.source import Source, fingerprint
+from ..loaders.source import Source
 from ..planning.request import TEXT_ENCODER_PLACEMENTS
 from ..spec.transformer import PLACES
-from .common import CATEGORY, require_host, with_report
+from .common import CATEGORY, needs, with_report
 
 # Search words of people who want another precision, or less memory.
 WEIGHT_WORDS = ["bf16", "fp8", "scaled fp8", "int8", "quantized", "low vram", "gguf"]
 VAE_PRECISIONS = ["auto", "bf16", "fp32"]
+MODEL, VAE = ("models", "layers", "runs", "transformer"), ("VAE", "loading a VAE")
 
 
 def keep_patterns(text: str) -> tuple[str, ...]:
@@ -31,7 +32,8 @@ def keep_patterns(text: str) -> tuple[str, ...]:
 
 
 # What `validate_inputs` finds is raised, not returned: ComfyUI repeats what is returned for each
-# input that is named there, and its page hides it behind a click.
+# input that is named there, and its page hides it behind a click. A linked input is None there, and
+# so is one that is missing, which ComfyUI says itself.
 
 
 def check_transformer(model: str | None, precision: str | None, keep: str | None) -> None:
@@ -43,10 +45,10 @@ def check_transformer(model: str | None, precision: str | None, keep: str | None
         return
     source = source_of(model, "transformer")
     if keep or precision not in (None, "auto"):
-        require_host()
-        from ..hosts.comfyui.load.plan import check_settings
+        with needs("transformer"):
+            from ..hosts.comfyui.load.plan import check_settings
 
-        check_settings(source, precision or "auto", keep_patterns(keep or ""))
+            check_settings(source, precision or "auto", keep_patterns(keep or ""))
 
 
 def _load_model(source: Source, precision: str, keep: str, settings: dict[str, Any]) -> Any:
@@ -62,7 +64,7 @@ def files_behind(name: str | None, role: str) -> Any:
     """Changes when a file behind the choice is replaced, so that it is loaded again."""
     if not isinstance(name, str):  # a linked input is known only when it runs
         return None
-    return fingerprint(source_of(name, role).files)
+    return source_of(name, role).state_now()
 
 
 def _model_input() -> io.Combo.Input:
@@ -179,7 +181,7 @@ class QwenL40SLoadModel(io.ComfyNode):
 
     @classmethod
     def validate_inputs(
-        cls, model: str | None, precision: str | None = "auto", keep_in_bf16: str | None = ""
+        cls, model: str | None = None, precision: str | None = "auto", keep_in_bf16: str | None = ""
     ) -> bool:
         check_transformer(model, precision, keep_in_bf16)
         return True
@@ -189,10 +191,10 @@ class QwenL40SLoadModel(io.ComfyNode):
         return files_behind(model, "transformer")
 
     @classmethod
+    @needs(*MODEL)
     def execute(
         cls, model: str, precision: str, keep_in_bf16: str = "", **settings: Any
     ) -> io.NodeOutput:
-        require_host()
         source = source_of(model, "transformer")
         patcher, report = _load_model(source, precision, keep_in_bf16, settings)
         return with_report(patcher, report=report.text(), summary=report.summary())
@@ -238,7 +240,7 @@ class QwenL40SLoadTextEncoder(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, text_encoder: str | None) -> bool:
+    def validate_inputs(cls, text_encoder: str | None = None) -> bool:
         if isinstance(text_encoder, str):
             source_of(text_encoder, "text_encoder")
         return True
@@ -248,8 +250,8 @@ class QwenL40SLoadTextEncoder(io.ComfyNode):
         return files_behind(text_encoder, "text_encoder")
 
     @classmethod
+    @needs("text encoder")
     def execute(cls, text_encoder: str, precision: str, placement: str = "auto") -> io.NodeOutput:
-        require_host()
         from ..hosts.comfyui.load.text_encoder import load_text_encoder
 
         source = source_of(text_encoder, "text_encoder")
@@ -285,7 +287,7 @@ class QwenL40SLoadVAE(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, vae: str | None) -> bool:
+    def validate_inputs(cls, vae: str | None = None) -> bool:
         if isinstance(vae, str):
             source_of(vae, "vae")
         return True
@@ -295,8 +297,8 @@ class QwenL40SLoadVAE(io.ComfyNode):
         return files_behind(vae, "vae")
 
     @classmethod
+    @needs(*VAE)
     def execute(cls, vae: str, precision: str) -> io.NodeOutput:
-        require_host()
         from ..hosts.comfyui.load.vae import load_vae
 
         loaded, report = load_vae(source_of(vae, "vae"), precision)
@@ -366,10 +368,10 @@ class QwenL40SLoad(io.ComfyNode):
     @classmethod
     def validate_inputs(
         cls,
-        model: str | None,
+        model: str | None = None,
         precision: str | None = "auto",
-        text_encoder: str | None = AUTOMATIC,
-        vae: str | None = AUTOMATIC,
+        text_encoder: str | None = None,
+        vae: str | None = None,
         keep_in_bf16: str | None = "",
     ) -> bool:
         check_transformer(model, precision, keep_in_bf16)
@@ -382,9 +384,10 @@ class QwenL40SLoad(io.ComfyNode):
         if not all(isinstance(name, str) for name in (model, text_encoder, vae)):
             return None  # a linked input is known only when it runs
         sources = cls._sources(model, text_encoder, vae)
-        return tuple(fingerprint(source.files) for source in sources)
+        return tuple(source.state_now() for source in sources)
 
     @classmethod
+    @needs(*MODEL, "text encoder", *VAE)
     def execute(
         cls,
         model: str,
@@ -395,7 +398,6 @@ class QwenL40SLoad(io.ComfyNode):
         placement: str = "auto",
         **settings: Any,
     ) -> io.NodeOutput:
-        require_host()
         from ..hosts.comfyui.load.text_encoder import load_text_encoder
         from ..hosts.comfyui.load.vae import load_vae
 

@@ -9,19 +9,20 @@ import folder_paths
 from comfy_api.latest import io
 
 from ..errors import QwenL40SError, SettingError
-from ..loaders.source import fingerprint
+from ..hosts.comfyui.load.choose import path_of
+from ..loaders.header import fingerprint
 from ..options import todays
 from ..planning.request import LORA_MODES
-from .common import CATEGORY, choice_input, require_host, with_report
+from .common import CATEGORY, choice_input, needs, with_report
 
 
 def _path(name: str) -> Path:
-    found = folder_paths.get_full_path("loras", name)
+    found = path_of(name, ("loras",))
     if found is None:
         raise SettingError(
             f"{name!r} is not in models/loras: put the file there and press R to refresh."
         )
-    return Path(found)
+    return found
 
 
 class QwenL40SLoadLora(io.ComfyNode):
@@ -80,14 +81,14 @@ class QwenL40SLoadLora(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, lora: str) -> bool | str:
+    def validate_inputs(cls, lora: str | None = None) -> bool | str:
         if not isinstance(lora, str):  # a linked input is known only when it runs
             return True
         try:
-            require_host()
-            from ..hosts.comfyui.lora.apply import inspect_lora
+            with needs("models", "layers", "LoRA"):
+                from ..hosts.comfyui.lora.apply import inspect_lora
 
-            inspect_lora(_path(lora))
+                inspect_lora(_path(lora))
         except QwenL40SError as error:
             return str(error)
         return True
@@ -98,6 +99,7 @@ class QwenL40SLoadLora(io.ComfyNode):
         return fingerprint((_path(lora),)) if isinstance(lora, str) else None
 
     @classmethod
+    @needs("models", "layers", "LoRA")
     def execute(
         cls,
         model: io.Model.Type,
@@ -106,7 +108,6 @@ class QwenL40SLoadLora(io.ComfyNode):
         lora_mode: str = LORA_MODES[0],
         **older: Any,
     ) -> io.NodeOutput:
-        require_host()
         from ..hosts.comfyui.lora.apply import apply_lora
 
         mode = todays({**older, "lora_mode": lora_mode})["lora_mode"]

@@ -6,7 +6,7 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from .common import CATEGORY, model_and_report, require_host, with_report
+from .common import CATEGORY, model_and_report, needs, with_report
 
 LAST_STEP = 10_000  # as of ComfyUI's KSampler (Advanced)
 
@@ -55,6 +55,7 @@ class QwenL40SNAG(io.ComfyNode):
         )
 
     @classmethod
+    @needs("models", "layers", "runs", "NAG")
     def execute(
         cls,
         model: io.Model.Type,
@@ -65,7 +66,6 @@ class QwenL40SNAG(io.ComfyNode):
         start_at_step: int = 0,
         end_at_step: int = LAST_STEP,
     ) -> io.NodeOutput:
-        require_host()
         from ..hosts.comfyui.sample.nag import NagSettings, guide_attention
 
         settings = NagSettings(scale, tau, alpha, start_at_step, end_at_step)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from comfy_api.latest import io
 
 from ..optimizations.attention import BACKENDS, FAST, MOST_ERROR
-from .common import CATEGORY, model_and_report, require_host, with_report
+from .common import CATEGORY, model_and_report, needs, with_report
 
 ATTENTION_CHOICES = ["auto", FAST, "comfyui", *BACKENDS]
 
@@ -80,6 +80,7 @@ class QwenL40SOptimize(io.ComfyNode):
         )
 
     @classmethod
+    @needs("models", "layers", "runs")
     def execute(
         cls,
         model: io.Model.Type,
@@ -89,7 +90,6 @@ class QwenL40SOptimize(io.ComfyNode):
         cudnn_benchmark: bool = False,
         attention_error: float = MOST_ERROR,
     ) -> io.NodeOutput:
-        require_host()
         from ..hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of
 
         settings = OptimizeSettings(fused_blocks, attention, tf32, cudnn_benchmark, attention_error)
@@ -144,8 +144,8 @@ class QwenL40SSplitCards(io.ComfyNode):
         )
 
     @classmethod
+    @needs("models", "layers", "runs", "cards")
     def execute(cls, model: io.Model.Type, cards: int) -> io.NodeOutput:
-        require_host()
         from ..hosts.comfyui.sample.cards import split_cards
 
         split, report = split_cards(model, cards)
@@ -180,8 +180,8 @@ class QwenL40SCFGNorm(io.ComfyNode):
         )
 
     @classmethod
+    @needs("models")
     def execute(cls, model: io.Model.Type) -> io.NodeOutput:
-        require_host()
-        from ..hosts.comfyui.sample.optimize import rescale_by_token
+        from ..hosts.comfyui.sample.cfg_norm import rescale_by_token
 
         return io.NodeOutput(rescale_by_token(model))

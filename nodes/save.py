@@ -8,11 +8,11 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from uuid import uuid4
 
+import comfy.cli_args
+import comfy.model_management
 import comfy.utils
 import folder_paths
 import torch
-from comfy.cli_args import args
-from comfy.model_management import throw_exception_if_processing_interrupted
 from comfy_api.latest import io
 from PIL.PngImagePlugin import PngInfo
 
@@ -21,7 +21,7 @@ from ..files import name_file
 from ..loaders.header import PICKLE_SUFFIXES
 from ..loaders.quantized_file import check_destination
 from ..png import encode
-from .common import CATEGORY, require_host, with_report
+from .common import CATEGORY, needs, with_report
 from .loaders import KEEP, keep_patterns
 
 OTHER_FORMATS = (*PICKLE_SUFFIXES, ".gguf", ".sft")
@@ -97,13 +97,14 @@ class QwenL40SSaveQuantized(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, filename: str | None, overwrite: bool | None) -> bool:
+    def validate_inputs(cls, filename: str | None = None, overwrite: bool | None = None) -> bool:
         # Raised, as in the loaders. A linked input is None; a folder is made when it runs.
         if isinstance(filename, str) and (destination := _destination(filename)).exists():
             check_destination(destination, overwrite=overwrite is not False)
         return True
 
     @classmethod
+    @needs("models", "layers", "runs", "saving")
     def execute(
         cls,
         model: io.Model.Type,
@@ -112,7 +113,6 @@ class QwenL40SSaveQuantized(io.ComfyNode):
         overwrite: bool,
         keep_in_bf16: str = "",
     ) -> io.NodeOutput:
-        require_host()
         from ..hosts.comfyui.save import save_quantized
 
         destination = _destination(filename)
@@ -144,7 +144,7 @@ def save_images(
         What /view takes, for each file.
     """
     info = PngInfo()
-    if not args.disable_metadata:
+    if not comfy.cli_args.args.disable_metadata:
         if prompt is not None:
             info.add_text("prompt", json.dumps(prompt))
         for key, value in (extra or {}).items():
@@ -172,7 +172,7 @@ def _write(
     try:
         with part.open("xb") as file:
             for piece in encode(image.cpu().numpy(), info):
-                throw_exception_if_processing_interrupted()
+                comfy.model_management.throw_exception_if_processing_interrupted()
                 file.write(piece)
         while True:
             path, counter = folder / f"{name}_{counter:05}_.png", counter + 1
@@ -210,6 +210,7 @@ class QwenL40SSaveImage(io.ComfyNode):
         )
 
     @classmethod
+    @needs("images")
     def execute(cls, images: io.Image.Type, filename_prefix: str) -> io.NodeOutput:
         hidden = cls.hidden
         saved = save_images(images, filename_prefix, hidden.prompt, hidden.extra_pnginfo)

@@ -10,7 +10,7 @@ from comfy_api.latest import io
 from ..families.registry import schedule_names
 from ..families.schedules import OFFICIAL
 from ..options import MOST_PIXELS
-from .common import CATEGORY, require_host, with_report
+from .common import CATEGORY, needs, with_report
 
 
 class QwenL40SSigmas(io.ComfyNode):
@@ -67,6 +67,7 @@ class QwenL40SSigmas(io.ComfyNode):
         )
 
     @classmethod
+    @needs("models")
     def execute(
         cls,
         model: io.Model.Type,
@@ -76,7 +77,6 @@ class QwenL40SSigmas(io.ComfyNode):
         height: int,
         latent: dict[str, Any] | None = None,
     ) -> io.NodeOutput:
-        require_host()
         from ..hosts.comfyui.sigmas import sigmas_for
 
         sigmas, report = sigmas_for(model, preset, steps, width, height, latent)

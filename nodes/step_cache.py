@@ -17,7 +17,7 @@ from ..step_cache import (
     cache_settings,
     computed_steps,
 )
-from .common import CATEGORY, require_host
+from .common import CATEGORY, needs
 
 USUAL = CacheSettings()
 
@@ -62,8 +62,8 @@ class QwenL40SStepCache(io.ComfyNode):
         )
 
     @classmethod
+    @needs("models", "layers", "runs", "step cache")
     def execute(cls, model: io.Model.Type, cache: dict[str, Any] | None = None) -> io.NodeOutput:
-        require_host()
         from ..hosts.comfyui.sample.step_cache import cache_steps
 
         if cache is None:  # ComfyUI drops a choice that it does not know

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from comfy_api.latest import io
 
-from .common import CATEGORY, require_host, with_report
+from .common import CATEGORY, needs, with_report
 
 MOST_TILES = 4096
 
@@ -68,10 +68,10 @@ class QwenL40SVAEDecode(io.ComfyNode):
         )
 
     @classmethod
+    @needs("VAE", "using a VAE")
     def execute(
         cls, samples: io.Latent.Type, vae: io.Vae.Type, tiles: int = 0, fused: bool = True
     ) -> io.NodeOutput:
-        require_host()
         from ..hosts.comfyui.decode.decode import decode
 
         images, report = decode(vae, samples["samples"], tiles, fused)
@@ -116,10 +116,10 @@ class QwenL40SVAEEncode(io.ComfyNode):
         )
 
     @classmethod
+    @needs("VAE", "using a VAE")
     def execute(
         cls, pixels: io.Image.Type, vae: io.Vae.Type, tiles: int = 0, fused: bool = True
     ) -> io.NodeOutput:
-        require_host()
         from ..hosts.comfyui.decode.decode import encode
 
         latents, report = encode(vae, pixels, tiles, fused)

@@ -1,6 +1,7 @@
 """Whether the running ComfyUI is one that this package knows, and whether a MODEL is. Where a name
-or parameter of `HOOKS` is gone, nothing of this package runs; where what ComfyUI calls here has a
-new parameter, a call that uses it runs ComfyUI's own code. A test holds the list to every call.
+or parameter of `HOOKS` is gone, the nodes that need it refuse to run and the others do not; where
+what ComfyUI calls here has a new parameter, a call that uses it runs ComfyUI's own code. Tests hold
+the list to every name and every call, and each node to what it needs.
 """
 
 from __future__ import annotations
@@ -8,15 +9,16 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import re
 import textwrap
-from collections.abc import Mapping
-from functools import lru_cache
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from ...caches import remembered
+from ...caches import cached
+from ...errors import SettingError
 from ...families.comfyui import kind_of
 from ...machine.packages import COMFYUI_FLOOR, TESTED, is_newer_than_tested, release
-from ...verdict import Verdict
+from ...verdict import Verdict, read_or
 
 # What ComfyUI's loop gives a block of Qwen-Image, all by name.
 BLOCK_ARGUMENTS = (
@@ -26,113 +28,141 @@ BLOCK_ARGUMENTS = (
 # What a block gives attention by name, as far as the fused blocks give it too.
 ATTENTION_ARGUMENTS = ("mask", "transformer_options", "skip_reshape", "preferred_attention")
 
-# {module: {name: parameters that are passed or read}}; without parameters only the name is looked
-# for.
-HOOKS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    # The places that the wrappers stand in, and what they are called with.
-    "comfy.patcher_extension": {
-        "WrappersMP.OUTER_SAMPLE": (),
-        "WrappersMP.PREDICT_NOISE": (),
-        "WrappersMP.CALC_COND_BATCH": (),
-        "WrappersMP.APPLY_MODEL": (),
-        "WrappersMP.DIFFUSION_MODEL": (),
-        "CallbacksMP.ON_DETACH": (),
-        "add_wrapper_with_key": (
-            *("wrapper_type", "key", "wrapper", "transformer_options", "is_model_options"),
-        ),
-    },
-    "comfy.model_base": {
-        "BaseModel.apply_model": (
-            *("x", "t", "c_concat", "c_crossattn", "control", "transformer_options"),
-        ),
-    },
-    "comfy.samplers": {
-        "CFGGuider.predict_noise": (),
-        "get_area_and_mult": ("conds", "x_in", "timestep_in"),
-    },
-    # What the executor runs in place of, and the attention that it hands over to.
-    "comfy.ldm.qwen_image.model": {
-        "QwenImageTransformer2DModel._forward": (),
-        "QwenImageTransformerBlock.forward": BLOCK_ARGUMENTS,
-    },
-    "comfy.ldm.modules.attention": {
-        "optimized_attention_masked": ("q", "k", "v", "heads", "mask", "skip_reshape"),
-    },
-    "comfy.ldm.wan.vae": {
-        "WanVAE": (
-            *("dim", "z_dim", "dim_mult", "num_res_blocks", "attn_scales", "temperal_downsample"),
-            *("image_channels", "conv_out_channels"),
-        ),
-    },
-    # How weights come to the card, with patches and quantized.
-    "comfy.ops": {
-        "CastBiasWeightContext": (),
-        "run_every_op": (),
-        "cast_bias_weight": ("s", "input", "offloadable", "compute_dtype", "want_requant"),
-        "manual_cast.Linear": ("in_features", "out_features", "bias", "device"),
-        "mixed_precision_ops": ("quant_config", "compute_dtype"),
-        "mixed_precision_ops().Linear.forward": ("input",),
-        "disable_weight_init.Linear.forward": ("input",),
-    },
-    "comfy.quant_ops": {
-        "QuantizedTensor": ("qdata", "layout_cls", "params"),
-        "register_layout_class": ("name", "cls"),
-        "TensorWiseINT8Layout.Params": (
-            *("scale", "orig_dtype", "orig_shape", "convrot", "convrot_groupsize"),
-        ),
-    },
-    # Methods that off-card weights, LoRA files and the plan of a decode replace or call into.
-    "comfy.model_patcher": {
-        "ModelPatcher": ("model", "load_device", "offload_device"),
-        "ModelPatcher._load_list": ("for_dynamic", "default_device"),
-        "ModelPatcher.patch_weight_to_device": ("key", "device_to", "return_weight"),
-    },
-    "comfy.memory_management": {
-        "interpret_gathered_like": ("tensors", "gathered"),
-        "tensors_to_geometries": ("tensors",),
-    },
-    "comfy.model_management": {
-        "cuda_device_context": (),
-        "extra_reserved_memory": (),
-        "free_memory": ("memory_required", "device", "keep_loaded"),
-        "get_free_memory": ("dev", "torch_free_too"),
-        "load_models_gpu": ("models", "memory_required", "force_full_load"),
-        "minimum_inference_memory": (),
-        "unet_dtype": ("model_params", "supported_dtypes", "weight_dtype"),
-        "unet_manual_cast": ("weight_dtype", "inference_device", "supported_dtypes"),
-        "unload_model_and_clones": ("model", "all_devices"),
-    },
-    "comfy.model_prefetch": {
-        "PREFETCH_QUEUES": (),
-        "cleanup_prefetched_modules": ("module", "comfy_modules"),
-    },
-    "comfy.lora": {
-        "calculate_weight": ("patches", "weight", "key"),
-        "load_lora": ("lora", "to_load", "log_missing"),
-        "model_lora_keys_unet": ("model", "key_map"),
-    },
-    # How models are built from files.
-    "comfy.model_detection": {"detect_unet_config": ("state_dict", "key_prefix")},
-    "comfy.sd": {
-        "CLIP": (
-            *("target", "embedding_directory", "parameters", "state_dict", "model_options"),
-            "disable_dynamic",
-        ),
-        "load_text_encoder_state_dicts": (
-            *("state_dicts", "embedding_directory", "clip_type", "model_options"),
-            "disable_dynamic",
-        ),
-        "VAE": ("sd", "dtype"),
-        "VAE.decode": ("samples_in",),
-        "VAE.encode": ("pixel_samples",),
-    },
-    "comfy.text_encoders.llama": {"Llama2_": ("config", "device", "dtype", "ops")},
-    "comfy.utils": {
-        "get_attr": ("obj", "attr"),
-        "load_torch_file": ("ckpt", "safe_load", "return_metadata"),
-        "repeat_to_batch_size": ("tensor", "batch_size"),
-    },
-}
+Hooks = dict[str, dict[str, tuple[str, ...]]]
+# The names that each capability needs of ComfyUI, with the parameters that are passed or read.
+# "models" tells the kind of a MODEL; "layers" holds, quantizes and patches weights; "runs" are the
+# wrappers of a run. Without "blocks" or "fused VAE" ComfyUI's own code runs.
+_NEEDED = f"""
+# images
+comfy.cli_args: args
+comfy.model_management: throw_exception_if_processing_interrupted
+# estimate
+comfy.model_management: get_torch_device
+comfy_execution.graph_utils: ExecutionBlocker
+# sizes
+comfy.model_management: get_torch_device is_device_cpu module_size
+# models
+comfy.model_base: QwenImage
+comfy.supported_models: QwenImage
+comfy.ldm.qwen_image.model: QwenImageTransformer2DModel
+# layers
+comfy.model_patcher: ModelPatcher[model load_device offload_device]
+comfy.ops: disable_weight_init.Linear
+    manual_cast.Linear[in_features out_features bias device]
+comfy.patcher_extension: WrappersMP.APPLY_MODEL
+comfy.quant_ops: QuantizedLayout QuantizedTensor[qdata layout_cls params]
+    TensorWiseINT8Layout.Params[scale orig_dtype orig_shape convrot convrot_groupsize]
+    register_layout_class[name cls]
+comfy_kitchen.tensor.base: BaseLayoutParams
+# runs
+comfy.model_patcher: ModelPatcherDynamic
+comfy.patcher_extension: WrappersMP.OUTER_SAMPLE WrappersMP.PREDICT_NOISE
+    CallbacksMP.ON_DETACH add_wrapper_with_key[wrapper_type key wrapper
+    transformer_options is_model_options]
+comfy.samplers: CFGGuider.predict_noise
+# blocks
+comfy.cli_args: args
+comfy.ldm.modules.attention: attention_pytorch optimized_attention
+    optimized_attention_masked[q k v heads mask skip_reshape]
+comfy.ldm.qwen_image.model: QwenImageTransformer2DModel._forward
+    QwenImageTransformerBlock.forward[{" ".join(BLOCK_ARGUMENTS)}]
+comfy.memory_management: interpret_gathered_like[tensors gathered]
+    tensors_to_geometries[tensors]
+comfy.model_base: BaseModel.apply_model[x t c_concat c_crossattn control
+    transformer_options]
+comfy.model_management: cuda_device_context extra_reserved_memory
+    get_free_memory[dev torch_free_too] mark_mmap_dirty minimum_inference_memory
+comfy.ops: CastBiasWeightContext run_every_op disable_weight_init.Linear.forward[input]
+    cast_bias_weight[s input offloadable compute_dtype want_requant]
+# transformer
+comfy.memory_management: aimdo_enabled
+comfy.model_detection: detect_unet_config[state_dict key_prefix]
+comfy.model_management: VRAMState current_loaded_models
+    free_memory[memory_required device keep_loaded] get_free_memory[dev torch_free_too]
+    get_torch_device is_device_cpu minimum_inference_memory module_size soft_empty_cache
+    unet_dtype[model_params supported_dtypes weight_dtype]
+    unet_manual_cast[weight_dtype inference_device supported_dtypes]
+    unet_offload_device vram_state
+comfy.model_patcher: CoreModelPatcher ModelPatcher._load_list[for_dynamic default_device]
+    ModelPatcher.patch_weight_to_device[key device_to return_weight]
+comfy.ops: CastBiasWeightContext mixed_precision_ops[quant_config compute_dtype]
+    mixed_precision_ops().Linear.forward[input] run_every_op
+comfy.quant_ops: QUANT_ALGOS
+comfy.utils: ProgressBar calculate_parameters load_safetensors
+    load_torch_file[ckpt safe_load return_metadata] weight_dtype
+comfy_kitchen: quantize_w4a8_int8_weight
+# text encoder
+comfy.memory_management: aimdo_enabled
+comfy.model_management: free_memory[memory_required device keep_loaded] get_torch_device
+    loaded_models unload_model_and_clones[model all_devices]
+comfy.sd: CLIP[target embedding_directory parameters state_dict model_options
+    disable_dynamic] CLIPType TEModel detect_te_model llama_detect
+    load_text_encoder_state_dicts[state_dicts embedding_directory clip_type model_options
+    disable_dynamic]
+comfy.sd1_clip: SD1ClipModel SD1Tokenizer SDClipModel SDTokenizer
+comfy.text_encoders.llama: BaseLlama Llama2_[config device dtype ops] Qwen25_7BVLI
+    Qwen25_7BVLI_Config
+comfy.text_encoders.qwen_image: QwenImageTEModel QwenImageTokenizer te
+comfy.utils: ProgressBar calculate_parameters load_safetensors
+    load_torch_file[ckpt safe_load return_metadata]
+# VAE
+comfy.ldm.wan.vae: WanVAE[dim z_dim dim_mult num_res_blocks attn_scales
+    temperal_downsample image_channels conv_out_channels]
+comfy.sd: VAE[sd dtype] VAE.decode[samples_in] VAE.encode[pixel_samples]
+# loading a VAE
+comfy.memory_management: aimdo_enabled
+comfy.model_management: vae_device
+comfy.utils: load_safetensors load_torch_file[ckpt safe_load return_metadata]
+# using a VAE
+comfy.model_management: cuda_device_context extra_reserved_memory
+    get_free_memory[dev torch_free_too] is_device_cpu
+    load_models_gpu[models memory_required force_full_load] loaded_models raise_non_oom
+    soft_empty_cache
+comfy.utils: ProgressBar
+# fused VAE
+comfy.ops: CastBiasWeightContext run_every_op
+# LoRA
+comfy.lora: load_lora[lora to_load log_missing] model_lora_keys_unet[model key_map]
+comfy.lora_convert: convert_lora
+comfy.ops: cast_bias_weight[s input offloadable compute_dtype want_requant]
+comfy.utils: get_attr[obj attr] load_torch_file[ckpt safe_load return_metadata]
+comfy.weight_adapter: LoHaAdapter LoKrAdapter LoRAAdapter WeightAdapterBase
+# saving
+comfy.lora: calculate_weight[patches weight key]
+comfy.model_management: free_memory[memory_required device keep_loaded] get_torch_device
+comfy.utils: ProgressBar
+# step cache
+comfy.model_sampling: CONST
+# NAG
+comfy.patcher_extension: WrappersMP.DIFFUSION_MODEL
+comfy.utils: repeat_to_batch_size[tensor batch_size]
+# cards
+comfy.model_management: get_all_torch_devices get_free_memory[dev torch_free_too]
+    loaded_models
+comfy.patcher_extension: WrappersMP.CALC_COND_BATCH
+comfy.samplers: get_area_and_mult[conds x_in timestep_in]
+"""
+
+
+def _hooks(text: str) -> Hooks:
+    found: Hooks = {}
+    for word in re.findall(r"[^\s\[]+(?:\[[^]]+\])?", text):
+        if word.endswith(":"):
+            names = found.setdefault(word[:-1], {})
+        else:
+            name, _, parameters = word.removesuffix("]").partition("[")
+            names[name] = tuple(parameters.split())
+    return found
+
+
+_, *_parts = re.split(r"^# (.+)$", _NEEDED, flags=re.MULTILINE)
+# {capability: {module: {name: parameters}}}; without parameters only the name is looked for.
+CAPABILITIES = dict(zip(_parts[::2], map(_hooks, _parts[1::2]), strict=True))
+# All of them: {module: {name: parameters}}.
+HOOKS: Hooks = {}
+for _capability in CAPABILITIES.values():
+    for _module, _names in _capability.items():
+        HOOKS.setdefault(_module, {}).update(_names)
 
 # What ComfyUI calls here in place of its own code: every parameter that is known.
 KNOWN: Mapping[str, Mapping[str, tuple[str, ...]]] = {
@@ -144,10 +174,14 @@ KNOWN: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 }
 
 
-@remembered
-@lru_cache(maxsize=1)
-def unsupported_host() -> Verdict | None:
-    """Why nothing of this package runs in this ComfyUI, in one sentence; None when all is well."""
+@cached
+def unsupported_host(capabilities: tuple[str, ...] = tuple(CAPABILITIES)) -> Verdict | None:
+    """Says why something of this package does not run in this ComfyUI, in one sentence; None when
+    all is well.
+
+    Args:
+        capabilities: What it needs, of `CAPABILITIES`.
+    """
     floor = ".".join(map(str, COMFYUI_FLOOR))
     try:
         found = importlib.import_module("comfyui_version").__version__
@@ -160,14 +194,15 @@ def unsupported_host() -> Verdict | None:
     if release(found) < COMFYUI_FLOOR:
         old = f"ComfyUI is {found} and Qwen-Image L40S needs {floor} or newer"
         return Verdict(old, remedy="update ComfyUI.", final=True)
-    for module, names in HOOKS.items():
-        for name, parameters in names.items():
-            if fault := _fault(module, name, parameters):
-                return Verdict(
-                    f"ComfyUI {found} {fault}, which Qwen-Image L40S calls",
-                    remedy="update Qwen-Image L40S, and until then use ComfyUI's own loaders.",
-                    final=True,
-                )
+    for hooks in map(CAPABILITIES.__getitem__, capabilities):
+        for module, names in hooks.items():
+            for name, parameters in names.items():
+                if fault := _fault(module, name, parameters):
+                    return Verdict(
+                        f"ComfyUI {found} {fault}, which Qwen-Image L40S calls",
+                        remedy="update Qwen-Image L40S, and until then use ComfyUI's own loaders.",
+                        final=True,
+                    )
     return None
 
 
@@ -224,6 +259,21 @@ def transformer_of(model: Any) -> Any:
     return model.object_patches_backup.get("diffusion_model", model.model.diffusion_model)
 
 
+def read_sizes(look: Callable[..., Any], *given: Any) -> Any:
+    """Looks at the sizes of a Qwen-Image MODEL.
+
+    Raises:
+        SettingError: another node has put something else in the place of a part that tells them.
+    """
+    found = read_or(None, look, *given)
+    if found is None:
+        raise SettingError(
+            "the sizes of the MODEL cannot be read, because another node has changed its parts: "
+            "connect the MODEL from before that node."
+        )
+    return found
+
+
 def unsupported_model(model: Any) -> Verdict | None:
     """Says why a MODEL is not optimized, in one sentence; None when it is Qwen-Image."""
     inner = model.model
@@ -237,8 +287,7 @@ def unsupported_model(model: Any) -> Verdict | None:
     )
 
 
-@remembered
-@lru_cache(maxsize=1)
+@cached
 def unknown_attention_arguments() -> tuple[str, ...]:
     """Names of what ComfyUI's block gives attention and the fused blocks would not.
 

@@ -1,25 +1,19 @@
-"""Qwen-Image in ComfyUI: 1.x, and 2.1, which it has since 0.37."""
+"""Runs of Qwen-Image in ComfyUI: 1.x, and 2.1, which it has since 0.37."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
-from operator import attrgetter
 from typing import Any
 
-import comfy.model_base
 import comfy.ops
-import comfy.supported_models
 import torch
+from comfy import utils
 from comfy.ldm.modules import attention as comfy_attention
-from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
-from comfy.utils import repeat_to_batch_size
 
 from ...caches import cached
-from ...families.comfyui import ModelKind
-from ...families.qwen_image import QWEN_IMAGE, QwenImageShape
-from ...families.qwen_image_21 import QWEN_IMAGE_21, QwenImage21Shape
+from ...families.qwen_image_21 import QWEN_IMAGE_21
 from ...optimizations.attention import attend_causal
 from ...optimizations.blocks.attend import Segment
 from ...optimizations.blocks.block import Step
@@ -34,34 +28,13 @@ from . import contract
 from .sample.attention import SLOT, GuidedAttention
 from .sample.forward import INPUT_PATCH, OTHER_ARGUMENTS, ComfyPass, rotary_of
 
-TIMESTEP_ZERO = "index_timestep_zero"  # how Edit-2511 has its references modulated
 
-
-def settings_of(transformer: torch.nn.Module) -> dict[str, Any]:
-    """Returns what `families.qwen_image.rope_axes` needs of a file."""
-    return {"axes_dims_rope": list(transformer.pe_embedder.axes_dim)}
-
-
-def _shape(transformer: QwenImageTransformer2DModel) -> QwenImageShape:
-    blocks = transformer.transformer_blocks
-    return QwenImageShape(
-        blocks=len(blocks),
-        dim=transformer.inner_dim,
-        heads=blocks[0].attn.heads,
-        head_dim=blocks[0].attn.dim_head,
-        joint_dim=transformer.txt_in.in_features,
-        in_channels=transformer.in_channels,
-        packed_out_channels=transformer.proj_out.out_features,
-        addition_t_cond=hasattr(transformer.time_text_embed, "addition_t_embedding"),
-    )
-
-
-def _join_negative(
+def join_negative(
     transformer: Any, given: dict, negative: Any, guidance: Guidance, kept: dict
 ) -> dict[str, Any]:
     """Puts a negative prompt behind the prompt, at the same places of the rotation."""
     context, options, mask = map(given.get, ("context", "transformer_options", "attention_mask"))
-    text = repeat_to_batch_size(negative.text.to(context), len(context))
+    text = utils.repeat_to_batch_size(negative.text.to(context), len(context))
     joint = JointGuidance(guidance, context.shape[1], text.shape[1])
     if mask is not None or negative.mask is not None:
         mask = torch.cat([_mask(mask, context), _mask(negative.mask, text)], 1)
@@ -80,7 +53,7 @@ def _mask(mask: torch.Tensor | None, text: torch.Tensor) -> torch.Tensor:
     """As ComfyUI adds it to the scores, (batch, tokens)."""
     if mask is None:
         return text.new_zeros(text.shape[:2])
-    mask = repeat_to_batch_size(mask.to(text.device), len(text))
+    mask = utils.repeat_to_batch_size(mask.to(text.device), len(text))
     if not mask.is_floating_point():
         mask = (mask.to(text.dtype) - 1) * torch.finfo(text.dtype).max
     return mask.to(text.dtype)
@@ -91,21 +64,6 @@ def _place_negative(tokens: int, given: dict[str, Any]) -> dict[str, Any]:
     places = torch.arange(tokens, device=ids.device, dtype=ids.dtype)
     ids[:, -tokens:] = ids[:, :1] + places[:, None]
     return {**given, "txt_ids": ids}
-
-
-KIND = ModelKind(
-    family=QWEN_IMAGE,
-    base=comfy.model_base.QwenImage,
-    transformer=QwenImageTransformer2DModel,
-    config=comfy.supported_models.QwenImage,
-    shape=_shape,
-    takes=attrgetter("txt_in.in_features", "out_channels"),
-    settings=settings_of,
-    timestep_zero=lambda transformer: transformer.default_ref_method == TIMESTEP_ZERO,
-    passes=ComfyPass,
-    embed=lambda transformer, *given: transformer.time_text_embed(*given),
-    add_negative=_join_negative,
-)
 
 
 # 2.1
@@ -350,7 +308,7 @@ class _Kept:
         self.blocks[index] = Prefix(*both.unbind(1))
 
 
-def _keep_negative(
+def keep_negative(
     transformer: Any, given: dict, negative: Any, guidance: Guidance, kept: dict
 ) -> dict[str, Any]:
     """Has the image read keys and values of a negative prompt, which are computed once in a run;
@@ -365,7 +323,7 @@ def _keep_negative(
     whole = context.shape[1] + references + image
 
     def of(block: int) -> PrefixGuidance:
-        both = (repeat_to_batch_size(part, len(x)) for part in blocks[block])
+        both = (utils.repeat_to_batch_size(part, len(x)) for part in blocks[block])
         return PrefixGuidance(guidance, *both, image, whole)
 
     return {"transformer_options": {**options, SLOT: GuidedAttention(options.get(SLOT), of)}}
@@ -375,8 +333,8 @@ def _prefix_of(transformer: Any, x: torch.Tensor, negative: Any, options: dict) 
     """Computes text and references as ComfyUI's forward does in the first step of a prompt."""
     code = import_module(CODE)
     text, options = negative.text.to(x), {**options}
-    references = [repeat_to_batch_size(it.to(x), len(text)) for it in negative.references]
-    given = repeat_to_batch_size(x, len(text)), text, references, list(negative.slots)
+    references = [utils.repeat_to_batch_size(it.to(x), len(text)) for it in negative.references]
+    given = utils.repeat_to_batch_size(x, len(text)), text, references, list(negative.slots)
     rows, pe, segments = transformer.build_sequence(*given)
     before = rows.shape[1] - x.shape[-2:].numel()
     rows, pe = rows[:, :before], pe[:, :before]
@@ -398,41 +356,3 @@ def _bound(attend: Any, maker: str) -> dict[str, Any]:
         return {}
     cells = (cell.cell_contents for cell in attend.__closure__)
     return dict(zip(code.co_freevars, cells, strict=True))
-
-
-def _shape_21(transformer: torch.nn.Module) -> QwenImage21Shape:
-    blocks, dim = transformer.transformer_blocks, transformer.inner_dim
-    heads = blocks[0].attn.heads
-    return QwenImage21Shape(
-        blocks=len(blocks),
-        dim=dim,
-        heads=heads,
-        head_dim=dim // heads,
-        joint_dim=transformer.txt_in.in_layer.in_features,
-        in_channels=transformer.img_in.in_features,
-        packed_out_channels=transformer.proj_out.out_features,
-        fused_mlp=hasattr(blocks[0].img_mlp, "gate_up"),
-        mlp_ratio=blocks[0].img_mlp.out.in_features // dim,
-    )
-
-
-def _kind_21() -> ModelKind | None:
-    base = getattr(comfy.model_base, QWEN_IMAGE_21.comfyui_class, None)
-    if base is None:
-        return None
-    from comfy.ldm.qwen_image21.model import QwenImage21Transformer2DModel
-
-    return ModelKind(
-        family=QWEN_IMAGE_21,
-        base=base,
-        transformer=QwenImage21Transformer2DModel,
-        config=comfy.supported_models.QwenImage21,
-        shape=_shape_21,
-        takes=attrgetter("txt_in.in_layer.in_features", "img_in.in_features"),
-        settings=settings_of,
-        passes=PrefixedComfyPass,
-        add_negative=_keep_negative,
-    )
-
-
-KIND_21 = _kind_21()

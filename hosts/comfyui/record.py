@@ -9,14 +9,13 @@ What fails in here never fails the run.
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from comfy_execution.progress import get_progress_state
-from comfy_execution.utils import get_executing_context
 
 from ...caches import remembered
 from ...patches import call
@@ -30,7 +29,7 @@ MOST_MODELS, MOST_PHASES = 64, 256
 # {a patcher's `clone_base_uuid`: its model's phases in the last prompt}; () where the last sampling
 # was not measured.
 _measured: dict[Any, tuple[MeasuredPhase, ...]] = remembered({})
-_open: list[MeasuredPhase] = []  # the innermost last
+_open: list[MeasuredPhase] = []  # of all threads, an inner one behind its outer one
 _logged: set[str] = remembered(set())
 
 
@@ -61,6 +60,8 @@ class MeasuredPhase:
         name: "text", "tables", "sampling", "decode" or "encode".
         prompt: The id of ComfyUI's prompt.
         asked: {setting: a number, a word or a list of them}.
+        outer: The phase that this one is a part of, which may run in another thread; None for the
+            innermost that is open in this thread.
         path: How it ran, in lines.
         not_fused: Why no block of a sampling ran fused; None where one did.
         attention: Names of this package's backends that ran in a sampling, and "fast" where it
@@ -83,8 +84,10 @@ class MeasuredPhase:
         device: torch.device | None,
         path: tuple[str, ...] = (),
         prompt: str | None = None,
+        outer: MeasuredPhase | None = None,
         **asked: Any,
     ) -> None:
+        self.outer, self._thread = outer, threading.get_ident()
         self.name, self.prompt, self.device = name, prompt, device
         self.asked, self.path = asked, path
         self.not_fused: Verdict | None = None
@@ -104,14 +107,16 @@ class MeasuredPhase:
 
     def __enter__(self) -> MeasuredPhase:
         if not self.off:
-            outer = _open[-1] if _open else None
+            if self.outer is None:
+                own = (it for it in reversed([*_open]) if it._thread == self._thread)
+                self.outer = next(own, None)
+            works = _at_work(self.device)
             _open.append(self)
             self._start = time.perf_counter()
             with harmless(self):
-                same = outer is not None and outer.device == self.device
-                self._fold(outer if same else None)
+                self._fold(works)
                 self.look()
-                if outer is not None:
+                if self.outer is not None:
                     self.begin()
         return self
 
@@ -121,7 +126,7 @@ class MeasuredPhase:
         if kind is None:
             self.stop()
         _open.remove(self)
-        outer = _open[-1] if _open else None
+        outer = self.outer
         if outer is not None:
             outer._excluded += time.perf_counter() - self._start
             outer.off |= self.off  # its time would count as the outer phase's
@@ -139,7 +144,7 @@ class MeasuredPhase:
             if not self.off:
                 if self.waited_seconds is None:
                     self.waited_seconds = time.perf_counter() - self._start - self._excluded
-                self._fold(self)
+                self._fold(_at_work(self.device))
                 self.look()
                 self.loaded_bytes = self.card_bytes
             self.working_bytes = 0
@@ -166,20 +171,27 @@ class MeasuredPhase:
                 seconds = time.perf_counter() - self._start - self._excluded
                 self.seconds = seconds - (self.waited_seconds or 0.0)
                 self.look()
-                self._fold(self)
+                self._fold(_at_work(self.device))
             elif self._known is not None:
                 most = torch.cuda.max_memory_allocated(self.device)
                 self.working_bytes = most - self._base if most > self._known else 0
 
-    def _fold(self, whose: MeasuredPhase | None) -> None:
-        """Counts torch's peak as a phase's and starts it again."""
+    def _fold(self, phases: Sequence[MeasuredPhase]) -> None:
+        """Counts torch's peak as that of phases of this one's device, and starts it again."""
         if self.counted:
-            if whose is not None:
-                most = torch.cuda.max_memory_allocated(self.device)
+            most = torch.cuda.max_memory_allocated(self.device)
+            for whose in phases:
                 whose.allocated_bytes = max(whose.allocated_bytes, most)
                 if whose.waited_seconds is not None:
                     whose.working_bytes = max(whose.working_bytes, most - whose._base)
             call("peak", torch.cuda.reset_peak_memory_stats, self.device)
+
+
+def _at_work(device: torch.device) -> list[MeasuredPhase]:
+    """Lists the phases on a device that no inner phase interrupts."""
+    phases = [*_open]
+    interrupted = [it.outer for it in phases]
+    return [it for it in phases if it.device == device and it not in interrupted]
 
 
 def phase(
@@ -198,9 +210,10 @@ def phase(
 
 
 def running(patcher: Any) -> MeasuredPhase | None:
-    """Finds the phase that a patcher's model runs now on its device; None where none is."""
+    """Finds the phase that a patcher's model runs now on its device, in this thread if it does."""
     owner, device = (getattr(patcher, name, None) for name in ("clone_base_uuid", "load_device"))
-    return next((it for it in reversed(_open) if (it._owner, it.device) == (owner, device)), None)
+    found = [it for it in reversed([*_open]) if (it._owner, it.device) == (owner, device)]
+    return min(found, key=lambda it: it._thread != threading.get_ident(), default=None)
 
 
 def inner_phase(name: str, patcher: Any, **asked: Any) -> MeasuredPhase:
@@ -208,16 +221,20 @@ def inner_phase(name: str, patcher: Any, **asked: Any) -> MeasuredPhase:
     outer = running(patcher)
     if outer is None or outer.off:
         return MeasuredPhase(name, None, None)
-    return MeasuredPhase(name, outer._owner, outer.device, (), outer.prompt, **asked)
+    return MeasuredPhase(name, outer._owner, outer.device, (), outer.prompt, outer, **asked)
 
 
 def prompt_id() -> str:
+    from comfy_execution.utils import get_executing_context
+
     context = get_executing_context()
     return "" if context is None else context.prompt_id
 
 
 def reported_prompt() -> str | None:
     """Returns the id of the prompt that ComfyUI executes, if it has a Report node."""
+    from comfy_execution.progress import get_progress_state
+
     prompt, state = prompt_id(), get_progress_state()
     if not prompt or state.prompt_id != prompt:
         return None

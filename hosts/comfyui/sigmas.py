@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
-
-from comfy.model_patcher import ModelPatcher
+from typing import TYPE_CHECKING, Any
 
 from ...errors import SettingError
 from ...families.comfyui import kind_of
 from ...families.registry import find_schedule
 from ...spec.transformer import PIXELS_PER_TOKEN_SIDE
-from .contract import transformer_of, unsupported_model
-from .estimate.sizes import latent_sizes
+from .contract import read_sizes, transformer_of, unsupported_model
+from .estimate.request import latent_sizes
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
 
 
 def sigmas_for(
@@ -42,7 +43,7 @@ def sigmas_for(
         )
     kind, transformer = kind_of(model.model), transformer_of(model)
     schedule = find_schedule(name, kind.family)
-    shape, timestep_zero = kind.shape(transformer), kind.timestep_zero(transformer)
+    shape, timestep_zero = read_sizes(kind.shape, transformer), kind.timestep_zero(transformer)
     member, _ = kind.family.member_of(shape, timestep_zero, 0)
     if member.layers:
         raise SettingError(

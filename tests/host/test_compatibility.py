@@ -536,6 +536,10 @@ ELSEWHERE = {
         *("modules, classes, functions", "ComfyUI's: what has changed, for the blocks it is in"),
         "test_other_packs.py::test_a_late_change_of_a_block_is_heeded",
     ),
+    "wrappers around parts (PEFT)": (
+        *("any part of the transformer outside of the blocks", "fused; ComfyUI's: a wrapped block"),
+        "test_wrapped_parts.py::test_the_picture_is_that_of_the_parts",
+    ),
     "Nunchaku, piFlow, DF11": (
         *("models of their own", "theirs: passes through unchanged"),
         "test_optimize.py::test_other_models_pass_through",

@@ -496,7 +496,7 @@ def test_strength_zero() -> None:
 
 def test_older_names_of_the_mode() -> None:
     model, path = build(), saved(lora())
-    with mock.patch.object(nodes_lora.folder_paths, "get_full_path", return_value=str(path)):
+    with mock.patch.object(nodes_lora, "path_of", return_value=path):
         for settings, words in (
             ({"how": "beside"}, "as a bypass"),
             ({"how": "bypass"}, "as a bypass"),

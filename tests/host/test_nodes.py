@@ -13,12 +13,15 @@ from unittest import mock
 
 import comfy.model_management
 import comfy.utils
+import execution
 import narrow_transformer as narrow
 import pytest
 import torch
+from comfy_api.latest import io
 from comfyui_boot import BASE, refused
 from safetensors.torch import save_file
 
+import nodes as comfy_nodes
 import qwen_l40s
 from qwen_l40s import nodes
 from qwen_l40s.caches import forget
@@ -225,6 +228,21 @@ def test_settings_that_mean_nothing_are_refused_before_anything_is_mapped():
             refused(SettingError, *words, run=run)
         words = ("precision 'nvfp4' is unknown", "bf16", "as stored")
         refused(SettingError, *words, run=lambda: load(name, "nvfp4"))
+
+
+@pytest.mark.parametrize("node", nodes.NODES, ids=lambda it: it.__name__)
+def test_a_missing_input_is_named_as_comfyui_names_it(node, monkeypatch):
+    schema = node.GET_SCHEMA()
+    monkeypatch.setitem(comfy_nodes.NODE_CLASS_MAPPINGS, schema.node_id, node)
+    required = [it for it in schema.inputs if not it.optional]
+    values = {it.id: it.default for it in required if getattr(it, "default", None) is not None}
+    values |= {it.id: MICRO for it in required if MICRO in (getattr(it, "options", None) or ())}
+    for missing in (it.id for it in required if not isinstance(it, io.DynamicCombo.Input)):
+        inputs = {name: value for name, value in values.items() if name != missing}
+        graph = {"1": {"class_type": schema.node_id, "inputs": inputs}}
+        found = asyncio.run(execution.validate_inputs("prompt", graph, "1", {}))[1]
+        assert {error["type"] for error in found} == {"required_input_missing"}
+        assert missing in {error["details"] for error in found}
 
 
 def test_a_choice_that_comfyui_drops_is_refused_by_name():

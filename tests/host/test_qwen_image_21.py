@@ -35,7 +35,8 @@ from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.hosts.comfyui.load.vae import load_vae
 from qwen_l40s.hosts.comfyui.lora.apply import apply_lora
 from qwen_l40s.hosts.comfyui.lora.bypass import bypass_models, lowered
-from qwen_l40s.hosts.comfyui.sample.optimize import optimize, report_of, rescale_by_token
+from qwen_l40s.hosts.comfyui.sample.cfg_norm import rescale_by_token
+from qwen_l40s.hosts.comfyui.sample.optimize import optimize, report_of
 from qwen_l40s.hosts.comfyui.save import save_quantized
 from qwen_l40s.loaders.quantized_file import plan_quantized, write_quantized
 from qwen_l40s.loaders.source import open_source

@@ -5,6 +5,7 @@ import dataclasses
 import gc
 import json
 import math
+import threading
 import weakref
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -527,6 +528,33 @@ def test_an_inner_phase_and_the_wait_for_weights_are_left_out():
     assert measured(part) == (inner, outer) and inner.asked == {"timesteps": 3}
     assert (inner.seconds, outer.seconds, outer.waited_seconds) == (20, 3, 5)
     assert (outer.counted, outer.card_bytes, outer.allocated_bytes) == (False, 0, 0)
+
+
+def test_phases_of_two_threads_are_no_parts_of_each_other():
+    clock, cpu = SimpleNamespace(now=0.0), torch.device("cpu")
+    parts = [SimpleNamespace(clone_base_uuid=it, load_device=cpu) for it in ("one", "two")]
+    told, done = SimpleNamespace(perf_counter=lambda: clock.now), []
+
+    def other(part):
+        with MeasuredPhase("decode", part.clone_base_uuid, cpu, prompt="p") as run:
+            clock.now += 3
+            with inner_phase("tables", part) as inner:
+                clock.now += 5
+        done.append((run, inner))
+
+    with mock.patch.object(measuring, "time", told):
+        for part in parts:  # another model's, and the same at once
+            with MeasuredPhase("sampling", "one", cpu, prompt="p") as run:
+                clock.now += 1
+                thread = threading.Thread(target=other, args=(part,))
+                thread.start()
+                thread.join()
+                with inner_phase("tables", parts[0]) as inner:
+                    clock.now += 2
+            found, (decode, tables) = measured(parts[0]), done.pop()
+            assert (run.seconds, inner.seconds) == (9, 2)
+            assert (decode.seconds, tables.seconds) == (3, 5)
+            assert found[-2:] == (inner, run) and {decode, tables} <= {*measured(part)}
 
 
 def test_a_device_that_torch_cannot_wait_for_is_not_measured():

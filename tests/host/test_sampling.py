@@ -14,7 +14,7 @@ from comfyui_boot import ROOT
 from diffusers import QwenImagePipeline
 
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
-from qwen_l40s.hosts.comfyui.sample.optimize import token_norms
+from qwen_l40s.hosts.comfyui.sample.cfg_norm import token_norms
 from qwen_l40s.nodes.optimize import QwenL40SCFGNorm
 
 pytestmark = pytest.mark.usefixtures("inference_mode")

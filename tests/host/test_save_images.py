@@ -101,9 +101,9 @@ def test_images_pass_through_and_halves_are_saved(output):
 
 
 def test_metadata_can_be_left_out(output, monkeypatch):
-    monkeypatch.setattr(host.args, "disable_metadata", True)
+    monkeypatch.setattr(host.comfy.cli_args.args, "disable_metadata", True)
     save(pictures(1))
-    monkeypatch.setattr(host.args, "disable_metadata", False)
+    monkeypatch.setattr(host.comfy.cli_args.args, "disable_metadata", False)
     save(pictures(1), prompt=None, extra=None)
     save(pictures(1))
     texts = [text for _, _, text, _ in contents(output).values()]

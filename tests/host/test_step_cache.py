@@ -25,7 +25,8 @@ from comfyui_boot import ROOT
 from qwen_l40s.errors import SettingError
 from qwen_l40s.hosts.comfyui.load.text_encoder import load_text_encoder
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
-from qwen_l40s.hosts.comfyui.sample.optimize import optimize, rescale_by_token
+from qwen_l40s.hosts.comfyui.sample.cfg_norm import rescale_by_token
+from qwen_l40s.hosts.comfyui.sample.optimize import optimize
 from qwen_l40s.hosts.comfyui.sample.run import STEP_CACHE_KEY
 from qwen_l40s.hosts.comfyui.sample.step_cache import cache_steps
 from qwen_l40s.nodes.step_cache import QwenL40SStepCache

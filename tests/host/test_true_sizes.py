@@ -26,8 +26,8 @@ from safetensors.torch import save_file
 import nodes as core
 from qwen_l40s.errors import SettingError
 from qwen_l40s.families.registry import find_member
-from qwen_l40s.hosts.comfyui.estimate.request import request_from
-from qwen_l40s.hosts.comfyui.estimate.sizes import clip_sizes, latent_sizes, model_sizes, vae_sizes
+from qwen_l40s.hosts.comfyui.estimate.request import latent_sizes, request_from
+from qwen_l40s.hosts.comfyui.estimate.sizes import clip_sizes, model_sizes, vae_sizes
 from qwen_l40s.hosts.comfyui.load.encoder_kind import QWEN25_VL
 from qwen_l40s.hosts.comfyui.load.text_encoder import load_text_encoder
 from qwen_l40s.hosts.comfyui.load.vae import load_vae

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -65,3 +66,24 @@ def test_a_lora_that_is_none_is_one_error_before_the_run(server: Server):
     ):
         lora = node("QwenL40S_LoadLora", model=["model", 0], lora=name, strength=1.0, how="merge")
         assert words in only_error(server, lora=lora, model=model, shown=shown)
+
+
+def test_links_to_nothing_and_pipes_hide_no_node(server: Server):
+    def listed() -> set[str]:
+        return {it for it in server.client.get("/object_info").json() if it.startswith("QwenL40S_")}
+
+    before, made = listed(), []
+    for folder in ("diffusion_models", "text_encoders", "vae", "checkpoints", "loras"):
+        for end, make in ((".safetensors", Path.symlink_to), (".gguf", os.mkfifo)):
+            path = server.base / "models" / folder / f"qwen{end}"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            make(path, *["/nowhere"] * (make is Path.symlink_to))
+            made.append(path)
+    try:
+        assert listed() == before
+        model = node("QwenL40S_LoadModel", model="qwen.safetensors", precision="auto")
+        text = node("PreviewAny", source=["model", 1])
+        assert "qwen.safetensors" in only_error(server, model=model, text=text)
+    finally:
+        for path in made:
+            path.unlink()

@@ -31,8 +31,12 @@ from ....planning.vae import (
     plan_in_room,
 )
 from ....spec.formats import format_gib
+from ....verdict import read_or
+from ..contract import unsupported_host
 from ..record import MeasuredPhase, phase
 from .fused import FusedLayers, OwnLayers, changed, decoder_stages, encoder_stages
+
+UNREAD = "the VAE has a form that is unknown here"
 
 
 def decode(
@@ -55,7 +59,7 @@ def decode(
         UnavailableError: the card's or the host's memory cannot hold it, or ran out twice.
     """
     latents = samples.unbind()[0] if samples.is_nested else samples
-    other = _other_vae(vae, ours)
+    other = read_or(UNREAD, _other_vae, vae, ours)
     if not other and latents.ndim == 5 and latents.shape[2] > 1:
         other = f"the latent has {latents.shape[2]} frames, as a video or layers have"
     if other:
@@ -85,7 +89,7 @@ def encode(
         SettingError: the images are no images, or `tiles` is out of range.
         UnavailableError: the card's or the host's memory cannot hold it, or ran out twice.
     """
-    other = _other_vae(vae, ours)
+    other = read_or(UNREAD, _other_vae, vae, ours)
     if not other and pixels.ndim == 5:
         other = "the pixels are a video"
     if other:
@@ -116,6 +120,8 @@ def _other_vae(vae: comfy.sd.VAE, ours: bool) -> str:
         return f"the VAE is a {type(model).__name__} and {other}"
     if reason := changed(vae):
         return reason
+    if ours and (fault := unsupported_host(("fused VAE",))):
+        return fault.fact
     if kind.strips and not ours:
         return kind.strips
     channels = kind.shape(model).image_channels

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import comfy.model_management
 import torch
 
 from ....errors import SettingError
+from ....loaders.header import State, fingerprint
 from ....machine.card import power_limit
 from ....machine.store import CALIBRATION, cache_folder, known_cards, own_cards_path
 from ....planning.cards import BUNDLED, DEFAULT_CARD, Card, card_by_driver, find_card
@@ -27,16 +27,9 @@ def card_choices() -> list[str]:
         return [THIS_CARD, *known_cards(BUNDLED)]
 
 
-def own_files_changed_at() -> tuple[int, int]:
+def own_files_changed_at() -> State:
     """Changes with what `qwen-l40s bench --calibrate` measured and with the user's own list."""
-    return _changed(cache_folder() / CALIBRATION), _changed(own_cards_path())
-
-
-def _changed(path: Path) -> int:
-    try:
-        return path.stat().st_mtime_ns
-    except OSError:
-        return 0
+    return fingerprint((cache_folder() / CALIBRATION, own_cards_path()))
 
 
 def card_of(name: str = THIS_CARD, device: torch.device | None = None) -> tuple[Card, str]:

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ....errors import SettingError
 from ....families.protocol import Member
-from ....families.registry import find_member, likely_member
+from ....families.registry import (
+    are_latents,
+    find_member,
+    known_latents,
+    likely_member,
+    pixels_of,
+)
 from ....machine.store import load_calibration
 from ....planning.cards import Card
 from ....planning.estimate import Estimate, estimate
 from ....planning.request import AUTO, EXACT, Parts, RunRequest
+from ....spec.transformer import whole_pixels
 from ....spec.vae import VaeShape
 from ....step_cache import OFF, CacheSettings, computed_with
-from .sizes import TrueClip, TrueModel, clip_sizes, latent_sizes, model_sizes, vae_sizes
+
+if TYPE_CHECKING:
+    from .sizes import TrueClip, TrueModel
 
 # What a LATENT decides, as no rule refuses it before the LATENT is there.
 NO_LATENT = {"width": 16, "height": 16, "batch": 1, "layers": 0}
@@ -49,10 +58,14 @@ def request_from(
             "auto"; or the request breaks a rule of its own.
     """
     chosen, sizes, notes = dict(settings), dict[str, Any](), list[str]()
-    found = None if model is None else model_sizes(model)
+    found = encoder = None
+    if any(it is not None for it in (model, clip, vae)):  # reading them needs more of ComfyUI
+        from .sizes import clip_sizes, model_sizes, vae_sizes
+
+        found = None if model is None else model_sizes(model)
+        encoder = None if clip is None else clip_sizes(clip)
     if found is not None:
         sizes |= _take_model(chosen, found, notes)
-    encoder = None if clip is None else clip_sizes(clip)
     if encoder is not None:
         sizes |= _take_clip(chosen, encoder)
     if vae is not None:
@@ -68,6 +81,28 @@ def request_from(
     if found is not None and found.cache is not None:
         request = _with_cache(request, found.cache, notes)
     return WiredRequest(request, tuple(notes), 1 if found is None else found.cards)
+
+
+def latent_sizes(latent: Mapping[str, Any]) -> dict[str, int]:
+    """Reads a LATENT's width, height, batch and layers, with sides rounded up to whole tokens, as
+    the model pads them. An empty one of another model counts as what ComfyUI's samplers make of it.
+
+    Raises:
+        SettingError: it holds something that is no latent of Qwen-Image's.
+    """
+    samples = latent["samples"]
+    image = not samples.is_nested and samples.ndim in (4, 5)
+    empty = image and not samples.count_nonzero()
+    if not image or not (empty or are_latents(samples.shape[1])):
+        what = "of several tensors" if samples.is_nested else f"{tuple(samples.shape)}"
+        raise SettingError(
+            f"the LATENT is {what} and {known_latents()}: connect one of Qwen-Image's, or none."
+        )
+    ratio = latent.get("downscale_ratio_spacial") if empty else None
+    ratio = ratio or pixels_of(samples.shape[1])
+    height, width = (whole_pixels(round(side * ratio)) for side in samples.shape[-2:])
+    frames = samples.shape[2] if samples.ndim == 5 else 1
+    return {"width": width, "height": height, "batch": len(samples), "layers": frames - 1}
 
 
 def estimate_on(card: Card, wired: WiredRequest, usd_per_hour: float | None) -> Estimate:

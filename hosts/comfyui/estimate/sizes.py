@@ -1,12 +1,10 @@
-"""The true sizes of a MODEL, CLIP, VAE and LATENT, read where they lie without moving them."""
+"""The true sizes of a MODEL, CLIP and VAE, read where they lie without moving them."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import comfy.model_management
 import comfy.sd
@@ -17,24 +15,20 @@ from comfy.quant_ops import QuantizedTensor
 from ....errors import SettingError
 from ....families.comfyui import kind_of, kind_of_vae
 from ....families.registry import (
-    are_latents,
     blocks_of,
     counted_vae,
-    known_latents,
     load,
-    pixels_of,
     text_encoders,
 )
 from ....optimizations.attention.choice import asked_name
 from ....planning.request import FAST, ON_PROCESSOR, Loras
 from ....spec.formats import EIGHT_BIT, FORMATS, QUANTIZED
-from ....spec.transformer import OFF_CARD, ON_CARD, TransformerShape, whole_pixels
+from ....spec.transformer import OFF_CARD, ON_CARD, TransformerShape
 from ....spec.vae import VaeShape
 from ....step_cache import CacheSettings
-from ..contract import transformer_of, unsupported_model
+from ..contract import read_sizes, transformer_of, unsupported_model
 from ..decode.fused import vae_shape
 from ..linear import LAYOUTS
-from ..load.text_encoder import PlacedClip
 from ..load.weights import FLOAT_NAMES
 from ..lora.bypass import lower
 from ..sample.attention import SLOT, SlotAttention
@@ -108,6 +102,10 @@ def model_sizes(model: ModelPatcher) -> TrueModel:
             f"the MODEL is {type(model.model).__name__} and estimates cover only Qwen-Image "
             "(2512, Edit, Layered, 2.1): connect one of these, or none."
         )
+    return read_sizes(_model_sizes, model)
+
+
+def _model_sizes(model: ModelPatcher) -> TrueModel:
     transformer = transformer_of(model)
     kind = kind_of(model.model)
     shape = kind.shape(transformer)
@@ -156,7 +154,7 @@ def clip_sizes(clip: comfy.sd.CLIP) -> TrueClip:
             f"the CLIP's text encoder is a {type(encoder).__name__} and Qwen-Image's is Qwen2.5-VL:"
             " connect Qwen-Image's CLIP, or none."
         )
-    place = clip.placement if isinstance(clip, PlacedClip) else "auto"
+    place = getattr(clip, "placement", "auto")  # of our loader's
     # On a machine without a card everything computes on the processor, which nobody has asked for.
     has_card = not comfy.model_management.is_device_cpu(comfy.model_management.get_torch_device())
     if has_card and comfy.model_management.is_device_cpu(clip.patcher.load_device):
@@ -186,28 +184,6 @@ def vae_sizes(vae: comfy.sd.VAE) -> tuple[VaeShape, int]:
             "or none."
         ) from error
     return shape, comfy.model_management.module_size(model)
-
-
-def latent_sizes(latent: Mapping[str, Any]) -> dict[str, int]:
-    """Reads a LATENT's width, height, batch and layers, with sides rounded up to whole tokens, as
-    the model pads them. An empty one of another model counts as what ComfyUI's samplers make of it.
-
-    Raises:
-        SettingError: it holds something that is no latent of Qwen-Image's.
-    """
-    samples = latent["samples"]
-    image = not samples.is_nested and samples.ndim in (4, 5)
-    empty = image and not samples.count_nonzero()
-    if not image or not (empty or are_latents(samples.shape[1])):
-        what = "of several tensors" if samples.is_nested else f"{tuple(samples.shape)}"
-        raise SettingError(
-            f"the LATENT is {what} and {known_latents()}: connect one of Qwen-Image's, or none."
-        )
-    ratio = latent.get("downscale_ratio_spacial") if empty else None
-    ratio = ratio or pixels_of(samples.shape[1])
-    height, width = (whole_pixels(round(side * ratio)) for side in samples.shape[-2:])
-    frames = samples.shape[2] if samples.ndim == 5 else 1
-    return {"width": width, "height": height, "batch": len(samples), "layers": frames - 1}
 
 
 def stored_in(module: torch.nn.Module) -> str:

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import functools
 import os
-import stat
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import folder_paths
@@ -27,14 +26,17 @@ from ....families.registry import (
 )
 from ....loaders.checkpoint import read_index
 from ....loaders.gguf import GGUF_SUFFIX, SPLIT
-from ....loaders.shards import STEMS
+from ....loaders.header import State
+from ....loaders.shards import INDEX_NAME
 from ....loaders.source import (
     PIPELINE_INDEX,
     PLACES,
     Source,
     bundled_micro_folder,
+    entries_of,
     open_parts,
     open_source,
+    state_of,
 )
 
 MICRO = "micro (bundled)"
@@ -89,9 +91,12 @@ def _ranked(role: str) -> tuple[list[str], list[str]]:
 def _rank_of_file(name: str, role: str) -> tuple[bool, ...] | None:
     # The published Qwen-Image comes before Layered and 2.1, and its VAE before Wan's, which has
     # the same tensors.
+    path = path_of(name, FOLDERS[role])
+    if path is None:  # removed just now
+        return None
     try:
-        part = source_of(name, role).part
-    except (OSError, ValueError):  # removed just now, or of another model
+        part = _inspected(path, role).part
+    except CheckpointError:  # of another model, or not readable
         return None
     if not takes_text(part.dims.get("hidden")):
         return None
@@ -121,11 +126,7 @@ def resolve(name: str, role: str) -> Path:
     """
     if name in MICROS:
         return bundled_micro_folder(MICROS[name])
-    if name.endswith("/"):
-        path = _folders(role).get(name)
-    else:
-        paths = (folder_paths.get_full_path(folder, name) for folder in FOLDERS[role])
-        path = next((Path(path) for path in paths if path is not None), None)
+    path = _folders(role).get(name) if name.endswith("/") else path_of(name, FOLDERS[role])
     if path is None:
         place = "models/diffusers" if name.endswith("/") else PLACES[role][1]
         raise SettingError(
@@ -133,6 +134,18 @@ def resolve(name: str, role: str) -> Path:
             f"R to refresh, or choose {_some([*_ranked(role)[0], MICRO])}."
         )
     return path
+
+
+def path_of(name: str, folders: Iterable[str]) -> Path | None:
+    """Finds what has a name in ComfyUI's folders: a file, else what ComfyUI lists as one, a link to
+    nothing, a pipe or a socket, of which `loaders.header.open_regular` says what it is.
+    """
+    if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
+        return None
+    roots = [root for folder in folders for root in folder_paths.get_folder_paths(folder)]
+    paths = [Path(root, name) for root in roots]
+    listed = (it for it in paths if os.path.lexists(it) and not os.path.isdir(it))
+    return next(filter(os.path.isfile, paths), None) or next(listed, None)
 
 
 def _some(names: list[str]) -> str:
@@ -151,8 +164,11 @@ def source_of(name: str, role: str) -> Source:
 
 
 def _inspected(path: Path, role: str) -> Source:
+    state, index = state_of(path), str(path / PIPELINE_INDEX)
+    whole = any(name == index for name, *_ in state)  # whose parts lie in folders of their own
+    states = (role, state, state_of(path / role)) if whole else (None, state)
     try:
-        found = _read(path, *_state(path, role))[role]
+        found = _read(path, *states)[role]
     except CheckpointError as error:
         found = str(error)
     if isinstance(found, str):
@@ -162,40 +178,20 @@ def _inspected(path: Path, role: str) -> Source:
 
 @remembered
 @functools.lru_cache(maxsize=1024)
-def _read(path: Path, role: str | None, *state: Hashable) -> Mapping[str, Source | str]:
+def _read(path: Path, role: str | None, *states: State) -> Mapping[str, Source | str]:
     try:
         return open_parts(path) if role is None else {role: open_source(path, role)}
+    except OSError as error:
+        reason = f"This file cannot be read ({error.strerror}): check the disk."
+        raise CheckpointError(reason, path) from error
     except CheckpointError as error:
         if isinstance(error.__cause__, OSError):  # of the disk: the next time it may be well
             raise
         return dict.fromkeys(PLACES, str(error))
 
 
-def _state(path: Path, role: str) -> tuple[Hashable, ...]:
-    """Returns the role where the files that are read differ by role, else None; then what changes
-    when one of them is replaced, added or removed.
-    """
-    try:
-        status = path.stat()
-    except (OSError, ValueError):  # reading says what is wrong
-        return (None,)
-    if not stat.S_ISDIR(status.st_mode):
-        beside = _state(path.with_name("config.json"), role) if path.stem in STEMS else ()
-        return None, status.st_mtime_ns, status.st_size, beside
-    found = []
-    for folder in (path, path / role):
-        with suppress(OSError), os.scandir(folder) as entries:
-            for entry in entries:
-                if entry.name.endswith((".safetensors", ".json")):
-                    with suppress(OSError):  # a link to nothing
-                        status = entry.stat()
-                        found.append((entry.path, status.st_mtime_ns, status.st_size))
-    whole = any(entry[0] == str(path / PIPELINE_INDEX) for entry in found)
-    return role if whole else None, *sorted(found)
-
-
-# {(model, role): the choices of its last check, and the companion that was found}
-_companions: dict[tuple[Path, str], tuple[list[str], Path]] = remembered({})
+# {(files of a model, role): the choices of its last check, and the companion that was found}
+_companions: dict[tuple[State, str], tuple[list[str], Path]] = remembered({})
 
 
 def find_companion(model: Source, role: str, *, look: bool = True) -> Source:
@@ -218,7 +214,7 @@ def find_companion(model: Source, role: str, *, look: bool = True) -> Source:
     except CheckpointError:
         if whole != model.path:  # a diffusers folder says what is wrong with it
             raise
-    key, files = (model.path, role), _files(role)
+    key, files = (model.state, role), _files(role)
     if not look and key in _companions and _companions[key][0] == files:
         return _inspected(_companions[key][1], role)
     fitting = [
@@ -258,9 +254,10 @@ def _sources(role: str) -> Iterator[tuple[Path, Source]]:
     fitting, others = _ranked(role)
     folders = _folders(role)
     for name in (*fitting, *others):
-        with suppress(CheckpointError, SettingError):  # another model's file, or removed just now
-            path = folders[name] if name in folders else resolve(name, role)
-            yield path, _inspected(path, role)
+        path = folders.get(name) or path_of(name, FOLDERS[role])
+        with suppress(CheckpointError):  # another model's file, or not readable
+            if path is not None:
+                yield path, _inspected(path, role)
 
 
 def _files(role: str) -> list[str]:
@@ -286,7 +283,7 @@ def _folders(role: str) -> dict[str, Path]:
             place = _snapshot(path)
             # os.path says no where a folder may not be read, or a link goes round in circles.
             index = os.path.isfile(place / PIPELINE_INDEX)
-            if index or any(place.glob("*.safetensors.index*.json")):
+            if index or any(INDEX_NAME.search(entry.name) for entry in entries_of(place)):
                 found.setdefault(path.relative_to(root).as_posix(), place)
     return {f"{name}/": found[name] for name in sorted(found)}
 
@@ -300,12 +297,7 @@ def _snapshot(folder: Path) -> Path:
 
 
 def _subfolders(root: Path, depth: int) -> Iterator[Path]:
-    try:
-        with os.scandir(root) as entries:
-            folders = [Path(entry.path) for entry in entries if _is_folder(entry)]
-    except OSError:  # a configured folder that does not exist
-        return
-    for folder in folders:
+    for folder in (Path(entry.path) for entry in entries_of(root) if _is_folder(entry)):
         yield folder
         # Parts of a diffusers folder are no choices of their own.
         if depth > 1 and not os.path.isfile(folder / PIPELINE_INDEX):

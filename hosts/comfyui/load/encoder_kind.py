@@ -22,7 +22,13 @@ from ....caches import cached
 from ....errors import CheckpointError, UnavailableError
 from ....families.comfyui import require
 from ....families.registry import family_with, load, text_encoder_titled
-from ....loaders.source import TEMPLATE_PREFIX, Source, check_prefix, holds_tokenizer
+from ....loaders.source import (
+    TEMPLATE_PREFIX,
+    Source,
+    check_prefix,
+    holds_tokenizer,
+    tokenizer_folders,
+)
 
 START = "<|im_start|>"
 USER = "user\n"
@@ -57,8 +63,7 @@ def find_tokenizer(source: Source, vocabulary: int, fixed_prefix: bool) -> Folde
         CheckpointError: there is none or it is broken, it has more tokens than the embedding has
             rows, or it cuts the chat template into another number of tokens than Qwen-Image's.
     """
-    weights = source.files[0].parent
-    folders = (weights.parent / "tokenizer", weights.parent / "processor", weights)
+    folders = tokenizer_folders(source.files[0])
     folder = next((folder for folder in folders if holds_tokenizer(folder)), None)
     if folder is None:
         raise CheckpointError(

@@ -13,8 +13,8 @@ from typing import Any
 
 import comfy.memory_management
 import comfy.model_management
+import comfy.quant_ops
 import torch
-from comfy.quant_ops import QUANT_ALGOS
 
 from ....errors import UnavailableError
 from ....families.comfyui import require
@@ -246,7 +246,7 @@ def _knows_packed(source: Source) -> bool:
     names = {quantization.settings[layer]["format"] for layer in packed}
     if not GGUF_IN_W4A8.isdisjoint(quantization.formats):
         names.add(PACKED_NAMES[4])
-    return bool(names) and names <= QUANT_ALGOS.keys()
+    return bool(names) and names <= comfy.quant_ops.QUANT_ALGOS.keys()
 
 
 def _why_packed(decision: LoadDecision, needed: int) -> str:

@@ -17,7 +17,6 @@ import comfy.sd
 import comfy.utils
 import folder_paths
 import torch
-from comfy.model_patcher import ModelPatcher
 
 from ....errors import CheckpointError
 from ....families.registry import text_encoder_titled
@@ -109,7 +108,7 @@ class PlacedClip(comfy.sd.CLIP):
         finally:
             self._leave_card()
 
-    def load_model(self, *args: Any, **kwargs: Any) -> ModelPatcher:
+    def load_model(self, *args: Any, **kwargs: Any) -> comfy.model_patcher.ModelPatcher:
         patcher = super().load_model(*args, **kwargs)
         if run := running(self.patcher):
             run.begin()

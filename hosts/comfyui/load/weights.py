@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from ....loaders.gguf_blocks import BlockRows, map_gguf
 from ....loaders.quantization import GGUF, PACKED, W4A8_GROUP, W4A8_ROTATION
 from ....loaders.quantize import IN_BF16, RoundedLayer, not_finite, quantize_layers
-from ....loaders.source import Source, check_unchanged, fingerprint
+from ....loaders.source import Source, check_unchanged
 from ....loaders.stored import PackedLayer, StoredLayer, canonical_tensors
 from ....loaders.writer import SUFFIX
 from ....optimizations.reference import decode_weight
@@ -31,7 +31,12 @@ from .plan import LoadPlan
 
 
 def map_tensors(source: Source) -> dict[str, torch.Tensor | BlockRows]:
-    """Returns {name without the part's prefix: tensor on the CPU}; file pages are read on use."""
+    """Returns {name without the part's prefix: tensor on the CPU}; file pages are read on use.
+
+    Raises:
+        CheckpointError: a file was replaced since its header was read.
+    """
+    check_unchanged(source)
     tensors: dict[str, torch.Tensor | BlockRows] = {}
     prefix = source.part.prefix
     for header in source.shards.headers:
@@ -141,14 +146,14 @@ def _in_w4a8(
     source: Source, layers: Sequence[str], stored: Mapping[str, BlockRows], device: torch.device
 ) -> dict[str, torch.Tensor]:
     comfy.model_management.free_memory(STAGING_BYTES, device)
-    progress, files = comfy.utils.ProgressBar(len(layers)), fingerprint(source.files)
+    progress = comfy.utils.ProgressBar(len(layers))
     tensors: dict[str, torch.Tensor] = {}
     for layer in layers:
         entry = stored[layer]
         codes, groups, scale, _, codebook = comfy_kitchen.quantize_w4a8_int8_weight(
             entry.expand(entry.values.to(device)), W4A8_GROUP, W4A8_ROTATION
         )
-        check_unchanged(source, files)
+        check_unchanged(source)
         if not scale.isfinite().all():
             raise not_finite(source.path, f"{layer}.weight")
         parts = (it.cpu() for it in (codes, groups, codebook))
@@ -169,12 +174,12 @@ def quantize_shown(
 ) -> dict[str, torch.Tensor]:
     """The tensors of rounded layers, with room made on the card and a progress bar in the page."""
     comfy.model_management.free_memory(STAGING_BYTES, device)
-    progress, files = comfy.utils.ProgressBar(len(layers)), fingerprint(source.files)
+    progress = comfy.utils.ProgressBar(len(layers))
     tensors: dict[str, torch.Tensor] = {}
 
     def take(rounded: RoundedLayer) -> None:
         nonlocal tensors
-        check_unchanged(source, files)
+        check_unchanged(source)
         layer, values, scale, form, _ = rounded
         if precision == IN_BF16:
             tensors[f"{layer}.weight"] = values

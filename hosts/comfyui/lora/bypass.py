@@ -28,11 +28,11 @@ from weakref import WeakKeyDictionary
 
 import comfy.ops
 import comfy.utils
+import comfy.weight_adapter
 import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 from comfy.quant_ops import QuantizedTensor
-from comfy.weight_adapter import LoHaAdapter, LoKrAdapter, LoRAAdapter, WeightAdapterBase
 
 from ....caches import remembered
 from ....errors import UnavailableError
@@ -86,19 +86,19 @@ class Kronecker(torch.nn.Module):
 
 
 def bypass_change(
-    adapter: WeightAdapterBase, strength: float, dtype: torch.dtype
+    adapter: comfy.weight_adapter.WeightAdapterBase, strength: float, dtype: torch.dtype
 ) -> Matrices | Kronecker | None:
     """The adapter in `dtype`; None for a kind that must be merged (LoHa, DoRA, and everything that
     is made for a convolution).
     """
     weights = adapter.weights
-    if isinstance(adapter, LoRAAdapter):
+    if isinstance(adapter, comfy.weight_adapter.LoRAAdapter):
         up, down, alpha, *others = weights
         if any(other is not None for other in others):
             return None
         up = (up.flatten(1).float() * (strength * scale_of(alpha, len(down)))).to(dtype)
         return Matrices(up, down.flatten(1).to(dtype))
-    if isinstance(adapter, LoKrAdapter):
+    if isinstance(adapter, comfy.weight_adapter.LoKrAdapter):
         outer, inner, alpha, outer_a, outer_b, inner_a, inner_b, *others = weights
         if any(other is not None for other in others):
             return None
@@ -113,13 +113,13 @@ def bypass_change(
     return None
 
 
-def _is_sum(adapter: WeightAdapterBase) -> bool:
+def _is_sum(adapter: comfy.weight_adapter.WeightAdapterBase) -> bool:
     """Whether an adapter's change is the same for every weight: without `dora_scale`, and of no
     other shape than the weight.
     """
-    if isinstance(adapter, LoRAAdapter):
+    if isinstance(adapter, comfy.weight_adapter.LoRAAdapter):
         return adapter.weights[4] is None and adapter.weights[5] is None
-    if isinstance(adapter, (LoHaAdapter, LoKrAdapter)):
+    if isinstance(adapter, (comfy.weight_adapter.LoHaAdapter, comfy.weight_adapter.LoKrAdapter)):
         return adapter.weights[-1] is None
     return False
 
@@ -271,7 +271,7 @@ def _computed(
 
 
 def _is_adapter(patch: tuple[Any, ...]) -> bool:
-    return isinstance(patch[1], WeightAdapterBase)
+    return isinstance(patch[1], comfy.weight_adapter.WeightAdapterBase)
 
 
 def _adds(patch: tuple[Any, ...]) -> bool:
@@ -279,7 +279,7 @@ def _adds(patch: tuple[Any, ...]) -> bool:
     _, change, of_model, offset, function = patch
     if of_model != 1.0 or function is not None or (offset is not None and offset[0]):
         return False
-    if isinstance(change, WeightAdapterBase):
+    if isinstance(change, comfy.weight_adapter.WeightAdapterBase):
         return _is_sum(change)
     return isinstance(change, tuple) and (len(change) == 1 or change[0] == "diff")
 

@@ -19,6 +19,7 @@ from ....planning.cards import BUNDLED, DEFAULT_CARD
 from ....planning.rates import rates_of
 from ....planning.request import Loras, Parts, RunRequest
 from ....planning.times import forward_seconds
+from ....verdict import read_or
 from ..contract import transformer_of
 from .bypass import bypass_change, scale_of
 
@@ -108,7 +109,9 @@ def step_cost(model: ModelPatcher, patches: Mapping[Any, Any]) -> str:
     if not all(isinstance(it, LoRAAdapter) for it in adapters):
         return "each step longer"
     kind = kind_of(model.model)
-    shape = kind.shape(transformer_of(model))
+    shape = read_or(None, kind.shape, transformer_of(model))
+    if shape is None:
+        return "each step longer"
     size = sum(matrix.numel() for it in adapters for matrix in it.weights[:2])
     rank = math.ceil(size / sum(map(sum, shape.quantizable_layers().values())))
     family = kind.family.members[0].name

@@ -15,11 +15,14 @@ from typing import Any
 
 import comfy.ldm.modules.attention
 import torch
-from comfy.ldm.modules.attention import optimized_attention_masked
 
 from ....families.registry import attention_names
 from ....optimizations.attention import MOST_ERROR, ChosenAttention
 
+# As ComfyUI's blocks have it, whoever replaces it later; `contract` says where it is gone.
+optimized_attention_masked = getattr(
+    comfy.ldm.modules.attention, "optimized_attention_masked", None
+)
 SLOT = "optimized_attention_override"
 # As in the names of ComfyUI's functions, `attention_pytorch`. Its others quantize or leave out.
 EXACT = frozenset({"basic", "flash", "pytorch", "split", "sub_quad", "xformers"})

@@ -16,7 +16,6 @@ from typing import Any
 
 import comfy.cli_args
 import comfy.model_base
-import comfy.model_prefetch
 import comfy.ops
 import torch
 
@@ -30,7 +29,7 @@ from ....optimizations.modulation import Entry
 from ....optimizations.reference import Rotary, Tokens
 from ....patches import call
 from ....verdict import Verdict
-from ..contract import BLOCK_ARGUMENTS, unknown_attention_arguments
+from ..contract import BLOCK_ARGUMENTS, unknown_attention_arguments, unsupported_host
 from ..lora.bypass import bypass_models
 from .attention import (
     SLOT,
@@ -91,7 +90,7 @@ _pauses = threading.local()
 @contextmanager
 def unrecorded(capturing: bool = False) -> Iterator[None]:
     """Keeps the compiler, where there is one, from recording what is allocated meanwhile."""
-    pause = getattr(comfy.model_prefetch, "pause_malloc_graph", None)
+    pause = getattr(_prefetch(), "pause_malloc_graph", None)
     if pause is None:
         yield
         return
@@ -106,19 +105,25 @@ def unrecorded(capturing: bool = False) -> Iterator[None]:
             pause().__enter__()
 
 
+def _prefetch() -> Any:
+    # Only for cleaning up: where ComfyUI has it no more, there is nothing to clean up.
+    return getattr(comfy, "model_prefetch", None)
+
+
 def clean_up(blocks: Collection[torch.nn.Module]) -> None:
     """Ends what a loop over these blocks that raised has left open: what the compiler records in
     this thread, and the pages of weights that ComfyUI has pinned for a block.
     """
-    prefetch = comfy.model_prefetch
+    prefetch = _prefetch()
     if hasattr(prefetch, "cleanup_malloc_graph"):
         prefetch.cleanup_malloc_graph()
+    release = getattr(prefetch, "cleanup_prefetched_modules", None)
     # Not cleanup_prefetch_queues, which takes the queues of cards at work in other threads too.
-    for queue in prefetch.PREFETCH_QUEUES:
+    for queue in getattr(prefetch, "PREFETCH_QUEUES", ()) if release else ():
         states = [entry[1] for entry in queue if isinstance(entry, tuple)]
         if any(module in blocks for module, _ in states):
             for module, layers in states:
-                prefetch.cleanup_prefetched_modules(module, layers or ())
+                release(module, layers or ())
             call("queues", queue.clear)
 
 
@@ -227,6 +232,8 @@ class ComfyPass(DoubleStream):
             slot.again()
 
     def fallback(self) -> Verdict | None:
+        if fault := unsupported_host(("blocks",)):
+            return Verdict(fault.fact, final=True)
         if is_compiled(self._options):
             return COMPILED
         if new := unknown_attention_arguments():

@@ -18,7 +18,7 @@ from ....families.comfyui import kind_of
 from ....families.registry import blocks_of
 from ....loaders.source import MICRO_ADVICE, MICRO_SIDE, MICRO_TRANSFORMER
 from ....spec.vae import PIXELS_PER_LATENT
-from ....verdict import Verdict
+from ....verdict import Verdict, read_or
 from ..record import MeasuredPhase, forget, harmless, phase
 from .forward import is_skipped
 from .modulation import MODULATION_KEY, by_name
@@ -188,7 +188,7 @@ def cfg_of(guider: Any) -> float | None:
 def size_advice(model: Any, latent: Sequence[int]) -> str:
     """Advises on a size that the model was not trained at; empty for all but micro."""
     transformer, kind = model.diffusion_model, kind_of(model)
-    form = kind and (len(blocks_of(transformer)), kind.takes(transformer)[0])
+    form = kind and (len(blocks_of(transformer)), read_or((None,), kind.takes, transformer)[0])
     sides = {PIXELS_PER_LATENT * side for side in latent[-2:]}
     return MICRO_ADVICE if form == MICRO_TRANSFORMER and sides != {MICRO_SIDE} else ""
 

@@ -17,10 +17,10 @@ from comfy.patcher_extension import WrappersMP
 from ....errors import SettingError
 from ....families.comfyui import kind_of, kind_of_transformer
 from ....optimizations.nag import Guidance
-from ....verdict import Verdict
+from ....verdict import Verdict, read_or
 from ..contract import unsupported_model
 from .measure import record_runs
-from .run import NAG_KEY
+from .run import NAG_KEY, UNREAD
 
 logger = logging.getLogger(__name__)
 
@@ -91,11 +91,11 @@ class AttentionGuidance:
         """OUTER_SAMPLE wrapper: one run."""
         guider = executor.class_obj
         self._guided = self._passes = 0
-        self._aside = _refusal(guider, self._conditioning)
+        self._aside = read_or(UNREAD, _refusal, guider, self._conditioning)
         self._cfg = getattr(guider, "cfg", None)
         self._positive = {
             prompt.get("uuid"): name == "positive"
-            for name, prompts in guider.conds.items()
+            for name, prompts in ({} if self._aside else guider.conds).items()
             for prompt in prompts
         }
         self._negative = None if self._aside else _negative(guider, self._conditioning)
@@ -218,8 +218,8 @@ def _text_of(negative: Sequence[Any]) -> torch.Tensor:
 
 def _negative(guider: Any, negative: Sequence[Any]) -> NegativePrompt:
     model, (text, more) = guider.model_patcher.model, negative[0]
-    width, _ = kind_of(model).takes(model.diffusion_model)
-    if text.shape[-1] != width:
+    width, _ = read_or((None, None), kind_of(model).takes, model.diffusion_model)
+    if width and text.shape[-1] != width:
         raise SettingError(
             f"NAG's negative prompt is {text.shape[-1]} wide and the MODEL takes text {width} "
             "wide: use the model's own text encoder."

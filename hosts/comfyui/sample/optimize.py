@@ -1,5 +1,5 @@
 """Makes a ComfyUI MODEL of Qwen-Image fast, with fused blocks, modulation tables and a chosen
-attention, and guides it as diffusers does.
+attention.
 
 Everything hangs on a clone of the patcher, in ComfyUI's own hooks: a wrapper around each forward
 pass, one around each sampling run, and the attention slot. Without them ComfyUI's own code runs,
@@ -8,14 +8,11 @@ bit for bit.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP, WrappersMP
-from torch.nn import functional as F
 
 from ....errors import SettingError
 from ....families.comfyui import kind_of
@@ -23,6 +20,7 @@ from ....families.registry import blocks_of, spec_of
 from ....optimizations.attention import MOST_ERROR, is_lossy
 from ....optimizations.blocks.block_form import heads_of, query_layer
 from ....patches import ABSENT, swap
+from ....verdict import read_or
 from ..contract import unsupported_model
 from ..lora.bypass import compute_loras
 from .attention import SLOT, SlotAttention
@@ -30,11 +28,8 @@ from .layers import compile_ahead
 from .measure import record_runs
 from .run import OPTIMIZATION_KEY, PARTS_KEY, ComfyOptimization, check_parts
 
-logger = logging.getLogger(__name__)
-
 # ComfyUI's own attention, and with it whatever another node has put into the slot.
 HOST_ATTENTION = "comfyui"
-PATCH = 2
 
 
 @dataclass(frozen=True)
@@ -84,7 +79,9 @@ def optimize(model: ModelPatcher, settings: OptimizeSettings | None = None) -> M
     others = options.get(SLOT)
     attention = None
     if settings.attention != HOST_ATTENTION and not (others and settings.attention == "auto"):
-        form = model.load_device, model.model.get_dtype_inference(), *_heads(model.model)
+        shape = kind_of(model.model).family.members[0].transformer
+        heads = read_or((shape.heads, shape.head_dim), _heads, model.model)
+        form = model.load_device, model.model.get_dtype_inference(), *heads
         lossy = is_lossy(settings.attention, *form)
         attention = SlotAttention(settings.attention, lossy, others, settings.attention_error)
         swap("attention", options, SLOT, attention)
@@ -110,11 +107,8 @@ def optimize(model: ModelPatcher, settings: OptimizeSettings | None = None) -> M
 
 
 def _heads(model: Any) -> tuple[int, int]:
-    # Their number and their width; the published ones where another pack has put in other blocks.
-    block = next(filter(spec_of, blocks_of(model.diffusion_model)), None)
-    if block is None:
-        shape = kind_of(model).family.members[0].transformer
-        return shape.heads, shape.head_dim
+    # Their number and their width, where another pack has not put in other blocks.
+    block = next(filter(spec_of, blocks_of(model.diffusion_model)))
     heads = heads_of(block)
     return heads, query_layer(block).in_features // heads
 
@@ -137,50 +131,3 @@ def report_of(model: ModelPatcher) -> str:
     """Lines that say which path every part took in the runs so far."""
     optimization = model.get_attachment(OPTIMIZATION_KEY)
     return str(unsupported_model(model) or "") if optimization is None else optimization.report()
-
-
-# Guidance as diffusers computes it for Qwen-Image.
-#
-# After `uncond + scale * (cond - uncond)`, diffusers gives every token of the result the norm that
-# it has in `cond` (`QwenImagePipeline.__call__`). A token is a patch of 2 x 2 latent pixels with
-# all their channels. ComfyUI's CFGNorm takes the norms of single pixels, which leaves a difference
-# of 2 % in the final latent of the micro model at scale 4.
-
-
-def token_norms(latent: torch.Tensor) -> torch.Tensor:
-    """Returns the norm of each pixel's token: [B, C, ..., H, W] gives [B, 1, ..., H, W].
-
-    Sides may be odd: ComfyUI pads them to whole tokens, and what it pads counts nothing here.
-    """
-    height, width = latent.shape[-2:]
-    squares = latent.float().square().sum(dim=1, keepdim=True)
-    padded = F.pad(squares, (0, width % PATCH, 0, height % PATCH))
-    rows, columns = padded.shape[-2:]
-    tokens = padded.unflatten(-2, (rows // PATCH, PATCH)).unflatten(-1, (columns // PATCH, PATCH))
-    sums = tokens.sum(dim=(-3, -1), keepdim=True).expand_as(tokens)
-    return sums.flatten(-2).flatten(-3, -2)[..., :height, :width].sqrt()
-
-
-def rescale_by_token(model: ModelPatcher) -> ModelPatcher:
-    """Returns a clone whose guided predictions have the token norms of the positive one.
-
-    It takes the one place that ComfyUI has for a guidance function, as CFGNorm does. A MODEL that
-    diffusers guides without norms, Qwen-Image-2.1, stays as it is.
-    """
-    kind = kind_of(model.model)
-    if kind and not kind.family.norm_guided:
-        logger.warning(
-            "CFG Norm Qwen-Image: no effect on %s, which diffusers guides without it.",
-            kind.family.title,
-        )
-        return model
-
-    def guide(arguments: dict[str, Any]) -> torch.Tensor:
-        cond, uncond = arguments["cond"], arguments["uncond"]
-        guided = uncond + arguments["cond_scale"] * (cond - uncond)
-        # A token that guidance made zero stays zero.
-        return guided * (token_norms(cond) / token_norms(guided).clamp_min(1e-12)).to(guided.dtype)
-
-    clone = model.clone()
-    clone.set_model_sampler_cfg_function(guide)
-    return clone

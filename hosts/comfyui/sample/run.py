@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
+import comfy.model_management
 import torch
-from comfy.model_management import cuda_device_context
 from comfy.quant_ops import QuantizedTensor
 from comfy.samplers import CFGGuider
 
@@ -27,7 +27,7 @@ from ....machine.links import link_between
 from ....optimizations.blocks.block_form import token_layers
 from ....optimizations.blocks.host import HostPass
 from ....optimizations.run import Later, NotFiniteError, Optimization, flags_for_a_run
-from ....verdict import first_line
+from ....verdict import Verdict, first_line, read_or
 from ..lora.bypass import bypassed
 from .attention import SLOT, FileAttention, SlotAttention
 from .forward import IDLE, is_compiled, is_skipped
@@ -44,6 +44,7 @@ CARDS_KEY = "qwen_l40s_cards"
 NAG_KEY = "qwen_l40s_nag"
 VERIFIED = {"cuda"}  # kinds of cards whose links are
 OTHER_NODES = "another node's, set after Optimize Qwen-Image"
+UNREAD = Verdict("the run's prompts have a form that is unknown here")
 MASKED = (
     "attention: the text's rows have a mask, which some nodes' attention drops (Patch Sage "
     "Attention KJ): if the picture misses the prompt, remove that node"
@@ -159,9 +160,9 @@ class ComfyOptimization(Optimization):
             own = patches.swap("options", options, SLOT, patches.ABSENT)
         weights = None if self._brought is None else self._weights
         idle = options.get(IDLE, {}).get(model, ()) if self._blocks else ()
-        passes = kind_of(model).passes
-        self._masked = others and passes.masked
-        host = passes(model, self.attention, x, options, given.get("control"), weights, idle)
+        control = given.get("control")
+        host = kind_of(model).passes(model, self.attention, x, options, control, weights, idle)
+        self._masked = others and host.masked
         try:
             with ExitStack() as stack:
                 for each in (host, *host.peers) if host.peers else ():
@@ -189,7 +190,8 @@ class ComfyOptimization(Optimization):
             return
         self._brought.add(host.owner)
         # Without room for them they wait in host memory, and the pass runs on one card.
-        with cuda_device_context(host.device), suppress(torch.OutOfMemoryError):
+        context = comfy.model_management.cuda_device_context(host.device)
+        with context, suppress(torch.OutOfMemoryError):
             host.layers.bring(host.blocks, torch.empty(0, dtype=host.dtype, device=host.device))
 
 
@@ -229,16 +231,19 @@ def check_parts(executor: Any, noise: torch.Tensor, *args: Any, **kwargs: Any) -
     guider = executor.class_obj
     patcher = guider.model_patcher
     unsafe_copies(patcher, again=True)
-    transformer = patcher.model.diffusion_model
     if kind_of(patcher.model):  # else another node's
-        _check_parts(patcher.model, guider, noise)
-        if any(patcher.hook_patches.values()) and _is_quantized(transformer):
-            raise SettingError(
-                "A LoRA hook on a prompt changes the weights, which ComfyUI cannot do with "
-                "quantized ones: load the MODEL with precision bf16, or put the LoRA on all "
-                "prompts with Load Qwen-Image LoRA."
-            )
+        read_or(None, _check_parts, patcher.model, guider, noise)
+        read_or(None, _check_hooks, patcher)
     return executor(noise, *args, **kwargs)
+
+
+def _check_hooks(patcher: Any) -> None:
+    if any(patcher.hook_patches.values()) and _is_quantized(patcher.model.diffusion_model):
+        raise SettingError(
+            "A LoRA hook on a prompt changes the weights, which ComfyUI cannot do with quantized "
+            "ones: load the MODEL with precision bf16, or put the LoRA on all prompts with Load "
+            "Qwen-Image LoRA."
+        )
 
 
 def unsafe_copies(patcher: Any, again: bool = False) -> list[str]:

@@ -22,10 +22,10 @@ from comfy.patcher_extension import WrappersMP
 from ....optimizations.step_cache import CachedRun, CacheFigures
 from ....patches import patched
 from ....step_cache import CacheSettings
-from ....verdict import Verdict
+from ....verdict import Verdict, read_or
 from .forward import COMPUTED_STEPS
 from .measure import record_runs
-from .run import STEP_CACHE_KEY
+from .run import STEP_CACHE_KEY, UNREAD
 
 logger = logging.getLogger(__name__)
 
@@ -122,12 +122,11 @@ class SamplerStepCache:
     def _new_run(self, guider: Any, sigmas: torch.Tensor, mask: torch.Tensor | None) -> CachedRun:
         schedule = sigmas.tolist()
         followed = None if mask is None else (mask >= 1).float()
-        refusal = _refusal(guider)
+        refusal, kept = read_or((UNREAD, set()), _limits, guider, sigmas)
         if followed is not None and not followed.any():
             refusal = refusal or ALL_KEPT
-        kept = _kept(guider, sigmas)
         run = CachedRun(self.settings, schedule, kept=kept, refusal=refusal, followed=followed)
-        if any(map(_overlap, guider.conds.values())):
+        if read_or(True, lambda: any(map(_overlap, guider.conds.values()))):
             run.figures.not_estimated = COMBINED
         return run
 
@@ -158,6 +157,10 @@ def _reads_more(
 ) -> bool:
     own = guider.model_options
     return any(model_options.get(name) != own.get(name) for name in AROUND_GUIDANCE)
+
+
+def _limits(guider: Any, sigmas: torch.Tensor) -> tuple[Verdict | None, set[int]]:
+    return _refusal(guider), _kept(guider, sigmas)
 
 
 def _refusal(guider: Any) -> Verdict | None:
