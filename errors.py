@@ -40,9 +40,10 @@ class QwenL40SError(Exception):
     """
 
     def __init__(self, sentence: object, path: Path | None = None) -> None:
-        where = f" ({path})."
-        known = path is None or str(sentence).endswith(where)
-        super().__init__(sentence if known else f"{str(sentence).removesuffix('.')}{where}")
+        self.path = getattr(sentence, "path", None)
+        where = "" if path is None or self.path else f" ({path})."
+        self.path = self.path or path
+        super().__init__(f"{str(sentence).removesuffix('.')}{where}" if where else sentence)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles what `__init__` has made, whatever arguments that of a subclass takes."""

@@ -191,6 +191,10 @@ class TransformerOptimization(Optimization):
         self._leave()
         super().start_run()
 
+    def be_traced(self) -> None:
+        """Says that torch.compile traces the host's own code, which runs from then on."""
+        self._passed_by = True
+
     def _leave(self) -> None:
         """Frees graphs and buffers: nothing says whether weights stay until the next run."""
         self.end_run()
@@ -254,10 +258,9 @@ class Forward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Neither the choices nor the launches can be traced.
-        compiled = torch.compiler.is_compiling()
-        if compiled and isinstance(self.instead, TransformerOptimization):
-            self.instead._passed_by = True
-        if compiled or self.instead is None:
+        if self.instead is None or torch.compiler.is_compiling():
+            if isinstance(self.instead, TransformerOptimization):
+                self.instead.be_traced()
             return self._own(*args, **kwargs)
         return self.instead(self._own, args, kwargs)
 

@@ -520,6 +520,10 @@ ELSEWHERE = {
         *("a product beside a layer", "fused"),
         "test_optimize.py::test_a_merged_lora_and_one_beside",
     ),
+    "Extract and Save LoRA, Save Checkpoint": (
+        *("files that are loaded here", "as of other files"),
+        "test_loader.py::test_what_comfyui_s_own_nodes_save_is_read_again",
+    ),
     "patches of attention (attn1_patch)": (
         *("what attention reads", "ComfyUI's: attn1_patch"),
         "test_optimize.py::test_a_patch_of_attention_leaves_the_blocks_to_comfyui",
@@ -532,9 +536,36 @@ ELSEWHERE = {
         *("as of MultiGPU, DisTorch2", "fused"),
         "test_optimize.py::test_a_partly_loaded_model",
     ),
-    "a change in mid-run": (
-        *("modules, classes, functions", "ComfyUI's: what has changed, for the blocks it is in"),
+    "a change to a part of a block": (
+        *(
+            "a hook, method, attribute, class or module, before or in a run",
+            "ComfyUI's: that block",
+        ),
+        "test_changed_by_others.py::test_a_part_of_a_block_that_is_changed_in_a_run",
+    ),
+    "a change to a function of ComfyUI or torch": (
+        *("all blocks, from that step on", "ComfyUI's: the function"),
         "test_other_packs.py::test_a_late_change_of_a_block_is_heeded",
+    ),
+    "add_weight_wrapper, runtime LoRAs": (
+        *("modulation weights, by the sigma", "fused, the modulation computed in each step"),
+        "test_changed_by_others.py::test_weights_that_follow_the_sigma",
+    ),
+    "weights written in place": (
+        *("modulation weights, between two prompts", "fused, the modulation computed anew"),
+        "test_changed_by_others.py::test_weights_of_the_modulation_that_are_changed_between_two_prompts",
+    ),
+    "seamless tiling (circular padding)": (
+        *("layers of the VAE", "fused; the VAE is ComfyUI's"),
+        "test_changed_by_others.py::test_a_vae_that_another_pack_has_changed",
+    ),
+    "Train LoRA": (
+        *("records gradients", "ComfyUI's: gradients are recorded"),
+        "test_changed_by_others.py::test_training",
+    ),
+    "Save Model, ModelMerge with a LoRA": (
+        *("reads the patches of a MODEL", "fused; a LoRA in bypass is one of the patches"),
+        "test_changed_by_others.py::test_a_lora_is_among_the_patches",
     ),
     "wrappers around parts (PEFT)": (
         *("any part of the transformer outside of the blocks", "fused; ComfyUI's: a wrapped block"),

@@ -359,7 +359,7 @@ def test_nothing_is_left_of_work_that_was_stopped(tmp_path, error):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_nothing_is_left_where_a_terminal_or_container_ends(tmp_path, monkeypatch, number):
-    def end(source, files):
+    def end(source):
         assert list(tmp_path.glob(".*.part"))
         os.kill(os.getpid(), number)
 

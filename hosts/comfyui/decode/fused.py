@@ -94,13 +94,13 @@ def encoder_stages(model: vae.WanVAE, layers: OwnLayers) -> Stages:
 _blueprints: WeakKeyDictionary[torch.nn.Module, Blueprint] = remembered(WeakKeyDictionary())
 
 
-def changed(vae: comfy.sd.VAE) -> str | None:
+def changed(whole: comfy.sd.VAE) -> str | None:
     """Says what another extension has changed in a VAE, in one clause; None for nothing.
 
     The VAE is compared with one that ComfyUI makes of the same sizes: its layers, their classes,
     methods and hooks, and every attribute that their code reads.
     """
-    model, patcher = vae.first_stage_model, vae.patcher
+    model, patcher = whole.first_stage_model, whole.patcher
     if patcher.object_patches or patcher.injections or patcher.weight_wrapper_patches:
         return "another extension has patched it"
     if model not in _blueprints:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-from comfy.model_patcher import LowVramPatch, ModelPatcher
+from comfy.model_patcher import ModelPatcher
 
 from ....families.comfyui import kind_of
 from ....families.registry import blocks_of, modulation_of
@@ -104,7 +104,7 @@ class _Layers:
         for layer in self._linears:
             own = layer.__dict__.get("_linear", layer).__dict__
             functions = *own.get("weight_function", ()), *own.get("bias_function", ())
-            if not all(isinstance(function, LowVramPatch) for function in functions):
+            if not all(getattr(it, "is_lowvram_patch", False) for it in functions):
                 return True
         wrapped = patcher.weight_wrapper_patches
         return any(f".{name}.1." in key for key in wrapped for name in self._names)
