@@ -170,6 +170,7 @@ def no_models_left():
 
     comfy.model_management.unload_all_models()
     gc.collect()
+    assert not comfy.model_management.current_loaded_models, "a model outlives its patchers"
 
 
 @pytest.fixture
