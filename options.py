@@ -78,9 +78,9 @@ OPTIONS = (
     Option(
         "precision",
         AUTO,
-        "Precision of the transformer. auto: bf16 if it fits on the card, else int8. bf16: "
-        "38 GiB of weights. int8, fp8: 25 GiB. modulation off card keeps 12.7 GiB of them in host "
-        "memory. int8 is closer to bf16; fp8 needs an Ada card or newer.",
+        "Precision of the transformer. auto: int8 where its products run, else bf16. bf16: most "
+        "accurate, 38 GiB of weights. int8, fp8: 25 GiB, 12.7 GiB of them modulation. int8 is "
+        "more accurate than fp8; fp8 needs an Ada GPU or newer.",
         choices=PRECISIONS,
         wired="With a MODEL connected, auto takes the MODEL's.",
     ),
@@ -88,8 +88,8 @@ OPTIONS = (
         Option(
             side,
             0,
-            "In pixels, a multiple of 16. Time grows faster than the area. 0: the family's, "
-            f"{TEXT_TO_IMAGE.side}, or {find_member('qwen-image-2.1').side} of 2.1.",
+            "In pixels, a multiple of 16. Time grows faster than the area. 0: the template's, "
+            f"{TEXT_TO_IMAGE.default_side}; of 2.1 {find_member('qwen-image-2.1').default_side}.",
             most=MOST_PIXELS,
             step=16,
             wired="A connected LATENT replaces it.",
@@ -155,8 +155,8 @@ OPTIONS = (
     Option(
         "text_encoder_precision",
         AUTO,
-        "Precision of the text encoder's weights. auto: bf16. bf16: 14.4 GiB. fp8, int8: 8.4 GiB. "
-        "w4a8: 5.7 GiB, a file of that form in ComfyUI's Load CLIP.",
+        "Precision of the text encoder's file. auto: the one with the shortest time for a new "
+        "prompt. bf16: 14.4 GiB. fp8, int8: 8.4 GiB. w4a8: 5.7 GiB, in ComfyUI's Load CLIP.",
         choices=TEXT_ENCODER_PRECISIONS,
         wired="With a CLIP connected, auto takes the CLIP's.",
         rare=True,

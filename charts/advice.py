@@ -74,10 +74,6 @@ def summary_lines(advice: Advice) -> list[str]:
     ]
     if found.tight:
         lines += [verdict(found), safer_text(found)]
-    exact = next((each for each in advice.fitting if _precision(each) == "bf16"), best)
-    if exact is not best:
-        bf16 = f"{_named(exact, load)}, ${dollars(exact.usd_for(load))}"
-        lines.append(f"Cheapest in bf16, as the model was trained: {bf16}.")
     following = [f"{_named(each, load)} ${dollars(each.usd_for(load))}" for each in others[:2]]
     if following and not found.tight:
         lines.append(f"Next cheapest: {', '.join(following)}.")

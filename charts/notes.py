@@ -28,17 +28,15 @@ WORK_OF_PHASE = {
     "sampling": "sampling",
     "decode": "decoding",
 }
-# Measured after 60 blocks at 1024x1024 on random weights, relative to bf16: 0.0064 for int8, 0.0100
-# for fp8. In one block int8 is off by 0.018 and fp8 by 0.054; with channels 30 times as large as
-# others by 0.024 and 0.048, 100 times by 0.066 and 0.049
-# (bench/results/fidelity-planted-h200.json). On an L40S one anonymous post, model unnamed, has int8
-# 2.06 and fp8 1.27 times as fast as bf16; on an RTX 4090 stock int8 took 182 ms, compiled fp8 243.
-INT8_BEFORE_FP8 = (
-    "int8 is as small as fp8 and closer to bf16, because a rotation spreads the outliers of "
-    "weights and activations (`qwen-l40s audit` measures yours), and the faster one in the few "
-    "public figures of Ada"
+# Of int8 with rotation, which `auto` takes, relative to bf16: the latent on an H200, the images as
+# others published them of an RTX 3090. In one block int8 is off by 0.018 and fp8 by 0.054; with
+# channels 30 times as large by 0.024 and 0.048 (bench/results/fidelity-planted-h200.json).
+INT8_DIFFERENCE = (
+    "int8 with rotation changes the latent by 0.0058 after 6 steps on random weights (two bf16 "
+    "implementations: 0.0042), and images of 2.1 by MS-SSIM 0.995, 38.8 dB (measured by others)"
 )
-FP8_AFTER_INT8 = "fp8: as small as int8, and closer to bf16 only where outliers are extreme"
+# Of each precision, where people see it.
+SHOWN = {"bf16": "bf16 (most accurate)"}
 # Below this a card runs the model only with nearly all of it moved in each step.
 SMALL_CARD_BYTES = 6 * GIB
 
@@ -209,22 +207,44 @@ def reasons(option: PlanOption) -> dict[str, str]:
 
 
 def weight_only(name: str, card: CardFacts | None) -> str:
-    """Says what quantized weights gain on a card that does not multiply them; empty elsewhere.
+    """Says what quantized weights gain where their products do not run; empty elsewhere.
 
     Args:
-        card: None for the CPU.
+        card: None where there is no NVIDIA card.
     """
     if name not in QUANTIZED:
         return ""
     if card is None:
-        return f"the CPU computes in full precision from the {name} weights"
-    if card.multiplies(name):
+        return f"without an NVIDIA GPU the {name} weights are computed in full precision"
+    if card.runs(name):
         return ""
     return (
-        f"{sm(card.capability)} has no {name} tensor cores (they need "
-        f"{sm(FORMATS[name].oldest)}), so the {name} weights are computed in {card.computes_in} "
-        "and save memory, not time"
+        f"{_refusal(name, card)}, so the {name} weights are computed in {card.computes_in} and "
+        "save memory, not time"
     )
+
+
+def _refusal(name: str, card: CardFacts) -> str:
+    if card.multiplies(name):
+        return card.no_int8
+    return (
+        f"{sm(card.capability)} has no {name} tensor cores (they need {sm(FORMATS[name].oldest)})"
+    )
+
+
+def automatic(name: str, card: CardFacts | None, stored: str | None) -> str:
+    """Says why `auto` makes a precision of weights that are not quantized; as `auto_precision`."""
+    if card is None:
+        return f"auto: {_conversion(stored, name)}, and there is no NVIDIA GPU"
+    if name != "bf16":
+        made = f", and {_conversion(stored, name)}" if stored else ""
+        return f"auto: {name} products run on {card.name}{made}; {INT8_DIFFERENCE}"
+    return f"auto: {_trained(stored)}; {_refusal('int8', card)}"
+
+
+def _trained(stored: str | None) -> str:
+    rounded = f", {_conversion(stored, 'bf16')}" if stored not in (None, "bf16") else ""
+    return f"{SHOWN['bf16']} is what the model was trained in{rounded}"
 
 
 def requested_precision(name: str, stored: str | None, as_stored: bool) -> str:
@@ -267,36 +287,9 @@ def _precision_reason(option: PlanOption) -> str:
         return requested_precision(name, stored, asked.as_stored)
     if stored in QUANTIZED:
         return kept_precision(stored)
-    is_first = name == first.setting.precision
-    auto = "auto: " * is_first
-    rounded = f" ({_conversion(stored, 'bf16')})" if stored not in (None, "bf16") else ""
-    trained = f"bf16{rounded} is what the model was trained in"
-    bf16 = option.faithful
-    if not first.resident:
-        return _where_nothing_stays(name, first.setting.precision, trained)
-    if name == "bf16":
-        fits = ", and it fits" if option.resident else ", and does not fit the card"
-        return f"{auto}{trained}{fits}"
-    if name == "fp8":
-        return FP8_AFTER_INT8
-    if bf16.resident:
-        return f"int8: less memory and time than bf16; {INT8_BEFORE_FP8}"
-    return (
-        f"{auto or f'{name}: '}bf16 with {format_gib(bf16.weights_bytes)} of weights does not fit "
-        f"the card; {INT8_BEFORE_FP8}"
-    )
-
-
-def _where_nothing_stays(name: str, first: str, trained: str) -> str:
-    auto = "auto: no precision fits the card, and "
-    if name == "bf16":
-        return f"{auto}{trained}" if name == first else trained
-    if name == first:
-        closer = f"; {INT8_BEFORE_FP8}" if name == "int8" else ""
-        return f"{auto}{name} moves the least{closer}"
-    if name == "fp8" and first == "int8":
-        return FP8_AFTER_INT8
-    return f"{name}: does not fit the card either"
+    if name == first.setting.precision:
+        return automatic(name, option.card, stored)
+    return _trained(stored) if name == "bf16" else f"{name}: less memory than bf16"
 
 
 def _packed_reason(option: PlanOption) -> str:
@@ -311,9 +304,11 @@ def _packed_reason(option: PlanOption) -> str:
 
 def _modulation_reason(option: PlanOption) -> str:
     sizes = transformer_bytes(option.request, option.setting)
+    if not sizes.modulation:
+        return ""
     words = f"modulation: {format_gib(sizes.modulation)} stays "
     off = option.setting.off_card
-    words += "in host memory" if off else "on the card"
+    words += "in system RAM" if off else "on the card"
     if option.asked.request.modulation != AUTO:
         return f"{words}, as requested"
     # Of a plan the first option alone says why.
@@ -326,7 +321,8 @@ def _modulation_reason(option: PlanOption) -> str:
     names = " and ".join(f"{format_gib(size)} of {name}" for name, size in parts.items())
     phase = together.short_phase
     need = together.needs[phase]
-    fit = "fit" if need <= together.usable_bytes else "do not fit"
+    fit = "fill" if off else "fit"
+    fit = fit if need <= together.usable_bytes else "do not fit"
     return (
         f"{words}, {'because' if off else 'where'} {names} {fit} the {option.card.name} together "
         f"({format_gib(need)} while {WORK_OF_PHASE[phase]})"

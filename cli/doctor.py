@@ -13,7 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
+from ..charts.notes import automatic
 from ..errors import PROJECT, CheckpointError, SettingError
 from ..files import print_text
 from ..loaders.gguf import GGUF_SUFFIX, SPLIT
@@ -30,6 +32,7 @@ from ..machine.card import (
     tensor_cores,
 )
 from ..machine.settings import NAME, read_settings, settings_file
+from ..planning.plan import auto_precision
 from ..spec.formats import format_gib
 
 # {part: the kinds of folders that ComfyUI's nodes look for it in}
@@ -112,6 +115,7 @@ def diagnose(models: Path | None = None, comfyui: Path | None = None) -> Diagnos
         software.check_triton(cards),
         *_attention_checks(cards, torch_check),
         software.check_kitchen(torch),
+        _check_auto(torch, cards),
         software.check_isal(),
         comfyui_check,
         *software.check_folder(),
@@ -150,6 +154,18 @@ def _card_checks(cards: InstalledCards) -> tuple[Capability, ...]:
         Capability(f"card {index}", state, replace(cards.why, fact=f"{card}{warned}"))
         for index, card in enumerate(cards.usable)
     )
+
+
+def _check_auto(torch: ModuleType | None, cards: InstalledCards) -> Capability:
+    """Says what `auto` makes of weights in full precision."""
+    if torch is None or not cards.usable:
+        return State.LIMITED.of("precision auto", automatic("bf16", None, "bf16"))
+    from ..optimizations.linear import why_not_int8
+
+    card = cards.usable[0].facts(why_not_int8(torch.device("cuda", 0)))
+    name = auto_precision(card)
+    state = State.LIMITED if name == "bf16" else State.USABLE
+    return state.of("precision auto", automatic(name, card, None))
 
 
 def _link_checks(cards: InstalledCards) -> Iterable[Capability]:

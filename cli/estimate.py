@@ -224,13 +224,14 @@ def _card_of_this_machine() -> tuple[CardFacts | None, str]:
         return None, "torch, which finds this machine's card, is not installed"
     from ..machine.card import read_cards
     from ..machine.packages import check_torch
-    from ..spec.formats import CardFacts
 
-    cards = read_cards(check_torch()[1])
+    torch = check_torch()[1]
+    cards = read_cards(torch)
     if not cards.usable:
         return None, f"no card here can be used ({cards.why.fact})"
-    first = cards.usable[0]
-    return CardFacts(first.name, first.memory_bytes, first.sm, first.limit_watts), ""
+    from ..optimizations.linear import why_not_int8
+
+    return cards.usable[0].facts(why_not_int8(torch.device("cuda", 0))), ""
 
 
 def _usable_bytes(gib: float | None, card: Card) -> int:
@@ -259,8 +260,8 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--size",
         metavar="WxH",
-        help=f"pixels; default: the family's, {TEXT_TO_IMAGE.side}x{TEXT_TO_IMAGE.side}, of "
-        f"{newest.name} {newest.side}x{newest.side}",
+        help=f"pixels; default: the template's, {TEXT_TO_IMAGE.default_side} square, of "
+        f"{newest.name} {newest.default_side}",
     )
     for option in OPTIONS:
         if option.flag is not None:

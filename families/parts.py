@@ -13,6 +13,7 @@ from .protocol import (
     LICENCE_21,
     QWEN_IMAGE,
     QWEN_IMAGE_21,
+    File,
     Identity,
     Tensors,
     TextEncoder,
@@ -166,6 +167,10 @@ QWEN25_VL = TextEncoder(
     vision_head=80,
     template=64,
     published=SIZES_OF_QWEN25_VL,
+    files={
+        "bf16": File("qwen_2.5_vl_7b", 15.44),
+        "fp8": File("qwen_2.5_vl_7b_fp8_scaled", 8.74),
+    },
 )
 QWEN3_VL = TextEncoder(
     name="Qwen3-VL 8B",
@@ -184,6 +189,11 @@ QWEN3_VL = TextEncoder(
     vision_hidden=1152,
     vision_head=72,
     template=20,
+    files={
+        "bf16": File("qwen3vl_8b_bf16", 16.33),
+        "int8": File("qwen3vl_8b_int8_convrot", 8.71),
+        "w4a8": File("qwen3vl_8b_w4a8", 5.88),
+    },
 )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from ..spec.formats import BYTES_PER_SCALE
+from ..spec.formats import BYTES_PER_SCALE, GIB
 from ..spec.transformer import PIXELS_PER_TOKEN_SIDE, USUAL_SIDE, BlockSpec, TransformerShape
 from ..spec.vae import VaeShape
 from .schedules import Schedule
@@ -148,6 +148,33 @@ class Fits(NamedTuple):
     cannot_run: tuple[str, ...] = ()
 
 
+class File(NamedTuple):
+    """Names a published safetensors file, with its size in GiB."""
+
+    name: str
+    gib: float
+
+    @property
+    def bytes(self) -> int:
+        return round(self.gib * GIB)
+
+
+Files = Mapping[str, File]
+
+
+class Template(NamedTuple):
+    """Names a workflow of this package.
+
+    Attributes:
+        lora: That it adds.
+        transformer: That it loads in any precision; None for the member's own.
+    """
+
+    name: str
+    lora: File | None = None
+    transformer: File | None = None
+
+
 @dataclass(frozen=True)
 class TextEncoder:
     """Describes a text encoder: a Qwen-VL, without lm_head, which encoding never reads.
@@ -164,6 +191,7 @@ class TextEncoder:
         vision, vision_hidden, vision_head: Parameters of the vision tower, its width, and that of
             a head.
         template: Tokens of the system prompt, which are cut off what comes out.
+        files: {precision: the file that Comfy-Org publishes}, the most accurate first.
     """
 
     name: str
@@ -184,6 +212,7 @@ class TextEncoder:
     template: int
     head_dim: int = 128
     published: Mapping[tuple[int, int], str] = field(default_factory=dict, hash=False)
+    files: Files = field(default_factory=dict, hash=False)
 
     @property
     def query(self) -> int:
@@ -271,6 +300,10 @@ class Member:
         licence: Of the weights.
         side: Of a square that it is trained to paint, in pixels.
         size_step: What both sides are multiples of, in pixels.
+        template_side: Of the square that its template generates, where it is not `side`.
+        templates: {steps: the workflow for them}; 0 stands for all other steps.
+        files: {precision: the transformer that Comfy-Org publishes}.
+        vae_file: The same of its VAE.
     """
 
     family: Family
@@ -290,6 +323,14 @@ class Member:
     licence: str = APACHE
     side: int = USUAL_SIDE
     size_step: int = PIXELS_PER_TOKEN_SIDE
+    template_side: int = 0
+    templates: Mapping[int, Template] = field(default_factory=dict, hash=False)
+    files: Files = field(default_factory=dict, hash=False)
+    vae_file: File | None = None
+
+    @property
+    def default_side(self) -> int:
+        return self.template_side or self.side
 
     @property
     def text_encoder(self) -> TextEncoder:

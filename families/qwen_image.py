@@ -18,10 +18,12 @@ from .parts import QWEN25_VL, QWEN_IMAGE_VAE
 from .protocol import (
     Adapted,
     Family,
+    File,
     Fits,
     Identity,
     Member,
     StepTokens,
+    Template,
     Tensors,
     count_blocks,
     known,
@@ -237,8 +239,28 @@ class _QwenImage(Family):
 
 
 QWEN_IMAGE = _QwenImage()
-_PUBLISHED = {"family": QWEN_IMAGE, "transformer": FULL_SIZE, "vae": QWEN_IMAGE_VAE.shape}
-TEXT_TO_IMAGE = Member(name="qwen-image", **_PUBLISHED)
+LIGHTNING = "Qwen-Image-{}-Lightning-{}steps-V1.0-bf16"
+_PUBLISHED = {
+    "family": QWEN_IMAGE,
+    "transformer": FULL_SIZE,
+    "vae": QWEN_IMAGE_VAE.shape,
+    "vae_file": File("qwen_image_vae", 0.24),
+}
+TEXT_TO_IMAGE = Member(
+    name="qwen-image",
+    templates={
+        0: Template("text_to_image_int8"),
+        **{
+            steps: Template(f"lightning_{steps}_steps", File(LIGHTNING.format("2512", steps), 0.79))
+            for steps in (4, 8)
+        },
+    },
+    files={
+        "bf16": File("qwen_image_2512_bf16", 38.06),
+        "fp8": File("qwen_image_2512_fp8_e4m3fn", 19.03),
+    },
+    **_PUBLISHED,
+)
 EDIT = Member(
     name="qwen-image-edit",
     told_as="Qwen-Image-Edit",
@@ -263,6 +285,14 @@ EDIT_2511 = replace(
     marker=MARKER_2511,
     timestep_zero=True,
     alone=True,
+    templates={
+        0: Template("edit_2511"),
+        4: Template("edit_2511_lightning", File(LIGHTNING.format("Edit-2511", 4), 0.79)),
+    },
+    files={
+        "bf16": File("qwen_image_edit_2511_bf16", 38.06),
+        "int8": File("qwen_image_edit_2511_int8_convrot", 19.09),
+    },
 )
 LAYERED = Member(
     family=QWEN_IMAGE,
@@ -274,6 +304,9 @@ LAYERED = Member(
     side=640,
     transformer=LAYERED_SHAPE,
     vae=VaeShape(image_channels=4),
+    templates={0: Template("layered")},
+    files={"bf16": File("qwen_image_layered_bf16", 38.06)},
+    vae_file=File("qwen_image_layered_vae", 0.24),
 )
 MEMBERS = (
     TEXT_TO_IMAGE,

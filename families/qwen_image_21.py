@@ -18,10 +18,12 @@ from .protocol import (
     WHOLE_TENSORS,
     Adapted,
     Family,
+    File,
     Fits,
     Identity,
     Member,
     StepTokens,
+    Template,
     Tensors,
     count_blocks,
     known,
@@ -194,6 +196,7 @@ class _QwenImage21(Family):
 
 
 QWEN_IMAGE_21 = _QwenImage21()
+VIGGLE = "Qwen-Image-2.1-viggle-turbo-v0.3-6step-lora-r128"
 MEMBER = Member(
     family=QWEN_IMAGE_21,
     name="qwen-image-2.1",
@@ -209,6 +212,19 @@ MEMBER = Member(
     licence=LICENCE_21,
     side=2048,
     size_step=32,
+    template_side=1024,
+    templates={
+        0: Template("qwen_image_21"),
+        6: Template("qwen_image_21_viggle_6", File(VIGGLE, 0.6)),
+        8: Template(
+            "qwen_image_21_turbo", transformer=File("qwen_image_2.1_turbo_int8_convrot", 6.76)
+        ),
+    },
+    files={
+        "bf16": File("qwen_image_2.1_bf16", 13.26),
+        "int8": File("qwen_image_2.1_int8_convrot", 6.76),
+    },
+    vae_file=File("qwen_image_2.1_vae_bf16", 0.63),
 )
 
 OTHER_TARGETS = ("img_mlp.net", "img_mod", "txt_mlp", "txt_mod")  # of Qwen-Image 1.x

@@ -12,6 +12,7 @@ import torch
 
 from ..caches import cached
 from ..charts.notes import (
+    automatic,
     expanded_blocks,
     kept_precision,
     reasons,
@@ -51,7 +52,7 @@ class LoadDecision:
         off_card: whether the modulation waits in host memory.
         place_reason: why there; empty where there is nothing to say.
         why: both reasons in a few words.
-        option: of the plan that it follows; None on the CPU.
+        option: of the plan that it follows; None without an NVIDIA card.
     """
 
     precision: str
@@ -80,9 +81,8 @@ def choose_precision(
     if requested != "auto":
         return PrecisionChoice(requested, "requested")
     if device != "cpu":
-        return PrecisionChoice(
-            "bf16", f"auto on {device}: the precision that the model was trained in"
-        )
+        reason = f"auto on {device}: diffusers' layers run in bf16; int8 runs in the ComfyUI nodes"
+        return PrecisionChoice("bf16", reason)
     fp32_bytes = parameters * BYTES_PER_WEIGHT["fp32"]
     sizes = f"{format_gib(fp32_bytes)} in fp32, {format_gib(available_bytes)} available"
     if fp32_bytes <= available_bytes / 2:
@@ -120,7 +120,7 @@ def decide_load(
         requested: one of `LOADER_PRECISIONS`.
         modulation: one of `spec.transformer.PLACES`.
         stored: what the file holds, a key of `BYTES_PER_WEIGHT`.
-        card: where the transformer runs; None for the CPU.
+        card: where the transformer runs; None where there is no NVIDIA card.
         sizes: {precision: bytes} where shape and precision do not tell them.
         packed: as of `Parts`.
         gguf: whether `stored` is what the file's blocks become.
@@ -156,7 +156,7 @@ def decide_load(
     words = reasons(option)
     if gguf and option.setting.precision == stored:
         words["precision"] = expanded_blocks(stored)
-    place_reason = words.pop("modulation")
+    place_reason = words.pop("modulation", "")
     if not shape.modulation_layers():
         place_reason = ONE_MODULATION if modulation == OFF_CARD else ""
     words.pop("text encoder", None)  # its own loader says where it is
@@ -180,13 +180,13 @@ def _in_few_words(
     elif option is None or stored in QUANTIZED:
         words = f"auto: the file holds {stored}"
     elif option.setting.precision == "bf16":
-        words = "auto: the most exact" + (" that fits" if option.resident else "")
+        words = "auto: bf16, no int8 products"
     else:
-        words = "auto: bf16 does not fit"
+        words = "auto: int8, the fastest"
     if option is None:
-        return f"{words}; computed on the CPU"
+        return f"{words}; no NVIDIA GPU"
     if moved := option.moved_bytes:
-        return f"{words}; {format_gib(moved)} moves to {option.card.name} in every pass"
+        return f"{words}; {format_gib(moved)} streams to {option.card.name} in every pass"
     spare = max(0, option.headroom_bytes)
     side = option.request.width
     return f"{words}; {format_gib(spare)} to spare on {option.card.name} at {side}x{side}"
@@ -209,11 +209,7 @@ def _recommended(
 def _on_processor(requested: str, modulation: str, stored: str, gguf: bool) -> LoadDecision:
     name = stored if requested in ("auto", AS_STORED) else requested
     if requested == "auto":
-        why = (
-            kept_precision(stored)
-            if stored in QUANTIZED
-            else f"auto on the CPU: the file holds {stored}"
-        )
+        why = kept_precision(stored) if stored in QUANTIZED else automatic(name, None, stored)
     else:
         why = requested_precision(name, stored, requested == AS_STORED)
     if gguf and name == stored:

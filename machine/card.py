@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from ..caches import cached
-from ..spec.formats import FORMATS, GIB, MIB, OLDEST_BF16
+from ..spec.formats import FORMATS, GIB, MIB, OLDEST_BF16, CardFacts
 from ..verdict import Verdict, first_line
 
 logger = logging.getLogger(__name__)
@@ -65,6 +65,10 @@ class InstalledCard:
     uuid: str = ""  # the driver's, without "GPU-"; empty when torch is too old to tell
     ecc: bool | None = None  # whether error correction is on; None when unknown or absent
     limit_watts: int = 0  # the power limit that is set; 0 when unknown
+
+    def facts(self, no_int8: str = "") -> CardFacts:
+        """Gives what a plan needs to know of it."""
+        return CardFacts(self.name, self.memory_bytes, self.sm, self.limit_watts, no_int8)
 
     def __str__(self) -> str:
         ecc = {True: ", ECC on", False: ", ECC off", None: ""}[self.ecc]

@@ -62,6 +62,7 @@ class Card:
         changed: whether the user's own list has other figures, on which times depend, than the
             bundled list.
         limit_watts: the power limit that is set on this machine's card; 0 for its own.
+        no_int8: as of `CardFacts`.
     """
 
     name: str
@@ -78,9 +79,10 @@ class Card:
     source: str
     changed: bool = field(default=False, kw_only=True)
     limit_watts: int = field(default=0, kw_only=True)
+    no_int8: str = field(default="", kw_only=True)
 
     def facts(self) -> CardFacts:
-        return CardFacts(self.name, self.memory_bytes, self.capability)
+        return CardFacts(self.name, self.memory_bytes, self.capability, no_int8=self.no_int8)
 
     def price(self) -> Price | None:
         """Finds the lowest price on demand, starting prices among them, or None."""
@@ -207,7 +209,8 @@ def card_by_driver(facts: CardFacts, cards: Mapping[str, Card]) -> Card:
 
     if listed := _names_of(cards).get(_words_of(facts.name)):
         card = cards[min(listed, key=difference)]
-        return replace(card, memory_bytes=facts.total_bytes, limit_watts=facts.limit_watts)
+        here = {"limit_watts": facts.limit_watts, "no_int8": facts.no_int8}
+        return replace(card, memory_bytes=facts.total_bytes, **here)
     figures = "bandwidth", "l2_bytes", "pcie_bytes_per_second", "tdp_watts"
     return UnlistedCard(
         **dict.fromkeys(figures, 0),
@@ -219,6 +222,7 @@ def card_by_driver(facts: CardFacts, cards: Mapping[str, Card]) -> Card:
         dense_flops={},
         prices=(),
         source="the driver",
+        no_int8=facts.no_int8,
         nearest=_nearest_card(facts, cards).name,
     )
 

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from ..errors import SettingError
-from ..spec.formats import GIB, QUANTIZED
+from ..spec.formats import QUANTIZED
 from ..spec.transformer import ON_CARD
 from ..step_cache import OFF
 from .bytes import table_timesteps, text_encoder_bytes
@@ -31,7 +31,7 @@ from .files import (
     made_on_load,
 )
 from .phases import GRAPHS, Phase, Range
-from .plan import PlanOption, plan, plan_with_room
+from .plan import TIGHT_BYTES, PlanOption, plan, plan_with_room
 from .rates import Basis, Rates, attending, hiding, measured, rates_of
 from .request import (
     DROPPED,
@@ -54,10 +54,6 @@ from .vae_work import decode_seconds, encode_image_seconds
 
 # The answers: all stays on the card, weights move to it and off it, or it stops (DoesNotFitError).
 FITS, RUNS_SLOWLY, DOES_NOT_FIT = "fits", "runs slowly", "does not fit"
-
-# A run that fits with less than this to spare is tight where no peak was measured: a predicted peak
-# may be off by as much, and a desktop or another program may hold some of the card.
-TIGHT_BYTES = 3 * GIB // 2
 
 SECONDS_PER_HOUR = 3600
 

@@ -15,10 +15,9 @@ from .bytes import BF16, FP32, text_encoder_bytes, weight_bytes
 from .phases import Range, transformer_bytes, vae_bytes
 from .plan import PlanOption
 from .rates import Rates
-from .request import TEXT_ENCODER, TRANSFORMER, VAE, W4A8, RunRequest, Setting
+from .request import TEXT_ENCODER, TRANSFORMER, VAE, RunRequest, Setting
 
 CARD_MEMORY = "card memory"
-LM_HEAD_BYTES = 2 * 152_064 * 3584  # in the published text encoder; encoding never reads it
 # Software, predicted but for torch's environment: 7.8 GB with torch 2.11.0+cu130 on a machine that
 # was measured.
 CONTAINER = {
@@ -89,11 +88,12 @@ def disk(request: RunRequest, setting: Setting, *, quantized_file: bool = False)
     if quantized_file and made_on_load(request, setting):
         name = f"{request.family} transformer, {setting.precision}, written once"
         files, once = {name: transformer_bytes(request, setting).total}, files
-    # As published, with lm_head; quantized on load from it.
-    text = request.parts.text_encoder_bytes or text_encoder_bytes(request, "bf16") + LM_HEAD_BYTES
-    if setting.text_encoder == W4A8:
-        text = text_encoder_bytes(request, W4A8)
-    text, vae = known.get(TEXT_ENCODER, text), known.get(VAE, vae_bytes(request))
+    # As published in its precision, else quantized on load from bf16.
+    encoders = request.member.text_encoder.files
+    file = encoders.get(setting.text_encoder) or encoders.get("bf16")
+    text = file.bytes if file else text_encoder_bytes(request, "bf16")
+    text = known.get(TEXT_ENCODER, request.parts.text_encoder_bytes or text)
+    vae = known.get(VAE, vae_bytes(request))
     files = {**files, "text encoder": text, "VAE": vae}
     if request.controlnet_bytes:
         files["ControlNet"] = request.controlnet_bytes
@@ -199,7 +199,8 @@ def host_memory(request: RunRequest, setting: Setting, *, moved_bytes: int = 0) 
 def encoder_made_on_load(request: RunRequest, setting: Setting) -> bool:
     loaded = request.parts.text_encoder_bytes
     stored = dict(request.parts.file_bytes).get(TEXT_ENCODER, loaded)
-    ready = loaded is not None and loaded == stored
+    published = loaded is None and setting.text_encoder in request.member.text_encoder.files
+    ready = published or (loaded is not None and loaded == stored)
     return setting.text_encoder in QUANTIZED and not ready
 
 

@@ -27,7 +27,7 @@ from .bytes import (
     weight_bytes,
 )
 from .rates import constants
-from .request import DROPPED, ON_PROCESSOR, RunRequest, Setting
+from .request import DROPPED, ON_PROCESSOR, STREAMED, RunRequest, Setting
 from .vae import decode_plan
 from .vae_work import encode_peak_bytes
 
@@ -128,7 +128,7 @@ def within(phase: Phase, usable: int) -> Phase:
             note += f"; {format_gib(leaves)} of the {name} leaves the card to make room"
     moved = min(phase.weights, over)
     if moved:
-        note += f"; {format_gib(moved)} of its weights moves to the card as it computes"
+        note += f"; {format_gib(moved)} of its weights streams from system RAM"
     return replace(
         phase,
         weights=phase.weights - moved,
@@ -182,16 +182,16 @@ def phases(
     additions = {"ControlNet": request.controlnet_bytes, "LoRAs": lora_bytes(request, setting)}
     stays = _present({"VAE": vae, "modulation table": table, **additions, **others})
     sampled, text_stays = on_card, text if setting.text_encoder_place == ON_CARD else 0
-    usable = None
-    if card_bytes is not None and not setting.resident:
-        usable = card_bytes - KEPT_FREE_BYTES
+    usable = None if card_bytes is None else card_bytes - KEPT_FREE_BYTES
+    moves = usable is not None and not setting.resident
+    if moves:
         room = usable - activations - sum(overhead) - sum(stays.values())
         text_stays = min(text_stays, max(0, room - least_weights(request, on_card)))
         sampled = min(on_card, max(0, room - text_stays))
     stays |= _present({"text encoder": text_stays})
     found = {
         "load": _load(request, setting, sampled, stays, overhead),
-        "text": _text(request, setting, text, sampled, stays, overhead, others),
+        "text": _text(request, setting, text, sampled, stays, overhead, others, usable),
         "tables": _tables(request, setting, weights, sampled, stays, overhead),
         "sampling": Phase(
             "sampling",
@@ -203,11 +203,13 @@ def phases(
             note=_sampling_note(setting, weights, on_card - sampled),
         ),
     }
-    if usable is not None:
+    if moves:
         found = {name: within(phase, usable) for name, phase in found.items()}
+    elif usable is not None and setting.text_encoder_place == STREAMED:
+        found["text"] = within(found["text"], usable)
     loaded = {**stays, "transformer": sampled}
     found["decode"] = _decode(request, loaded, vae, card_bytes, overhead)
-    room = math.inf if card_bytes is None else card_bytes - KEPT_FREE_BYTES
+    room = math.inf if usable is None else usable
     graphs = graph_bytes(request, setting)
     # Graphs keep the buffers of the blocks, beside which the host's block runs for another prompt.
     kept = graphs and graphs + buffer_bytes(request, setting)
@@ -265,7 +267,7 @@ def _load(
     resident = {name: count for name, count in stays.items() if name != "modulation table"}
     note = "weights are copied to the card"
     if setting.off_card:
-        note += "; those of the modulation stay in host memory"
+        note += "; those of the modulation stay in system RAM"
     return Phase("load", weights, 0, 0, overhead.context, resident, note=note)
 
 
@@ -277,14 +279,16 @@ def _text(
     stays: dict[str, int],
     overhead: Overhead,
     others: dict[str, int],
+    usable: int | None,
 ) -> Phase:
+    place = setting.text_encoder_place
     resident = {name: count for name, count in stays.items() if name != "text encoder"}
     activations = encoding_bytes(request)
     notes = ["computed in fp32, one layer's weights cast at a time"]
-    if setting.text_encoder_place == ON_PROCESSOR:
+    if place == ON_PROCESSOR:
         encoder = activations = 0
         notes = ["on the CPU"]
-    if setting.text_encoder_place == DROPPED:
+    if place in (DROPPED, STREAMED):
         # The transformer's turn is over, or has not come yet.
         resident = {name: stays[name] for name in ("VAE", *others) if name in stays}
         notes.append("ComfyUI moves as much of the transformer off the card as it needs")
@@ -299,6 +303,8 @@ def _text(
             f"the VAE encodes each reference image at one megapixel, in {format_gib(encoded)}"
         )
     workspace = overhead.workspace if activations else 0
+    if place == STREAMED and usable is None:  # the least that it needs
+        encoder = min(encoder, BLOCKS_ON_CARD * -(-encoder // request.member.text_encoder.layers))
     return Phase(
         "text", encoder, activations, workspace, overhead.context, resident, note="; ".join(notes)
     )
@@ -377,7 +383,7 @@ def _decode(
 def _sampling_note(setting: Setting, weights: TransformerBytes, moved: int) -> str:
     notes = []
     if setting.off_card:
-        notes.append(f"{format_gib(weights.modulation)} of modulation weights stay in host memory")
+        notes.append(f"{format_gib(weights.modulation)} of modulation weights stay in system RAM")
     if moved:
         notes.append(f"{format_gib(moved)} of weights move to the card in every forward pass")
     return "; ".join(notes) or "all weights stay on the card"

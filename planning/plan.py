@@ -1,4 +1,4 @@
-"""The ways to run a request on a card: the most faithful that stays there, and the next ones."""
+"""The ways to run a request on a card: the recommended one, and the alternatives."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ..spec.formats import (
     BYTES_PER_WEIGHT,
     EIGHT_BIT,
     FORMATS,
+    GIB,
     INT8,
     QUANTIZED,
     CardFacts,
@@ -19,7 +20,7 @@ from ..spec.formats import (
     sm,
 )
 from ..spec.transformer import OFF_CARD, ON_CARD
-from .bytes import TransformerBytes
+from .bytes import TransformerBytes, weight_bytes
 from .phases import KEPT_FREE_BYTES, Phase, least_weights, phases, within
 from .rates import CUDNN_GENERATIONS
 from .request import (
@@ -27,17 +28,31 @@ from .request import (
     DROPPED,
     EXACT,
     FAST,
+    ON_PROCESSOR,
     PRECISIONS,
-    TEXT_PLACES,
+    STREAMED,
+    W4A8,
     RunRequest,
     Setting,
 )
 from .vae import decode_plan
 
-# The most faithful first; int8 before fp8 as `charts.notes.INT8_BEFORE_FP8` says.
-FIDELITY = ("bf16", "int8", "fp8")
-# Of an image that is as small as anybody paints.
+# A run that fits with less than this to spare is tight where no peak was measured: a predicted peak
+# may be off by as much, and a desktop or another program may hold some of the card.
+TIGHT_BYTES = 3 * GIB // 2
+# Of an image that is as small as anybody makes.
 LEAST_SIDE = 256
+WIDE = BYTES_PER_WEIGHT["bf16"]
+
+
+def auto_precision(card: CardFacts | None) -> str:
+    """Names what `auto` makes of weights in full precision: int8 with rotation on every NVIDIA card
+    on which its products run, else bf16.
+
+    Args:
+        card: None where there is no NVIDIA card.
+    """
+    return "int8" if card is not None and card.runs("int8") else "bf16"
 
 
 @dataclass(frozen=True)
@@ -50,8 +65,7 @@ class PlanOption:
         setting: What the plan settles. Where it is not resident, the host moves what does not stay.
         recommended: Whether it is the one of its plan to take.
         asked: What the plan is for, of which `request` and `setting` settle what is "auto".
-        first: The plan's first option, and
-        faithful: its most faithful one, whether they stay on the card or not.
+        first: The plan's first option.
     """
 
     card: CardFacts
@@ -60,7 +74,6 @@ class PlanOption:
     recommended: bool = False
     asked: Question | None = field(default=None, repr=False)
     first: PlanOption | None = field(default=None, repr=False, compare=False)
-    faithful: PlanOption | None = field(default=None, repr=False, compare=False)
 
     @property
     def resident(self) -> bool:
@@ -171,13 +184,12 @@ def plan(
 ) -> tuple[PlanOption, ...]:
     """Lists the ways to run a request on a card, what was asked for first.
 
-    What the request names is kept. Of the rest the most faithful precision is recommended that
-    stays on the card; a quantized file stays as it is, because dequantizing brings nothing back.
-    One in 4 or 6 bits becomes int8 where that stays.
-    Where not all parts fit, the modulation leaves the card first, then the text encoder. Next come
-    less faithful precisions, and last more faithful ones that the host would have to move in each
-    step. Where a named setting does not stay, it comes first with that said, and then what would
-    stay if nothing were named, of which the first is the recommended one.
+    What the request names is kept. Else `auto_precision` comes first, whether it stays on the card
+    or not; a quantized file stays as it is, because dequantizing brings nothing back. One in 4 or 6
+    bits becomes int8 where that stays.
+    The text encoder's file and place are those of the shortest new prompt. Where a named setting
+    does not stay, it comes first with that said, and then what would stay if nothing were named, of
+    which the first is the recommended one.
 
     Args:
         stored: what the transformer's file holds, a key of `BYTES_PER_WEIGHT`; None for any.
@@ -206,18 +218,9 @@ def plan(
     run = [option for option in found if option.least_bytes <= card.total_bytes]
     if not run:
         raise DoesNotFitError(_refusal(case, min(option.least_bytes for option in found)))
-    order = _order(run)
-    stay = [] if order[0].resident else _what_would_stay(case)
-    asked = [
-        replace(
-            option,
-            recommended=option is order[0] and not stay,
-            asked=case,
-            first=order[0],
-            faithful=found[0],
-        )
-        for option in order
-    ]
+    stay = [] if run[0].resident else _what_would_stay(case)
+    first = {"asked": case, "first": run[0]}
+    asked = [replace(it, recommended=not (index or stay), **first) for index, it in enumerate(run)]
     others = [replace(option, recommended=not index) for index, option in enumerate(stay)]
     return (*asked, *others)
 
@@ -237,50 +240,75 @@ class Question:
             return (self.stored if self.stored in QUANTIZED else "bf16",)
         if self.request.precision != AUTO:
             return (self.request.precision,)
-        # Where nothing multiplies it, fp8 saves as much memory as int8 and no time.
-        return [name for name in FIDELITY if name != "fp8" or self.card.multiplies(name)]
+        first = auto_precision(self.card)
+        both = first, "bf16" if first == "int8" else "int8"
+        return tuple(filter(self.card.multiplies, both))
 
     def option(self, precision: str, spare: int = 0) -> PlanOption:
         # The first places of the parts with which a precision stays and leaves so many bytes more
-        # than the host keeps free; else the last, moved.
+        # than the host keeps free; else one in which the host moves weights.
         request = sized(self.request, precision, self.stored, self.known_sizes)
-        text = "bf16" if request.text_encoder == AUTO else request.text_encoder
         others = {
-            "weight_only": not self.card.multiplies(precision),
+            "weight_only": not self.card.runs(precision),
             "attention": attention_form(request.attention, self.card),
         }
         packs = (False, True) if precision == "int8" and request.parts.packed else (False,)
-        for packed, (modulation, place) in itertools.product(packs, [*self._places()]):
-            setting = Setting(precision, modulation, text, place, packed=packed, **others)
-            option = PlanOption(self.card, request, setting)
-            if option.fits and option.headroom_bytes >= spare and not self._better_off(option):
+        found = []
+        for packed, way in itertools.product(packs, [*self._ways()]):
+            setting = Setting(precision, *way, packed=packed, **others)
+            found.append(option := PlanOption(self.card, request, setting))
+            # In 8 bits the encoder comes back in a second: it stays where the card is not tight.
+            stays = way[2] == ON_CARD != self.request.text_encoder_place
+            stays = stays and way[1] != encoder_precisions(request)[0]
+            room = max(spare, TIGHT_BYTES) if stays else spare
+            if option.fits and option.headroom_bytes >= room and not self._better_off(option):
                 return option
-        # The host moves weights: an encoder that fits the card alone takes its turn there.
-        if request.text_encoder_place == AUTO:
-            dropped = replace(option, setting=replace(setting, text_encoder_place=DROPPED))
-            if dropped._steps["text"].card_bytes <= dropped.usable_bytes:
-                option = dropped
+        # An encoder that fits the card alone takes its turn there.
+        last = found[-1].setting
+        turns = (
+            option
+            for option in found
+            if (option.setting.packed, option.setting.modulation) == (last.packed, last.modulation)
+            and option.setting.text_encoder_place != ON_CARD
+            and option._steps["text"].card_bytes <= option.usable_bytes
+        )
+        option = next(turns, found[-1])
         return replace(option, setting=replace(option.setting, resident=False))
 
     def _better_off(self, option: PlanOption) -> bool:
         # Whether the modulation would leave the card for each prompt, and come back.
-        if self.request.modulation != AUTO or option.setting.off_card:
+        if option.setting.modulation == self._modulations()[-1]:
             return False
         turns = option.setting.text_encoder_place == DROPPED
         return turns and option.needs["text"] + option.weights_bytes > option.usable_bytes
 
-    def _places(self) -> Iterator[tuple[str, str]]:
+    def _modulations(self) -> Sequence[str]:
+        if self.request.modulation != AUTO:
+            return (self.request.modulation,)
+        return (ON_CARD, OFF_CARD) if self.request.transformer.modulation_layers() else (ON_CARD,)
+
+    def _ways(self) -> Iterator[tuple[str, str, str]]:
+        # (modulation, text encoder, its place) by what a new prompt brings over the link: nothing,
+        # an encoder in 8 bits, or in 4 where 8 do not fit the card alone. A link of 4 GB/s takes
+        # less time than 16 cores compute. Of the same bytes the most accurate comes first.
         request = self.request
-        modulations = (ON_CARD, OFF_CARD) if request.modulation == AUTO else (request.modulation,)
-        texts = TEXT_PLACES if request.text_encoder_place == AUTO else (request.text_encoder_place,)
-        for text_place in texts:
+        modulations = self._modulations()
+        files = encoder_precisions(request)
+        stays = [name for name in files if name != W4A8] or files
+        turns = [name for name in files if name != "bf16"] or files
+        texts = {ON_CARD: stays, DROPPED: turns, STREAMED: turns[-1:], ON_PROCESSOR: files[:1]}
+        places = [ON_CARD, DROPPED, STREAMED]
+        if request.text_encoder_place != AUTO:
+            places = [request.text_encoder_place]
+        for place in places:
             # Where the encoder has to leave, the modulation has left before.
-            places = modulations if text_place == texts[0] else modulations[-1:]
-            yield from ((modulation, text_place) for modulation in places)
+            modulated = modulations if place == places[0] else modulations[-1:]
+            for text, modulation in itertools.product(texts[place], modulated):
+                yield modulation, text, place
 
 
 def plan_with_room(card: CardFacts, request: RunRequest, spare: int) -> PlanOption | None:
-    """Finds the most faithful setting that stays on the card and leaves so many bytes free.
+    """Finds the first setting of a plan that stays on the card and leaves so many bytes free.
 
     What the request names is kept if it can be; None where even free choice leaves less.
     """
@@ -308,6 +336,8 @@ def sized(
         known_sizes: {precision: sizes} that stand above these.
     """
     known = (known_sizes or {}).get(precision)
+    if known is None and stored is None:
+        known = published_bytes(request, precision)
     if known is not None:
         sizes = {"transformer_bytes": known.total, "modulation_bytes": known.modulation}
     elif precision != (stored or request.precision):
@@ -315,6 +345,28 @@ def sized(
     else:
         return request
     return replace(request, parts=replace(request.parts, **sizes))
+
+
+def encoder_precisions(request: RunRequest) -> tuple[str, ...]:
+    """Lists the text encoder's files that a request leaves to choose, the most accurate first."""
+    if request.text_encoder != AUTO:
+        return (request.text_encoder,)
+    files = request.member.text_encoder.files
+    return tuple(files) if files and request.parts.text_encoder_bytes is None else ("bf16",)
+
+
+def published_bytes(request: RunRequest, precision: str) -> TransformerBytes | None:
+    """Counts the published file in a quantized precision, whose modulation is quantized too; None
+    where none is published, or a file is at hand.
+    """
+    file, parts = request.member.files.get(precision), request.parts
+    at_hand = parts.transformer or parts.file_bytes or parts.transformer_bytes is not None
+    # Unscaled fp8 is converted as it is loaded.
+    if at_hand or file is None or precision != "int8":
+        return None
+    return TransformerBytes(
+        file.bytes, weight_bytes(request.transformer, "bf16").modulation // WIDE
+    )
 
 
 def check_tensor_cores(name: str, card: CardFacts, choices: tuple[str, ...]) -> None:
@@ -364,15 +416,6 @@ def check_stored(stored: str) -> None:
             f"the file stores its weights as {stored!r}: this package computes with "
             f"{', '.join(BYTES_PER_WEIGHT)}, so get the model in one of these."
         )
-
-
-def _order(options: Sequence[PlanOption]) -> list[PlanOption]:
-    # What stays, the most faithful first, then what would be more faithful and is moved; where
-    # nothing stays, what moves least first.
-    stay = [option for option in options if option.resident]
-    if stay:
-        return stay + list(options[: options.index(stay[0])])
-    return sorted(options, key=lambda option: option.moved_bytes)
 
 
 def _what_would_stay(case: Question) -> list[PlanOption]:

@@ -28,6 +28,8 @@ PRECISIONS = (AUTO, *MULTIPLIED)
 W4A8 = "w4a8"
 TEXT_ENCODER_PRECISIONS = (*PRECISIONS, W4A8)
 DROPPED, ON_PROCESSOR = "drop after encoding", "cpu"
+# What ComfyUI does with an encoder that is larger than the card; nobody has to ask for it.
+STREAMED = "stream"
 TEXT_ENCODER_PLACEMENTS = (AUTO, ON_CARD, ON_PROCESSOR, DROPPED)
 # "off" is CFG 1: one forward pass a step. Prompts of different lengths take two passes in ComfyUI;
 # "one pass" computes both at once, as ComfyUI does for prompts of one length.
@@ -124,9 +126,10 @@ class RunRequest:
         text_tokens: of the longest prompt, without what references add.
         nag_tokens: of the negative prompt of NAG, likewise; 0 without NAG.
         modulation: where a third of the transformer waits, one of `spec.transformer.PLACES`.
-        text_encoder: its precision, one of `TEXT_ENCODER_PRECISIONS`; "auto" is bf16.
-        text_encoder_place: one of `TEXT_ENCODER_PLACEMENTS`; "auto" leaves it on the card where
-            all fits.
+        text_encoder: the precision of its file, one of `TEXT_ENCODER_PRECISIONS`; "auto" chooses
+            among those that are published.
+        text_encoder_place: one of `TEXT_ENCODER_PLACEMENTS`; "auto" chooses for the shortest
+            encoding of a new prompt.
         loras: on the transformer.
         controlnet_bytes: of the weights of a ControlNet that runs in each step; 0 for none.
         others: models that stay on the card beside it.
@@ -166,8 +169,8 @@ class RunRequest:
     def __post_init__(self) -> None:
         family = find_member(self.family)
         cfg = "off" if family.cfg == 1 else "two passes"
-        own = {"width": family.side, "height": family.side, "steps": family.steps, "cfg": cfg}
-        own["layers"] = family.layers
+        own = dict.fromkeys(("width", "height"), family.default_side)
+        own |= {"steps": family.steps, "cfg": cfg, "layers": family.layers}
         for name, value in own.items():
             if getattr(self, name) in (None, AUTO):
                 object.__setattr__(self, name, value)
@@ -227,6 +230,11 @@ class RunRequest:
     @property
     def passes(self) -> int:
         return 2 if self.cfg == "two passes" else 1
+
+    @property
+    def prompts(self) -> int:
+        """Counts the prompts that are encoded, a negative one among them."""
+        return 1 if self.cfg == "off" else 2
 
     @property
     def computed_steps(self) -> int:
@@ -310,7 +318,7 @@ class RunRequest:
 
 # What a plan has settled: the precisions, and where each part waits.
 
-TEXT_PLACES = (ON_CARD, DROPPED, ON_PROCESSOR)
+TEXT_PLACES = (ON_CARD, DROPPED, STREAMED, ON_PROCESSOR)
 
 
 @dataclass(frozen=True)
@@ -323,8 +331,8 @@ class Setting:
         text_encoder: precision of the text encoder, one of `MULTIPLIED`, or `W4A8`.
         text_encoder_place: one of `TEXT_PLACES`.
         resident: False where the host has to move weights to the card and off it during a run.
-        weight_only: whether the card's tensor cores do not multiply the precision, so that weights
-            are expanded to bf16 one by one.
+        weight_only: whether products in the precision do not run, so that weights are expanded to
+            bf16 one by one.
         packed: whether weights stay in 4 or 6 bits, as `Parts.packed`, and are decoded one by one.
         attention: "exact", or a form of attention in 8 bits.
     """

@@ -114,16 +114,23 @@ class CardFacts:
         total_bytes: what CUDA shows, with ECC's share already gone: 45,373 MiB on an L40S.
         capability: compute capability, (8, 9) on an L40S.
         limit_watts: the power limit that the driver has set; 0 where nobody asked.
+        no_int8: why this machine's software does not run int8 products on it; empty where it does,
+            and for a card of another machine.
     """
 
     name: str
     total_bytes: int
     capability: tuple[int, int]
     limit_watts: int = 0
+    no_int8: str = ""
 
     def multiplies(self, precision: str) -> bool:
         """Tells whether its tensor cores multiply a precision."""
         return precision not in FORMATS or self.capability >= FORMATS[precision].oldest
+
+    def runs(self, precision: str) -> bool:
+        """Tells whether products in a precision run: by the tensor cores and by the software."""
+        return self.multiplies(precision) and not (precision == "int8" and self.no_int8)
 
     @property
     def computes_in(self) -> str:

@@ -295,7 +295,7 @@ def test_a_card_that_is_not_listed_is_answered_without_times():
     assert found["step_ms"] is found["image_seconds"] is found["usd_per_image"] is None
     (note,) = (note for note in found["notes"] if facts.name in note)
     assert " L40S " in note and "bench --calibrate" in note
-    assert found["plan"][0]["precision"] == "bf16" and "bf16" in report
+    assert found["plan"][0]["precision"] == "int8" and "int8" in report
 
 
 def test_this_card_can_be_another_device():
@@ -349,7 +349,8 @@ def test_what_is_left_out_is_the_familys_own():
     for family, side, steps, cfg in (
         ("auto", 1328, 50, "two passes"),
         ("qwen-image-edit-2511", 1328, 40, "two passes"),
-        ("qwen-image-2.1", 2048, 40, "off"),
+        ("qwen-image-2.1", 1024, 40, "off"),
+        ("qwen-image-layered", 640, 50, "two passes"),
     ):
         found = run(card="H200", family=family)[3]["settings"]
         named = ("width", "height", "steps", "cfg")
@@ -450,7 +451,7 @@ def test_advice_ranks_the_cards_and_draws_them():
 
 def test_own_prices_stand_over_the_list():
     report = shown(advice(prices="H200 = 0.01\nL40S = 40"))
-    assert ": 1 H200 in bf16, $" in report.splitlines()[0], report
+    assert ": 1 H200 in int8, $" in report.splitlines()[0], report
     assert "\nH200: $0.010 an hour (your own);" in report
     assert "\nL40S: $40.00 an hour (your own);" in report
     validate = QwenL40SAdviseGPU.validate_inputs

@@ -195,7 +195,7 @@ def test_a_plain_file_takes_host_memory_for_no_more_than_its_copy():
                 mock.patch.object(load_plan.comfy.memory_management, "aimdo_enabled", dynamic),
                 mock.patch.object(load_plan, "check_host_memory") as check,
             ):
-                plan = load_plan.plan_load(open_source(MODELS / file, "transformer"), "auto")
+                plan = load_plan.plan_load(open_source(MODELS / file, "transformer"), "bf16")
             assert plan.precision == "bf16"
             assert check.call_args.args[0] == needed, (dtype, dynamic)
 

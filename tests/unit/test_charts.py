@@ -309,10 +309,10 @@ def test_the_text_says_first_whether_it_fits():
     )
     peak, usable, left = map(float, spare.groups())
     assert usable - peak == pytest.approx(left)
-    assert lines[1].startswith("L40S: qwen-image, bf16, 1328x1328")
+    assert lines[1].startswith("L40S: qwen-image, int8, 1328x1328")
     assert re.fullmatch(r"Time: \d+ to \d+ s an image, \d.+ a step \(predicted\)\.", lines[2])
     assert lines[3].startswith("Cost: $0.00") and lines[3].endswith("an image, at $0.72 an hour.")
-    assert lines[4].startswith("Set: Load Qwen-Image Model: precision bf16, modulation off card;")
+    assert lines[4].startswith("Set: Load Qwen-Image Model: precision int8, modulation on card;")
     assert lines[5].startswith("Safer: ") and lines[6] == ""
     assert "Note: a note" in lines
     assert max(map(len, lines[6:])) <= figures.LINE

@@ -137,7 +137,7 @@ def test_times_add_up():
         assert found.first_image_seconds[end] == pytest.approx(first)
         assert found.step_seconds[end] == pytest.approx(parts["sampling"][end] / 20)
         rates = rates_of(L40S)[1 - end]
-        step = 2 * forward_seconds(found.request, "bf16", rates)
+        step = 2 * forward_seconds(found.request, "int8", rates)
         assert found.step_seconds[end] == pytest.approx(step)
 
 
@@ -278,7 +278,7 @@ def test_eight_bits_say_what_the_measured_card_reached():
 
 def test_loading_takes_what_is_done():
     def load(known=L40S, **more):
-        return estimate(replace(USUAL, **more), known)
+        return estimate(replace(USUAL, **{"text_encoder": "bf16", **more}), known)
 
     bf16, int8 = load(precision="bf16"), load(precision="int8")
     cpu = load(precision="int8", text_encoder_place="cpu")
@@ -357,7 +357,8 @@ def test_weights_that_are_moved_cost_time():
 
 def test_a_text_encoder_that_leaves_comes_back_for_each_prompt():
     stays = estimate(USUAL, L40S)
-    leaves = estimate(replace(USUAL, text_encoder_place="drop after encoding"), L40S)
+    bf16 = replace(USUAL, text_encoder="bf16")
+    leaves = estimate(replace(bf16, text_encoder_place="drop after encoding"), L40S)
     here = replace(USUAL, text_encoder_place="cpu")
     more = leaves.phases["text"].seconds.low - stays.phases["text"].seconds.low
     assert more >= 14 * GIB / L40S.pcie_bytes_per_second
@@ -483,16 +484,13 @@ def test_a_calibration_measures_no_memory():
     assert found.basis.kind == "measured" and found.tight
 
 
-def test_the_safer_setting_stays_on_the_card_with_room_and_is_nearest_to_bf16():
+def test_the_safer_setting_stays_on_the_card_with_room():
     safer = estimate(USUAL, NEAR_L40S).safer
-    assert (safer.setting.precision, safer.setting.text_encoder_place) == (
-        "bf16",
-        "drop after encoding",
-    )
+    assert (safer.setting.precision, safer.setting.modulation) == ("int8", "off card")
     assert safer.resident and safer.headroom_bytes >= TIGHT_BYTES
-    named = estimate(replace(USUAL, text_encoder_place="on card"), NEAR_L40S).safer
-    assert (named.setting.precision, named.setting.text_encoder_place) == ("int8", "on card")
-    assert named.headroom_bytes >= TIGHT_BYTES
+    bf16 = estimate(replace(USUAL, precision="bf16"), NEAR_L40S).safer
+    assert (bf16.setting.precision, bf16.setting.text_encoder) == ("bf16", "fp8")
+    assert bf16.headroom_bytes >= TIGHT_BYTES
     assert estimate(USUAL, card("H100 SXM")).safer is None
 
 

@@ -3,6 +3,7 @@ test is not on.
 """
 
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -28,6 +29,7 @@ RTX_4090 = CardFacts("RTX 4090", 24564 * MIB, (8, 9))
 RTX_5090 = CardFacts("RTX 5090", 32607 * MIB, (12, 0))
 RTX_3060 = CardFacts("RTX 3060", 12288 * MIB, (8, 6))
 T4 = CardFacts("Tesla T4", 15360 * MIB, (7, 5))
+NO_TRITON = replace(RTX_4090, no_int8="triton is not installed")
 CARDS = (L40S, A100, A100_40, RTX_4090, RTX_5090, RTX_3060, T4)
 
 # The least faithful first; auto gives bf16 and int8 alone where the file is not quantized.
@@ -49,39 +51,25 @@ def on_card(found):
 @pytest.mark.parametrize(
     ("requested", "card", "stored", "name", "reasons"),
     [
-        (
-            *("auto", L40S, "bf16", "bf16"),
-            ["auto: bf16 is what the model was trained in, and it fits; 25.4 GiB"],
+        *(
+            ("auto", card, "bf16", "int8", [f"auto: int8 products run on {card.name}", "0.0058"])
+            for card in (L40S, A100, A100_40, RTX_4090, RTX_5090, RTX_3060)
         ),
-        ("auto", L40S, "fp32", "bf16", ["the file's fp32 is rounded to bf16"]),
-        (
-            *("auto", A100, "bf16", "bf16"),
-            [
-                "38.1 GiB of weights stay on NVIDIA A100",
-                "the peak is 54.3 of 79.6 GiB, while decoding",
-            ],
-        ),
-        ("auto", A100_40, "bf16", "bf16", ["25.4 GiB of weights stay on NVIDIA A100"]),
-        (
-            *("auto", RTX_4090, "bf16", "int8"),
-            [
-                "bf16 with 25.4 GiB of weights does not fit the card; int8",
-                "measures yours), and the faster one in the few public figures of Ada; 12.8 GiB",
-            ],
-        ),
-        (
-            *("auto", RTX_3060, "bf16", "int8"),
-            ["10.", "of 12.8 GiB of weights stay on RTX 3060", " moves to the card in every pass"],
-        ),
-        ("auto", T4, "bf16", "int8", ["sm_75 has no int8 tensor cores (they need sm_80)"]),
+        ("auto", L40S, "fp32", "int8", ["the file's fp32 is quantized to int8 on load"]),
+        ("auto", RTX_3060, "bf16", "int8", [" of 12.8 GiB of weights stay on RTX 3060"]),
+        ("auto", T4, "bf16", "bf16", ["sm_75 has no int8 tensor cores (they need sm_80)"]),
+        ("auto", NO_TRITON, "bf16", "bf16", ["most accurate", "triton is not installed"]),
+        ("auto", NO_TRITON, "int8", "int8", ["the file holds int8", "triton is not installed"]),
+        ("int8", NO_TRITON, "bf16", "int8", ["triton is not installed", "save memory, not time"]),
+        ("auto", T4, "int8", "int8", ["save memory, not time"]),
         (
             *("auto", L40S, "fp8", "fp8"),
             ["auto: the file holds fp8, and expanding it would gain nothing"],
         ),
         ("auto", A100, "fp8", "fp8", ["sm_80 has no fp8 tensor cores (they need sm_89)"]),
-        ("auto", None, "bf16", "bf16", ["auto on the CPU: the file holds bf16"]),
-        ("auto", None, "fp32", "fp32", ["auto on the CPU: the file holds fp32"]),
-        ("auto", None, "fp8", "fp8", ["the CPU computes in full precision from the fp8 weights"]),
+        ("auto", None, "bf16", "bf16", ["the file holds bf16, and there is no NVIDIA GPU"]),
+        ("auto", None, "fp32", "fp32", ["the file holds fp32, and there is no NVIDIA GPU"]),
+        ("auto", None, "fp8", "fp8", ["the fp8 weights are computed in full precision"]),
         (
             *("bf16", L40S, "bf16", "bf16"),
             ["requested: the file holds bf16; 25.4 GiB of weights stay on"],
@@ -98,7 +86,7 @@ def on_card(found):
         ("int8", A100, "fp8", "int8", ["fp8 is quantized again to int8"]),
         (
             *("int8", None, "bf16", "int8"),
-            ["the CPU computes in full precision from the int8 weights"],
+            ["the int8 weights are computed in full precision"],
         ),
         (
             *("as stored", A100, "fp8", "fp8"),
@@ -115,13 +103,13 @@ def test_precisions_and_reasons(requested, card, stored, name, reasons):
 @pytest.mark.parametrize(
     ("requested", "card", "stored", "why"),
     [
-        ("auto", L40S, "bf16", "auto: the most exact that fits; 2.9 GiB to spare on NVIDIA L40S"),
-        ("auto", RTX_4090, "bf16", "auto: bf16 does not fit; "),
-        ("auto", RTX_3060, "bf16", "GiB moves to RTX 3060 in every pass"),
+        ("auto", L40S, "bf16", "auto: int8, the fastest; 2.9 GiB to spare on NVIDIA L40S"),
+        ("auto", T4, "bf16", "auto: bf16, no int8 products; "),
+        ("auto", RTX_3060, "bf16", "GiB streams to RTX 3060 in every pass"),
         ("auto", A100, "fp8", "auto: the file holds fp8; "),
         ("int8", L40S, "bf16", "as requested; "),
         ("as stored", L40S, "bf16", "as stored; "),
-        ("auto", None, "bf16", "auto: the file holds bf16; computed on the CPU"),
+        ("auto", None, "bf16", "auto: the file holds bf16; no NVIDIA GPU"),
     ],
 )
 def test_what_was_chosen_is_said_in_few_words(requested, card, stored, why):
@@ -147,7 +135,7 @@ def test_true_sizes_decide():
     """Of files that are taken over as they are, and with layers that stay in bf16."""
     found = decide("auto", "int8", RTX_4090, sizes={"int8": TransformerBytes(30 * GIB, 6 * GIB)})
     assert "of 24.0 GiB of weights" in found.reason
-    assert "modulation: 6.0 GiB stays in host memory" in found.place_reason
+    assert "modulation: 6.0 GiB stays in system RAM" in found.place_reason
     assert not found.option.resident
     assert decide("auto", "int8", RTX_4090).option.resident
 
@@ -229,7 +217,7 @@ def test_bad_input():
 def test_the_place_and_its_reason():
     found = decide("bf16", "bf16", L40S)
     assert found.off_card
-    words = "modulation: 12.7 GiB stays in host memory, because 38.1 GiB of"
+    words = "modulation: 12.7 GiB stays in system RAM, because 38.1 GiB of"
     assert found.place_reason.startswith(words)
     assert "14.4 GiB of text encoder do not fit the NVIDIA L40S together" in found.place_reason
     found = decide("bf16", "bf16", H100)

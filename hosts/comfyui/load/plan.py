@@ -26,6 +26,7 @@ from ....loaders.source import Source, check_complete, joined_bytes
 from ....loaders.stored import PACKED_NAMES
 from ....loaders.writer import KeptFile
 from ....machine.memory import available_memory
+from ....optimizations.linear import why_not_int8
 from ....patches import put
 from ....planning.bytes import TransformerBytes, WeightBytes, weight_bytes
 from ....planning.phases import KEPT_FREE_BYTES
@@ -194,7 +195,8 @@ def card_facts(device: torch.device) -> CardFacts | None:
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     properties = torch.cuda.get_device_properties(device)
-    return CardFacts(properties.name, properties.total_memory, (properties.major, properties.minor))
+    sm = properties.major, properties.minor
+    return CardFacts(properties.name, properties.total_memory, sm, no_int8=why_not_int8(device))
 
 
 def host_shape(source: Source) -> TransformerShape:
