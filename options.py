@@ -212,7 +212,7 @@ OPTIONS = (
     Option(
         "cache",
         OFF,
-        "Step Cache Qwen-Image: skips some steps and changes the picture slightly. Of 50 steps "
+        "Qwen-Image Step Cache: skips some steps and changes the picture slightly. Of 50 steps "
         "faithful computes 34, balanced 26, fast 20. No effect with Lightning LoRAs.",
         choices=CHOICES,
         wired="With a MODEL connected, off takes the MODEL's.",
@@ -221,7 +221,7 @@ OPTIONS = (
     Option(
         "attention",
         EXACT,
-        "Attention of Optimize Qwen-Image. int8, int8_fp8: in 8 bits, which changes the picture "
+        "Attention of Qwen-Image Optimize. int8, int8_fp8: in 8 bits, which changes the picture "
         "slightly; predicted from instruction counts. fast: as int8, where that is faster.",
         choices=ATTENTIONS,
         wired="With a MODEL connected, exact takes the MODEL's.",
@@ -240,7 +240,7 @@ OPTIONS = (
     Option(
         "nag_tokens",
         0,
-        "Tokens of the negative prompt of NAG Qwen-Image. 0: no NAG.",
+        "Tokens of the negative prompt of Qwen-Image NAG. 0: no NAG.",
         most=2**16,
         wired="With a MODEL connected, 0 takes the MODEL's.",
         rare=True,

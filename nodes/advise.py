@@ -26,7 +26,7 @@ class QwenL40SAdviseGPU(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="QwenL40S_AdviseGPU",
-            display_name="Advise GPU for Qwen-Image",
+            display_name="Qwen-Image GPU Cost Comparison",
             category=CATEGORY,
             description="Ranks rented cards by the cost of an image at your load, each card in its "
             "best settings, and says at which load another card becomes cheaper. Needs no card and "

@@ -216,11 +216,11 @@ class QwenL40SReport(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="QwenL40S_Report",
-            display_name="Report Qwen-Image Run",
+            display_name="Qwen-Image Run Report",
             category=CATEGORY,
             description="After a run, compares the predicted and measured time and memory of each "
             "phase and says which code path each part took. Measures MODELs from this pack's "
-            "loaders, and any MODEL behind Optimize Qwen-Image.",
+            "loaders, and any MODEL behind Qwen-Image Optimize.",
             search_aliases=[
                 "benchmark",
                 "timing",

@@ -136,7 +136,7 @@ def _report_output() -> io.String.Output:
 
 
 def _model_output() -> io.Model.Output:
-    return io.Model.Output(tooltip="To LoRA loaders, then Optimize Qwen-Image, then the sampler.")
+    return io.Model.Output(tooltip="To LoRA loaders, then Qwen-Image Optimize, then the sampler.")
 
 
 def _clip_output() -> io.Clip.Output:

@@ -74,7 +74,7 @@ class QwenL40SLoadLora(io.ComfyNode):
             accept_all_inputs=True,  # older names
             outputs=[
                 io.Model.Output(
-                    tooltip="To another LoRA loader, Optimize Qwen-Image or the sampler."
+                    tooltip="To another LoRA loader, Qwen-Image Optimize or the sampler."
                 ),
                 io.String.Output("report", tooltip="Keys applied, and what a merge loses."),
             ],

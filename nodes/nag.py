@@ -26,7 +26,7 @@ class QwenL40SNAG(io.ComfyNode):
 
         return io.Schema(
             node_id="QwenL40S_NAG",
-            display_name="NAG Qwen-Image",
+            display_name="Qwen-Image NAG",
             category=CATEGORY,
             description="Gives Qwen-Image a negative prompt at CFG 1, as with Lightning and Turbo "
             "(normalized attention guidance): the image's rows are pushed away from what they "

@@ -15,7 +15,7 @@ class QwenL40SOptimize(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="QwenL40S_Optimize",
-            display_name="Optimize Qwen-Image",
+            display_name="Qwen-Image Optimize",
             category=CATEGORY,
             description="Makes any Qwen-Image MODEL faster and keeps the picture: fused blocks, "
             "modulation from a table, and the card's fastest exact attention. Place it after LoRA "
@@ -102,7 +102,7 @@ class QwenL40SSplitCards(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="QwenL40S_SplitCards",
-            display_name="Split Qwen-Image over Cards",
+            display_name="Qwen-Image MultiGPU Split",
             category=CATEGORY,
             description="Paints one image on several cards of one kind, without NVLink. With CFG "
             "above 1, each prompt runs on a card of its own, as with MultiGPU CFG Split. At CFG "
@@ -122,7 +122,7 @@ class QwenL40SSplitCards(io.ComfyNode):
             has_intermediate_output=True,
             inputs=[
                 io.Model.Input(
-                    "model", tooltip="From Optimize Qwen-Image, without which no rows are shared."
+                    "model", tooltip="From Qwen-Image Optimize, without which no rows are shared."
                 ),
                 io.Int.Input(
                     "cards",
@@ -137,7 +137,7 @@ class QwenL40SSplitCards(io.ComfyNode):
                 io.Model.Output(tooltip="To the sampler."),
                 io.String.Output(
                     display_name="report",
-                    tooltip="Which cards are used, and why others are not. Report Qwen-Image Run "
+                    tooltip="Which cards are used, and why others are not. Qwen-Image Run Report "
                     "and ComfyUI's log say what a run did.",
                 ),
             ],
@@ -157,7 +157,7 @@ class QwenL40SCFGNorm(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="QwenL40S_CFGNorm",
-            display_name="CFG Norm Qwen-Image",
+            display_name="Qwen-Image CFG Rescale",
             category=CATEGORY,
             description="Guides a Qwen-Image MODEL as diffusers does: with CFG above 1, each token "
             "of the guided prediction gets the norm it has in the positive prediction. No effect "
@@ -172,7 +172,7 @@ class QwenL40SCFGNorm(io.ComfyNode):
             inputs=[
                 io.Model.Input(
                     "model",
-                    tooltip="From any loader, LoRA loader or Optimize Qwen-Image. This node "
+                    tooltip="From any loader, LoRA loader or Qwen-Image Optimize. This node "
                     "replaces a RescaleCFG before it; do not add CFGNorm as well.",
                 )
             ],

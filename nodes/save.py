@@ -54,7 +54,7 @@ class QwenL40SSaveQuantized(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="QwenL40S_SaveQuantized",
-            display_name="Save Quantized Qwen-Image",
+            display_name="Save Quantized Model (Qwen-Image)",
             category=CATEGORY,
             description="Writes the model, with its merged LoRAs, to models/diffusion_models at "
             "two thirds of its bf16 size. ComfyUI's own loader also reads the int8 files; the fp8 "
@@ -190,7 +190,7 @@ class QwenL40SSaveImage(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="QwenL40S_SaveImage",
-            display_name="Save Image Qwen-Image",
+            display_name="Save Image (fast PNG)",
             category=CATEGORY,
             description="Save Image in about a tenth of the time: PNG files with the same pixels, "
             "names and workflow inside, a few percent larger. It replaces no file.",

@@ -18,7 +18,7 @@ class QwenL40SSigmas(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="QwenL40S_Sigmas",
-            display_name="Qwen-Image Sigmas",
+            display_name="Qwen-Image Scheduler",
             category=CATEGORY,
             description="Gives SamplerCustomAdvanced and SamplerCustom diffusers' schedule for the "
             "size, or that of a few-step model. ComfyUI's own of Qwen-Image-2.1 is the same at "

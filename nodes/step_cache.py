@@ -27,12 +27,12 @@ class QwenL40SStepCache(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="QwenL40S_StepCache",
-            display_name="Step Cache Qwen-Image",
+            display_name="Qwen-Image Step Cache",
             category=CATEGORY,
             description="Calls the transformer in some of a sampler's steps and forecasts the "
             "others from them: nearly the same picture, sooner. Off by default. For runs of 20 "
             "steps and more. Runs of 10 steps or fewer, as with Lightning LoRAs, and samplers that "
-            "add noise compute every step. Report Qwen-Image Run and the log say how far the "
+            "add noise compute every step. Qwen-Image Run Report and the log say how far the "
             "forecasts are off.",
             search_aliases=[
                 "teacache",

@@ -41,7 +41,7 @@ class QwenL40SVAEDecode(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="QwenL40S_VAEDecode",
-            display_name="VAE Decode Qwen-Image",
+            display_name="VAE Decode (Qwen-Image)",
             category=CATEGORY,
             description="VAE Decode that plans its memory: the transformer stays on the card, and "
             "an image that does not fit whole is decoded in tiles, without seams. For other VAEs "
@@ -83,7 +83,7 @@ class QwenL40SVAEEncode(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="QwenL40S_VAEEncode",
-            display_name="VAE Encode Qwen-Image",
+            display_name="VAE Encode (Qwen-Image)",
             category=CATEGORY,
             description="VAE Encode that plans its memory: the transformer stays on the card, and "
             "an image that does not fit whole is encoded in tiles, to the same latents. For other "

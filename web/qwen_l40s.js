@@ -240,7 +240,7 @@ function safely(action) {
     try {
         action()
     } catch (error) {
-        console.warn("Qwen-Image L40S:", error)
+        console.warn("Qwen-Image Accelerator:", error)
     }
 }
 

@@ -1,4 +1,4 @@
-"""Nodes of ComfyUI and stand-ins of other packs, before and after Optimize Qwen-Image.
+"""Nodes of ComfyUI and stand-ins of other packs, before and after Qwen-Image Optimize.
 
 Each cell of docs/compatibility.md: the same picture as without us, and a report that says what ran.
 """
