@@ -138,7 +138,8 @@ def _file(path: Path) -> list[Listed]:
         data = json.loads(text)
         if data["version"] > VERSION:
             raise SettingError(
-                "a newer version of Qwen-Image Accelerator wrote this list of servers: update this one.",
+                "a newer version of Qwen-Image Accelerator wrote this list of servers: update this "
+                "one.",
                 path,
             )
         return [

@@ -90,8 +90,8 @@ def kind_of_family(family: Family, path: Path) -> ModelKind:
         if kind.family is family:
             return kind
     raise UnavailableError(
-        f"This ComfyUI has {family.title} in a form that is unknown here: update Qwen-Image Accelerator, "
-        "and until then use ComfyUI's own loaders.",
+        f"This ComfyUI has {family.title} in a form that is unknown here: update Qwen-Image "
+        "Accelerator, and until then use ComfyUI's own loaders.",
         path,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -14,9 +15,7 @@ from comfy_api.latest import io, ui
 from ..errors import UnavailableError
 from ..hosts.comfyui.contract import unsupported_host
 from ..hosts.comfyui.on_node import shown
-from ..options import OLDER, Option, options
-from ..planning.request import DROPPED, FAST
-from ..spec.transformer import OFF_CARD, ON_CARD
+from ..options import CHOICE_LABELS, LABELS, OLDER, Option, options
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -24,27 +23,6 @@ if TYPE_CHECKING:
     from ..planning.estimate import Estimate
 
 CATEGORY = "Qwen-Image Accelerator"
-# {input: what the page calls it}. Prompts and saved graphs keep the inputs' own names.
-LABELS = {
-    **{"keep_in_bf16": "bf16_layers", "modulation": "offload_modulation"},
-    **{"keep_quantized": "cache_quantized_file", "placement": "text_encoder_device"},
-    **{"text_encoder_placement": "text_encoder_device", "attention_error": "max_8bit_error"},
-    **{"fused_blocks": "fused_kernels", "fused": "fused_kernels", "cards": "gpus", "card": "gpu"},
-    **{"scale": "nag_scale", "tau": "nag_tau", "alpha": "nag_alpha", "preset": "schedule"},
-    **{"budget": "max_skip_ratio", "head": "start_percent", "tail": "final_percent"},
-    **{"longest": "max_consecutive", "gain": "extrapolation", "audit": "verify"},
-    **{"family": "base_model", "references": "reference_images"},
-}
-# {input: {choice: what the page calls it}}
-CHOICE_LABELS = {
-    "precision": {"bf16": "bf16 (most accurate)", "as stored": "default (as in file)"},
-    "modulation": {OFF_CARD: "on", ON_CARD: "off"},
-    "placement": {ON_CARD: "gpu", DROPPED: "gpu, offload after encode"},
-    "attention": {"auto": "auto (exact)", FAST: "auto (allow 8-bit)", "comfyui": "ComfyUI default"},
-    "cache": {"faithful": "quality", "fast": "speed"},
-    "cfg": {"two passes": "above 1", "one pass": "above 1, in one batch", "off": "1"},
-}
-CHOICE_LABELS["text_encoder_placement"] = CHOICE_LABELS["placement"]
 PACKAGE = __name__.removesuffix(".nodes.common")
 
 
@@ -62,7 +40,11 @@ def _label(inputs: Iterable[io.Input]) -> None:
         if each.id in CHOICE_LABELS and options:
             given = {getattr(option, "key", option) for option in options}
             labels = {it: label for it, label in CHOICE_LABELS[each.id].items() if it in given}
+            if "fp32" in given:  # of a VAE
+                labels.pop("bf16", None)
             each.extra_dict = {**each.extra_dict, "labels": labels}
+            for choice, label in labels.items():
+                each.tooltip = re.sub(rf"\b{choice}:", f"{label}:", each.tooltip)
         for option in options:
             _label(getattr(option, "inputs", ()))
 
@@ -88,7 +70,8 @@ def needs(*capabilities: str) -> Iterator[None]:
         if not f"{lacks}.".startswith(f"{PACKAGE}."):
             raise
         raise UnavailableError(
-            "The files of Qwen-Image Accelerator have changed since ComfyUI started: restart ComfyUI."
+            "The files of Qwen-Image Accelerator have changed since ComfyUI started: restart "
+            "ComfyUI."
         ) from error
 
 

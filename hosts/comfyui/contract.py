@@ -200,7 +200,8 @@ def unsupported_host(capabilities: tuple[str, ...] = tuple(CAPABILITIES)) -> Ver
                 if fault := _fault(module, name, parameters):
                     return Verdict(
                         f"ComfyUI {found} {fault}, which Qwen-Image Accelerator calls",
-                        remedy="update Qwen-Image Accelerator, and until then use ComfyUI's own loaders.",
+                        remedy="update Qwen-Image Accelerator, and until then use ComfyUI's own "
+                        "loaders.",
                         final=True,
                     )
     return None
@@ -217,8 +218,8 @@ def news_of_host() -> list[str]:
     news = []
     if is_newer_than_tested(found):
         news.append(
-            f"ComfyUI {found} is newer than what Qwen-Image Accelerator was tested with ({TESTED}): if "
-            "a picture looks wrong, compare it with ComfyUI's own nodes and tell us."
+            f"ComfyUI {found} is newer than what Qwen-Image Accelerator was tested with "
+            f"({TESTED}): if an image looks wrong, compare it with ComfyUI's nodes and tell us."
         )
     for module, names in KNOWN.items():
         for name, known in names.items():

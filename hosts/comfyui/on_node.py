@@ -33,18 +33,23 @@ def show_run(node_class: str, report: Sequence[str], summary: str) -> None:
     logger.info("Qwen-Image Accelerator\n%s", "\n".join(report))
     with harmless():
         prompt, node = _before_sampler(node_class)
-        server = getattr(sys.modules.get("server"), "PromptServer", None)
-        if node is None or server is None or server.instance.client_id is None:
+        if node is None or "server" not in sys.modules:
+            return
+        from server import PromptServer
+
+        server = PromptServer.instance
+        if server.client_id is None:
             return
         output = shown("\n".join(report), summary)
         found = {"node": node, "display_node": node, "output": output, "prompt_id": prompt}
-        server.instance.send_sync("executed", found, server.instance.client_id)
+        server.send_sync("executed", found, server.client_id)
 
 
 def _before_sampler(node_class: str) -> tuple[str, str | None]:
     from comfy_execution.graph_utils import is_link
     from comfy_execution.progress import get_progress_state
     from comfy_execution.utils import get_executing_context
+
     from nodes import NODE_CLASS_MAPPINGS
 
     context, state = get_executing_context(), get_progress_state()

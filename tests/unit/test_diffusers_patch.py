@@ -565,7 +565,8 @@ def test_attention_that_gives_nan_is_given_up(lossy, fused, monkeypatch, caplog)
     )
     assert "blocks: fused, 6 of 6" in optimized.report()
     assert [record.getMessage() for record in caplog.records] == [
-        "Qwen-Image Accelerator: broken gave NaN or infinity: diffusers' own attention runs from here."
+        "Qwen-Image Accelerator: broken gave NaN or infinity: diffusers' own attention runs from "
+        "here."
     ]
 
 

@@ -201,7 +201,7 @@ def test_headings_of_a_note_are_enough(copied: Path):
             of(SAMPLER, lambda node: node.update(type="Fast")),
             "Fast is not in tools/workflows/defin",
         ),
-        (of(DECODER, lambda node: node.update(inputs=[])), "VAE Decode (Qwen-Image).samples is miss"),
+        (of(DECODER, lambda node: node.update(inputs=[])), "(Qwen-Image).samples is miss"),
         (
             of("CLIP Text Encode (Prompt)", lambda node: node.update(title=SAMPLER)),
             "KSampler: 2 nodes are called so",

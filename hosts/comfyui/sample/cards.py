@@ -184,8 +184,8 @@ def share_idle_cards(
             return executor(model, conds, x, timestep, alone if unsafe else model_options)
     except torch.OutOfMemoryError as error:
         logger.warning(
-            "Qwen-Image Accelerator, cards: %s The run goes on with one card: close what else uses the "
-            "others.",
+            "Qwen-Image Accelerator, cards: %s The run goes on with one card: close what else uses "
+            "the others.",
             first_line(error),
         )
     # The other cards' results still wait in the pool, where the next step would take them.

@@ -321,8 +321,8 @@ def _streamed(
     if stream.note:
         figures.note(stream.note.removesuffix("."))
     logger.info(
-        "Qwen-Image Accelerator: the modulation of %d timesteps took %.2f s and moved %s of weights to "
-        "the card.",
+        "Qwen-Image Accelerator: the modulation of %d timesteps took %.2f s and moved %s of "
+        "weights to the card.",
         len(embeddings),
         seconds,
         format_gib(stream.bytes),
