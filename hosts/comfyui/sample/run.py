@@ -29,6 +29,7 @@ from ....optimizations.blocks.host import HostPass
 from ....optimizations.run import Later, NotFiniteError, Optimization, flags_for_a_run
 from ....verdict import Verdict, first_line, read_or
 from ..lora.bypass import bypassed, hook_merges, lower
+from ..on_node import show_run
 from .attention import SLOT, FileAttention, SlotAttention
 from .forward import IDLE, is_compiled, is_skipped
 from .held import HeldWeights, drop_row_scales
@@ -43,7 +44,7 @@ STEP_CACHE_KEY = "qwen_l40s_steps"
 CARDS_KEY = "qwen_l40s_cards"
 NAG_KEY = "qwen_l40s_nag"
 VERIFIED = {"cuda"}  # kinds of cards whose links are
-OTHER_NODES = "another node's, set after Optimize Qwen-Image"
+OTHER_NODES = "another node's, set after Qwen-Image Optimize"
 UNREAD = Verdict("the run's prompts have a form that is unknown here")
 MASKED = (
     "attention: the text's rows have a mask, which some nodes' attention drops (Patch Sage "
@@ -119,7 +120,7 @@ class ComfyOptimization(Optimization):
             self.begins_again = before is not None
             if before is None:
                 self.end_run()
-        logger.info("Qwen-Image L40S\n%s", self.report())
+        show_run("QwenL40S_Optimize", self.report().splitlines(), self.outcome())
         return output
 
     def _sample(
@@ -134,7 +135,7 @@ class ComfyOptimization(Optimization):
                 self.confirm()
                 return output
             except NotFiniteError:
-                logger.warning("Qwen-Image L40S: the run begins again.")
+                logger.warning("Qwen-Image Accelerator: the run begins again.")
                 unsafe_copies(guider.model_patcher, again=True)  # lost ones may give NaN, too
             again = {name: [dict(prompt) for prompt in it] for name, it in prompts.items()}
             patches.put("prompts", guider, conds=again)
@@ -271,7 +272,7 @@ def link_warning(first: torch.device, second: torch.device, again: bool = False)
 
 @cached
 def _log_once(warning: str) -> None:
-    logger.warning("Qwen-Image L40S: %s", warning)
+    logger.warning("Qwen-Image Accelerator: %s", warning)
 
 
 def _check_parts(model: Any, guider: Any, noise: torch.Tensor) -> None:
