@@ -495,6 +495,7 @@ def test_the_picture_stays_and_the_report_says_what_ran(name, order):
 
 @pytest.mark.parametrize("order", ["before", "after"])
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.usefixtures("inference_mode")
 def test_int8(name, order):
     check(name, order, "int8", CASES[name].says)
 
@@ -601,12 +602,13 @@ def row(name: str, case: Case) -> str:
     blocks = blocks_of_case(case.says)
     on_21 = blocks_of_case(case.on_21) if case.on_21 else "not tried"
     picture = {True: "changed by it", False: "not changed by it", None: "compared"}[case.effect]
-    cells = name, case.how, blocks, on_21, "; ".join(filter(None, (picture, case.note)))
+    cells = name, case.how, blocks, "as bf16", on_21, "; ".join(filter(None, (picture, case.note)))
     return f"| {' | '.join(cells)} |"
 
 
 def tables() -> str:
-    head = f"{HEAD} the same with 2.1 | the picture, with and without us |\n|---|---|---|---|---|"
+    head = f"{HEAD} in int8 | the same with 2.1 | the picture, with and without us |"
+    head += "\n|---|---|---|---|---|---|"
     own = "\n".join((head, *(row(*it) for it in CORE.items())))
     others = "\n".join((head, *(row(*it) for it in PACKS.items())))
     rows = (f"| {name} | {how} | {says} | {at} |" for name, (how, says, at) in ELSEWHERE.items())
