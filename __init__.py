@@ -1,4 +1,4 @@
-"""Qwen-Image on an NVIDIA L40S: faster, in less memory, and with the cost known beforehand.
+"""Qwen-Image Accelerator: faster, in less memory, and with time and cost known beforehand.
 
 The repository root is this package, so that one folder serves as a ComfyUI custom node pack and as
 an installed distribution. Importing it defines names only: it reads no file, touches no GPU and

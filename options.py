@@ -22,7 +22,9 @@ from .planning.request import (
     ATTENTIONS,
     AUTO,
     CFG_MODES,
+    DROPPED,
     EXACT,
+    FAST,
     LORA_MODES,
     PRECISIONS,
     TEXT_ENCODER_PLACEMENTS,
@@ -78,9 +80,9 @@ OPTIONS = (
     Option(
         "precision",
         AUTO,
-        "Precision of the transformer. auto: int8 where its products run, else bf16. bf16: most "
-        "accurate, 38 GiB of weights. int8, fp8: 25 GiB, 12.7 GiB of them modulation. int8 is "
-        "more accurate than fp8; fp8 needs an Ada GPU or newer.",
+        "Precision of the transformer. auto: int8 with rotation where the GPU has int8 products, "
+        "else bf16. bf16: the most accurate, 38 GiB of weights. int8, fp8: 25 GiB, of which the "
+        "modulation's 12.7 GiB may stay in system RAM. fp8 needs an Ada GPU or newer.",
         choices=PRECISIONS,
         wired="With a MODEL connected, auto takes the MODEL's.",
     ),
@@ -113,8 +115,8 @@ OPTIONS = (
     Option(
         "cfg",
         AUTO,
-        "auto: two passes; off for 2.1. two passes: CFG above 1, one prompt after the other; twice "
-        "the time of off. one pass: both prompts at once, as ComfyUI does if they have the same "
+        "auto: CFG 1 for 2.1, else above 1. two passes: CFG above 1, one prompt after the other, "
+        "in twice the time. one pass: both prompts at once, as ComfyUI does if they have the same "
         "length; more memory. off: CFG 1, as with Lightning LoRAs.",
         choices=(AUTO, *CFG_MODES),
     ),
@@ -146,8 +148,8 @@ OPTIONS = (
         "modulation",
         AUTO,
         "Where the modulation weights stay (a third of the transformer, 12.7 GiB in bf16, which "
-        "see only the timestep). off card: in host memory, with a small table of their results on "
-        "the card. auto: off card if the card needs the room.",
+        "see only the timestep). off card: in system RAM, with a small table of their results on "
+        "the GPU. auto: there if the GPU needs the room.",
         choices=PLACES,
         wired="With a MODEL connected, auto takes the MODEL's.",
         rare=True,
@@ -212,7 +214,7 @@ OPTIONS = (
     Option(
         "cache",
         OFF,
-        "Step Cache Qwen-Image: skips some steps and changes the picture slightly. Of 50 steps "
+        "Qwen-Image Step Cache: skips some steps and changes the picture slightly. Of 50 steps "
         "faithful computes 34, balanced 26, fast 20. No effect with Lightning LoRAs.",
         choices=CHOICES,
         wired="With a MODEL connected, off takes the MODEL's.",
@@ -221,7 +223,7 @@ OPTIONS = (
     Option(
         "attention",
         EXACT,
-        "Attention of Optimize Qwen-Image. int8, int8_fp8: in 8 bits, which changes the picture "
+        "Attention of Qwen-Image Optimize. int8, int8_fp8: in 8 bits, which changes the picture "
         "slightly; predicted from instruction counts. fast: as int8, where that is faster.",
         choices=ATTENTIONS,
         wired="With a MODEL connected, exact takes the MODEL's.",
@@ -240,7 +242,7 @@ OPTIONS = (
     Option(
         "nag_tokens",
         0,
-        "Tokens of the negative prompt of NAG Qwen-Image. 0: no NAG.",
+        "Tokens of the negative prompt of Qwen-Image NAG. 0: no NAG.",
         most=2**16,
         wired="With a MODEL connected, 0 takes the MODEL's.",
         rare=True,
@@ -274,6 +276,44 @@ OLDER = {
     "text_encoder_placement": Older("text_encoder_place", flag="--text-encoder-place"),
     "lora_mode": Older("how", {"merged": "merge", "beside": "bypass"}),
     "controlnet_gib": Older("controlnet_gb", factor=GB / GIB, flag="--controlnet"),
+}
+
+
+# {input: what the page calls it}. Prompts, saved graphs and the command line keep the names.
+LABELS = {
+    "keep_in_bf16": "bf16_layers",
+    "modulation": "offload_modulation",
+    "keep_quantized": "cache_quantized_file",
+    "placement": "text_encoder_device",
+    "text_encoder_placement": "text_encoder_device",
+    "attention_error": "max_8bit_error",
+    "fused_blocks": "fused_kernels",
+    "fused": "fused_kernels",
+    "cards": "gpus",
+    "card": "gpu",
+    "scale": "nag_scale",
+    "tau": "nag_tau",
+    "alpha": "nag_alpha",
+    "preset": "schedule",
+    "budget": "max_skip_ratio",
+    "head": "start_percent",
+    "tail": "final_percent",
+    "longest": "max_consecutive",
+    "gain": "extrapolation",
+    "audit": "verify",
+    "family": "base_model",
+    "references": "reference_images",
+}
+_DEVICES = {ON_CARD: "gpu", DROPPED: "gpu (offload after encode)"}
+# {input: {choice: what the page calls it}}
+CHOICE_LABELS = {
+    "precision": {"bf16": "bf16 (most accurate)", "as stored": "default (as in file)"},
+    "modulation": {OFF_CARD: "on", ON_CARD: "off"},
+    "placement": _DEVICES,
+    "text_encoder_placement": _DEVICES,
+    "attention": {"auto": "auto (exact)", FAST: "auto (allow 8-bit)", "comfyui": "ComfyUI default"},
+    "cache": {"faithful": "quality", "fast": "speed"},
+    "cfg": {"two passes": "above 1", "one pass": "above 1 (one batch)", "off": "1"},
 }
 
 

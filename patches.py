@@ -56,6 +56,10 @@ CHANGES: Mapping[str, Change] = {
         "`model_patcher` of a guider; of its clone `patches`, `patches_uuid`, `parent`, hooks",
         "a run computes LoRAs that a merge would damage",
     ),
+    "key patches": Change(
+        "`get_key_patches` of a patcher; `model_state_dict` while it runs",
+        "ComfyUI's fails on quantized layers, which hooks and merges of two MODELs read",
+    ),
     "LoRA": Change("a patch of ours: how it is applied", "a run merges or computes it"),
     "prompts": Change("`conds` of a guider", "a run that begins again needs them as they were"),
     "forward": Change(

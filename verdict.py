@@ -39,7 +39,7 @@ class Verdict:
 
     def log(self, instead: str) -> None:
         """Logs it, and what runs `instead`."""
-        logger.warning("Qwen-Image L40S: %s: %s.", self, instead)
+        logger.warning("Qwen-Image Accelerator: %s: %s.", self, instead)
 
 
 # What a run says of a part of it.
@@ -112,7 +112,7 @@ def read_or(otherwise: _Found, look: Callable[..., _Found], *given: Any) -> _Fou
     except QwenL40SError:
         raise
     except (AttributeError, LookupError, StopIteration, TypeError, ValueError) as error:
-        logger.debug("Qwen-Image L40S: not read: %s", error)
+        logger.debug("Qwen-Image Accelerator: not read: %s", error)
         return otherwise
 
 

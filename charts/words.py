@@ -44,7 +44,7 @@ BOUND = "bound by the processor"
 OTHER_PICTURES = (
     "The cache changes the picture slightly; fewer steps or Lightning give another picture."
 )
-NEXT = "Next: load with these settings; Report Qwen-Image Run shows what a run took."
+NEXT = "Next: load with these settings; Qwen-Image Run Report shows what a run took."
 NOTHING_SAFER = "No safer setting stays on the card: choose a smaller size or batch."
 
 

@@ -233,8 +233,8 @@ class Journal:
         self._torn = bool(last) and not last.endswith(b"\n")
         if self._version > VERSION:
             raise SettingError(
-                "a newer version of Qwen-Image L40S wrote this journal: update this one, or name "
-                "another --output.",
+                "a newer version of Qwen-Image Accelerator wrote this journal: update this one, or "
+                "name another --output.",
                 self.path,
             )
 

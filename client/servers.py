@@ -41,7 +41,7 @@ from .workflow import (
 
 # Of `qwen-l40s fleet`'s file.
 VERSION = 1
-PACK = "Qwen-Image L40S"
+PACK = "Qwen-Image Accelerator"
 NAME_A_LIST = "name the servers.json of qwen-l40s fleet, or a text with an address on each line"
 
 # Tells why a server cannot run a job; None where it can.
@@ -138,7 +138,8 @@ def _file(path: Path) -> list[Listed]:
         data = json.loads(text)
         if data["version"] > VERSION:
             raise SettingError(
-                "a newer version of Qwen-Image L40S wrote this list of servers: update this one.",
+                "a newer version of Qwen-Image Accelerator wrote this list of servers: update this "
+                "one.",
                 path,
             )
         return [

@@ -76,7 +76,7 @@ def _kinds(families: tuple[Family, ...]) -> tuple[ModelKind, ...]:
         try:
             found.append(load(family.comfyui))
         except (ImportError, AttributeError) as error:  # a newer ComfyUI has renamed something
-            logger.warning("Qwen-Image L40S: %s is not known here: %s", family.title, error)
+            logger.warning("Qwen-Image Accelerator: %s is not known here: %s", family.title, error)
     return tuple(filter(None, found))
 
 
@@ -90,8 +90,8 @@ def kind_of_family(family: Family, path: Path) -> ModelKind:
         if kind.family is family:
             return kind
     raise UnavailableError(
-        f"This ComfyUI has {family.title} in a form that is unknown here: update Qwen-Image L40S, "
-        "and until then use ComfyUI's own loaders.",
+        f"This ComfyUI has {family.title} in a form that is unknown here: update Qwen-Image "
+        "Accelerator, and until then use ComfyUI's own loaders.",
         path,
     )
 

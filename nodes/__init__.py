@@ -1,4 +1,4 @@
-"""The nodes of Qwen-Image L40S: one explicit list, registered through ComfyUI's V3 interface."""
+"""Lists the nodes of this pack, and registers them through ComfyUI's V3 interface."""
 
 from __future__ import annotations
 

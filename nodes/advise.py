@@ -12,10 +12,10 @@ from ..machine.store import known_cards, load_calibration
 from ..options import request_settings
 from ..planning.advise import EXAMPLE, read_prices
 from .common import (
-    CATEGORY,
     loader_settings,
     needs,
     request_inputs,
+    schema,
     setting_outputs,
     with_picture,
 )
@@ -24,10 +24,9 @@ from .common import (
 class QwenL40SAdviseGPU(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="QwenL40S_AdviseGPU",
-            display_name="Advise GPU for Qwen-Image",
-            category=CATEGORY,
+            display_name="Qwen-Image GPU Cost Comparison",
             description="Ranks rented cards by the cost of an image at your load, each card in its "
             "best settings, and says at which load another card becomes cheaper. Needs no card and "
             "no model.",

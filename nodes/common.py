@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -13,16 +14,39 @@ from comfy_api.latest import io, ui
 
 from ..errors import UnavailableError
 from ..hosts.comfyui.contract import unsupported_host
-from ..options import OLDER, Option, options
+from ..hosts.comfyui.on_node import shown
+from ..options import CHOICE_LABELS, LABELS, OLDER, Option, options
 
 if TYPE_CHECKING:
     from PIL import Image
 
     from ..planning.estimate import Estimate
 
-CATEGORY = "Qwen-Image/L40S"
+CATEGORY = "Qwen-Image Accelerator"
 PACKAGE = __name__.removesuffix(".nodes.common")
-SUMMARY_LINES = 6
+
+
+def schema(**about: Any) -> io.Schema:
+    """Makes a node's schema in this pack's category, with the page's names of its inputs."""
+    made = io.Schema(category=CATEGORY, **about)
+    _label(made.inputs)
+    return made
+
+
+def _label(inputs: Iterable[io.Input]) -> None:
+    for each in inputs:
+        each.display_name = LABELS.get(each.id)
+        options = getattr(each, "options", None) or ()
+        if each.id in CHOICE_LABELS and options:
+            given = {getattr(option, "key", option) for option in options}
+            labels = {it: label for it, label in CHOICE_LABELS[each.id].items() if it in given}
+            if "fp32" in given:  # of a VAE
+                labels.pop("bf16", None)
+            each.extra_dict = {**each.extra_dict, "labels": labels}
+            for choice, label in labels.items():
+                each.tooltip = re.sub(rf"\b{choice}:", f"{label}:", each.tooltip)
+        for option in options:
+            _label(getattr(option, "inputs", ()))
 
 
 @contextmanager
@@ -46,7 +70,8 @@ def needs(*capabilities: str) -> Iterator[None]:
         if not f"{lacks}.".startswith(f"{PACKAGE}."):
             raise
         raise UnavailableError(
-            "The files of Qwen-Image L40S have changed since ComfyUI started: restart ComfyUI."
+            "The files of Qwen-Image Accelerator have changed since ComfyUI started: restart "
+            "ComfyUI."
         ) from error
 
 
@@ -56,7 +81,7 @@ def model_and_report() -> list[io.Output]:
         io.Model.Output(tooltip="To the sampler."),
         io.String.Output(
             display_name="report",
-            tooltip="What this node will do. Report Qwen-Image Run and ComfyUI's log say what a "
+            tooltip="What this node will do. Qwen-Image Run Report and ComfyUI's log say what a "
             "run did.",
         ),
     ]
@@ -67,15 +92,7 @@ def with_report(*outputs: object, report: str, summary: str | None = None) -> io
 
     ComfyUI sends a cached node's words again where its schema has `has_intermediate_output`.
     """
-    return io.NodeOutput(*outputs, report, ui=said(report, summary))
-
-
-def said(report: str, summary: str | None = None) -> dict[str, list[str]]:
-    """Makes what a node says after a run: the report for the history, the first `SUMMARY_LINES` of
-    the summary or else of the report for web/qwen_l40s.js.
-    """
-    lines = (report if summary is None else summary).splitlines()[:SUMMARY_LINES]
-    return {"text": [report], "qwen_l40s": ["\n".join(lines)]}
+    return io.NodeOutput(*outputs, report, ui=shown(report, summary))
 
 
 def with_picture(
@@ -84,8 +101,8 @@ def with_picture(
     """Returns the picture as an IMAGE, the report and the outputs; the history has the first two,
     and the page shows the picture and the summary in the node.
     """
-    image, shown = shown_picture(node, picture)
-    return io.NodeOutput(image, report, *outputs, ui=shown | said(report, summary))
+    image, picture_of_node = shown_picture(node, picture)
+    return io.NodeOutput(image, report, *outputs, ui=picture_of_node | shown(report, summary))
 
 
 def shown_picture(

@@ -10,13 +10,13 @@ from comfy_api.latest import io
 
 from ..errors import DoesNotFitError, QwenL40SError
 from ..hosts.comfyui.estimate.cards import THIS_CARD, card_choices, own_files_changed_at
+from ..hosts.comfyui.on_node import shown
 from ..options import request_settings, todays
 from .common import (
-    CATEGORY,
     loader_settings,
     needs,
     request_inputs,
-    said,
+    schema,
     setting_outputs,
     shown_picture,
     with_picture,
@@ -31,10 +31,9 @@ SIZES = {"model": MODEL, "clip": (*MODEL, "text encoder"), "vae": (*MODEL, "VAE"
 class QwenL40SEstimateVRAM(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="QwenL40S_EstimateVRAM",
             display_name="Estimate Qwen-Image VRAM",
-            category=CATEGORY,
             description="Predicts whether a run fits a card, what each phase takes, how long the "
             "run lasts and what it costs, and recommends settings. Works alone, or with MODEL, "
             "CLIP, VAE and LATENT connected for their true sizes. Loads and moves nothing itself.",
@@ -214,13 +213,12 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
 class QwenL40SReport(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="QwenL40S_Report",
-            display_name="Report Qwen-Image Run",
-            category=CATEGORY,
+            display_name="Qwen-Image Run Report",
             description="After a run, compares the predicted and measured time and memory of each "
             "phase and says which code path each part took. Measures MODELs from this pack's "
-            "loaders, and any MODEL behind Optimize Qwen-Image.",
+            "loaders, and any MODEL behind Qwen-Image Optimize.",
             search_aliases=[
                 "benchmark",
                 "timing",
@@ -279,6 +277,6 @@ class QwenL40SReport(io.ComfyNode):
         from ..hosts.comfyui.report import report_run
 
         report = report_run(model, clip, vae)
-        chart, shown = shown_picture(cls, run_chart(report.picture))
-        ui = shown | said(report.text, report.summary)
+        chart, picture = shown_picture(cls, run_chart(report.picture))
+        ui = picture | shown(report.text, report.summary)
         return io.NodeOutput(images, report.text, json.dumps(report.data), chart, ui=ui)

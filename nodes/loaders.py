@@ -18,7 +18,7 @@ from ..hosts.loading import LOADER_PRECISIONS
 from ..loaders.source import Source
 from ..planning.request import TEXT_ENCODER_PLACEMENTS
 from ..spec.transformer import PLACES
-from .common import CATEGORY, needs, with_report
+from .common import needs, schema, with_report
 
 # Search words of people who want another precision, or less memory.
 WEIGHT_WORDS = ["bf16", "fp8", "scaled fp8", "int8", "quantized", "low vram", "gguf"]
@@ -80,10 +80,9 @@ PRECISION = io.Combo.Input(
     "precision",
     options=list(LOADER_PRECISIONS),
     default="auto",
-    tooltip="Precision of the transformer. auto: bf16 if it fits on the card, else int8; int8 of "
-    "GGUF. "
-    "bf16: 38 GiB, or 25 with modulation off card. int8, fp8: 25 GiB, or 13. int8 is "
-    "closer to bf16; fp8 needs an Ada card or newer. as stored: the file's own.",
+    tooltip="Precision of the transformer. auto: int8 with rotation where the GPU has int8 "
+    "products, else bf16; an fp8 file stays fp8. bf16: the most accurate, 38 GiB, or 25 with the "
+    "modulation weights offloaded. int8, fp8: 25 GiB, or 13. fp8 needs an Ada GPU or newer.",
 )
 MODULATION = io.Combo.Input(
     "modulation",
@@ -92,9 +91,9 @@ MODULATION = io.Combo.Input(
     optional=True,
     advanced=True,
     tooltip="Where the modulation weights stay (a third of the transformer, 12.7 GiB in bf16, "
-    "which see only the timestep). off card: in host memory, with a small table of their "
-    "results on the card. They come to the card once for each new schedule, and once for each "
-    "timestep outside it. auto: off card if transformer and text encoder do not both fit.",
+    "which see only the timestep). off card: in system RAM, with a small table of their results "
+    "on the GPU. They come to the GPU once for each new schedule, and once for each timestep "
+    "outside it. auto: there if transformer and text encoder do not both fit.",
 )
 KEEP = io.String.Input(  # `keep_patterns` reads what it holds
     "keep_in_bf16",
@@ -122,10 +121,9 @@ def _placement_input(*, advanced: bool | None) -> io.Combo.Input:
         default="auto",
         optional=True,
         advanced=advanced,
-        tooltip="Where the text encoder stays. auto, on card: on the card while there is room. "
-        "cpu: runs on the CPU, slowly, and takes no card memory. drop after encoding: leaves the "
-        "card right after encoding and makes room for the transformer. An unchanged prompt is not "
-        "encoded again.",
+        tooltip="Where the text encoder stays. auto: in VRAM while there is room. cpu: runs on the "
+        "CPU, slowly. drop after encoding: leaves the GPU right after encoding and makes room for "
+        "the transformer. An unchanged prompt is not encoded again.",
     )
 
 
@@ -136,7 +134,7 @@ def _report_output() -> io.String.Output:
 
 
 def _model_output() -> io.Model.Output:
-    return io.Model.Output(tooltip="To LoRA loaders, then Optimize Qwen-Image, then the sampler.")
+    return io.Model.Output(tooltip="To LoRA loaders, then Qwen-Image Optimize, then the sampler.")
 
 
 def _clip_output() -> io.Clip.Output:
@@ -150,10 +148,9 @@ def _vae_output() -> io.Vae.Output:
 class QwenL40SLoadModel(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="QwenL40S_LoadModel",
             display_name="Load Qwen-Image Model",
-            category=CATEGORY,
             description="Loads a Qwen-Image transformer (text to image, 2512, Edit or Layered) "
             "from a bf16, fp8, int8 or GGUF file or a diffusers folder.",
             search_aliases=[
@@ -203,10 +200,9 @@ class QwenL40SLoadModel(io.ComfyNode):
 class QwenL40SLoadTextEncoder(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="QwenL40S_LoadTextEncoder",
             display_name="Load Qwen-Image Text Encoder",
-            category=CATEGORY,
             description="Loads Qwen2.5-VL, the text encoder of Qwen-Image. It turns prompts, and "
             "for edits images, into conditioning.",
             search_aliases=[
@@ -232,7 +228,7 @@ class QwenL40SLoadTextEncoder(io.ComfyNode):
                     options=list(LOADER_PRECISIONS),
                     default="auto",
                     tooltip="Precision of the stored weights; ComfyUI always computes this model "
-                    "in fp32. bf16: 14.4 GiB. fp8, int8: 8.4 GiB. auto, as stored: the file's own.",
+                    "in fp32. bf16: 14.4 GiB. fp8, int8: 8.4 GiB. auto: as in the file.",
                 ),
                 _placement_input(advanced=None),
             ],
@@ -262,10 +258,9 @@ class QwenL40SLoadTextEncoder(io.ComfyNode):
 class QwenL40SLoadVAE(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="QwenL40S_LoadVAE",
             display_name="Load Qwen-Image VAE",
-            category=CATEGORY,
             description="Loads the Qwen-Image VAE from a file of ComfyUI or of diffusers.",
             search_aliases=["load vae", "vae loader", "qwen image vae", "wan vae"],
             has_intermediate_output=True,
@@ -308,10 +303,9 @@ class QwenL40SLoadVAE(io.ComfyNode):
 class QwenL40SLoad(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="QwenL40S_Load",
             display_name="Load Qwen-Image",
-            category=CATEGORY,
             description="Loads transformer, text encoder and VAE in one node: from a transformer "
             "file, with the matching text encoder and VAE found in their folders, from a diffusers "
             "folder, or from the bundled micro model.",

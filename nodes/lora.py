@@ -13,7 +13,7 @@ from ..hosts.comfyui.load.choose import path_of
 from ..loaders.header import fingerprint
 from ..options import todays
 from ..planning.request import LORA_MODES
-from .common import CATEGORY, choice_input, needs, with_report
+from .common import choice_input, needs, schema, with_report
 
 
 def _path(name: str) -> Path:
@@ -28,10 +28,9 @@ def _path(name: str) -> Path:
 class QwenL40SLoadLora(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="QwenL40S_LoadLora",
             display_name="Load Qwen-Image LoRA",
-            category=CATEGORY,
             description="Applies a LoRA to a bf16, fp8 or int8 model and reports how many of its "
             "keys were applied. Reads all common key formats.",
             search_aliases=[
@@ -74,7 +73,7 @@ class QwenL40SLoadLora(io.ComfyNode):
             accept_all_inputs=True,  # older names
             outputs=[
                 io.Model.Output(
-                    tooltip="To another LoRA loader, Optimize Qwen-Image or the sampler."
+                    tooltip="To another LoRA loader, Qwen-Image Optimize or the sampler."
                 ),
                 io.String.Output("report", tooltip="Keys applied, and what a merge loses."),
             ],

@@ -6,7 +6,7 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from .common import CATEGORY, model_and_report, needs, with_report
+from .common import model_and_report, needs, schema, with_report
 
 LAST_STEP = 10_000  # as of ComfyUI's KSampler (Advanced)
 
@@ -24,10 +24,9 @@ class QwenL40SNAG(io.ComfyNode):
             about = {"optional": True, "advanced": True, "tooltip": tooltip}
             return io.Int.Input(name, default=default, min=0, max=LAST_STEP, **about)
 
-        return io.Schema(
+        return schema(
             node_id="QwenL40S_NAG",
-            display_name="NAG Qwen-Image",
-            category=CATEGORY,
+            display_name="Qwen-Image NAG",
             description="Gives Qwen-Image a negative prompt at CFG 1, as with Lightning and Turbo "
             "(normalized attention guidance): the image's rows are pushed away from what they "
             "would read with it. Each step stays one pass, which takes a little longer.",

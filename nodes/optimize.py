@@ -5,7 +5,7 @@ from __future__ import annotations
 from comfy_api.latest import io
 
 from ..optimizations.attention import BACKENDS, FAST, MOST_ERROR
-from .common import CATEGORY, model_and_report, needs, with_report
+from .common import model_and_report, needs, schema, with_report
 
 ATTENTION_CHOICES = ["auto", FAST, "comfyui", *BACKENDS]
 
@@ -13,10 +13,9 @@ ATTENTION_CHOICES = ["auto", FAST, "comfyui", *BACKENDS]
 class QwenL40SOptimize(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="QwenL40S_Optimize",
-            display_name="Optimize Qwen-Image",
-            category=CATEGORY,
+            display_name="Qwen-Image Optimize",
             description="Makes any Qwen-Image MODEL faster and keeps the picture: fused blocks, "
             "modulation from a table, and the card's fastest exact attention. Place it after LoRA "
             "loaders and before the sampler. The first step compares one block with ComfyUI's own, "
@@ -39,7 +38,7 @@ class QwenL40SOptimize(io.ComfyNode):
                     options=ATTENTION_CHOICES,
                     default="auto",
                     tooltip="auto: measures the card's exact backends once and uses the fastest. "
-                    "fast: also allows attention in 8 bits, up to attention_error. comfyui: "
+                    "fast: also allows attention in 8 bits, up to max_8bit_error. comfyui: "
                     "ComfyUI's own. int8, int8_fp8, sage_2: 8 bits, whatever the error.",
                 ),
                 io.Boolean.Input(
@@ -100,10 +99,9 @@ class QwenL40SOptimize(io.ComfyNode):
 class QwenL40SSplitCards(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="QwenL40S_SplitCards",
-            display_name="Split Qwen-Image over Cards",
-            category=CATEGORY,
+            display_name="Qwen-Image MultiGPU Split",
             description="Paints one image on several cards of one kind, without NVLink. With CFG "
             "above 1, each prompt runs on a card of its own, as with MultiGPU CFG Split. At CFG "
             "1, or with more cards than prompts, the cards share the image rows of each pass. "
@@ -122,7 +120,7 @@ class QwenL40SSplitCards(io.ComfyNode):
             has_intermediate_output=True,
             inputs=[
                 io.Model.Input(
-                    "model", tooltip="From Optimize Qwen-Image, without which no rows are shared."
+                    "model", tooltip="From Qwen-Image Optimize, without which no rows are shared."
                 ),
                 io.Int.Input(
                     "cards",
@@ -137,7 +135,7 @@ class QwenL40SSplitCards(io.ComfyNode):
                 io.Model.Output(tooltip="To the sampler."),
                 io.String.Output(
                     display_name="report",
-                    tooltip="Which cards are used, and why others are not. Report Qwen-Image Run "
+                    tooltip="Which cards are used, and why others are not. Qwen-Image Run Report "
                     "and ComfyUI's log say what a run did.",
                 ),
             ],
@@ -155,10 +153,9 @@ class QwenL40SSplitCards(io.ComfyNode):
 class QwenL40SCFGNorm(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="QwenL40S_CFGNorm",
-            display_name="CFG Norm Qwen-Image",
-            category=CATEGORY,
+            display_name="Qwen-Image CFG Rescale",
             description="Guides a Qwen-Image MODEL as diffusers does: with CFG above 1, each token "
             "of the guided prediction gets the norm it has in the positive prediction. No effect "
             "at CFG 1.",
@@ -172,7 +169,7 @@ class QwenL40SCFGNorm(io.ComfyNode):
             inputs=[
                 io.Model.Input(
                     "model",
-                    tooltip="From any loader, LoRA loader or Optimize Qwen-Image. This node "
+                    tooltip="From any loader, LoRA loader or Qwen-Image Optimize. This node "
                     "replaces a RescaleCFG before it; do not add CFGNorm as well.",
                 )
             ],

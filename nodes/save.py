@@ -21,7 +21,7 @@ from ..files import name_file
 from ..loaders.header import PICKLE_SUFFIXES
 from ..loaders.quantized_file import check_destination
 from ..png import encode
-from .common import CATEGORY, needs, with_report
+from .common import needs, schema, with_report
 from .loaders import KEEP, keep_patterns
 
 OTHER_FORMATS = (*PICKLE_SUFFIXES, ".gguf", ".sft")
@@ -52,10 +52,9 @@ def _destination(filename: str) -> Path:
 class QwenL40SSaveQuantized(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="QwenL40S_SaveQuantized",
-            display_name="Save Quantized Qwen-Image",
-            category=CATEGORY,
+            display_name="Save Quantized Model (Qwen-Image)",
             description="Writes the model, with its merged LoRAs, to models/diffusion_models at "
             "two thirds of its bf16 size. ComfyUI's own loader also reads the int8 files; the fp8 "
             "files, with a scale for each row, need this pack.",
@@ -188,10 +187,9 @@ def _write(
 class QwenL40SSaveImage(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="QwenL40S_SaveImage",
-            display_name="Save Image Qwen-Image",
-            category=CATEGORY,
+            display_name="Save Image (fast PNG)",
             description="Save Image in about a tenth of the time: PNG files with the same pixels, "
             "names and workflow inside, a few percent larger. It replaces no file.",
             search_aliases=["save", "save image", "export image", "write image", "png", "download"],

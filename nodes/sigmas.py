@@ -10,16 +10,15 @@ from comfy_api.latest import io
 from ..families.registry import schedule_names
 from ..families.schedules import OFFICIAL
 from ..options import MOST_PIXELS
-from .common import CATEGORY, needs, with_report
+from .common import needs, schema, with_report
 
 
 class QwenL40SSigmas(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="QwenL40S_Sigmas",
-            display_name="Qwen-Image Sigmas",
-            category=CATEGORY,
+            display_name="Qwen-Image Scheduler",
             description="Gives SamplerCustomAdvanced and SamplerCustom diffusers' schedule for the "
             "size, or that of a few-step model. ComfyUI's own of Qwen-Image-2.1 is the same at "
             "every size, which paints grids and bands in large pictures.",

@@ -7,6 +7,7 @@ from typing import Any
 from comfy_api.latest import io
 
 from ..errors import SettingError
+from ..options import CHOICE_LABELS
 from ..step_cache import (
     CHOICES,
     CUSTOM,
@@ -17,7 +18,7 @@ from ..step_cache import (
     cache_settings,
     computed_steps,
 )
-from .common import CATEGORY, needs
+from .common import needs, schema
 
 USUAL = CacheSettings()
 
@@ -25,14 +26,13 @@ USUAL = CacheSettings()
 class QwenL40SStepCache(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="QwenL40S_StepCache",
-            display_name="Step Cache Qwen-Image",
-            category=CATEGORY,
+            display_name="Qwen-Image Step Cache",
             description="Calls the transformer in some of a sampler's steps and forecasts the "
             "others from them: nearly the same picture, sooner. Off by default. For runs of 20 "
             "steps and more. Runs of 10 steps or fewer, as with Lightning LoRAs, and samplers that "
-            "add noise compute every step. Report Qwen-Image Run and the log say how far the "
+            "add noise compute every step. Qwen-Image Run Report and the log say how far the "
             "forecasts are off.",
             search_aliases=[
                 "teacache",
@@ -55,7 +55,7 @@ class QwenL40SStepCache(io.ComfyNode):
                         io.DynamicCombo.Option(CUSTOM, _custom_inputs()),
                     ],
                     tooltip=f"Steps that call the transformer: {_counts(50)} of 50; {_counts(20)} "
-                    "of 20. off: every step, as without this node. fast may change small text.",
+                    "of 20. off: every step, as without this node. speed may change small text.",
                 ),
             ],
             outputs=[io.Model.Output(tooltip="To the sampler.")],
@@ -76,7 +76,9 @@ class QwenL40SStepCache(io.ComfyNode):
 
 
 def _counts(steps: int) -> str:
-    return ", ".join(f"{name} {computed_steps(steps, name)}" for name in PRESETS)
+    labels = CHOICE_LABELS["cache"]
+    counts = {labels.get(name, name): computed_steps(steps, name) for name in PRESETS}
+    return ", ".join(f"{name} {count}" for name, count in counts.items())
 
 
 def _custom_inputs() -> list[io.Input]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from comfy_api.latest import io
 
-from .common import CATEGORY, needs, with_report
+from .common import needs, schema, with_report
 
 MOST_TILES = 4096
 
@@ -39,10 +39,9 @@ def _report_output() -> io.String.Output:
 class QwenL40SVAEDecode(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="QwenL40S_VAEDecode",
-            display_name="VAE Decode Qwen-Image",
-            category=CATEGORY,
+            display_name="VAE Decode (Qwen-Image)",
             description="VAE Decode that plans its memory: the transformer stays on the card, and "
             "an image that does not fit whole is decoded in tiles, without seams. For other VAEs "
             "and for videos, ComfyUI's own VAE Decode runs.",
@@ -81,10 +80,9 @@ class QwenL40SVAEDecode(io.ComfyNode):
 class QwenL40SVAEEncode(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="QwenL40S_VAEEncode",
-            display_name="VAE Encode Qwen-Image",
-            category=CATEGORY,
+            display_name="VAE Encode (Qwen-Image)",
             description="VAE Encode that plans its memory: the transformer stays on the card, and "
             "an image that does not fit whole is encoded in tiles, to the same latents. For other "
             "VAEs and for videos, ComfyUI's own VAE Encode runs.",

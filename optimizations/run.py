@@ -205,6 +205,14 @@ class Optimization:
             return PASSED_BY
         return None if self._last.fused else next(iter(self._last.verdicts.of("blocks")), NO_PASS)
 
+    def outcome(self) -> str:
+        """Says in one line how many blocks of the last run were fused, and why others were not."""
+        if why := self.not_fused:
+            return f"{self.host} own blocks ran: {why}"
+        fused, others = self._last.fused, self._last.verdicts.of("blocks")
+        rest = f"; {self.host} own for the rest: {next(iter(others))}" if others else ""
+        return f"{fused} of {fused + others.total()} blocks fused{rest}"
+
     def report(self) -> str:
         """Says which path every part took, a line each."""
         if not self._blocks:

@@ -201,6 +201,15 @@ function renameValues(node) {
     }
 }
 
+/** Shows the choices of a node under their labels; a prompt and a saved graph keep their names. */
+function labelChoices(node) {
+    const { required, optional } = node.constructor.nodeData.input
+    for (const [name, [, about]] of Object.entries({ ...required, ...optional })) {
+        const widget = about?.labels && node.widgets?.find((widget) => widget.name === name)
+        if (widget) widget.options.getOptionLabel = (value) => about.labels[value] ?? value ?? ""
+    }
+}
+
 /** Leaves the room of a picture free before a run; the page gives it to a text area. */
 function keepTextAreasLow(node) {
     for (const { element, options } of node.widgets ?? [])
@@ -240,7 +249,7 @@ function safely(action) {
     try {
         action()
     } catch (error) {
-        console.warn("Qwen-Image L40S:", error)
+        console.warn("Qwen-Image Accelerator:", error)
     }
 }
 
@@ -279,6 +288,7 @@ app.registerExtension({
     nodeCreated(node) {
         if (!isOurs(node)) return
         safely(() => fillInName(node))
+        safely(() => labelChoices(node))
         safely(() => keepTextAreasLow(node))
     },
 

@@ -188,19 +188,20 @@ def unsupported_host(capabilities: tuple[str, ...] = tuple(CAPABILITIES)) -> Ver
     except (ImportError, AttributeError):
         return Verdict(
             "this ComfyUI does not give its version",
-            rule=f"Qwen-Image L40S needs {floor} or newer.",
+            rule=f"Qwen-Image Accelerator needs {floor} or newer.",
             final=True,
         )
     if release(found) < COMFYUI_FLOOR:
-        old = f"ComfyUI is {found} and Qwen-Image L40S needs {floor} or newer"
+        old = f"ComfyUI is {found} and Qwen-Image Accelerator needs {floor} or newer"
         return Verdict(old, remedy="update ComfyUI.", final=True)
     for hooks in map(CAPABILITIES.__getitem__, capabilities):
         for module, names in hooks.items():
             for name, parameters in names.items():
                 if fault := _fault(module, name, parameters):
                     return Verdict(
-                        f"ComfyUI {found} {fault}, which Qwen-Image L40S calls",
-                        remedy="update Qwen-Image L40S, and until then use ComfyUI's own loaders.",
+                        f"ComfyUI {found} {fault}, which Qwen-Image Accelerator calls",
+                        remedy="update Qwen-Image Accelerator, and until then use ComfyUI's own "
+                        "loaders.",
                         final=True,
                     )
     return None
@@ -217,8 +218,8 @@ def news_of_host() -> list[str]:
     news = []
     if is_newer_than_tested(found):
         news.append(
-            f"ComfyUI {found} is newer than what Qwen-Image L40S was tested with ({TESTED}): if "
-            "a picture looks wrong, compare it with ComfyUI's own nodes and tell us."
+            f"ComfyUI {found} is newer than what Qwen-Image Accelerator was tested with "
+            f"({TESTED}): if an image looks wrong, compare it with ComfyUI's nodes and tell us."
         )
     for module, names in KNOWN.items():
         for name, known in names.items():

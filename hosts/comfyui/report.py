@@ -48,7 +48,7 @@ EARLIER = (
     "from its last run."
 )
 UNWATCHED = (
-    "Runs of this MODEL are not measured, because another pack loaded it: put Optimize Qwen-Image "
+    "Runs of this MODEL are not measured, because another pack loaded it: put Qwen-Image Optimize "
     "between it and the sampler, and connect its MODEL here."
 )
 FAILED = "The run could not be reported: ComfyUI's log says why."
@@ -141,7 +141,7 @@ def _missing(clip: Any, vae: Any, ran: LastRun) -> list[str]:
         )
     if vae is not None and not ran.of("decode"):
         notes.append(
-            "No VAE decode was measured in this run: only VAE Decode Qwen-Image is measured."
+            "No VAE decode was measured in this run: only VAE Decode (Qwen-Image) is measured."
         )
     return notes
 

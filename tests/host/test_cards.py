@@ -376,7 +376,7 @@ def test_what_cannot_be_split_runs_on_one_card(machine, monkeypatch):
 def test_what_is_split_with_a_note(machine):
     model = load_model(PATH, "bf16")[0]
     notes = split_cards(model, 2)[1].splitlines()
-    assert "not shared without Optimize Qwen-Image" in notes[1] and len(notes) == 2
+    assert "not shared without Qwen-Image Optimize" in notes[1] and len(notes) == 2
     model = optimize(model)
     kinds = {card(3): "Tesla T4"}
     with mock.patch.object(cards, "_kind", lambda device: kinds.get(device, "NVIDIA L40S")):

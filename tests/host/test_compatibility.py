@@ -1,4 +1,4 @@
-"""Nodes of ComfyUI and stand-ins of other packs, before and after Optimize Qwen-Image.
+"""Nodes of ComfyUI and stand-ins of other packs, before and after Qwen-Image Optimize.
 
 Each cell of docs/compatibility.md: the same picture as without us, and a report that says what ran.
 """
@@ -73,7 +73,8 @@ WIDE = random(1, 16, 1, 8, 24)
 def loaded(kind: str = "own") -> Model:
     gc.collect()  # ComfyUI fails where a model disappears while it makes room for another one
     if kind != "2.1":
-        return load_model(PATHS[kind == "other"], "bf16")[0]
+        precision = "int8" if "int8" in kind else "bf16"
+        return load_model(PATHS["other" in kind], precision)[0]
     # As `model_21`, whose text changes next to nothing.
     weights = {name: weight * (1 + 2 * (weight.ndim == 2)) for name, weight in weights_21().items()}
     return comfy.sd.load_diffusion_model_state_dict(weights, model_options={"dtype": torch.float32})
@@ -492,6 +493,13 @@ def test_the_picture_stays_and_the_report_says_what_ran(name, order):
     check(name, order, "own", CASES[name].says)
 
 
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.usefixtures("inference_mode")
+def test_int8(name, order):
+    check(name, order, "int8", CASES[name].says)
+
+
 @pytest.mark.host_has("comfy.model_base.QwenImage21")
 @pytest.mark.parametrize("order", ["before", "after"])
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.on_21])
@@ -594,12 +602,13 @@ def row(name: str, case: Case) -> str:
     blocks = blocks_of_case(case.says)
     on_21 = blocks_of_case(case.on_21) if case.on_21 else "not tried"
     picture = {True: "changed by it", False: "not changed by it", None: "compared"}[case.effect]
-    cells = name, case.how, blocks, on_21, "; ".join(filter(None, (picture, case.note)))
+    cells = name, case.how, blocks, "as bf16", on_21, "; ".join(filter(None, (picture, case.note)))
     return f"| {' | '.join(cells)} |"
 
 
 def tables() -> str:
-    head = f"{HEAD} the same with 2.1 | the picture, with and without us |\n|---|---|---|---|---|"
+    head = f"{HEAD} in int8 | the same with 2.1 | the picture, with and without us |"
+    head += "\n|---|---|---|---|---|---|"
     own = "\n".join((head, *(row(*it) for it in CORE.items())))
     others = "\n".join((head, *(row(*it) for it in PACKS.items())))
     rows = (f"| {name} | {how} | {says} | {at} |" for name, (how, says, at) in ELSEWHERE.items())

@@ -10,7 +10,7 @@ from qwen_l40s.nodes import NODES as CLASSES
 DOCS = ROOT / "web" / "docs"
 PAGES = {page.stem: page.read_text(encoding="utf-8") for page in sorted(DOCS.glob("*.md"))}
 # Choices that are not the node's own: files on a disk, cards in a list.
-LISTS = {"model", "clip", "vae", "lora", "card"}
+LISTS = {"model", "clip", "vae", "lora", "gpu"}
 ENTRIES = {entry["name"]: entry for entry in (node.GET_NODE_INFO_V1() for node in CLASSES)}
 NODES = sorted(ENTRIES)
 
@@ -38,6 +38,10 @@ def inputs_of(node: dict) -> dict[str, list]:
     return {**node["input"].get("required", {}), **node["input"].get("optional", {})}
 
 
+def labelled_inputs_of(node: dict) -> dict[str, list]:
+    return {entry[1].get("display_name", name): entry for name, entry in inputs_of(node).items()}
+
+
 def test_everything_of_a_node_is_explained(node):
     assert node["description"].endswith(".")
     aliases = node["search_aliases"]
@@ -50,8 +54,8 @@ def test_everything_of_a_node_is_explained(node):
 
 
 def test_a_page_names_every_input_in_order_and_no_other(node):
-    shown = [entry[1].get("display_name") or name for name, entry in inputs_of(node).items()]
-    assert [name for names, _ in inputs_on(PAGES[node["name"]]) for name in names] == shown
+    shown = [name for names, _ in inputs_on(PAGES[node["name"]]) for name in names]
+    assert shown == list(labelled_inputs_of(node))
 
 
 def test_a_page_names_every_output_in_order_and_no_other(node):
@@ -61,11 +65,12 @@ def test_a_page_names_every_output_in_order_and_no_other(node):
 def test_a_page_names_every_choice(node):
     for names, words in inputs_on(PAGES[node["name"]]):
         for name in names:
-            kind, settings = inputs_of(node)[name]
+            kind, settings = labelled_inputs_of(node)[name]
             if name in LISTS or is_list_of_files(node, name):
                 continue
             choices = settings["options"] if kind == "COMBO" else brought_by(settings)
-            missing = [choice for choice in choices if f"`{choice}`" not in words]
+            labels = settings.get("labels", {})
+            missing = [each for each in choices if f"`{labels.get(each, each)}`" not in words]
             assert missing == [], name
 
 
@@ -73,7 +78,10 @@ def test_a_page_names_every_input_that_a_choice_brings(node):
     for _, settings in inputs_of(node).values():
         for inputs in brought_by(settings).values():
             for name, (kind, rules) in inputs.items():
-                named = [name, *(rules["options"] if kind == "COMBO" else ())]
+                named = [
+                    rules.get("display_name", name),
+                    *(rules["options"] if kind == "COMBO" else ()),
+                ]
                 explained = section(PAGES[node["name"]], "Choose")
                 assert [word for word in named if f"`{word}`" not in explained] == []
                 assert rules["tooltip"].endswith("."), name

@@ -34,7 +34,7 @@ from safetensors.torch import load_file, save_file
 from qwen_l40s.errors import CheckpointError, SettingError
 from qwen_l40s.families.identify import SUFFIX, split_parts
 from qwen_l40s.hosts.comfyui.lora.apply import LoraReport, apply_lora
-from qwen_l40s.hosts.comfyui.lora.bypass import lowered
+from qwen_l40s.hosts.comfyui.lora.bypass import compute_loras, lowered
 from qwen_l40s.hosts.comfyui.sample.optimize import optimize, report_of
 from qwen_l40s.nodes import lora as nodes_lora
 from qwen_l40s.spec.sizes import RANKS_AT_ONCE
@@ -98,13 +98,25 @@ def build(form: str | None = PLAIN, disable_dynamic: bool = False) -> Patcher:
     return patcher
 
 
-def sample(model: Patcher, hooks: comfy.hooks.HookGroup | None = None) -> torch.Tensor:
+def sample(
+    model: Patcher, hooks: comfy.hooks.HookGroup | None = None, steps: int = 1
+) -> torch.Tensor:
     noise = torch.Generator().manual_seed(3)
     latent = torch.randn(1, 16, 1, 8, 8, generator=noise)
     prompt = [[torch.randn(1, 5, narrow.SHAPE.joint_dim, generator=noise), {}]]
     if hooks is not None:
         prompt = comfy.hooks.set_hooks_for_conditioning(prompt, hooks)
-    settings = (model, latent, 1, 1.0, "euler", "simple", prompt, prompt, torch.zeros_like(latent))
+    settings = (
+        model,
+        latent,
+        steps,
+        1.0,
+        "euler",
+        "simple",
+        prompt,
+        prompt,
+        torch.zeros_like(latent),
+    )
     return comfy.sample.sample(*settings, seed=0, disable_pbar=True)
 
 
@@ -229,26 +241,48 @@ def test_auto_leaves_quantized_weights_alone() -> None:
         assert report.how == how, form
         assert ("would round the quantized weights" in report.text()) == (how == "bypass"), form
         assert torch.equal(sample(model), sample(applied(base, lora(), how=how))), form
-    loha = {}
-    for factor in ("w1", "w2"):
-        loha[f"{LAYER}.hada_{factor}_a"] = torch.randn(128, 2, generator=noise)
-        loha[f"{LAYER}.hada_{factor}_b"] = torch.randn(2, 128, generator=noise)
-    _, report = apply_lora(build(INT8), saved(loha, "loha"), 1.0, how="auto")
-    assert report.how == "merge" and "has no bypass" in report.text(), report.text()
+    for rank, how in ((16, "bypass"), (17, "merge")):
+        loha = {}
+        for factor in ("w1", "w2"):
+            loha[f"{LAYER}.hada_{factor}_a"] = torch.randn(128, rank, generator=noise)
+            loha[f"{LAYER}.hada_{factor}_b"] = torch.randn(rank, 128, generator=noise)
+        _, report = apply_lora(build(INT8), saved(loha, "loha"), 1.0, how="auto")
+        assert report.how == how, report.text()
 
 
-def test_hooks_on_quantized_weights_are_refused() -> None:
-    """ComfyUI fails in the middle of the first step, inside a layer."""
-    hooks = comfy.hooks.create_hook_lora(lora(), 1.0, 0.0)
-    for form in (PLAIN, INT8, FP8):
-        model = optimize(build(form))
-        known = sample(model)
-        if form is PLAIN:
-            assert distance(sample(model, hooks), known) > 0.05
-        else:
-            with pytest.raises(SettingError, match=r"hook on a prompt.*precision bf16"):
-                sample(model, hooks)
+def test_hooks_on_quantized_weights() -> None:
+    """Computed beside them, with the strength of each keyframe; what is no product is refused."""
+
+    def hooks(tensors: Tensors, *strengths: float) -> comfy.hooks.HookGroup:
+        frames = comfy.hooks.HookKeyframeGroup()
+        for number, strength in enumerate(strengths):
+            start = number / len(strengths)
+            frames.add(comfy.hooks.HookKeyframe(strength, start_percent=start))
+        found = comfy.hooks.create_hook_lora(tensors, 1.0, 0.0)
+        found.set_keyframes_on_hooks(frames)
+        return found
+
+    first, second = lora(1), lora(2)
+    halves = [{name: it for name, it in first.items() if (".attn." in name) == of} for of in (0, 1)]
+    dora = {f"{module}.dora_scale": torch.ones(len(it), 1) for module, it in MATRICES.items()}
+    for form in (INT8, FP8):
+        model = build(form)
+        compute_loras(model)  # without our blocks, which round a sum once more
+        known, whole = sample(model), applied(model, first, how="bypass")
+        half = sample(applied(model, second, 0.5, "bypass"))
+        for group, expected in (
+            (hooks(first, 1.0), sample(whole)),
+            (hooks(second, 0.5), half),
+            (hooks(second, 0.0), known),
+            (hooks(halves[0], 1.0).clone_and_combine(hooks(halves[1], 1.0)), sample(whole)),
+        ):
+            assert distance(sample(model, group), expected) < 1e-5, form
+        fading = sample(model, hooks(second, 0.5, 0.0), 2)
+        assert min(distance(fading, known), distance(fading, half)) > 0.002
+        assert torch.equal(sample(optimize(model), hooks(first, 1.0)), sample(optimize(whole)))
         assert torch.equal(sample(model), known), form
+        with pytest.raises(SettingError, match="precision bf16"):
+            sample(optimize(model), hooks(first | dora, 1.0))
 
 
 def test_loras_stack() -> None:
@@ -402,18 +436,28 @@ def test_lokr() -> None:
         assert distance(sample(applied(base, tensors, how=how)), expected) < 1e-5, how
 
 
+def test_loha() -> None:
+    base, noise = build(), torch.Generator().manual_seed(6)
+    for alpha in (None, 3.0):
+        loha = {} if alpha is None else {f"{LAYER}.alpha": torch.tensor(alpha)}
+        for module, weight in MATRICES.items():
+            rows, columns = weight.shape
+            for factor, rank in (("w1", 2), ("w2", 3)):
+                loha[f"{module}.hada_{factor}_a"] = torch.randn(rows, rank, generator=noise) / 4
+                loha[f"{module}.hada_{factor}_b"] = torch.randn(rank, columns, generator=noise) / 4
+        expected = sample(by_core(base, loha))
+        assert distance(expected, sample(base)) > 0.05
+        for how in ("merge", "bypass"):
+            assert distance(sample(applied(base, loha, how=how)), expected) < 1e-5, how
+
+
 def test_what_cannot_run_beside() -> None:
-    loha, dora = {}, lora()
+    dora = lora()
     for module, weight in MATRICES.items():
-        rows, columns = weight.shape
-        for factor in ("w1", "w2"):
-            loha[f"{module}.hada_{factor}_a"] = torch.ones(rows, 2) / 10
-            loha[f"{module}.hada_{factor}_b"] = torch.ones(2, columns) / 10
-        dora[f"{module}.dora_scale"] = torch.ones(rows, 1)
+        dora[f"{module}.dora_scale"] = torch.ones(len(weight), 1)
     base = build()
-    for tensors in (loha, dora):
-        assert torch.equal(sample(applied(base, tensors)), sample(by_core(base, tensors)))
-        refused(tensors, "merge", how="bypass", error=SettingError)
+    assert torch.equal(sample(applied(base, dora)), sample(by_core(base, dora)))
+    refused(dora, "merge", how="bypass", error=SettingError)
     refused({**dora, f"{LAYER}.dora_scale": torch.ones(3, 1)}, LAYER)
 
 

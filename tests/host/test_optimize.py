@@ -465,7 +465,7 @@ def test_an_attention_of_another_node():
     behind = optimize(stock())
     behind.model_options["transformer_options"][SLOT] = other
     assert_same(known, forward(behind))
-    said = "attention: another node's, set after Optimize Qwen-Image"
+    said = "attention: another node's, set after Qwen-Image Optimize"
     assert report_of(behind).endswith(said), report_of(behind)
     assert_same(plain, forward(optimize(model, OptimizeSettings(attention="math"))))
     restored = restore(optimize(model, OptimizeSettings(attention="math")))

@@ -1,4 +1,4 @@
-"""Save Image Qwen-Image beside ComfyUI's own Save Image: names, pixels, texts, and what fails."""
+"""Save Image (fast PNG) beside ComfyUI's own Save Image: names, pixels, texts, and what fails."""
 
 import errno
 import functools

@@ -196,7 +196,7 @@ def test_run_shows_the_picture_and_the_picture_gives_the_graph_back(
     entry = classic.run(lambda: film(classic, 300))
     assert entry["status"]["status_str"] == "success", entry["status"]
     (image,) = next(o["images"] for o in entry["outputs"].values() if "images" in o)
-    source, drawn = classic.picture("Save Image Qwen-Image")
+    source, drawn = classic.picture("Save Image (fast PNG)")
     assert f"filename={image['filename']}&" in source
     file = server.base / "output" / image["filename"]
     saved = Image.open(file)

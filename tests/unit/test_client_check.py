@@ -89,8 +89,8 @@ def test_a_model_that_the_server_is_too_old_for_is_not_to_be_downloaded():
         ),
         (
             changed("save", sharper=True),
-            "'Save Image Qwen-Image' (QwenL40S_SaveImage, id save) has an input 'sharper' that the "
-            "server does not know: update Qwen-Image L40S there (the workflow was made with "
+            "'Save Image (fast PNG)' (QwenL40S_SaveImage, id save) has an input 'sharper' that the "
+            "server does not know: update Qwen-Image Accelerator there (the workflow was made with "
             f"{__version__}).",
         ),
         (
@@ -103,8 +103,8 @@ def test_a_model_that_the_server_is_too_old_for_is_not_to_be_downloaded():
                 **GRAPH,
                 "10": {"class_type": "QwenL40S_Later", "inputs": {}, "_meta": {"version": "9"}},
             },
-            "QwenL40S_Later (id 10) is missing on the server: update Qwen-Image L40S there (the "
-            "workflow was made with 9).",
+            "QwenL40S_Later (id 10) is missing on the server: update Qwen-Image Accelerator there "
+            "(the workflow was made with 9).",
         ),
     ],
     ids=lambda value: value[:60] if isinstance(value, str) else "",
@@ -174,8 +174,8 @@ def test_a_model_is_found_by_its_whole_path_and_by_a_name_that_only_one_file_has
 def test_a_server_without_our_pack_is_told_apart_from_an_old_one():
     info = {name: each for name, each in stored().items() if not name.startswith("QwenL40S_")}
     assert problems(GRAPH, info)[0] == (
-        "'Load Qwen-Image' (QwenL40S_Load, id load) needs Qwen-Image L40S, which the server lacks: "
-        "install it there."
+        "'Load Qwen-Image' (QwenL40S_Load, id load) needs Qwen-Image Accelerator, which the server "
+        "lacks: install it there."
     )
 
 

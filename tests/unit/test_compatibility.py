@@ -136,12 +136,14 @@ def test_nothing_is_off(host, version):
 def test_too_old(host, version):
     host["comfyui_version"].__version__ = version
     assert sentence() == (
-        f"ComfyUI is {version} and Qwen-Image L40S needs 0.33.0 or newer: update ComfyUI."
+        f"ComfyUI is {version} and Qwen-Image Accelerator needs 0.33.0 or newer: update ComfyUI."
     )
 
 
 def test_no_version(host, monkeypatch):
-    expected = "this ComfyUI does not give its version: Qwen-Image L40S needs 0.33.0 or newer."
+    expected = (
+        "this ComfyUI does not give its version: Qwen-Image Accelerator needs 0.33.0 or newer."
+    )
     del host["comfyui_version"].__version__
     assert sentence() == expected
     monkeypatch.setitem(sys.modules, "comfyui_version", None)
@@ -156,7 +158,7 @@ def test_a_name_that_is_gone(host, monkeypatch):
                 patch.delattr(*owner_of(host[module], name))
                 text = sentence()
             assert f"ComfyUI 0.40.0 has no {module}.{name}" in text
-            assert "update Qwen-Image L40S, and until then use ComfyUI's own loaders" in text
+            assert "update Qwen-Image Accelerator, and until then use ComfyUI's own loaders" in text
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, module, None)
             assert f"has no {module}.{next(iter(names))}," in sentence()
@@ -222,7 +224,7 @@ def test_a_newer_host_is_told_of_with_what_was_tested(host):
     for version in ("0.41.0", "0.46.0", "1.0.0"):
         host["comfyui_version"].__version__ = version
         (sentence,) = news_of_host()
-        assert sentence.startswith(f"ComfyUI {version} is newer than what Qwen-Image L40S was")
+        assert sentence.startswith(f"ComfyUI {version} is newer than what ")
         assert "0.33.0" in sentence and "0.40" in sentence
 
 

@@ -565,7 +565,8 @@ def test_attention_that_gives_nan_is_given_up(lossy, fused, monkeypatch, caplog)
     )
     assert "blocks: fused, 6 of 6" in optimized.report()
     assert [record.getMessage() for record in caplog.records] == [
-        "Qwen-Image L40S: broken gave NaN or infinity: diffusers' own attention runs from here."
+        "Qwen-Image Accelerator: broken gave NaN or infinity: diffusers' own attention runs from "
+        "here."
     ]
 
 
@@ -953,7 +954,7 @@ def test_models_that_the_kernels_do_not_take(fused, monkeypatch, caplog):
     for _ in range(3):
         model(**given)
     [record] = caplog.records  # a reason is logged once
-    assert record.getMessage() == f"Qwen-Image L40S: {reason}: diffusers' own blocks run."
+    assert record.getMessage() == f"Qwen-Image Accelerator: {reason}: diffusers' own blocks run."
     missing = Verdict("Triton is missing", final=True)
     monkeypatch.setattr(block_host, "choose_ops", lambda device: missing)
     assert_host(new_model(), inputs(), fused, "Triton is missing")

@@ -175,7 +175,7 @@ def settings_of(checkpoint, name):
     if "sigmas" in nodes:
         steps = nodes["sigmas"]["inputs"]["steps"]
         sampler = nodes["sampler"]["inputs"]["sampler_name"]
-        schedule = f"**Qwen-Image Sigmas** `{nodes['sigmas']['inputs']['preset']}`"
+        schedule = f"**Qwen-Image Scheduler** `{nodes['sigmas']['inputs']['preset']}`"
     else:
         steps, sampler = sample["steps"], sample["sampler_name"]
         schedule = f"{sample['scheduler']}, shift {nodes['shift']['inputs']['shift']:g}"

@@ -151,7 +151,7 @@ def test_notes_and_api_forms_follow_a_change(copied: Path):
     assert prompt["load"]["_meta"]["models"][0]["url"].endswith("2512_fp8_e4m3fn.safetensors")
 
 
-SAMPLER, LOADER, DECODER = "KSampler", "Load Qwen-Image", "VAE Decode Qwen-Image"
+SAMPLER, LOADER, DECODER = "KSampler", "Load Qwen-Image", "VAE Decode (Qwen-Image)"
 
 
 def of(title: str, how: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, Any]], Any]:
@@ -201,7 +201,7 @@ def test_headings_of_a_note_are_enough(copied: Path):
             of(SAMPLER, lambda node: node.update(type="Fast")),
             "Fast is not in tools/workflows/defin",
         ),
-        (of(DECODER, lambda node: node.update(inputs=[])), "VAE Decode Qwen-Image.samples is miss"),
+        (of(DECODER, lambda node: node.update(inputs=[])), "(Qwen-Image).samples is miss"),
         (
             of("CLIP Text Encode (Prompt)", lambda node: node.update(title=SAMPLER)),
             "KSampler: 2 nodes are called so",
@@ -212,7 +212,7 @@ def test_headings_of_a_note_are_enough(copied: Path):
         ),
         (
             lambda graph: graph["nodes"].remove(node_of(graph, LOADER)),
-            "VAE Decode Qwen-Image: there is no wire ",
+            "VAE Decode (Qwen-Image): there is no wire ",
         ),
         (lambda graph: graph["nodes"].pop(0), "it has 0 notes: keep one MarkdownNote"),
         (value("Read me", 0, "## No heading"), "its note needs the heading **Files**"),

@@ -209,9 +209,9 @@ def _name(dtype: torch.dtype) -> str:
 
 def _loras(model: ModelPatcher, shape: TransformerShape) -> Loras:
     bypass = lower(model).bypass
-    if bypass is None:
+    if not bypass:
         return Loras(count=max(map(len, model.patches.values()), default=0), mode="merge")
-    count, size = bypass.model.count, bypass.model_size()
+    count, size = sum(it.model.count for it in bypass), sum(it.model_size() for it in bypass)
     of_rank_one = 2 * sum(rows + columns for rows, columns in shape.quantizable_layers().values())
     rank = max(1, math.ceil(size / count / of_rank_one))
     return Loras(count=count, rank=rank, mode="bypass")

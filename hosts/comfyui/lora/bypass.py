@@ -21,8 +21,9 @@ import copy
 import uuid
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -31,7 +32,7 @@ import comfy.utils
 import comfy.weight_adapter
 import torch
 from comfy.model_patcher import ModelPatcher
-from comfy.patcher_extension import WrappersMP
+from comfy.patcher_extension import CallbacksMP, WrappersMP
 from comfy.quant_ops import QuantizedTensor
 
 from ....caches import remembered
@@ -44,6 +45,12 @@ from ....spec.sizes import RANKS_AT_ONCE
 from ..linear import AroundLinear
 
 BYPASS_KEY = "qwen_l40s_lora"
+# The highest product of the two ranks of a LoHa that is computed: a pair of that rank adds a sixth
+# to the work of a layer 3,072 wide.
+LOHA_RANK = 256
+
+
+Patch = tuple[Any, ...]  # (strength, change, factor of the weight, offset, function), as in core
 
 
 class Matrices(NamedTuple):
@@ -67,10 +74,10 @@ class BesideLayer(torch.nn.Module):
         self.up, self.start = _linear(up), start
         self.__dict__["down"] = down  # held, moved and counted once
 
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, y: torch.Tensor, strength: float = 1.0) -> torch.Tensor:
         down, _ = comfy.ops.cast_bias_weight(self.down, x)
         down = down[self.start : self.start + self.up.in_features]
-        return y + self.up(torch.nn.functional.linear(x, down))
+        return torch.add(y, self.up(torch.nn.functional.linear(x, down)), alpha=strength)
 
 
 class Kronecker(torch.nn.Module):
@@ -80,16 +87,17 @@ class Kronecker(torch.nn.Module):
         super().__init__()
         self.outer, self.inner, self.scale = _linear(outer), _linear(inner), scale
 
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, y: torch.Tensor, strength: float = 1.0) -> torch.Tensor:
         halves = self.inner(x.unflatten(-1, (self.outer.in_features, -1))).transpose(-1, -2)
-        return torch.add(y, self.outer(halves).transpose(-1, -2).flatten(-2), alpha=self.scale)
+        added = self.outer(halves).transpose(-1, -2).flatten(-2)
+        return torch.add(y, added, alpha=self.scale * strength)
 
 
 def bypass_change(
     adapter: comfy.weight_adapter.WeightAdapterBase, strength: float, dtype: torch.dtype
 ) -> Matrices | Kronecker | None:
-    """The adapter in `dtype`; None for a kind that must be merged (LoHa, DoRA, and everything that
-    is made for a convolution).
+    """The adapter in `dtype`; None for a kind that must be merged (DoRA, a LoHa of a high rank, and
+    everything that is made for a convolution).
     """
     weights = adapter.weights
     if isinstance(adapter, comfy.weight_adapter.LoRAAdapter):
@@ -110,6 +118,16 @@ def bypass_change(
         if inner.dim() != 2:
             return None
         return Kronecker(outer.to(dtype), inner.to(dtype), strength * scale)
+    if isinstance(adapter, comfy.weight_adapter.LoHaAdapter):
+        up, down, alpha, other_up, other_down, *others = weights
+        if any(other is not None for other in others) or len(down) * len(other_down) > LOHA_RANK:
+            return None
+        scale = strength * scale_of(alpha, len(down))
+        # (A B) * (C D), value by value, is one product of the rank of both: column i of A times
+        # column j of C, row i of B times row j of D (Khatri-Rao).
+        up = (up.float()[:, :, None] * other_up.float()[:, None]).flatten(1)
+        down = (down.float()[:, None] * other_down.float()[None]).flatten(0, 1)
+        return Matrices((up * scale).to(dtype), down.to(dtype))
     return None
 
 
@@ -161,21 +179,27 @@ class Lowered(NamedTuple):
 
     Attributes:
         merged: {key: patches} that ComfyUI merges.
-        bypass: What is computed; None where nothing is.
+        hooks: {hook's reference: {key: patches}} that ComfyUI merges while the hook is on.
+        bypass: What is computed: of all LoRAs, and of each hook's.
         token: The `patches_uuid` of `merged` alone.
     """
 
-    merged: dict[str, list[tuple[Any, ...]]]
-    bypass: ModelPatcher | None
+    merged: dict[str, list[Patch]]
+    hooks: dict[Any, dict[str, list[Patch]]]
+    bypass: tuple[ModelPatcher, ...]
     token: uuid.UUID
 
 
-# By the patches_uuid, which clones with the same patches share.
-_lowered: WeakKeyDictionary[uuid.UUID, Lowered] = remembered(WeakKeyDictionary())
+# By the patches_uuid, which clones with the same patches share. A run takes its hooks' patches away
+# and leaves that as it is.
+_lowered: WeakKeyDictionary[uuid.UUID, dict[frozenset[Any], Lowered]] = remembered(
+    WeakKeyDictionary()
+)
 
 
 def compute_loras(patcher: ModelPatcher, key: str = BYPASS_KEY) -> None:
-    """Has every run of a patcher, and of its clones, compute LoRAs that a merge would damage.
+    """Has every run of a patcher, and of its clones, compute LoRAs that a merge would damage, and
+    lets hooks and merges of two MODELs read quantized weights.
 
     Args:
         key: Of the wrappers that do it, unless others do.
@@ -183,6 +207,32 @@ def compute_loras(patcher: ModelPatcher, key: str = BYPASS_KEY) -> None:
     if outer_sample not in patcher.get_all_wrappers(WrappersMP.OUTER_SAMPLE):
         patcher.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, key, outer_sample)
         patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, key, run_bypass)
+        patcher.add_callback_with_key(CallbacksMP.ON_CLONE, key, _readable)
+        _readable(None, patcher)
+
+
+def _readable(_: ModelPatcher | None, patcher: ModelPatcher) -> None:
+    """ON_CLONE callback: reads the patches of what is an attribute. ComfyUI's own method fails on
+    the scale and the marker that a quantized layer has in its state dict alone.
+    """
+    own = weakref.ref(patcher)  # a cycle would keep the model until a collection
+
+    def get_key_patches(filter_prefix: str | None = None) -> dict[str, list[Any]]:
+        patcher, method = own(), type(own()).get_key_patches
+        found = patcher.model_state_dict().items()
+        there = {name: it for name, it in found if _is_attribute(patcher.model, name)}
+        with patched("key patches", [(patcher.__dict__, "model_state_dict", lambda: there)]):
+            return method(patcher, filter_prefix)
+
+    put("key patches", patcher, get_key_patches=get_key_patches)
+
+
+def _is_attribute(model: torch.nn.Module, name: str) -> bool:
+    try:
+        comfy.utils.get_attr(model, name)
+    except AttributeError:
+        return False
+    return True
 
 
 def outer_sample(executor: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -201,9 +251,9 @@ def lowered(patcher: ModelPatcher) -> ModelPatcher:
     same in each run.
     """
     found = lower(patcher)
-    if found.bypass is None:
+    if not found.bypass:
         return patcher
-    facts, clone = _leaves([getattr(patcher, name) for name in FACTS]), None
+    facts, clone = _leaves([found.token, *(getattr(patcher, name) for name in FACTS)]), None
     if LOWERED in patcher.__dict__:
         known, clone = patcher.__dict__[LOWERED]
         clone = clone if known == facts else None
@@ -213,10 +263,10 @@ def lowered(patcher: ModelPatcher) -> ModelPatcher:
         # Not this one, which would keep itself alive by it.
         put("sampling patcher", clone, patches=found.merged, patches_uuid=found.token)
         put("sampling patcher", clone, parent=patcher.parent)
-        clone.set_additional_models(BYPASS_KEY, [found.bypass.clone()])
+        clone.set_additional_models(BYPASS_KEY, [added.clone() for added in found.bypass])
         swap("sampling patcher", patcher.__dict__, LOWERED, (facts, clone))
     # Of this run.
-    put("sampling patcher", clone, hook_patches=patcher.hook_patches, hook_mode=patcher.hook_mode)
+    put("sampling patcher", clone, hook_patches=found.hooks, hook_mode=patcher.hook_mode)
     return clone
 
 
@@ -227,26 +277,36 @@ def _leaves(value: Any) -> Any:
 
 
 def lower(patcher: ModelPatcher) -> Lowered:
-    """Splits the patches of a MODEL into what ComfyUI merges and what is computed."""
-    found = _lowered.get(patcher.patches_uuid)
+    """Splits the patches of a MODEL, and those of its hooks, into what ComfyUI merges and what is
+    computed.
+    """
+    known = _lowered.setdefault(patcher.patches_uuid, {})
+    found = known.get(refs := frozenset(patcher.hook_patches))
     if found is None:
-        merged, changes, count = {}, [], 0
-        for key, patches in patcher.patches.items():
-            computed = _computed(patcher.model, key, patches)
-            count = max(count, len(computed))
-            changes += computed.values()
-            if left := [it for place, it in enumerate(patches) if place not in computed]:
-                merged[key] = left
-        bypass = None
-        if changes:
-            layers = BypassLayers(changes, count)
-            bypass = _patcher(layers, patcher.load_device, patcher.offload_device)
-        found = _lowered[patcher.patches_uuid] = Lowered(merged, bypass, uuid.uuid4())
+        merged, layers = _split(patcher.model, patcher.patches)
+        hooks = {ref: _split(patcher.model, it, ref) for ref, it in patcher.hook_patches.items()}
+        computed = [it for it in (layers, *(its for _, its in hooks.values())) if it is not None]
+        bypass = tuple(_patcher(it, patcher.load_device, patcher.offload_device) for it in computed)
+        left = {ref: patches for ref, (patches, _) in hooks.items()}
+        found = known[refs] = Lowered(merged, left, bypass, uuid.uuid4())
     return found
 
 
+def _split(
+    model: Any, patches: Mapping[str, Sequence[Patch]], hook: Any = None
+) -> tuple[dict[str, list[Patch]], BypassLayers | None]:
+    merged, changes, count = {}, [], 0
+    for key, its in patches.items():
+        computed = _computed(model, key, its, hook)
+        count = max(count, len(computed))
+        changes += computed.values()
+        if left := [it for place, it in enumerate(its) if place not in computed]:
+            merged[key] = left
+    return merged, BypassLayers(changes, count, hook) if changes else None
+
+
 def _computed(
-    model: Any, key: str, patches: Sequence[tuple[Any, ...]]
+    model: Any, key: str, patches: Sequence[Patch], hook: Any
 ) -> dict[int, tuple[str, Matrices | Kronecker]]:
     """{place among the patches of a weight: (layer, change)} of those that are computed."""
     name, _, part = key.rpartition(".")
@@ -256,10 +316,11 @@ def _computed(
     if not all(map(_adds, patches)):
         return {}
     layer = comfy.utils.get_attr(model, name)
-    quantized, dtype = is_quantized(layer.weight), model.get_dtype_inference()
+    dtype = model.get_dtype_inference()
+    damages = is_quantized(layer.weight) or (hook and not hook_merges(layer, part))
     found = {}
     for place, (strength, adapter, _, offset, _) in enumerate(patches):
-        mode = getattr(adapter, MODE, "bypass" if quantized else "merge")
+        mode = getattr(adapter, MODE, "bypass" if damages else "merge")
         if mode == "merge" or not _is_adapter(patches[place]) or not hasattr(layer, "in_features"):
             continue
         change = bypass_change(adapter, strength, dtype)
@@ -270,11 +331,11 @@ def _computed(
     return found
 
 
-def _is_adapter(patch: tuple[Any, ...]) -> bool:
+def _is_adapter(patch: Patch) -> bool:
     return isinstance(patch[1], comfy.weight_adapter.WeightAdapterBase)
 
 
-def _adds(patch: tuple[Any, ...]) -> bool:
+def _adds(patch: Patch) -> bool:
     """Whether a patch adds the same to every weight, so that it may be added in any order."""
     _, change, of_model, offset, function = patch
     if of_model != 1.0 or function is not None or (offset is not None and offset[0]):
@@ -288,10 +349,28 @@ def is_quantized(weight: torch.Tensor) -> bool:
     return isinstance(weight, QuantizedTensor) or weight.itemsize == 1
 
 
-def bypass_models(patcher: ModelPatcher | None) -> list[BypassLayers]:
-    """What lies beside the layers of a patcher's model."""
-    found = () if patcher is None else patcher.get_additional_models_with_key(BYPASS_KEY)
-    return [added.model for added in found]
+def hook_merges(layer: torch.nn.Module, name: str) -> bool:
+    """Whether ComfyUI can merge what a hook changes into a layer's weight or bias during a run: it
+    cannot in a model that has quantized layers.
+    """
+    return not hasattr(layer, f"set_{name}")
+
+
+def bypass_models(patcher: ModelPatcher | None) -> dict[BypassLayers, float]:
+    """{what lies beside the layers of a patcher's model now: its strength}. What is a hook's is
+    there while the hook is on, with the strength of its keyframe.
+    """
+    if patcher is None:
+        return {}
+    on = patcher.current_hooks.hooks if patcher.current_hooks else ()
+    strengths = {None: 1.0, **{hook.hook_ref: hook.strength for hook in on}}
+    found = (added.model for added in patcher.get_additional_models_with_key(BYPASS_KEY))
+    return {it: strengths[it.hook] for it in found if it.hook in strengths}
+
+
+def state_of(patcher: ModelPatcher | None) -> Hashable:
+    """Changes with what lies beside the layers, and with its strength."""
+    return tuple((weakref.ref(it), strength) for it, strength in bypass_models(patcher).items())
 
 
 def _joined(pairs: Sequence[Matrices]) -> Matrices:
@@ -307,16 +386,22 @@ class BypassLayers(torch.nn.Module):
     Args:
         changes: (name of a layer, change), as often as there are LoRAs.
         count: Of the LoRAs.
+        hook: The reference of the hook that switches them; None where they are always on.
 
     Attributes:
-        count: As given.
+        count, hook: As given.
         names: Of the layers, for each of `changes`; a ModuleDict takes no names with dots.
         downs: That the `BesideLayer` of `changes` share.
     """
 
-    def __init__(self, changes: Iterable[tuple[str, Matrices | Kronecker]], count: int = 1) -> None:
+    def __init__(
+        self,
+        changes: Iterable[tuple[str, Matrices | Kronecker]],
+        count: int = 1,
+        hook: Any = None,
+    ) -> None:
         super().__init__()
-        self.count = count
+        self.count, self.hook = count, hook
         pairs: dict[str, list[Matrices]] = defaultdict(list)
         others: list[tuple[str, Kronecker]] = []
         for name, change in changes:
@@ -373,7 +458,8 @@ class Beside:
 
     Attributes:
         lows: Of each layer that is changed: what the executor adds. None where the layer runs
-            itself, because a change is not two matrices, or because matrices are elsewhere.
+            itself, because a change is not two matrices or has a strength, or because matrices are
+            elsewhere.
         place: Changes where the host moves them.
     """
 
@@ -381,8 +467,9 @@ class Beside:
         self.lows: dict[torch.nn.Module, LowRank | None] = {}
         place: list[Hashable] = []
         patcher = model.current_patcher
-        for layers in bypass_models(patcher):
+        for layers, strength in bypass_models(patcher).items():
             there = layers.is_there(patcher.load_device, model.get_dtype_inference())
+            there = there and strength == 1
             place += (there, layers.place)
             for layer, change in layers.of(model):
                 low = None
@@ -422,9 +509,10 @@ def bypassed(model: Any) -> Iterator[None]:
 
 
 def _changes(model: Any) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    for layers in bypass_models(model.current_patcher):
+    for layers, strength in bypass_models(model.current_patcher).items():
         for layer, change in layers.of(model):
             own = layer.__dict__  # past Module.__setattr__
+            change = change if strength == 1 else partial(change, strength=strength)
             yield own, "forward", BypassForward(layer.forward, change)
             # By this newer ComfyUI (#16862), whose fused linear layers read weights past `forward`,
             # knows that this forward counts.
@@ -434,7 +522,9 @@ def _changes(model: Any) -> Iterator[tuple[dict[str, Any], str, Any]]:
 class BypassForward:
     """The `forward` of a layer with a bypass."""
 
-    def __init__(self, forward: Callable[..., torch.Tensor], change: torch.nn.Module) -> None:
+    def __init__(
+        self, forward: Callable[..., torch.Tensor], change: Callable[..., torch.Tensor]
+    ) -> None:
         self.forward = forward
         self._change = change
 
@@ -476,7 +566,9 @@ def _second_patcher(
     offload_device: torch.device,
     disable_dynamic: bool = True,  # ComfyUI passes it; there is no other kind
 ) -> ModelPatcher:
-    return _patcher(copy.deepcopy(layers), load_device, offload_device)
+    # A hook is told by its reference, not by a copy of it.
+    copied = copy.deepcopy(layers, {id(layers.hook): layers.hook})
+    return _patcher(copied, load_device, offload_device)
 
 
 def _linear(weight: torch.Tensor) -> torch.nn.Linear:

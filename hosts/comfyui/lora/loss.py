@@ -21,7 +21,7 @@ from ....planning.request import Loras, Parts, RunRequest
 from ....planning.times import forward_seconds
 from ....verdict import read_or
 from ..contract import transformer_of
-from .bypass import bypass_change, scale_of
+from .bypass import Matrices, bypass_change
 
 # Above it `auto` takes bypass.
 MOST_LOSS = 0.2
@@ -129,14 +129,11 @@ def _factors(
 ) -> tuple[torch.Tensor, torch.Tensor, float] | None:
     # Whose product is these rows and columns of the change; None for a kind without a bypass.
     rows, columns = part
-    if isinstance(adapter, LoRAAdapter):
-        up, down, alpha, *others = adapter.weights
-        if any(other is not None for other in others):
-            return None
-        return up.flatten(1)[rows], down.flatten(1)[:, columns], scale_of(alpha, len(down))
     change = bypass_change(adapter, 1.0, torch.float32)
     if change is None:
         return None
+    if isinstance(change, Matrices):
+        return change.up[rows], change.down[:, columns], 1.0
     outer, inner = change.outer.weight, change.inner.weight
     for axis, ends in enumerate(part):
         at, size = torch.arange(ends.start, ends.stop), change.inner.weight.shape[axis]

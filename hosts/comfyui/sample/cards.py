@@ -63,7 +63,7 @@ def split_cards(model: ModelPatcher, cards: int) -> tuple[ModelPatcher, str]:
         lines = [f"cards: {names}; each prompt of a step goes to one, {rest}"]
         if family.split_rows and clone.get_attachment(OPTIMIZATION_KEY) is None:
             lines.append(
-                "cards: image rows are not shared without Optimize Qwen-Image: connect it before "
+                "cards: image rows are not shared without Qwen-Image Optimize: connect it before "
                 "this node"
             )
         lines += [line for device in alike for line in _tight(clone, device)]
@@ -184,8 +184,8 @@ def share_idle_cards(
             return executor(model, conds, x, timestep, alone if unsafe else model_options)
     except torch.OutOfMemoryError as error:
         logger.warning(
-            "Qwen-Image L40S, cards: %s The run goes on with one card: close what else uses the "
-            "others.",
+            "Qwen-Image Accelerator, cards: %s The run goes on with one card: close what else uses "
+            "the others.",
             first_line(error),
         )
     # The other cards' results still wait in the pool, where the next step would take them.

@@ -47,7 +47,7 @@ def rescale_by_token(model: ModelPatcher) -> ModelPatcher:
     kind = kind_of(model.model)
     if kind and not kind.family.norm_guided:
         logger.warning(
-            "CFG Norm Qwen-Image: no effect on %s, which diffusers guides without it.",
+            "Qwen-Image CFG Rescale: no effect on %s, which diffusers guides without it.",
             kind.family.title,
         )
         return model

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import threading
-import weakref
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -30,7 +29,7 @@ from ....optimizations.reference import Rotary, Tokens
 from ....patches import call
 from ....verdict import Verdict
 from ..contract import BLOCK_ARGUMENTS, unknown_attention_arguments, unsupported_host
-from ..lora.bypass import bypass_models
+from ..lora.bypass import state_of
 from .attention import (
     SLOT,
     GuidedAttention,
@@ -174,7 +173,7 @@ class ComfyPass(DoubleStream):
     def state(self) -> Any:
         """The set of patches on the weights, and the LoRAs beside them."""
         patches = getattr(self.owner.current_patcher, "patches_uuid", None)
-        return weak_identity(patches), *map(weakref.ref, bypass_models(self.owner.current_patcher))
+        return weak_identity(patches), state_of(self.owner.current_patcher)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 SAMPLING_KEY = "qwen_l40s_record"
 NOT_OPTIMIZED = Verdict(
     "blocks: ComfyUI's own",
-    remedy="put Optimize Qwen-Image before the sampler, because fused blocks did not run",
+    remedy="put Qwen-Image Optimize before the sampler, because fused blocks did not run",
 )
 # ComfyUI's guiders that go another way than CFGGuider's own and still guide by its `cfg`.
 GUIDED_BY_CFG = ("Guider_PerpNeg", "Guider_DualModel")
@@ -204,4 +204,4 @@ def path_of(patcher: ModelPatcher) -> tuple[str, ...]:
         return (*optimization.report().splitlines(), *others)
     modulation = vars(patcher.model).get(MODULATION_KEY)
     lines = () if modulation is None else modulation.lines()
-    return (f"{NOT_OPTIMIZED.fact}; Optimize Qwen-Image fuses them", *lines, *others)
+    return (f"{NOT_OPTIMIZED.fact}; Qwen-Image Optimize fuses them", *lines, *others)

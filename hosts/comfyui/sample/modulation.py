@@ -25,7 +25,7 @@ from ....patches import put
 from ....spec.formats import format_gib
 from ....verdict import Verdict
 from ..linear import DENSE_CLASSES, is_mixed
-from ..lora.bypass import bypass_models, is_foreign
+from ..lora.bypass import is_foreign, state_of
 from ..record import inner_phase
 from .off_card import (
     OffCardLinear,
@@ -328,7 +328,7 @@ class ModelModulation:
             layers.weights(),
             _switches(),
             tuple((weak_identity(hook.hook_ref), hook.strength) for hook in hooks),
-            tuple(map(weakref.ref, bypass_models(patcher))),
+            state_of(patcher),
             tuple(
                 (name, weak_identity(patch))
                 for name, patch in patcher.object_patches.items()

@@ -5,7 +5,6 @@ at CFG 1. A wrapper around each call of the transformer adds it, and `GuidedAtte
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,10 +18,9 @@ from ....families.comfyui import kind_of, kind_of_transformer
 from ....optimizations.nag import Guidance
 from ....verdict import Verdict, read_or
 from ..contract import unsupported_model
+from ..on_node import show_run
 from .measure import record_runs
 from .run import NAG_KEY, UNREAD
-
-logger = logging.getLogger(__name__)
 
 EMPTY = Verdict("the negative prompt is empty")
 COMBINED = Verdict("prompts are combined, in regions or scheduled")
@@ -103,7 +101,7 @@ class AttentionGuidance:
             output = executor(*args, **kwargs)
         finally:
             self._negative, self._kept = None, {}
-        logger.info("Qwen-Image L40S\n%s", "\n".join(self.lines()))
+        show_run("QwenL40S_NAG", lines := self.lines(), "\n".join(lines))
         return output
 
     def forward(self, executor: Any, *args: Any, **kwargs: Any) -> Any:

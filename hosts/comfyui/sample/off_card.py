@@ -248,7 +248,7 @@ class PassFigures:
 
     def note(self, sentence: str) -> None:
         self.notes.append(sentence)
-        logger.warning("Qwen-Image L40S, modulation: %s.", sentence)
+        logger.warning("Qwen-Image Accelerator, modulation: %s.", sentence)
 
 
 def compute_off_card(
@@ -321,8 +321,8 @@ def _streamed(
     if stream.note:
         figures.note(stream.note.removesuffix("."))
     logger.info(
-        "Qwen-Image L40S: the modulation of %d timesteps took %.2f s and moved %s of weights to "
-        "the card.",
+        "Qwen-Image Accelerator: the modulation of %d timesteps took %.2f s and moved %s of "
+        "weights to the card.",
         len(embeddings),
         seconds,
         format_gib(stream.bytes),

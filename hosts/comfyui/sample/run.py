@@ -7,12 +7,13 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import comfy.model_management
+import comfy.utils
 import torch
 from comfy.quant_ops import QuantizedTensor
 from comfy.samplers import CFGGuider
@@ -24,11 +25,11 @@ from ....families.comfyui import kind_of
 from ....families.registry import blocks_of
 from ....loaders.quantize import is_finite, not_finite
 from ....machine.links import link_between
-from ....optimizations.blocks.block_form import token_layers
 from ....optimizations.blocks.host import HostPass
 from ....optimizations.run import Later, NotFiniteError, Optimization, flags_for_a_run
 from ....verdict import Verdict, first_line, read_or
-from ..lora.bypass import bypassed
+from ..lora.bypass import bypassed, hook_merges, lower
+from ..on_node import show_run
 from .attention import SLOT, FileAttention, SlotAttention
 from .forward import IDLE, is_compiled, is_skipped
 from .held import HeldWeights, drop_row_scales
@@ -43,7 +44,7 @@ STEP_CACHE_KEY = "qwen_l40s_steps"
 CARDS_KEY = "qwen_l40s_cards"
 NAG_KEY = "qwen_l40s_nag"
 VERIFIED = {"cuda"}  # kinds of cards whose links are
-OTHER_NODES = "another node's, set after Optimize Qwen-Image"
+OTHER_NODES = "another node's, set after Qwen-Image Optimize"
 UNREAD = Verdict("the run's prompts have a form that is unknown here")
 MASKED = (
     "attention: the text's rows have a mask, which some nodes' attention drops (Patch Sage "
@@ -119,7 +120,7 @@ class ComfyOptimization(Optimization):
             self.begins_again = before is not None
             if before is None:
                 self.end_run()
-        logger.info("Qwen-Image L40S\n%s", self.report())
+        show_run("QwenL40S_Optimize", self.report().splitlines(), self.outcome())
         return output
 
     def _sample(
@@ -134,7 +135,7 @@ class ComfyOptimization(Optimization):
                 self.confirm()
                 return output
             except NotFiniteError:
-                logger.warning("Qwen-Image L40S: the run begins again.")
+                logger.warning("Qwen-Image Accelerator: the run begins again.")
                 unsafe_copies(guider.model_patcher, again=True)  # lost ones may give NaN, too
             again = {name: [dict(prompt) for prompt in it] for name, it in prompts.items()}
             patches.put("prompts", guider, conds=again)
@@ -223,7 +224,7 @@ def check_parts(executor: Any, noise: torch.Tensor, *args: Any, **kwargs: Any) -
     between cards, before the transformer is loaded.
 
     With those of the other family ComfyUI fails inside a layer, or takes channels for frames; with
-    a hook's LoRA on quantized weights, in the middle of the first step.
+    what a hook merges into quantized weights, in the middle of the first step.
 
     Raises:
         SettingError: it is another model's, or hooks would change quantized weights.
@@ -238,12 +239,14 @@ def check_parts(executor: Any, noise: torch.Tensor, *args: Any, **kwargs: Any) -
 
 
 def _check_hooks(patcher: Any) -> None:
-    if any(patcher.hook_patches.values()) and _is_quantized(patcher.model.diffusion_model):
-        raise SettingError(
-            "A LoRA hook on a prompt changes the weights, which ComfyUI cannot do with quantized "
-            "ones: load the MODEL with precision bf16, or put the LoRA on all prompts with Load "
-            "Qwen-Image LoRA."
-        )
+    for key in chain(*lower(patcher).hooks.values()):
+        layer, _, name = key.rpartition(".")
+        if not hook_merges(comfy.utils.get_attr(patcher.model, layer), name):
+            raise SettingError(
+                f"A LoRA hook changes {key!r} by more than products of small matrices, which "
+                "ComfyUI cannot merge into a quantized model during a run: load the MODEL with "
+                "precision bf16, or put the LoRA on all prompts with Load Qwen-Image LoRA."
+            )
 
 
 def unsafe_copies(patcher: Any, again: bool = False) -> list[str]:
@@ -269,12 +272,7 @@ def link_warning(first: torch.device, second: torch.device, again: bool = False)
 
 @cached
 def _log_once(warning: str) -> None:
-    logger.warning("Qwen-Image L40S: %s", warning)
-
-
-def _is_quantized(transformer: torch.nn.Module) -> bool:
-    layers = (layer for block in blocks_of(transformer) for layer in token_layers(block))
-    return any(isinstance(layer.weight, QuantizedTensor) for layer in layers)
+    logger.warning("Qwen-Image Accelerator: %s", warning)
 
 
 def _check_parts(model: Any, guider: Any, noise: torch.Tensor) -> None:

@@ -6,7 +6,6 @@ skipped step calls nothing of the model.
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -23,11 +22,10 @@ from ....optimizations.step_cache import CachedRun, CacheFigures
 from ....patches import patched
 from ....step_cache import CacheSettings
 from ....verdict import Verdict, read_or
+from ..on_node import show_run
 from .forward import COMPUTED_STEPS
 from .measure import record_runs
 from .run import STEP_CACHE_KEY, UNREAD
-
-logger = logging.getLogger(__name__)
 
 NOT_A_FLOW = Verdict("the model is not a rectified flow")
 READS_MORE = Verdict(
@@ -79,7 +77,7 @@ class SamplerStepCache:
             self._last = self._run.finish()
         finally:
             self._run, self._remembered = before
-        logger.info("Qwen-Image L40S\n%s", "\n".join(self.lines()))
+        show_run("QwenL40S_StepCache", lines := self.lines(), lines[0])
         return output
 
     def predict_noise(
