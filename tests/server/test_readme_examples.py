@@ -86,7 +86,7 @@ def test_curl(server, folder):
 def test_the_download_is_that_of_its_workflow(folder):
     [example] = [block for block in blocks("docs/models.md", "bash") if "--create-dirs" in block]
     printed = run(["bash", "-c", f'curl() {{ echo "${{@: -2}}"; }}\n{example}'], folder)
-    graph = json.loads((ROOT / "workflows" / "api" / "text_to_image_fp8.json").read_text("utf-8"))
+    graph = json.loads((ROOT / "workflows" / "api" / "text_to_image.json").read_text("utf-8"))
     models = [model for node in graph.values() for model in node["_meta"].get("models", ())]
     assert printed.splitlines() == [
         f"models/{model['directory']}/{model['name']} {model['url']}" for model in models

@@ -39,13 +39,13 @@ SHORT = (
 HEAD_SHORT = "| card | Qwen-Image-2512 | Qwen-Image-2.1 |\n|---|---|---|"
 # What a checkpoint is run with, as its template has it.
 CHECKPOINTS = {
-    "Qwen-Image-2512": "text_to_image_bf16",
-    "2512, Lightning 4 or 8": "lightning_4_steps",
+    "Qwen-Image-2512": "text_to_image",
+    "2512, Lightning 4 or 8": "start_here_24gb",
     "Edit-2511": "edit_2511",
     "Edit-2511, Lightning": "edit_2511_lightning",
     "Layered": "layered",
     "2.1": "qwen_image_21",
-    "2.1-Turbo": "qwen_image_21_turbo",
+    "2.1-Turbo": "start_here_12gb",
     "2.1, Viggle's LoRA": "qwen_image_21_viggle_6",
 }
 HEAD_SETTINGS = (
@@ -80,15 +80,14 @@ def sampled(name):
 
 def workflow(precision):
     """A precision as a link to the workflow that has it."""
-    path = f"../workflows/text_to_image_{precision}.json"
-    return f"[{precision}]({path})"
+    name = "text_to_image_most_accurate" if precision == "bf16" else "text_to_image"
+    return f"[{precision}](../workflows/{name}.json)"
 
 
 def row(name):
     card = find_card(name, known_cards())
-    found = estimate(sampled("text_to_image_bf16"), card)
+    found = estimate(sampled("text_to_image"), card)
     setting = found.option.setting
-    assert found.request == sampled(f"text_to_image_{setting.precision}")
     return (
         f"| {name} | {workflow(setting.precision)} | {setting.modulation} | "
         f"{setting.text_encoder_place} | {spare(found)} | {duration(found.image_seconds)} | "
@@ -141,7 +140,7 @@ def faster(found, card):
 
 
 def test_the_table_of_cards_is_the_estimators():
-    asked, of_21 = sampled("text_to_image_bf16"), sampled("qwen_image_21")
+    asked, of_21 = sampled("text_to_image"), sampled("qwen_image_21")
     introduction = INTRODUCTION.format(
         size=f"{asked.width}x{asked.height}",
         steps=asked.steps,
@@ -181,7 +180,7 @@ def settings_of(checkpoint, name):
         schedule = f"{sample['scheduler']}, shift {nodes['shift']['inputs']['shift']:g}"
     if "4 or 8" in checkpoint:
         steps = "4 or 8"
-    norm = ", **CFG Norm**" if "cfg_norm" in nodes else ""
+    norm = ", **CFG Rescale**" if "cfg_norm" in nodes else ""
     return (
         f"| {checkpoint} | {steps} | {sample['cfg']:g} | {sampler}, {schedule}{norm} | "
         f"[{name}](workflows/{name}.json) |"
