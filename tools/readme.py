@@ -224,13 +224,13 @@ def settings(folder: str) -> list[str]:
         sample = nodes["sample"]["inputs"]
         if "sigmas" in nodes:
             steps, sampler = nodes["sigmas"]["inputs"]["steps"], nodes["sampler"]["inputs"]
-            preset = nodes["sigmas"]["inputs"].get("schedule", nodes["sigmas"]["inputs"]["preset"])
-            schedule = f"**Qwen-Image Scheduler** `{preset}`"
+            schedule = f"**Qwen-Image Scheduler** `{nodes['sigmas']['inputs']['preset']}`"
         else:
             steps, sampler = sample["steps"], sample
             schedule = f"{sample['scheduler']}, shift {nodes['shift']['inputs']['shift']:g}"
         steps = "4 or 8" if "4 or 8" in checkpoint else steps
-        rescale = ", **Qwen-Image CFG Rescale**" if "cfg_norm" in nodes else ""
+        kinds = {node["class_type"] for node in nodes.values()}
+        rescale = ", **Qwen-Image CFG Rescale**" if "QwenL40S_CFGNorm" in kinds else ""
         lines.append(
             f"| {checkpoint} | {steps} | {sample['cfg']:g} | {sampler['sampler_name']}, {schedule}"
             f"{rescale} | {linked(name, folder)} |"
