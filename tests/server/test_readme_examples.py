@@ -104,15 +104,6 @@ def test_submit(server, folder):
     assert all(map(is_picture, images))
 
 
-def test_the_python_program(server, folder):
-    [example] = blocks("README.md", "python")
-    run([sys.executable, "-c", example.replace(ADDRESS, f"127.0.0.1:{server.port}")], folder)
-    images = sorted((folder / "out").glob("*.png"))
-    assert len(images) == 2
-    assert images[0].read_bytes() != images[1].read_bytes()
-    assert all(map(is_picture, images))
-
-
 class Worker:
     """The entry script of docs/serverless.md, with the micro workflow."""
 
