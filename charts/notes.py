@@ -280,13 +280,13 @@ def _conversion(stored: str, name: str) -> str:
 
 def _precision_reason(option: PlanOption) -> str:
     name, first, asked = option.setting.precision, option.first, option.asked
-    stored, parts = asked.stored, asked.request.parts
-    if name == parts.kept:
-        return expanded_blocks(name) if parts.gguf else kept_precision(name)
-    if asked.as_stored or asked.request.precision != AUTO:
+    stored, parts, kept = asked.stored, asked.request.parts, asked.kept
+    if asked.as_stored or not (kept or asked.request.precision == AUTO):
         return requested_precision(name, stored, asked.as_stored)
-    if stored in QUANTIZED:
-        return kept_precision(stored)
+    if name == kept in QUANTIZED:
+        return expanded_blocks(name) if parts.gguf else kept_precision(name)
+    if kept in QUANTIZED:
+        return automatic(name, option.card, kept)
     if name == first.setting.precision:
         return automatic(name, option.card, stored)
     return _trained(stored) if name == "bf16" else f"{name}: less memory than bf16"

@@ -111,6 +111,7 @@ def decide_load(
     sizes: Mapping[str, TransformerBytes] | None = None,
     packed: TransformerBytes | None = None,
     gguf: bool = False,
+    cast: bool = False,
 ) -> LoadDecision:
     """Decides how a transformer is loaded.
 
@@ -124,7 +125,7 @@ def decide_load(
         stored: what the file holds, a key of `BYTES_PER_WEIGHT`.
         card: where the transformer runs; None where there is no NVIDIA card.
         sizes: {precision: bytes} where shape and precision do not tell them.
-        packed: as of `Parts`.
+        packed, cast: as of `Parts`.
         gguf: whether `stored` is what the file's blocks become.
 
     Raises:
@@ -144,7 +145,7 @@ def decide_load(
         width=member.side,
         height=member.side,
         modulation=modulation,
-        parts=Parts(transformer=shape, packed=packed),
+        parts=Parts(transformer=shape, packed=packed, cast=cast),
     )
     sizes = dict(sizes or {})
     if not shape.modulation_layers():
@@ -179,7 +180,7 @@ def _in_few_words(
         words = f"auto: GGUF's blocks become {stored}"
     elif requested != "auto":
         words = requested if requested == AS_STORED else "as requested"
-    elif option is None or stored in QUANTIZED:
+    elif option is None or stored == option.setting.precision in QUANTIZED:
         words = f"auto: the file holds {stored}"
     elif option.setting.precision == "bf16":
         words = "auto: bf16, no int8 products"

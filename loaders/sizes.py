@@ -100,6 +100,7 @@ class CheckpointSizes:
             parts = replace(
                 parts,
                 kept=kept,
+                cast=is_cast(self.transformer),
                 transformer_bytes=self.loaded.total,
                 modulation_bytes=self.loaded.modulation,
                 packed=self.packed,
@@ -156,6 +157,11 @@ def stored_precision(part: CheckpointPart) -> str:
     int8; fp16 and fp32 are rounded to bf16, and e5m2 is converted to it.
     """
     return computed_precision(part.quantization.layers.values()) or "bf16"
+
+
+def is_cast(part: CheckpointPart) -> bool:
+    """Tells whether all quantized weights of a part are e4m3 without scales."""
+    return set(part.quantization.formats) == {"fp8 e4m3, unscaled"}
 
 
 def vae_shape(part: CheckpointPart) -> VaeShape:

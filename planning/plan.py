@@ -185,8 +185,9 @@ def plan(
     """Lists the ways to run a request on a card, what was asked for first.
 
     What the request names is kept. Else `auto_precision` comes first, whether it stays on the card
-    or not; a quantized file stays as it is, because dequantizing brings nothing back. One in 4 or 6
-    bits becomes int8 where that stays.
+    or not; a quantized file stays as it is, because dequantizing brings nothing back, but fp8 that
+    was cast without scales, or whose products do not run, becomes int8. One in 4 or 6 bits becomes
+    int8 where that stays.
     The text encoder's file and place are those of the shortest new prompt. Where a named setting
     does not stay, it comes first with that said, and then what would stay if nothing were named, of
     which the first is the recommended one.
@@ -235,12 +236,21 @@ class Question:
     as_stored: bool
     known_sizes: Mapping[str, TransformerBytes]
 
+    @property
+    def kept(self) -> str | None:
+        """Names what the transformer's file holds, where no precision was asked for."""
+        return self.stored if self.request.precision == AUTO else self.request.parts.kept
+
     def precisions(self) -> Sequence[str]:
-        if self.as_stored or (self.request.precision == AUTO and self.stored in QUANTIZED):
+        if self.as_stored:
             return (self.stored if self.stored in QUANTIZED else "bf16",)
+        first, kept = auto_precision(self.card), self.kept
+        if kept in QUANTIZED:
+            # In int8 both errors add up to less than those of fp8 products.
+            stays = kept != "fp8" or (self.card.runs(kept) and not self.request.parts.cast)
+            return (kept if stays or first != "int8" else first,)
         if self.request.precision != AUTO:
             return (self.request.precision,)
-        first = auto_precision(self.card)
         both = first, "bf16" if first == "int8" else "int8"
         return tuple(filter(self.card.multiplies, both))
 

@@ -83,6 +83,7 @@ class Parts:
         gguf: whether the transformer's file is GGUF, of which a load expands every weight.
         converted: of another file, what a load decodes, converts or joins in host memory.
         kept: the precision of a quantized transformer that was left as it is; "" of others.
+        cast: whether fp8 was cast without scales, as which a file only stores its weights.
     """
 
     transformer: TransformerShape | None = None
@@ -96,6 +97,7 @@ class Parts:
     gguf: bool = False
     converted: int = 0
     kept: str = ""
+    cast: bool = False
 
 
 class OtherModel(NamedTuple):

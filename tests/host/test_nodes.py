@@ -172,6 +172,43 @@ def test_fp8_on_a_card_without_it_is_refused_before_anything_is_mapped():
         assert QwenL40SLoadModel.validate_inputs(name, None, None) is True
 
 
+AMPERE, ADA, TURING = (CardFacts("card", 24 * 2**30, sm) for sm in ((8, 6), (8, 9), (7, 5)))
+NO_KERNELS = CardFacts("card", 24 * 2**30, (8, 9), no_int8="kitchen: none; triton: none")
+
+
+@pytest.mark.parametrize(
+    ("card", "dtype", "free", "precision", "words"),
+    [
+        *((card, torch.bfloat16, 64, "int8", "int8 products run") for card in (AMPERE, ADA)),
+        (AMPERE, torch.float32, 64, "int8", "fp32 is quantized"),
+        (TURING, torch.bfloat16, 64, "bf16", "sm_75"),
+        (NO_KERNELS, torch.bfloat16, 64, "bf16", "triton: none"),
+        (None, torch.bfloat16, 64, "bf16", "no NVIDIA GPU"),
+        (ADA, torch.bfloat16, 0, "bf16", "system RAM"),
+        # A cast without scales runs as int8, whatever the card multiplies; else as it is.
+        *((card, torch.float8_e4m3fn, 64, "int8", "fp8 is quantized") for card in (AMPERE, ADA)),
+        (TURING, torch.float8_e4m3fn, 64, "fp8", "holds fp8"),
+        (NO_KERNELS, torch.float8_e4m3fn, 64, "fp8", "holds fp8"),
+        (None, torch.float8_e4m3fn, 64, "fp8", "holds fp8"),
+        (ADA, torch.float8_e4m3fn, 0, "fp8", "system RAM"),
+    ],
+)
+def test_auto_runs_on_every_card_and_says_why(card, dtype, free, precision, words):
+    tensors = {name: it.to(dtype) if it.ndim == 2 else it for name, it in WEIGHTS.items()}
+    file = open_source(MODELS / written(f"auto-{dtype}", tensors), "transformer")
+    with (
+        mock.patch.object(load_plan, "card_facts", return_value=card),
+        mock.patch.object(load_plan, "available_memory", return_value=free * 2**30),
+        mock.patch.object(load_plan.comfy.memory_management, "aimdo_enabled", True),
+    ):
+        plan = load_plan.plan_load(file, "auto")
+        assert not (free and load_plan.plan_load(file, "bf16").automatic)
+    assert (plan.precision, plan.automatic) == (precision, True)
+    assert words in plan.reason
+    quantized = dtype == torch.float8_e4m3fn
+    assert plan.named == (quantized and precision == "int8")
+
+
 def test_too_little_host_memory_is_refused_before_anything_is_mapped():
     plain = written("plain", WEIGHTS)
     # e5m2 becomes bf16; e4m3 stays as it is mapped.

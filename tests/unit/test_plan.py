@@ -289,7 +289,13 @@ def test_turing_computes_in_bf16():
 
 @pytest.mark.parametrize("stored", ["fp8", "int8"])
 @pytest.mark.parametrize("name", ["H200", "L40S", "3090", "8 GB"])
-def test_a_quantized_file_stays_as_it_is(stored, name):
+def test_a_quantized_file_stays_as_it_is_where_its_products_run(stored, name):
+    cast = replace(USUAL, parts=Parts(cast=stored == "fp8"))
+    assert plan(card(name), cast, stored)[0].setting.precision == "int8"
+    if not card(name).runs(stored):
+        (option,) = plan(card(name), USUAL, stored)
+        assert option.setting.precision == "int8" and "fp8 is quantized again" in why(option)
+        return
     for option in plan(card(name), USUAL, stored):
         assert option.setting.precision == stored
         assert f"the file holds {stored}, and expanding it would gain nothing" in why(option)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from ....families.comfyui import require
 from ....families.registry import is_quantizable
 from ....loaders.quantization import GGUF_IN_W4A8, PACKED, STORAGE_ONLY, computed_precision
 from ....loaders.quantize import layers_to_quantize
-from ....loaders.sizes import loaded_bytes
+from ....loaders.sizes import is_cast, loaded_bytes
 from ....loaders.source import Source, check_complete, joined_bytes
 from ....loaders.stored import PACKED_NAMES
 from ....loaders.writer import KeptFile
@@ -31,10 +31,11 @@ from ....patches import put
 from ....planning.bytes import TransformerBytes, WeightBytes, weight_bytes
 from ....planning.phases import KEPT_FREE_BYTES
 from ....planning.plan import check_tensor_cores
+from ....planning.request import AUTO
 from ....spec.formats import BYTES_PER_WEIGHT, QUANTIZED, CardFacts, format_gib
 from ....spec.sizes import STAGING_BYTES
 from ....spec.transformer import TransformerShape
-from ...loading import LOADER_PRECISIONS, LoadDecision, check_known, decide_load
+from ...loading import AS_STORED, LOADER_PRECISIONS, LoadDecision, check_known, decide_load
 
 STORED = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
 
@@ -47,8 +48,9 @@ class LoadPlan(LoadDecision):
         source: its files, as their headers describe them.
         shape: its sizes.
         left: layers that stay in bf16 when the others are quantized.
-        named: whether the user named a quantized precision: only then is one quantized format
-            converted into another.
+        named: whether one quantized format is converted into another: where the user named one, or
+            `auto` found that the file's products do not run.
+        automatic: whether the user named no precision.
         modulation_bytes: of the modulation weights in that precision.
         packed: why weights of 4 and 6 bits stay so, and are int8 for the length of a product; empty
             where they become int8 on load.
@@ -60,6 +62,7 @@ class LoadPlan(LoadDecision):
     shape: TransformerShape
     left: frozenset[str]
     named: bool
+    automatic: bool
     modulation_bytes: int
     packed: str = ""
     rounded: bool = False
@@ -145,9 +148,9 @@ def plan_load(
         sizes[stored] = loaded_bytes(source)
     card = card_facts(comfy.model_management.get_torch_device())
     gguf = source.part.quantization.gguf
-    decide = functools.partial(
-        decide_load, requested, modulation, stored=stored, shape=shape, card=card, gguf=gguf
-    )
+    about = {"stored": stored, "shape": shape, "card": card, "gguf": gguf}
+    about["cast"] = is_cast(source.part)
+    decide = functools.partial(decide_load, requested, modulation, **about)
     small = loaded_bytes(source, packed=True) if _knows_packed(source) and not keep else None
     decision = decide(sizes=sizes, packed=small)
     needed = _host_bytes(source, stored, decision, sizes, card)
@@ -163,13 +166,21 @@ def plan_load(
     if rounded and keep_quantized:
         kept = KeptFile(source, name, keep)
         needed = 0 if kept.open() else needed  # a mapped file
+    if requested == AUTO and rounded and not gguf and needed > (free := available_memory()):
+        asked = AS_STORED if stored in QUANTIZED else "bf16"
+        short = f"{format_gib(needed)} of system RAM would make {name}, {format_gib(free)} is free"
+        decision = decide_load(asked, modulation, **about, sizes=sizes)
+        decision = replace(decision, reason=f"auto: {short}; {decision.reason}")
+        name, rounded, kept = decision.precision, False, None
+        needed = _host_bytes(source, stored, decision, sizes, card)
     check_host_memory(needed, f"{source.path.name} in {'w4a8' if packed else name}")
     return LoadPlan(
         **vars(decision),
         source=source,
         shape=shape,
         left=left,
-        named=requested in QUANTIZED,
+        named=requested in QUANTIZED or (rounded and stored in QUANTIZED),
+        automatic=requested == AUTO,
         modulation_bytes=sizes[name].modulation,
         packed=packed,
         rounded=rounded,
