@@ -22,9 +22,10 @@ from ..charts.run_chart import COLOURS, GOOD, LINE, SIDE, WIDTH, Page, text_widt
 from ..machine.store import known_cards
 from ..planning.cards import BUNDLED, find_card
 from ..planning.estimate import estimate
-from ..planning.request import AUTO, Loras, RunRequest
-from ..spec.formats import GIB, QUANTIZED
+from ..planning.request import RunRequest
+from ..spec.formats import GIB
 from ..step_cache import CHOICES
+from .workflows.notes import run_request
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -38,20 +39,9 @@ BLOCK = re.compile(r"(<!-- made: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 # {model: (default template, {GB of VRAM from which a few-step template is named: its name})}
 MODELS = {
-    "2.1": ("qwen_image_21", {0: "start_here_12gb", 24: "qwen_image_21_turbo"}),
-    "2512": (
-        "text_to_image",
-        {0: "lightning_4_steps", 24: "start_here_24gb", 48: "start_here_48gb"},
-    ),
+    "2.1": ("qwen_image_21", {0: "start_here_12gb"}),
+    "2512": ("text_to_image", {0: "start_here_24gb", 48: "start_here_48gb"}),
 }
-# Templates of an older release with the same model, size and steps.
-STAND_INS = {
-    "start_here_12gb": "qwen_image_21_turbo",
-    "start_here_24gb": "lightning_4_steps",
-    "start_here_48gb": "lightning_4_steps",
-    "text_to_image": "text_to_image_bf16",
-}
-LIGHTNING_RANK = 64
 # {GPU: (GB, its models, the recommended one first)}.
 GPUS = {
     "RTX 4060": (8, ("2.1", "2512")),
@@ -75,12 +65,12 @@ MORE_GPUS = {
 }
 CHECKPOINTS = {
     "Qwen-Image-2512": "text_to_image",
-    "2512, Lightning 4 or 8": "lightning_4_steps",
+    "2512, Lightning 4 or 8": "start_here_24gb",
     "Edit-2511": "edit_2511",
     "Edit-2511, Lightning": "edit_2511_lightning",
     "Layered": "layered",
     "2.1": "qwen_image_21",
-    "2.1-Turbo": "qwen_image_21_turbo",
+    "2.1-Turbo": "start_here_12gb",
     "2.1, Viggle's LoRA": "qwen_image_21_viggle_6",
 }
 # Columns of the tables of GPUs, in English and in Chinese.
@@ -126,38 +116,19 @@ CONDITIONS = {
 }
 
 
-def template(name: str) -> tuple[str, dict[str, Any]]:
-    """Reads the API form of a template, or of its stand-in; returns its name too."""
-    folder = ROOT / "workflows" / "api"
-    found = name if (folder / f"{name}.json").is_file() else STAND_INS.get(name, name)
-    return found, json.loads((folder / f"{found}.json").read_text(encoding="utf-8"))
+def template(name: str) -> dict[str, Any]:
+    """Reads the API form of a template."""
+    file = ROOT / "workflows" / "api" / f"{name}.json"
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
 def linked(name: str, folder: str) -> str:
-    found, _ = template(name)
-    return f"[{name}]({folder}workflows/{name}.json)" if found == name else f"`{name}`"
+    return f"[{name}]({folder}workflows/{name}.json)"
 
 
 def sampled(name: str) -> RunRequest:
-    """Describes what a template samples, with `auto` for places and for files in bf16."""
-    _, nodes = template(name)
-    size, sample = nodes["size"]["inputs"], nodes["sample"]["inputs"]
-    steps = nodes.get("sigmas", nodes["sample"])["inputs"]["steps"]
-    files = nodes["load"]["inputs"]
-    return RunRequest(
-        family="qwen-image-2.1" if "2.1" in files["model"] else "qwen-image",
-        precision=held(files["model"]),
-        text_encoder=held(files["text_encoder"]),
-        width=size["width"],
-        height=size["height"],
-        steps=steps,
-        cfg="two passes" if sample["cfg"] > 1 else "off",
-        loras=Loras(1, LIGHTNING_RANK, "auto") if "lora" in nodes else Loras(),
-    )
-
-
-def held(file: str) -> str:
-    return next((name for name in QUANTIZED if f"_{name}" in file), AUTO)
+    """Describes what a template runs."""
+    return run_request(template(name))
 
 
 def gpu_row(name: str, gb: int, model: str, folder: str, *, recommended: bool) -> str:
@@ -221,7 +192,7 @@ def settings(folder: str) -> list[str]:
     """Writes what each checkpoint is run with, as its template has it."""
     lines = []
     for checkpoint, name in CHECKPOINTS.items():
-        _, nodes = template(name)
+        nodes = template(name)
         sample = nodes["sample"]["inputs"]
         if "sigmas" in nodes:
             steps, sampler = nodes["sigmas"]["inputs"]["steps"], nodes["sampler"]["inputs"]

@@ -111,7 +111,9 @@ def run_request(graph: Graph) -> RunRequest | None:
     precision, parts = load["precision"], Parts()
     if stored := _eight_bits(model):  # one byte a weight throughout, modulation included
         bf16 = weight_bytes(family.transformer, "bf16")
-        parts = Parts(transformer_bytes=bf16.total // 2, modulation_bytes=bf16.modulation // 2)
+        sizes = {"transformer_bytes": bf16.total // 2, "modulation_bytes": bf16.modulation // 2}
+        cast = stored == "fp8" and "scaled" not in model
+        parts = Parts(**sizes, kept=stored if precision == AUTO else "", cast=cast)
         precision = stored if precision == AUTO else precision
     return RunRequest(
         family=family.name,
