@@ -319,6 +319,7 @@ def quantize_layers(
     per_row: bool = True,
     squares: Squares | None = None,
     rounding: Rounding = quantize_rows,
+    forget: Callable[[torch.Tensor], None] = lambda weight: None,
 ) -> None:
     """Rounds layers and hands out each as it is ready, in the caller's thread.
 
@@ -336,6 +337,7 @@ def quantize_layers(
         squares: `measured_squares` or `expected_squares`, of which the rounding errors come; None
             without.
         rounding: what computes it, to the same bits as `quantize_rows`.
+        forget: called with what `weight_of` gave, or its blocks, once that is read.
     """
     if format == IN_BF16:
         dtype, rounding = torch.bfloat16, _as_bf16
@@ -363,6 +365,7 @@ def quantize_layers(
                 values, scale = rounding(there, format, rotation=form.rotation)
                 error = squares and _ratio(squares(there, values, scale, form.rotation))
                 scale = scale.cpu() if per_row else scale.cpu().reshape(())
+                forget(stored)
                 yield RoundedLayer(layer, values.cpu().reshape(weight.shape), scale, form, error)
                 continue
             slabs = slabs or deque(_Slab(device, rounding, squares) for _ in range(SLABS))
@@ -374,6 +377,7 @@ def quantize_layers(
                     yield done
                 slabs[0].begin(stored, expand, (slice(first, first + rows), rounded, sums))
                 slabs.rotate(-1)
+            forget(stored)
         yield from filter(None, (slab.finish() for slab in slabs))
 
     try:

@@ -30,6 +30,7 @@ from ....loaders.quantize import (
 from ....loaders.source import Source, check_unchanged
 from ....loaders.stored import PackedLayer, StoredLayer, canonical_tensors
 from ....loaders.writer import SUFFIX
+from ....machine.memory import MappedPages
 from ....optimizations.reference import decode_weight
 from ....spec.formats import QUANTIZED
 from ....spec.sizes import STAGING_BYTES
@@ -201,6 +202,12 @@ def quantize_shown(
     comfy.model_management.free_memory(STAGING_BYTES, device)
     progress = comfy.utils.ProgressBar(len(layers))
     tensors: dict[str, torch.Tensor] = {}
+    pages = MappedPages(source.files)
+
+    def forget(weight: torch.Tensor) -> None:
+        # Until then pages of the file count as this process's memory, beside what it makes of them.
+        if weight.is_cpu:
+            pages.give_back(weight.data_ptr(), weight.nbytes)
 
     def take(rounded: RoundedLayer) -> None:
         nonlocal tensors
@@ -217,7 +224,7 @@ def quantize_shown(
         progress.update(1)  # raises when the user cancels the prompt
 
     refuse = functools.partial(not_finite, source.path)
-    how = {"per_row": per_row, "rounding": round_weight}
+    how = {"per_row": per_row, "rounding": round_weight, "forget": forget}
     how["squares"] = expected_squares if most < math.inf else None
     quantize_layers(layers, weight_of, precision, device, take, refuse, **how)
     return tensors
