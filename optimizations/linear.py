@@ -19,7 +19,7 @@ from ..machine.packages import check_kitchen
 from ..machine.settings import settings
 from ..patches import call
 from ..spec.formats import FORMATS, RowFormat
-from ..verdict import Verdict, try_once
+from ..verdict import Verdict, is_assumed, try_once
 from . import kernels, reference
 from .kernels import sm_of
 
@@ -302,7 +302,7 @@ def known_gemm(format: str, device: torch.device) -> Gemm:
     gemm = _known.get((format, device))
     if gemm is None:
         gemm = choose_gemm(format, device)
-        if gemm.lasting:
+        if gemm.lasting and not is_assumed():
             _known[format, device] = gemm
     return gemm
 

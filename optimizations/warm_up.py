@@ -18,6 +18,7 @@ import torch
 from ..caches import remembered
 from ..families.registry import spec_of
 from ..spec.formats import RowFormat
+from ..verdict import assumed
 from . import kernels
 from .blocks.block import BlockExecutor, KnownBlock, Layers, Step
 from .blocks.block_form import DENSE, query_layer
@@ -65,7 +66,11 @@ def warm_up(
             from triton import AsyncCompileMode  # since 3.5
 
             pool = SimpleNamespace(submit=partial(_compilers.submit, _compile))
-            with torch.cuda.device(device), AsyncCompileMode(pool, ignore_errors=True):
+            mode = AsyncCompileMode(pool, ignore_errors=True)
+            # A trial would wait for its kernels. Memory of the card that a second thread takes can
+            # stop both for ever, where comfy-aimdo logs it (in Python, while torch's allocator is
+            # locked).
+            with torch.cuda.device(device), mode, assumed():
                 call()
 
     return _passes.submit(run)

@@ -20,7 +20,6 @@ from ....caches import remembered
 from ....errors import SettingError
 from ....families.comfyui import VaeKind, kind_of_vae, vae_kinds
 from ....families.parts import QWEN_IMAGE_21_VAE, QWEN_IMAGE_VAE
-from ....optimizations.fused import choose_ops
 from ....optimizations.inventory import (
     Blueprint,
     blueprint,
@@ -125,7 +124,6 @@ def compile_ahead(decoder: comfy.sd.VAE) -> None:
             stages = decoder_stages(model, FusedLayers(device))
             tiles.decode(stages, latents, plan_decode(stages.shape, 8, 8, budget=None))
 
-    choose_ops(device)  # tried in this thread, as of a model's blocks
     warm_up(device, work, model)
 
 

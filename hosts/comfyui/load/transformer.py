@@ -34,7 +34,6 @@ from ....loaders.source import (
     open_source,
 )
 from ....optimizations import fused, linear
-from ....optimizations.linear import known_gemm
 from ....patches import put
 from ....spec.formats import QUANTIZED, format_gib
 from ...loading import compile_rounding
@@ -93,8 +92,6 @@ def load_model(
     licence = plan.source.part.licence or ""
     if licence:
         notes.append(f"{licence}.")
-    if quantized:
-        notes.append(f"{known_gemm(plan.precision, patcher.load_device)}.")
     report = LoadReport(
         what="transformer",
         path=plan.source.path,

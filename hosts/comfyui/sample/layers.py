@@ -25,7 +25,6 @@ from ....caches import cached
 from ....families.registry import blocks_of
 from ....optimizations.blocks.block import LayerTensors
 from ....optimizations.blocks.block_form import DENSE, LowRank, modulated_by, token_layers
-from ....optimizations.fused import choose_ops
 from ....optimizations.linear import Gemm, known_gemm
 from ....optimizations.stream import uploads_to
 from ....optimizations.warm_up import rehearse, warm_up
@@ -257,17 +256,10 @@ def _parts(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
 
 def compile_ahead(model: ModelPatcher) -> None:
     """Begins to compile what the blocks of a model launch."""
-    inner, device = model.model, model.load_device
-    layers, blocks = ComfyLayers(inner, torch.Size()), blocks_of(inner.diffusion_model)
-    # Tried here: memory of the card that another thread takes can stop both for ever, where
-    # comfy-aimdo logs it (in Python, while torch's allocator is locked).
-    choose_ops(device)
-    for kind in {layers.kind(layer) for block in blocks for layer in token_layers(block)}:
-        if isinstance(kind, RowFormat):
-            layers.gemm(kind.storage, device)
+    device = model.load_device
 
     def work(inner: Any) -> None:
         layers, blocks = ComfyLayers(inner, torch.Size()), blocks_of(inner.diffusion_model)
         rehearse(layers, blocks, inner.get_dtype_inference(), device)
 
-    warm_up(device, work, inner)
+    warm_up(device, work, model.model)
