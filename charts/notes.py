@@ -12,7 +12,7 @@ from ..planning.cards import STARTING
 from ..planning.files import NETWORK, NVME, PAGE_CACHE, SOURCES, made_on_load
 from ..planning.phases import Range, transformer_bytes
 from ..planning.rates import attention_share, class_of, constants, measured
-from ..planning.request import AUTO, DROPPED, EXACT, FAST, ON_PROCESSOR
+from ..planning.request import AUTO, DROPPED, EXACT, FAST, ON_PROCESSOR, STREAMED
 from ..spec.formats import FORMATS, GIB, QUANTIZED, CardFacts, format_gib, sm
 from ..spec.transformer import ON_CARD
 from .figures import dollars, duration, many
@@ -37,8 +37,6 @@ INT8_DIFFERENCE = (
 )
 # Of each precision, where people see it.
 SHOWN = {"bf16": "bf16 (most accurate)"}
-# Below this a card runs the model only with nearly all of it moved in each step.
-SMALL_CARD_BYTES = 6 * GIB
 
 
 def notes_of(found: Estimate) -> tuple[str, ...]:
@@ -73,7 +71,7 @@ def _time_notes(found: Estimate) -> Iterator[str]:
     place = found.option.setting.text_encoder_place
     if place == ON_PROCESSOR:
         yield "The text encoder's time assumes a CPU with 16 cores."
-    elif place == DROPPED:
+    elif place in (DROPPED, STREAMED):
         yield "Each new prompt loads the text encoder onto the card again."
 
 
@@ -113,24 +111,11 @@ def _room_notes(found: Estimate) -> Iterator[str]:
             f"{sm(option.card.capability)} has no bf16 tensor cores: ComfyUI computes in fp32, "
             "which is slow and takes up to twice the working memory shown."
         )
-    if option.moved_bytes:
-        moved = found.request.passes * option.moved_bytes
-        link = found.card.pcie_bytes_per_second  # 0 where nobody has listed it
-        least = f", which takes at least {moved / link:.2g} s" if link else ""
-        yield f"It runs slowly: {format_gib(moved)} of weights crosses PCIe in every step{least}."
-    elif not option.resident:
-        yield "It runs, but weights leave the card and come back for each image."
-    if found.card.memory_bytes < SMALL_CARD_BYTES:
-        yield (
-            f"With {format_gib(found.card.memory_bytes)}, nearly all weights move in every step, "
-            "and a smaller image hardly helps. A rented card with 24 GiB or more is far faster."
-        )
     if made_on_load(option.request, option.setting):
         ready = found.times and found.times.prequantized_loads
-        file = "file" if found.request.parts.file_bytes else "bf16 file"
         precision = option.setting.precision
         yield (
-            f"Each load quantizes the {file} to {precision}. `qwen-l40s quantize` writes that "
+            f"Each load quantizes the file to {precision}. `qwen-l40s quantize` writes that "
             f"file once{f'; loading then takes {_loads(ready)}' if ready else ''}."
         )
 
@@ -334,8 +319,9 @@ def _text_encoder_reason(option: PlanOption) -> str:
     named = option.asked.request.text_encoder_place != AUTO
     size = format_gib(text_encoder_bytes(option.request, option.setting.text_encoder))
     asked = ", as requested" * named
-    if place == DROPPED:
-        return f"text encoder: {size} leaves the card after each encoding{asked}"
+    if place in (DROPPED, STREAMED):
+        way = "leaves the card after" if place == DROPPED else "streams from system RAM for"
+        return f"text encoder: {size} {way} each encoding{asked}"
     if place == ON_PROCESSOR:
         why = asked or f", because its {size} do not fit the card"
         return f"text encoder: computes on the CPU{why}"
