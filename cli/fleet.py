@@ -23,8 +23,8 @@ temporary files are in FOLDER/<port>.
 `qwen-l40s fleet status` shows what the servers of a folder do.
 
 examples:
-  qwen-l40s fleet --comfyui ~/ComfyUI --warm-up workflows/api/text_to_image_int8.json
-  qwen-l40s submit workflows/api/text_to_image_int8.json --set seed=1..500 \\
+  qwen-l40s fleet --comfyui ~/ComfyUI --warm-up workflows/api/text_to_image.json
+  qwen-l40s submit workflows/api/text_to_image.json --set seed=1..500 \\
       --servers out/fleet/servers.json
   qwen-l40s fleet status
   qwen-l40s fleet --comfyui ~/ComfyUI --cards cpu:2 -- --disable-api-nodes

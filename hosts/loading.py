@@ -5,6 +5,7 @@ waits, and what rounds them then.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -21,7 +22,8 @@ from ..charts.notes import (
 )
 from ..errors import SettingError, UnavailableError
 from ..loaders.quantize import quantize_rows
-from ..optimizations import kernels
+from ..optimizations import kernels, reference
+from ..optimizations.warm_up import warm_up
 from ..planning.bytes import TransformerBytes, weight_bytes
 from ..planning.plan import LEAST_SIDE, PlanOption, check_tensor_cores, plan
 from ..planning.request import AUTO, PRECISIONS, Parts, RunRequest
@@ -237,6 +239,23 @@ def round_weight(
     return kernel(weight, form) if kernel else quantize_rows(weight, format, rotation=rotation)
 
 
+@cached
+def compile_rounding(
+    device: torch.device, dtype: torch.dtype, form: RowFormat, columns: int
+) -> Future | None:
+    """Begins to compile what rounds rows on a card, unless that has begun; None elsewhere. Until it
+    is there torch rounds, to the same bits.
+    """
+
+    def work() -> None:
+        from ..optimizations.kernels.rows import weight_quantizer
+
+        weight = torch.empty(4, columns, dtype=dtype, device="meta")
+        weight_quantizer(weight, form, reference.QuantizedRows.empty(weight, form)).prepared()
+
+    return warm_up(device, work)
+
+
 def _kernel(
     device: torch.device, dtype: torch.dtype, form: RowFormat, columns: int
 ) -> Callable[[torch.Tensor, RowFormat], tuple[torch.Tensor, torch.Tensor]] | None:
@@ -249,7 +268,8 @@ def _kernel(
         return None
     from ..optimizations.kernels.rows import WIDEST_ROW, quantize_weight
 
-    if columns > WIDEST_ROW:
+    compiling = columns <= WIDEST_ROW and compile_rounding(device, dtype, form, columns)
+    if columns > WIDEST_ROW or (compiling and not compiling.done()):
         return None
 
     def trial() -> str:

@@ -127,13 +127,13 @@ def relative_error(
     """Returns |values * scale - weight| / |weight|, in Frobenius norms, of a weight that is rotated
     as the values are; 0 for a weight of zeros.
     """
-    return _ratio(_squares(weight, values, scale, rotation))
+    return _ratio(measured_squares(weight, values, scale, rotation))
 
 
-def _squares(
+def measured_squares(
     weight: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, rotation: int
 ) -> torch.Tensor:
-    """Sums of squares [2] in float64, of what rounding changed and of the weight."""
+    """Computes sums of squares [2] in float64, of what rounding changed and of the weight."""
     # Sums in place: a list of small results between large temporaries would fragment the heap.
     sums = torch.zeros(2, dtype=torch.float64, device=weight.device)
     for rows in _pieces(weight):
@@ -142,6 +142,16 @@ def _squares(
         sums[0] += torch.linalg.vector_norm(rounded.sub_(exact)).double() ** 2
         sums[1] += torch.linalg.vector_norm(exact).double() ** 2
     return sums
+
+
+def expected_squares(
+    weight: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, rotation: int
+) -> torch.Tensor:
+    """Computes what `measured_squares` gives on average of int8, from scales and one reading of the
+    weight: a step's square over 12 for each value (Bennett 1948). A rotation changes no norm.
+    """
+    sums = weight.shape[1] / 12 * scale.double().square().sum()
+    return torch.stack((sums, torch.linalg.vector_norm(weight, dtype=torch.float32).double() ** 2))
 
 
 def _rotated(piece: torch.Tensor, rotation: int) -> torch.Tensor:
@@ -281,13 +291,14 @@ SLAB_BYTES = 32 * MIB
 SLABS = 3
 
 Rounding = Callable[..., tuple[torch.Tensor, torch.Tensor]]  # as `quantize_rows`, without a seed
+Squares = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
 
 
 class RoundedLayer(NamedTuple):
     """values [N, K] * scale is the weight, rotated as `form` says; both on the CPU, scale float32
     [N, 1], or [] for one.
 
-    `error` is `relative_error`, None where it was not asked for.
+    `error` is |values * scale - weight| / |weight|, None where it was not asked for.
     """
 
     layer: str
@@ -306,8 +317,9 @@ def quantize_layers(
     refuse: Callable[[str], Exception],
     *,
     per_row: bool = True,
-    measured: bool = False,
+    squares: Squares | None = None,
     rounding: Rounding = quantize_rows,
+    forget: Callable[[torch.Tensor], None] = lambda weight: None,
 ) -> None:
     """Rounds layers and hands out each as it is ready, in the caller's thread.
 
@@ -322,8 +334,10 @@ def quantize_layers(
         take: called for one layer after another; what it raises ends the work.
         refuse: makes the error for a tensor, by name, that holds NaN or infinity.
         per_row: False for one scale for the whole weight.
-        measured: whether to compute the rounding errors.
+        squares: `measured_squares` or `expected_squares`, of which the rounding errors come; None
+            without.
         rounding: what computes it, to the same bits as `quantize_rows`.
+        forget: called with what `weight_of` gave, or its blocks, once that is read.
     """
     if format == IN_BF16:
         dtype, rounding = torch.bfloat16, _as_bf16
@@ -349,19 +363,21 @@ def quantize_layers(
                 there = expand(there) if expand else there
                 there = there if per_row else there.reshape(1, -1)
                 values, scale = rounding(there, format, rotation=form.rotation)
-                error = _ratio(_squares(there, values, scale, form.rotation)) if measured else None
+                error = squares and _ratio(squares(there, values, scale, form.rotation))
                 scale = scale.cpu() if per_row else scale.cpu().reshape(())
+                forget(stored)
                 yield RoundedLayer(layer, values.cpu().reshape(weight.shape), scale, form, error)
                 continue
-            slabs = slabs or deque(_Slab(device, rounding) for _ in range(SLABS))
+            slabs = slabs or deque(_Slab(device, rounding, squares) for _ in range(SLABS))
             values = _new(torch.Size(weight.shape), dtype)
-            squares = torch.zeros(2, dtype=torch.float64) if measured else None
+            sums = torch.zeros(2, dtype=torch.float64)
             rounded = RoundedLayer(layer, values, torch.empty((len(stored), 1)), form, None)
             for first in range(0, len(stored), rows):
                 if done := slabs[0].finish():
                     yield done
-                slabs[0].begin(stored, expand, (slice(first, first + rows), rounded, squares))
+                slabs[0].begin(stored, expand, (slice(first, first + rows), rounded, sums))
                 slabs.rotate(-1)
+            forget(stored)
         yield from filter(None, (slab.finish() for slab in slabs))
 
     try:
@@ -377,14 +393,15 @@ def quantize_layers(
             torch.cuda.empty_cache()
 
 
-Target = tuple[slice, RoundedLayer, torch.Tensor | None]  # rows, and sums of squares
+Target = tuple[slice, RoundedLayer, torch.Tensor]  # rows, and sums of squares
 
 
 class _Slab:
     """Some rows on their way over a card: a stream, and pinned memory on both ways."""
 
-    def __init__(self, device: torch.device, rounding: Rounding) -> None:
-        self._device, self._rounding, self._stream = device, rounding, torch.cuda.Stream(device)
+    def __init__(self, device: torch.device, rounding: Rounding, squares: Squares | None) -> None:
+        self._device, self._rounding, self._squares = device, rounding, squares
+        self._stream = torch.cuda.Stream(device)
         sizes, kind = (SLAB_BYTES, SLAB_BYTES // 2), {"dtype": torch.uint8}
         try:
             self._up, self._down = (torch.empty(it, **kind, pin_memory=True) for it in sizes)
@@ -398,7 +415,7 @@ class _Slab:
         expand: Callable[[torch.Tensor], torch.Tensor] | None,
         target: Target,
     ) -> None:
-        rows, rounded, squares = self._target = target
+        rows, rounded, _ = self._target = target
         part, form = weight[rows], rounded.form
         up = self._up[: part.nbytes].copy_(_bytes(part)).view(part.dtype).view(part.shape)
         with torch.cuda.stream(self._stream):
@@ -407,22 +424,22 @@ class _Slab:
             there = expand(there) if expand else there
             values, self._scale = self._rounding(there, form.storage, rotation=form.rotation)
             self._values = self._down[: values.nbytes].copy_(_bytes(values), non_blocking=True)
-            if squares is not None:
-                self._squares = _squares(there, values, self._scale, form.rotation)
+            if self._squares:
+                self._sums = self._squares(there, values, self._scale, form.rotation)
 
     def finish(self) -> RoundedLayer | None:
         """The layer whose last rows these are."""
         if self._target is None:
             return None
-        (rows, rounded, squares), self._target = self._target, None
+        (rows, rounded, sums), self._target = self._target, None
         with torch.cuda.stream(self._stream):
             rounded.scale[rows].copy_(self._scale)  # waits for the stream
-            if squares is not None:
-                squares += self._squares.cpu()
+            if self._squares:
+                sums += self._sums.cpu()
         _bytes(rounded.values[rows]).copy_(self._values)
         if rows.stop < len(rounded.values):
             return None
-        return rounded if squares is None else rounded._replace(error=_ratio(squares))
+        return rounded._replace(error=_ratio(sums)) if self._squares else rounded
 
 
 def _new(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:

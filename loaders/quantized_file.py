@@ -27,6 +27,7 @@ from .quantize import (
     RoundedLayer,
     check_finite,
     layers_to_quantize,
+    measured_squares,
     not_finite,
     quantize_layers,
     row_format,
@@ -318,7 +319,13 @@ def _quantize_file(
             return not_finite(header.path, prefix + name)
 
         quantize_layers(
-            bytes_of, weight_of, plan.precision, device, take_rounded, refuse, measured=True
+            bytes_of,
+            weight_of,
+            plan.precision,
+            device,
+            take_rounded,
+            refuse,
+            squares=measured_squares,
         )
     return errors
 

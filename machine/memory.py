@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import shutil
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -101,6 +104,35 @@ def cgroup_available() -> int | None:
     stat = dict(line.split() for line in (CGROUPS / "memory.stat").read_text().splitlines())
     # Page cache counts as used, and the kernel gives it back on demand, recently read or not.
     return limit - used + int(stat["inactive_file"]) + int(stat["active_file"])
+
+
+class MappedPages:
+    """The pages of mapped files in this process, which it can give back when it has read them: they
+    stay in the system's page cache, and are mapped again by whoever reads them again.
+
+    Does nothing where the system does not list its mappings (Linux does).
+
+    Args:
+        files: those whose pages may go. What lies in any other memory is left alone.
+    """
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        names = {str(file.resolve()) for file in files}
+        self._ranges: list[tuple[int, int]] = []
+        with suppress(OSError), open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+            for line in maps:  # address perms offset dev inode path (man 5 proc)
+                addresses, *_, path = line.rstrip("\n").split(maxsplit=5)
+                if path in names:
+                    start, end = addresses.split("-")
+                    self._ranges.append((int(start, 16), int(end, 16)))
+
+    def give_back(self, address: int, count: int) -> None:
+        """Gives back the whole pages of `count` bytes from an address on."""
+        page = mmap.PAGESIZE
+        first, last = -(-address // page) * page, (address + count) // page * page
+        if first < last and any(start <= first and last <= end for start, end in self._ranges):
+            size = ctypes.c_size_t(last - first)
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(first), size, mmap.MADV_DONTNEED)
 
 
 def _limits(files: Iterable[Path]) -> list[int]:

@@ -294,9 +294,11 @@ class QwenL40SLoadVAE(io.ComfyNode):
     @classmethod
     @needs(*VAE)
     def execute(cls, vae: str, precision: str) -> io.NodeOutput:
+        from ..hosts.comfyui.decode.fused import compile_ahead
         from ..hosts.comfyui.load.vae import load_vae
 
         loaded, report = load_vae(source_of(vae, "vae"), precision)
+        compile_ahead(loaded)
         return with_report(loaded, report=report.text(), summary=report.summary())
 
 
@@ -392,6 +394,7 @@ class QwenL40SLoad(io.ComfyNode):
         placement: str = "auto",
         **settings: Any,
     ) -> io.NodeOutput:
+        from ..hosts.comfyui.decode.fused import compile_ahead
         from ..hosts.comfyui.load.text_encoder import load_text_encoder
         from ..hosts.comfyui.load.vae import load_vae
 
@@ -400,6 +403,7 @@ class QwenL40SLoad(io.ComfyNode):
         decoder, vae_report = load_vae(decoder, "auto")
         clip, clip_report = load_text_encoder(encoder, "auto", placement)
         patcher, model_report = _load_model(transformer, precision, keep_in_bf16, settings)
+        compile_ahead(decoder)  # after what a step launches
         reports = (model_report, clip_report, vae_report)
         summary = (
             f"transformer: {model_report.summary()}",

@@ -266,9 +266,14 @@ def row_quantize(x: torch.Tensor, format: RowFormat, out: QuantizedRows) -> Laun
 def quantize_weight(x: torch.Tensor, format: RowFormat) -> tuple[torch.Tensor, torch.Tensor]:
     """As `loaders.quantize.quantize_rows`, bit for bit; x as of `row_quantize`, of rows."""
     out = QuantizedRows.empty(x, format)
-    more = {"exact": True, "smallest_row": SMALLEST_SCALE}
-    _quantizer(_row_quantize_kernel, x.contiguous(), format, out, **more).once()
+    weight_quantizer(x.contiguous(), format, out).once()
     return out.values, out.scale
+
+
+def weight_quantizer(x: torch.Tensor, format: RowFormat, out: QuantizedRows) -> Launch:
+    """As `quantize_weight`, into `out`, of contiguous rows."""
+    more = {"exact": True, "smallest_row": SMALLEST_SCALE}
+    return _quantizer(_row_quantize_kernel, x, format, out, **more)
 
 
 # Triton: tanh GELU and per-row quantization in one pass over the rows.

@@ -32,10 +32,12 @@ from qwen_l40s.loaders import writer
 from qwen_l40s.loaders import writer as kept
 from qwen_l40s.loaders.source import open_source
 from qwen_l40s.nodes.loaders import QwenL40SLoad, QwenL40SLoadModel
+from qwen_l40s.spec.formats import CardFacts
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 WEIGHTS = narrow.weights()
 LAYER = narrow.LAYER
+ADA = CardFacts("NVIDIA L40S", 48 * 2**30, (8, 9))
 KEEP = "*.img_mlp.net.2"
 TAKEN, BEING = "weights from the kept file", "is being written for the next load"
 
@@ -146,11 +148,14 @@ def test_weights_and_latents_are_those_of_quantizing_at_load(models, tmp_path, p
             assert torch.equal(*map(sample, patched))
 
 
-def test_off_or_in_bf16_nothing_is_written_or_taken(models, original):
+def test_off_or_in_bf16_nothing_is_written_and_auto_takes_what_is_there(models, original):
     load(keep_quantized=True)
     _, report = load(keep_quantized=False)
     assert TAKEN not in report
     before = contents(models)
+    with mock.patch.object(load_plan, "card_facts", return_value=ADA):
+        _, report = load(precision="auto", keep_quantized=False)
+    assert f"{TAKEN} qwen.safetensors.int8.kept." in report
     _, report = load(precision="bf16")
     assert "keep_quantized" not in report
     narrow.write(models / "int8.safetensors", load_file(models / "qwen.safetensors.int8.kept"))

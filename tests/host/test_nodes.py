@@ -17,6 +17,7 @@ import execution
 import narrow_transformer as narrow
 import pytest
 import torch
+from comfy.quant_ops import QuantizedTensor
 from comfy_api.latest import io
 from comfyui_boot import BASE, refused
 from safetensors.torch import save_file
@@ -29,7 +30,9 @@ from qwen_l40s.errors import CheckpointError, SettingError, UnavailableError
 from qwen_l40s.hosts.comfyui import contract as compatibility
 from qwen_l40s.hosts.comfyui.load import plan as load_plan
 from qwen_l40s.hosts.comfyui.load import text_encoder, vae, weights
+from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.loaders import shards
+from qwen_l40s.loaders.quantize import rotate
 from qwen_l40s.loaders.source import bundled_micro_folder, open_source
 from qwen_l40s.nodes.advise import QwenL40SAdviseGPU
 from qwen_l40s.nodes.estimate import QwenL40SEstimateVRAM
@@ -207,6 +210,23 @@ def test_auto_runs_on_every_card_and_says_why(card, dtype, free, precision, word
     assert words in plan.reason
     quantized = dtype == torch.float8_e4m3fn
     assert plan.named == (quantized and precision == "int8")
+
+
+def test_auto_leaves_a_layer_that_int8_would_change_much_in_bf16():
+    layer = "transformer_blocks.0.img_mlp.net.2"
+    weight = WEIGHTS[f"{layer}.weight"].float()
+    weight = torch.where(torch.arange(weight.shape[1]) % 256 == 3, 50 * weight, weight)
+    changed = {**WEIGHTS, f"{layer}.weight": rotate(weight, 256).to(torch.bfloat16)}
+    file = str(MODELS / written("spiked", changed))
+    with mock.patch.object(load_plan, "card_facts", return_value=ADA):
+        for precision, left in (("auto", True), ("int8", False)):
+            model, report = load_model(file, precision)
+            parts = dict(model.model.diffusion_model.named_modules())
+            assert isinstance(parts[layer].weight, QuantizedTensor) != left
+            assert isinstance(parts["transformer_blocks.0.attn.to_q"].weight, QuantizedTensor)
+            assert (f"{layer} stay in bf16" in report.text()) == left
+            if left:
+                assert torch.equal(parts[layer].weight.bfloat16(), changed[f"{layer}.weight"])
 
 
 def test_too_little_host_memory_is_refused_before_anything_is_mapped():

@@ -171,7 +171,7 @@ def test_the_page_names_the_models_that_are_missing(browser: Any, server: Server
     take_files(server.base)
     try:
         page = ComfyPage(browser, server)
-        for name in ("text_to_image_fp8", "lightning_4_steps", "edit_2511", "controlnet"):
+        for name in ("text_to_image", "start_here_24gb", "edit_2511", "controlnet"):
             page.open_template(PACK, name)
             page.page.get_by_test_id("error-overlay-see-errors").click()
             panel = page.page.get_by_test_id("properties-panel")

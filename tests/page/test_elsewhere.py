@@ -32,7 +32,7 @@ def test_behind_a_prefix_in_a_small_window_and_another_language(
         page.page.get_by_role("button", name="Details").first.click()
         page.page.locator(".qwen-l40s-report pre").wait_for()
         page.page.keyboard.press("Escape")
-        page.load(ROOT / "workflows" / "text_to_image_bf16.json")
+        page.load(ROOT / "workflows" / "text_to_image.json")
         page.page.get_by_test_id("queue-button").click()
         page.page.locator(".qwen-l40s-box.error").first.wait_for()
         page.close()

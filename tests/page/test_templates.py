@@ -87,7 +87,7 @@ def test_each_opens_readable(opened: ComfyPage):
 def test_a_smaller_window_shows_all_of_it_too(browser: Any, server: Server):
     for size in (SMALL, (1024, 700)):
         page = ComfyPage(browser, server, size=size)
-        for name in ("edit_2511", "lightning_4_steps"):
+        for name in ("edit_2511", "start_here_24gb"):
             page.open_as_template(FOLDER / f"{name}.json")
             page.draw()
             # The page leaves out texts that would be too small.

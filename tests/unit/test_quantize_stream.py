@@ -14,6 +14,8 @@ from qwen_l40s.loaders import quantize
 from qwen_l40s.loaders.gguf_blocks import BlockRows
 from qwen_l40s.loaders.quantize import (
     IN_BF16,
+    expected_squares,
+    measured_squares,
     quantize_layers,
     quantize_rows,
     relative_error,
@@ -74,7 +76,7 @@ def test_every_layer_is_what_quantize_rows_makes_of_it(format, device, monkeypat
     before = {layer: weight.clone() for layer, weight in weights.items()}
     for slab in (quantize.SLAB_BYTES, 2**16):
         monkeypatch.setattr(quantize, "SLAB_BYTES", slab)
-        found = stream(weights, format, device, measured=True)
+        found = stream(weights, format, device, squares=measured_squares)
         assert found.keys() == weights.keys()
         for layer, weight in weights.items():
             assert torch.equal(weight, before[layer])
@@ -194,14 +196,29 @@ def simulated(monkeypatch):
 def test_slabs_that_are_used_again_lose_no_rows(format, simulated):
     weights = {f"{number}": torch.randn(9 * number, 31).bfloat16() for number in range(12)}
     weights |= layers()
-    expected = stream(weights, format, measured=True)
+    expected = stream(weights, format, squares=measured_squares)
     assert not simulated
-    found = stream(weights, format, torch.device("cuda"), measured=True)
+    found = stream(weights, format, torch.device("cuda"), squares=measured_squares)
     assert len(simulated) == 2 * quantize.SLABS
     assert found.keys() == expected.keys()
     for layer, (_, values, scale, form, error) in found.items():
         assert same((values, scale), expected[layer][1:3]) and form == expected[layer].form
         assert error == pytest.approx(expected[layer].error, rel=1e-6)
+
+
+def test_the_expected_error_of_int8_is_near_the_measured_one(simulated):
+    noise = torch.Generator().manual_seed(2)
+    name = "transformer_blocks.0.img_mlp.net.2"
+    flat = torch.randn(40, 512, generator=noise)
+    spiked = flat.clone()
+    spiked[:, ::64] *= 50
+    for weight, error in ((flat, 0.007), (quantize.rotate(spiked, 256), 0.03)):
+        for device in (CPU, torch.device("cuda")):
+            found, known = (
+                stream({name: weight}, "int8", device, squares=squares)[name].error
+                for squares in (expected_squares, measured_squares)
+            )
+            assert known > error and found == pytest.approx(known, rel=0.1)
 
 
 def test_blocks_of_gguf_pass_slabs_in_bf16(simulated):

@@ -1,9 +1,14 @@
 """Host memory and disk: what counts, and against which need."""
 
+import mmap
+import os
+import re
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from qwen_l40s.machine import memory as resources
@@ -94,3 +99,25 @@ def test_container_limit_counts_page_cache_as_available(tmp_path, monkeypatch):
     assert resources.cgroup_available() is None
     (tmp_path / "memory.max").unlink()
     assert resources.cgroup_available() is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists its mappings")
+def test_pages_of_a_mapped_file_are_given_back_and_read_again(tmp_path):
+    path, size = tmp_path / "weights", 8 * 2**20
+    path.write_bytes(os.urandom(size))
+    other = np.ones(size, np.uint8)
+    with path.open("rb") as file:
+        mapped = np.frombuffer(mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE), np.uint8)
+    read = mapped.tobytes()
+
+    def resident():
+        blocks = Path("/proc/self/smaps").read_text().split(f"{path}\n")[1:]
+        return sum(int(re.search(r"^Rss: +(\d+) kB", it, re.M)[1]) * 1024 for it in blocks)
+
+    assert resident() == size
+    pages = resources.MappedPages([path])
+    pages.give_back(other.ctypes.data, size)  # not of the file: it would become zeros
+    assert other.all() and resident() == size
+    pages.give_back(mapped.ctypes.data + 1, size - 1)  # its first page is not whole
+    assert resident() <= mmap.PAGESIZE
+    assert mapped.tobytes() == read

@@ -18,8 +18,13 @@ from PIL import Image
 from workflow_files import TITLE, Box, overlap
 
 from qwen_l40s.families.registry import find_member
+from qwen_l40s.machine.store import known_cards
+from qwen_l40s.planning.cards import BUNDLED
+from qwen_l40s.planning.estimate import FITS, estimate
+from qwen_l40s.spec.formats import GIB
 from qwen_l40s.tools.workflows import __main__ as command
 from qwen_l40s.tools.workflows import definitions
+from qwen_l40s.tools.workflows.notes import CARDS, run_request
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "workflows"
@@ -39,6 +44,9 @@ def ui(name: str) -> dict[str, Any]:
 
 def api(name: str) -> dict[str, Any]:
     return json.loads((FOLDER / "api" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+OF_21 = [name for name in NAMES if "2.1" in str(api(name).get("load"))]
 
 
 def links(name: str) -> list[dict[str, str]]:
@@ -135,13 +143,13 @@ def test_notes_and_api_forms_follow_a_change(copied: Path):
         load = node_of(graph, "Load Qwen-Image")
         load["widgets_values"][0] = "qwen_image_2512_fp8_e4m3fn.safetensors"
 
-    change(copied / "text_to_image_bf16.json", fewer_steps)
+    change(copied / "text_to_image_most_accurate.json", fewer_steps)
     assert command.main(["--write"]) == 0 == command.main([])
-    graph = json.loads((copied / "text_to_image_bf16.json").read_text("utf-8"))
+    graph = json.loads((copied / "text_to_image_most_accurate.json").read_text("utf-8"))
     note = node_of(graph, "Read me")["widgets_values"][0]
-    assert "An image of 1328x1328 in 25 steps: " in note and "fp8_e4m3fn" in note
-    prompt = json.loads((copied / "api" / "text_to_image_bf16.json").read_text("utf-8"))
-    old = api("text_to_image_bf16")
+    assert "1328x1328 in 25 steps, predicted:" in note and "fp8_e4m3fn" in note
+    prompt = json.loads((copied / "api" / "text_to_image_most_accurate.json").read_text("utf-8"))
+    old = api("text_to_image_most_accurate")
     number = str(node_of(graph, "CLIP Text Encode (another)")["id"])
     assert [key if key != number else "positive" for key in prompt] == list(old)
     assert prompt["sample"]["inputs"] == old["sample"]["inputs"] | {
@@ -169,7 +177,7 @@ def without_words_below(text: str) -> str:
 
 
 def test_headings_of_a_note_are_enough(copied: Path):
-    file = copied / "text_to_image_bf16.json"
+    file = copied / "text_to_image_most_accurate.json"
 
     def shorten(node: dict[str, Any]) -> None:
         node["widgets_values"] = [without_words_below(node["widgets_values"][0])]
@@ -225,7 +233,7 @@ def test_headings_of_a_note_are_enough(copied: Path):
 def test_a_workflow_that_is_wrong_is_told_and_nothing_is_written(
     copied: Path, capsys: pytest.CaptureFixture, how: Callable[[dict[str, Any]], Any], words: str
 ):
-    file = copied / "text_to_image_bf16.json"
+    file = copied / "text_to_image_most_accurate.json"
     for other in set(copied.glob("*.json")) - {file}:
         other.unlink()
     change(file, how)
@@ -234,7 +242,7 @@ def test_a_workflow_that_is_wrong_is_told_and_nothing_is_written(
         assert command.main(arguments) == 1
         lines = capsys.readouterr().out.splitlines()
         assert any(words in line for line in lines), lines
-        assert all(line.startswith("workflows/text_to_image_bf16.json: ") for line in lines)
+        assert all(line.startswith(f"workflows/{file.name}: ") for line in lines)
     assert file.read_bytes() == before
 
 
@@ -311,14 +319,24 @@ def test_the_note_names_each_file_and_what_it_takes(name: str):
         assert f"`models/{link['directory']}`" in text
     samplers = {"KSampler", "SamplerCustom"}
     paints = not samplers.isdisjoint(node["class_type"] for node in api(name).values())
-    assert ("On an L40S, predicted:" in text) == (paints and bool(links(name)))
+    rows = [f"| {size} GB ({name.removesuffix(f' {size}GB')}) |" for size, name in CARDS.items()]
+    assert all((row in text) == (paints and bool(links(name))) for row in rows)
 
 
-def test_the_text_encoder_leaves_the_card_where_the_note_says_so(name: str):
-    (note,) = [node for node in ui(name)["nodes"] if node["type"] == NOTE]
-    says = "text encoder leaves the card" in note["widgets_values"][0]
-    places = [node["inputs"].get("placement") for node in api(name).values()]
-    assert says == ("drop after encoding" in places)
+@pytest.mark.parametrize("size", [12, 24, 48])
+def test_where_to_start_fits_the_smallest_card_of_its_class(size: int):
+    """And each other one: a card sold with 12 GB shows 11 and a half."""
+    request = run_request(api(f"start_here_{size}gb"))
+    least = {12: 11, 24: 22, 48: 44}[size]
+    cards = [
+        card
+        for card in known_cards(BUNDLED).values()
+        if least * GIB <= card.memory_bytes <= size * GIB
+    ]
+    assert len(cards) > 3
+    assert {card.name: estimate(request, card).verdict for card in cards} == {
+        card.name: FITS for card in cards
+    }
 
 
 def test_what_no_file_is_needed_for_names_none():
@@ -337,8 +355,8 @@ def test_ids_and_inputs_of_the_demo_stay():
 def test_lightning_runs_as_it_was_trained():
     edit = "Edit-2511-Lightning-4steps"
     for name, steps, lora in (
-        ("lightning_4_steps", 4, "2512-Lightning-4steps"),
-        ("lightning_8_steps", 8, "2512-Lightning-8steps"),
+        ("start_here_24gb", 4, "2512-Lightning-4steps"),
+        ("start_here_48gb", 8, "2512-Lightning-8steps"),
         ("lightning_8_steps_nag", 8, "2512-Lightning-8steps"),
         ("edit_2511_lightning", 4, edit),
         ("try_on", 4, edit),
@@ -367,7 +385,7 @@ def test_others_take_the_steps_of_their_familys_model_card():
         sampler = graph.get("sample", {"class_type": ""})
         few = "Lightning" in graph.get("lora", {"inputs": {"lora": ""}})["inputs"]["lora"]
         paints = {"KSampler", "SamplerCustom"} & {sampler["class_type"]}
-        few = few or "turbo" in name or "viggle" in name
+        few = few or "turbo" in str(graph.get("load")) or "viggle" in name
         if paints and "micro" not in name and not few:
             model = graph["load"]["inputs"]["model"]
             [family] = [each for start, each in families.items() if model.startswith(start)]
@@ -378,22 +396,20 @@ def test_others_take_the_steps_of_their_familys_model_card():
 
 
 def test_those_of_qwen_image_21_say_what_they_need_and_its_licence():
-    for name in NAMES:
-        if "qwen_image_21" in name:
-            text = ui(name)["nodes"][0]["widgets_values"][0]
-            assert text.split("\n\n")[1].startswith("**Needs ComfyUI 0.37 or newer.**")
-            assert ("Qwen Research License" in text) == ("micro" not in name)
+    for name in OF_21:
+        text = ui(name)["nodes"][0]["widgets_values"][0]
+        assert text.split("\n\n")[1].startswith("**Needs ComfyUI 0.37 or newer.**")
+        assert ("Qwen Research License" in text) == ("micro" not in name)
 
 
 def test_those_of_qwen_image_21_take_its_own_schedule():
-    for name in NAMES:
-        if "qwen_image_21" in name:
-            graph = api(name)
-            sample, sigmas = graph["sample"]["inputs"], graph["sigmas"]["inputs"]
-            assert graph["sigmas"]["class_type"] == "QwenL40S_Sigmas"
-            assert sample["sigmas"] == ["sigmas", 0] and sigmas["latent"] == sample["latent_image"]
-            few = {"qwen_image_21_turbo": ("turbo 8", 8), "qwen_image_21_viggle_6": ("viggle 6", 6)}
-            few["micro_qwen_image_21"] = "official", 20
-            few["qwen_image_21_turbo_nag"] = few["qwen_image_21_turbo"]
-            assert (sigmas["preset"], sigmas["steps"]) == few.get(name, ("official", 40))
-            assert sample["cfg"] == (4.0 if "micro" in name else 1.0)
+    turbo = "turbo 8", 8
+    few = {"start_here_12gb": turbo, "qwen_image_21_turbo_nag": turbo}
+    few |= {"qwen_image_21_viggle_6": ("viggle 6", 6), "micro_qwen_image_21": ("official", 20)}
+    for name in OF_21:
+        graph = api(name)
+        sample, sigmas = graph["sample"]["inputs"], graph["sigmas"]["inputs"]
+        assert graph["sigmas"]["class_type"] == "QwenL40S_Sigmas"
+        assert sample["sigmas"] == ["sigmas", 0] and sigmas["latent"] == sample["latent_image"]
+        assert (sigmas["preset"], sigmas["steps"]) == few.get(name, ("official", 40))
+        assert sample["cfg"] == (4.0 if "micro" in name else 1.0)

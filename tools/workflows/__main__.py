@@ -46,7 +46,7 @@ def files() -> dict[Path, str]:
             prompt = api_form(graph, _read(api) if api.is_file() else {})
             note = note_of(graph)
             (text,) = note["widgets_values"]
-            text = notes.written(text, path.stem, prompt)
+            text = notes.written(text, prompt)
         except ValueError as error:
             wrong += [
                 f"{path.relative_to(ROOT)}: {line.rstrip('.')}." for line in str(error).splitlines()

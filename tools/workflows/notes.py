@@ -1,4 +1,4 @@
-"""Writes what the note of a workflow says by itself: its files, what it takes of an L40S.
+"""Writes what the note of a workflow says by itself: its files, what it takes of GPUs.
 
 Both follow from the workflow: `--write` puts them below the headings **Files** and **What it
 takes**, and leaves all other words of a note alone.
@@ -9,18 +9,18 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...charts.figures import duration, tenths
-from ...charts.words import changes, step_cache_lines
+from ...charts.words import step_cache_lines
+from ...errors import DoesNotFitError
 from ...families.registry import member_of_file
 from ...machine.store import known_cards
 from ...planning.bytes import weight_bytes
-from ...planning.cards import BUNDLED, Card, find_card
-from ...planning.estimate import Estimate, estimate
+from ...planning.cards import BUNDLED
+from ...planning.estimate import estimate
 from ...planning.request import AUTO, Loras, Parts, RunRequest
 from ...spec.formats import GIB, format_gib
 from ...step_cache import OFF
@@ -31,8 +31,14 @@ ROW = re.compile(r"^\| \d+ \| \[(.+)\]\((.+)\) \| (.+) \| `models/(.+)` \|$", re
 FILES, TAKES = "**Files**", "**What it takes**"
 SAMPLERS = ("KSampler", "SamplerCustom")
 RANK = re.compile(r"-r(\d+)\.")  # of a LoRA, in its file's name
-# Other sizes whose time a note says too.
-ALSO = {"try_on": ((480, 720),)}
+# {GB of a class of cards: a slow one of it}
+CARDS = {
+    8: "RTX 4060",
+    12: "RTX 3060 12GB",
+    16: "RTX 4060 Ti 16GB",
+    24: "RTX 3090",
+    48: "L40S",
+}
 
 Graph = Mapping[str, Mapping[str, Any]]
 
@@ -62,12 +68,8 @@ def published() -> dict[str, ModelFile]:
     return {row[0]: ModelFile(*row) for row in rows}
 
 
-def written(text: str, name: str, graph: Graph) -> str:
-    """Puts into a note what follows from its workflow.
-
-    Args:
-        name: Of the workflow.
-        graph: In API form.
+def written(text: str, graph: Graph) -> str:
+    """Puts into a note what follows from its workflow, in API form.
 
     Raises:
         ValueError: a heading is missing, or stands there for nothing; or the workflow runs what
@@ -75,10 +77,9 @@ def written(text: str, name: str, graph: Graph) -> str:
     """
     named = [link["name"] for node in graph.values() for link in node["_meta"].get("models", ())]
     request = run_request(graph)
-    also = [replace(request, width=size[0], height=size[1]) for size in ALSO.get(name, ())]
     for heading, below in (
         (FILES, "\n".join(_line(published()[file]) for file in named)),
-        (TAKES, takes(request, also) if request else ""),
+        (TAKES, takes(request) if request else ""),
     ):
         if (heading in text) != bool(below):
             must = "needs" if below else "has nothing to say below"
@@ -107,25 +108,32 @@ def run_request(graph: Graph) -> RunRequest | None:
     encoder = load["text_encoder"]
     control = nodes.get("ControlNetLoader", {}).get("control_net_name")
     control_gib = float(published()[control].size.removesuffix(" GiB")) if control else 0
-    parts = Parts()
-    if "fp8" in model:  # one byte a weight throughout, modulation included
+    precision, parts = load["precision"], Parts()
+    if stored := _eight_bits(model):  # one byte a weight throughout, modulation included
         bf16 = weight_bytes(family.transformer, "bf16")
-        parts = Parts(transformer_bytes=bf16.total // 2, modulation_bytes=bf16.modulation // 2)
+        sizes = {"transformer_bytes": bf16.total // 2, "modulation_bytes": bf16.modulation // 2}
+        cast = stored == "fp8" and "scaled" not in model
+        parts = Parts(**sizes, kept=stored if precision == AUTO else "", cast=cast)
+        precision = stored if precision == AUTO else precision
     return RunRequest(
         family=family.name,
-        precision=load["precision"],
+        precision=precision,
         **_size(nodes),
         steps=(nodes.get("QwenL40S_Sigmas") or sampler)["steps"],
         cfg="off" if sampler["cfg"] == 1 else "two passes",
         references=classes.count("LoadImage") if family.most_references else 0,
         nag_tokens=RunRequest.text_tokens if "QwenL40S_NAG" in nodes else 0,
         layers=nodes.get("EmptyQwenImageLayeredLatentImage", {}).get("layers", 0),
-        text_encoder=next((each for each in ("fp8", "int8") if each in encoder), AUTO),
+        text_encoder=_eight_bits(encoder) or "bf16",
         loras=_loras(nodes.get("QwenL40S_LoadLora"), classes.count("QwenL40S_LoadLora")),
         controlnet_bytes=round(control_gib * GIB),
         cache=nodes.get("QwenL40S_StepCache", {}).get("cache", OFF),
         parts=parts,
     )
+
+
+def _eight_bits(file: str) -> str | None:
+    return next((form for form in ("fp8", "int8") if form in file), None)
 
 
 def _loras(load: Mapping[str, Any] | None, count: int) -> Loras:
@@ -153,49 +161,25 @@ def _size(nodes: Graph) -> dict[str, int]:
     return {"width": side, "height": side}
 
 
-def takes(request: RunRequest, also: Sequence[RunRequest] = ()) -> str:
-    """Says memory and time on an L40S as `qwen-l40s estimate` does.
-
-    Args:
-        also: Other sizes, of which the time is said.
-    """
-    found = estimate(request, _l40s())
-    option = found.option
-    peak, usable = tenths(option.peak_bytes), format_gib(option.usable_bytes)
-    fits = "tight, not measured" if found.tight else f"it {found.verdict}"
-    sentences = [f"On an L40S, predicted: {peak} of {usable}: {fits}."]
-    if found.safer:
-        spare = format_gib(found.safer.headroom_bytes)
-        # As the loader names it, which loads nothing but Qwen-Image's text encoder.
-        setting = changes(option.setting, found.safer.setting)
-        setting = setting.replace("text_encoder_placement", "placement")
-        sentences.append(f"Safer: {setting} in **Load Qwen-Image**, with {spare} to spare.")
-    if option.setting.modulation == "off card":
-        sentences.append(
-            "The modulation weights (a third of the transformer, which see only the timestep) stay "
-            "in host memory."
-        )
-    if option.setting.text_encoder_place == "drop after encoding":
-        sentences.append("The text encoder leaves the card after encoding.")
-    if option.tiles > 1:
-        sentences.append(f"The VAE decodes in {option.tiles} tiles.")
-    sentences += [
-        _time(request, found),
-        *(_time(other, estimate(other, _l40s())) for other in also),
+def takes(request: RunRequest) -> str:
+    """Makes a table of memory and time, a row for each of `CARDS`, as `qwen-l40s estimate` does."""
+    many = f"{request.batch} images" if request.batch > 1 else "an image"
+    rows = [
+        f"{request.width}x{request.height} in {request.steps} steps, predicted:\n",
+        f"| GPU | {many} | VRAM |",
+        "|---|---|---|",
     ]
-    sentences += step_cache_lines(found)
-    return " ".join(sentences)
-
-
-def _time(request: RunRequest, found: Estimate) -> str:
-    size = f"{request.width}x{request.height} in {request.steps} steps"
-    if request.batch > 1:
-        whole = duration(found.image_seconds.times(request.batch))
-        return f"{request.batch} images of {size}: {whole}."
-    return f"An image of {size}: {duration(found.image_seconds)}."
-
-
-@functools.cache
-def _l40s() -> Card:
-    # The list that comes with the package: a list of the user's own decides no file.
-    return find_card("L40S", known_cards(BUNDLED))
+    for size, name in CARDS.items():
+        about = f"{size} GB ({name.removesuffix(f' {size}GB')})"
+        try:
+            found = estimate(request, known_cards(BUNDLED)[name])
+        except DoesNotFitError:
+            rows.append(f"| {about} | does not fit | |")
+            continue
+        option = found.option
+        memory = f"{tenths(option.peak_bytes)} of {format_gib(option.usable_bytes)}"
+        if moved := option.moved_bytes:
+            memory = f"all; {format_gib(moved)} streamed in each forward pass"
+        whole = found.image_seconds.times(request.batch)
+        rows.append(f"| {about} | {duration(whole)} | {memory} |")
+    return "\n".join([*rows, "", *step_cache_lines(found)]).rstrip()

@@ -163,9 +163,10 @@ def plan_load(
     name = decision.precision
     _check_card(source, decision, card)
     kept, rounded = None, name in QUANTIZED and (name != stored or gguf)
-    if rounded and keep_quantized:
-        kept = KeptFile(source, name, keep)
-        needed = 0 if kept.open() else needed  # a mapped file
+    if rounded and (keep_quantized or requested == AUTO):
+        there = (found := KeptFile(source, name, keep)).open()
+        needed = 0 if there else needed  # a mapped file
+        kept = found if there or keep_quantized else None
     if requested == AUTO and rounded and not gguf and needed > (free := available_memory()):
         asked = AS_STORED if stored in QUANTIZED else "bf16"
         short = f"{format_gib(needed)} of system RAM would make {name}, {format_gib(free)} is free"

@@ -25,6 +25,7 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 from ....errors import CheckpointError
 from ....families.comfyui import kind_of_family
 from ....families.registry import marker_titled
+from ....loaders.quantize import row_format
 from ....loaders.source import (
     MICRO_ADVICE,
     MICRO_TRANSFORMER,
@@ -37,6 +38,7 @@ from ....optimizations.linear import known_gemm
 from ....optimizations.warm_up import warm_up
 from ....patches import put
 from ....spec.formats import QUANTIZED, format_gib
+from ...loading import compile_rounding
 from ..linear import quantized_operations
 from ..lora.bypass import compute_loras
 from ..sample.measure import SAMPLING_KEY, measure_sampling
@@ -82,6 +84,10 @@ def load_model(
     plan = plan_load(source, precision, keep, modulation, keep_quantized)
     quantized = plan.precision in QUANTIZED
     device = comfy.model_management.get_torch_device()
+    if plan.rounded:
+        for columns in {columns for _, columns in plan.shape.quantizable_layers().values()}:
+            form = row_format(plan.precision, columns)
+            compile_rounding(device, torch.bfloat16, form, columns)
     warm_up(device, fused.prepare_trial)
     if quantized:
         warm_up(device, partial(linear.prepare_trial, plan.precision))

@@ -17,7 +17,6 @@ from ....loaders.quantize import check_finite
 from ....loaders.source import Source, check_names, left_out, native_names, open_source, shapes_of
 from ....patches import put
 from ...loading import check_known
-from ..decode.fused import compile_ahead
 from .plan import LoadReport
 from .weights import FLOAT_NAMES, map_tensors
 
@@ -52,7 +51,6 @@ def load_vae(
         check_finite(source.path, name, _on_card(tensor))
     vae = comfy.sd.VAE(sd=tensors, dtype=VAE_DTYPES[precision])
     vae.throw_exception_if_invalid()
-    compile_ahead(vae)
     second = load_vae_patcher, (source, precision)
     put("second load", vae.patcher, cached_patcher_init=second)
     why = "as requested" if VAE_DTYPES[precision] else f"auto: ComfyUI's choice on {vae.device}"

@@ -6,6 +6,7 @@ the file, from which the host reads straight to the card.
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -19,10 +20,17 @@ from safetensors.torch import load_file
 
 from ....loaders.gguf_blocks import BlockRows, map_gguf
 from ....loaders.quantization import GGUF, PACKED, W4A8_GROUP, W4A8_ROTATION
-from ....loaders.quantize import IN_BF16, RoundedLayer, not_finite, quantize_layers
+from ....loaders.quantize import (
+    IN_BF16,
+    RoundedLayer,
+    expected_squares,
+    not_finite,
+    quantize_layers,
+)
 from ....loaders.source import Source, check_unchanged
 from ....loaders.stored import PackedLayer, StoredLayer, canonical_tensors
 from ....loaders.writer import SUFFIX
+from ....machine.memory import MappedPages
 from ....optimizations.reference import decode_weight
 from ....spec.formats import QUANTIZED
 from ....spec.sizes import STAGING_BYTES
@@ -62,6 +70,10 @@ def _load_kept(path: str) -> dict[str, torch.Tensor]:
     return tensors
 
 
+# Of a layer, above which `auto` leaves it in bf16. Rows of normal numbers have 0.0095, a row whose
+# largest value is 13 times its root mean square has 0.03.
+MOST_ERROR = 0.03
+NAMED = 3  # layers in a note
 FLOAT_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -136,9 +148,18 @@ def transformer_tensors(
         to_round = sorted({*to_round} - {*packed})
         notes.append(f"{len(packed)} layers are in w4a8, because {plan.packed}.")
     if to_round:
-        ready |= quantize_shown(source, to_round, weight_of, precision, device)
+        most = MOST_ERROR if plan.automatic and precision == "int8" else math.inf
+        ready |= quantize_shown(source, to_round, weight_of, precision, device, most=most)
+        left = [layer for layer in to_round if f"{layer}.comfy_quant" not in ready]
         form = "int8, rotated (ConvRot)" if precision == "int8" else precision
-        notes.append(f"{len(to_round)} layers quantized to {form}, one scale for each row.")
+        count = len(to_round) - len(left)
+        notes.append(f"{count} layers quantized to {form}, one scale for each row.")
+        if left:
+            more = f" and {len(left) - NAMED} more" if len(left) > NAMED else ""
+            notes.append(
+                f"{', '.join(left[:NAMED])}{more} stay in bf16, because int8 would change them by "
+                f"more than {MOST_ERROR:.0%}."
+            )
     return ready, notes
 
 
@@ -171,24 +192,40 @@ def quantize_shown(
     device: torch.device,
     *,
     per_row: bool = True,
+    most: float = math.inf,
 ) -> dict[str, torch.Tensor]:
-    """The tensors of rounded layers, with room made on the card and a progress bar in the page."""
+    """The tensors of rounded layers, with room made on the card and a progress bar in the page.
+
+    Args:
+        most: The relative error of int8 above which a layer becomes bf16.
+    """
     comfy.model_management.free_memory(STAGING_BYTES, device)
     progress = comfy.utils.ProgressBar(len(layers))
     tensors: dict[str, torch.Tensor] = {}
+    pages = MappedPages(source.files)
+
+    def forget(weight: torch.Tensor) -> None:
+        # Until then pages of the file count as this process's memory, beside what it makes of them.
+        if weight.is_cpu:
+            pages.give_back(weight.data_ptr(), weight.nbytes)
 
     def take(rounded: RoundedLayer) -> None:
         nonlocal tensors
         check_unchanged(source)
-        layer, values, scale, form, _ = rounded
+        layer, values, scale, form, error = rounded
         if precision == IN_BF16:
             tensors[f"{layer}.weight"] = values
+        elif error is not None and error > most:
+            weight = weight_of(layer)
+            plain = weight.dequantized() if isinstance(weight, BlockRows) else weight
+            tensors[f"{layer}.weight"] = plain.to(torch.bfloat16)
         else:
             tensors |= StoredLayer.rounded(values, scale, form).tensors(layer)
         progress.update(1)  # raises when the user cancels the prompt
 
     refuse = functools.partial(not_finite, source.path)
-    how = {"per_row": per_row, "rounding": round_weight}
+    how = {"per_row": per_row, "rounding": round_weight, "forget": forget}
+    how["squares"] = expected_squares if most < math.inf else None
     quantize_layers(layers, weight_of, precision, device, take, refuse, **how)
     return tensors
 
