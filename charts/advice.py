@@ -120,7 +120,7 @@ def setting_text(offer: Offer) -> str:
     option = offer.found.option
     setting = option.setting
     words = [setting.precision, f"modulation {setting.modulation}"]
-    words.append(f"text_encoder_placement {setting.text_encoder_place}")
+    words.append(f"text_encoder_placement {setting.placement}")
     return ", ".join(words if option.resident else [*words, "offloaded in every step"])
 
 

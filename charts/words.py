@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..families.schedules import official_sigmas
 from ..planning.phases import KEPT_FREE_BYTES, Phase, Range
-from ..planning.request import AUTO, EXACT, STREAMED, W4A8, RunRequest, Setting
+from ..planning.request import EXACT, W4A8, RunRequest, Setting
 from ..planning.times import PROCESSOR
 from ..spec.formats import format_gib
 from ..step_cache import CUSTOM, OFF, cache_settings, plan_steps
@@ -223,9 +223,8 @@ def changes(setting: Setting, other: Setting) -> str:
 
 def settings_text(setting: Setting) -> str:
     """Says how a setting is set in the loaders."""
-    # ComfyUI streams an encoder that is larger than the card by itself.
-    place = AUTO if setting.text_encoder_place == STREAMED else setting.text_encoder_place
-    encoder = f"Load Qwen-Image Text Encoder: precision {setting.text_encoder}, placement {place}"
+    loader, encoder = "Load Qwen-Image Text Encoder", setting.text_encoder
+    encoder = f"{loader}: precision {encoder}, placement {setting.placement}"
     if setting.text_encoder == W4A8:
         encoder = "Load CLIP: a text encoder in w4a8"
     return (
@@ -239,7 +238,7 @@ def _named(setting: Setting) -> dict[str, str]:
         "precision": setting.precision,
         "modulation": setting.modulation,
         "text_encoder_precision": setting.text_encoder,
-        "text_encoder_placement": setting.text_encoder_place,
+        "text_encoder_placement": setting.placement,
     }
 
 

@@ -175,7 +175,7 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
         from ..charts.words import estimate_text, summary_lines
         from ..hosts.comfyui.estimate.cards import card_of
         from ..hosts.comfyui.estimate.request import estimate_on, request_from
-        from ..planning.estimate import DOES_NOT_FIT
+        from ..planning.estimate import DOES_NOT_FIT, FITS
 
         chosen, note = card_of(card)
         parts = {"model": model, "clip": clip, "vae": vae}
@@ -205,7 +205,7 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
             memory_chart(found),
             "\n".join(summary_lines(found)),
             estimate_text(found, lines),
-            found.fits,
+            found.verdict == FITS,
             json.dumps({**estimate_json(found), **answer}, indent=2),
             *loader_settings(found),
             found.verdict,

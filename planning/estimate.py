@@ -39,6 +39,7 @@ from .request import (
     DROPPED,
     EXACT,
     ON_PROCESSOR,
+    STREAMED,
     Loras,
     Parts,
     RunRequest,
@@ -222,11 +223,13 @@ def _bytes_of_turns(option: PlanOption) -> tuple[int, int, int]:
     # What each run brings to the card again: (a text encoder that is not there, what of the
     # transformer had to leave for that, and for the decoder).
     phases, setting = option.phases, option.setting
-    stays, encoder = phases["sampling"].weights, 0
+    stays, encoder, turns = phases["sampling"].weights, 0, (DROPPED, STREAMED)
     if setting.text_encoder_place != ON_PROCESSOR:
-        encoder = text_encoder_bytes(option.request, setting.text_encoder)
-        encoder -= phases["sampling"].resident.get("text encoder", 0)
-    if setting.text_encoder_place == DROPPED:
+        whole = text_encoder_bytes(option.request, setting.text_encoder)
+        encoder = whole - phases["sampling"].resident.get("text encoder", 0)
+    if setting.text_encoder_place == STREAMED:
+        encoder += (option.request.prompts - 1) * (whole - phases["text"].weights)
+    if setting.text_encoder_place in turns:
         left = min(stays, max(0, phases["text"].card_bytes + stays - option.usable_bytes))
     else:
         left = max(0, stays - phases["text"].resident.get("transformer", 0))

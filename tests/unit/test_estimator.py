@@ -594,6 +594,8 @@ def test_the_template_and_its_files_are_named(member):
         assert template.lora is None or template.lora.name in names
         assert member.vae_file.name in names and len(names) == 3 + (template.lora is not None)
         assert all(name in estimate_text(found) for name in [template.name, *names])
+        workflow = (WORKFLOWS / f"{template.name}.json").read_text("utf-8")
+        assert precision == "bf16" or all(f"{name}.safetensors" in workflow for name in names)
     at_hand = replace(asked, parts=Parts(transformer_bytes=GIB))
     assert not estimate(at_hand, card("4090")).downloads
 
