@@ -44,7 +44,6 @@ BOUND = "bound by the processor"
 OTHER_PICTURES = (
     "The cache changes the picture slightly; fewer steps or Lightning give another picture."
 )
-NEXT = "Next: load with these settings; Qwen-Image Run Report shows what a run took."
 NOTHING_SAFER = "No safer setting stays on the card: choose a smaller size or batch."
 
 
@@ -73,16 +72,13 @@ def estimate_text(estimate: Estimate, cards: Iterable[str] = ()) -> str:
 
 
 def summary_lines(estimate: Estimate) -> list[str]:
-    """Says what the node shows: the answer, card and request, time, cost, settings, what next."""
-    about = f"{estimate.card_note} {heading(estimate)}".strip()
+    """Says what the node shows: the answer, request, time, settings, template, what to change."""
     return [
         verdict(estimate),
-        about,
+        f"{estimate.card_note} {heading(estimate)}".strip(),
         f"Time: {_time(estimate)}.",
-        f"Cost: {_cost(estimate)}.",
         f"Set: {settings_text(estimate.option.setting)}.",
-        *filter(None, [downloads_text(estimate), stock_text(estimate)]),
-        remedy(estimate) or NEXT,
+        *filter(None, [downloads_text(estimate), remedy(estimate), stock_text(estimate)]),
     ]
 
 
@@ -297,15 +293,9 @@ def _time(estimate: Estimate) -> str:
     image, step = duration(estimate.image_seconds), duration(estimate.step_seconds)
     computed = " computed" * (estimate.request.computed_steps < estimate.request.steps)
     waits = f", {BOUND}" if estimate.bound == PROCESSOR else ""
-    return f"{image} an image, {step} a{computed} step{waits} ({rests_on(estimate)})"
-
-
-def _cost(estimate: Estimate) -> str:
-    if estimate.image_seconds is None:
-        return "unknown, without times"
-    if estimate.usd_per_image is None:
-        return "no price known; enter yours in USD per hour (price_per_hour, --price)"
-    return f"{usd(estimate.usd_per_image)} an image, at {price_of(estimate)}"
+    cost = estimate.usd_per_image
+    paid = f"; {usd(cost)} an image at {price_of(estimate)}" if cost else ""
+    return f"{image} an image, {step} a{computed} step{waits} ({rests_on(estimate)}){paid}"
 
 
 def _phase_table(phases: Iterable[Phase]) -> list[str]:

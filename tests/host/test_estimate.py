@@ -79,7 +79,7 @@ def test_the_answer_stands_on_the_node():
     inputs = {**defaults(QwenL40SEstimateVRAM), "card": "L40S"}
     output = QwenL40SEstimateVRAM.execute(**inputs)
     lines = output.args[1].splitlines()
-    assert output.ui["qwen_l40s"] == ["\n".join(lines[:7])] and lines[7] == "", lines
+    assert output.ui["qwen_l40s"] == ["\n".join(lines[:5])] and lines[5] == "", lines
     output = advice()
     assert output.ui["qwen_l40s"] == [output.args[1].split("\n\n")[0]]
 
