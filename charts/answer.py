@@ -12,7 +12,6 @@ from ..planning.phases import Phase, Range, figure, gib
 from ..planning.plan import PlanOption
 from ..planning.request import RunRequest
 from ..planning.times import PROCESSOR
-from ..spec.formats import GB
 from ..step_cache import OFF
 from .figures import duration, folded, tenths, usd
 from .notes import notes_of, price_of, reasons
@@ -79,15 +78,6 @@ def estimate_json(estimate: Estimate) -> dict[str, Any]:
             "container_gib": {name: gib(count) for name, count in estimate.disk.container.items()},
             "written_once_gib": written and gib(written.total_bytes),
             "while_writing_gib": written and gib(written.most_bytes),
-            "guides": [
-                {
-                    "what": advice.what,
-                    "advised_gb": round(advice.advised_bytes / GB, 1),
-                    "needed_gb": round(advice.needed_bytes / GB, 1),
-                    "why": advice.why,
-                }
-                for advice in estimate.guides
-            ],
         },
         "host_ram_gib": gib(estimate.host_ram_bytes),
         "ram_gib": None if estimate.ram_bytes is None else gib(estimate.ram_bytes),

@@ -23,9 +23,7 @@ from .files import (
     SOURCES,
     START,
     Disk,
-    GuideFigure,
     Load,
-    against_guides,
     disk,
     host_memory,
     load_of,
@@ -443,10 +441,6 @@ class Estimate:
     @property
     def host_ram_bytes(self) -> int:
         return sum(self.host_memory.values())
-
-    @property
-    def guides(self) -> tuple[GuideFigure, ...]:
-        return against_guides(self.disk, self.option.setting, self.option.peak_bytes)
 
     @property
     def written_once(self) -> Disk | None:

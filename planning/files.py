@@ -16,7 +16,6 @@ from .plan import PlanOption
 from .rates import Rates
 from .request import ON_PROCESSOR, TEXT_ENCODER, TRANSFORMER, VAE, RunRequest, Setting
 
-CARD_MEMORY = "card memory"
 # Software, predicted but for torch's environment: 7.8 GB with torch 2.11.0+cu130 on a machine that
 # was measured.
 CONTAINER = {
@@ -26,15 +25,6 @@ CONTAINER = {
     "package caches while installing": 4 * GB,
     "outputs, logs and compiled kernels": 2 * GB,
 }
-
-
-class GuideFigure(NamedTuple):
-    """Compares a figure that guides for rented machines give with what is needed."""
-
-    what: str
-    advised_bytes: int
-    needed_bytes: int
-    why: str
 
 
 @dataclass(frozen=True)
@@ -106,39 +96,6 @@ def made_on_load(request: RunRequest, setting: Setting) -> bool:
     """Tells whether the transformer is quantized on each load, from a file that is not."""
     ready = request.parts.transformer_bytes is not None and not request.parts.gguf
     return setting.precision in QUANTIZED and not ready
-
-
-def against_guides(found: Disk, setting: Setting, card_bytes: int) -> tuple[GuideFigure, ...]:
-    """Compares the advice of guides for rented machines with what is needed.
-
-    They add up a container of 40 GB, a volume of 80 GB, and 88 GB of card memory for bf16 or 44 GB
-    for 8 bits: 8 to 18 GB of it activations, of which a step takes half a gigabyte.
-
-    Args:
-        card_bytes: of the worst phase, with everything that is on the card.
-    """
-    quantized = setting.precision in QUANTIZED
-    return (
-        GuideFigure(
-            "container",
-            40 * GB,
-            found.container_bytes,
-            "torch's libraries are counted once, and installing leaves no gigabytes behind",
-        ),
-        GuideFigure(
-            "volume",
-            80 * GB,
-            found.files_bytes,
-            "model files are read in place: no second cache, and no activations on disk",
-        ),
-        GuideFigure(
-            CARD_MEMORY,
-            44 * GB if quantized else 88 * GB,
-            card_bytes,
-            "activations are computed and measured, and the modulation weights can stay in host "
-            "memory",
-        ),
-    )
 
 
 def _transformer_file(
