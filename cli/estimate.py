@@ -247,13 +247,16 @@ def _card_of_this_machine() -> tuple[CardFacts | None, str]:
 
 
 def _ram_bytes(gib: float | None, card: str | None) -> int | None:
-    from ..machine.memory import total_memory
-    from ..planning.estimate import check_positive
-
     if gib is not None:
+        from ..planning.estimate import check_positive
+
         check_positive("--ram", gib)
         return round(gib * GIB)
-    return total_memory() if card is None else None
+    if card is not None:
+        return None
+    from ..machine.memory import total_memory
+
+    return total_memory()
 
 
 def _usable_bytes(gib: float | None, card: Card) -> int:

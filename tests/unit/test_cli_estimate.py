@@ -98,6 +98,14 @@ def test_a_card_that_is_too_small_fits_with_offloading(capsys, card):
     assert "oes not fit:" not in text
 
 
+def test_too_little_system_ram_is_exit_code_1(capsys):
+    output = found(capsys, "--card", "RTX 4090", "--ram", "16", code=1)
+    assert output["verdict"] == "does not fit" and output["fits"] is False
+    assert output["host_ram_gib"] > output["ram_gib"] == 16
+    assert "qwen-image-2.1" in output["with_less_ram_gib"]
+    assert found(capsys, "--card", "RTX 4090", "--ram", "64")["with_less_ram_gib"] == {}
+
+
 @pytest.mark.parametrize(
     "argv",
     [
@@ -295,6 +303,7 @@ def test_guidance_is_a_scale_or_a_mode(text, mode):
             ["modulation is 'on card', but tables is 'on'", "older name", "Give only modulation"],
         ),
         (["--card", "L40S", "--text-encoder-placement", "moon"], ["moon", "cpu"]),
+        (["--card", "L40S", "--ram", "0"], ["--ram", "above 0"]),
         (["--card", "L40S", "--cache", "taylor"], ["cache 'taylor'", "faithful, balanced, fast"]),
         (
             ["--card", "L40S", "--schedule", "karras"],
