@@ -4,14 +4,14 @@ waits, and what rounds them then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from ..caches import cached
+from ..caches import cached, remembered
 from ..charts.notes import (
     automatic,
     expanded_blocks,
@@ -239,21 +239,35 @@ def round_weight(
     return kernel(weight, form) if kernel else quantize_rows(weight, format, rotation=rotation)
 
 
-@cached
+# {(device, dtype, form, columns): the compilation of what rounds such rows; None where none runs}
+_rounding: dict[tuple[Any, ...], Future | None] = remembered({})
+
+
 def compile_rounding(
-    device: torch.device, dtype: torch.dtype, form: RowFormat, columns: int
-) -> Future | None:
-    """Begins to compile what rounds rows on a card, unless that has begun; None elsewhere. Until it
-    is there torch rounds, to the same bits.
+    device: torch.device,
+    dtype: torch.dtype,
+    forms: Collection[tuple[RowFormat, int]],
+    *more: Callable[[], None],
+) -> None:
+    """Begins to compile what rounds rows on a card: until it is there torch rounds, to the same
+    bits.
+
+    Args:
+        forms: (form, columns) of the rows.
+        more: Called with it, and what they prepare is compiled too.
     """
 
     def work() -> None:
-        from ..optimizations.kernels.rows import weight_quantizer
+        if forms:
+            from ..optimizations.kernels.rows import weight_quantizer
+        for form, columns in forms:
+            weight = torch.empty(4, columns, dtype=dtype, device="meta")
+            weight_quantizer(weight, form, reference.QuantizedRows.empty(weight, form)).prepared()
+        for prepare in more:
+            prepare()
 
-        weight = torch.empty(4, columns, dtype=dtype, device="meta")
-        weight_quantizer(weight, form, reference.QuantizedRows.empty(weight, form)).prepared()
-
-    return warm_up(device, work)
+    compiling = warm_up(device, work)
+    _rounding.update({(device, dtype, *it): compiling for it in forms})
 
 
 def _kernel(
@@ -268,8 +282,12 @@ def _kernel(
         return None
     from ..optimizations.kernels.rows import WIDEST_ROW, quantize_weight
 
-    compiling = columns <= WIDEST_ROW and compile_rounding(device, dtype, form, columns)
-    if columns > WIDEST_ROW or (compiling and not compiling.done()):
+    if columns > WIDEST_ROW:
+        return None
+    if (device, dtype, form, columns) not in _rounding:
+        compile_rounding(device, dtype, [(form, columns)])
+    compiling = _rounding[device, dtype, form, columns]
+    if compiling and not compiling.done():
         return None
 
     def trial() -> str:

@@ -238,6 +238,11 @@ def _pieces(matrix: torch.Tensor) -> Iterator[slice]:
         yield from (slice(first, first + count) for first in range(0, rows, count))
 
 
+def cast_fp8(values: torch.Tensor) -> torch.Tensor:
+    """Returns fp8 values as bf16, exactly."""
+    return _as_float(values).to(torch.bfloat16)
+
+
 def _as_float(values: torch.Tensor) -> torch.Tensor:
     if values.dtype == torch.float8_e4m3fn:
         return e4m3_as_float(values)
@@ -327,8 +332,8 @@ def quantize_layers(
     and comes back in half the bytes: host memory holds the results and the slabs, never the model.
 
     Args:
-        weight_of: returns a layer's weight [N, K] of any floating dtype, or in GGUF's blocks, which
-            are expanded on the device.
+        weight_of: returns a layer's weight [N, K] of any floating dtype, of which fp8 is cast on
+            the device, or in GGUF's blocks, which are expanded there.
         format: fp8 or int8; or bf16, whose scales are each row's largest magnitude.
         device: where the rounding is computed.
         take: called for one layer after another; what it raises ends the work.
@@ -354,6 +359,8 @@ def quantize_layers(
             stored, expand = weight, None
             if isinstance(weight, BlockRows):
                 stored, expand = weight.values, weight.expand
+            elif weight.itemsize == 1:
+                expand = cast_fp8
             if per_row and device.type == "cuda" and stored.is_cpu and stored.numel():
                 # The way back has half of the bytes.
                 returned = weight.shape[1] * dtype.itemsize

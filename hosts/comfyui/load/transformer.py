@@ -35,7 +35,6 @@ from ....loaders.source import (
 )
 from ....optimizations import fused, linear
 from ....optimizations.linear import known_gemm
-from ....optimizations.warm_up import warm_up
 from ....patches import put
 from ....spec.formats import QUANTIZED, format_gib
 from ...loading import compile_rounding
@@ -84,13 +83,10 @@ def load_model(
     plan = plan_load(source, precision, keep, modulation, keep_quantized)
     quantized = plan.precision in QUANTIZED
     device = comfy.model_management.get_torch_device()
-    if plan.rounded:
-        for columns in {columns for _, columns in plan.shape.quantizable_layers().values()}:
-            form = row_format(plan.precision, columns)
-            compile_rounding(device, torch.bfloat16, form, columns)
-    warm_up(device, fused.prepare_trial)
-    if quantized:
-        warm_up(device, partial(linear.prepare_trial, plan.precision))
+    columns = {columns for _, columns in plan.shape.quantizable_layers().values()}
+    forms = [(row_format(plan.precision, it), it) for it in columns if plan.rounded]
+    trials = [partial(linear.prepare_trial, plan.precision)] if quantized else []
+    compile_rounding(device, torch.bfloat16, forms, *trials, fused.prepare_trial)
     patcher, notes = _build(plan)
     if plan.place_reason:
         notes.append(f"{plan.place_reason[0].upper()}{plan.place_reason[1:]}.")

@@ -23,6 +23,7 @@ from ....loaders.quantization import GGUF, PACKED, W4A8_GROUP, W4A8_ROTATION
 from ....loaders.quantize import (
     IN_BF16,
     RoundedLayer,
+    cast_fp8,
     expected_squares,
     not_finite,
     quantize_layers,
@@ -134,6 +135,8 @@ def transformer_tensors(
         entry = stored.get(layer)
         if entry is None:
             return ready[f"{layer}.weight"]
+        if not gguf and quantization.layers.get(layer, "").endswith("unscaled"):
+            return entry.weight
         return entry if gguf else entry.dequantized()
 
     for layer in halves.keys() - to_round:
@@ -218,7 +221,8 @@ def quantize_shown(
         elif error is not None and error > most:
             weight = weight_of(layer)
             plain = weight.dequantized() if isinstance(weight, BlockRows) else weight
-            tensors[f"{layer}.weight"] = plain.to(torch.bfloat16)
+            plain = cast_fp8(plain) if plain.itemsize == 1 else plain.to(torch.bfloat16)
+            tensors[f"{layer}.weight"] = plain
         else:
             tensors |= StoredLayer.rounded(values, scale, form).tensors(layer)
         progress.update(1)  # raises when the user cancels the prompt
