@@ -85,7 +85,7 @@ def estimate_json(estimate: Estimate) -> dict[str, Any]:
         "offloaded_gib_per_step": gib(estimate.request.passes * estimate.option.moved_bytes),
         "template": estimate.template and estimate.template.name,
         "downloads_gib": {f"{file.name}.safetensors": file.gib for file in estimate.downloads},
-        "stock_as_fast": estimate.as_fast,
+        "stock_as_fast": [*estimate.as_fast],
         "plan": [
             {**_option(option), "image_seconds": _pair(estimate.seconds_of(option))}
             for option in estimate.options
