@@ -64,7 +64,7 @@ def summary_lines(advice: Advice) -> list[str]:
     settings.
     """
     if not advice.fitting:
-        return ["This runs slowly on every card with a price: choose a smaller size or batch."]
+        return ["Every GPU with a price needs offloading: choose a smaller size or batch."]
     load = advice.images_per_hour
     best, *others = advice.fitting
     found = best.found
@@ -120,8 +120,8 @@ def setting_text(offer: Offer) -> str:
     option = offer.found.option
     setting = option.setting
     words = [setting.precision, f"modulation {setting.modulation}"]
-    words.append(f"text_encoder_placement {setting.text_encoder_place}")
-    return ", ".join(words if option.resident else [*words, "weights move in every step"])
+    words.append(f"text_encoder_placement {setting.placement}")
+    return ", ".join(words if option.resident else [*words, "offloaded in every step"])
 
 
 def _named(offer: Offer, load: float) -> str:

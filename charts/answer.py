@@ -7,12 +7,11 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..planning.cards import Card
-from ..planning.estimate import DOES_NOT_FIT, Estimate
+from ..planning.estimate import DOES_NOT_FIT, FITS, Estimate
 from ..planning.phases import Phase, Range, figure, gib
 from ..planning.plan import PlanOption
 from ..planning.request import RunRequest
 from ..planning.times import PROCESSOR
-from ..spec.formats import GB
 from ..step_cache import OFF
 from .figures import duration, folded, tenths, usd
 from .notes import notes_of, price_of, reasons
@@ -56,7 +55,7 @@ def estimate_json(estimate: Estimate) -> dict[str, Any]:
         "family": estimate.request.family,
         "settings": _settings(estimate.request, estimate.option),
         "phases": {name: phase_json(phase) for name, phase in estimate.phases.items()},
-        "fits": estimate.fits,
+        "fits": estimate.verdict == FITS,
         "tight": estimate.tight,
         "verdict": estimate.verdict,
         "headroom_gib": gib(estimate.headroom_bytes),
@@ -79,18 +78,18 @@ def estimate_json(estimate: Estimate) -> dict[str, Any]:
             "container_gib": {name: gib(count) for name, count in estimate.disk.container.items()},
             "written_once_gib": written and gib(written.total_bytes),
             "while_writing_gib": written and gib(written.most_bytes),
-            "guides": [
-                {
-                    "what": advice.what,
-                    "advised_gb": round(advice.advised_bytes / GB, 1),
-                    "needed_gb": round(advice.needed_bytes / GB, 1),
-                    "why": advice.why,
-                }
-                for advice in estimate.guides
-            ],
         },
         "host_ram_gib": gib(estimate.host_ram_bytes),
-        "plan": [_option(option) for option in estimate.options],
+        "ram_gib": None if estimate.ram_bytes is None else gib(estimate.ram_bytes),
+        "with_less_ram_gib": {name: gib(count) for name, count in estimate.with_less_ram.items()},
+        "offloaded_gib_per_step": gib(estimate.request.passes * estimate.option.moved_bytes),
+        "template": estimate.template and estimate.template.name,
+        "downloads_gib": {f"{file.name}.safetensors": file.gib for file in estimate.downloads},
+        "stock_as_fast": [*estimate.as_fast],
+        "plan": [
+            {**_option(option), "image_seconds": _pair(estimate.seconds_of(option))}
+            for option in estimate.options
+        ],
         "basis": estimate.basis.kind,
         "basis_detail": estimate.basis.text,
         "notes": [*notes_of(estimate), *estimate.notes, *filter(None, [estimate.card_note])],
@@ -131,8 +130,12 @@ def phase_json(phase: Phase) -> dict[str, Any]:
     }
 
 
+def _pair(ends: Range | None) -> list[float] | None:
+    return ends and [figure(end) for end in ends]
+
+
 def _ends(found: Mapping[str, Range] | None) -> dict[str, list[float]] | None:
-    return found and {name: [figure(end) for end in ends] for name, ends in found.items()}
+    return found and {name: _pair(ends) for name, ends in found.items()}
 
 
 def _option(option: PlanOption) -> dict[str, Any]:
@@ -173,7 +176,8 @@ def memory_chart(estimate: Estimate) -> Image.Image:
     phase: amber is what has no room on the card and waits in host memory.
     """
     peak, usable = fullest(estimate).needed_bytes, estimate.option.usable_bytes
-    figures = [Figure("card memory", f"{tenths(peak)} of {tenths(usable)} GiB")]
+    ram = f"{tenths(estimate.host_ram_bytes)} GiB system RAM"
+    figures = [Figure("VRAM", f"{tenths(peak)} of {tenths(usable)} GiB", ram)]
     if estimate.image_seconds:
         step, cost = duration(estimate.step_seconds), estimate.usd_per_image
         figures.append(Figure("an image", duration(estimate.image_seconds), f"{step} a step"))
@@ -183,7 +187,7 @@ def memory_chart(estimate: Estimate) -> Image.Image:
             figures.append(Figure("cost of an image", "unknown", "no price known"))
     return run_chart(
         RunPicture(
-            sign="good" if estimate.fits and not estimate.tight else "tight",
+            sign=sign(estimate),
             answer=answer(estimate),
             basis=rests_on(estimate),
             lines=[
@@ -199,6 +203,12 @@ def memory_chart(estimate: Estimate) -> Image.Image:
             limit=Limit(peak, usable, estimate.card.memory_bytes),
         )
     )
+
+
+def sign(estimate: Estimate) -> str:
+    if estimate.short_of_ram:
+        return "bad"
+    return "good" if estimate.fits and not estimate.tight else "tight"
 
 
 def _bar(estimate: Estimate, name: str, phase: Phase) -> Bar:

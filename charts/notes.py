@@ -12,9 +12,8 @@ from ..planning.cards import STARTING
 from ..planning.files import NETWORK, NVME, PAGE_CACHE, SOURCES, made_on_load
 from ..planning.phases import Range, transformer_bytes
 from ..planning.rates import attention_share, class_of, constants, measured
-from ..planning.request import AUTO, DROPPED, EXACT, FAST, ON_PROCESSOR
+from ..planning.request import AUTO, DROPPED, EXACT, FAST, ON_PROCESSOR, STREAMED
 from ..spec.formats import FORMATS, GIB, QUANTIZED, CardFacts, format_gib, sm
-from ..spec.transformer import ON_CARD
 from .figures import dollars, duration, many
 
 if TYPE_CHECKING:
@@ -37,8 +36,6 @@ INT8_DIFFERENCE = (
 )
 # Of each precision, where people see it.
 SHOWN = {"bf16": "bf16 (most accurate)"}
-# Below this a card runs the model only with nearly all of it moved in each step.
-SMALL_CARD_BYTES = 6 * GIB
 
 
 def notes_of(found: Estimate) -> tuple[str, ...]:
@@ -63,7 +60,15 @@ def _time_notes(found: Estimate) -> Iterator[str]:
             "--calibrate` measures your card."
         )
         return
-    yield from _range_notes(found)
+    setting, kind = found.option.setting, class_of(found.card)
+    public = setting.weight_only or kind.source or found.basis.origin
+    if setting.precision in QUANTIZED and not public:
+        reached, (low, high) = constants(), kind.gemm[setting.precision]
+        yield (
+            f"Expect the slow end: the card we measured ({measured()['conditions']['card']}) "
+            f"reached {reached.gemm_int8:.0%} of its dense peak in int8 and {reached.gemm_fp8:.0%} "
+            f"in fp8, and this range assumes {low:.0%} to {high:.0%}."
+        )
     yield (
         "The time of an image includes a new prompt, with all models loaded. The first run takes "
         f"{duration(found.first_image_seconds)}; ComfyUI starts and loads everything from an NVMe "
@@ -73,27 +78,8 @@ def _time_notes(found: Estimate) -> Iterator[str]:
     place = found.option.setting.text_encoder_place
     if place == ON_PROCESSOR:
         yield "The text encoder's time assumes a CPU with 16 cores."
-    elif place == DROPPED:
+    elif place in (DROPPED, STREAMED):
         yield "Each new prompt loads the text encoder onto the card again."
-
-
-def _range_notes(found: Estimate) -> Iterator[str]:
-    low, high = found.step_seconds
-    if low == high:
-        return
-    setting, left_out = found.option.setting, found.basis.left_out
-    if found.basis.origin and setting.precision not in left_out:
-        return  # attention in 8 bits, which says so
-    if found.basis.origin:
-        yield f"Times are a range because the calibration did not measure {setting.precision}."
-    kind = class_of(found.card)
-    if setting.precision in QUANTIZED and not (setting.weight_only or kind.source):
-        reached, (low, high) = constants(), kind.gemm[setting.precision]
-        yield (
-            f"Expect the slow end: the card we measured ({measured()['conditions']['card']}) "
-            f"reached {reached.gemm_int8:.0%} of its dense peak in int8 and {reached.gemm_fp8:.0%} "
-            f"in fp8, and this range assumes {low:.0%} to {high:.0%}."
-        )
 
 
 def _loads(loads: Mapping[str, Range]) -> str:
@@ -113,24 +99,11 @@ def _room_notes(found: Estimate) -> Iterator[str]:
             f"{sm(option.card.capability)} has no bf16 tensor cores: ComfyUI computes in fp32, "
             "which is slow and takes up to twice the working memory shown."
         )
-    if option.moved_bytes:
-        moved = found.request.passes * option.moved_bytes
-        link = found.card.pcie_bytes_per_second  # 0 where nobody has listed it
-        least = f", which takes at least {moved / link:.2g} s" if link else ""
-        yield f"It runs slowly: {format_gib(moved)} of weights crosses PCIe in every step{least}."
-    elif not option.resident:
-        yield "It runs, but weights leave the card and come back for each image."
-    if found.card.memory_bytes < SMALL_CARD_BYTES:
-        yield (
-            f"With {format_gib(found.card.memory_bytes)}, nearly all weights move in every step, "
-            "and a smaller image hardly helps. A rented card with 24 GiB or more is far faster."
-        )
     if made_on_load(option.request, option.setting):
         ready = found.times and found.times.prequantized_loads
-        file = "file" if found.request.parts.file_bytes else "bf16 file"
         precision = option.setting.precision
         yield (
-            f"Each load quantizes the {file} to {precision}. `qwen-l40s quantize` writes that "
+            f"Each load quantizes the file to {precision}. `qwen-l40s quantize` writes that "
             f"file once{f'; loading then takes {_loads(ready)}' if ready else ''}."
         )
 
@@ -306,27 +279,9 @@ def _modulation_reason(option: PlanOption) -> str:
     sizes = transformer_bytes(option.request, option.setting)
     if not sizes.modulation:
         return ""
-    words = f"modulation: {format_gib(sizes.modulation)} stays "
-    off = option.setting.off_card
-    words += "in system RAM" if off else "on the card"
-    if option.asked.request.modulation != AUTO:
-        return f"{words}, as requested"
-    # Of a plan the first option alone says why.
-    if option.setting.precision != option.first.setting.precision:
-        return words
-    together = option.together()
-    parts = {"transformer": sizes.total}
-    if together.setting.text_encoder_place == ON_CARD:
-        parts["text encoder"] = text_encoder_bytes(option.request, option.setting.text_encoder)
-    names = " and ".join(f"{format_gib(size)} of {name}" for name, size in parts.items())
-    phase = together.short_phase
-    need = together.needs[phase]
-    fit = "fill" if off else "fit"
-    fit = fit if need <= together.usable_bytes else "do not fit"
-    return (
-        f"{words}, {'because' if off else 'where'} {names} {fit} the {option.card.name} together "
-        f"({format_gib(need)} while {WORK_OF_PHASE[phase]})"
-    )
+    place = "in system RAM" if option.setting.off_card else "on the card"
+    asked = ", as requested" * (option.asked.request.modulation != AUTO)
+    return f"modulation: {format_gib(sizes.modulation)} stays {place}{asked}"
 
 
 def _text_encoder_reason(option: PlanOption) -> str:
@@ -334,11 +289,11 @@ def _text_encoder_reason(option: PlanOption) -> str:
     named = option.asked.request.text_encoder_place != AUTO
     size = format_gib(text_encoder_bytes(option.request, option.setting.text_encoder))
     asked = ", as requested" * named
-    if place == DROPPED:
-        return f"text encoder: {size} leaves the card after each encoding{asked}"
+    if place in (DROPPED, STREAMED):
+        way = "leaves the card after" if place == DROPPED else "streams from system RAM for"
+        return f"text encoder: {size} {way} each encoding{asked}"
     if place == ON_PROCESSOR:
-        why = asked or f", because its {size} do not fit the card"
-        return f"text encoder: computes on the CPU{why}"
+        return f"text encoder: computes on the CPU{asked}"
     return f"text encoder: {size} stays on the card{asked}" if named else ""
 
 

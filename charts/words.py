@@ -12,7 +12,7 @@ from ..planning.times import PROCESSOR
 from ..spec.formats import format_gib
 from ..step_cache import CUSTOM, OFF, cache_settings, plan_steps
 from .figures import adding_up, between, duration, folded, many, table, tenths, tenths_between, usd
-from .notes import notes_of, price_of, reasons
+from .notes import SHOWN, notes_of, price_of, reasons
 
 if TYPE_CHECKING:
     from ..planning.estimate import Estimate
@@ -44,7 +44,6 @@ BOUND = "bound by the processor"
 OTHER_PICTURES = (
     "The cache changes the picture slightly; fewer steps or Lightning give another picture."
 )
-NEXT = "Next: load with these settings; Qwen-Image Run Report shows what a run took."
 NOTHING_SAFER = "No safer setting stays on the card: choose a smaller size or batch."
 
 
@@ -73,32 +72,54 @@ def estimate_text(estimate: Estimate, cards: Iterable[str] = ()) -> str:
 
 
 def summary_lines(estimate: Estimate) -> list[str]:
-    """Says what the node shows: the answer, card and request, time, cost, settings, what next."""
-    about = f"{estimate.card_note} {heading(estimate)}".strip()
+    """Says what the node shows: the answer, request, time, settings, template, what to change."""
     return [
         verdict(estimate),
-        about,
+        f"{estimate.card_note} {heading(estimate)}".strip(),
         f"Time: {_time(estimate)}.",
-        f"Cost: {_cost(estimate)}.",
         f"Set: {settings_text(estimate.option.setting)}.",
-        remedy(estimate) or NEXT,
+        *filter(None, [downloads_text(estimate), remedy(estimate), stock_text(estimate)]),
     ]
 
 
 def verdict(estimate: Estimate) -> str:
-    """Says whether it fits, by how much, and where the card is fullest, in one sentence."""
+    """Says whether it fits, by how much, where the card is fullest, and how much system RAM."""
     usable, phase = estimate.option.usable_bytes, fullest(estimate)
     peak = phase.needed_bytes
-    figures = f"{tenths(peak)} of {tenths(usable)} GiB in {PHASE_NAMES[phase.name]}"
+    figures = f"{tenths(peak)} of {tenths(usable)} GiB of VRAM in {PHASE_NAMES[phase.name]}"
+    figures += f"; {_ram(estimate)}"
+    if estimate.short_of_ram:
+        return f"{answer(estimate)}: {_ram(estimate)}."
     if estimate.fits:
-        return f"{answer(estimate)}: {figures}, {tenths_between(peak, usable)} GiB to spare."
+        return f"{answer(estimate)}: {tenths_between(peak, usable)} GiB to spare, {figures}."
     return f"{answer(estimate)}: {moves(estimate)}; {figures}."
 
 
+def _ram(estimate: Estimate) -> str:
+    there = "" if estimate.ram_bytes is None else f" of {tenths(estimate.ram_bytes)}"
+    return f"{tenths(estimate.host_ram_bytes)}{there} GiB of system RAM"
+
+
+def downloads_text(estimate: Estimate) -> str:
+    """Names the template and its files; empty where files are at hand."""
+    if not estimate.downloads:
+        return ""
+    files = ", ".join(f"{file.name} ({format_gib(file.bytes)})" for file in estimate.downloads)
+    return f"Template: {estimate.template.name}, with {files}."
+
+
+def stock_text(estimate: Estimate) -> str:
+    """Says what of stock ComfyUI is as fast; empty where nothing is."""
+    names = " and ".join(estimate.as_fast)
+    return f"Stock ComfyUI may be as fast here: {names}." if names else ""
+
+
 def answer(estimate: Estimate) -> str:
-    """Says whether it fits, in at most three words."""
+    """Says whether it fits, in at most four words."""
+    if estimate.short_of_ram:
+        return "Not enough system RAM"
     if not estimate.fits:
-        return "Runs slowly"
+        return "Fits with offloading"
     return "Tight, not measured" if estimate.tight else "Fits"
 
 
@@ -107,9 +128,11 @@ def fullest(estimate: Estimate) -> Phase:
 
 
 def moves(estimate: Estimate) -> str:
-    """Says what moves in a run that is slow, in one clause."""
-    if moved := estimate.option.moved_bytes:
-        return f"{format_gib(moved)} move in every pass"
+    """Says what streams to the card, and how long the link takes at least, in one clause."""
+    if moved := estimate.request.passes * estimate.option.moved_bytes:
+        link = estimate.card.pcie_bytes_per_second  # 0 where nobody has listed it
+        least = f" ({moved / link:.2g} s or more)" if link else ""
+        return f"{format_gib(moved)} stream from system RAM in every step{least}"
     return f"{format_gib(-estimate.headroom_bytes)} leave the card for each image and come back"
 
 
@@ -157,7 +180,10 @@ def steps_text(request: RunRequest) -> str:
 
 
 def remedy(estimate: Estimate) -> str:
-    """Says what to set where it is tight or slow; empty where nothing helps, or nothing has to."""
+    """Says what to set or load where something is short; empty where nothing helps or has to."""
+    if estimate.short_of_ram:
+        less = [f"{name} ({format_gib(it)})" for name, it in estimate.with_less_ram.items()]
+        return f"Next: load {' or '.join(less) or 'on a machine with more system RAM'}."
     if estimate.tight:
         return safer_text(estimate)
     if estimate.fits:
@@ -166,7 +192,8 @@ def remedy(estimate: Estimate) -> str:
     if other is not None:
         tiles = "tiles 0" * (other.request.tiles != estimate.request.tiles)
         changed = ", ".join(filter(None, (changes(estimate.option.setting, other.setting), tiles)))
-        return f"Next: set {changed}, which fits with {_spare(other)} GiB to spare."
+        time = _image_time(estimate, other)
+        return f"Next: set {changed}, which fits with {_spare(other)} GiB to spare{time}."
     # Where weights move in each pass, a smaller image changes that little.
     return "" if estimate.option.moved_bytes else "Next: choose a smaller size or batch."
 
@@ -192,10 +219,8 @@ def changes(setting: Setting, other: Setting) -> str:
 
 def settings_text(setting: Setting) -> str:
     """Says how a setting is set in the loaders."""
-    encoder = (
-        f"Load Qwen-Image Text Encoder: precision {setting.text_encoder}, placement "
-        f"{setting.text_encoder_place}"
-    )
+    loader, encoder = "Load Qwen-Image Text Encoder", setting.text_encoder
+    encoder = f"{loader}: precision {encoder}, placement {setting.placement}"
     if setting.text_encoder == W4A8:
         encoder = "Load CLIP: a text encoder in w4a8"
     return (
@@ -209,7 +234,7 @@ def _named(setting: Setting) -> dict[str, str]:
         "precision": setting.precision,
         "modulation": setting.modulation,
         "text_encoder_precision": setting.text_encoder,
-        "text_encoder_placement": setting.text_encoder_place,
+        "text_encoder_placement": setting.placement,
     }
 
 
@@ -268,15 +293,9 @@ def _time(estimate: Estimate) -> str:
     image, step = duration(estimate.image_seconds), duration(estimate.step_seconds)
     computed = " computed" * (estimate.request.computed_steps < estimate.request.steps)
     waits = f", {BOUND}" if estimate.bound == PROCESSOR else ""
-    return f"{image} an image, {step} a{computed} step{waits} ({rests_on(estimate)})"
-
-
-def _cost(estimate: Estimate) -> str:
-    if estimate.image_seconds is None:
-        return "unknown, without times"
-    if estimate.usd_per_image is None:
-        return "no price known; enter yours in USD per hour (price_per_hour, --price)"
-    return f"{usd(estimate.usd_per_image)} an image, at {price_of(estimate)}"
+    cost = estimate.usd_per_image
+    paid = f"; {usd(cost)} an image at {price_of(estimate)}" if cost else ""
+    return f"{image} an image, {step} a{computed} step{waits} ({rests_on(estimate)}){paid}"
 
 
 def _phase_table(phases: Iterable[Phase]) -> list[str]:
@@ -321,7 +340,6 @@ def _needs(estimate: Estimate) -> list[str]:
         f"Card: {tenths(option.usable_bytes)} of {tenths(option.card.total_bytes)} GiB usable: "
         f"ComfyUI keeps {format_gib(KEPT_FREE_BYTES)} free",
         f"Disk: {tenths(disk.total_bytes)} GiB: {parts}",
-        f"Host RAM: {tenths(estimate.host_ram_bytes)} GiB",
     ]
 
 
@@ -332,21 +350,28 @@ def _plan_lines(estimate: Estimate) -> list[str]:
     for option in estimate.options:
         peak, spare = tenths(option.peak_bytes), _spare(option)
         figures = f"{peak} GiB, {spare} to spare"
+        time = _image_time(estimate, option)
         if option.headroom_bytes < 0:
             figures = f"all of it takes {peak} GiB, {spare} too much"
         mark = "->" if option.recommended else "  "
-        lines += folded([f"{mark} {option_text(option)}: {figures}"])
+        lines += folded([f"{mark} {option_text(option)}: {figures}{time}"])
         lines += folded(reasons(option).values(), "     ")
     return lines
+
+
+def _image_time(estimate: Estimate, option: PlanOption) -> str:
+    seconds = estimate.seconds_of(option)
+    return f", {duration(seconds)} an image" if seconds else ""
 
 
 def option_text(option: PlanOption) -> str:
     setting = option.setting
     tiles = "" if option.tiles <= 1 else f", VAE in {option.tiles} tiles"
-    moved = "" if option.resident else ", weights move for each image"
+    moved = "" if option.resident else ", offloaded for each image"
     if option.moved_bytes:
-        moved = ", weights move in every step"
+        moved = ", offloaded in every step"
+    precision = SHOWN.get(setting.precision, setting.precision)
     return (
-        f"{setting.precision}, modulation {setting.modulation}, text encoder "
-        f"{setting.text_encoder} {setting.text_encoder_place}{tiles}{moved}"
+        f"{precision}, modulation {setting.modulation}, text encoder {setting.text_encoder} "
+        f"{setting.text_encoder_place}{tiles}{moved}"
     )

@@ -46,7 +46,7 @@ exit codes:
   1    the answer is no: it does not fit, a job failed, nothing can run here
   2    bad input; nothing was done
   3    submit: no server, or the disk is full; fleet: the Ray cluster is lost
-  4    estimate: it runs slowly, because weights move
+  4    estimate: it fits with offloading
   130  stopped by Ctrl-C
 """
 

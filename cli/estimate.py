@@ -69,7 +69,7 @@ def _tera(flops: float | None) -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Predicts memory, time, disk and cost of a run on a card, and names the settings to choose."
-        " Loads no model. Exit code 4 if the run is slow as weights move, 1 if it does not fit."
+        " Loads no model. Exit code 4 if it fits with offloading, 1 if it does not fit."
     )
     parser.add_argument(
         "--card",
@@ -78,6 +78,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--vram", type=float, metavar="GIB", help="use only this much of the card's memory"
+    )
+    parser.add_argument(
+        "--ram",
+        type=float,
+        metavar="GIB",
+        help="system RAM of the machine; default: this machine's, where the card is this machine's",
     )
     parser.add_argument(
         "--price", type=float, metavar="USD", help="your price an hour, instead of the listed one"
@@ -117,11 +123,11 @@ def run(args: argparse.Namespace) -> int:
     """Prints the estimate.
 
     Returns:
-        0 when it fits, 4 when it runs slowly, 1 when it does not fit.
+        0 when it fits, 4 when it fits with offloading, 1 when it does not fit.
     """
     from ..charts.words import estimate_text
     from ..machine.store import known_cards, load_calibration
-    from ..planning.estimate import estimate
+    from ..planning.estimate import FITS, RUNS_SLOWLY, estimate
 
     count, file = _count_and_file(args.cards)
     link = _link(args.link, count)
@@ -136,7 +142,13 @@ def run(args: argparse.Namespace) -> int:
     card = replace(card, memory_bytes=_usable_bytes(args.vram, card))
     calibration = load_calibration(card)
     try:
-        found = estimate(request, card, calibration=calibration, usd_per_hour=args.price)
+        found = estimate(
+            request,
+            card,
+            calibration=calibration,
+            usd_per_hour=args.price,
+            ram_bytes=_ram_bytes(args.ram, args.card),
+        )
     except DoesNotFitError as error:
         from ..charts.answer import Refusal
 
@@ -162,7 +174,7 @@ def run(args: argparse.Namespace) -> int:
         print_text(json.dumps({**estimate_json(found), **answer}))
     else:
         print_text(estimate_text(found, lines))
-    return 0 if found.fits else 4
+    return {FITS: 0, RUNS_SLOWLY: 4}.get(found.verdict, 1)
 
 
 def _count_and_file(given: Sequence[str]) -> tuple[int, Path | None]:
@@ -232,6 +244,19 @@ def _card_of_this_machine() -> tuple[CardFacts | None, str]:
     from ..optimizations.linear import why_not_int8
 
     return cards.usable[0].facts(why_not_int8(torch.device("cuda", 0))), ""
+
+
+def _ram_bytes(gib: float | None, card: str | None) -> int | None:
+    if gib is not None:
+        from ..planning.estimate import check_positive
+
+        check_positive("--ram", gib)
+        return round(gib * GIB)
+    if card is not None:
+        return None
+    from ..machine.memory import total_memory
+
+    return total_memory()
 
 
 def _usable_bytes(gib: float | None, card: Card) -> int:

@@ -163,11 +163,8 @@ Files = Mapping[str, File]
 
 
 class Template(NamedTuple):
-    """Names a workflow of this package.
-
-    Attributes:
-        lora: That it adds.
-        transformer: That it loads in any precision; None for the member's own.
+    """Names a workflow of this package, with the LoRA that it adds and, where it is not the
+    member's, its transformer.
     """
 
     name: str
@@ -301,7 +298,8 @@ class Member:
         side: Of a square that it is trained to paint, in pixels.
         size_step: What both sides are multiples of, in pixels.
         template_side: Of the square that its template generates, where it is not `side`.
-        templates: {steps: the workflow for them}; 0 stands for all other steps.
+        templates: {steps without CFG: the workflow for them}; 0 stands for all other runs, "bf16"
+            for those in bf16.
         files: {precision: the transformer that Comfy-Org publishes}.
         vae_file: The same of its VAE.
     """
@@ -324,13 +322,25 @@ class Member:
     side: int = USUAL_SIDE
     size_step: int = PIXELS_PER_TOKEN_SIDE
     template_side: int = 0
-    templates: Mapping[int, Template] = field(default_factory=dict, hash=False)
+    templates: Mapping[int | str, Template] = field(default_factory=dict, hash=False)
     files: Files = field(default_factory=dict, hash=False)
     vae_file: File | None = None
 
     @property
     def default_side(self) -> int:
         return self.template_side or self.side
+
+    def file(self, precision: str) -> File | None:
+        """Finds the published transformer that `auto` runs in a precision: fp8, cast without
+        scales, becomes int8.
+        """
+        names = (precision, "fp8", "bf16") if precision == "int8" else (precision, "bf16")
+        return next(filter(None, map(self.files.get, names)), None)
+
+    def template(self, steps: int, cfg: str, precision: str) -> Template | None:
+        """Finds the workflow for a run."""
+        few = self.templates.get(steps) if cfg == "off" else None
+        return few or self.templates.get(precision) or self.templates.get(0)
 
     @property
     def text_encoder(self) -> TextEncoder:

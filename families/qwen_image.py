@@ -249,11 +249,10 @@ _PUBLISHED = {
 TEXT_TO_IMAGE = Member(
     name="qwen-image",
     templates={
-        0: Template("text_to_image_int8"),
-        **{
-            steps: Template(f"lightning_{steps}_steps", File(LIGHTNING.format("2512", steps), 0.79))
-            for steps in (4, 8)
-        },
+        0: Template("text_to_image"),
+        4: Template("start_here_24gb", File(LIGHTNING.format("2512", 4), 0.79)),
+        8: Template("start_here_48gb", File(LIGHTNING.format("2512", 8), 0.79)),
+        "bf16": Template("text_to_image_most_accurate"),
     },
     files={
         "bf16": File("qwen_image_2512_bf16", 38.06),

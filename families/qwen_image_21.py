@@ -216,9 +216,7 @@ MEMBER = Member(
     templates={
         0: Template("qwen_image_21"),
         6: Template("qwen_image_21_viggle_6", File(VIGGLE, 0.6)),
-        8: Template(
-            "qwen_image_21_turbo", transformer=File("qwen_image_2.1_turbo_int8_convrot", 6.76)
-        ),
+        8: Template("start_here_12gb", transformer=File("qwen_image_2.1_turbo_int8_convrot", 6.76)),
     },
     files={
         "bf16": File("qwen_image_2.1_bf16", 13.26),

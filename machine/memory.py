@@ -30,22 +30,23 @@ FP8_SET = 32 * GB
 
 def check_memory() -> Capability:
     """Checks host memory: the machine's, or what a container may take of it."""
-    physical = physical_memory()
-    if physical is None:
+    total = total_memory()
+    if total is None:
         unknown, remedy = "its size is not known", "pip install psutil"
         return State.LIMITED.of("host memory", unknown, remedy)
-    limit = cgroup_limit()
-    total, source = (
-        (limit, "the container's limit")
-        if limit and limit < physical
-        else (physical, "the machine's")
-    )
+    source = "the container's limit" if total == cgroup_limit() else "the machine's"
     reason = f"{total / GIB:.1f} GiB, {source}"
     if total >= BF16_PARTS:
         return State.USABLE.of("host memory", reason)
     reason += f": less than the full model in bf16 ({BF16_PARTS / GIB:.1f} GiB)"
     remedy = "choose int8 or fp8, which take two thirds"
     return State.LIMITED.of("host memory", reason, remedy)
+
+
+def total_memory() -> int | None:
+    """Asks for the system RAM in bytes, or what a container may take of it; None where unknown."""
+    physical = physical_memory()
+    return physical and min(physical, cgroup_limit() or physical)
 
 
 def physical_memory() -> int | None:

@@ -11,6 +11,7 @@ from comfy_api.latest import io
 from ..errors import DoesNotFitError, QwenL40SError
 from ..hosts.comfyui.estimate.cards import THIS_CARD, card_choices, own_files_changed_at
 from ..hosts.comfyui.on_node import shown
+from ..machine.memory import total_memory
 from ..options import request_settings, todays
 from .common import (
     loader_settings,
@@ -120,7 +121,7 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
                 *setting_outputs(),
                 io.String.Output(
                     display_name="verdict",
-                    tooltip="fits, runs slowly (because weights move), or does not fit.",
+                    tooltip="fits, runs slowly (it fits with offloading), or does not fit.",
                 ),
             ],
         )
@@ -174,14 +175,15 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
         from ..charts.words import estimate_text, summary_lines
         from ..hosts.comfyui.estimate.cards import card_of
         from ..hosts.comfyui.estimate.request import estimate_on, request_from
-        from ..planning.estimate import DOES_NOT_FIT
+        from ..planning.estimate import DOES_NOT_FIT, FITS
 
         chosen, note = card_of(card)
         parts = {"model": model, "clip": clip, "vae": vae}
         with needs(*(it for name, part in parts.items() if part is not None for it in SIZES[name])):
             wired = request_from(request_settings(**todays(settings)), **parts, latent=latent)
         try:
-            found = replace(estimate_on(chosen, wired, price_per_hour or None), card_note=note)
+            ram = total_memory() if card == THIS_CARD and not note else None
+            found = replace(estimate_on(chosen, wired, price_per_hour or None, ram), card_note=note)
         except DoesNotFitError as error:
             from comfy_execution.graph_utils import ExecutionBlocker
 
@@ -203,7 +205,7 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
             memory_chart(found),
             "\n".join(summary_lines(found)),
             estimate_text(found, lines),
-            found.fits,
+            found.verdict == FITS,
             json.dumps({**estimate_json(found), **answer}, indent=2),
             *loader_settings(found),
             found.verdict,

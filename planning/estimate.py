@@ -10,6 +10,8 @@ from functools import cached_property
 from typing import Any
 
 from ..errors import SettingError
+from ..families.protocol import File, Template
+from ..families.registry import find_member
 from ..spec.formats import QUANTIZED
 from ..spec.transformer import ON_CARD
 from ..step_cache import OFF
@@ -21,9 +23,7 @@ from .files import (
     SOURCES,
     START,
     Disk,
-    GuideFigure,
     Load,
-    against_guides,
     disk,
     host_memory,
     load_of,
@@ -37,7 +37,9 @@ from .request import (
     DROPPED,
     EXACT,
     ON_PROCESSOR,
+    STREAMED,
     Loras,
+    Parts,
     RunRequest,
     Setting,
     repaid_by,
@@ -52,10 +54,14 @@ from .times import (
 )
 from .vae_work import decode_seconds, encode_image_seconds
 
-# The answers: all stays on the card, weights move to it and off it, or it stops (DoesNotFitError).
+# The answers: all fits in VRAM, weights stream from system RAM, which "fits with offloading" is
+# called in words, or it stops: a DoesNotFitError, or too little system RAM.
 FITS, RUNS_SLOWLY, DOES_NOT_FIT = "fits", "runs slowly", "does not fit"
 
 SECONDS_PER_HOUR = 3600
+
+# The model whose files take the least system RAM.
+SMALLEST = "qwen-image-2.1"
 
 # Of the Lightning LoRA that is closest to the model without it.
 LIGHTNING_STEPS = 8
@@ -215,11 +221,13 @@ def _bytes_of_turns(option: PlanOption) -> tuple[int, int, int]:
     # What each run brings to the card again: (a text encoder that is not there, what of the
     # transformer had to leave for that, and for the decoder).
     phases, setting = option.phases, option.setting
-    stays, encoder = phases["sampling"].weights, 0
+    stays, encoder, turns = phases["sampling"].weights, 0, (DROPPED, STREAMED)
     if setting.text_encoder_place != ON_PROCESSOR:
-        encoder = text_encoder_bytes(option.request, setting.text_encoder)
-        encoder -= phases["sampling"].resident.get("text encoder", 0)
-    if setting.text_encoder_place == DROPPED:
+        whole = text_encoder_bytes(option.request, setting.text_encoder)
+        encoder = whole - phases["sampling"].resident.get("text encoder", 0)
+    if setting.text_encoder_place == STREAMED:
+        encoder += (option.request.prompts - 1) * (whole - phases["text"].weights)
+    if setting.text_encoder_place in turns:
         left = min(stays, max(0, phases["text"].card_bytes + stays - option.usable_bytes))
     else:
         left = max(0, stays - phases["text"].resident.get("transformer", 0))
@@ -236,6 +244,7 @@ class Estimate:
             request names.
         disk: What the option's files take.
         host_memory: {what it is for: bytes}.
+        ram_bytes: Of the machine; None where nobody said.
         basis: What the times rest on.
         times: None, as all times below, on a card that is neither listed nor calibrated.
         own_usd_per_hour: The user's own price; None for the list's.
@@ -257,6 +266,7 @@ class Estimate:
     stock: Mapping[str, Range] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     card_note: str = ""
+    ram_bytes: int | None = None
 
     @property
     def option(self) -> PlanOption:
@@ -279,9 +289,65 @@ class Estimate:
         return self.headroom_bytes >= 0
 
     @property
+    def short_of_ram(self) -> bool:
+        return self.ram_bytes is not None and self.host_ram_bytes > self.ram_bytes
+
+    @property
     def verdict(self) -> str:
-        """Says `FITS` or `RUNS_SLOWLY`; of a run that stops there is no estimate."""
+        if self.short_of_ram:
+            return DOES_NOT_FIT
         return FITS if self.fits else RUNS_SLOWLY
+
+    @property
+    def template(self) -> Template | None:
+        """Finds the workflow of this package for the run; None where files are at hand."""
+        request = self.request
+        if request.parts != Parts():
+            return None
+        return request.member.template(request.steps, request.cfg, self.option.setting.precision)
+
+    @property
+    def downloads(self) -> tuple[File, ...]:
+        """Lists the published files of the run; empty where files are at hand."""
+        if self.template is None:
+            return ()
+        member, setting = self.request.member, self.option.setting
+        encoders = member.text_encoder.files
+        files = (
+            self.template.transformer or member.file(setting.precision),
+            self.template.lora,
+            encoders.get(setting.text_encoder, encoders.get("bf16")),
+            member.vae_file,
+        )
+        return tuple(filter(None, files))
+
+    @cached_property
+    def with_less_ram(self) -> Mapping[str, int]:
+        """Finds {what to load instead: system RAM in bytes} where the machine has too little."""
+        if not self.short_of_ram:
+            return {}
+        option, newest = self.option, find_member(SMALLEST)
+        ready = replace(option.request.parts, transformer_bytes=option.weights_bytes, gguf=False)
+        found = {
+            f"a file that is {option.setting.precision} already": sum(
+                host_memory(replace(option.request, parts=ready), option.setting).values()
+            )
+        }
+        other = RunRequest(family=newest.name, width=None, height=None)
+        found[newest.name] = estimate(other, self.card).host_ram_bytes
+        return {what: count for what, count in found.items() if count <= self.ram_bytes}
+
+    @cached_property
+    def as_fast(self) -> tuple[str, ...]:
+        """Lists what of stock ComfyUI may take no longer for a step."""
+        return tuple(name for name, times in self.faster.items() if times.low < 1)
+
+    def seconds_of(self, option: PlanOption) -> Range | None:
+        """Predicts an image of another option of the plan, as `image_seconds`."""
+        if self.times is None:
+            return None
+        rates = _rates(option, self.card, self.calibration)
+        return replace(self, options=(option,), times=run_times(option, *rates)).image_seconds
 
     @property
     def headroom_bytes(self) -> int:
@@ -377,10 +443,6 @@ class Estimate:
         return sum(self.host_memory.values())
 
     @property
-    def guides(self) -> tuple[GuideFigure, ...]:
-        return against_guides(self.disk, self.option.setting, self.option.peak_bytes)
-
-    @property
     def written_once(self) -> Disk | None:
         """Counts the disk where a file is written once in the option's 8 bits; None where nothing
         is quantized on load.
@@ -430,12 +492,14 @@ def estimate(
     *,
     calibration: Rates | None = None,
     usd_per_hour: float | None = None,
+    ram_bytes: int | None = None,
 ) -> Estimate:
     """Answers for the first setting of the plan.
 
     Args:
         calibration: what `qwen-l40s bench --calibrate` measured on such a card.
         usd_per_hour: of one card; without it the lowest price on demand in the card's list.
+        ram_bytes: the machine's system RAM; None asks for no verdict on it.
 
     Raises:
         SettingError: the price is negative or no number.
@@ -450,11 +514,9 @@ def estimate(
     basis = Basis("unknown", f"not predicted: {card.name} is not in the list of cards")
     if calibration is not None or not isinstance(card, UnlistedCard):
         slow, fast, basis = rates_of(card, calibration)
-        slow, fast = hiding(slow, fast)
-        stock = stock_steps(option.request, card, slow, fast, _stock_room(option))
-        slow, fast = attending(card, option.setting.attention, slow, fast)
+        stock = stock_steps(option.request, card, *hiding(slow, fast), _stock_room(option))
         basis = basis_within(basis, request, option.setting)
-        times = run_times(option, slow, fast)
+        times = run_times(option, *_rates(option, card, calibration))
     return Estimate(
         card=card,
         request=request,
@@ -466,4 +528,10 @@ def estimate(
         own_usd_per_hour=usd_per_hour,
         calibration=calibration,
         stock=stock,
+        ram_bytes=ram_bytes,
     )
+
+
+def _rates(option: PlanOption, card: Card, calibration: Rates | None) -> tuple[Rates, Rates]:
+    slow, fast, _ = rates_of(card, calibration)
+    return attending(card, option.setting.attention, *hiding(slow, fast))

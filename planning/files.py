@@ -10,14 +10,12 @@ from typing import NamedTuple
 
 from ..spec.formats import GB, GIB, QUANTIZED
 from ..spec.sizes import RING_BYTES, STAGING_BYTES
-from ..spec.transformer import ON_CARD
 from .bytes import BF16, FP32, text_encoder_bytes, weight_bytes
 from .phases import Range, transformer_bytes, vae_bytes
 from .plan import PlanOption
 from .rates import Rates
-from .request import TEXT_ENCODER, TRANSFORMER, VAE, RunRequest, Setting
+from .request import ON_PROCESSOR, TEXT_ENCODER, TRANSFORMER, VAE, RunRequest, Setting
 
-CARD_MEMORY = "card memory"
 # Software, predicted but for torch's environment: 7.8 GB with torch 2.11.0+cu130 on a machine that
 # was measured.
 CONTAINER = {
@@ -27,15 +25,6 @@ CONTAINER = {
     "package caches while installing": 4 * GB,
     "outputs, logs and compiled kernels": 2 * GB,
 }
-
-
-class GuideFigure(NamedTuple):
-    """Compares a figure that guides for rented machines give with what is needed."""
-
-    what: str
-    advised_bytes: int
-    needed_bytes: int
-    why: str
 
 
 @dataclass(frozen=True)
@@ -84,7 +73,7 @@ def disk(request: RunRequest, setting: Setting, *, quantized_file: bool = False)
             file is read and quantized on each load.
     """
     known = dict(request.parts.file_bytes)
-    files, once = _transformer_file(request, known), {}
+    files, once = _transformer_file(request, setting.precision, known), {}
     if quantized_file and made_on_load(request, setting):
         name = f"{request.family} transformer, {setting.precision}, written once"
         files, once = {name: transformer_bytes(request, setting).total}, files
@@ -109,45 +98,16 @@ def made_on_load(request: RunRequest, setting: Setting) -> bool:
     return setting.precision in QUANTIZED and not ready
 
 
-def against_guides(found: Disk, setting: Setting, card_bytes: int) -> tuple[GuideFigure, ...]:
-    """Compares the advice of guides for rented machines with what is needed.
-
-    They add up a container of 40 GB, a volume of 80 GB, and 88 GB of card memory for bf16 or 44 GB
-    for 8 bits: 8 to 18 GB of it activations, of which a step takes half a gigabyte.
-
-    Args:
-        card_bytes: of the worst phase, with everything that is on the card.
-    """
-    quantized = setting.precision in QUANTIZED
-    return (
-        GuideFigure(
-            "container",
-            40 * GB,
-            found.container_bytes,
-            "torch's libraries are counted once, and installing leaves no gigabytes behind",
-        ),
-        GuideFigure(
-            "volume",
-            80 * GB,
-            found.files_bytes,
-            "model files are read in place: no second cache, and no activations on disk",
-        ),
-        GuideFigure(
-            CARD_MEMORY,
-            44 * GB if quantized else 88 * GB,
-            card_bytes,
-            "activations are computed and measured, and the modulation weights can stay in host "
-            "memory",
-        ),
-    )
-
-
-def _transformer_file(request: RunRequest, known: Mapping[str, int]) -> dict[str, int]:
+def _transformer_file(
+    request: RunRequest, precision: str, known: Mapping[str, int]
+) -> dict[str, int]:
     # Of the file that is read: as stored, as loaded, or as published.
-    loaded = request.parts.transformer_bytes
-    if (count := known.get(TRANSFORMER, loaded)) is not None:
-        return {f"{request.family} transformer": count}
-    return {f"{request.family} transformer, bf16": weight_bytes(request.transformer, "bf16").total}
+    loaded, file = request.parts.transformer_bytes, request.member.file(precision)
+    if (count := known.get(TRANSFORMER, loaded)) is None:
+        shape = request.parts.transformer
+        count = weight_bytes(shape or request.transformer, "bf16").total
+        count = file.bytes if file and shape is None else count
+    return {f"{request.family} transformer": count}
 
 
 # What waits in host memory.
@@ -161,8 +121,8 @@ IMAGE_COPIES = 2
 def host_memory(request: RunRequest, setting: Setting, *, moved_bytes: int = 0) -> dict[str, int]:
     """Counts {what it is for: bytes of host memory}.
 
-    The weights themselves stay in their files, which ComfyUI maps: the system caches them where
-    memory is left. Counted are copies, and what waits in host memory while it is not on the card.
+    Weights stay in their files, which ComfyUI maps, wherever they wait: the system caches what
+    memory is left for. Counted are copies, and what streams to the card in each forward pass.
 
     Args:
         moved_bytes: of the transformer, what the plan's option brings to the card in each forward
@@ -177,17 +137,15 @@ def host_memory(request: RunRequest, setting: Setting, *, moved_bytes: int = 0) 
         parts["transformer, quantized on load"] = copied
         parts["staging while it is quantized"] = STAGING_BYTES
     if request.parts.gguf:
-        waits = weights.modulation if setting.off_card else 0
-        others = max(0, weights.total - copied - waits)
+        others = max(0, weights.total - copied)
         parts["transformer, expanded from GGUF"] = others
         copied += others
     elif not (copied or setting.packed):
         parts["transformer, converted on load"] = copied = request.parts.converted
     if setting.off_card:
-        parts["modulation that waits"] = weights.modulation
         parts["pinned ring"] = RING_BYTES
-    if setting.text_encoder_place != ON_CARD:
-        parts["text encoder that waits"] = text_encoder_bytes(request, setting.text_encoder)
+    if setting.text_encoder_place == ON_PROCESSOR:
+        parts["text encoder on the CPU"] = text_encoder_bytes(request, setting.text_encoder)
     elif encoder_made_on_load(request, setting):
         parts["text encoder, quantized on load"] = request.member.text_encoder.quantized_bytes
     parts["transformer that is moved in each pass"] = max(0, moved_bytes - copied)

@@ -159,13 +159,6 @@ class PlanOption:
         least["sampling"] += least_weights(self.request, self.weights_bytes)
         return max(least.values()) + KEPT_FREE_BYTES
 
-    def together(self) -> PlanOption:
-        """Puts everything on the card that the request leaves open, whether it fits or not."""
-        setting = replace(self.setting, modulation=ON_CARD, resident=True)
-        if self.asked.request.text_encoder_place == AUTO:
-            setting = replace(setting, text_encoder_place=ON_CARD)
-        return replace(self, setting=setting)
-
     @property
     def tiles(self) -> int:
         """Counts the tiles of each image that the VAE decodes; 1 is whole."""

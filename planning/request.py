@@ -349,6 +349,11 @@ class Setting:
     attention: str = EXACT
 
     @property
+    def placement(self) -> str:
+        """Names the placement of a loader: ComfyUI streams a large encoder by itself."""
+        return AUTO if self.text_encoder_place == STREAMED else self.text_encoder_place
+
+    @property
     def off_card(self) -> bool:
         return self.modulation == OFF_CARD
 

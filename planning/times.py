@@ -428,10 +428,9 @@ def encode_text_seconds(
             figure is predicted for 16 cores.
         precision: in which the weights are loaded.
     """
-    prompts = 1 if request.cfg == "off" else 2
     vision = request.references * request.member.vision_tokens
     encoder, tokens = request.member.text_encoder, request.prompt_tokens
-    seconds = prompts * prompt_seconds(tokens, rates, place, precision, vision, encoder)
+    seconds = request.prompts * prompt_seconds(tokens, rates, place, precision, vision, encoder)
     if request.nag_tokens:
         tokens += request.nag_tokens - request.text_tokens
         seconds += prompt_seconds(tokens, rates, place, precision, vision, encoder)

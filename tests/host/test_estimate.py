@@ -25,6 +25,7 @@ from qwen_l40s.hosts.comfyui.sample.nag import NagSettings, guide_attention
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize
 from qwen_l40s.hosts.comfyui.sample.step_cache import cache_steps
 from qwen_l40s.machine.store import CALIBRATION, known_cards
+from qwen_l40s.nodes import estimate as nodes_estimate
 from qwen_l40s.nodes.advise import QwenL40SAdviseGPU
 from qwen_l40s.nodes.estimate import QwenL40SEstimateVRAM
 from qwen_l40s.nodes.loaders import QwenL40SLoadModel, QwenL40SLoadTextEncoder
@@ -78,7 +79,7 @@ def test_the_answer_stands_on_the_node():
     inputs = {**defaults(QwenL40SEstimateVRAM), "card": "L40S"}
     output = QwenL40SEstimateVRAM.execute(**inputs)
     lines = output.args[1].splitlines()
-    assert output.ui["qwen_l40s"] == ["\n".join(lines[:6])] and lines[6] == "", lines
+    assert output.ui["qwen_l40s"] == ["\n".join(lines[:5])] and lines[5] == "", lines
     output = advice()
     assert output.ui["qwen_l40s"] == [output.args[1].split("\n\n")[0]]
 
@@ -290,6 +291,9 @@ def test_a_card_that_is_not_listed_is_answered_without_times():
     facts = CardFacts("NVIDIA L40S-48Q", 45 * GIB, (8, 9))
     with mock.patch.object(this_card, "card_facts", return_value=facts):
         assert QwenL40SEstimateVRAM.validate_inputs(card="this card") is True
+        with mock.patch.object(nodes_estimate, "total_memory", return_value=16 * GIB):
+            image, report, fits, found = run()
+            assert not fits and found["ram_gib"] == 16 and "qwen-image-2.1" in report
         image, report, fits, found = run(price_per_hour=1.0)
     assert fits and found["card"] == facts.name and image.shape[0] == 1
     assert found["step_ms"] is found["image_seconds"] is found["usd_per_image"] is None
@@ -332,11 +336,12 @@ def test_a_list_of_ones_own_in_the_cache_folder_is_read():
 def test_a_card_that_is_too_small_is_answered():
     """The verdict is the last output; where a run stops, so does what is wired to the settings."""
     assert QwenL40SEstimateVRAM.GET_SCHEMA().outputs[-1].display_name == "verdict"
+    words = {"fits": "Fits: ", "runs slowly": "Fits with offloading: ", "does not fit": "Does not"}
     for gib, verdict in ((139, "fits"), (4, "runs slowly"), (2, "does not fit")):
         facts = CardFacts("NVIDIA L40S", gib * GIB, (8, 9))
         with mock.patch.object(this_card, "card_facts", return_value=facts):
             output = QwenL40SEstimateVRAM.execute(**defaults(QwenL40SEstimateVRAM))
-        assert shown(output).startswith(verdict.capitalize())
+        assert shown(output).startswith(words[verdict])
         _, _, fits, text, *settings, last = output.args
         assert last == json.loads(text)["verdict"] == verdict and fits is (verdict == "fits")
         blocked = [isinstance(each, ExecutionBlocker) for each in settings]

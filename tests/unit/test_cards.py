@@ -312,7 +312,7 @@ def test_card_that_is_not_listed_is_estimated_without_times_or_cost():
         assert answer[name] is None and expected[name] > 0
     assert answer.keys() == expected.keys()
     assert answer["ranges"] == {} and answer["basis"] == "unknown"
-    for name in ("fits", "headroom_gib", "disk", "host_ram_gib", "settings"):
+    for name in ("fits", "template", "headroom_gib", "disk", "host_ram_gib", "settings"):
         assert answer[name] == expected[name]
     for name, phase in answer["phases"].items():
         assert phase["seconds"] is None
@@ -321,8 +321,6 @@ def test_card_that_is_not_listed_is_estimated_without_times_or_cost():
     assert "RTX A6000" in note and "`qwen-l40s bench --calibrate`" in note
     text = estimate_text(found)
     assert note in " ".join(text.split()) and "USD" not in text
-    small = estimate(RunRequest(), replace(card, memory_bytes=8 * GIB))
-    assert "PCIe in every step." in " ".join(notes_of(small))
 
 
 def test_card_that_is_not_listed_has_the_times_that_were_measured_on_it():

@@ -1,4 +1,4 @@
-"""What a run takes of a disk, beside what is published and what guides advise."""
+"""What a run takes of a disk, beside what is published."""
 
 import json
 import math
@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from qwen_l40s.families.qwen_image import QwenImageShape
 from qwen_l40s.loaders.sizes import read_sizes
 from qwen_l40s.planning.bytes import weight_bytes
-from qwen_l40s.planning.files import against_guides, disk, made_on_load
+from qwen_l40s.planning.files import disk, made_on_load
 from qwen_l40s.planning.phases import transformer_bytes
 from qwen_l40s.planning.request import Loras, Parts, RunRequest, Setting
-from qwen_l40s.spec.formats import GB, GIB, MULTIPLIED
+from qwen_l40s.spec.formats import GB, MULTIPLIED
 
 SMALL = QwenImageShape(
     blocks=2, dim=256, heads=2, head_dim=128, joint_dim=64, in_channels=64, packed_out_channels=64
@@ -31,7 +31,7 @@ PUBLISHED = {
 
 def test_counted_files_are_the_published_ones():
     files = disk(RunRequest(), Setting()).files
-    assert files["qwen-image transformer, bf16"] == pytest.approx(
+    assert files["qwen-image transformer"] == pytest.approx(
         PUBLISHED["qwen_image_bf16.safetensors"], rel=0.002
     )
     assert files["text encoder"] == pytest.approx(
@@ -46,11 +46,11 @@ def test_counted_files_are_the_published_ones():
 @pytest.mark.parametrize("precision", ["fp8", "int8"])
 def test_a_quantized_file_takes_two_thirds_and_its_source_once(precision):
     on_load = disk(RunRequest(), Setting(precision))
-    assert on_load.files == disk(RunRequest(), Setting()).files and not on_load.once
+    assert on_load.files["qwen-image transformer"] < 21 * GB and not on_load.once
     written = disk(RunRequest(), Setting(precision), quantized_file=True)
     name = f"qwen-image transformer, {precision}, written once"
     assert written.files[name] == pytest.approx(27.3 * GB, rel=0.002)
-    assert sum(written.once.values()) == pytest.approx(40.9 * GB, rel=0.002)
+    assert sum(written.once.values()) == pytest.approx(20.43 * GB, rel=0.002)
     assert written.most_bytes == written.total_bytes + sum(written.once.values())
 
 
@@ -120,15 +120,3 @@ def test_nothing_is_written_of_a_file_that_is_quantized():
     assert not made_on_load(at_hand, Setting("int8"))
     assert not disk(at_hand, Setting("int8"), quantized_file=True).once
     assert made_on_load(RunRequest(), Setting("int8")) and not made_on_load(RunRequest(), Setting())
-
-
-def test_guides_advise_more_than_is_needed():
-    peak = 42 * GIB
-    for setting in (Setting("bf16"), Setting("int8")):
-        for row in against_guides(disk(RunRequest(), setting), setting, peak):
-            assert row.needed_bytes < row.advised_bytes + 2 * GB, row.what
-            assert row.why
-    volume = {
-        row.what: row for row in against_guides(disk(RunRequest(), Setting()), Setting(), peak)
-    }
-    assert volume["volume"].needed_bytes == pytest.approx(57.7 * GB, rel=0.01)

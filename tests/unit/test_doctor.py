@@ -31,6 +31,7 @@ def test_json_gives_a_state_and_a_reason_for_every_check(capsys):
         "fp8 tensor cores",
         "torch",
         "triton",
+        "precision auto",
         "attention sdpa_flash",
         "attention int8",
         "attention int8_fp8",

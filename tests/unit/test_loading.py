@@ -218,12 +218,10 @@ def test_bad_input():
 def test_the_place_and_its_reason():
     found = decide("bf16", "bf16", L40S)
     assert found.off_card
-    words = "modulation: 12.7 GiB stays in system RAM, because 38.1 GiB of"
-    assert found.place_reason.startswith(words)
-    assert "14.4 GiB of text encoder do not fit the NVIDIA L40S together" in found.place_reason
+    assert found.place_reason == "modulation: 12.7 GiB stays in system RAM"
     found = decide("bf16", "bf16", H100)
     assert not found.off_card
-    assert "12.7 GiB stays on the card, where" in found.place_reason
+    assert "12.7 GiB stays on the card" in found.place_reason
     assert not decide("int8", "bf16", L40S).off_card
     for card in (L40S, H100):
         found = decide("fp8", "bf16", card, "off card")

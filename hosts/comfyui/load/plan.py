@@ -169,9 +169,10 @@ def plan_load(
         kept = found if there or keep_quantized else None
     if requested == AUTO and rounded and not gguf and needed > (free := available_memory()):
         asked = AS_STORED if stored in QUANTIZED else "bf16"
-        short = f"{format_gib(needed)} of system RAM would make {name}, {format_gib(free)} is free"
+        why = f"auto: {name} takes {format_gib(needed)} of system RAM, {format_gib(free)} is free"
         decision = decide_load(asked, modulation, **about, sizes=sizes)
-        decision = replace(decision, reason=f"auto: {short}; {decision.reason}")
+        rest = {name: getattr(decision, name).partition("; ")[2] for name in ("reason", "why")}
+        decision = replace(decision, **{name: f"{why}; {it}" for name, it in rest.items()})
         name, rounded, kept = decision.precision, False, None
         needed = _host_bytes(source, stored, decision, sizes, card)
     check_host_memory(needed, f"{source.path.name} in {'w4a8' if packed else name}")
