@@ -32,7 +32,8 @@ const STYLE = `
 
 /**
  * What a node says.
- * @typedef {{summary?: string, report?: string, error?: string, height?: number, grown: number}} Said
+ * `planned` is its report before the sampler ran, and `did` whether this one is of a run that is over.
+ * @typedef {{summary?: string, report?: string, error?: string, planned?: string, did?: boolean, height?: number, grown: number}} Said
  * @type {WeakMap<object, Said>}
  */
 const saidBy = new WeakMap()
@@ -189,7 +190,12 @@ function show(node, news) {
 function ran(node, output) {
     if (!isOurs(node) || !output?.[BOX]) return
     const report = output.text?.join("\n")
-    show(node, { summary: output[BOX].join("\n"), report, error: undefined })
+    const did = Boolean(output.qwen_l40s_did)
+    const { planned } = saidBy.get(node) ?? {}
+    // Of a node that is cached, ComfyUI sends again what it will do, after the sampler.
+    if (!did && report === planned && saidBy.get(node).did) return show(node, { error: undefined })
+    const news = { summary: output[BOX].join("\n"), report, error: undefined, did }
+    show(node, did ? news : { ...news, planned: report })
 }
 
 /** Shows why a node was refused or failed; without a reason, its last summary again. */
