@@ -19,9 +19,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-# Where the code and its documentation are: `Repository` of pyproject.toml. Who publishes puts its
-# owner into both.
-PROJECT = "https://github.com/OWNER/comfyui-qwen-image-l40s"
 LONGEST_PATH = 259  # characters, of Windows without its long paths
 
 

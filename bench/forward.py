@@ -289,6 +289,7 @@ def run_forward(setup: BenchSetup, add: Callable[[Fields], None]) -> None:
         if COMFYUI in {row.host for row in rows}:
             from comfy.model_management import unload_all_models
 
+            gc.collect()  # ComfyUI fails where a model goes while it unloads others
             unload_all_models()  # whose memory is free once nobody refers to them
         gc.collect()
         if setup.device.type == "cuda":

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .. import __version__
-from ..errors import PROJECT, QwenL40SError, SettingError
+from ..errors import QwenL40SError, SettingError
 from ..files import print_text
 from ..machine.settings import read_settings, use_settings
 
@@ -71,8 +71,8 @@ def build_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
     )
     parser = Parser(
         prog="qwen-l40s",
-        description="Qwen-Image, faster and in less memory, on an NVIDIA L40S and other cards.",
-        epilog=f"{EXIT_CODES}\n{PROJECT}",
+        description="Qwen-Image, faster and in less memory, on NVIDIA GPUs.",
+        epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"qwen-l40s {__version__}")
@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv and argv[0] in left_out():
         print(
             f"qwen-l40s: error: {argv[0]} is not in what ComfyUI's manager installs: run "
-            f"`git clone {PROJECT}`, then `python FOLDER {argv[0]}` with the FOLDER of the clone.",
+            f"`python FOLDER {argv[0]}` with the FOLDER of a clone of the repository.",
             file=sys.stderr,
         )
         return 2

@@ -7,7 +7,7 @@ import json
 import time
 from pathlib import Path
 
-from ..errors import PROJECT, SettingError, UnavailableError, plain_write_errors
+from ..errors import SettingError, UnavailableError, plain_write_errors
 from ..families.qwen_image import FULL_SIZE, SMALL
 from ..files import check_target, check_writable, write_whole
 from ..machine.store import CALIBRATION, Calibration, cache_folder, known_cards, with_calibration
@@ -155,7 +155,7 @@ def run(args: argparse.Namespace) -> int:
     if not BENCHMARKS.is_file():
         raise UnavailableError(
             f"bench {args.what} is not in the installed package: run `python FOLDER bench "
-            f"{args.what}` with the FOLDER of a clone of {PROJECT}."
+            f"{args.what}` with the FOLDER of a clone of the repository."
         )
     require_packages("bench", ["torch", *(["psutil"] if args.device == "cpu" else [])])
     from ..bench.command import run as run_benchmark

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 from ..charts.notes import automatic
-from ..errors import PROJECT, CheckpointError, SettingError
+from ..errors import CheckpointError, SettingError
 from ..files import print_text
 from ..loaders.gguf import GGUF_SUFFIX, SPLIT
 from ..loaders.shards import NUMBERED
@@ -202,11 +202,7 @@ def _model_checks(folders: Mapping[str, list[Path]]) -> Iterator[Capability]:
             reason += f", {len(found) - LISTED} more"
         state = State.USABLE if found else State.NOT_USABLE
         named, place = PLACES[part]
-        remedy = (
-            ""
-            if found
-            else f"download one into {place}: {PROJECT}/blob/main/docs/models.md lists the files"
-        )
+        remedy = "" if found else f"download one into {place}: docs/models.md lists the files"
         if refused:
             state = State.LIMITED if found else state
             reason += f"; refused: {', '.join(path.name for path in refused)}"

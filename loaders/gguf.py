@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from ..errors import PROJECT, CheckpointError
+from ..errors import CheckpointError
 from .header import Header, TensorInfo, open_regular, refuse_unfinished
 
 GGUF_SUFFIX = ".gguf"
@@ -283,8 +283,7 @@ class _Reader:
             return
         raise CheckpointError(
             f"This is a GGUF file of {name!r}, not of a Qwen-Image transformer. A text encoder or "
-            f"vision tower (mmproj) is read as safetensors: {PROJECT}/blob/main/docs/models.md "
-            "names the files.",
+            "vision tower (mmproj) is read as safetensors: docs/models.md names the files.",
             self.path,
         )
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from comfy_api.latest import io
 
+from ..errors import QwenL40SError, SettingError
+from ..families.comfyui import require
+from ..families.registry import member_of_file
 from ..hosts.comfyui.load.choose import (
     AUTOMATIC,
     check_text_width,
@@ -43,12 +47,26 @@ def check_transformer(model: str | None, precision: str | None, keep: str | None
     """
     if not isinstance(model, str):
         return
-    source = source_of(model, "transformer")
+    source = wanted(model, "transformer")
     if keep or precision not in (None, "auto"):
         with needs("transformer"):
             from ..hosts.comfyui.load.plan import check_settings
 
             check_settings(source, precision or "auto", keep_patterns(keep or ""))
+
+
+def wanted(name: str, role: str) -> Source:
+    """As `source_of`; what this ComfyUI is too old for is not to be downloaded.
+
+    Raises:
+        UnavailableError: the choice is not there, and its name is that of a newer model.
+    """
+    try:
+        return source_of(name, role)
+    except SettingError:
+        if member := member_of_file(name):
+            require(member.family, Path(name))
+        raise
 
 
 def _load_model(source: Source, precision: str, keep: str, settings: dict[str, Any]) -> Any:
@@ -370,6 +388,17 @@ class QwenL40SLoad(io.ComfyNode):
         vae: str | None = None,
         keep_in_bf16: str | None = "",
     ) -> bool:
+        wrong: list[QwenL40SError] = []
+        for name, role in ((model, "transformer"), (text_encoder, "text_encoder"), (vae, "vae")):
+            try:
+                if isinstance(name, str) and name != AUTOMATIC:
+                    wanted(name, role)
+            except QwenL40SError as error:
+                wrong.append(error)
+        if wrong[1:]:  # all that is to be downloaded is named at once
+            raise SettingError("\n".join(map(str, wrong)))
+        if wrong:
+            raise wrong[0]
         check_transformer(model, precision, keep_in_bf16)
         if all(isinstance(name, str) for name in (model, text_encoder, vae)):
             cls._sources(model, text_encoder, vae, look=True)

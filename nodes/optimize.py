@@ -21,8 +21,16 @@ class QwenL40SOptimize(io.ComfyNode):
             "loaders and before the sampler. The first step compares one block with ComfyUI's own, "
             "and falls back to ComfyUI's if they disagree. Other models pass through unchanged.",
             search_aliases=[
+                "qwen fast",
+                "qwen image fast",
                 "speed up",
                 "faster",
+                "accelerate",
+                "accelerator",
+                "加速",
+                "triton",
+                "int8",
+                "sage",
                 "torch compile model",
                 "model attention backend",
                 "patch sage attention kj",

@@ -10,8 +10,8 @@ import { app } from "../../scripts/app.js"
 const OURS = "QwenL40S_"
 const BOX = "qwen_l40s"
 const MARGIN = 8
-/** The height of a text in pixels of the graph; a longer one scrolls. */
-const MOST_HEIGHT = 128
+/** The height of a text and of a text area in pixels of the graph; a longer one scrolls. */
+const MOST_HEIGHT = 176, MOST_TEXT_AREA = 128
 /** What the page's bars cover, in pixels of the window. */
 const LEFT = 66, TOP = 92, RIGHT = 8, BOTTOM = 8
 
@@ -32,12 +32,51 @@ const STYLE = `
 
 /**
  * What a node says.
- * @typedef {{summary?: string, report?: string, error?: string, height?: number, grown: number}} Said
+ * `planned` is its report before the sampler ran, and `did` whether this one is of a run that is over.
+ * @typedef {{summary?: string, report?: string, error?: string, planned?: string, did?: boolean, height?: number, grown: number}} Said
  * @type {WeakMap<object, Said>}
  */
 const saidBy = new WeakMap()
 /** The nodes that show an error. */
 const failed = new Set()
+
+/** {English: the page's language}, of locales/zh/main.json; "#" stands for a figure. */
+let words = {}
+const FIGURE = /\d[\d.]*/g
+
+/** A text in the page's language, or as it is. */
+function say(text) {
+    const figures = text.match(FIGURE) ?? []
+    return words[text] ?? words[text.replace(FIGURE, "#")]?.replace(/#/g, () => figures.shift()) ?? text
+}
+
+/** A note in the page's language, line by line and cell by cell. */
+function sayNote(text) {
+    const cells = (line) => `| ${line.slice(2, -2).split(" | ").map(say).join(" | ")} |`
+    return text.split("\n").map((line) => {
+        const [mark] = line.match(/^(## |- |)/)
+        return line.startsWith("| ") ? cells(line) : mark + say(line.slice(mark.length))
+    }).join("\n")
+}
+
+/**
+ * Gives a template the page's language and its notes the theme's colours. The page itself translates nodes
+ * that it makes only, and its brown of a note hides the code and tables of Nodes 2.0.
+ */
+function dress({ nodes, groups }) {
+    for (const group of groups) group.title = say(group.title)
+    for (const node of nodes) {
+        const [base, rest] = node.title.split(/ \((.*)\)$/)
+        const own = node.constructor.title
+        if (node.type === "MarkdownNote") {
+            node.color = node.bgcolor = undefined
+            node.widgets[0].value = sayNote(node.widgets[0].value)
+        }
+        if (node.flags.collapsed || node.type === "MarkdownNote") node.title = say(node.title)
+        else if (isOurs(node)) node.title = own
+        else node.title = own.split(/ ?[(（]/)[0] + (rest ? ` (${say(rest)})` : "")
+    }
+}
 
 /** Whether a node belongs to this pack. */
 const isOurs = (node) => Boolean(node?.comfyClass?.startsWith(OURS))
@@ -64,7 +103,7 @@ function showReport(title, report) {
     const text = document.createElement("pre")
     text.textContent = report
     const close = document.createElement("button")
-    close.textContent = "Close"
+    close.textContent = say("Close")
     close.onclick = () => dialog.close()
     dialog.append(text, close)
     dialog.onclose = () => dialog.remove()
@@ -132,7 +171,7 @@ function show(node, news) {
         element.querySelector("button")?.remove()
         if (said.report && !said.error) {
             const details = document.createElement("button")
-            details.textContent = "Details"
+            details.textContent = say("Details")
             details.onclick = () => showReport(node.title, said.report)
             element.append(details)
         }
@@ -151,7 +190,12 @@ function show(node, news) {
 function ran(node, output) {
     if (!isOurs(node) || !output?.[BOX]) return
     const report = output.text?.join("\n")
-    show(node, { summary: output[BOX].join("\n"), report, error: undefined })
+    const did = Boolean(output.qwen_l40s_did)
+    const { planned } = saidBy.get(node) ?? {}
+    // Of a node that is cached, ComfyUI sends again what it will do, after the sampler.
+    if (!did && report === planned && saidBy.get(node).did) return show(node, { error: undefined })
+    const news = { summary: output[BOX].join("\n"), report, error: undefined, did }
+    show(node, did ? news : { ...news, planned: report })
 }
 
 /** Shows why a node was refused or failed; without a reason, its last summary again. */
@@ -175,9 +219,13 @@ function answered(errors) {
     for (const [id, found] of Object.entries(errors ?? {})) fails(nodeOf(id), said(found))
 }
 
-/** Takes away what an older prompt left, before a new one goes out: it may fail before its answer is here. */
+/**
+ * Takes away what an older prompt left, before a new one goes out: it may fail before its answer is here.
+ * A node of another tab has a number that a node of this tab has, too: Nodes 2.0 would give that one its size.
+ */
 function forgetErrors() {
-    for (const node of [...failed]) fails(node, undefined)
+    const shown = (node) => (node.graph?.rootGraph ?? node.graph) === (app.graph.rootGraph ?? app.graph)
+    for (const node of [...failed]) shown(node) ? fails(node, undefined) : failed.delete(node)
 }
 
 /** Gives the inputs of a saved node the names of today, before the page drops what it lacks. */
@@ -213,7 +261,7 @@ function labelChoices(node) {
 /** Leaves the room of a picture free before a run; the page gives it to a text area. */
 function keepTextAreasLow(node) {
     for (const { element, options } of node.widgets ?? [])
-        if (element?.tagName === "TEXTAREA") options.getMaxHeight = () => MOST_HEIGHT
+        if (element?.tagName === "TEXTAREA") options.getMaxHeight = () => MOST_TEXT_AREA
 }
 
 /** Fills in %date:…% and %Node.widget%, which the page does for a list of ComfyUI's own nodes. */
@@ -260,6 +308,9 @@ app.registerExtension({
         const style = document.createElement("style")
         style.textContent = STYLE
         document.head.append(style)
+        const locale = app.extensionManager.setting.get("Comfy.Locale")
+        if (locale !== "en") api.fetchApi("/i18n").then((answer) => answer.json()).then(
+            (found) => { words = found[locale]?.qwenL40S ?? {} }, () => {})
         api.addEventListener("execution_error", ({ detail }) =>
             safely(() => fails(nodeOf(detail.node_id), detail.exception_message.trim()))
         )
@@ -310,6 +361,7 @@ app.registerExtension({
         if (!extra?.qwen_l40s?.fit) return
         // Once: what is saved from now on opens where its user left it.
         delete extra.qwen_l40s
+        safely(() => dress(app.graph))
         fit()
         // The newer page looks at all of the graph once more, when it has drawn it.
         requestAnimationFrame(() => requestAnimationFrame(fit))

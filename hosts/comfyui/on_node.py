@@ -40,7 +40,7 @@ def show_run(node_class: str, report: Sequence[str], summary: str) -> None:
         server = PromptServer.instance
         if server.client_id is None:
             return
-        output = shown("\n".join(report), summary)
+        output = {**shown("\n".join(report), summary), "qwen_l40s_did": [True]}
         found = {"node": node, "display_node": node, "output": output, "prompt_id": prompt}
         server.send_sync("executed", found, server.client_id)
 

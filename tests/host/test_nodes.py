@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import comfy.model_management
+import comfy.supported_models
 import comfy.utils
 import execution
 import narrow_transformer as narrow
@@ -27,6 +28,7 @@ import qwen_l40s
 from qwen_l40s import nodes
 from qwen_l40s.caches import forget
 from qwen_l40s.errors import CheckpointError, SettingError, UnavailableError
+from qwen_l40s.families.registry import find_member
 from qwen_l40s.hosts.comfyui import contract as compatibility
 from qwen_l40s.hosts.comfyui.load import plan as load_plan
 from qwen_l40s.hosts.comfyui.load import text_encoder, vae, weights
@@ -162,6 +164,24 @@ def test_choices_are_validated_from_headers():
             )
             run = functools.partial(node.validate_inputs, model=wrong)
             refused(CheckpointError, *words, "vae.safetensors).", run=run)
+
+
+def test_all_files_that_are_missing_are_named_at_once():
+    names = {"model": "one.gguf", "text_encoder": "two.safetensors", "vae": "three.safetensors"}
+    with pytest.raises(SettingError) as caught:
+        QwenL40SLoad.validate_inputs(**names)
+    lines = str(caught.value).splitlines()
+    for line, (widget, name) in zip(lines, names.items(), strict=True):
+        assert line.startswith(f"{widget}: ") and name in line
+
+
+def test_a_missing_model_that_this_comfyui_is_too_old_for_is_not_to_be_downloaded():
+    family = find_member("qwen-image-2.1").family
+    old = not hasattr(comfy.supported_models, family.comfyui_class)
+    for node in (QwenL40SLoad, QwenL40SLoadModel):
+        run = functools.partial(node.validate_inputs, model="qwen_image_2.1_bf16.safetensors")
+        words = f"needs ComfyUI {family.needs}" if old else "is not among"
+        refused(UnavailableError if old else SettingError, words, run=run)
 
 
 def test_fp8_on_a_card_without_it_is_refused_before_anything_is_mapped():

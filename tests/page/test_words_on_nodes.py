@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from browser_page import GRAPHS, ComfyPage, models_of
-from comfyui_server import ROOT
+from comfyui_server import ROOT, Server
 
 MICRO = ROOT / "workflows" / "micro_text_to_image.json"
 # The most that a node grows by, which templates leave room for.
@@ -100,6 +100,56 @@ def test_a_second_run_leaves_a_node_its_height(page: ComfyPage):
         page.draw()
         found.append({title: heights(page)[title] for title in said})
     assert found[0] == found[1]
+
+
+def test_what_a_run_did_stands_on_what_changes_the_sampling(page: ComfyPage, tmp_path: Path):
+    graph = json.loads((ROOT / "workflows" / "text_to_image_cached.json").read_text("utf-8"))
+    nodes = {node["type"]: node for node in graph["nodes"]}
+    for name, values in (
+        ("QwenL40S_Load", {"model": "micro (bundled)", "text_encoder": "automatic"}),
+        ("QwenL40S_Load", {"vae": "automatic"}),
+        ("EmptySD3LatentImage", {"width": 64, "height": 64}),
+        ("KSampler", {"steps": 12}),
+    ):
+        named = nodes[name]["widgets_values_named"] | values
+        nodes[name] |= {"widgets_values": [*named.values()], "widgets_values_named": named}
+    file = tmp_path / "cached.json"
+    file.write_text(json.dumps(graph), encoding="utf-8")
+    page.load(file)
+    optimize, cache = (nodes[f"QwenL40S_{name}"]["title"] for name in ("Optimize", "StepCache"))
+    for _ in range(2):
+        said = run(page)  # what each will do
+        page.page.wait_for_timeout(300)  # a message that must not come
+        shown = words(page)
+        assert cache not in said and "12" in shown[cache]
+        assert shown[optimize] != said[optimize]["qwen_l40s"][0] and "\n" not in shown[optimize]
+    assert page.problems == []
+
+
+def test_an_error_in_a_tab_leaves_the_nodes_of_another_their_size(page: ComfyPage):
+    page.load(MICRO)
+    page.page.evaluate(CHOOSE, EMPTY)
+    page.page.get_by_test_id("queue-button").click()
+    page.page.locator(".qwen-l40s-box.error").get_by_text(EMPTY).wait_for()
+    page.page.keyboard.press("Escape")
+    page.load(ROOT / "workflows" / "micro_report.json")
+    widths = """() => window.app.graph.nodes.map(node => node.size[0])"""
+    before = page.page.evaluate(widths)
+    run(page)
+    page.draw()
+    assert page.page.evaluate(widths) == before
+
+
+def test_a_template_opens_in_the_language_of_the_page(browser: Any, server: Server):
+    texts = """() => [...window.app.graph.nodes, ...window.app.graph.groups].flatMap(
+        each => [each.title, ...(each.type === 'MarkdownNote' ? [each.widgets[0].value] : [])])"""
+    page = ComfyPage(browser, server, locale="zh-CN")
+    try:
+        page.load(MICRO)
+        found = page.page.evaluate(texts)
+        assert found and [text for text in found if text.isascii()] == []
+    finally:
+        page.close()
 
 
 def test_prices_leave_the_room_of_the_picture_free(classic: ComfyPage):

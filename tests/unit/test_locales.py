@@ -18,6 +18,8 @@ NODES = {name: node for name, node in SCHEMA.items() if name.startswith("QwenL40
 # Names that are the same in both languages.
 SAME = {"VAE", "CLIP", "LoRA", "CFG", "TF32", "Latent", "JSON", "Sigmas"}
 README = FILE.parents[2] / "README.zh-CN.md"
+# The same in both languages, as a cell "12 GB (RTX 3060)".
+NAMES = re.compile(r"\d+ GB \(.*\)|\s*|NAG|Canny|EmptySD3LatentImage")
 CODE = re.compile(r"^```.*?^```|`[^`\n]+`|\]\([^)]*\)", re.M | re.S)
 # Half-width marks, no space between Chinese and Latin letters, or one beside a full-width mark.
 UNTIDY = re.compile(
@@ -57,3 +59,33 @@ def test_quoted_nodes_have_these_titles():
 def test_marks_are_full_width_and_spaces_consistent(path):
     text = CODE.sub("`", path.read_text(encoding="utf-8"))
     assert UNTIDY.findall(text) == []
+
+
+def test_templates_and_buttons_have_their_words():
+    """As web/qwen_l40s.js reads them: line by line of a note, and cell by cell of its table."""
+    words = json.loads((FILE.parent / "main.json").read_text(encoding="utf-8"))["qwenL40S"]
+    unused, missing = {*words} - {"Details", "Close", "does not fit"}, []
+
+    def say(text):
+        key = text if text in words else re.sub(r"\d[\d.]*", "#", text)
+        unused.discard(key)
+        if key not in words and not NAMES.fullmatch(text):
+            missing.append(text)
+
+    for file in (FILE.parents[2] / "workflows").glob("*.json"):
+        graph = json.loads(file.read_text(encoding="utf-8"))
+        for each in graph["groups"]:
+            say(each["title"])
+        for node in graph["nodes"]:
+            note = node["type"] == "MarkdownNote"
+            detail = re.search(r" \((.*)\)$", node["title"])
+            if note or node["flags"].get("collapsed"):
+                say(node["title"])
+            elif detail and not node["type"].startswith("QwenL40S"):
+                say(detail[1])
+            for line in node["widgets_values"][0].splitlines() if note else ():
+                if line.startswith("| "):
+                    [say(cell) for cell in line[2:-2].split(" | ")]
+                elif line and not line.startswith(("- [", "|--")):
+                    say(re.sub(r"^(## |- )", "", line))
+    assert missing == [] and unused == set()

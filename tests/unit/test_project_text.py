@@ -212,3 +212,10 @@ def test_no_two_public_classes_have_one_name():
                 places[node.name].append("/".join(parts))
     assert len(places) > 200
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def test_nothing_that_a_user_reads_has_a_placeholder():
+    files = [*ROOT.glob("web/**/*.*"), *ROOT.glob("*.py"), *ROOT.glob("[a-z]*/**/*.py")]
+    read = [file for file in files if file.suffix != ".png" and "tests" not in file.parts]
+    assert len(read) > 200
+    assert [file for file in read if "OWNER/" in file.read_text(encoding="utf-8")] == []

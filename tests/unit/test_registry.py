@@ -176,7 +176,7 @@ def test_comfyui_imports_it_alone_and_under_two_names(pack):
 def test_a_command_that_was_left_out_says_where_it_is(pack, name):
     done = command(pack, name, "--help")
     assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert f"{name} is not in what ComfyUI's manager installs: run `git clone " in done.stderr
+    assert f"{name} is not in what ComfyUI's manager installs: run `python FOLDER " in done.stderr
     listed = " ".join(command(pack, "--help").stdout.split())
     assert f"{name} " in listed and listed.count("(in a clone)") == 5
 

@@ -157,7 +157,7 @@ def _node(node: Mapping[str, Any]) -> Graph:
         "title": node.get("title", title),
         "properties": {} if node["type"] == NOTE else _properties(node["type"], values.values()),
         **(named if values else {}),
-        **_kept(node, ("color", "bgcolor")),
+        **({} if node["type"] == NOTE else _kept(node, ("color", "bgcolor"))),
     }
 
 

@@ -92,7 +92,7 @@ def written(text: str, graph: Graph) -> str:
 
 def _line(file: ModelFile) -> str:
     size = f", {file.size}" if file.size.endswith("GiB") else ""
-    return f"- [{file.name}]({file.url}){size}\n  in `models/{file.directory}`"
+    return f"- [{file.name}]({file.url}){size} → `models/{file.directory}`"
 
 
 def run_request(graph: Graph) -> RunRequest | None:
@@ -165,7 +165,7 @@ def takes(request: RunRequest) -> str:
     """Makes a table of memory and time, a row for each of `CARDS`, as `qwen-l40s estimate` does."""
     many = f"{request.batch} images" if request.batch > 1 else "an image"
     rows = [
-        f"{request.width}x{request.height} in {request.steps} steps, predicted:\n",
+        f"{request.width}x{request.height}, {request.steps} steps, predicted:\n",
         f"| GPU | {many} | VRAM |",
         "|---|---|---|",
     ]
