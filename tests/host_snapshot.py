@@ -10,7 +10,8 @@ HOSTS = {"accelerate", "comfy", "comfy_aimdo", "comfy_api", "comfy_execution", "
 HOSTS |= {"diffusers", "torch", "triton"}
 LISTED = {name for it in CHANGES.values() for name in re.findall(r"`(\w+)`", it.what)}
 # What a run of ComfyUI's or diffusers' alone changes, and a late import of Triton's.
-OF_THEIRS = {"global_progress_registry", "latent_shapes", "modules", "sigmas", "timesteps"}
+OF_THEIRS = {"current_weight_patches_uuid", "global_progress_registry", "latent_shapes", "modules"}
+OF_THEIRS |= {"sigmas", "timesteps"}
 PLAIN = (bool, int, float, str, bytes, type(None))
 
 

@@ -18,6 +18,7 @@ RUNS = {
     "hosts/comfyui/qwen_image.py: importlib": "ComfyUI's model code, which an older one has not",
     "machine/card.py: ctypes": "the driver's NVML, for cards and limits",
     "machine/links.py: ctypes": "the driver's CUDA library, for copies from card to card",
+    "machine/memory.py: ctypes": "the system's madvise, for pages of a file that was read",
     "machine/packages.py: importlib": "an optional package, to say why its import fails",
     "optimizations/attention/backends.py: importlib": "FlashAttention, under one of two names",
     "optimizations/attention/quantized.py: importlib": "SageAttention, an optional package",
