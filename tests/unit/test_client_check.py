@@ -59,8 +59,8 @@ def test_a_model_that_the_server_is_too_old_for_is_not_to_be_downloaded():
     with pytest.raises(SettingError) as caught:
         Checker(stored(), "0.33.0").check(graph)
     assert str(caught.value) == (
-        "Load Qwen-Image.model is 'qwen_image_2.1_int8_convrot.safetensors', which needs ComfyUI 0.37 or "
-        "newer, and the server runs 0.33.0: update it first."
+        "Load Qwen-Image.model is 'qwen_image_2.1_int8_convrot.safetensors', which needs ComfyUI "
+        "0.37 or newer, and the server runs 0.33.0: update it first."
     )
     for version in ("0.37.1", "0.40", "unknown"):
         with pytest.raises(SettingError, match=r"download it from|is missing on the server"):
