@@ -5,6 +5,7 @@ Everything is sampled through ComfyUI's own sampler on the CPU.
 
 import contextlib
 import functools
+import re
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -458,6 +459,10 @@ def test_what_cannot_run_beside() -> None:
     base = build()
     assert torch.equal(sample(applied(base, dora)), sample(by_core(base, dora)))
     refused(dora, "merge", how="bypass", error=SettingError)
+    for form, tensors, says in ((INT8, dora, True), (INT8, lora(), False), (PLAIN, dora, False)):
+        model = optimize(by_core(build(form), tensors))
+        sample(model)
+        assert bool(re.search("^LoRAs: ", report_of(model), re.M)) == says, report_of(model)
     refused({**dora, f"{LAYER}.dora_scale": torch.ones(3, 1)}, LAYER)
 
 

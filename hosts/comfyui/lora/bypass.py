@@ -181,12 +181,14 @@ class Lowered(NamedTuple):
         merged: {key: patches} that ComfyUI merges.
         hooks: {hook's reference: {key: patches}} that ComfyUI merges while the hook is on.
         bypass: What is computed: of all LoRAs, and of each hook's.
+        rounded: Quantized weights that a merge rounds again.
         token: The `patches_uuid` of `merged` alone.
     """
 
     merged: dict[str, list[Patch]]
     hooks: dict[Any, dict[str, list[Patch]]]
     bypass: tuple[ModelPatcher, ...]
+    rounded: int
     token: uuid.UUID
 
 
@@ -288,7 +290,9 @@ def lower(patcher: ModelPatcher) -> Lowered:
         computed = [it for it in (layers, *(its for _, its in hooks.values())) if it is not None]
         bypass = tuple(_patcher(it, patcher.load_device, patcher.offload_device) for it in computed)
         left = {ref: patches for ref, (patches, _) in hooks.items()}
-        found = known[refs] = Lowered(merged, left, bypass, uuid.uuid4())
+        weights = (comfy.utils.get_attr(patcher.model, key) for key in merged)
+        rounded = sum(map(is_quantized, weights))
+        found = known[refs] = Lowered(merged, left, bypass, rounded, uuid.uuid4())
     return found
 
 

@@ -52,6 +52,12 @@ MASKED = (
 )
 
 
+ROUNDED = (
+    "LoRAs: {} quantized weights are rounded again with a patch that is merged into them, because "
+    "it has no bypass: with precision bf16 it loses less"
+)
+
+
 class ComfyOptimization(Optimization):
     """The attachment that `optimize` puts on a patcher; clones of the patcher share it.
 
@@ -76,6 +82,7 @@ class ComfyOptimization(Optimization):
         super().__init__(attention, blocks)
         self._flags = tf32, cudnn_benchmark
         self.file: FileAttention | None = None
+        self._rounded = 0  # quantized weights into which ComfyUI merges a patch
         self._masked = False  # whether another node's attention met text rows with a mask
         self._instead = ""  # whose attention ran in the last pass where none was chosen
         # Models on cards that share a pass, whose weights a run has asked for; None outside of one.
@@ -99,6 +106,8 @@ class ComfyOptimization(Optimization):
             lines = [f"attention: {self._instead}"]
         if self._masked:
             lines.append(MASKED)
+        if self._rounded:
+            lines.append(ROUNDED.format(self._rounded))
         return lines if self.file is None else self.file.lines(lines)
 
     def attention_names(self) -> set[str]:
@@ -108,6 +117,7 @@ class ComfyOptimization(Optimization):
     def outer_sample(self, executor: Any, noise: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """OUTER_SAMPLE wrapper: one run."""
         self.start_run()
+        self._rounded = read_or(0, lambda: lower(executor.class_obj.model_patcher).rounded)
         before, self._brought = self._brought, WeakSet()
         self.begins_again = True
         for weights in self._weights.values():
