@@ -50,12 +50,11 @@ function say(text) {
     return words[text] ?? words[text.replace(FIGURE, "#")]?.replace(/#/g, () => figures.shift()) ?? text
 }
 
-/** A note in the page's language, line by line and cell by cell. */
+/** A note in the page's language, line by line and part by part. */
 function sayNote(text) {
-    const cells = (line) => `| ${line.slice(2, -2).split(" | ").map(say).join(" | ")} |`
     return text.split("\n").map((line) => {
         const [mark] = line.match(/^(## |- |)/)
-        return line.startsWith("| ") ? cells(line) : mark + say(line.slice(mark.length))
+        return mark + line.slice(mark.length).split(" · ").map(say).join(" · ")
     }).join("\n")
 }
 
