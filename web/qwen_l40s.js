@@ -53,8 +53,8 @@ function say(text) {
 /** A note in the page's language, line by line and part by part. */
 function sayNote(text) {
     return text.split("\n").map((line) => {
-        const [mark] = line.match(/^(## |- |)/)
-        return mark + line.slice(mark.length).split(" · ").map(say).join(" · ")
+        const [, mark, said, end] = line.match(/^(## |- |)(.*?)(\\?)$/)
+        return mark + said.split(" · ").map(say).join(" · ") + end
     }).join("\n")
 }
 
@@ -71,6 +71,7 @@ function dress({ nodes, groups }) {
             node.color = node.bgcolor = undefined
             node.widgets[0].value = sayNote(node.widgets[0].value)
         }
+        if (!Object.keys(words).length) continue
         if (node.flags.collapsed || node.type === "MarkdownNote") node.title = say(node.title)
         else if (isOurs(node)) node.title = own
         else node.title = own.split(/ ?[(（]/)[0] + (rest ? ` (${say(rest)})` : "")

@@ -85,5 +85,5 @@ def test_templates_and_buttons_have_their_words():
                 say(detail[1])
             for line in node["widgets_values"][0].splitlines() if note else ():
                 if line and not line.startswith("- ["):
-                    [say(part) for part in re.sub(r"^(## |- )", "", line).split(" · ")]
+                    [say(part) for part in re.sub(r"^(## |- )|\\$", "", line).split(" · ")]
     assert missing == [] and unused == set()

@@ -105,7 +105,7 @@ def place(graph: Mapping[str, Any], note: dict[str, Any]) -> None:
 
 def _height(text: str, width: int) -> int:
     """Adds up lines 16 units high, with letters 5.2 wide, and gaps of 6, as the page draws them."""
-    height = 50
+    height = 76
     for line in LINK.sub(r"\1", text).replace("**", "").strip().splitlines():
         item = line.startswith("- ")
         height += 16 * math.ceil(len(line) * 5.2 / (width - (56 if item else 24)))
@@ -187,7 +187,8 @@ def _size(nodes: Graph) -> dict[str, int]:
 def takes(request: RunRequest) -> str:
     """Says time and memory, a line for each of `CARDS`, as `qwen-l40s estimate` does."""
     many = f"{request.batch} of " if request.batch > 1 else ""
-    rows = [f" ({many}{request.width}x{request.height}, {request.steps} steps, predicted)\n"]
+    title = f" ({many}{request.width}x{request.height}, {request.steps} steps, predicted)\n\n"
+    rows = []
     for size, name in CARDS.items():
         about = f"{size} GB ({name.removesuffix(f' {size}GB')})"
         try:
@@ -201,4 +202,4 @@ def takes(request: RunRequest) -> str:
             memory = f"{format_gib(moved)} offloaded"
         whole = found.image_seconds.times(request.batch)
         rows.append(f"{about} · {duration(whole)} · {memory}")
-    return "\n".join([*rows, "", *step_cache_lines(found)]).rstrip()
+    return title + "\n\n".join(["\\\n".join(rows), *step_cache_lines(found)])
