@@ -17,8 +17,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+PACKAGE = __name__.removesuffix(".errors")
 LONGEST_PATH = 259  # characters, of Windows without its long paths
 
 
@@ -61,6 +63,21 @@ class UnavailableError(QwenL40SError, RuntimeError):
 
 class DoesNotFitError(UnavailableError):
     """The card's memory is too small for a run, even where weights move to it and off it."""
+
+
+def restart_for(error: BaseException | None) -> UnavailableError | None:
+    """Returns what to raise for a name that a module of this package lacks: its files have changed
+    since the process imported others of them. None for any other error.
+    """
+    if not isinstance(error, (ImportError, AttributeError)):
+        return None
+    owner = error.obj if isinstance(error, AttributeError) else None
+    lacks = owner.__name__ if isinstance(owner, ModuleType) else error.name
+    if not f"{lacks}.".startswith(f"{PACKAGE}."):
+        return None
+    return UnavailableError(
+        "The files of Qwen-Image Accelerator have changed since ComfyUI started: restart ComfyUI."
+    )
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from .caches import remembered
-from .errors import QwenL40SError
+from .errors import QwenL40SError, restart_for
 
 logger = logging.getLogger(__name__)
 _Found = TypeVar("_Found")
@@ -111,7 +111,7 @@ def try_once(what: Hashable, trial: Callable[[], str]) -> Verdict | None:
         except torch.OutOfMemoryError:
             return FULL
         except Exception as error:  # packages, drivers, Triton and C compilers raise anything
-            found = f"a trial failed: {first_line(error)}"
+            found = f"a trial failed: {first_line(restart_for(error) or error)}"
         answer = Verdict(found, final=True) if found else None
         if answer is None:  # stays, though a trial in another thread may fail
             _answers[what] = None

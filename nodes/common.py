@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from comfy_api.latest import io, ui
 
-from ..errors import UnavailableError
+from ..errors import UnavailableError, restart_for
 from ..hosts.comfyui.contract import unsupported_host
 from ..hosts.comfyui.on_node import shown
 from ..options import CHOICE_LABELS, LABELS, OLDER, Option, options
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from ..planning.estimate import Estimate
 
 CATEGORY = "Qwen-Image Accelerator"
-PACKAGE = __name__.removesuffix(".nodes.common")
 
 
 def schema(**about: Any) -> io.Schema:
@@ -64,15 +62,10 @@ def needs(*capabilities: str) -> Iterator[None]:
         raise UnavailableError(str(fallback))
     try:
         yield
-    except (ImportError, AttributeError) as error:
-        owner = error.obj if isinstance(error, AttributeError) else None
-        lacks = owner.__name__ if isinstance(owner, ModuleType) else error.name
-        if not f"{lacks}.".startswith(f"{PACKAGE}."):
-            raise
-        raise UnavailableError(
-            "The files of Qwen-Image Accelerator have changed since ComfyUI started: restart "
-            "ComfyUI."
-        ) from error
+    except Exception as error:
+        if restart := restart_for(error):
+            raise restart from error
+        raise
 
 
 def model_and_report() -> list[io.Output]:

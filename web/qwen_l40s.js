@@ -50,12 +50,11 @@ function say(text) {
     return words[text] ?? words[text.replace(FIGURE, "#")]?.replace(/#/g, () => figures.shift()) ?? text
 }
 
-/** A note in the page's language, line by line and cell by cell. */
+/** A note in the page's language, line by line and part by part. */
 function sayNote(text) {
-    const cells = (line) => `| ${line.slice(2, -2).split(" | ").map(say).join(" | ")} |`
     return text.split("\n").map((line) => {
-        const [mark] = line.match(/^(## |- |)/)
-        return line.startsWith("| ") ? cells(line) : mark + say(line.slice(mark.length))
+        const [, mark, said, end] = line.match(/^(## |- |)(.*?)(\\?)$/)
+        return mark + said.split(" · ").map(say).join(" · ") + end
     }).join("\n")
 }
 
@@ -72,6 +71,7 @@ function dress({ nodes, groups }) {
             node.color = node.bgcolor = undefined
             node.widgets[0].value = sayNote(node.widgets[0].value)
         }
+        if (!Object.keys(words).length) continue
         if (node.flags.collapsed || node.type === "MarkdownNote") node.title = say(node.title)
         else if (isOurs(node)) node.title = own
         else node.title = own.split(/ ?[(（]/)[0] + (rest ? ` (${say(rest)})` : "")

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ...caches import remembered
+from ...errors import restart_for
 from ...patches import call
 from ...verdict import Verdict
 
@@ -55,6 +56,8 @@ def harmless(measuring: MeasuredPhase | None = None) -> Iterator[None]:
 class MeasuredPhase:
     """Measures a phase as a context manager, and holds its figures if no exception ends it.
 
+    An exception that `restart_for` knows asks for a restart instead, whether or not it measures:
+    a phase surrounds all that ComfyUI's nodes run of this package.
     It keeps no model and no tensor alive. Bytes are 0 where the device is not counted.
 
     Attributes:
@@ -121,7 +124,14 @@ class MeasuredPhase:
                     self.begin()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *exception: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: Any
+    ) -> None:
+        self._end(kind)
+        if restart := restart_for(error):
+            raise restart from error
+
+    def _end(self, kind: type[BaseException] | None) -> None:
         if self not in _open:
             return
         if kind is None:

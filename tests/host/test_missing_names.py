@@ -313,3 +313,22 @@ def test_a_pack_that_was_updated_meanwhile_asks_for_a_restart(monkeypatch, modul
     monkeypatch.delattr(importlib.import_module(module), name)
     errors = [it for it in map(tried, NODES) if isinstance(it, UnavailableError)]
     assert errors and all("restart ComfyUI" in str(error) for error in errors)
+
+
+@pytest.mark.parametrize(
+    "name", ["Load", "LoadModel", "LoadTextEncoder", "Optimize", "StepCache", "NAG"]
+)
+def test_an_updated_pack_asks_for_a_restart_inside_of_comfyuis_nodes_too(name):
+    def imports(*_):
+        raise ImportError("cannot import name", name="qwen_l40s.optimizations.kernels.rows")
+
+    settings, made = RUNS[name]
+    (node,) = (it for it in NODES if it.GET_SCHEMA().node_id == f"QwenL40S_{name}")
+    needs_model = any(it.io_type == "MODEL" for it in node.GET_SCHEMA().inputs)
+    output = node.execute(**{"model": narrow.stock(WEIGHTS)} if needs_model else {}, **settings)
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(imports)
+    try:
+        with pytest.raises(UnavailableError, match="restart ComfyUI"):
+            made(output)
+    finally:
+        hook.remove()

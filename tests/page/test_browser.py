@@ -156,11 +156,11 @@ def test_a_template_opens_with_nodes_2_too(modern: ComfyPage, name: str):
             _, said = (*options[key], {})[:2]  # ComfyUI's older nodes may say nothing
             if said.get("advanced") or title in collapsed:
                 continue
-            text = shown[title]["widgets"][key]
+            text = shown[title]["widgets"][said.get("display_name") or key]
             if isinstance(value, bool):  # a switch, which has no text
                 continue
             found = text if isinstance(value, str) else float(text)
-            assert (title, key, found) == (title, key, value)
+            assert (title, key, found) == (title, key, said.get("labels", {}).get(value, value))
     check_what_is_saved(modern, name)
     assert overlapping({title: node["box"] for title, node in shown.items()}) == []
     assert modern.errors_shown() == ""

@@ -62,7 +62,7 @@ def test_marks_are_full_width_and_spaces_consistent(path):
 
 
 def test_templates_and_buttons_have_their_words():
-    """As web/qwen_l40s.js reads them: line by line of a note, and cell by cell of its table."""
+    """As web/qwen_l40s.js reads them: line by line of a note, and part by part of a line."""
     words = json.loads((FILE.parent / "main.json").read_text(encoding="utf-8"))["qwenL40S"]
     unused, missing = {*words} - {"Details", "Close", "does not fit"}, []
 
@@ -84,8 +84,6 @@ def test_templates_and_buttons_have_their_words():
             elif detail and not node["type"].startswith("QwenL40S"):
                 say(detail[1])
             for line in node["widgets_values"][0].splitlines() if note else ():
-                if line.startswith("| "):
-                    [say(cell) for cell in line[2:-2].split(" | ")]
-                elif line and not line.startswith(("- [", "|--")):
-                    say(re.sub(r"^(## |- )", "", line))
+                if line and not line.startswith("- ["):
+                    [say(part) for part in re.sub(r"^(## |- )|\\$", "", line).split(" · ")]
     assert missing == [] and unused == set()

@@ -147,7 +147,7 @@ def test_notes_and_api_forms_follow_a_change(copied: Path):
     assert command.main(["--write"]) == 0 == command.main([])
     graph = json.loads((copied / "text_to_image_most_accurate.json").read_text("utf-8"))
     note = node_of(graph, "Read me")["widgets_values"][0]
-    assert "1328x1328, 25 steps, predicted:" in note and "fp8_e4m3fn" in note
+    assert "1328x1328, 25 steps, predicted" in note and "fp8_e4m3fn" in note
     prompt = json.loads((copied / "api" / "text_to_image_most_accurate.json").read_text("utf-8"))
     old = api("text_to_image_most_accurate")
     number = str(node_of(graph, "CLIP Text Encode (another)")["id"])
@@ -319,7 +319,7 @@ def test_the_note_names_each_file_and_what_it_takes(name: str):
         assert f"`models/{link['directory']}`" in text
     samplers = {"KSampler", "SamplerCustom"}
     paints = not samplers.isdisjoint(node["class_type"] for node in api(name).values())
-    rows = [f"| {size} GB ({name.removesuffix(f' {size}GB')}) |" for size, name in CARDS.items()]
+    rows = [f"\n{size} GB ({name.removesuffix(f' {size}GB')}) · " for size, name in CARDS.items()]
     assert all((row in text) == (paints and bool(links(name))) for row in rows)
 
 

@@ -53,6 +53,7 @@ def files() -> dict[Path, str]:
             ]
             continue
         note["widgets_values"], note["widgets_values_named"] = [text], {"text": text}
+        notes.place(graph, note)
         written |= {path: _text(graph), api: _text(prompt)}
     if wrong:
         raise ValueError("\n".join(wrong))

@@ -1,7 +1,7 @@
 """Writes what the note of a workflow says by itself: its files, what it takes of GPUs.
 
-Both follow from the workflow: `--write` puts them below the headings **Files** and **What it
-takes**, and leaves all other words of a note alone.
+Both follow from the workflow: `--write` puts them below the headings of `FILES` and `TAKES`, and
+leaves all other words of a note alone.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from ...step_cache import OFF
 TABLE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 ROW = re.compile(r"^\| \d+ \| \[(.+)\]\((.+)\) \| (.+) \| `models/(.+)` \|$", re.M)
 FILES, TAKES = "**Files**", "**What it takes**"
+LINK = re.compile(r"\[(.+?)\]\(.+?\)")
+BELOW = 46  # from a node to the next one, whose title is 30 high
 SAMPLERS = ("KSampler", "SamplerCustom")
 RANK = re.compile(r"-r(\d+)\.")  # of a LoRA, in its file's name
 # {GB of a class of cards: a slow one of it}
@@ -77,17 +79,38 @@ def written(text: str, graph: Graph) -> str:
     """
     named = [link["name"] for node in graph.values() for link in node["_meta"].get("models", ())]
     request = run_request(graph)
+    lines = "\n".join(_line(published()[file]) for file in named)
     for heading, below in (
-        (FILES, "\n".join(_line(published()[file]) for file in named)),
+        (FILES, lines and f"\n\n{lines}"),
         (TAKES, takes(request) if request else ""),
     ):
         if (heading in text) != bool(below):
             must = "needs" if below else "has nothing to say below"
             raise ValueError(f"its note {must} the heading {heading}")
         section = re.compile(rf"{re.escape(heading)}.*?(?=^\*\*|\Z)", re.M | re.S)
-        said = f"{heading}\n\n{below}\n\n"
+        said = f"{heading}{below}\n\n"
         text = section.sub(lambda _, said=said: said, text)
     return text.rstrip() + "\n"
+
+
+def place(graph: Mapping[str, Any], note: dict[str, Any]) -> None:
+    """Gives a note the height of its text, and moves what stands below it out of its way."""
+    (x, y), (width, _) = note["pos"], note["size"]
+    note["size"] = [width, _height(note["widgets_values"][0], width)]
+    below = [node for node in graph["nodes"] if node["pos"][0] < x + width and node is not note]
+    top = min((node["pos"][1] for node in below), default=0)
+    for node in below:
+        node["pos"][1] += y + note["size"][1] + BELOW - top
+
+
+def _height(text: str, width: int) -> int:
+    """Adds up lines 16 units high, with letters 5.2 wide, and gaps of 6, as the page draws them."""
+    height = 76
+    for line in LINK.sub(r"\1", text).replace("**", "").strip().splitlines():
+        item = line.startswith("- ")
+        height += 16 * math.ceil(len(line) * 5.2 / (width - (56 if item else 24)))
+        height += 6 * (item or not line)
+    return height
 
 
 def _line(file: ModelFile) -> str:
@@ -162,24 +185,21 @@ def _size(nodes: Graph) -> dict[str, int]:
 
 
 def takes(request: RunRequest) -> str:
-    """Makes a table of memory and time, a row for each of `CARDS`, as `qwen-l40s estimate` does."""
-    many = f"{request.batch} images" if request.batch > 1 else "an image"
-    rows = [
-        f"{request.width}x{request.height}, {request.steps} steps, predicted:\n",
-        f"| GPU | {many} | VRAM |",
-        "|---|---|---|",
-    ]
+    """Says time and memory, a line for each of `CARDS`, as `qwen-l40s estimate` does."""
+    many = f"{request.batch} of " if request.batch > 1 else ""
+    title = f" ({many}{request.width}x{request.height}, {request.steps} steps, predicted)\n\n"
+    rows = []
     for size, name in CARDS.items():
         about = f"{size} GB ({name.removesuffix(f' {size}GB')})"
         try:
             found = estimate(request, known_cards(BUNDLED)[name])
         except DoesNotFitError:
-            rows.append(f"| {about} | does not fit | |")
+            rows.append(f"{about} · does not fit")
             continue
         option = found.option
-        memory = f"{tenths(option.peak_bytes)} of {format_gib(option.usable_bytes)}"
+        memory = f"{tenths(option.peak_bytes)} of {format_gib(option.usable_bytes)} VRAM"
         if moved := option.moved_bytes:
-            memory = f"all; {format_gib(moved)} streamed in each forward pass"
+            memory = f"{format_gib(moved)} offloaded"
         whole = found.image_seconds.times(request.batch)
-        rows.append(f"| {about} | {duration(whole)} | {memory} |")
-    return "\n".join([*rows, "", *step_cache_lines(found)]).rstrip()
+        rows.append(f"{about} · {duration(whole)} · {memory}")
+    return title + "\n\n".join(["\\\n".join(rows), *step_cache_lines(found)])

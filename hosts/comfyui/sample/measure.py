@@ -51,13 +51,13 @@ def measure_sampling(executor: Any, noise: torch.Tensor, *args: Any, **kwargs: A
     guider = executor.class_obj
     patcher = getattr(guider, "model_patcher", None)
     run = phase("sampling", patcher, getattr(patcher, "load_device", None))
-    if run.off:
-        output = executor(noise, *args, **kwargs)
-        with harmless():
-            forget(patcher)
-            _size_lines(patcher, noise)
-        return output
     with run:
+        if run.off:
+            output = executor(noise, *args, **kwargs)
+            with harmless():
+                forget(patcher)
+                _size_lines(patcher, noise)
+            return output
         counts = _Counts(run)
         with harmless(run):
             # The guider's copy of the MODEL's, for this run.
