@@ -99,7 +99,7 @@ def _fill(model: ModelMixin, shards: Shards, dtype: torch.dtype, device: str) ->
                 value = tensor.to(device=device, dtype=dtype)
                 weight = torch.nn.Parameter(value, requires_grad=False)
                 owner, _, leaf = name.rpartition(".")
-                put("weights", model.get_submodule(owner), **{leaf: weight})
+                put(model.get_submodule(owner), **{leaf: weight})
 
 
 @dataclass(frozen=True)

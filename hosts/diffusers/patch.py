@@ -241,7 +241,7 @@ class Forward:
         """Takes the innermost place there is."""
         own = self._transformer().__dict__
         slot = next((slot for slot in SLOTS if slot in own), "forward")
-        self.before = swap("forward", own, slot, self)
+        self.before = swap(own, slot, self)
 
     def remove(self) -> None:
         """Puts back what was there; somebody who has wrapped this one since calls through it."""
@@ -254,7 +254,7 @@ class Forward:
             before = self.before
             if before is ABSENT and slot != "forward":
                 before = type(transformer).forward.__get__(transformer)
-            swap("forward", own, slot, before)
+            swap(own, slot, before)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Neither the choices nor the launches can be traced.
