@@ -24,7 +24,6 @@ from ...patches import ABSENT, swap
 from ...verdict import Verdict
 from .layers import DiffusersLayers, Timesteps, TransformerModulation
 from .qwen_image import HOST_ATTENTION, TransformerAttention
-from .settings import take_variables
 
 # Where a module's `forward` is found: accelerate keeps the one that it wraps, and puts it back
 # after every image.
@@ -54,7 +53,6 @@ def optimize(transformer: QwenImageTransformer2DModel, *, attention: str = "auto
     """
     if fallback := unsupported_model(transformer):
         return Optimized(None, fallback)
-    take_variables()
     parameter = next(transformer.parameters())
     device = parameter.device
     if device.type == "cpu" and torch.cuda.is_available():
