@@ -207,9 +207,7 @@ def calibrate_card(args: argparse.Namespace) -> int:
 
 
 def table(found: Calibration, card: Card | None) -> list[str]:
-    """Makes a line for each rate, with its share of the card's dense peak if known: of int4 it is
-    int8's, which data sheets of Ada name for both.
-    """
+    """Makes a line for each rate, with its share of the card's dense peak if known."""
     rates = found.rates
     peaks = card.dense_flops if card else {}
     rows = [
@@ -221,10 +219,6 @@ def table(found: Calibration, card: Card | None) -> list[str]:
         ("attention, bf16", rates.attention, peaks.get("bf16")),
         ("VAE convolutions, bf16", rates.convolution, peaks.get("bf16")),
         ("text encoder, fp32", rates.encoder, peaks.get("fp32")),
-    ]
-    rows += [
-        (f"{name} instructions", rate, peaks.get("int8"))
-        for name, rate in found.instructions.items()
     ]
     lines = [f"{'':24}{'TFLOP/s':>9}{'of peak':>9}"]
     lines += [_line(name, rate / 1e12, rate, peak) for name, rate, peak in rows]
