@@ -68,7 +68,7 @@ class Calibration:
         card: As the driver calls it.
         driver, torch: Their versions.
         date: Of the measurement, ISO 8601.
-        rates: What was measured; `disk` is None.
+        rates: What was measured.
     """
 
     card: str
