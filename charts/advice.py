@@ -32,10 +32,6 @@ CARDS = 6  # that have a bar
 NAME, THIRD = 560, 360  # pixels of a name beside a bar, and below a figure
 EXCHANGED = {ROWS: "normalized rows", KEYS: "keys and values"}
 COLUMNS = ("", "card", "in", "an image", "cards", "busy", "USD per image")
-COUNTED = (
-    "The number of cards carries the load even at the slowest predicted time. USD per image "
-    "includes idle time."
-)
 
 
 def advise_text(advice: Advice) -> str:
@@ -48,7 +44,10 @@ def advise_text(advice: Advice) -> str:
         summary_lines(advice),
         folded(step_cache_lines(advice.ranked[0].found)),
         _ranking(advice),
-        folded([COUNTED]),
+        [
+            "The number of cards carries the load even at the slowest predicted time.",
+            "USD per image includes idle time.",
+        ],
         folded(map(_basis, advice.ranked)),
         _without_offer(advice),
     ]

@@ -221,12 +221,7 @@ def _bar(estimate: Estimate, name: str, phase: Phase) -> Bar:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A request that a card does not run, even where weights move.
-
-    Attributes:
-        reason: The planner's sentence, with the remedy.
-        card_note: As of `Estimate`.
-    """
+    """A request that a card does not run, even where weights move; `reason` is the planner's."""
 
     card: Card
     request: RunRequest

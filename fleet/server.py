@@ -75,8 +75,7 @@ class ServerPlan:
     """What the servers of a fleet have in common.
 
     Attributes:
-        comfyui: ComfyUI's folder.
-        python: that has its requirements.
+        python: that has ComfyUI's requirements.
         folder: for logs, outputs and temporary files.
         arguments: more of ComfyUI's command line.
         warm_up: a workflow in API form, run before the server is ready; None for none.

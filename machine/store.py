@@ -66,9 +66,7 @@ class Calibration:
 
     Attributes:
         card: As the driver calls it.
-        driver, torch: Their versions.
         date: Of the measurement, ISO 8601.
-        rates: What was measured.
     """
 
     card: str

@@ -238,13 +238,11 @@ class Estimate:
     """Memory, time and cost of a request on a card.
 
     Attributes:
-        request: As it was asked.
         options: All of the plan; everything here is of the first: the recommended one, or what the
             request names.
         files: {model file of the option: bytes}.
         host_memory: {what it is for: bytes}.
         ram_bytes: Of the machine; None where nobody said.
-        basis: What the times rest on.
         times: None, as all times below, on a card that is neither listed nor calibrated.
         own_usd_per_hour: The user's own price; None for the list's.
         calibration: What the times rest on where the card was measured; else None.
