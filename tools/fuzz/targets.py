@@ -179,7 +179,7 @@ def read_journal(path: Path) -> None:
             found.kept(record.server, record.local)
             f"{record.seconds or 0.0:.1f}", [len(name) + 1 for name in record.files]
             {text.strip() for texts in record.texts.values() for text in texts}
-        found.ended("done", "k", "p", files=["k_1.png"], sizes=[1])
+        found.ended("done", "k", "p", server="a:1", files=["k_1.png"], sizes=[1])
 
 
 def read_cache(path: Path) -> None:
