@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ..planning.advise import together
@@ -25,25 +25,18 @@ from .words import (
 if TYPE_CHECKING:
     from PIL import Image
 
-    from ..planning.advise import Advice, Comparison, Offer, Together
+    from ..planning.advise import Advice, Offer, Together
     from ..planning.estimate import Estimate
 
 CARDS = 6  # that have a bar
 NAME, THIRD = 560, 360  # pixels of a name beside a bar, and below a figure
 EXCHANGED = {ROWS: "normalized rows", KEYS: "keys and values"}
 COLUMNS = ("", "card", "in", "an image", "cards", "busy", "USD per image")
-COUNTED = (
-    "The number of cards carries the load even at the slowest predicted time. USD per image "
-    "includes idle time."
-)
 
 
-def advise_text(advice: Advice, comparisons: Sequence[Comparison]) -> str:
+def advise_text(advice: Advice) -> str:
     """Says what `qwen-l40s advise` prints and the node keeps behind its picture: the cheapest card
     first, then all of them.
-
-    Args:
-        comparisons: of the card that the package is about with others.
     """
     if not advice.offers:
         return "\n".join(["None of these cards has a price.", *_without_offer(advice)])
@@ -51,9 +44,11 @@ def advise_text(advice: Advice, comparisons: Sequence[Comparison]) -> str:
         summary_lines(advice),
         folded(step_cache_lines(advice.ranked[0].found)),
         _ranking(advice),
-        folded([COUNTED]),
+        [
+            "The number of cards carries the load even at the slowest predicted time.",
+            "USD per image includes idle time.",
+        ],
         folded(map(_basis, advice.ranked)),
-        folded(map(comparison_text, comparisons)),
         _without_offer(advice),
     ]
     return "\n\n".join("\n".join(lines) for lines in blocks if lines)
@@ -81,29 +76,6 @@ def summary_lines(advice: Advice) -> list[str]:
     if advice.unpriced:
         lines.append(f"{len(advice.unpriced)} cards have no price: enter yours to rank them.")
     return lines
-
-
-def comparison_text(found: Comparison) -> str:
-    """Says which of two cards is cheaper at which load, and how sure that is."""
-    same = found.first.name == found.second.name
-    first, second = (
-        offer.name + f" at ${dollars(offer.usd_per_hour)}/h" * same
-        for offer in (found.first, found.second)
-    )
-    pair = f"{first} or {second}: "
-    if found.cheaper is None:
-        return f"{pair}both cost the same at full load."
-    if found.cheaper is found.second:
-        first, second = second, first
-    text = f"the {first} is cheaper at {'every load' if found.at_every_load else 'most loads'}"
-    if load := found.break_even:
-        about = f"{load:,.0f}" if load >= 10 else f"{load:.3g}"
-        text = (
-            f"the {first} is cheaper above about {about} images per hour; below that, sometimes "
-            f"the {second}"
-        )
-    doubt = "" if found.certain else ". The predicted times overlap, so this may not hold"
-    return f"{pair}{text}{doubt}."
 
 
 def price_source(price: Price | None) -> str:

@@ -49,7 +49,6 @@ def estimate_json(estimate: Estimate) -> dict[str, Any]:
         "usd_per_image": estimate.usd_per_image,
     }
     ranges = {name: ends for name, ends in answers.items() if ends is not None}
-    written = estimate.written_once
     return {
         "card": estimate.card.name,
         "family": estimate.request.family,
@@ -72,13 +71,8 @@ def estimate_json(estimate: Estimate) -> dict[str, Any]:
         "ranges": _ends(ranges),
         "loads": _ends(times and times.loads),
         "loads_prequantized": _ends(times and times.prequantized_loads),
-        "disk_gib": gib(estimate.disk.total_bytes),
-        "disk": {
-            "files_gib": {name: gib(count) for name, count in estimate.disk.files.items()},
-            "container_gib": {name: gib(count) for name, count in estimate.disk.container.items()},
-            "written_once_gib": written and gib(written.total_bytes),
-            "while_writing_gib": written and gib(written.most_bytes),
-        },
+        "disk_gib": gib(estimate.disk_bytes),
+        "disk": {"files_gib": {name: gib(count) for name, count in estimate.files.items()}},
         "host_ram_gib": gib(estimate.host_ram_bytes),
         "ram_gib": None if estimate.ram_bytes is None else gib(estimate.ram_bytes),
         "with_less_ram_gib": {name: gib(count) for name, count in estimate.with_less_ram.items()},
@@ -227,12 +221,7 @@ def _bar(estimate: Estimate, name: str, phase: Phase) -> Bar:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A request that a card does not run, even where weights move.
-
-    Attributes:
-        reason: The planner's sentence, with the remedy.
-        card_note: As of `Estimate`.
-    """
+    """A request that a card does not run, even where weights move; `reason` is the planner's."""
 
     card: Card
     request: RunRequest

@@ -54,7 +54,6 @@ class Bar:
     Attributes:
         parts: {a name of `COLOURS`: how much}, bytes, or seconds where memory is not counted.
         value: The same as words; empty where they are all seconds.
-        time: How long it lasted or is to last.
         expected: What was predicted of the sum; 0 where nothing was.
     """
 
@@ -85,9 +84,7 @@ class RunPicture:
 
     Attributes:
         sign: One of `SIGNS`.
-        answer: One or a few words.
         basis: What all figures are, such as "predicted".
-        lines: Sentences below the answer.
         about: What ran or is to run, in a fainter line.
         figures: At most three; of memory the first.
         limit: None where memory is not counted.

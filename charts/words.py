@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ..families.schedules import official_sigmas
+from ..planning.files import SOFTWARE_BYTES
 from ..planning.phases import KEPT_FREE_BYTES, Phase, Range
 from ..planning.request import EXACT, W4A8, RunRequest, Setting
 from ..planning.times import PROCESSOR
@@ -331,15 +332,15 @@ def _part_table(phases: Iterable[Phase]) -> list[str]:
 
 
 def _needs(estimate: Estimate) -> list[str]:
-    disk, option = estimate.disk, estimate.option
-    files = {**disk.files, "software and outputs": disk.container_bytes}
+    option = estimate.option
+    files = {**estimate.files, "software and outputs": SOFTWARE_BYTES}
     parts = ", ".join(
         f"{name} {size}" for name, size in zip(files, adding_up([*files.values()]), strict=True)
     )
     return [
         f"Card: {tenths(option.usable_bytes)} of {tenths(option.card.total_bytes)} GiB usable: "
         f"ComfyUI keeps {format_gib(KEPT_FREE_BYTES)} free",
-        f"Disk: {tenths(disk.total_bytes)} GiB: {parts}",
+        f"Disk: {tenths(estimate.disk_bytes)} GiB: {parts}",
     ]
 
 

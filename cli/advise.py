@@ -14,15 +14,14 @@ from .estimate import CARDS_HELP, add_request_arguments, request_of
 from .output import check_plot, write_plot
 
 if TYPE_CHECKING:
-    from ..planning.advise import Advice, Comparison, Offer
+    from ..planning.advise import Advice, Offer
     from ..planning.cards import Card
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Ranks cards by the cost of an image at your load, each with its best settings, and names "
-        "the load above which an A100 or H100 is cheaper than an L40S. Exit code 1 if the run fits "
-        "no card with a price."
+        "Ranks cards by the cost of an image at your load, each with its best settings. Exit code "
+        "1 if the run fits no card with a price."
     )
     parser.add_argument(
         "--images-per-hour",
@@ -45,8 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         action="extend",
         metavar="CARD",
-        help="rank only these cards and compare the first with the others; default: rank all, "
-        "compare the L40S with the A100 and the H100",
+        help="rank only these cards; default: all of them",
     )
     parser.add_argument("--plot", metavar="FILE", help="draw the cost at three loads into a .png")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -71,13 +69,12 @@ def run(args: argparse.Namespace) -> int:
     prices = read_prices("\n".join(args.price), cards)
     chosen = _chosen(args.only, cards)
     found = advise(args.images_per_hour, request_of(args), chosen, prices, load_calibration)
-    comparisons = found.comparisons(*[[card.name for card in chosen]] if args.only else [])
     if args.plot:
         _plot(args.plot, found)
     if args.json:
-        print(json.dumps(_as_dict(found, comparisons)))
+        print(json.dumps(_as_dict(found)))
     else:
-        print_text(advise_text(found, comparisons))
+        print_text(advise_text(found))
     return 0 if found.fitting else 1
 
 
@@ -103,23 +100,11 @@ def _plot(path: str, found: Advice) -> None:
     write_plot(cost_chart(found), path)
 
 
-def _as_dict(found: Advice, comparisons: Sequence[Comparison]) -> dict[str, Any]:
-    from ..charts.advice import comparison_text
-
+def _as_dict(found: Advice) -> dict[str, Any]:
     return {
         "images_per_hour": found.images_per_hour,
         "loads": list(found.loads),
         "advices": [_offer(offer, found) for offer in found.ranked],
-        "comparisons": [
-            {
-                "cards": [comparison.first.name, comparison.second.name],
-                "sentence": comparison_text(comparison),
-                "certain": comparison.certain,
-                "cheaper": comparison.cheaper and comparison.cheaper.name,
-                "break_even_images_per_hour": comparison.break_even,
-            }
-            for comparison in comparisons
-        ],
         "unpriced": list(found.unpriced),
         "refused": dict(found.refused),
     }

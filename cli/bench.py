@@ -13,7 +13,6 @@ from ..files import check_target, check_writable, write_whole
 from ..machine.store import CALIBRATION, Calibration, cache_folder, known_cards, with_calibration
 from ..planning.cards import Card, find_card
 from ..planning.rates import Rates, rates_of
-from ..spec.formats import MULTIPLIED
 from ..spec.transformer import PIXELS_PER_TOKEN_SIDE as SIZE_STEP
 from .output import parse_size, require_packages
 
@@ -24,16 +23,6 @@ WHAT = {
     "ops": "each operation of a block, through everything that computes it",
     "forward": "one forward pass of the transformer",
     "image": "from prompt to file in ComfyUI servers, with the card's memory",
-}
-# What went, and what to use instead.
-BLOCK_GONE = (
-    "bench block is gone: `bench forward --layers 1` and `--layers 2` differ by one block, and "
-    "`bench ops` times its operations."
-)
-GONE = {
-    "--plot": "--plot is gone: the table shows the figures, and --json FILE keeps every sample.",
-    "--profile": "--profile is gone: `kernel_ms` sums the kernels up, `nsys profile` lists them.",
-    "--warm-up": "--warm-up is gone: two calls come before the measured ones.",
 }
 # Options of WHAT, whose sizes --calibrate fixes.
 FOREIGN = ("size", "references", "layers", "only", "repeats", "models", "family")
@@ -49,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "what",
         nargs="?",
-        choices=(*WHAT, "block"),
+        choices=tuple(WHAT),
         metavar="WHAT",
         help="; ".join(f"{name}: {text}" for name, text in WHAT.items()),
     )
@@ -120,8 +109,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", default="auto", metavar="NAME", help="auto (default), cpu, cuda or cuda:N"
     )
     parser.add_argument("--json", metavar="FILE", help="also write the results as JSON")
-    for option in GONE:
-        parser.add_argument(option, nargs="?", const=True, dest=option, help=argparse.SUPPRESS)
 
 
 def _positive(text: str) -> int:
@@ -143,11 +130,6 @@ def _size(text: str) -> tuple[int, int]:
 
 def run(args: argparse.Namespace) -> int:
     """Measures and prints; returns 1 when a row failed."""
-    if args.what == "block":
-        raise SettingError(BLOCK_GONE)
-    for option, sentence in GONE.items():
-        if getattr(args, option):
-            raise SettingError(sentence)
     if args.calibrate:
         return calibrate_card(args)
     if args.what is None:
@@ -212,7 +194,6 @@ def calibrate_card(args: argparse.Namespace) -> int:
     for precision, reason in left_out.items():
         print(f"{precision} left out: {reason}")
     if on_card and not small:
-        print("\n".join(difference(found, _known(found.card))))
         write_whole(file, with_calibration(file.parent, found).encode())
         print(f"kept in {file}: estimates for this card use it")
     else:
@@ -224,45 +205,8 @@ def calibrate_card(args: argparse.Namespace) -> int:
 
 
 def table(found: Calibration, card: Card | None) -> list[str]:
-    """Makes a line for each rate, with its share of the card's dense peak if known: of int4 it is
-    int8's, which data sheets of Ada name for both.
-    """
-    rates = found.rates
-    peaks = card.dense_flops if card else {}
-    rows = [
-        (f"{name} products", rates.gemm[name], peaks.get(name))
-        for name in MULTIPLIED
-        if name in rates.gemm
-    ]
-    rows += [
-        ("attention, bf16", rates.attention, peaks.get("bf16")),
-        ("VAE convolutions, bf16", rates.convolution, peaks.get("bf16")),
-        ("text encoder, fp32", rates.encoder, peaks.get("fp32")),
-    ]
-    rows += [
-        (f"{name} instructions", rate, peaks.get("int8"))
-        for name, rate in found.instructions.items()
-    ]
-    lines = [f"{'':24}{'TFLOP/s':>9}{'of peak':>9}"]
-    lines += [_line(name, rate / 1e12, rate, peak) for name, rate, peak in rows]
-    lines.append(f"{'':24}{'GB/s':>9}{'of peak':>9}")
-    for name, rate, peak in (
-        ("memory, fused norm", rates.bandwidth, card and card.bandwidth),
-        ("host to card, pinned", rates.pcie, card and card.pcie_bytes_per_second),
-    ):
-        lines.append(_line(name, rate / 1e9, rate, peak))
-    launched = {f"{name} block": rates.launches.block[name] for name in rates.gemm}
-    lines.append(f"{'':24}{'ms':>9}")
-    for name, seconds in {**launched, "CUDA graph": rates.launches.graph}.items():
-        lines.append(_line(f"processor, {name}", 1e3 * seconds, seconds, None))
-    return lines
-
-
-def difference(found: Calibration, card: Card | None) -> list[str]:
-    """Makes a Markdown table of measured and predicted rates; nothing where none are predicted."""
-    if card is None:
-        return []
-    slow, fast = map(_figures, rates_of(card)[:2])
+    """Makes a Markdown table of measured and, of a card that is listed, predicted rates."""
+    slow, fast = map(_figures, rates_of(card)[:2]) if card else ({}, {})
     about = f"{found.card}, driver {found.driver}, torch {found.torch}, {found.date[:10]}"
     lines = [
         "To paste into an issue:",
@@ -270,23 +214,23 @@ def difference(found: Calibration, card: Card | None) -> list[str]:
         "|---|---|---|---|",
     ]
     for name, own in _figures(found.rates).items():
+        span = off = ""
         if name in slow:
             low, high = (f"{each[name]:.4g}" for each in (slow, fast))
             span = low if low == high else f"{low} to {high}"
-            off = 2 * own / (slow[name] + fast[name]) - 1
-            lines.append(f"| {name} | {own:.4g} | {span} | {off:+.0%} |")
+            off = f"{2 * own / (slow[name] + fast[name]) - 1:+.0%}"
+        lines.append(f"| {name} | {own:.4g} | {span} | {off} |")
     return lines
 
 
 def _figures(rates: Rates) -> dict[str, float]:
     found = {f"{name} products": rate for name, rate in rates.gemm.items()}
     found |= {"attention": rates.attention, "VAE": rates.convolution, "text encoder": rates.encoder}
-    tera = {f"{name}, TFLOP/s": rate / 1e12 for name, rate in found.items()}
-    return {**tera, "memory, GB/s": rates.bandwidth / 1e9, "link, GB/s": rates.pcie / 1e9}
-
-
-def _line(name: str, shown: float, rate: float, peak: float | None) -> str:
-    return f"{name:24}{shown:9.4g}" + (f"{rate / peak:9.0%}" if peak else "")
+    figures = {f"{name}, TFLOP/s": rate / 1e12 for name, rate in found.items()}
+    figures |= {"memory, GB/s": rates.bandwidth / 1e9, "link, GB/s": rates.pcie / 1e9}
+    seconds = {f"{name} block": rates.launches.block[name] for name in rates.gemm}
+    seconds["CUDA graph"] = rates.launches.graph
+    return figures | {f"CPU, {name}, ms": 1e3 * each for name, each in seconds.items()}
 
 
 def _known(name: str) -> Card | None:

@@ -48,7 +48,6 @@ class Result:
         files: in the output folder, `<hash of the graph>_<n>.png`.
         texts: {title of a node: the texts that it shows}.
         seconds: that the server ran it; None where it does not say.
-        server: its address.
     """
 
     files: list[Path]

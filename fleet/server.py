@@ -27,7 +27,6 @@ from typing import Any
 
 from ..errors import SettingError
 from ..files import private
-from ..machine.settings import NAME, VERSION, from_variables
 from .state import (
     DRAINING,
     FAILED,
@@ -76,8 +75,7 @@ class ServerPlan:
     """What the servers of a fleet have in common.
 
     Attributes:
-        comfyui: ComfyUI's folder.
-        python: that has its requirements.
+        python: that has ComfyUI's requirements.
         folder: for logs, outputs and temporary files.
         arguments: more of ComfyUI's command line.
         warm_up: a workflow in API form, run before the server is ready; None for none.
@@ -98,23 +96,13 @@ class ServerPlan:
         own = self.folder / str(port)
         where = {"cpu": ["--cpu"], "": []}.get(card, ["--cuda-device", card])
         return [
-            *(str(self.python), *self._settings(own), str(self.comfyui / "main.py")),
+            *(str(self.python), str(self.comfyui / "main.py")),
             "--disable-auto-launch",
             *("--port", str(port), "--output-directory", str(own / "output")),
             *("--temp-directory", str(own / "temp"), "--database-url", "sqlite:///:memory:"),
             *where,
             *self.arguments,
         ]
-
-    def _settings(self, own: Path) -> list[str]:
-        """Passes on variables of before there was a settings file, which a server does not read."""
-        given = from_variables(os.environ)
-        if not given:
-            return []
-        own.mkdir(parents=True, exist_ok=True)
-        file = own / NAME
-        file.write_text(json.dumps({"version": VERSION, **given}), encoding="utf-8")
-        return ["-X", f"qwen_l40s={file}"]
 
     def warm_up_command(self, url: str, output: str) -> list[str]:
         """Writes `submit` in ComfyUI's Python; samplers take one step."""

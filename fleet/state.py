@@ -43,10 +43,8 @@ class ServerState:
     """One server.
 
     Attributes:
-        url: its address.
         card: the index of its card, or "cpu".
         boot: another one at each start of the process.
-        starts: how often it was started.
         log: path of what it prints.
         error: why it is not ready; empty while nothing is wrong.
     """
@@ -67,9 +65,6 @@ class StateFile:
 
     Args:
         notify: gets a line for each change.
-
-    Attributes:
-        path: of the file.
 
     Raises:
         SettingError: another fleet uses the folder, or nothing can be written there.

@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -114,9 +113,3 @@ def read_settings(path: Path) -> Settings:
     if wrong:
         raise SettingError(f"the settings have no text called {wrong[0]!r}: {remedy}", path)
     return Settings(**given)
-
-
-def from_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Takes the settings of QWEN_L40S_CACHE and its like, for callers who read an environment."""
-    named = {field.name: f"QWEN_L40S_{field.name.upper()}" for field in fields(Settings)}
-    return {name: text for name, it in named.items() if (text := environment.get(it))}

@@ -9,7 +9,7 @@ import math
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -66,11 +66,7 @@ class Calibration:
 
     Attributes:
         card: As the driver calls it.
-        driver, torch: Their versions.
         date: Of the measurement, ISO 8601.
-        rates: What was measured; `disk` is None.
-        instructions: {"int8", "int4": operations a second of the tensor cores' own instructions};
-            empty where they were not measured. No estimate uses them.
     """
 
     card: str
@@ -78,18 +74,13 @@ class Calibration:
     torch: str
     date: str
     rates: Rates
-    instructions: Mapping[str, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """Gives the measurement for JSON; `parse` reads it."""
         figures = {name: figure(getattr(self.rates, name)) for name in FIGURES}
         gemm = {name: figure(rate) for name, rate in self.rates.gemm.items()}
         about = {name: getattr(self, name) for name in ("card", "driver", "torch", "date")}
-        found = {"gemm": gemm, **figures, **_launch_seconds(self.rates.launches)}
-        if self.instructions:
-            rates = self.instructions.items()
-            found["instructions"] = {name: figure(rate) for name, rate in rates}
-        return {**about, "rates": found}
+        return {**about, "rates": {"gemm": gemm, **figures, **_launch_seconds(self.rates.launches)}}
 
 
 def load_calibration(card: Card) -> Rates | None:
@@ -144,12 +135,8 @@ def parse(entry: Any) -> Calibration | None:
     launches = _launches(rates.get(LAUNCH_SECONDS, {}))
     if launches is None:
         return None
-    instructions = rates.get("instructions", {})
-    if not isinstance(instructions, Mapping) or not all(map(_is_rate, instructions.values())):
-        return None
     known = dict(zip(FIGURES, figures, strict=True))
-    found = Rates(dict(gemm), **known, launches=launches)
-    return Calibration(*about, found, dict(instructions))
+    return Calibration(*about, Rates(dict(gemm), **known, launches=launches))
 
 
 def _launch_seconds(launches: Launches) -> dict[str, dict[str, float]]:

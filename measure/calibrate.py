@@ -21,7 +21,7 @@ from ..families.qwen_image import BLOCK_GEMMS
 from ..loaders.quantize import row_format
 from ..machine.card import read_cards
 from ..machine.store import Calibration
-from ..optimizations import kernels, reference
+from ..optimizations import reference
 from ..optimizations.attention import Attention, AttentionRequest, choose_attention
 from ..optimizations.fused import Ops, choose_ops
 from ..optimizations.linear import choose_gemm, dense_linear
@@ -29,10 +29,10 @@ from ..optimizations.reference import Modulation, QuantizedRows, Tokens
 from ..planning.rates import Rates
 from ..planning.times import Pass, norm_bytes
 from ..planning.vae_work import step_work
-from ..spec.formats import FORMATS, MULTIPLIED, QUANTIZED, RowFormat, format_gib, sm
+from ..spec.formats import MULTIPLIED, QUANTIZED, RowFormat, format_gib
 from ..spec.transformer import TransformerShape
 from ..spec.vae import VaeLayer
-from ..verdict import Verdict, first_line
+from ..verdict import Verdict
 from .timing import (
     Launched,
     LaunchedBlocks,
@@ -51,9 +51,7 @@ ENCODER_SIZES = 264, 3584, 18944  # rows, width and hidden width of the text enc
 RESIDUALS = ((96, 1024), (192, 512), (384, 256))
 EPS = 1e-6
 GEMM, ATTENTION, NORM, CONVOLUTION, ENCODER = "gemm", "attention", "norm", "convolution", "encoder"
-GRAPH, INT4 = "CUDA graph", "int4 instructions"
-# From here on cards have no int4 tensor cores: the instruction is emulated.
-WITHOUT_INT4 = (9, 0)
+GRAPH = "CUDA graph"
 
 
 class CalibrationSizes(NamedTuple):
@@ -87,7 +85,7 @@ def calibrate(
         say: Called with what is measured next.
 
     Returns:
-        The rates, and {precision, `GRAPH` or `INT4`: why it is not among them}.
+        The rates, and {precision or `GRAPH`: why it is not among them}.
 
     Raises:
         UnavailableError: There is too little free memory.
@@ -146,11 +144,7 @@ def _calibrate(
         pcie=_link(sizes.copied, device),
         launches=launches_of(launched),
     )
-    say("int4 instructions")
-    instructions = _instructions(device, sizes.seconds)
-    if isinstance(instructions, Verdict):
-        left_out[INT4], instructions = instructions, {}
-    return Calibration(*_about(device), rates, instructions), left_out
+    return Calibration(*_about(device), rates), left_out
 
 
 def _products(work: Pass, precision: str, device: torch.device) -> list[MixPart] | Verdict:
@@ -262,25 +256,6 @@ def _link(size: int, device: torch.device) -> float:
     begin = time.perf_counter()
     target.copy_(source)
     return size / (time.perf_counter() - begin)
-
-
-def _instructions(device: torch.device, seconds: float) -> dict[str, float] | Verdict:
-    if device.type != "cuda" or torch.version.hip is not None:
-        return Verdict("needs an NVIDIA card")
-    if missing := kernels.missing():
-        return Verdict(missing)
-    capability = torch.cuda.get_device_capability(device)
-    oldest = FORMATS["int8"].oldest
-    if capability < oldest:
-        return Verdict(f"{sm(capability)}, needs {sm(oldest)}")
-    if capability >= WITHOUT_INT4:
-        return Verdict(f"{sm(capability)} has no int4 tensor cores and emulates them")
-    from .tensor_cores import instruction_rates
-
-    try:
-        return instruction_rates(device, seconds)
-    except Exception as error:  # Triton and C compilers raise anything
-        return Verdict(f"a trial failed: {first_line(error)}")
 
 
 def _about(device: torch.device) -> tuple[str, str, str, str]:

@@ -26,7 +26,6 @@ from safetensors import safe_open
 from ..hosts.diffusers.quantized import chosen_layers, quantizable, tensor_core_product
 from ..loaders.quantize import check_finite, quantize_rows, row_format
 from ..loaders.source import Source
-from ..patches import call
 from ..spec.formats import BYTES_PER_SCALE
 from ..verdict import first_line
 
@@ -111,7 +110,7 @@ def measured_layers(
             out = product.linear(inputs[0], values, scale, layer.bias, rotation)
             total.add(out, output, inputs[0])
 
-        handles.append(call("layer errors", layer.register_forward_hook, compare))
+        handles.append(layer.register_forward_hook(compare))
     try:
         yield found
     finally:

@@ -28,8 +28,7 @@ class QwenL40SAdviseGPU(io.ComfyNode):
             node_id="QwenL40S_AdviseGPU",
             display_name="Qwen-Image GPU Cost Comparison",
             description="Ranks rented cards by the cost of an image at your load, each card in its "
-            "best settings, and says at which load another card becomes cheaper. Needs no card and "
-            "no model.",
+            "best settings. Needs no card and no model.",
             search_aliases=[
                 "gpu cost",
                 "cheapest gpu",
@@ -69,8 +68,7 @@ class QwenL40SAdviseGPU(io.ComfyNode):
                 ),
                 io.String.Output(
                     display_name="report",
-                    tooltip="The ranking at your load, and roughly the load at which an A100 or "
-                    "H100 becomes cheaper than an L40S.",
+                    tooltip="The ranking at your load, with the settings of each card.",
                 ),
                 *setting_outputs(),
             ],
@@ -109,5 +107,5 @@ class QwenL40SAdviseGPU(io.ComfyNode):
         chart = cost_chart(found)
         summary = "\n".join(summary_lines(found))
         settings = loader_settings(found.fitting[0].found)
-        report = advise_text(found, found.comparisons())
+        report = advise_text(found)
         return with_picture(cls, chart, summary, report, *settings)

@@ -17,7 +17,6 @@ from ..errors import SettingError, UnavailableError
 from ..machine.card import State
 from ..machine.packages import check_kitchen
 from ..machine.settings import settings
-from ..patches import call
 from ..spec.formats import FORMATS, RowFormat
 from ..verdict import Verdict, is_assumed, try_once
 from . import kernels, reference
@@ -225,7 +224,7 @@ def _shape_alone(x: torch.Tensor, weight: torch.Tensor, *how: Any) -> torch.Tens
 
 
 # `torch.library.custom_op` looks for its caller's source among all modules: 0.2 s of a first load.
-_LIBRARY = call("operator", torch.library.Library, "qwen_l40s", "FRAGMENT")
+_LIBRARY = torch.library.Library("qwen_l40s", "FRAGMENT")
 if not hasattr(torch.ops.qwen_l40s, "quantized_linear"):  # by a second import of this package
     _LIBRARY.define(
         "quantized_linear(Tensor x, Tensor weight, Tensor scale, Tensor? bias, str format, "

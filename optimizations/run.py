@@ -411,7 +411,7 @@ def flags_for_a_run(tf32: bool, cudnn_benchmark: bool) -> Iterator[None]:
     switches = _tf32() if tf32 else []
     if cudnn_benchmark:
         switches.append((torch.backends.cudnn, "benchmark", True))
-    with switched("switches", switches):
+    with switched(switches):
         yield
 
 

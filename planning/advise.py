@@ -21,15 +21,10 @@ from .rates import Rates, attending, rates_of
 from .request import Loras, RunRequest
 from .times import Pass, block_seconds, forward_times
 
-# The card that this package is about, and those that it is most often compared with.
-SUBJECT = "L40S"
-RIVALS = ("A100 80GB SXM", "H100 SXM")
 # Images an hour. A card paints some hundred.
 LOADS = (1e-6, 10**9)
 # A load that so many cards just meet in decimals needs no further card for a rounding error.
 ROUNDING = 1e-9
-# Offers whose costs at full use differ by less than this share count as equal.
-EQUAL = 0.001
 
 
 @dataclass(frozen=True)
@@ -68,39 +63,6 @@ class Offer:
         """Gives the share of the rented hours in which the cards paint, at the longest time."""
         busy = images_per_hour * self.found.image_seconds.high / SECONDS_PER_HOUR
         return min(1.0, busy / self.cards_for(images_per_hour))
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Two offers over all loads, at the longest of their times.
-
-    Attributes:
-        cheaper: the one that costs less where cards are always busy; None where both cost the same.
-        break_even: images an hour at which one card of it costs as much as busy cards of the other
-            one; 0 where an hour of it costs no more. Whole cards shift it by up to a card's load.
-        at_every_load: whether it is the cheaper one however few cards carry the load.
-        certain: whether the ranges of both costs at full use are disjoint.
-    """
-
-    first: Offer
-    second: Offer
-    cheaper: Offer | None
-    break_even: float
-    at_every_load: bool
-    certain: bool
-
-
-def compare(first: Offer, second: Offer) -> Comparison:
-    better, other = sorted((first, second), key=lambda offer: offer.busy_usd.high)
-    certain = better.busy_usd.high < other.busy_usd.low
-    if math.isclose(better.busy_usd.high, other.busy_usd.high, rel_tol=EQUAL):
-        return Comparison(first, second, None, 0.0, False, certain)
-    load = 0.0
-    if better.usd_per_hour > other.usd_per_hour:
-        load = better.usd_per_hour / other.busy_usd.high
-    faster = better.found.image_seconds.high <= other.found.image_seconds.high
-    always = not load and (faster or not better.usd_per_hour)
-    return Comparison(first, second, better, load, always, certain)
 
 
 @dataclass(frozen=True)
@@ -153,12 +115,6 @@ class Advice:
     @property
     def paid(self) -> list[Offer]:
         return [offer for offer in self.fitting if offer.usd_per_hour]
-
-    def comparisons(self, names: Sequence[str] = (SUBJECT, *RIVALS)) -> list[Comparison]:
-        """Compares the first of the named cards on which the request fits with the others."""
-        fitting = {offer.name: offer for offer in self.fitting}
-        offers = [fitting[name] for name in names if name in fitting]
-        return [compare(offers[0], other) for other in offers[1:]]
 
 
 def advise(

@@ -20,15 +20,14 @@ from .cards import Card, UnlistedCard, is_named
 from .files import (
     NVME,
     PAGE_CACHE,
+    SOFTWARE_BYTES,
     SOURCES,
     START,
-    Disk,
     Load,
-    disk,
     host_memory,
     load_of,
     load_seconds,
-    made_on_load,
+    model_files,
 )
 from .phases import GRAPHS, Phase, Range
 from .plan import TIGHT_BYTES, PlanOption, plan, plan_with_room
@@ -239,13 +238,11 @@ class Estimate:
     """Memory, time and cost of a request on a card.
 
     Attributes:
-        request: As it was asked.
         options: All of the plan; everything here is of the first: the recommended one, or what the
             request names.
-        disk: What the option's files take.
+        files: {model file of the option: bytes}.
         host_memory: {what it is for: bytes}.
         ram_bytes: Of the machine; None where nobody said.
-        basis: What the times rest on.
         times: None, as all times below, on a card that is neither listed nor calibrated.
         own_usd_per_hour: The user's own price; None for the list's.
         calibration: What the times rest on where the card was measured; else None.
@@ -257,7 +254,7 @@ class Estimate:
     card: Card
     request: RunRequest
     options: tuple[PlanOption, ...]
-    disk: Disk
+    files: Mapping[str, int]
     host_memory: Mapping[str, int]
     basis: Basis
     times: RunTimes | None = None
@@ -443,13 +440,8 @@ class Estimate:
         return sum(self.host_memory.values())
 
     @property
-    def written_once(self) -> Disk | None:
-        """Counts the disk where a file is written once in the option's 8 bits; None where nothing
-        is quantized on load.
-        """
-        request, setting = self.option.request, self.option.setting
-        made = made_on_load(request, setting)
-        return disk(request, setting, quantized_file=True) if made else None
+    def disk_bytes(self) -> int:
+        return sum(self.files.values()) + SOFTWARE_BYTES
 
 
 def check_price(usd_per_hour: Any) -> None:
@@ -521,7 +513,7 @@ def estimate(
         card=card,
         request=request,
         options=options,
-        disk=disk(option.request, option.setting),
+        files=model_files(option.request, option.setting),
         host_memory=host_memory(option.request, option.setting, moved_bytes=option.moved_bytes),
         basis=basis,
         times=times,

@@ -5,7 +5,6 @@ its weights to the card.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..spec.formats import GB, GIB, QUANTIZED
@@ -16,80 +15,37 @@ from .plan import PlanOption
 from .rates import Rates
 from .request import ON_PROCESSOR, TEXT_ENCODER, TRANSFORMER, VAE, RunRequest, Setting
 
-# Software, predicted but for torch's environment: 7.8 GB with torch 2.11.0+cu130 on a machine that
-# was measured.
-CONTAINER = {
-    "operating system and CUDA base image": 4 * GB,
-    "Python, torch and its CUDA libraries": 8 * GB,
-    "ComfyUI and its packages": 2 * GB,
-    "package caches while installing": 4 * GB,
-    "outputs, logs and compiled kernels": 2 * GB,
-}
+# Software, and what a run writes: in GB a CUDA base image 4, torch 8 (7.8 measured), ComfyUI 2,
+# package caches 4, outputs and compiled kernels 2.
+SOFTWARE_BYTES = 20 * GB
 
 
-@dataclass(frozen=True)
-class Disk:
-    """The disk space of a run, in bytes.
-
-    Attributes:
-        files: The model files that a run reads.
-        container: Software, and what a run writes.
-        once: Files that are there only until the first run is prepared.
-    """
-
-    files: Mapping[str, int]
-    container: Mapping[str, int]
-    once: Mapping[str, int]
-
-    @property
-    def files_bytes(self) -> int:
-        return sum(self.files.values())
-
-    @property
-    def transformer_bytes(self) -> int:
-        """Gives the bytes of the transformer's file, the first of all."""
-        return next(iter(self.files.values()))
-
-    @property
-    def container_bytes(self) -> int:
-        return sum(self.container.values())
-
-    @property
-    def total_bytes(self) -> int:
-        """Sums up files and software; `once` comes on top before the first run."""
-        return self.files_bytes + self.container_bytes
-
-    @property
-    def most_bytes(self) -> int:
-        return self.total_bytes + sum(self.once.values())
-
-
-def disk(request: RunRequest, setting: Setting, *, quantized_file: bool = False) -> Disk:
-    """Counts the disk space that a run needs.
+def model_files(
+    request: RunRequest, setting: Setting, *, quantized_file: bool = False
+) -> dict[str, int]:
+    """Counts {model file that a run reads: bytes on the disk}, the transformer's first.
 
     Args:
-        quantized_file: whether fp8 and int8 come from a file that SaveQuantized or
-            `qwen-l40s quantize` has written, for which the bf16 file is there once; else the bf16
-            file is read and quantized on each load.
+        quantized_file: whether fp8 and int8 come from a file that Save Quantized Model or
+            `qwen-l40s quantize` has written; else the bf16 file is quantized on each load.
     """
     known = dict(request.parts.file_bytes)
-    files, once = _transformer_file(request, setting.precision, known), {}
+    transformer = _transformer_file(request, setting.precision, known)
     if quantized_file and made_on_load(request, setting):
-        name = f"{request.family} transformer, {setting.precision}, written once"
-        files, once = {name: transformer_bytes(request, setting).total}, files
+        transformer = transformer_bytes(request, setting).total
     # As published in its precision, else quantized on load from bf16.
     encoders = request.member.text_encoder.files
     file = encoders.get(setting.text_encoder) or encoders.get("bf16")
     text = file.bytes if file else text_encoder_bytes(request, "bf16")
     text = known.get(TEXT_ENCODER, request.parts.text_encoder_bytes or text)
     vae = known.get(VAE, vae_bytes(request))
-    files = {**files, "text encoder": text, "VAE": vae}
+    files = {f"{request.family} transformer": transformer, "text encoder": text, "VAE": vae}
     if request.controlnet_bytes:
         files["ControlNet"] = request.controlnet_bytes
     if request.loras.count:  # rank x (K + N) in bf16 for every layer that can have one
         layers = request.transformer.quantizable_layers().values()
         files["LoRAs"] = BF16 * request.loras.count * request.loras.rank * sum(map(sum, layers))
-    return Disk(files, CONTAINER, once)
+    return files
 
 
 def made_on_load(request: RunRequest, setting: Setting) -> bool:
@@ -98,16 +54,14 @@ def made_on_load(request: RunRequest, setting: Setting) -> bool:
     return setting.precision in QUANTIZED and not ready
 
 
-def _transformer_file(
-    request: RunRequest, precision: str, known: Mapping[str, int]
-) -> dict[str, int]:
+def _transformer_file(request: RunRequest, precision: str, known: Mapping[str, int]) -> int:
     # Of the file that is read: as stored, as loaded, or as published.
     loaded, file = request.parts.transformer_bytes, request.member.file(precision)
     if (count := known.get(TRANSFORMER, loaded)) is None:
         shape = request.parts.transformer
         count = weight_bytes(shape or request.transformer, "bf16").total
         count = file.bytes if file and shape is None else count
-    return {f"{request.family} transformer": count}
+    return count
 
 
 # What waits in host memory.
@@ -210,18 +164,18 @@ class Load(NamedTuple):
 
 
 def load_of(option: PlanOption, *, quantized_file: bool = False) -> Load:
-    """Counts the load of a plan's option; `quantized_file` as of `disk`."""
+    """Counts the load of a plan's option; `quantized_file` as of `model_files`."""
     request, setting, phase = option.request, option.setting, option.phases["load"]
-    files = disk(request, setting, quantized_file=quantized_file)
+    files = model_files(request, setting, quantized_file=quantized_file)
     made = made_on_load(request, setting) and not quantized_file
     eight_bits = setting.precision in QUANTIZED
-    ready = files.transformer_bytes if eight_bits and not made else 0
+    ready = next(iter(files.values())) if eight_bits and not made else 0
     quantized = weight_bytes(request.transformer, "bf16").gemm if made else 0
     if encoder_made_on_load(request, setting):
         encoder = request.member.text_encoder
         quantized += BF16 * encoder.layers * sum(n * k for n, k in encoder.linears)
     return Load(
-        read=files.files_bytes - ready,
+        read=sum(files.values()) - ready,
         read_quantized=ready,
         quantized=quantized,
         brought=0 if eight_bits else phase.weights,
@@ -237,7 +191,6 @@ def load_seconds(load: Load, rates: Rates, source: str = PAGE_CACHE) -> Range:
     order of its use and then the way from memory: without dynamic VRAM the two do not overlap.
 
     Args:
-        rates: of the card; a `disk` stands in for that of an NVMe disk.
         source: a name in `SOURCES`.
     """
     memory = READ.times(load.read) + READ_QUANTIZED.times(load.read_quantized)
@@ -245,8 +198,7 @@ def load_seconds(load: Load, rates: Rates, source: str = PAGE_CACHE) -> Range:
     memory += _linked(BRINGING, rates).times(load.brought)
     memory += _linked(BRINGING_8_BITS, rates).times(load.brought_8_bits)
     memory += _linked(TO_CARD, rates).times(load.to_card)
-    rate = rates.disk or SOURCES[source] if source == NVME else SOURCES[source]
-    if rate is None:
+    if (rate := SOURCES[source]) is None:
         return memory
     disk = (load.read + load.read_quantized) / rate
     return Range(max(disk, memory.low), MAPPED * disk + memory.high)

@@ -65,7 +65,6 @@ class Phase:
         workspace: What GEMMs and convolutions take besides them, and the allocator's rounding.
         context: The CUDA context, kernels, cuBLAS and cuDNN.
         resident: {what else stays on the card: bytes}.
-        seconds: How long it lasts; None where nothing says.
         note: How it is done, in one clause.
     """
 

@@ -60,12 +60,9 @@ class PlanOption:
     """One way to run a request on a card.
 
     Attributes:
-        card: What it runs on.
         request: What runs, with the transformer's sizes in the setting's precision.
         setting: What the plan settles. Where it is not resident, the host moves what does not stay.
-        recommended: Whether it is the one of its plan to take.
         asked: What the plan is for, of which `request` and `setting` settle what is "auto".
-        first: The plan's first option.
     """
 
     card: CardFacts

@@ -241,7 +241,6 @@ class Rates:
         convolution: FLOP/s of the VAE's convolutions in bf16.
         encoder: FLOP/s of matrix products in fp32, in which ComfyUI computes the text encoder.
         pcie: Bytes/s from pinned host memory.
-        disk: Bytes/s of the disk that the weights are on; None where nothing says.
         launches: Of the machine that the card is in.
         vae: Time of our VAE layers in that of ComfyUI's.
         hides: Share of copies of weights that computing hides, or of computing where that is
@@ -254,7 +253,6 @@ class Rates:
     convolution: float
     encoder: float
     pcie: float
-    disk: float | None = None
     launches: Launches = LAUNCHES
     vae: float = FUSED_VAE
     hides: float = 1.0

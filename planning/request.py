@@ -48,8 +48,6 @@ class Loras:
     """LoRAs on a transformer.
 
     Args:
-        count: how many.
-        rank: of each.
         mode: "merge" into the weights, "bypass": computed beside them in each step, or "auto":
             bypass beside quantized weights, which a merge would round once more.
     """
@@ -70,11 +68,9 @@ class Parts:
     """The true sizes of parts that are at hand; None is what the published model has.
 
     Args:
-        transformer: its shape.
         transformer_bytes: of all its weights as loaded, modulation among them.
         modulation_bytes: of its modulation as loaded.
         text_encoder_bytes: of the text encoder as loaded.
-        vae: its shape.
         vae_bytes: of its weights as loaded.
         packed: (transformer_bytes, modulation_bytes) of a file in 4 or 6 bits whose weights stay
             so where int8 does not stay on the card.
@@ -132,7 +128,6 @@ class RunRequest:
             among those that are published.
         text_encoder_place: one of `TEXT_ENCODER_PLACEMENTS`; "auto" chooses for the shortest
             encoding of a new prompt.
-        loras: on the transformer.
         controlnet_bytes: of the weights of a ControlNet that runs in each step; 0 for none.
         others: models that stay on the card beside it.
         tiles: of the VAE: 0 leaves it to the plan, 1 is whole, more are at least so many.

@@ -1,14 +1,33 @@
 """What modules, classes and model instances of the hosts are, to compare before and after."""
 
-import re
 import sys
 from types import FunctionType, ModuleType
 
-from qwen_l40s.patches import CHANGES
-
 HOSTS = {"accelerate", "comfy", "comfy_aimdo", "comfy_api", "comfy_execution", "comfy_kitchen"}
 HOSTS |= {"diffusers", "torch", "triton"}
-LISTED = {name for it in CHANGES.values() for name in re.findall(r"`(\w+)`", it.what)}
+# What a model keeps of this package until it goes, and what it has under dynamic VRAM.
+LISTED = {
+    *(
+        "_parameters",
+        "weight",
+        "bias",
+        "_v_weight",
+        "_v_bias",
+        "_v_signature",
+        "cached_patcher_init",
+    ),
+    *(
+        "comfy_cast_weights",
+        "custom_operations",
+        "img_mod",
+        "txt_mod",
+        "modulation",
+        "size",
+        "__class__",
+    ),
+    *("memory_required", "memory_usage_factor", "get_key_patches", "qwen_l40s_modulation"),
+    *("prefix_cache", "current_loaded_models", "PREFETCH_QUEUES"),
+}
 # What a run of ComfyUI's or diffusers' alone changes, and a late import of Triton's.
 OF_THEIRS = {"current_weight_patches_uuid", "global_progress_registry", "latent_shapes", "modules"}
 OF_THEIRS |= {"sigmas", "timesteps"}
@@ -82,7 +101,7 @@ def _same(value):
 
 
 def changed(before, after):
-    """(where, attribute) of what has changed, come or gone and is not listed in patches.py."""
+    """(where, attribute) of what has changed, come or gone and is not in LISTED."""
     gone, places = before.keys() - after.keys(), {place for place, _ in before}
     new = {it for it in after.keys() - before.keys() if it[0] in places}
     other = {it for it in before.keys() & after.keys() if before[it] != after[it]}

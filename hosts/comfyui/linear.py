@@ -28,7 +28,7 @@ from ...optimizations import reference
 from ...optimizations.blocks.products import PackedWeight
 from ...optimizations.fused import TORCH, choose_ops
 from ...optimizations.linear import known_gemm, quantized_linear
-from ...patches import call, put
+from ...patches import put
 from ...spec.formats import FORMATS
 from ...verdict import Verdict
 
@@ -80,7 +80,8 @@ class FP8RowsLayout(QuantizedLayout):
         return {"": qdata, "_scale": params.scale}
 
 
-call("layout", register_layout_class, FP8_ROWS.layout, FP8RowsLayout)
+# QuantizedTensor finds a layout by its name.
+register_layout_class(FP8_ROWS.layout, FP8RowsLayout)
 
 
 # The Linear of quantized models, handed to ComfyUI through its `custom_operations`.
@@ -287,7 +288,6 @@ def _load_fp8_rows(
     quantized = QuantizedTensor(weight, FP8_ROWS.layout, params)
     full_precision = settings.get("full_precision_matrix_mult", False)
     put(
-        "weights",
         module,
         quant_format=settings["format"],
         layout_type=FP8_ROWS.layout,

@@ -22,7 +22,6 @@ from ...optimizations.blocks.workspace import Prefix
 from ...optimizations.modulation import Entry
 from ...optimizations.nag import Guidance, JointGuidance, PrefixGuidance
 from ...optimizations.reference import Rotary, Tokens
-from ...patches import call
 from ...verdict import Verdict
 from . import contract
 from .sample.attention import SLOT, GuidedAttention
@@ -133,7 +132,7 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
         # It may hold NaN, and ComfyUI fails where the same prompt is looked up twice in turn.
         transformer = self.owner.diffusion_model
         if hasattr(transformer, "reset_prefix_cache"):
-            call("prefix cache", transformer.reset_prefix_cache, transformer.prefix_cache_enabled)
+            transformer.reset_prefix_cache(transformer.prefix_cache_enabled)
 
     def inputs(
         self, block: torch.nn.Module, positional: tuple, arguments: dict[str, Any]

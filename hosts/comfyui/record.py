@@ -19,7 +19,6 @@ import torch
 
 from ...caches import remembered
 from ...errors import restart_for
-from ...patches import call
 from ...verdict import Verdict
 
 logger = logging.getLogger(__name__)
@@ -195,7 +194,7 @@ class MeasuredPhase:
                 whose.allocated_bytes = max(whose.allocated_bytes, most)
                 if whose.waited_seconds is not None:
                     whose.working_bytes = max(whose.working_bytes, most - whose._base)
-            call("peak", torch.cuda.reset_peak_memory_stats, self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
 
 
 def _at_work(device: torch.device) -> list[MeasuredPhase]:

@@ -47,7 +47,7 @@ from ...spec.formats import BYTES_PER_WEIGHT
 from ...spec.transformer import USUAL_SIDE
 from ..loading import PrecisionChoice, choose_precision
 from .patch import Optimized, is_lossy_attention, optimize
-from .settings import OffloadChoice, choose_offload, take_variables
+from .settings import OffloadChoice, choose_offload
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ def _fill(model: ModelMixin, shards: Shards, dtype: torch.dtype, device: str) ->
                 value = tensor.to(device=device, dtype=dtype)
                 weight = torch.nn.Parameter(value, requires_grad=False)
                 owner, _, leaf = name.rpartition(".")
-                put("weights", model.get_submodule(owner), **{leaf: weight})
+                put(model.get_submodule(owner), **{leaf: weight})
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,6 @@ def load_pipeline(
             f"attention {attention!r} needs the optimized transformer, which is off: switch it on, "
             "or leave attention out."
         )
-    take_variables()
     folder = Path(folder)
     family = _family(folder)
     shards = {part: read_shards(folder / part) for part in (*family.models, "text_encoder")}

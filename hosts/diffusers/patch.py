@@ -24,7 +24,6 @@ from ...patches import ABSENT, swap
 from ...verdict import Verdict
 from .layers import DiffusersLayers, Timesteps, TransformerModulation
 from .qwen_image import HOST_ATTENTION, TransformerAttention
-from .settings import take_variables
 
 # Where a module's `forward` is found: accelerate keeps the one that it wraps, and puts it back
 # after every image.
@@ -54,7 +53,6 @@ def optimize(transformer: QwenImageTransformer2DModel, *, attention: str = "auto
     """
     if fallback := unsupported_model(transformer):
         return Optimized(None, fallback)
-    take_variables()
     parameter = next(transformer.parameters())
     device = parameter.device
     if device.type == "cpu" and torch.cuda.is_available():
@@ -241,7 +239,7 @@ class Forward:
         """Takes the innermost place there is."""
         own = self._transformer().__dict__
         slot = next((slot for slot in SLOTS if slot in own), "forward")
-        self.before = swap("forward", own, slot, self)
+        self.before = swap(own, slot, self)
 
     def remove(self) -> None:
         """Puts back what was there; somebody who has wrapped this one since calls through it."""
@@ -254,7 +252,7 @@ class Forward:
             before = self.before
             if before is ABSENT and slot != "forward":
                 before = type(transformer).forward.__get__(transformer)
-            swap("forward", own, slot, before)
+            swap(own, slot, before)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Neither the choices nor the launches can be traced.

@@ -166,4 +166,4 @@ def quantize_transformer(
 
 def replace_layer(model: torch.nn.Module, name: str, layer: torch.nn.Module) -> None:
     owner, _, leaf = name.rpartition(".")
-    put("weights", model.get_submodule(owner), **{leaf: layer})
+    put(model.get_submodule(owner), **{leaf: layer})

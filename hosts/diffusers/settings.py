@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ...errors import SettingError, UnavailableError
 from ...families.registry import schedule_names
-from ...machine.settings import from_variables, settings, use_settings
 from ...spec.formats import format_gib
 from ...step_cache import OFF, cache_settings
 
 OFFLOADS = ("auto", "none", "model")
 SIZE_STEP = 16  # 8 from the VAE times 2 from the transformer's patches
 MAX_SEED = 2**63 - 1
-
-
-def take_variables() -> None:
-    """Passes on what the environment's QWEN_L40S_* set; the rest is of the settings file."""
-    if given := from_variables(os.environ):
-        use_settings(replace(settings(), **given))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,7 +65,7 @@ def cache_steps(
     try:
         for forward in hung:
             forward.install()
-        with patched("scheduler", [(vars(scheduler), "step", step)]):
+        with patched([(vars(scheduler), "step", step)]):
             yield cached
     finally:
         cached._run = None  # for whoever has wrapped `step`

@@ -14,7 +14,6 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from ...caches import remembered
-from ...patches import call
 from ...spec.sizes import REPAID_BY
 from ...verdict import Verdict, first_line
 from ..fused import Ops
@@ -404,11 +403,11 @@ def _begin(graph: torch.cuda.CUDAGraph, device: torch.device, pool: tuple[int, i
     """
     generator = torch.cuda.default_generators[device.index]
     everybodys = generator.graphsafe_get_state()
-    call("generator", generator.graphsafe_set_state, generator.clone_state())
+    generator.graphsafe_set_state(generator.clone_state())
     try:
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     finally:
-        call("generator", generator.graphsafe_set_state, everybodys)
+        generator.graphsafe_set_state(everybodys)
 
 
 def _end(graph: torch.cuda.CUDAGraph, device: torch.device, pool: tuple[int, int]) -> None:
@@ -421,5 +420,5 @@ def _end(graph: torch.cuda.CUDAGraph, device: torch.device, pool: tuple[int, int
     except RuntimeError:
         with suppress(AttributeError, RuntimeError):
             for end in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
-                call("broken capture", getattr(torch._C, end), device.index, pool)
+                getattr(torch._C, end)(device.index, pool)
         raise

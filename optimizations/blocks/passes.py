@@ -84,7 +84,7 @@ class ForwardPass:
         bound = [_BoundForward(self, *it) for it in enumerate(self._host.blocks)]
         try:
             # Not through Module.__setattr__, which costs as much as a launch.
-            with patched("block", [(it.block.__dict__, "forward", it) for it in bound]):
+            with patched([(it.block.__dict__, "forward", it) for it in bound]):
                 yield
         finally:
             del self._executor  # which holds this pass, and with it the model, in a circle

@@ -1,4 +1,4 @@
-"""Ranking at a load, and about the load from which one card is cheaper than another."""
+"""Ranking at a load."""
 
 import math
 from types import SimpleNamespace
@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qwen_l40s.charts.advice import comparison_text, price_source
+from qwen_l40s.charts.advice import price_source
 from qwen_l40s.errors import SettingError
 from qwen_l40s.machine.store import known_cards
-from qwen_l40s.planning.advise import LOADS, Advice, Offer, compare
+from qwen_l40s.planning.advise import LOADS, Advice, Offer
 from qwen_l40s.planning.cards import Price
 from qwen_l40s.planning.phases import Range
 
@@ -89,42 +89,3 @@ def test_a_load_that_is_just_met_needs_no_further_card(seconds, usd, count):
     load = count * 3600 / seconds
     assert one.cards_for(load) == count
     assert one.cards_for(load * (1 + 1e-6)) == count + 1
-
-
-@given(TENTHS, CENTS, TENTHS, CENTS)
-def test_the_cheaper_one_of_two_is_so_at_high_loads(seconds, usd, other_seconds, other_usd):
-    first, second = offer("L40S", seconds, usd), offer("H100 SXM", other_seconds, other_usd)
-    found, swapped = compare(first, second), compare(second, first)
-    assert (swapped.cheaper, swapped.break_even) == (found.cheaper, found.break_even)
-    if found.cheaper is None:
-        assert first.busy_usd.high == pytest.approx(second.busy_usd.high, rel=1e-3)
-        return
-    better = found.cheaper
-    other = second if better is first else first
-    assert better.usd_for(1e9) < other.usd_for(1e9)
-    if found.break_even:
-        assert other.usd_for(0.01) < better.usd_for(0.01)
-        hour = found.break_even * other.busy_usd.high
-        assert hour == pytest.approx(better.usd_per_hour)
-    elif found.at_every_load:
-        for load in range(1, 2000, 7):
-            assert better.usd_for(load) <= other.usd_for(load)
-
-
-def test_the_break_even_load_in_words():
-    ranged = offer("L40S", (24, 40), 0.72)
-    for first, second, break_even, sentence in (
-        (L40S, H100, 221.67, "the H100 SXM is cheaper above about 222 images per hour; below "),
-        (L40S, offer("H100 SXM", 30, 1.33), 0, "H100 SXM: the L40S is cheaper at every load."),
-        (L40S, offer("H100 SXM", 24, 1.33), 0, "H100 SXM: the L40S is cheaper at most loads."),
-        (L40S, offer("L40S", 30, 1.86), 0, "the L40S at $0.72/h is cheaper at every"),
-        (offer("L40S", 30, 0), H100, 0, "the L40S is cheaper at every load"),
-        (L40S, offer("H100 SXM", 15, 1.44), 0, "both cost the same at full load"),
-        (offer("L40S", 30, 0), offer("H100 SXM", 15, 0), 0, "both cost the same"),
-        (ranged, offer("H100 SXM", (8.5, 15), 1.3), 162.5, "The predicted times overlap, so"),
-    ):
-        found = compare(first, second)
-        assert found.break_even == pytest.approx(break_even, abs=0.01)
-        assert sentence in comparison_text(found)
-    assert compare(ranged, offer("H100 SXM", (1, 1.1), 1.3)).certain
-    assert not compare(ranged, offer("H100 SXM", (8.5, 15), 1.3)).certain

@@ -44,13 +44,8 @@ def test_cards_are_ranked_by_what_an_image_costs(capsys):
     assert "L40" in output["unpriced"]
 
 
-def test_the_l40s_is_compared_with_a100_and_h100(capsys):
+def test_what_an_image_costs_at_three_loads(capsys):
     output = found(capsys, "--images-per-hour", "100")
-    pairs = [comparison["cards"] for comparison in output["comparisons"]]
-    assert pairs == [["L40S", "A100 80GB SXM"], ["L40S", "H100 SXM"]]
-    for comparison in output["comparisons"]:
-        assert comparison["break_even_images_per_hour"] >= 0
-        assert comparison["cheaper"] in comparison["cards"]
     assert output["loads"] == [10, 100, 1000]
     for advice in output["advices"]:
         assert advice["usd_at_loads"][1] == pytest.approx(advice["usd_per_image"], rel=1e-3)
@@ -64,7 +59,6 @@ def test_the_text(capsys):
     assert "L40S" in text
     assert "A100 80GB SXM" in text
     assert '--price "L40=1.00"' in text
-    assert "cheaper" in text
     assert all(len(line) <= 100 for line in text.splitlines() if not line.startswith("Set: "))
 
 
@@ -104,7 +98,6 @@ def test_prices_of_ones_own(capsys):
 def test_only_some_cards(capsys):
     output = found(capsys, "--images-per-hour", "9", "--only", "H100 SXM", "a100 80gb sxm")
     assert {advice["card"] for advice in output["advices"]} == {"H100 SXM", "A100 80GB SXM"}
-    assert output["comparisons"][0]["cards"] == ["H100 SXM", "A100 80GB SXM"]
 
 
 def test_a_list_of_ones_own(capsys, tmp_path):

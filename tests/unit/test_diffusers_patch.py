@@ -507,15 +507,15 @@ def test_attention_of_diffusers_can_be_asked_for(fused, backends):
     assert "attention: diffusers' own: native, asked for" in optimized.report()
 
 
-def test_attention_that_is_named(fused, monkeypatch, set_settings):
+def test_attention_that_is_named(fused, set_settings):
     with pytest.raises(SettingError, match="no attention 'flashy': use auto or"):
         optimize(new_model(), attention="flashy")
     with pytest.raises(UnavailableError, match="sage_2 cannot run on cpu"):
         optimize(new_model(), attention="sage_2")
-    monkeypatch.setenv("QWEN_L40S_ATTENTION", "sliced")
+    set_settings(attention="sliced")
     optimized = assert_fused(new_model(), inputs(), fused)
     assert "attention: sliced: asked for by the settings" in optimized.report()
-    monkeypatch.setenv("QWEN_L40S_ATTENTION", "sage_2")
+    set_settings(attention="sage_2")
     with pytest.raises(UnavailableError, match="sage_2 cannot run on cpu"):
         optimize(new_model())
 

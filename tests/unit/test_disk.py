@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from qwen_l40s.families.qwen_image import QwenImageShape
 from qwen_l40s.loaders.sizes import read_sizes
 from qwen_l40s.planning.bytes import weight_bytes
-from qwen_l40s.planning.files import disk, made_on_load
+from qwen_l40s.planning.files import made_on_load, model_files
 from qwen_l40s.planning.phases import transformer_bytes
 from qwen_l40s.planning.request import Loras, Parts, RunRequest, Setting
 from qwen_l40s.spec.formats import GB, MULTIPLIED
@@ -30,7 +30,7 @@ PUBLISHED = {
 
 
 def test_counted_files_are_the_published_ones():
-    files = disk(RunRequest(), Setting()).files
+    files = model_files(RunRequest(), Setting())
     assert files["qwen-image transformer"] == pytest.approx(
         PUBLISHED["qwen_image_bf16.safetensors"], rel=0.002
     )
@@ -44,14 +44,12 @@ def test_counted_files_are_the_published_ones():
 
 
 @pytest.mark.parametrize("precision", ["fp8", "int8"])
-def test_a_quantized_file_takes_two_thirds_and_its_source_once(precision):
-    on_load = disk(RunRequest(), Setting(precision))
-    assert on_load.files["qwen-image transformer"] < 21 * GB and not on_load.once
-    written = disk(RunRequest(), Setting(precision), quantized_file=True)
-    name = f"qwen-image transformer, {precision}, written once"
-    assert written.files[name] == pytest.approx(27.3 * GB, rel=0.002)
-    assert sum(written.once.values()) == pytest.approx(20.43 * GB, rel=0.002)
-    assert written.most_bytes == written.total_bytes + sum(written.once.values())
+def test_a_quantized_file_takes_two_thirds(precision):
+    name = "qwen-image transformer"
+    on_load = model_files(RunRequest(), Setting(precision))
+    assert on_load[name] == pytest.approx(20.43 * GB, rel=0.002)
+    written = model_files(RunRequest(), Setting(precision), quantized_file=True)
+    assert written[name] == pytest.approx(27.3 * GB, rel=0.002)
 
 
 @hypothesis_settings(max_examples=50, deadline=None)
@@ -64,20 +62,18 @@ def test_a_quantized_file_takes_two_thirds_and_its_source_once(precision):
 )
 def test_parts_add_up(precision, quantized_file, count, rank, controlnet):
     request = RunRequest(loras=Loras(count, rank), controlnet_bytes=controlnet)
-    found = disk(request, Setting(precision), quantized_file=quantized_file)
-    parts = [*found.files.values(), *found.container.values()]
-    assert min(parts) > 0
-    assert found.total_bytes == sum(parts) == found.files_bytes + found.container_bytes
-    assert ("LoRAs" in found.files) == (count > 0)
-    assert found.files.get("ControlNet", 0) == controlnet
+    found = model_files(request, Setting(precision), quantized_file=quantized_file)
+    assert min(found.values()) > 0
+    assert ("LoRAs" in found) == (count > 0)
+    assert found.get("ControlNet", 0) == controlnet
     more = RunRequest(loras=Loras(count + 1, rank), controlnet_bytes=controlnet)
-    again = disk(more, Setting(precision), quantized_file=quantized_file)
-    assert again.total_bytes > found.total_bytes
+    again = model_files(more, Setting(precision), quantized_file=quantized_file)
+    assert sum(again.values()) > sum(found.values())
 
 
 def test_true_sizes_stand_above_published_ones():
     parts = Parts(transformer_bytes=20 * GB, text_encoder_bytes=9 * GB, vae_bytes=GB)
-    files = disk(RunRequest(parts=parts), Setting("fp8")).files
+    files = model_files(RunRequest(parts=parts), Setting("fp8"))
     assert files == {"qwen-image transformer": 20 * GB, "text encoder": 9 * GB, "VAE": GB}
 
 
@@ -86,10 +82,9 @@ def test_files_are_as_stored_whatever_is_held():
     parts = Parts(text_encoder_bytes=16 * GB, vae_bytes=GB // 4, file_bytes=stored)
     expected = {"qwen-image transformer": 82 * GB, "text encoder": 33 * GB, "VAE": GB // 2}
     for setting in (Setting(), Setting("int8")):
-        assert disk(RunRequest(parts=parts), setting).files == expected
-    written = disk(RunRequest(parts=parts), Setting("int8"), quantized_file=True)
-    assert written.once == {"qwen-image transformer": 82 * GB}
-    assert written.files["qwen-image transformer, int8, written once"] < 28 * GB
+        assert model_files(RunRequest(parts=parts), setting) == expected
+    written = model_files(RunRequest(parts=parts), Setting("int8"), quantized_file=True)
+    assert written["qwen-image transformer"] < 28 * GB
 
 
 @pytest.mark.parametrize(("dtype", "width"), [("F32", 4), ("F16", 2), ("BF16", 2)])
@@ -109,7 +104,7 @@ def test_a_file_takes_what_its_header_says(tmp_path, dtype, width):
         precision, _, parts = read_sizes(path).settled(requested, "auto")
         setting = Setting("bf16" if precision == "auto" else precision)
         request = RunRequest(parts=parts)
-        assert disk(request, setting).files["qwen-image transformer"] == end
+        assert model_files(request, setting)["qwen-image transformer"] == end
         # And what is held is as the loaders round it.
         held = transformer_bytes(request, setting).total
         assert held == weight_bytes(SMALL, setting.precision).total
@@ -118,5 +113,6 @@ def test_a_file_takes_what_its_header_says(tmp_path, dtype, width):
 def test_nothing_is_written_of_a_file_that_is_quantized():
     at_hand = RunRequest(parts=Parts(transformer_bytes=27 * GB))
     assert not made_on_load(at_hand, Setting("int8"))
-    assert not disk(at_hand, Setting("int8"), quantized_file=True).once
+    files = model_files(at_hand, Setting("int8"), quantized_file=True)
+    assert files["qwen-image transformer"] == 27 * GB
     assert made_on_load(RunRequest(), Setting("int8")) and not made_on_load(RunRequest(), Setting())

@@ -31,7 +31,6 @@ from qwen_l40s.fleet.state import (
     read_states,
     table,
 )
-from qwen_l40s.machine.settings import Settings, read_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 until = functools.partial(waiting.until, seconds=20)
@@ -327,17 +326,6 @@ def test_a_fleet_without_a_server_that_starts_is_exit_code_1(plan: ServerPlan):
         _, said = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "failed: it ended with exit code 1: no such file: a model" in said
-
-
-def test_variables_of_before_reach_a_server_as_its_settings_file(monkeypatch, tmp_path):
-    plan = ServerPlan(tmp_path / "ComfyUI", Path("python"), tmp_path)
-    for name in ("CACHE", "ATTENTION", "GEMM_FP8", "GEMM_INT8"):
-        monkeypatch.delenv(f"QWEN_L40S_{name}", raising=False)
-    assert "-X" not in plan.command(8190, "0")
-    monkeypatch.setenv("QWEN_L40S_CACHE", "/cache/ours")
-    _, option, named, main, *_ = plan.command(8190, "0")
-    assert (option, main) == ("-X", str(tmp_path / "ComfyUI" / "main.py"))
-    assert read_settings(Path(named.removeprefix("qwen_l40s="))) == Settings(cache="/cache/ours")
 
 
 @pytest.mark.parametrize(

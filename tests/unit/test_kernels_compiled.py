@@ -239,19 +239,6 @@ def test_decode_weight_reads_and_writes_wide(compile_kernel, sm, bits):
     assert "ld.global.v2.b32" in ptx
 
 
-def test_the_loop_that_compares_int4_with_int8_consists_of_their_instructions(compile_kernel):
-    from qwen_l40s.measure import tensor_cores
-
-    for name, (depth, operand) in tensor_cores.INSTRUCTIONS.items():
-        constants = {"instruction": tensor_cores.instruction_of(name)}
-        constants["size"] = 32 * tensor_cores.WARPS * tensor_cores.SUMS
-        pointers, warps = {"out_ptr": "i32"}, tensor_cores.WARPS
-        kernel = tensor_cores._mma_kernel
-        ptx = compile_kernel(kernel, 89, pointers, {"rounds": False}, constants, warps)
-        found = re.findall(r"mma\.sync\S*m16n8k(\d+)\S*\.(s[48])\.s32", ptx)
-        assert found == [(str(depth), operand)] * tensor_cores.SUMS
-
-
 # sm_80 has nothing that converts to e4m3.
 FORMS = [(sm, format) for sm in (89, 80, 90) for format in (None, FP8, INT8, ROTATED)]
 FORMS.remove((80, FP8))

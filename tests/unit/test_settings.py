@@ -127,11 +127,6 @@ def test_doctor_reads_those_of_the_comfyui_that_is_named(tmp_path):
     assert "attention fast" in check_settings(tmp_path / "user" / module.NAME).why.fact
 
 
-def test_variables_of_before_are_read_by_name():
-    old = {"QWEN_L40S_CACHE": "/c", "QWEN_L40S_GEMM_FP8": "triton", "QWEN_L40S_TOKEN": "hidden"}
-    assert module.from_variables(old) == {"cache": "/c", "gemm_fp8": "triton"}
-
-
 def test_a_relative_cache_lies_beside_the_settings(file, tmp_path, monkeypatch):
     file.write_text('{"version": 1, "cache": "measured"}')
     monkeypatch.chdir("/")

@@ -179,7 +179,7 @@ def read_journal(path: Path) -> None:
             found.kept(record.server, record.local)
             f"{record.seconds or 0.0:.1f}", [len(name) + 1 for name in record.files]
             {text.strip() for texts in record.texts.values() for text in texts}
-        found.ended("done", "k", "p", files=["k_1.png"], sizes=[1])
+        found.ended("done", "k", "p", server="a:1", files=["k_1.png"], sizes=[1])
 
 
 def read_cache(path: Path) -> None:
@@ -271,8 +271,8 @@ OWN_CARDS = [_own, {"notes": {}, "cards": dict([*_bundled["cards"].items()][:1])
 PRICES = [["L40S = 0.79", "4090 = $0.3 # mine", "H100 SXM=2"]]
 _run = {"event": "run", "time": 1.5, "version": 2, "workflow": "w.json", "servers": ["a:1"]}
 _posted = {"event": "queued", "key": "k", "prompt_id": "p", "server": "a:1", "boot": "b"}
-_done = {"event": "done", "key": "k", "prompt_id": "p", "seconds": 1.5, "files": ["k_1.png"]}
-_done |= {"sizes": [10], "texts": {"Report": ["text"]}, "kept": True}
+_done = {"event": "done", "key": "k", "prompt_id": "p", "seconds": 1.5, "server": "a:1"}
+_done |= {"files": ["k_1.png"], "sizes": [10], "texts": {"Report": ["text"]}, "kept": True}
 JOURNALS = [[_run, {**_posted, "local": {"/m/x": [1, 2]}}, _done, {"event": "again", "key": "k"}]]
 JOURNALS += [[_run, _posted, _done, {**_done, "event": it}] for it in ("late", "failed", "running")]
 _server = {"url": "http://127.0.0.1:8188", "boot": "b", "log": "x.log", "state": "ready"}
@@ -280,7 +280,7 @@ _other = {**_server, "url": "https://me:secret@host:1/path"}
 SERVERS = [{"version": 1, "servers": [_server, _other]}]
 SETTINGS = [{"version": 1, "cache": "~/x", "attention": "fast"}]
 _rates = {"gemm": {"bf16": 1e14, "int8": 2e14}, **dict.fromkeys(store.FIGURES, 1e12)}
-_rates |= {"launch_seconds": {"bf16": 1e-4, "graph": 1e-5}, "instructions": {"int8": 1e14}}
+_rates |= {"launch_seconds": {"bf16": 1e-4, "graph": 1e-5}}
 _card = {"card": "L40S", "driver": "1", "torch": "2", "date": "2026", "rates": _rates}
 _timed = {"a": {"tokens": 4096, "ms": {"sdpa": 1.5, "int8": 1}}, "b": {}}
 CACHES = [{"version": 1, "measured": it} for it in ([_card], _timed)]

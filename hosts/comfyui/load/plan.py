@@ -341,4 +341,4 @@ def require_less_memory(model: Any, weights: int, device: torch.device) -> None:
         fits = weights + needed + comfy.model_management.minimum_inference_memory() <= free
         return max(0.0, needed - RESERVED_SHARE * weights) if fits else needed
 
-    put("memory", model, memory_usage_factor=STEP_FACTOR, memory_required=memory_required)
+    put(model, memory_usage_factor=STEP_FACTOR, memory_required=memory_required)

@@ -177,7 +177,7 @@ def load_text_encoder(
     options = _model_options(layout, tokenizer, prepared) | devices
     clip = _build(source, layout.kind, tokenizer, prepared, options, disable_dynamic)
     arguments = source, precision, placement
-    put("second load", clip.patcher, cached_patcher_init=(load_text_encoder_patcher, arguments))
+    put(clip.patcher, cached_patcher_init=(load_text_encoder_patcher, arguments))
     reason = {"auto": "auto: as stored", AS_STORED: AS_STORED}.get(precision, "requested")
     encoder = text_encoder_titled(source.part.family)
     size = encoder.published.get((source.part.dims["hidden"], source.part.blocks))

@@ -184,7 +184,8 @@ def _build(plan: LoadPlan, disable_dynamic: bool = False) -> tuple[ModelPatcher,
     first = FirstRun((taken or source).path)
     patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, FINITE_KEY, first.apply_model)
     patcher.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, FINITE_KEY, first.outer_sample)
-    put("second load", patcher, cached_patcher_init=(load_patcher, (plan,)))
+    # By it ComfyUI loads a model again: for another GPU, and without dynamic VRAM.
+    put(patcher, cached_patcher_init=(load_patcher, (plan,)))
     return patcher, notes
 
 
@@ -226,7 +227,8 @@ def _what_is_not_quantized(dtype: torch.dtype, kept: Sequence[torch.Tensor]) -> 
 def _keep_off_card(patcher: ModelPatcher, quantized: bool) -> None:
     model, device = patcher.model, patcher.load_device
     off_card = sum(layer.nbytes for layer in off_card_layers(model))
-    put("patcher", patcher, size=comfy.model_management.module_size(model) - off_card)
+    # ComfyUI would count what stays in system RAM.
+    put(patcher, size=comfy.model_management.module_size(model) - off_card)
     if not patcher.is_dynamic() and not quantized:
         require_less_memory(model, patcher.size, device)
     for wrapper, function in (
@@ -260,5 +262,5 @@ def _model_config(
     cast = comfy.model_management.unet_manual_cast(None if quantized else dtype, device, supported)
     config.set_inference_dtype(dtype, cast, device=device)
     if quantized:
-        put("operations", config, custom_operations=quantized_operations(cast or dtype))
+        put(config, custom_operations=quantized_operations(cast or dtype))
     return config

@@ -52,7 +52,7 @@ def load_vae(
     vae = comfy.sd.VAE(sd=tensors, dtype=VAE_DTYPES[precision])
     vae.throw_exception_if_invalid()
     second = load_vae_patcher, (source, precision)
-    put("second load", vae.patcher, cached_patcher_init=second)
+    put(vae.patcher, cached_patcher_init=second)
     why = "as requested" if VAE_DTYPES[precision] else f"auto: ComfyUI's choice on {vae.device}"
     return vae, LoadReport(
         what="VAE",

@@ -203,7 +203,7 @@ def apply_lora(
         why = f"{why} {whole} of its changes are of whole tensors and merged.".lstrip()
     for patch in patches.values():
         if isinstance(patch, WeightAdapterBase):
-            put("LoRA", patch, **{MODE: taken})
+            put(patch, **{MODE: taken})
     clone.add_patches(patches, strength)
     compute_loras(clone)
     if file.metadata:

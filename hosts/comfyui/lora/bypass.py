@@ -223,10 +223,10 @@ def _readable(_: ModelPatcher | None, patcher: ModelPatcher) -> None:
         patcher, method = own(), type(own()).get_key_patches
         found = patcher.model_state_dict().items()
         there = {name: it for name, it in found if _is_attribute(patcher.model, name)}
-        with patched("key patches", [(patcher.__dict__, "model_state_dict", lambda: there)]):
+        with patched([(patcher.__dict__, "model_state_dict", lambda: there)]):
             return method(patcher, filter_prefix)
 
-    put("key patches", patcher, get_key_patches=get_key_patches)
+    put(patcher, get_key_patches=get_key_patches)
 
 
 def _is_attribute(model: torch.nn.Module, name: str) -> bool:
@@ -241,11 +241,11 @@ def outer_sample(executor: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     """OUTER_SAMPLE wrapper: one run, with the patcher that has other LoRAs beside its layers."""
     guider = executor.class_obj
     before = guider.model_patcher
-    put("sampling patcher", guider, model_patcher=lowered(before))
+    put(guider, model_patcher=lowered(before))
     try:
         return executor(*args, **kwargs)
     finally:
-        put("sampling patcher", guider, model_patcher=before)
+        put(guider, model_patcher=before)
 
 
 def lowered(patcher: ModelPatcher) -> ModelPatcher:
@@ -260,15 +260,14 @@ def lowered(patcher: ModelPatcher) -> ModelPatcher:
         known, clone = patcher.__dict__[LOWERED]
         clone = clone if known == facts else None
     if clone is None:
-        swap("sampling patcher", patcher.__dict__, LOWERED, ABSENT)  # gone before others load
+        swap(patcher.__dict__, LOWERED, ABSENT)  # gone before others load
         clone = patcher.clone()
         # Not this one, which would keep itself alive by it.
-        put("sampling patcher", clone, patches=found.merged, patches_uuid=found.token)
-        put("sampling patcher", clone, parent=patcher.parent)
+        put(clone, patches=found.merged, patches_uuid=found.token, parent=patcher.parent)
         clone.set_additional_models(BYPASS_KEY, [added.clone() for added in found.bypass])
-        swap("sampling patcher", patcher.__dict__, LOWERED, (facts, clone))
+        swap(patcher.__dict__, LOWERED, (facts, clone))
     # Of this run.
-    put("sampling patcher", clone, hook_patches=found.hooks, hook_mode=patcher.hook_mode)
+    put(clone, hook_patches=found.hooks, hook_mode=patcher.hook_mode)
     return clone
 
 
@@ -508,7 +507,7 @@ def run_bypass(executor: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
 @contextmanager
 def bypassed(model: Any) -> Iterator[None]:
     """Puts every change of the patcher that samples into the layers of a BaseModel."""
-    with patched("bypass", _changes(model)):
+    with patched(_changes(model)):
         yield
 
 
@@ -560,7 +559,7 @@ def _patcher(
     patcher = ModelPatcher(layers, load_device=load_device, offload_device=offload_device)
     # For MultiGPU, which loads every model once more.
     second = _second_patcher, (layers, load_device, offload_device)
-    put("second load", patcher, cached_patcher_init=second)
+    put(patcher, cached_patcher_init=second)
     return patcher
 
 

@@ -23,7 +23,7 @@ from ....caches import remembered
 from ....errors import QwenL40SError
 from ....families.comfyui import kind_of
 from ....machine.card import InstalledCard, ask_driver
-from ....patches import call, patched
+from ....patches import patched
 from ....spec.formats import format_gib
 from ....verdict import Verdict, first_line
 from ..contract import unsupported_model
@@ -134,7 +134,7 @@ def _cloned(model: ModelPatcher, cards: int) -> ModelPatcher | Verdict:
     # and looking for a copy to use again fails.
     loaded = management.current_loaded_models
     for entry in [it for it in loaded if it.model is None]:
-        call("gone models", loaded.remove, entry)
+        loaded.remove(entry)
     try:
         return create_multigpu_deepclones(model, cards, reuse_loaded=True)
     except (RuntimeError, QwenL40SError) as error:
@@ -180,7 +180,7 @@ def share_idle_cards(
         for place, lead in enumerate(models[:working])
     }
     try:
-        with patched("options", [(options, IDLE, idle)]):
+        with patched([(options, IDLE, idle)]):
             return executor(model, conds, x, timestep, alone if unsafe else model_options)
     except torch.OutOfMemoryError as error:
         logger.warning(

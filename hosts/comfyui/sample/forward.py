@@ -26,7 +26,6 @@ from ....optimizations.blocks.host import BlockInputs, DoubleStream, Streams
 from ....optimizations.inventory import called_by
 from ....optimizations.modulation import Entry
 from ....optimizations.reference import Rotary, Tokens
-from ....patches import call
 from ....verdict import Verdict
 from ..contract import BLOCK_ARGUMENTS, unknown_attention_arguments, unsupported_host
 from ..lora.bypass import state_of
@@ -123,7 +122,7 @@ def clean_up(blocks: Collection[torch.nn.Module]) -> None:
         if any(module in blocks for module, _ in states):
             for module, layers in states:
                 release(module, layers or ())
-            call("queues", queue.clear)
+            queue.clear()
 
 
 class ComfyPass(DoubleStream):

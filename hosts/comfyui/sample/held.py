@@ -23,7 +23,6 @@ from comfy_aimdo import model_vbar
 from ....caches import cached, remembered
 from ....families.registry import spec_of
 from ....optimizations.blocks.block_form import DENSE, head_norms, query_layer, token_layers
-from ....patches import call
 from ....verdict import Verdict
 from ..linear import INT8_ROWS, packed_parts
 from ..lora.bypass import Beside
@@ -418,4 +417,4 @@ def _lift_watermark(last: Pages) -> None:
     the bottom. Once they are no longer pinned, as many go as are needed.
     """
     if last.vbar.get_watermark() < last.numbers.stop:
-        call("watermark", last.vbar.prioritize)
+        last.vbar.prioritize()

@@ -147,7 +147,7 @@ class ComfyLayers:
                         put(part, target)
                     weight, bias = there
                     kept = {"_v_weight": weight, "_v_bias": bias, "_v_signature": signature}
-                    patches.put("resident weights", layer, **kept)
+                    patches.put(layer, **kept)
                 finally:
                     model_vbar.vbar_unpin(own["_v"])
 

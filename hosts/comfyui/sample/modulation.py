@@ -185,7 +185,7 @@ class ModelModulation:
         found = model.__dict__.get(MODULATION_KEY)
         if found is None:
             found = cls(model)
-            put("table", model, **{MODULATION_KEY: found})
+            put(model, **{MODULATION_KEY: found})
         return found
 
     @property

@@ -44,7 +44,7 @@ class OffCardLinear(torch.nn.Module):
         # Past Module.__setattr__, which would make it a submodule with parameters.
         self.__dict__["_linear"] = linear
         # As ComfyUI sets it where a layer may be in another dtype than what it is given.
-        put("off-card layers", linear, comfy_cast_weights=True)
+        put(linear, comfy_cast_weights=True)
         self.key, self.block, self.stream = key, block, stream
         self.is_on_card = False
         self.__dict__["modulation"] = lambda: None  # weakly, what has the table
@@ -52,7 +52,7 @@ class OffCardLinear(torch.nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         """Hands weights on: ComfyUI sets them when it takes a patch back."""
         if name in TENSORS:
-            put("weights", self._linear, **{name: value})
+            put(self._linear, **{name: value})
         else:
             super().__setattr__(name, value)
 
@@ -76,7 +76,7 @@ class OffCardLinear(torch.nn.Module):
         """Runs with copies of its tensors, and with the patches that are on them."""
         self.is_on_card = True
         try:
-            with patched("copies on the card", self._copies(iter(parts), patcher)):
+            with patched(self._copies(iter(parts), patcher)):
                 yield
         finally:
             self.is_on_card = False
@@ -125,7 +125,7 @@ class OffCardLinear(torch.nn.Module):
             own = getattr(linear, name)
             dtype = getattr(linear, f"{name}_comfy_model_dtype", None) if own is None else own.dtype
             tensor = tensor.to(dtype or tensor.dtype)
-            put("weights", linear, **{name: torch.nn.Parameter(tensor, requires_grad=False)})
+            put(linear, **{name: torch.nn.Parameter(tensor, requires_grad=False)})
 
 
 class OffCardModulation(torch.nn.Sequential):
@@ -150,7 +150,7 @@ class _OffCard:
         """A clone without dynamic VRAM, for torch.compile or hooks, is one of these too."""
         made = super().clone(*args, **kwargs)
         if type(made) is ModelPatcher:
-            put("patcher", made, __class__=OffCardPatcher)
+            put(made, __class__=OffCardPatcher)
         return made
 
 
@@ -176,7 +176,7 @@ def take_off_card(model: Any) -> None:
             activation, linear = getattr(block, name)
             key = f"diffusion_model.{stack}.{index}.{name}.1"
             off_card = OffCardLinear(linear, key, index, stream)
-            put("off-card layers", block, **{name: OffCardModulation(activation, off_card)})
+            put(block, **{name: OffCardModulation(activation, off_card)})
 
 
 def off_card_layers(model: torch.nn.Module) -> list[OffCardLinear]:

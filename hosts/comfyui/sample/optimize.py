@@ -84,7 +84,7 @@ def optimize(model: ModelPatcher, settings: OptimizeSettings | None = None) -> M
         form = model.load_device, model.model.get_dtype_inference(), *heads
         lossy = is_lossy(settings.attention, *form)
         attention = SlotAttention(settings.attention, lossy, others, settings.attention_error)
-        swap("attention", options, SLOT, attention)
+        swap(options, SLOT, attention)
     optimization = ComfyOptimization(
         settings.blocks, attention, settings.tf32, settings.cudnn_benchmark
     )
@@ -123,7 +123,7 @@ def restore(model: ModelPatcher) -> ModelPatcher:
     options = clone.model_options["transformer_options"]
     filled = options.get(SLOT)
     if isinstance(filled, SlotAttention):
-        swap("attention", options, SLOT, ABSENT if filled.before is None else filled.before)
+        swap(options, SLOT, ABSENT if filled.before is None else filled.before)
     return clone
 
 

@@ -148,7 +148,7 @@ class ComfyOptimization(Optimization):
                 logger.warning("Qwen-Image Accelerator: the run begins again.")
                 unsafe_copies(guider.model_patcher, again=True)  # lost ones may give NaN, too
             again = {name: [dict(prompt) for prompt in it] for name, it in prompts.items()}
-            patches.put("prompts", guider, conds=again)
+            patches.put(guider, conds=again)
 
     def on_detach(self, patcher: Any, unpatch_all: bool) -> None:
         """ON_DETACH callback: what is kept for a model leaves the card with it."""
@@ -168,7 +168,7 @@ class ComfyOptimization(Optimization):
         self._instead = OTHER_NODES if others else "ComfyUI's own"
         own = patches.ABSENT
         if file is not None and file.runs:
-            own = patches.swap("options", options, SLOT, patches.ABSENT)
+            own = patches.swap(options, SLOT, patches.ABSENT)
         weights = None if self._brought is None else self._weights
         idle = options.get(IDLE, {}).get(model, ()) if self._blocks else ()
         control = given.get("control")
@@ -194,7 +194,7 @@ class ComfyOptimization(Optimization):
                 return self.run_pass(host, lambda: executor(x, t, *args, **kwargs))
         finally:
             if own is not patches.ABSENT:
-                patches.swap("options", options, SLOT, own)
+                patches.swap(options, SLOT, own)
 
     def _bring(self, host: HostPass) -> None:
         if self._brought is None or host.owner in self._brought:
@@ -223,7 +223,7 @@ def _inside(
         return run(call)
 
     try:
-        with patches.patched("transformer", [(transformer.__dict__, "_forward", forward)]):
+        with patches.patched([(transformer.__dict__, "_forward", forward)]):
             yield runs
     finally:
         going = False  # for a pack that has wrapped it meanwhile

@@ -70,7 +70,7 @@ class SamplerStepCache:
         self._run, self._remembered = self._new_run(guider, sigmas, denoise_mask), None
         options = guider.model_options.setdefault("transformer_options", {})
         try:
-            with patched("options", [(options, COMPUTED_STEPS, self._run.computed_steps)]):
+            with patched([(options, COMPUTED_STEPS, self._run.computed_steps)]):
                 output = executor(
                     noise, latent_image, sampler, sigmas, denoise_mask, *args, **kwargs
                 )
