@@ -11,8 +11,9 @@ from comfy_api.latest import io
 from ..errors import QwenL40SError, SettingError
 from ..hosts.comfyui.load.choose import path_of
 from ..loaders.header import fingerprint
+from ..options import todays
 from ..planning.request import LORA_MODES
-from .common import needs, schema, with_report
+from .common import choice_input, needs, schema, with_report
 
 
 def _path(name: str) -> Path:
@@ -58,17 +59,18 @@ class QwenL40SLoadLora(io.ComfyNode):
                     step=0.05,
                     tooltip="1: as trained. 0: off. Negative values reverse it.",
                 ),
-                io.Combo.Input(
+                choice_input(
                     "lora_mode",
-                    options=list(LORA_MODES),
+                    LORA_MODES,
                     default=LORA_MODES[0],
-                    optional=True,
+                    optional=True,  # files of 0.1 have it under its older name
                     tooltip="auto: bypass on int8 and fp8 weights, and on bf16 where a merge would "
                     "round away over 20% of the LoRA; else merge. merge: added to the weights, "
                     "which are rounded; steps take no longer. bypass: computed in bf16 in each "
                     "step; exact, but slower.",
                 ),
             ],
+            accept_all_inputs=True,  # older names
             outputs=[
                 io.Model.Output(
                     tooltip="To another LoRA loader, Qwen-Image Optimize or the sampler."
@@ -103,8 +105,10 @@ class QwenL40SLoadLora(io.ComfyNode):
         lora: str,
         strength: float,
         lora_mode: str = LORA_MODES[0],
+        **older: Any,
     ) -> io.NodeOutput:
         from ..hosts.comfyui.lora.apply import apply_lora
 
-        patched, report = apply_lora(model, _path(lora), strength, how=lora_mode)
+        mode = todays({**older, "lora_mode": lora_mode})["lora_mode"]
+        patched, report = apply_lora(model, _path(lora), strength, how=mode)
         return with_report(patched, report=report.text(), summary=report.summary())
