@@ -49,7 +49,7 @@ comfy.ldm.qwen_image.model: QwenImageTransformer2DModel
 comfy.model_patcher: ModelPatcher[model load_device offload_device]
 comfy.ops: disable_weight_init.Linear
     manual_cast.Linear[in_features out_features bias device]
-comfy.patcher_extension: WrappersMP.APPLY_MODEL
+comfy.patcher_extension: WrappersMP.APPLY_MODEL CallbacksMP.ON_CLONE
 comfy.quant_ops: QuantizedLayout QuantizedTensor[qdata layout_cls params]
     TensorWiseINT8Layout.Params[scale orig_dtype orig_shape convrot convrot_groupsize]
     register_layout_class[name cls]

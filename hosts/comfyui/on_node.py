@@ -46,7 +46,6 @@ def show_run(node_class: str, report: Sequence[str], summary: str) -> None:
 
 
 def _before_sampler(node_class: str) -> tuple[str, str | None]:
-    from comfy_execution.graph_utils import is_link
     from comfy_execution.progress import get_progress_state
     from comfy_execution.utils import get_executing_context
 
@@ -62,7 +61,8 @@ def _before_sampler(node_class: str) -> tuple[str, str | None]:
         node = prompt.get_node(node_id)
         if node["class_type"] == node_class:
             return context.prompt_id, prompt.get_display_node_id(node_id)
-        for origin, slot in filter(is_link, node["inputs"].values()):
+        links = (it for it in node["inputs"].values() if isinstance(it, list) and len(it) == 2)
+        for origin, slot in links:
             kind = NODE_CLASS_MAPPINGS[prompt.get_node(origin)["class_type"]].RETURN_TYPES[slot]
             if kind not in NO_MODEL and origin not in seen:
                 seen.add(origin)

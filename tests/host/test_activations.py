@@ -199,6 +199,7 @@ class Patcher:
     """What is read of ComfyUI's patcher of a model with LoRAs beside its layers."""
 
     load_device, hook_patches, patches_uuid = torch.device("cpu"), {}, None
+    current_hooks = None
 
     def __init__(self, layers):
         self._added = [SimpleNamespace(model=layers)]
