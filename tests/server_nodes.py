@@ -19,7 +19,7 @@ CORE = (
     *("TextEncodeQwenImageEditPlus", "UNETLoader", "VAEDecode", "VAEEncode", "VAELoader"),
 )
 # What the page shows and the client does not read.
-SHOWN = {"tooltip", "default", "advanced", "multiline", "dynamicPrompts", "display_name"}
+SHOWN = {"tooltip", "default", "advanced", "multiline", "dynamicPrompts", "display_name", "labels"}
 
 
 def limited(object_info):

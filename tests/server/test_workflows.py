@@ -167,8 +167,11 @@ def test_text_to_image_paints_the_prompt(server: Server, file: Path):
     for image in images:
         assert image.size == (SIDE, SIDE)
         assert shows(image, PROMPT)
-    held = next((name for name in ("fp8", "int8") if name in file.stem), "bf16")
-    assert f"\n{held}, " in run.text("model" if "model" in graph else "load")
+    load = "model" if "model" in graph else "load"
+    asked = graph[load]["inputs"]
+    says = asked["model"] if asked["precision"] == "auto" else asked["precision"]
+    held = next((name for name in ("fp8", "int8") if name in says), "bf16")
+    assert f"\n{held}, " in run.text(load)
     if "lora" in graph:
         assert "8 of 8 keys applied" in run.text("lora")
 
