@@ -99,8 +99,9 @@ PRECISION = io.Combo.Input(
     options=list(LOADER_PRECISIONS),
     default="auto",
     tooltip="Precision of the transformer. auto: int8 with rotation where the GPU has int8 "
-    "products, else bf16; an fp8 file stays fp8. bf16: the most accurate, 38 GiB, or 25 with the "
-    "modulation weights offloaded. int8, fp8: 25 GiB, or 13. fp8 needs an Ada GPU or newer.",
+    "products, else bf16; an fp8 file with scales stays fp8. bf16: the most accurate, 38 GiB, or "
+    "25 with the modulation weights offloaded. int8, fp8: 25 GiB, or 13. fp8 needs an Ada GPU or "
+    "newer.",
 )
 MODULATION = io.Combo.Input(
     "modulation",
