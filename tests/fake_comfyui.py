@@ -110,15 +110,17 @@ def submitted(
     *,
     nodes: Mapping[str, Any] = MappingProxyType({}),
     meanwhile: Callable[[], None] = lambda: None,
+    log: io.StringIO | None = None,
     **more: Any,
 ) -> tuple[SubmitOutcome, str, list[Job]]:
     """Submits the graph, with these nodes more; returns what came of it, the log and the jobs that
     ended.
     """
+    log = log or io.StringIO()
     workflow = folder / "work.json"
     workflow.write_text(json.dumps({**graph(), **nodes}))
     options = {"servers": servers, "settings": settings, "wait": 5.0} | more
-    log, ended = io.StringIO(), []
+    ended: list[Job] = []
     helper = threading.Thread(target=meanwhile)
     helper.start()
     try:
