@@ -31,7 +31,7 @@ from .planning.request import (
     TEXT_ENCODER_PRECISIONS,
     Loras,
 )
-from .spec.formats import GB, GIB
+from .spec.formats import GIB
 from .spec.transformer import OFF_CARD, ON_CARD, PLACES
 from .step_cache import CHOICES, OFF
 
@@ -52,7 +52,7 @@ class Option:
         wired: what a node with sockets adds: what a connected part changes.
         flag: of the command line; None where it has none, empty for `--name`.
         rare: whether few people change it.
-        added: whether 0.1 lacked it. Nodes have it last and optional, because saved graphs hold
+        added: whether it came later. Nodes have it last and optional, because saved graphs hold
             the values of widgets by their places.
     """
 
@@ -253,30 +253,22 @@ OPTIONS = (
 
 @dataclass(frozen=True)
 class Older:
-    """What a setting was called in 0.1.
+    """What a setting was called in an earlier release.
 
     Attributes:
         name: of the input.
         values: {older value: the value of today}.
-        factor: from the older unit to that of today.
         flag: of the command line; None where it had none.
     """
 
     name: str
     values: Mapping[str, str] = field(default_factory=dict)
-    factor: float = 1
     flag: str | None = None
 
 
-# {name of today: what it was before}, for nodes, command line and page.
-OLDER = {
-    # A table stands in for weights that are off the card.
-    "modulation": Older("tables", {"on": OFF_CARD, "off": ON_CARD}, flag="--tables"),
-    "text_encoder_precision": Older("text_encoder", flag="--text-encoder"),
-    "text_encoder_placement": Older("text_encoder_place", flag="--text-encoder-place"),
-    "lora_mode": Older("how", {"merged": "merge", "beside": "bypass"}),
-    "controlnet_gib": Older("controlnet_gb", factor=GB / GIB, flag="--controlnet"),
-}
+# {name of today: what it was before}, for nodes, command line and page. A node that has one of them
+# accepts all inputs: ComfyUI drops those that are not declared.
+OLDER: dict[str, Older] = {}
 
 
 # {input: what the page calls it}. Prompts, saved graphs and the command line keep the names.
@@ -331,8 +323,6 @@ def todays(given: Mapping[str, Any]) -> dict[str, Any]:
         value = _todays_value(given.get(older.name), older) if older else None
         if older is None or value in (None, option.default):
             continue
-        if older.factor != 1 and isinstance(value, int | float):
-            value *= older.factor
         if found.get(option.name, option.default) not in (option.default, value):
             raise SettingError(
                 f"{option.name} is {found[option.name]!r}, but {older.name} is "
@@ -348,7 +338,7 @@ def _todays_value(value: Any, older: Older | None) -> Any:
 
 
 def options(*, rare: bool = False, added: bool = False) -> Iterator[Option]:
-    """Lists what everybody chooses, what few people change, or all that 0.1 lacked."""
+    """Lists what everybody chooses, what few people change, or all that came later."""
     if added:
         return (option for option in OPTIONS if option.added)
     return (option for option in OPTIONS if not option.added and option.rare == rare)

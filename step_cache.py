@@ -17,9 +17,6 @@ from .errors import SettingError
 from .families.schedules import official_sigmas
 
 OFF, CUSTOM = "off", "custom"
-# The second, of older workflows, runs as the first.
-SCHEDULE, ADAPTIVE = "schedule", "adaptive"
-METHODS = (SCHEDULE, ADAPTIVE)
 # A run of fewer steps, such as one with a Lightning LoRA, has none to spare.
 FEWEST_STEPS = 11
 # Nor does a preset compute fewer, whose picture nobody has measured.
@@ -41,8 +38,6 @@ class CacheSettings:
         head, tail: Shares of all steps that are computed at the beginning and at the end.
         longest: Most steps that are skipped in a row.
         gain: Of the slope between the last two computed velocities; 0 holds the last.
-        method: `ADAPTIVE`, which is gone, runs as `SCHEDULE`; the report says so.
-        threshold: Of `ADAPTIVE`; does nothing.
         audit: Whether skipped steps are computed as well, to log the true error of each forecast.
 
     Raises:
@@ -55,14 +50,12 @@ class CacheSettings:
     tail: float = 0.08
     longest: int = 2
     gain: float = 0.5
-    method: str = SCHEDULE
-    threshold: float = 0.2
     audit: bool = False
 
     def __post_init__(self) -> None:
         for name, least, most in (
             *(("budget", 0, 1), ("head", 0, 1), ("tail", 0, 1), ("gain", 0, 1)),
-            *(("longest", 1, MOST_IN_A_ROW), ("threshold", 0, 10)),
+            ("longest", 1, MOST_IN_A_ROW),
         ):
             value, whole = getattr(self, name), name == "longest"
             numeric = isinstance(value, int if whole else (int, float))
@@ -71,8 +64,6 @@ class CacheSettings:
                 raise SettingError(
                     f"The step cache's {name} is {value!r}: choose a {kind} from {least} to {most}."
                 )
-        if self.method not in METHODS:
-            raise SettingError(f"The step cache has no method {self.method!r}: choose {SCHEDULE}.")
         if not isinstance(self.audit, bool):
             raise SettingError(f"The step cache's audit is {self.audit!r}: choose True or False.")
 

@@ -35,11 +35,6 @@ COMMANDS = {
     "bench": "time this package against ComfyUI and diffusers",
     "doctor": "check card, packages, ComfyUI, model files and disks",
 }
-# {a command that is gone: why, and what does its work}
-GONE = {
-    "calibrate-cache": "calibrate-cache is gone, with the step cache's adaptive method that it was "
-    "for: choose --cache faithful, balanced or fast, which need no calibration."
-}
 EXIT_CODES = """\
 exit codes:
   0    done
@@ -97,9 +92,6 @@ def left_out() -> set[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns one of `EXIT_CODES`."""
     argv = sys.argv[1:] if argv is None else argv
-    if argv and argv[0] in GONE:
-        print(f"qwen-l40s: error: {GONE[argv[0]]}", file=sys.stderr)
-        return 2
     if argv and argv[0] in left_out():
         print(
             f"qwen-l40s: error: {argv[0]} is not in what ComfyUI's manager installs: run "

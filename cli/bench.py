@@ -24,16 +24,6 @@ WHAT = {
     "forward": "one forward pass of the transformer",
     "image": "from prompt to file in ComfyUI servers, with the card's memory",
 }
-# What went, and what to use instead.
-BLOCK_GONE = (
-    "bench block is gone: `bench forward --layers 1` and `--layers 2` differ by one block, and "
-    "`bench ops` times its operations."
-)
-GONE = {
-    "--plot": "--plot is gone: the table shows the figures, and --json FILE keeps every sample.",
-    "--profile": "--profile is gone: `kernel_ms` sums the kernels up, `nsys profile` lists them.",
-    "--warm-up": "--warm-up is gone: two calls come before the measured ones.",
-}
 # Options of WHAT, whose sizes --calibrate fixes.
 FOREIGN = ("size", "references", "layers", "only", "repeats", "models", "family")
 FOREIGN += ("free_gib", "server_args")
@@ -48,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "what",
         nargs="?",
-        choices=(*WHAT, "block"),
+        choices=tuple(WHAT),
         metavar="WHAT",
         help="; ".join(f"{name}: {text}" for name, text in WHAT.items()),
     )
@@ -119,8 +109,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", default="auto", metavar="NAME", help="auto (default), cpu, cuda or cuda:N"
     )
     parser.add_argument("--json", metavar="FILE", help="also write the results as JSON")
-    for option in GONE:
-        parser.add_argument(option, nargs="?", const=True, dest=option, help=argparse.SUPPRESS)
 
 
 def _positive(text: str) -> int:
@@ -142,11 +130,6 @@ def _size(text: str) -> tuple[int, int]:
 
 def run(args: argparse.Namespace) -> int:
     """Measures and prints; returns 1 when a row failed."""
-    if args.what == "block":
-        raise SettingError(BLOCK_GONE)
-    for option, sentence in GONE.items():
-        if getattr(args, option):
-            raise SettingError(sentence)
     if args.calibrate:
         return calibrate_card(args)
     if args.what is None:

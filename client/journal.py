@@ -21,7 +21,6 @@ from ..files import lock, private
 from .scheduler import DONE, NOTHING
 
 SUFFIX = ".submit.jsonl"
-# Version 1 had one server, and its name in the line "run" alone.
 VERSION = 2
 LONGEST_RUN = 1e9  # seconds
 LONGEST_LINE = 2**24  # bytes; what follows is no line that a run wrote
@@ -50,7 +49,7 @@ class Record:
 
     Attributes:
         status: of the last line; "queued" while a server has it.
-        sizes: of the files, in bytes; empty where an older version wrote the line.
+        sizes: of the files, in bytes.
         kept: whether the server may have results that could not be fetched.
         local: of the attempt that ended.
         open: attempts that brought nothing yet.
@@ -99,15 +98,13 @@ class Journal:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = open(self.path, "a+b", buffering=0, opener=private)  # noqa: SIM115
-            with contextlib.suppress(OSError, AttributeError):  # another user's; Windows
-                os.fchmod(self._file.fileno(), 0o600)  # older versions left it open to all
         except OSError as error:
             raise SettingError(
                 f"--output cannot be written ({error.strerror}): name another folder.", folder
             ) from error
         self._part = f".{stem}."
         self.unsynced = False
-        self._server, self._version = "", 1
+        self._version = VERSION
         self._loaded: dict[tuple[str, str], Any] = {}  # {(server, path): state}
         try:
             self._lock()
@@ -147,8 +144,8 @@ class Journal:
         if record is None or record.status != DONE:
             return None
         found = [file_state(os.path.join(self.path.parent, name)) for name in record.files]
-        sizes = record.sizes or [state and state[0] for state in found]
-        there = all(state and state[0] == size for state, size in zip(found, sizes, strict=True))
+        whole = zip(found, record.sizes, strict=True)
+        there = all(state and state[0] == size for state, size in whole)
         return record if there else None
 
     def attempts(self, key: str) -> list[Attempt]:
@@ -240,8 +237,7 @@ class Journal:
 
     def _take(self, entry: Mapping[str, Any]) -> None:
         if entry["event"] == "run":
-            self._server = str(entry.get("server", ""))
-            self._version = max(self._version, entry.get("version", 1))
+            self._version = max(self._version, entry["version"])
         elif entry["event"] == "again":
             self.records.pop(entry["key"], None)
         else:
@@ -250,8 +246,7 @@ class Journal:
     def _note(self, record: Record, event: str, entry: Mapping[str, Any]) -> None:
         prompt_id = str(entry["prompt_id"])
         if event == "queued":
-            server = sys.intern(str(entry.get("server", self._server)))
-            boot = sys.intern(str(entry.get("boot", "")))
+            server, boot = (sys.intern(str(entry[name])) for name in ("server", "boot"))
             local = dict(entry.get("local", {})) or NOTHING
             record.open = (*record.open, Attempt(prompt_id, server, boot, local))
             for path, state in local.items():
@@ -261,20 +256,19 @@ class Journal:
             record.open = tuple(each for each in record.open if each.prompt_id != prompt_id)
             if event == "late" or (record.status == DONE and event != DONE):
                 return
-            files, sizes = tuple(entry.get("files", ())), entry.get("sizes", ())
-            if any(os.path.basename(name) != name for name in files):
+            files, sizes = tuple(entry.get("files", ())), tuple(entry.get("sizes", ()))
+            if any(os.path.basename(name) != name for name in files) or len(sizes) != len(files):
                 record.status = "damaged"  # a line that no run wrote
                 return
             record.local = ended[-1].local if ended else record.local
             record.prompt_id = prompt_id
-            record.server = sys.intern(str(entry.get("server", self._server)))
+            record.server = sys.intern(str(entry["server"]))
             seconds, record.kept = entry.get("seconds"), bool(entry.get("kept"))
             known = isinstance(seconds, int | float) and abs(seconds) < LONGEST_RUN
             record.seconds = seconds if known else None
             texts = entry.get("texts", NOTHING)
             record.texts = {name: [*map(str, x)] for name, x in texts.items()} or NOTHING
-            record.files = files
-            record.sizes = tuple(sizes) if len(sizes) == len(files) else ()
+            record.files, record.sizes = files, sizes
         record.status = event
 
     def _write(self, event: str, **facts: Any) -> None:

@@ -11,9 +11,8 @@ from comfy_api.latest import io
 from ..errors import QwenL40SError, SettingError
 from ..hosts.comfyui.load.choose import path_of
 from ..loaders.header import fingerprint
-from ..options import todays
 from ..planning.request import LORA_MODES
-from .common import choice_input, needs, schema, with_report
+from .common import needs, schema, with_report
 
 
 def _path(name: str) -> Path:
@@ -59,18 +58,17 @@ class QwenL40SLoadLora(io.ComfyNode):
                     step=0.05,
                     tooltip="1: as trained. 0: off. Negative values reverse it.",
                 ),
-                choice_input(
+                io.Combo.Input(
                     "lora_mode",
-                    LORA_MODES,
+                    options=list(LORA_MODES),
                     default=LORA_MODES[0],
-                    optional=True,  # files of 0.1 have it under its older name
+                    optional=True,
                     tooltip="auto: bypass on int8 and fp8 weights, and on bf16 where a merge would "
                     "round away over 20% of the LoRA; else merge. merge: added to the weights, "
                     "which are rounded; steps take no longer. bypass: computed in bf16 in each "
                     "step; exact, but slower.",
                 ),
             ],
-            accept_all_inputs=True,  # older names
             outputs=[
                 io.Model.Output(
                     tooltip="To another LoRA loader, Qwen-Image Optimize or the sampler."
@@ -105,10 +103,8 @@ class QwenL40SLoadLora(io.ComfyNode):
         lora: str,
         strength: float,
         lora_mode: str = LORA_MODES[0],
-        **older: Any,
     ) -> io.NodeOutput:
         from ..hosts.comfyui.lora.apply import apply_lora
 
-        mode = todays({**older, "lora_mode": lora_mode})["lora_mode"]
-        patched, report = apply_lora(model, _path(lora), strength, how=mode)
+        patched, report = apply_lora(model, _path(lora), strength, how=lora_mode)
         return with_report(patched, report=report.text(), summary=report.summary())

@@ -11,7 +11,6 @@ from ..options import CHOICE_LABELS
 from ..step_cache import (
     CHOICES,
     CUSTOM,
-    METHODS,
     MOST_IN_A_ROW,
     PRESETS,
     CacheSettings,
@@ -101,25 +100,6 @@ def _custom_inputs() -> list[io.Input]:
             "gain",
             "How a forecast goes on from the last two computed steps: 0 repeats the last one, 1 "
             "continues their change in full.",
-        ),
-        # Both are gone. A saved graph holds its values by place: there audit comes after them.
-        io.Combo.Input(
-            "method",
-            options=list(METHODS),
-            default=USUAL.method,
-            optional=True,
-            tooltip="Of older workflows: adaptive runs as schedule, which decides before the run.",
-            extra_dict={"hidden": True},
-        ),
-        io.Float.Input(
-            "threshold",
-            default=USUAL.threshold,
-            min=0,
-            max=10,
-            step=0.01,
-            optional=True,
-            tooltip="Of older workflows: does nothing.",
-            extra_dict={"hidden": True},
         ),
         io.Boolean.Input(
             "audit",

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..step_cache import ADAPTIVE, SCHEDULE, CacheSettings, plan_steps
+from ..step_cache import CacheSettings, plan_steps
 from ..verdict import Verdict
 from .run import Later
 
@@ -31,10 +31,6 @@ MOST_MISSED = 0.15
 MOST_ASTRAY = 1.5
 SAME_SIGMA = 1e-3  # relative; float32 rounds by 6e-8
 TINY = torch.finfo(torch.float32).tiny
-# Of settings that ask for it.
-GONE = Verdict(
-    f"the method {ADAPTIVE} is gone", rule=f"the steps are chosen before the run, by {SCHEDULE}"
-)
 CHANGED = Verdict("size, type, device or CFG change during the run")
 NONE_SKIPPED = Verdict("no step is skipped")
 CALLED_AGAIN = Verdict("the sampler calls the model more than once a step")
@@ -56,7 +52,6 @@ class CacheFigures:
     Attributes:
         name: Of the settings.
         steps: Of the schedule.
-        method: Of the settings.
         skipped: The steps that were forecast, by index.
         missed: At each computed step after skipped ones, |forecast - computed| / |computed|; what
             is not finite is left out.
@@ -73,7 +68,6 @@ class CacheFigures:
 
     name: str
     steps: int
-    method: str = SCHEDULE
     skipped: list[int] = field(default_factory=list)
     missed: list[float] = field(default_factory=list)
     audited: list[float] = field(default_factory=list)
@@ -90,10 +84,9 @@ class CacheFigures:
 
     def lines(self) -> list[str]:
         changed = CHANGED if self.forgotten else None
-        gone = [f"step cache: {GONE}"] if self.method == ADAPTIVE else []
         if not self.skipped:
             reason = self.reason or changed or NONE_SKIPPED
-            return [f"step cache: {self.name} has no effect: {reason}", *gone]
+            return [f"step cache: {self.name} has no effect: {reason}"]
         said = [f"{self.name} computes {self.computed} of {self.steps} steps"]
         if self.audited:
             said = [
@@ -122,7 +115,7 @@ class CacheFigures:
             said.append(f"starts over: {changed}")
         if self.reason:
             said.append(f"computes the rest of the run: {self.reason}")
-        return [*(f"step cache: {sentence}" for sentence in said), *gone]
+        return [f"step cache: {sentence}" for sentence in said]
 
 
 class CachedRun:
@@ -152,7 +145,7 @@ class CachedRun:
         self.settings = settings
         self._sigmas = list(sigmas)
         self._plan = plan = plan_steps(self._sigmas, settings, kept)
-        self.figures = CacheFigures(settings.name, plan.steps, settings.method)
+        self.figures = CacheFigures(settings.name, plan.steps)
         self._followed = followed
         self._reason = refusal or (Verdict(plan.reason) if plan.reason else None)
         self._calls = 0

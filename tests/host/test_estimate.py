@@ -29,6 +29,7 @@ from qwen_l40s.nodes import estimate as nodes_estimate
 from qwen_l40s.nodes.advise import QwenL40SAdviseGPU
 from qwen_l40s.nodes.estimate import QwenL40SEstimateVRAM
 from qwen_l40s.nodes.loaders import QwenL40SLoadModel, QwenL40SLoadTextEncoder
+from qwen_l40s.options import OLDER, Older
 from qwen_l40s.planning.estimate import estimate
 from qwen_l40s.planning.request import RunRequest
 from qwen_l40s.spec.formats import GIB, CardFacts
@@ -219,43 +220,18 @@ def test_a_plan_is_given_as_the_loaders_take_it():
         assert f"placement {given[2]}." in output.args[1]
 
 
-# What ComfyUI passes of files that were written for 0.1: older names as well, because the nodes
-# accept all inputs; and older values by position under the names of today.
-OLDER = {
-    "tables": "on",
-    "text_encoder": "fp8",
-    "text_encoder_place": "drop after encoding",
-    "loras": 2,
-    "lora_mode": "merged",
-    "controlnet_gb": 3.5,
-}
-TODAY = {
-    "modulation": "off card",
-    "text_encoder_precision": "fp8",
-    "text_encoder_placement": "drop after encoding",
-    "loras": 2,
-    "lora_mode": "merge",
-    "controlnet_gib": 3.5e9 / GIB,
-}
-
-
-def test_older_names_and_values_mean_what_they_meant():
-    expected = run(card="L40S", **TODAY)[3]
-    assert run(card="L40S", **OLDER)[3] == expected
-    assert run(card="L40S", **{**TODAY, "modulation": "on", "lora_mode": "merged"})[3] == expected
-    assert run(card="L40S", **TODAY, unknown=1)[3] == expected
-    words = ("modulation is 'on card', but tables is 'on'", "older name", "Give only modulation")
-    refused(SettingError, *words, run=lambda: run(**{**OLDER, "modulation": "on card"}))
-    inputs = {each.id: each for each in QwenL40SEstimateVRAM.GET_SCHEMA().inputs}
-    assert QwenL40SEstimateVRAM.GET_SCHEMA().accept_all_inputs
-    for name, value in OLDER.items():
-        today = next(each for each in inputs.values() if name in (each.id, older_name(each)))
-        assert not hasattr(today, "options") or value in today.options, name
-    assert "maybe" not in inputs["modulation"].options
-
-
-def older_name(widget):
-    return widget.as_dict().get("older_name")
+def test_older_names_and_values_mean_what_they_meant(monkeypatch):
+    """ComfyUI passes older values by position under the names of today, and older names beside."""
+    older = Older("tables", {"on": "off card", "off": "on card"})
+    monkeypatch.setitem(OLDER, "modulation", older)
+    expected = run(card="L40S", modulation="off card")[3]
+    assert run(card="L40S", modulation="on")[3] == expected
+    assert run(card="L40S", tables="on", unknown=1)[3] == expected
+    refused(SettingError, run=lambda: run(tables="on", modulation="on card"))
+    schema = QwenL40SEstimateVRAM.define_schema()
+    inputs = {each.id: each for each in schema.inputs}
+    assert schema.accept_all_inputs and inputs["modulation"].as_dict()["older_name"] == "tables"
+    assert "on" in inputs["modulation"].options and "maybe" not in inputs["modulation"].options
 
 
 def test_a_node_without_sockets_speaks_of_none():

@@ -8,7 +8,6 @@ import functools
 import re
 from dataclasses import replace
 from pathlib import Path
-from unittest import mock
 
 import comfy.hooks
 import comfy.lora
@@ -37,7 +36,6 @@ from qwen_l40s.families.identify import SUFFIX, split_parts
 from qwen_l40s.hosts.comfyui.lora.apply import LoraReport, apply_lora
 from qwen_l40s.hosts.comfyui.lora.bypass import compute_loras, lowered
 from qwen_l40s.hosts.comfyui.sample.optimize import optimize, report_of
-from qwen_l40s.nodes import lora as nodes_lora
 from qwen_l40s.spec.sizes import RANKS_AT_ONCE
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
@@ -541,23 +539,6 @@ def test_strength_zero() -> None:
         assert model is base
         assert (report.applied, report.modules) == (0, MODULES)
         assert "not applied" in report.text() and "strength is 0" in report.text()
-
-
-def test_older_names_of_the_mode() -> None:
-    model, path = build(), saved(lora())
-    with mock.patch.object(nodes_lora, "path_of", return_value=path):
-        for settings, words in (
-            ({"how": "beside"}, "as a bypass"),
-            ({"how": "bypass"}, "as a bypass"),
-            ({"lora_mode": "beside"}, "as a bypass"),
-            ({"how": "merge"}, "merged into the weights"),
-            ({}, "merged into the weights"),
-        ):
-            found = nodes_lora.QwenL40SLoadLora.execute(model, path.name, 1.0, **settings)
-            assert words in found.args[1]
-        both = {"how": "beside", "lora_mode": "sideways"}
-        with pytest.raises(SettingError, match="lora_mode is 'sideways', but how is 'beside'"):
-            nodes_lora.QwenL40SLoadLora.execute(model, path.name, 1.0, **both)
 
 
 def test_wrong_settings() -> None:

@@ -38,7 +38,7 @@ from qwen_l40s.planning.bytes import weight_bytes
 from qwen_l40s.spec.formats import QUANTIZED
 from qwen_l40s.spec.sizes import RANKS_AT_ONCE
 from qwen_l40s.spec.vae import VaeShape
-from qwen_l40s.step_cache import ADAPTIVE, PRESETS, CacheSettings, computed_with
+from qwen_l40s.step_cache import PRESETS, CacheSettings, computed_with
 
 pytestmark = pytest.mark.each_device
 FOLDER = folder("true_sizes")
@@ -190,7 +190,6 @@ def test_a_step_cache_is_told():
     for settings, cache, computed, words in (
         (PRESETS["fast"], "fast", 20, ""),
         (custom, "custom", computed_with(50, custom), ""),
-        (replace(custom, method=ADAPTIVE), "custom", computed_with(50, custom), ""),
         (replace(PRESETS["fast"], audit=True), "off", 50, "audit is on"),
     ):
         wired = request(cache_steps(model, settings), steps=50)

@@ -25,7 +25,6 @@ from qwen_l40s.tools.workflows.forms import api_form, tidy
 
 HELP = ROOT / "web" / "docs"
 FILM = (960, 600)  # pixels of the README's animation
-FIRST = ROOT / "tests" / "workflows" / "0.1.0" / "ui"
 # What "Export" of the page's menu writes.
 EXPORT = "async () => JSON.stringify((await window.app.graphToPrompt()).workflow)"
 each_template = pytest.mark.parametrize("name", sorted(GRAPHS))
@@ -291,7 +290,7 @@ def test_tooltips_show_under_the_pointer(classic: ComfyPage):
 def test_a_step_cache_shows_settings_for_custom_alone(page: ComfyPage):
     settings = {
         **{"budget": 0.6, "head": 0.16, "tail": 0.08, "longest": 2, "gain": 0.5},
-        **{"method": "schedule", "threshold": 0.2, "audit": False},
+        "audit": False,
     }
     nested = {f"cache.{name}": value for name, value in settings.items()}
     for choice in ("off", "faithful", "balanced", "fast", "custom"):
@@ -307,21 +306,11 @@ def test_a_step_cache_shows_settings_for_custom_alone(page: ComfyPage):
     page.page.evaluate("() => { window.app.graph.nodes[0].widgets[1].value = 0.25 }")
     saved = page.page.evaluate("() => window.app.graph.serialize()")
     assert saved["nodes"][0]["widgets_values"] == ["custom", 0.25, *list(settings.values())[1:]]
-    # One of the adaptive method too, whose settings are gone from the node.
-    saved["nodes"][0]["widgets_values"][6:] = ["adaptive", 0.1, True]
     page.page.evaluate(LOAD, saved)
     page.draw()
-    older = {"cache.method": "adaptive", "cache.threshold": 0.1, "cache.audit": True}
-    opened = inputs | {"cache.budget": 0.25} | older
+    opened = inputs | {"cache.budget": 0.25}
     assert page.nodes()[0]["widgets"] == opened
     assert [node["inputs"] for node in page.prompt().values()] == [opened]
-    for name in ("head", "audit", "method", "threshold"):
-        shown = page.page.evaluate(
-            "name => window.app.graph.nodes[0].isWidgetVisible("
-            "window.app.graph.nodes[0].widgets.find(w => w.name === name))",
-            f"cache.{name}",
-        )
-        assert shown == (name in ("head", "audit")), name
 
 
 def test_a_name_is_filled_in_as_of_comfyuis_node(page: ComfyPage):
@@ -385,14 +374,23 @@ def test_a_dropped_api_file_becomes_its_graph(page: ComfyPage):
     assert page.problems == []
 
 
-def test_a_graph_of_the_first_version_has_todays_names(page: ComfyPage):
+def test_a_graph_of_an_older_version_has_todays_names(page: ComfyPage):
     """Its values are known by their order alone, its wires by the names of that time."""
-    workflow = json.loads((FIRST / "estimate.json").read_text("utf-8"))
+    page.page.evaluate(
+        """() => {
+            const { nodeData } = LiteGraph.registered_node_types.QwenL40S_EstimateVRAM
+            const { modulation, text_encoder_precision } = nodeData.input.optional
+            Object.assign(modulation[1], { older_name: 'tables', older: { on: 'off card' } })
+            Object.assign(text_encoder_precision[1], { older_name: 'text_encoder' })
+        }"""
+    )
+    workflow = json.loads((ROOT / "workflows" / "estimate.json").read_text("utf-8"))
     (estimate,) = (node for node in workflow["nodes"] if node["type"] == "QwenL40S_EstimateVRAM")
-    values = estimate["widgets_values_named"] | {"tables": "on", "lora_mode": "beside"}
+    values = estimate["widgets_values_named"] | {"modulation": "on"}
     estimate["widgets_values"] = list(values.values())
-    socket = {"name": "text_encoder", "type": "COMBO", "widget": {"name": "text_encoder"}}
-    estimate["inputs"].append({**socket, "link": 99})
+    name = "text_encoder"
+    estimate["inputs"] = [it for it in estimate["inputs"] if it["name"] != f"{name}_precision"]
+    estimate["inputs"].append({"name": name, "type": "COMBO", "widget": {"name": name}, "link": 99})
     choice = {"id": 99, "type": "CustomCombo", "pos": [0, 0], "size": [200, 100], "flags": {}}
     choice |= {"outputs": [{"name": "STRING", "type": "COMBO", "links": [99]}], "mode": 0}
     workflow["nodes"].append(choice)
@@ -400,5 +398,4 @@ def test_a_graph_of_the_first_version_has_todays_names(page: ComfyPage):
     page.page.evaluate(LOAD, workflow)
     (found,) = (node for node in page.prompt().values() if "lora_mode" in node["inputs"])
     assert found["inputs"]["modulation"] == "off card"
-    assert found["inputs"]["lora_mode"] == "bypass"
     assert found["inputs"]["text_encoder_precision"] == ["99", 0]

@@ -37,10 +37,6 @@ CHOOSE = """model => {
     const node = window.app.graph.nodes.find(node => node.type === 'QwenL40S_Load')
     node.widgets.find(widget => widget.name === 'model').value = model
 }"""
-# The inputs of each class of node, with a dot or a widget.
-SLOTS = """() => Object.fromEntries(window.app.graph.nodes.map(
-    node => [node.type, node.inputs.map(input => input.name)]
-))"""
 
 
 def words(page: ComfyPage) -> dict[str, str]:
@@ -239,18 +235,3 @@ def test_a_run_of_another_client_stands_on_no_open_page(page: ComfyPage):
     assert done.status == "success"
     page.page.wait_for_timeout(300)  # a message that must not come
     assert words(page) == {}
-
-
-def test_a_graph_that_an_older_version_saved_has_the_names_of_today(page: ComfyPage):
-    classes = page.server.client.get("/object_info").json()
-    for name in ("estimate", "lora"):
-        page.load(ROOT / "tests" / "workflows" / "0.1.0" / "ui" / f"{name}.json")
-        slots = page.page.evaluate(SLOTS)
-        for node in page.prompt().values():
-            known = classes[node["class_type"]]["input"]
-            options = known.get("required", {}) | known.get("optional", {})
-            assert set(slots[node["class_type"]]) <= set(options)
-            for key, value in node["inputs"].items():
-                if options[key][0] == "COMBO" and "older" in options[key][1]:
-                    assert value in options[key][1]["options"], key
-        assert page.problems == []

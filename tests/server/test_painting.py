@@ -101,26 +101,6 @@ def test_attention_in_8_bits_still_paints_the_prompt(server: Server):
     assert "attention: int8_fp8: asked for" in server.log.read_text()
 
 
-def test_an_api_file_of_the_adaptive_step_cache_paints_what_one_of_the_schedule_paints(
-    server: Server,
-):
-    custom = {"budget": 0.6, "head": 0.16, "tail": 0.08, "longest": 2, "gain": 0.5}
-    older = {**custom, "method": "adaptive", "threshold": 0.1, "audit": False}
-    images = []
-    for settings in (older, custom):
-        nodes = graph(steps=11)
-        cache = {"model": ["load", 0], "cache": "custom"}
-        cache |= {f"cache.{name}": value for name, value in settings.items()}
-        nodes["cache"] = {"class_type": "QwenL40S_StepCache", "inputs": cache}
-        nodes["sample"]["inputs"]["model"] = ["cache", 0]
-        run = server.run(nodes)
-        assert run.status == "success"
-        images.append(pixels(server.image(run, "save")))
-        log = server.log.read_text()
-        assert log.count("the method adaptive is gone: the steps are chosen before the run") == 1
-    assert np.array_equal(*images)
-
-
 def test_a_second_prompt_reuses_what_is_loaded(server: Server):
     server.run(graph(seed=2))
     run = server.run(graph("a small red star at the top left on a blue background", seed=3))

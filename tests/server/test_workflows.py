@@ -12,20 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 from comfyui_server import ROOT, Run, Server
-from frozen_workflows import replacement_changes
 from PIL import Image
 from waiting import until
 from workflow_files import Graph, published_files, small_files
 
 from qwen_l40s.micro.judge import adherence
 from qwen_l40s.micro.scene import parse_prompt
-from qwen_l40s.tools.workflows.definitions import OURS, subset
 
-TESTS = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "workflows" / "api"
 SHIPPED = sorted(FOLDER.glob("*.json"))
-FROZEN = sorted((TESTS / "workflows").glob("*/api/*.json"))
-RELEASES = sorted((TESTS / "workflows").iterdir())
 NODES = "workflow_nodes.py"
 SIDE, STEPS = 256, 8
 PROMPT = "a large green circle at the bottom right on a white background"
@@ -35,22 +30,14 @@ def read(file: Path) -> Graph:
     return json.loads(file.read_text(encoding="utf-8"))
 
 
-def done_by(file: Path) -> list[tuple[str, dict[str, Any]]]:
-    """What runs of a file, without what people and other programs are told."""
-    return [(node["class_type"], node["inputs"]) for node in read(file).values()]
-
-
 def each(files: list[Path]) -> pytest.MarkDecorator:
     names = ["/".join(file.relative_to(ROOT).with_suffix("").parts[1:]) for file in files]
     return pytest.mark.parametrize("file", files, ids=names)
 
 
-NOW = [done_by(file) for file in SHIPPED]
-# Of the released files, those that run as one of today's do are only posted.
-RUN = [*SHIPPED, *(file for file in FROZEN if done_by(file) not in NOW)]
-EDITS = [file for file in RUN if file.stem.startswith(("edit", "inpaint"))]
+EDITS = [file for file in SHIPPED if file.stem.startswith(("edit", "inpaint"))]
 PAINT = ("text_to_image", "lightning", "lora", "batch", "controlnet")
-TEXT_TO_IMAGE = [file for file in RUN if file.stem.startswith(PAINT)]
+TEXT_TO_IMAGE = [file for file in SHIPPED if file.stem.startswith(PAINT)]
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +72,7 @@ def _unfinished(server: Server) -> list[Any]:
     return [*queue["queue_running"], *queue["queue_pending"]]
 
 
-@each([*SHIPPED, *FROZEN])
+@each(SHIPPED)
 def test_it_is_accepted_as_it_is_shipped(server: Server, known: dict[str, Any], file: Path):
     runs_here(known, file)
     graph = read(file)
@@ -94,14 +81,6 @@ def test_it_is_accepted_as_it_is_shipped(server: Server, known: dict[str, Any], 
         assert answer.status_code == 200, answer.text
         assert answer.json()["node_errors"] == {}, answer.text
         assert answer.json()["prompt_id"] in [entry[1] for entry in _unfinished(server)]
-
-
-@pytest.mark.parametrize("release", RELEASES, ids=lambda folder: folder.name)
-def test_a_released_node_is_there_or_replaced(server: Server, known: dict[str, Any], release: Path):
-    today = subset(known, [name for name in known if name.startswith(OURS)])
-    replacements = server.client.get("/node_replacements").json()
-    assert "ImageBatch" in replacements  # one of ComfyUI's own
-    assert replacement_changes(read(release / "nodes.json"), today, replacements) == []
 
 
 def pictures(server: Server, run: Run, node: str) -> list[Image.Image]:

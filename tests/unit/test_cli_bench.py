@@ -90,9 +90,6 @@ def test_a_row_that_fails_is_one_line_and_the_others_go_on(without_comfyui, caps
         (["--only", "ours fp4"], "--only 'ours fp4' names no row: choose from 'comfyui bf16', "),
         (["--json", "nowhere/results.json"], "(nowhere)"),
         (["--json", "."], "--json names a folder"),
-        (["--plot", "chart.png"], "--plot is gone: the table shows the figures, and --json FILE"),
-        (["--profile"], "--profile is gone: `kernel_ms` sums the kernels up"),
-        (["--warm-up", "1"], "--warm-up is gone: two calls come before the measured ones"),
         (["--device", "tpu"], "device 'tpu' is unknown"),
         (["--models", "models"], "--models goes with `image` alone"),
         (["--free-gib", "44.4"], "--free-gib goes with `image` alone"),
@@ -136,7 +133,6 @@ def test_an_argument_out_of_range_is_one_sentence(capsys, arguments, sentence):
     ("what", "arguments", "sentence"),
     [
         ("ops", ["--only", "gemm 1x1"], "'gemm 128x128 bf16'"),
-        ("block", [], "bench block is gone: `bench forward --layers 1` and `--layers 2`"),
         ("image", ["--references", "1"], "--references and --family need a card"),
         ("forward", ["--family", "2.1"], "--family goes with `image` alone"),
         ("image", ["--free-gib", "8"], "--free-gib is of a card's memory, and at least 1"),

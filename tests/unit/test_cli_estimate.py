@@ -12,9 +12,11 @@ from safetensors.torch import save_file
 
 from qwen_l40s.cli import build_parser, main
 from qwen_l40s.cli.estimate import request_of
+from qwen_l40s.errors import SettingError
 from qwen_l40s.families.registry import find_member, members
 from qwen_l40s.machine.card import InstalledCard, InstalledCards
 from qwen_l40s.machine.store import known_cards
+from qwen_l40s.options import OLDER, Older
 from qwen_l40s.planning.bytes import weight_bytes
 from qwen_l40s.planning.request import Loras, RunRequest
 from qwen_l40s.spec.formats import GIB
@@ -76,7 +78,7 @@ def test_what_does_not_stay_on_the_card_is_exit_code_4(capsys):
     assert "Next: set precision int8, " in capsys.readouterr().out
     place = ["--text-encoder-placement", "on card"]
     whole = ["--size", "3072x3072", "--precision", "bf16", "--tiles", "1"]
-    main(["estimate", "--card", "L40S", "--text-encoder", "bf16", *place, *whole])
+    main(["estimate", "--card", "L40S", "--text-encoder-precision", "bf16", *place, *whole])
     assert "tiles 0, which fits with " in capsys.readouterr().out
 
 
@@ -248,20 +250,16 @@ def test_what_is_left_out_is_the_familys_own(family):
     assert request("--family", family.name, "--steps", "7").steps == 7
 
 
-def test_flags_of_the_first_version_mean_what_they_meant(capsys):
-    argv = shlex.split(
-        "--tables on --text-encoder fp8 --text-encoder-place drop-after-encoding --loras 2 "
-        "--lora-mode beside --controlnet 3.5"
-    )
-    assert request(*argv) == RunRequest(
-        steps=50,
-        modulation="off card",
-        text_encoder="fp8",
-        text_encoder_place="drop after encoding",
-        loras=Loras(2, mode="bypass"),
-        controlnet_bytes=3_500_000_000,
-    )
+def test_older_flags_mean_what_they_meant(monkeypatch, capsys):
+    older = Older("tables", {"on": "off card", "off": "on card"}, flag="--tables")
+    monkeypatch.setitem(OLDER, "modulation", older)
+    monkeypatch.setitem(OLDER, "lora_mode", Older("how", {"beside": "bypass"}))
+    found = request("--tables", "on", "--loras", "2", "--lora-mode", "beside")
+    assert (found.modulation, found.loras.mode) == ("off card", "bypass")
     assert request("--tables", "off", "--modulation", "on card").modulation == "on card"
+    for argv in (["--tables", "maybe"], ["--tables", "on", "--modulation", "on-card"]):
+        with pytest.raises(SettingError, match="modulation"):
+            request(*argv)
     with pytest.raises(SystemExit):
         main(["estimate", "--help"])
     shown = capsys.readouterr().out
@@ -297,11 +295,6 @@ def test_guidance_is_a_scale_or_a_mode(text, mode):
             ["1 references", "qwen-image-edit-2511"],
         ),
         (["--card", "L40S", "--modulation", "on"], ["modulation 'on'", "auto, on card, off card"]),
-        (["--card", "L40S", "--tables", "maybe"], ["modulation 'maybe'", "on card, off card"]),
-        (
-            ["--card", "L40S", "--tables", "on", "--modulation", "on-card"],
-            ["modulation is 'on card', but tables is 'on'", "older name", "Give only modulation"],
-        ),
         (["--card", "L40S", "--text-encoder-placement", "moon"], ["moon", "cpu"]),
         (["--card", "L40S", "--ram", "0"], ["--ram", "above 0"]),
         (["--card", "L40S", "--cache", "taylor"], ["cache 'taylor'", "faithful, balanced, fast"]),

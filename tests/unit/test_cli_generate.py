@@ -250,14 +250,6 @@ def test_wrong_argument_is_one_sentence_that_names_the_help(generate, capsys, ar
     assert error.endswith("see `qwen-l40s generate --help`.\n")
 
 
-@pytest.mark.parametrize("more", [(), ("--help",), ("model", "--steps", "20", "--debug")])
-def test_a_command_that_is_gone_is_refused_in_one_sentence(capsys, more):
-    assert main(["calibrate-cache", *more]) == 2
-    out, error = capsys.readouterr()
-    assert error.startswith("qwen-l40s: error: calibrate-cache is gone") and error.count("\n") == 1
-    assert "choose --cache faithful, balanced or fast" in error and not out
-
-
 @pytest.mark.parametrize(
     ("size", "expected"), [((), (32, 32)), (("--width", "64"), (64, 32))], ids=["none", "width"]
 )

@@ -27,7 +27,9 @@ def test_a_job_is_done_while_its_files_are_here(tmp_path: Path):
         journal.begin("work.json", ["http://a"])
         queue(journal, "k1", "p1")
         queue(journal, "k2", "p2")
-        journal.ended("done", "k1", "p1", server="http://a", seconds=1.5, files=["a.png"])
+        journal.ended(
+            "done", "k1", "p1", server="http://a", seconds=1.5, files=["a.png"], sizes=[1]
+        )
     with Journal(tmp_path, "work") as journal:
         record = journal.finished("k1")
         assert (record.prompt_id, record.server, record.seconds) == ("p1", "http://a", 1.5)
@@ -45,7 +47,7 @@ def test_a_late_result_changes_nothing_and_leaves_no_attempt_open(tmp_path: Path
     with Journal(tmp_path, "work") as journal:
         queue(journal, "k", "p1", "http://a")
         queue(journal, "k", "p2", "http://b")
-        journal.ended("done", "k", "p2", server="http://b", files=["a.png"])
+        journal.ended("done", "k", "p2", server="http://b", files=["a.png"], sizes=[1])
         journal.ended(event, "k", "p1", server="http://a")
     with Journal(tmp_path, "work") as journal:
         assert journal.finished("k").server == "http://b"
@@ -57,7 +59,7 @@ def test_a_job_that_is_forgotten_runs_again_however_its_run_ends(tmp_path: Path)
     with Journal(tmp_path, "work") as journal:
         for key in ("k1", "k2"):
             queue(journal, key, "p1")
-            journal.ended("done", key, "p1", server="http://a", files=["a.png"])
+            journal.ended("done", key, "p1", server="http://a", files=["a.png"], sizes=[1])
         queue(journal, "k1", "p2")  # and the server still has it
     with Journal(tmp_path, "work") as journal:
         journal.forget("k1")
@@ -66,7 +68,7 @@ def test_a_job_that_is_forgotten_runs_again_however_its_run_ends(tmp_path: Path)
         assert (journal.finished("k1"), journal.attempts("k1")) == (None, [])
         assert journal.finished("k2") is not None
         queue(journal, "k1", "p3")
-        journal.ended("done", "k1", "p3", server="http://a", files=["a.png"])
+        journal.ended("done", "k1", "p3", server="http://a", files=["a.png"], sizes=[1])
     with Journal(tmp_path, "work") as journal:
         assert journal.finished("k1").prompt_id == "p3"
 
@@ -92,20 +94,6 @@ def test_a_local_file_of_a_job_changes_by_its_size_or_time_and_not_by_its_absenc
             os.utime(lora, ns=(0, changed))
             if not ended:
                 journal.ended("done", key, "p1", server="http://a")
-
-
-def test_a_journal_of_the_first_version_goes_on(tmp_path: Path):
-    (tmp_path / "fake.png").write_bytes(b"x")
-    lines = [
-        {"event": "run", "client_id": "me", "server": "http://a", "workflow": "work.json"},
-        {"event": "queued", "key": "k1", "prompt_id": "p1", "settings": {"seed": 1}},
-        {"event": "queued", "key": "k2", "prompt_id": "p2", "settings": {"seed": 2}},
-        {"event": "done", "key": "k1", "prompt_id": "p1", "files": ["fake.png"], "texts": {}},
-    ]
-    (tmp_path / "work.submit.jsonl").write_text("".join(f"{json.dumps(x)}\n" for x in lines))
-    with Journal(tmp_path, "work", resume=True) as journal:
-        assert journal.finished("k1").files == ("fake.png",)
-        assert journal.attempts("k2") == [Attempt("p2", "http://a")]
 
 
 def test_a_journal_of_a_newer_version_is_left_alone(tmp_path: Path):
@@ -189,8 +177,8 @@ def test_a_line_cut_by_a_full_disk_spoils_no_other(tmp_path: Path, monkeypatch):
     "facts",
     [
         {"files": [1]},
-        {"files": ["/etc/passwd"]},
-        {"files": ["../a.png"]},
+        {"files": ["/etc/passwd"], "sizes": [1]},
+        {"files": ["../a.png"], "sizes": [1]},
         {"texts": [1, 2]},
         {"server": 5},
         {"sizes": "a", "files": ["a.png"]},
@@ -199,7 +187,7 @@ def test_a_line_cut_by_a_full_disk_spoils_no_other(tmp_path: Path, monkeypatch):
     ids=str,
 )
 def test_a_line_that_no_run_wrote_is_passed_over(tmp_path: Path, facts: dict[str, object]):
-    line = {"event": "done", "key": "k", "prompt_id": "p"} | facts
+    line = {"event": "done", "key": "k", "prompt_id": "p", "server": "http://a"} | facts
     text = f"{json.dumps(line)}\n{'[' * 200_000}\n5\nnull\n"
     (tmp_path / "work.submit.jsonl").write_text(text)
     with Journal(tmp_path, "work", resume=True) as journal:
@@ -213,7 +201,7 @@ def test_a_line_that_no_run_wrote_is_passed_over(tmp_path: Path, facts: dict[str
 )
 def test_a_time_is_a_number(tmp_path: Path, seconds: object):
     """Which the command prints beside the names of files that are there."""
-    line = {"event": "done", "key": "k", "prompt_id": "p", "seconds": seconds}
+    line = {"event": "done", "key": "k", "prompt_id": "p", "server": "a", "seconds": seconds}
     (tmp_path / "work.submit.jsonl").write_text(f"{json.dumps(line)}\n")
     with Journal(tmp_path, "work") as journal:
         assert journal.finished("k").seconds == (7 if seconds == 7 else None)
@@ -239,7 +227,7 @@ def test_such_a_line_leaves_what_is_known_of_a_job(tmp_path: Path):
     (tmp_path / "a.png").write_bytes(b"x")
     with Journal(tmp_path, "work") as journal:
         queue(journal, "k")
-        journal.ended("done", "k", "p", server="http://a", files=["a.png"])
+        journal.ended("done", "k", "p", server="http://a", files=["a.png"], sizes=[1])
     with journal.path.open("a") as lines:
         lines.write('{"event": "done", "key": "k", "prompt_id": "p", "files": [1]}\n')
     with Journal(tmp_path, "work") as journal:
@@ -248,7 +236,6 @@ def test_such_a_line_leaves_what_is_known_of_a_job(tmp_path: Path):
 
 def test_a_file_of_another_size_is_not_done(tmp_path: Path):
     (tmp_path / "a.png").write_bytes(b"whole")
-    (tmp_path / "work.submit.jsonl").touch(0o644)  # as an older version did
     with Journal(tmp_path, "work") as journal:
         assert journal.path.stat().st_mode & 0o777 == 0o600
         queue(journal, "k", "p1")

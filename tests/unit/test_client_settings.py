@@ -36,7 +36,7 @@ GRAPH = {
         sampler_name="euler",
         scheduler="simple",
     ),
-    "lora": node("QwenL40S_LoadLora", "LoRA", lora="x.safetensors", strength=1.0, how="merge"),
+    "lora": node("QwenL40S_LoadLora", "LoRA", lora="x.safetensors", strength=1.0),
     "image": node("LoadImage", "Image 1", image="cat.png"),
     "save": node("SaveImage", "Save", filename_prefix="x", images=["sample", 0]),
 }
@@ -253,16 +253,19 @@ def test_a_zeroed_prompt_is_no_negative_prompt():
 
 
 def test_an_older_name_of_an_input_is_taken_with_its_older_values():
+    info = stored()
+    rules = info["QwenL40S_LoadLora"]["input"]["optional"]["lora_mode"][1]
+    rules |= {"older_name": "how", "older": {"merged": "merge", "beside": "bypass"}}
     old = {"lora": node("QwenL40S_LoadLora", "LoRA", lora="x", strength=1.0, how="beside")}
-    assert chosen("how=merged", graph=old) == [["merged"]]
-    [variation] = made("LoRA.lora_mode=merge", graph=old)
+    assert chosen("how=merged", graph=old, info=info) == [["merged"]]
+    [variation] = made("LoRA.lora_mode=merge", graph=old, info=info)
     held = variation.graph["lora"]["inputs"]
     assert held["lora_mode"] == "merge" and "how" not in held
-    [variation] = made("how=beside", graph={"lora": {**old["lora"], "inputs": held}})
+    [variation] = made("how=beside", graph={"lora": {**old["lora"], "inputs": held}}, info=info)
     held = variation.graph["lora"]["inputs"]
     assert held["how"] == "beside" and "lora_mode" not in held
-    assert "both mean" in refused("how=merge", "LoRA.lora_mode=bypass", graph=old)
-    assert "must be one of" in refused("how=never", graph=old)
+    assert "both mean" in refused("how=merge", "LoRA.lora_mode=bypass", graph=old, info=info)
+    assert "must be one of" in refused("how=never", graph=old, info=info)
 
 
 def test_a_key_that_means_nothing_lists_what_is_there_nearest_first():

@@ -24,7 +24,7 @@ from qwen_l40s.hosts.diffusers.sample import Generation, generate, sample
 from qwen_l40s.hosts.diffusers.settings import GenerateSettings
 from qwen_l40s.hosts.diffusers.step_cache import cache_steps
 from qwen_l40s.loaders.source import bundled_micro_folder
-from qwen_l40s.step_cache import PRESETS, CacheSettings, computed_steps
+from qwen_l40s.step_cache import PRESETS, computed_steps
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -320,17 +320,6 @@ def test_runs_that_compute_all_steps_say_why(pipe, monkeypatch):
         assert "the sampler adds noise" in why()
     monkeypatch.setattr(pipe.transformer, "_cache_config", object())
     assert why().endswith("a cache of diffusers is on the transformer")
-
-
-def test_settings_of_the_adaptive_method_run_the_schedule_and_say_so(pipe):
-    found = []
-    for changes in ({"method": "adaptive", "threshold": 0.1}, {}):
-        with cache_steps(pipe, CacheSettings(**changes)) as cached:
-            found.append((painted(pipe), cached.figures.skipped, cached.report()))
-    (older, skipped, said), (newer, same, report) = found
-    assert torch.equal(older, newer) and skipped == same != []
-    sentence = "the method adaptive is gone: the steps are chosen before the run, by schedule"
-    assert said.endswith(f"\nstep cache: {sentence}") and sentence not in report
 
 
 def test_what_cannot_be_had_is_one_sentence(pipe):

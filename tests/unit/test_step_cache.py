@@ -166,9 +166,7 @@ def test_settings_are_checked():
         ("head", "a number from 0 to 1", (2, math.nan, "")),
         ("tail", "a number from 0 to 1", (2, False)),
         ("gain", "a number from 0 to 1", (1.5, math.nan, 1j)),
-        ("threshold", "a number from 0 to 10", (-1, 11, "x")),
         ("longest", "a whole number from 1 to 8", (0, 9, 2.0, math.nan, True, "2")),
-        ("method", "schedule", ("", None, 1, ["schedule"])),
         ("audit", "True or False", (1, None, "yes")),
     ):
         for value in values:
