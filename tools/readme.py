@@ -53,7 +53,7 @@ GPUS = {
     "L40S": (48, ("2512",)),
     "H100 SXM": (80, ("2512",)),
 }
-# Of docs/estimate.md.
+# Of docs/settings.md.
 MORE_GPUS = {
     "RTX 3080 10GB": (10, ("2.1", "2512")),
     "RTX 3060 12GB": (12, ("2.1", "2512")),
@@ -222,7 +222,7 @@ def loops() -> list[str]:
         ours = [seconds.get((model, size, cache)) for cache in CHOICES]
         cells = [f"{took:.1f} ({stock / took:.1f}x)" if took else "" for took in ours]
         lines.append(f"| {size}x{size}, {model} | {stock:.1f} | {' | '.join(cells)} |")
-    return table("loop | stock ComfyUI, bf16 | Optimize | and quality | balanced | speed", lines)
+    return table("loop | stock, bf16 | Optimize | with quality | balanced | speed", lines)
 
 
 def table(head: str, rows: Sequence[str]) -> list[str]:
@@ -286,12 +286,12 @@ def made() -> dict[Path, str]:
     blocks = {
         "README.md": {"speed": caption("en"), "gpus": gpus("en", "", GPUS)},
         "README.zh-CN.md": {"speed": caption("zh"), "gpus": gpus("zh", "", GPUS)},
-        "docs/estimate.md": {
+        "docs/settings.md": {
             "gpus": gpus("en", "../", MORE_GPUS),
             "costs": costs("../"),
         },
         "docs/models.md": {"settings": settings("../")},
-        "docs/performance.md": {"loops": loops()},
+        "docs/few_steps.md": {"loops": loops()},
     }
     pages = {}
     for name, known in blocks.items():

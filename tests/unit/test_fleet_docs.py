@@ -1,4 +1,4 @@
-"""docs/fleet.md and the commands of the pages on servers: each is read by the tool it is for."""
+"""docs/fleet.md and the commands of all pages: each is read by the tool it is for."""
 
 import re
 import shlex
@@ -14,10 +14,7 @@ from qwen_l40s.fleet import state
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "fleet.md"
-PAGES = [
-    ROOT / "README.md",
-    *(ROOT / "docs" / f"{n}.md" for n in ("fleet", "headless", "serverless")),
-]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # However the command is called, up to what ends a command in a shell.
 COMMAND = re.compile(
     r'(?:qwen-l40s|python \.|comfyui-qwen-image-l40s|"\$pack") '
@@ -48,9 +45,7 @@ def manifests():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_commands_have_the_parsers_options(page):
-    found = commands(page)
-    assert found
-    for command in found:
+    for command in commands(page):
         words = shlex.split(re.sub(r"\bN\b", "1", command))
         build_parser(words).parse_args(words)
 
