@@ -178,14 +178,15 @@ def gpus(language: str, folder: str, names: Mapping[str, tuple[int, Sequence[str
 
 
 def costs(folder: str) -> list[str]:
-    """Writes rows of what people rent: an image of the default template, and its cost."""
+    """Writes what an image of each default template costs on GPUs that people rent."""
+    templates = [default for default, _ in MODELS.values()]
     lines = []
-    for name, model in product(("L40S", "RTX 4090", "A100 80GB SXM", "H100 SXM"), MODELS):
-        found = estimate(sampled(MODELS[model][0]), find_card(name, known_cards(BUNDLED)))
-        cost = "" if found.usd_per_image is None else usd(found.usd_per_image)
-        what = linked(MODELS[model][0], folder)
-        lines.append(f"| {name} | {what} | {duration(found.image_seconds)} | {cost} |")
-    return table("GPU | template | an image | USD an image", lines)
+    for name in ("L40S", "RTX 4090", "A100 80GB SXM", "H100 SXM"):
+        card = find_card(name, known_cards(BUNDLED))
+        found = [estimate(sampled(each), card).usd_per_image for each in templates]
+        cells = ["" if cost is None else usd(cost) for cost in found]
+        lines.append(f"| {' | '.join((name, *cells))} |")
+    return table(" | ".join(("GPU", *(linked(each, folder) for each in templates))), lines)
 
 
 def settings(folder: str) -> list[str]:

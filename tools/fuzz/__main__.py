@@ -234,7 +234,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, help="of the cases, with atheris too")
     parser.add_argument("--only", choices=TARGETS, action="append", help="a target")
     parser.add_argument("--file", type=Path, help="try this case of --only alone")
-    parser.add_argument("--write", action="store_true", help="put the numbers into docs/dev/development.md")
+    parser.add_argument("--write", action="store_true", help="put the numbers into docs/dev")
     args = parser.parse_args()
     names, rows, wrong = args.only or list(TARGETS), {}, 0
     seed = args.seed or 0 if args.seed is not None or args.cases or not atheris else None
