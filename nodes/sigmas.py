@@ -8,8 +8,8 @@ import torch
 from comfy_api.latest import io
 
 from ..families.registry import schedule_names
-from ..families.schedules import OFFICIAL
 from ..options import MOST_PIXELS
+from ..planning.request import AUTO
 from .common import needs, schema, with_report
 
 
@@ -28,11 +28,11 @@ class QwenL40SSigmas(io.ComfyNode):
                 io.Model.Input("model", tooltip="The MODEL that the sampler takes."),
                 io.Combo.Input(
                     "preset",
-                    options=list(schedule_names()),
-                    default=OFFICIAL.name,
-                    tooltip="official: as diffusers, for any number of steps. Others are for models"
-                    " and LoRAs trained for them, at CFG 1: lightning of Qwen-Image, the rest of "
-                    "Qwen-Image-2.1.",
+                    options=[AUTO, *schedule_names()],
+                    default=AUTO,
+                    tooltip="auto: that of the few-step LoRA or model in the MODEL, else official. "
+                    "official: as diffusers, for any number of steps. Others are for models and "
+                    "LoRAs trained for them, at CFG 1.",
                 ),
                 io.Int.Input(
                     "steps",
