@@ -60,7 +60,8 @@ class QwenL40SSigmas(io.ComfyNode):
             outputs=[
                 io.Sigmas.Output(tooltip="To sigmas of SamplerCustomAdvanced or SamplerCustom."),
                 io.String.Output(
-                    display_name="report", tooltip="Steps and size, and what has to be loaded."
+                    display_name="report",
+                    tooltip="Steps and size, what decided, and what has to be loaded.",
                 ),
             ],
         )
