@@ -25,7 +25,9 @@ class QwenL40SSigmas(io.ComfyNode):
             search_aliases=["scheduler", "manual sigmas", "shift", "turbo", "viggle", "lightning"],
             has_intermediate_output=True,
             inputs=[
-                io.Model.Input("model", tooltip="The MODEL that the sampler takes."),
+                io.Model.Input(
+                    "model", tooltip="The MODEL that the sampler takes, behind its LoRAs."
+                ),
                 io.Combo.Input(
                     "preset",
                     options=[AUTO, *schedule_names()],

@@ -412,10 +412,11 @@ def test_those_of_qwen_image_21_take_its_own_schedule():
         sample, sigmas = graph["sample"]["inputs"], graph["sigmas"]["inputs"]
         assert graph["sigmas"]["class_type"] == "QwenL40S_Sigmas"
         assert sample["sigmas"] == ["sigmas", 0] and sigmas["latent"] == sample["latent_image"]
-        assert (sigmas["preset"], sigmas["steps"]) == few.get(name, ("auto", 40))
+        assert (sigmas["preset"], sigmas["steps"]) == few.get(name, ("official", 40))
         assert sample["cfg"] == (4.0 if "micro" in name else 1.0)
-        files = (graph[it]["inputs"] for it in ("load", "lora") if it in graph)
-        file = [it.get("lora", it.get("model")) for it in files][-1]
+        source = graph[sigmas["model"][0]]["inputs"]  # behind the LoRA, if there is one
+        assert ("lora" in source) == ("lora" in graph)
+        file = source.get("lora", source["model"])
         told = schedule_of_file(plain_name(Path(file)), QWEN_IMAGE_21.schedules)
         assert sigmas["preset"] != "auto" or len(told.nodes if told else ()) in (0, sigmas["steps"])
         assert bool(told) == (sigmas["steps"] < 10), name

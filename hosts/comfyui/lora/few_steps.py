@@ -216,7 +216,7 @@ def _differences(
         values = ", ".join(f"{it:.3g}" for it in known[0])
         lines.append(
             f"The sampler's sigmas are not those of {chosen.what} ({values}): connect Qwen-Image "
-            "Scheduler, with auto, to a sampler that takes sigmas."
+            "Scheduler, with auto and the MODEL behind the LoRA, to a sampler that takes sigmas."
         )
     return lines
 
