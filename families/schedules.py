@@ -36,7 +36,7 @@ LIGHTNING_NAMES = r"lightning|^qwen_image_(edit_)?25\d\d_fp8_e4m3fn_scaled_"
 LIGHTNING_21 = "https://huggingface.co/lightx2v/Qwen-Image-2.1-Lightning"
 # Names that many files have: the name of the folder says what the file is.
 GENERIC = {"pytorch_lora_weights", "diffusion_pytorch_model", "model", "transformer"}
-STEPS = re.compile(r"(?<!\d)(\d\d?)_?steps?(?![a-z\d])")
+STEPS = re.compile(r"(?<!\d)([1-9]|1[0-6])_?steps?(?![a-z\d])")  # more are not few
 
 
 def official_sigmas(steps: int, tokens: int = 4096) -> list[float]:

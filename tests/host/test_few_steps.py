@@ -16,6 +16,7 @@ from narrow_21 import model_21, weights_21
 from reported_runs import reported, running
 from safetensors.torch import save_file
 
+from qwen_l40s.errors import CheckpointError
 from qwen_l40s.families.qwen_image import QWEN_IMAGE
 from qwen_l40s.families.qwen_image_21 import QWEN_IMAGE_21
 from qwen_l40s.families.registry import find_schedule
@@ -119,7 +120,17 @@ def test_auto_changes_nothing_of_a_preset():
     ],
 )
 def test_the_models_file_tells_what_is_merged_into_it(file, schedule):
-    assert sigmas(model_1(file))[1].startswith(f"{schedule}: ")
+    model = model_1(file)
+    assert sigmas(model)[1].startswith(f"{schedule}: ")
+    assert len(run(shifted(model, 3.0), steps=3)) == (schedule != "official")
+
+
+def test_a_lora_of_the_other_model_is_refused():
+    path = lora("Qwen-Image-2.1-Lightning-4steps.safetensors", weights_21())
+    model = model_1()
+    with pytest.raises(CheckpointError):
+        with_lora(model, path)
+    assert sigmas(model)[1].startswith("official: ")
 
 
 def run(model, cfg=1.0, **more):
@@ -128,7 +139,7 @@ def run(model, cfg=1.0, **more):
         narrow.sample(
             model, *[[[narrow.random(1, 7, narrow.SHAPE.joint_dim), {}]]], cfg=cfg, **more
         )
-    return [it for it in reported(model).data["notes"] if "LoRA" not in it and "'" in it]
+    return [it for it in reported(model).data["notes"] if "steps" in it and "'" in it]
 
 
 def shifted(model, shift):

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 
 # What a patch of ours has as an attribute: its file.
 FILE = "qwen_l40s_lora_file"
-JUDGED = "qwen_l40s_few_steps"  # of a guider: what its run is found to be
-MOST_STEPS = 16  # of what is called few-step
+JUDGED = "qwen_l40s_few_steps"  # of a guider: (what is wrong in its run, all that is to say of it)
 # Between sigmas: ComfyUI's templates shift 1.x by 3.1 where Lightning's publisher does by 3.
 LIKE_THE_SCHEDULE = 0.02
 
@@ -50,6 +49,7 @@ class FewSteps:
         steps: Of its schedule, else as its name says.
         told_by: What told it, in words.
         strength: Of a LoRA; 1 of a model.
+        of_lora: Whether it is a LoRA.
     """
 
     what: str
@@ -57,6 +57,7 @@ class FewSteps:
     steps: int
     told_by: str = "the file's name"
     strength: float = 1.0
+    of_lora: bool = True
 
     def words(self) -> str:
         """Says what it is trained for, in a sentence."""
@@ -67,13 +68,8 @@ class FewSteps:
             )
         return (
             f"{self.what} is for {self.schedule.name!r}, by {self.told_by}: {self.steps} steps, "
-            "CFG 1, strength 1."
+            f"CFG 1{', strength 1' * self.of_lora}."
         )
-
-
-class Judged(NamedTuple):
-    faults: list[str]
-    words: str
 
 
 @dataclass(frozen=True)
@@ -113,7 +109,7 @@ def few_steps(patcher: ModelPatcher) -> FewStepParts:
         return FewStepParts()
     schedules, found, unnamed = kind.family.schedules, [], False
     if (path := _model_file(patcher)) and (own := _named(path, schedules, 1.0)):
-        found.append(own)
+        found.append(replace(own, of_lora=False))
     loras: dict[Any, dict[str, Any]] = defaultdict(dict)
     strengths: dict[Any, float] = defaultdict(float)
     for key, patches in patcher.patches.items():
@@ -141,10 +137,8 @@ def few_steps(patcher: ModelPatcher) -> FewStepParts:
 def _named(path: Path, schedules: Sequence[Schedule], strength: float) -> FewSteps | None:
     name = plain_name(path)
     schedule, steps = schedule_of_file(name, schedules), steps_in(name)
-    if schedule is None and not (steps and steps <= MOST_STEPS):
-        return None
     steps = len(schedule.nodes) if schedule else steps
-    return FewSteps(repr(path.name), schedule, steps, strength=strength)
+    return FewSteps(repr(path.name), schedule, steps, strength=strength) if steps else None
 
 
 def _model_file(patcher: ModelPatcher) -> Path | None:
@@ -176,28 +170,26 @@ def judge_run(
         noise, latent, sampler, sigmas: As an OUTER_SAMPLE wrapper gets them. Sigmas that begin
             later, as of an image to image, are not judged.
     """
-    put(guider, **{JUDGED: None})
     patcher = guider.model_patcher
     found = few_steps(patcher)
     chosen, faults = found.chosen, found.faults()
-    if chosen is None:
-        return
-    if chosen.schedule is not None:
+    if chosen is not None and chosen.schedule is not None:
         family, cfg = kind_of(patcher.model).family, getattr(guider, "cfg", None)
         faults += _differences(chosen, family, sigmas, noise.shape, cfg)
-    put(guider, **{JUDGED: Judged(faults, chosen.words())})
+    # Where all is well, what the LoRA's node has said of an earlier run is replaced.
+    fine = [chosen.words()] if chosen and chosen.of_lora else []
+    put(guider, **{JUDGED: (faults, faults or fine)})
 
 
 def faults_of(guider: Any) -> list[str]:
     """Returns what `judge_run` found wrong, for the report."""
-    judged = getattr(guider, JUDGED, None)
-    return judged.faults if judged else []
+    return getattr(guider, JUDGED, ([],))[0]
 
 
 def show_few_steps(guider: Any) -> None:
     """Shows on the LoRA's node, and in the log, what `judge_run` noted."""
-    if judged := getattr(guider, JUDGED, None):
-        lines = judged.faults or [judged.words]
+    *_, lines = getattr(guider, JUDGED, ([],))
+    if lines:
         show_run("QwenL40S_LoadLora", lines, "\n".join(lines))
 
 
@@ -215,8 +207,8 @@ def _differences(
     if len(given) > 1 and not any(_is_part(given, it) for it in known):
         values = ", ".join(f"{it:.3g}" for it in known[0])
         lines.append(
-            f"The sampler's sigmas are not those of {chosen.what} ({values}): connect Qwen-Image "
-            "Scheduler, with auto and the MODEL behind the LoRA, to a sampler that takes sigmas."
+            f"The sampler's sigmas are not those of {chosen.what} ({values}): take Qwen-Image "
+            "Scheduler with auto, behind the LoRA."
         )
     return lines
 
