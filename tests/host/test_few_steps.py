@@ -71,7 +71,7 @@ OF_1 = {
     "of Edit-2511": ([(OF_2511, 1.0)], "lightning 4", ["2511"]),
     "trained further": ([("my-lightning-8steps-of-mine.safetensors", 1.0)], "lightning 8", []),
     "renamed": ([("mine.safetensors", 1.0)], None, []),
-    "by ComfyUI's loader": ([(FOUR, 1.0, "core")], None, ["another node"]),
+    "by ComfyUI's loader": ([(FOUR, 1.0, "core")], None, []),
     "weak": ([(FOUR, 0.3)], "lightning 4", [FOUR, "0.3"]),
     "off": ([(FOUR, 0.0)], None, []),
     "reversed": ([(FOUR, -1.0)], None, []),
@@ -101,6 +101,20 @@ def test_auto_takes_the_schedule_of_the_lora(name):
     assert report.startswith(f"{schedule or 'official'}: {len(expected) - 1} steps at 1024x1024")
     assert all(it in report for it in words), report
     assert ("steps is 20" in report) == bool(schedule)
+
+
+def test_the_loras_node_says_what_it_is_trained_for():
+    model = built(model_1(), [(FOUR, 0.5)])
+    for name, strength, words in (
+        (FOUR, 0.5, ("'lightning 4'", "CFG 1")),
+        (EIGHT, 1.0, ("'lightning 8'", FOUR, "keep one")),
+        ("style.safetensors", 1.0, ()),
+    ):
+        _, report = apply_lora(
+            model if name != FOUR else model_1(), lora(name), strength, how="auto"
+        )
+        assert all(it in report.summary() and it in report.text() for it in words)
+        assert bool(report.steps) == bool(words)
 
 
 def test_auto_changes_nothing_of_a_preset():

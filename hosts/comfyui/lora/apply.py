@@ -212,6 +212,7 @@ def apply_lora(
     if file.metadata:
         clone.set_attachments("lora_metadata", file.metadata)  # as core does
     found = few_steps(clone)
+    own = [it.words() for it in found.parts if it.what == repr(path.name)]
     return clone, replace(
         report,
         how=taken,
@@ -221,7 +222,7 @@ def apply_lora(
         quantized=quantized,
         why=why,
         loss=loss,
-        steps=(*(it.words() for it in found.parts if it.what == repr(path.name)), *found.faults()),
+        steps=(*own, *(found.faults() if own else ())),
     )
 
 

@@ -74,15 +74,9 @@ class FewSteps:
 
 @dataclass(frozen=True)
 class FewStepParts:
-    """Holds what `few_steps` found.
-
-    Attributes:
-        parts: In the order of the MODEL: its file, then its LoRAs.
-        unnamed: Whether there is a LoRA that neither a name nor its tensors tell.
-    """
+    """Holds what `few_steps` found, in the order of the MODEL: its file, then its LoRAs."""
 
     parts: tuple[FewSteps, ...] = ()
-    unnamed: bool = False
 
     @property
     def chosen(self) -> FewSteps | None:
@@ -107,7 +101,7 @@ def few_steps(patcher: ModelPatcher) -> FewStepParts:
     kind = kind_of(patcher.model)
     if kind is None:
         return FewStepParts()
-    schedules, found, unnamed = kind.family.schedules, [], False
+    schedules, found = kind.family.schedules, []
     if (path := _model_file(patcher)) and (own := _named(path, schedules, 1.0)):
         found.append(replace(own, of_lora=False))
     loras: dict[Any, dict[str, Any]] = defaultdict(dict)
@@ -130,8 +124,7 @@ def few_steps(patcher: ModelPatcher) -> FewStepParts:
             what = repr(path.name) if path else "a LoRA"
             told = FewSteps(what, schedule, len(schedule.nodes), "its tensors", strength)
         found += [told] if told else []
-        unnamed |= path is None and not told
-    return FewStepParts(tuple(found), unnamed)
+    return FewStepParts(tuple(found))
 
 
 def _named(path: Path, schedules: Sequence[Schedule], strength: float) -> FewSteps | None:
@@ -225,12 +218,7 @@ def auto_schedule(patcher: ModelPatcher) -> tuple[Schedule, list[str]]:
     found = few_steps(patcher)
     chosen = found.chosen
     if chosen is None:
-        lines = ["auto knows no few-step model or LoRA here: choose the schedule of one that is."]
-    else:
-        lines = [chosen.words(), *found.faults()]
-    if found.unnamed:
-        lines.append(
-            "A LoRA here came from another node, which leaves no file's name: choose its schedule "
-            "if it is a few-step one, or load it with Load Qwen-Image LoRA."
-        )
-    return (chosen and chosen.schedule) or OFFICIAL, lines
+        return OFFICIAL, [
+            "auto knows no few-step model or LoRA here: of one that is loaded, choose the schedule."
+        ]
+    return chosen.schedule or OFFICIAL, [chosen.words(), *found.faults()]
