@@ -59,11 +59,12 @@ def member_by_text(references: int, text_tokens: int) -> Member | None:
 
 def schedule_names() -> tuple[str, ...]:
     """Lists the schedules of sigmas, the official one first."""
-    return (OFFICIAL.name, *(it.name for family in FAMILIES for it in family.schedules))
+    names = (it.name for family in FAMILIES for it in family.schedules)
+    return tuple(dict.fromkeys((OFFICIAL.name, *names)))
 
 
 def family_of_schedule(name: str) -> Family | None:
-    """Returns the family whose few-step models know a schedule; None for the official one."""
+    """Returns the first family whose few-step models know a schedule; None for the official one."""
     return next((it for it in FAMILIES if name in (own.name for own in it.schedules)), None)
 
 

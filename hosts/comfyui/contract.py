@@ -96,7 +96,8 @@ comfy.memory_management: aimdo_enabled
 comfy.model_management: free_memory[memory_required device keep_loaded] get_torch_device
     loaded_models unload_model_and_clones[model all_devices]
 comfy.sd: CLIP[target embedding_directory parameters state_dict model_options
-    disable_dynamic] CLIPType TEModel detect_te_model llama_detect
+    disable_dynamic] CLIP.load_sd CLIPType TEModel detect_te_model llama_detect
+    load_clip[ckpt_paths embedding_directory clip_type model_options disable_dynamic]
     load_text_encoder_state_dicts[state_dicts embedding_directory clip_type model_options
     disable_dynamic]
 comfy.sd1_clip: SD1ClipModel SD1Tokenizer SDClipModel SDTokenizer

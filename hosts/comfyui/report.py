@@ -113,6 +113,7 @@ def _report(model: ModelPatcher, clip: Any, vae: Any) -> RunReport:
     beyond = _beyond_steps(sampled)
     if beyond:
         notes.append(f"{seconds_text(beyond)} of sampling were not steps: {FIRST_RUN}.")
+    notes += dict.fromkeys(it for run in sampled for it in run.asked.get("few_steps", ()))
     notes += _about_memory(ran.last)
     facts = RunFacts(ran, rows, predictions[-1], notes, beyond)
     return RunReport(

@@ -134,6 +134,77 @@ def test_a_file_that_lacks_a_tensor():
     )
 
 
+def merge(_, found, *more):
+    """As a ComfyUI that merges parallel layers might have them: gate and up in one."""
+    for name in [it for it in found if it.endswith("gate_proj.weight")]:
+        pair = (found.pop(name.replace("gate", it)) for it in ("gate", "up"))
+        found[name.replace("gate", "gate_up")] = torch.cat(list(pair))
+
+
+def split(_, found, *more):
+    for name in [it for it in found if it.endswith("gate_up_proj.weight")]:
+        for it, half in zip(("gate", "up"), found.pop(name).chunk(2), strict=True):
+            found[name.replace("gate_up", it)] = half
+
+
+def merge_layers(model):
+    for mlp in (layer.mlp for layer in model.model.layers):
+        gate, rows = mlp.gate_proj, mlp.gate_proj.out_features
+        where = {"device": gate.weight.device, "dtype": gate.weight.dtype}
+        del mlp.gate_proj, mlp.up_proj
+        mlp.gate_up_proj = whole = type(gate)(WIDTH, 2 * rows, bias=False, **where)
+        vars(mlp)["gate_proj"] = lambda x, whole=whole: whole(x).chunk(2, -1)[0]
+        vars(mlp)["up_proj"] = lambda x, whole=whole: whole(x).chunk(2, -1)[1]
+
+
+MERGED, PRUNED, BUILT = "merged in the file", "pruned vocabulary", "merged in ComfyUI"
+
+
+@newer
+@pytest.mark.parametrize(
+    ("form", "known"),
+    [(MERGED, False), (MERGED, True), (PRUNED, False), (PRUNED, True), (BUILT, 1)],
+)
+def test_a_form_that_only_comfyui_knows(form, known, monkeypatch):
+    """Its own loading takes it; where that lacks a tensor or fails, the file is refused."""
+    from comfy.text_encoders import qwen3vl
+
+    core = encoded(own(write("ComfyUI's")))["cond"]
+    names = {NAMES["ComfyUI's"](name): weight.clone() for name, weight in weights().items()}
+    build = qwen3vl.Qwen3VL.__init__
+
+    def init(self, *args, **more):
+        build(self, *args, **more)
+        if form == BUILT:
+            merge_layers(self)
+        self.register_load_state_dict_pre_hook(merge if form == BUILT else split)
+
+    if form == MERGED:
+        merge(None, names)
+    if form == PRUNED:
+        rows = 151_660
+        for name in ("model.embed_tokens.weight", "model.lm_head.weight"):
+            names[name] = names[name][:rows].clone()
+        small = partial(llama.Qwen3VL_8BConfig, **TEXT, vocab_size=rows)
+        if known:
+            monkeypatch.setitem(qwen3vl.QWEN3VL_CONFIGS, "qwen3vl_8b", lambda **it: small(**it))
+    elif known:
+        monkeypatch.setattr(qwen3vl.Qwen3VL, "__init__", init)
+    path = FOLDER / f"{form} {known}.safetensors"
+    save_file(names, path)
+    forget()
+    if not known:
+        comfyui_boot.refused(
+            CheckpointError, str(FOLDER.parent), run=lambda: load_text_encoder(path)
+        )
+        return
+    clip, report = load_text_encoder(path, "int8", "cpu")
+    assert "ComfyUI's own loading" in report.summary() and report.precision == "as stored"
+    assert clip.placement == "cpu"
+    for each in (clip, clip.clone(disable_dynamic=True)):
+        assert torch.allclose(encoded(each)["cond"], core, rtol=0, atol=1e-5)
+
+
 def test_an_older_comfyui_is_told(monkeypatch):
     import comfy.supported_models
 

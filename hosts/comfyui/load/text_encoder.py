@@ -19,9 +19,10 @@ import folder_paths
 import torch
 
 from ....errors import CheckpointError
+from ....families import registry
 from ....families.registry import text_encoder_titled
 from ....loaders.source import Source, open_source
-from ....patches import put
+from ....patches import put, switched
 from ....planning.request import DROPPED, ON_PROCESSOR
 from ....spec.formats import MULTIPLIED, QUANTIZED
 from ....spec.sizes import STAGING_BYTES
@@ -134,6 +135,9 @@ class PlacedClip(comfy.sd.CLIP):
 # ComfyUI's own tokenizer knows ids up to this, and its padding.
 PUBLISHED_TOKENS = 151_666
 PUBLISHED_PAD = 151_643
+# What ComfyUI's classes have and encoding a prompt does not need.
+UNUSED = ("lm_head.weight", "logit_scale", "text_projection.weight")
+ENDINGS = (".safetensors", ".sft")
 STORED_KINDS = {"F8_E4M3": "fp8", "F8_E5M2": "fp8", "I8": "int8"}
 
 
@@ -163,11 +167,16 @@ def load_text_encoder(
     check_known("text encoder precision", precision, LOADER_PRECISIONS)
     devices = device_options(placement)
     source = open_source(path, "text_encoder")
-    layout = read_layout(source)
-    published = layout.vocabulary >= PUBLISHED_TOKENS  # which ComfyUI's own tokenizer fits
-    tokenizer = (
-        None if published else find_tokenizer(source, layout.vocabulary, layout.kind.fixed_prefix)
-    )
+    try:
+        layout = read_layout(source)
+        published = layout.vocabulary >= PUBLISHED_TOKENS  # which ComfyUI's own tokenizer fits
+        found = (source, layout.vocabulary, layout.kind.fixed_prefix)
+        tokenizer = None if published else find_tokenizer(*found)
+    except CheckpointError as fault:
+        clip = load_as_comfyui(source, devices, disable_dynamic)
+        if clip is None:
+            raise
+        return _as_comfyui(clip, source, placement, fault)
     # ComfyUI has no dynamic VRAM for what computes on the processor.
     mapped = (
         comfy.memory_management.aimdo_enabled and not disable_dynamic and placement != ON_PROCESSOR
@@ -195,6 +204,23 @@ def load_text_encoder(
     )
 
 
+def _as_comfyui(
+    clip: comfy.sd.CLIP, source: Source, placement: str, fault: CheckpointError
+) -> tuple[PlacedClip, LoadReport]:
+    unknown = "ComfyUI's own loading took this file, whose form is not known here"
+    return PlacedClip.over(clip, placement), LoadReport(
+        what="text encoder",
+        path=source.path,
+        family=source.part.family,
+        precision=AS_STORED,
+        reason="precision and size are ComfyUI's",
+        bytes=clip.patcher.model_size(),
+        why=_stays(placement, clip.patcher.load_device),
+        hint=unknown,
+        notes=(f"placement {placement}: {PLACEMENTS[placement]}", f"{unknown}: {fault}"),
+    )
+
+
 def _stays(placement: str, device: torch.device) -> str:
     if device.type == "cpu":
         return "on the CPU"
@@ -209,6 +235,41 @@ def load_text_encoder_patcher(
     """
     clip, _ = load_text_encoder(source, precision, placement, disable_dynamic=disable_dynamic)
     return clip.patcher
+
+
+def load_as_comfyui(
+    source: Source, devices: dict[str, Any], disable_dynamic: bool
+) -> comfy.sd.CLIP | None:
+    """Loads a file as ComfyUI's Load CLIP; None where that is no whole text encoder of Qwen-Image.
+
+    A first try, which takes no memory, tells: ComfyUI only logs what a file lacks.
+    """
+    if source.shards.index or source.path.suffix not in ENDINGS:
+        return None
+    missing: list[str] = []
+    own = comfy.sd.CLIP.load_sd
+
+    def load_sd(*args: Any, **kwargs: Any) -> Any:
+        found = own(*args, **kwargs)
+        missing.extend(name for name in found[0] if not name.endswith(UNUSED))
+        return found
+
+    def load(**more: Any) -> comfy.sd.CLIP:
+        return comfy.sd.load_clip(
+            [str(source.path)],
+            embedding_directory=folder_paths.get_folder_paths("embeddings"),
+            clip_type=comfy.sd.CLIPType.QWEN_IMAGE,
+            model_options={**devices, **more},
+            disable_dynamic=disable_dynamic,
+        )
+
+    is_one = registry.load(text_encoder_titled(source.part.family).comfyui).is_one
+    try:
+        with switched([(comfy.sd.CLIP, "load_sd", load_sd)]):
+            tried = load(initial_device=torch.device("meta"))
+    except Exception:  # of any kind, as its classes meet tensors that they do not know
+        return None
+    return None if missing or not is_one(tried.cond_stage_model) else load()
 
 
 def _model_options(
