@@ -294,7 +294,6 @@ LABELS = {
     "tail": "final_percent",
     "longest": "max_consecutive",
     "gain": "extrapolation",
-    "audit": "verify",
     "family": "base_model",
     "references": "reference_images",
 }

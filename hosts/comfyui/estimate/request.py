@@ -79,7 +79,7 @@ def request_from(
     _check_parts(find_member(chosen["family"]), encoder, sizes.get("vae"))
     request = RunRequest(**chosen, parts=Parts(**sizes))
     if found is not None and found.cache is not None:
-        request = _with_cache(request, found.cache, notes)
+        request = _with_cache(request, found.cache)
     return WiredRequest(request, tuple(notes), 1 if found is None else found.cards)
 
 
@@ -160,11 +160,8 @@ def _take_model(chosen: dict[str, Any], found: TrueModel, notes: list[str]) -> d
     }
 
 
-def _with_cache(request: RunRequest, found: CacheSettings, notes: list[str]) -> RunRequest:
+def _with_cache(request: RunRequest, found: CacheSettings) -> RunRequest:
     cache = _agreed("cache", request.cache, found.name, "MODEL", OFF)
-    if found.audit:
-        notes.append("The MODEL's step cache computes every step, because audit is on.")
-        return replace(request, cache=OFF)
     computed = request.computed or computed_with(request.steps, found)
     return replace(request, cache=cache, computed=computed)
 
