@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from ....errors import SettingError
 from ....families.protocol import Member
 from ....families.registry import (
-    are_latents,
     find_member,
     known_latents,
     likely_member,
     pixels_of,
+    vae_shapes,
 )
 from ....machine.store import load_calibration
 from ....planning.cards import Card
@@ -93,7 +93,7 @@ def latent_sizes(latent: Mapping[str, Any]) -> dict[str, int]:
     samples = latent["samples"]
     image = not samples.is_nested and samples.ndim in (4, 5)
     empty = image and not samples.count_nonzero()
-    if not image or not (empty or are_latents(samples.shape[1])):
+    if not image or not (empty or samples.shape[1] in vae_shapes()):
         what = "of several tensors" if samples.is_nested else f"{tuple(samples.shape)}"
         raise SettingError(
             f"the LATENT is {what} and {known_latents()}: connect one of Qwen-Image's, or none."
