@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from .parts import tiny_vae, vision_tower
+from .parts import vision_tower
 from .protocol import Adapted, Fits, Identity, Tensors, known, size
 from .registry import FAMILIES, text_encoders, vaes
 
@@ -89,7 +89,7 @@ def identify(tensors: Tensors) -> Identity:
 
 def identify_model(tensors: Tensors) -> Identity:
     """Does the same of tensors that are no adapter's."""
-    for kinds, other in ((FAMILIES, None), (text_encoders(), vision_tower), (vaes(), tiny_vae)):
+    for kinds, other in ((FAMILIES, None), (text_encoders(), vision_tower), (vaes(), None)):
         claims = [(it.title, found) for it in kinds if (found := it.identify(tensors)) is not None]
         if claims:
             return _one(claims)
@@ -306,6 +306,9 @@ SIGNS: Mapping[str, tuple[str, ...]] = {
     ),
     "a FLUX or Stable Diffusion VAE": tuple(
         f"decoder.{it}.norm1.weight" for it in ("mid.block_1", "mid_block.resnets.0")
+    ),
+    "a tiny VAE, for models/vae_approx": (
+        *("decoder.22.bias", "decoder.3.conv.0.weight", "decoder.layers.2.conv.0.weight"),
     ),
     "a Qwen3.5 language model": ("model.language_model.layers.0.linear_attn.A_log",),
     "a T5 text encoder": ("encoder.block.0.layer.0.SelfAttention.k.weight",),
