@@ -46,6 +46,7 @@ from qwen_l40s.optimizations import fused
 from qwen_l40s.optimizations.attention import BACKENDS, chosen
 from qwen_l40s.optimizations.attention import Attention as ChosenBackend
 from qwen_l40s.optimizations.run import Later
+from qwen_l40s.options import OLDER
 
 pytestmark = pytest.mark.each_device
 FOLDER = folder("optimize")
@@ -880,6 +881,15 @@ def test_every_attention_that_runs_here():
         assert f"attention: {name}" in report_of(clone)
         ran.append(name)
     assert {"int8", "int8_fp8", "math"} <= set(ran)
+
+
+def test_attention_that_is_gone_runs_as_what_stands_for_it_today():
+    (known,) = (it for it in QwenL40SOptimize.define_schema().inputs if it.id == "attention")
+    model = stock()
+    for gone, today in OLDER["attention"].values.items():
+        assert gone in known.options and gone not in [*known.options] and today in [*known.options]
+        clone = QwenL40SOptimize.execute(model, gone, True).args[0]
+        assert clone.get_attachment(OPTIMIZATION_KEY).attention.name == today
 
 
 # ------------------------------------------------------------------------------ attention in 8 bits
