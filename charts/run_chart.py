@@ -54,28 +54,21 @@ class Bar:
     Attributes:
         parts: {a name of `COLOURS`: how much}, bytes, or seconds where memory is not counted.
         value: The same as words; empty where they are all seconds.
-        expected: What was predicted of the sum; 0 where nothing was.
     """
 
     name: str
     parts: Mapping[str, float]
     value: str = ""
     time: str = ""
-    expected: float = 0
 
 
 @dataclass(frozen=True)
 class Limit:
-    """The card's memory: the peak of a run, what a run may use, and what there is.
-
-    Attributes:
-        expected: The peak as predicted, where `peak` was measured; else 0.
-    """
+    """The card's memory: the peak of a run, what a run may use, and what there is."""
 
     peak: int
     usable: int
     capacity: int
-    expected: int = 0
 
 
 @dataclass(frozen=True)
@@ -175,14 +168,12 @@ def _figures(page: Page, shown: RunPicture) -> None:
 
 def _peak(page: Page, shown: RunPicture, left: float, right: float, middle: float) -> None:
     limit = shown.limit
-    scale = (right - left) / max(limit.capacity, limit.peak, limit.expected)
+    scale = (right - left) / max(limit.capacity, limit.peak)
     top, bottom = middle - BAR / 2, middle + BAR / 2
     page.draw.rectangle((left, top, left + limit.capacity * scale, bottom), fill=GRID)
     colour = SIGNS["good" if shown.sign == "plain" else shown.sign]
     page.draw.rectangle((left, top, max(left + 4, left + limit.peak * scale), bottom), fill=colour)
     _mark(page, left + limit.usable * scale, middle, INK)
-    if limit.expected:
-        _mark(page, left + limit.expected * scale, middle, WARN)
 
 
 def _mark(page: Page, x: float, middle: float, colour: str) -> None:
@@ -195,8 +186,7 @@ def _phases(page: Page, shown: RunPicture) -> None:
     sizes = SIZES if any(bar.value for bar in shown.bars) else 0
     names = max(NAMES, *(text_width(bar.name, LEAST) + 24 for bar in shown.bars))
     left, right = SIDE + names, WIDTH - SIDE - TIMES - sizes
-    sums = [sum(bar.parts.values()) for bar in shown.bars]
-    longest = max(sums + [bar.expected for bar in shown.bars])
+    longest = max(sum(bar.parts.values()) for bar in shown.bars)
     if shown.limit is not None:
         longest = max(longest, shown.limit.usable)
     scale, top = (right - left) / (longest or 1), page.y
@@ -226,8 +216,6 @@ def _bar(page: Page, bar: Bar, left: float, middle: float, scale: float) -> None
             box = (x, middle - BAR / 2, max(x + 2, end - 3), middle + BAR / 2)
             page.draw.rectangle(box, fill=COLOURS[name])
             x = end
-    if bar.expected:
-        _mark(page, left + bar.expected * scale, middle, WARN)
 
 
 def _legend(page: Page, shown: RunPicture) -> None:
@@ -235,8 +223,6 @@ def _legend(page: Page, shown: RunPicture) -> None:
     entries = [(name, colour) for name, colour in COLOURS.items() if name in used]
     if len(entries) == 1:
         entries = []
-    if any(bar.expected for bar in shown.bars):
-        entries.append(("predicted", WARN))
     if shown.limit is not None:
         entries.append(("limit", INK))
     x = SIDE
@@ -245,7 +231,7 @@ def _legend(page: Page, shown: RunPicture) -> None:
         if x > SIDE and x + width > WIDTH - SIDE:
             x, page.y = SIDE, page.y + LINE
         middle = page.y + LINE / 2
-        thin = name in ("predicted", "limit")
+        thin = name == "limit"
         page.draw.rectangle(
             (x + 12 * thin, middle - 15, x + (17 if thin else 30), middle + 15), fill=colour
         )

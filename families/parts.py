@@ -250,30 +250,6 @@ def qwen_image_vae(tensors: Tensors) -> Identity | None:
     )
 
 
-def tiny_vae(tensors: Tensors) -> Identity | None:
-    """Recognizes TAEHV (a list with memory blocks) and TAESD (a list, or `AutoencoderTiny`)."""
-    if "decoder.22.bias" in tensors and size(tensors, "decoder.1.weight", 1):
-        kind, channels = "TAEHV", size(tensors, "decoder.1.weight", 1)
-    elif "decoder.layers.0.weight" in tensors and "decoder.layers.2.conv.0.weight" in tensors:
-        kind, channels = "TAESD in diffusers names", size(tensors, "decoder.layers.0.weight", 1)
-    elif "decoder.3.conv.0.weight" in tensors and size(tensors, "decoder.1.weight", 1):
-        kind, channels = "TAESD", size(tensors, "decoder.1.weight", 1)
-    else:
-        return None
-    known_as = {
-        PUBLISHED_VAE.latent_channels: "Qwen-Image's and Wan 2.1's look like others here",
-        VAE_21.latent_channels: "as Qwen-Image-2.1's",
-    }.get(channels)
-    other = "not Qwen-Image: looks like a tiny VAE of another model"
-    return Identity(
-        family="tiny VAE" if known_as else other,
-        role="tiny_vae",
-        variant=f"{kind}, {channels} latent channels: {known_as}" if known_as else kind,
-        dims=known(latent_channels=channels),
-        folder="vae_approx",
-    )
-
-
 def qwen_image_21_vae(tensors: Tensors) -> Identity | None:
     """Recognizes the VAE of 2.1: 64 latent channels, RGBA, the layers of Wan 2.2 for one frame."""
     if "decoder.upsamples.0.upsamples.0.residual.2.weight" in tensors:

@@ -218,9 +218,9 @@ class QwenL40SReport(io.ComfyNode):
         return schema(
             node_id="QwenL40S_Report",
             display_name="Qwen-Image Run Report",
-            description="After a run, compares the predicted and measured time and memory of each "
-            "phase and says which code path each part took. Measures MODELs from this pack's "
-            "loaders, and any MODEL behind Qwen-Image Optimize.",
+            description="After a run, reports the time and memory of each phase, what was "
+            "predicted of the run, and which code path each part took. Measures MODELs from this "
+            "pack's loaders, and any MODEL behind Qwen-Image Optimize.",
             search_aliases=[
                 "benchmark",
                 "timing",

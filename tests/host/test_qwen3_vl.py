@@ -10,6 +10,7 @@ import pytest
 import torch
 from comfy.text_encoders import llama
 from comfyui_boot import folder
+from micro_models import SYSTEM_21, USER, build_21, hidden_states
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
@@ -18,7 +19,6 @@ from qwen_l40s.errors import CheckpointError, UnavailableError
 from qwen_l40s.hosts.comfyui.load.text_encoder import load_text_encoder
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.loaders.source import open_source
-from qwen_l40s.tools.micro.model import QWEN_IMAGE_21, SYSTEM_21, USER, build
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 newer = pytest.mark.host_has("comfy.model_base.QwenImage21")
@@ -224,7 +224,7 @@ def test_a_small_one_with_a_tokenizer_of_its_own(monkeypatch):
     """The micro model's: ComfyUI encodes a prompt as transformers does."""
     monkeypatch.undo()
     path = FOLDER / "micro_21"
-    build(0, QWEN_IMAGE_21).save(path)
+    build_21().save(path)
     assert type(load_model(path)[0].model) is comfy.model_base.QwenImage21  # its MLP is narrower
     clip, report = load_text_encoder(path)
     assert "vision tower left out: it is 32 wide" in report.text()
@@ -233,10 +233,10 @@ def test_a_small_one_with_a_tokenizer_of_its_own(monkeypatch):
     ids = words(
         f"{SYSTEM_21}{USER}{prompt}<|im_end|>\n<|im_start|>assistant\n", return_tensors="pt"
     )
-    language = build(0, QWEN_IMAGE_21).text_encoder.model.language_model
+    language = build_21().text_encoder.model.language_model
     for weight in language.parameters():
         weight.copy_(weight.bfloat16())  # as the file has it
-    hidden = QWEN_IMAGE_21.stream.hidden_states(language, ids.input_ids)
+    hidden = hidden_states(language, ids.input_ids)
     dropped = len(words(SYSTEM_21).input_ids)
     found = encoded(clip, prompt)["cond"]
     torch.testing.assert_close(found, hidden[:, dropped:].float(), atol=1e-4, rtol=0)

@@ -18,7 +18,7 @@ import torch
 
 from ....errors import SettingError, UnavailableError
 from ....families.comfyui import kind_of_vae
-from ....families.registry import are_of_two
+from ....families.registry import vae_shapes
 from ....loaders.source import MICRO_ADVICE, MICRO_SIDE, MICRO_VAE
 from ....machine.memory import available_memory
 from ....optimizations.vae import tiles as pieces
@@ -136,8 +136,10 @@ def _layers(vae: comfy.sd.VAE, ours: bool) -> OwnLayers:
 
 def _check_channels(latents: torch.Tensor, channels: int | None, *, other: bool = False) -> None:
     # Of another VAE only what is sure: Qwen-Image's latents are no Qwen-Image-2.1's.
-    fits = latents.ndim in (4, 5) and latents.shape[1] == channels
-    if fits or (other and not are_of_two(latents.shape[1] if latents.ndim > 1 else 0, channels)):
+    found = latents.shape[1] if latents.ndim > 1 else 0
+    if latents.ndim in (4, 5) and found == channels:
+        return
+    if other and (found == channels or not {found, channels} <= vae_shapes().keys()):
         return
     raise SettingError(
         f"the latents are {tuple(latents.shape)} and the VAE takes (batch, {channels}, height, "
