@@ -70,6 +70,7 @@ FLASH_ATTENTION_3 = Package(
 )
 ISAL = Package("isal", "isal", "1.7")
 KITCHEN = Package("comfy-kitchen", "comfy_kitchen", "", "list_backends")
+KITCHEN_ATTENTION = replace(KITCHEN, needs="int8_attention")
 
 
 def check_package(package: Package, *, load: bool = True) -> tuple[Capability, ModuleType | None]:

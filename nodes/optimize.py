@@ -48,7 +48,7 @@ class QwenL40SOptimize(io.ComfyNode):
                     default="auto",
                     tooltip="auto: measures the card's exact backends once and uses the fastest. "
                     "fast: also allows attention in 8 bits, up to max_8bit_error. comfyui: "
-                    "ComfyUI's own. int8, int8_fp8: 8 bits, whatever the error.",
+                    "ComfyUI's own. int8, int8_fp8, kitchen_int8: 8 bits, whatever the error.",
                 ),
                 io.Boolean.Input(
                     "fused_blocks",

@@ -1,13 +1,15 @@
 """Stands in for attention packages, which run on a card alone.
 
-Each computes attention exactly, in fp32 on any device. `install` puts such a module where `import`
-finds it.
+Each computes attention in fp32 on any device, exactly but for comfy-kitchen's. `install` puts such
+a module where `import` finds it.
 """
 
 import importlib.machinery
 import inspect
 import sys
 import types
+
+import torch
 
 
 def exact(q, k, v, scale=None):
@@ -25,7 +27,29 @@ def flash_attn_func(q, k, v):
     return exact(q, k, v)[0]
 
 
+# comfy-kitchen 0.2.31 and 0.2.40, sage_attention.py.
+def int8_attention(q, k, v, *, scale=None, attn_mask=None):
+    """q, k, v, (B, heads, tokens, head_dim), and the weights in int8: q and k rotated, a scale for
+    each of their rows and for each channel of v.
+    """
+    assert scale is None and attn_mask is None and all(x.stride(-1) == 1 for x in (q, k, v))
+    heads, turn = q.shape[-1], torch.ones(1, 1)
+    while len(turn) < heads:
+        turn = torch.cat([torch.cat([turn, turn], 1), torch.cat([turn, -turn], 1)])
+    q8, k8 = (_round(x.float() @ turn * heads**-0.5, -1) for x in (q, k))
+    weights = (q8 @ k8.transpose(-1, -2) * heads**-0.5).softmax(-1)
+    weights = weights / weights.amax(-1, keepdim=True) * 255
+    mixed = weights.round() @ _round(v.float(), -2)
+    return (mixed / weights.sum(-1, keepdim=True)).to(q.dtype)
+
+
+def _round(x, dim):
+    scale = x.abs().amax(dim, keepdim=True) / 127
+    return (x / scale).round() * scale
+
+
 FLASH = {"flash_attn_func": flash_attn_func}
+KITCHEN = {"int8_attention": int8_attention}
 
 
 def install(monkeypatch, module, functions, change=None):

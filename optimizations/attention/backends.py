@@ -57,7 +57,9 @@ class Limits:
         oldest: The compute capability that it needs at least.
         cards: The only compute capabilities that it has code for; empty: every one from `oldest`.
         widest: The most elements of a head.
+        heads: The only elements of a head that it takes; empty: every number up to `widest`.
         head_bytes: What the bytes of a head are a multiple of.
+        fewest: The fewest tokens.
         masks: Whether it takes an additive mask.
     """
 
@@ -65,7 +67,9 @@ class Limits:
     cards: tuple[tuple[int, int], ...] = ()
     dtypes: frozenset[torch.dtype] = FLOATS
     widest: int = 2**16
+    heads: tuple[int, ...] = ()
     head_bytes: int = 1
+    fewest: int = 1
     masks: bool = True
 
     def refusal(self, request: AttentionRequest, sm: tuple[int, int] | None) -> str:
@@ -79,9 +83,13 @@ class Limits:
             return f"takes {taken}, not {dtype_name(request.dtype)}"
         if request.head_dim > self.widest:
             return f"takes heads of at most {self.widest}, not {request.head_dim}"
+        if self.heads and request.head_dim not in self.heads:
+            return f"takes heads of {', '.join(map(str, self.heads))}, not {request.head_dim}"
         if request.head_dim * request.dtype.itemsize % self.head_bytes:
             multiple = self.head_bytes // request.dtype.itemsize
             return f"takes heads of a multiple of {multiple}, not {request.head_dim}"
+        if request.tokens < self.fewest:
+            return f"needs {self.fewest} tokens, there are {request.tokens}"
         return "takes no mask" if request.masked and not self.masks else ""
 
 
@@ -217,8 +225,6 @@ def lower_right(queries: int, keys: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def _against_cudnn(request: AttentionRequest) -> str:
-    if request.tokens < 2:
-        return "takes two tokens or more"
     strict = not torch.is_deterministic_algorithms_warn_only_enabled()
     if strict and torch.are_deterministic_algorithms_enabled():
         return "torch counts it as not deterministic"
@@ -236,7 +242,7 @@ SDPA_FLASH = Backend(
 SDPA_CUDNN = Backend(
     "sdpa_cudnn",
     functools.partial(_attend, _cudnn),
-    card=Limits(oldest=(8, 0), dtypes=HALVES, widest=128, head_bytes=16),
+    card=Limits(oldest=(8, 0), dtypes=HALVES, widest=128, head_bytes=16, fewest=2),
     further=_against_cudnn,
     gives_lse=True,
     plans=True,

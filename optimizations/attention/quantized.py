@@ -1,4 +1,4 @@
-"""Attention that quantizes: in 8 bits, with what the kernels of that compute.
+"""Attention that quantizes: in 8 bits, with what the kernels of that compute, and comfy-kitchen's.
 
 In 8 bits softmax(q k^T) v has q and k in int8, one scale for each head of each token, after
 SageAttention (arXiv 2410.02367, 2411.10958): softmax does not see a vector that is taken from every
@@ -14,11 +14,13 @@ from typing import NamedTuple
 
 import torch
 
+from ...machine.packages import KITCHEN_ATTENTION
 from ...spec.formats import EIGHT_BIT, FORMATS
 from ...spec.sizes import HEAD_TOKENS_AT_ONCE
 from .. import kernels
+from ..kernels import on_card_of
 from ..reference import SMALLEST_ROW, QKNorm, Rotary, Tokens, wide_dtype
-from .backends import ANY, HALVES, AttentionRequest, Backend, Limits
+from .backends import HALVES, AttentionRequest, Backend, Limits
 
 HEAD_DIMS = (32, 64, 128)  # that the kernels take
 # Keys that their mean is taken of; any vector near it does.
@@ -267,9 +269,7 @@ def _in_8_bits(
     return out.flatten(2)
 
 
-def _beyond_8_bits(request: AttentionRequest) -> str:
-    if request.head_dim not in HEAD_DIMS:
-        return f"takes heads of {', '.join(map(str, HEAD_DIMS))}, not {request.head_dim}"
+def _without_triton(request: AttentionRequest) -> str:
     return kernels.missing() if request.device.type == "cuda" else ""
 
 
@@ -278,10 +278,37 @@ INT8, INT8_FP8 = (
         form,
         functools.partial(_in_8_bits, form),
         exact=False,
-        card=Limits(FORMATS[multiplied].oldest, dtypes=HALVES),
-        cpu=ANY,
-        further=_beyond_8_bits,
+        card=Limits(FORMATS[multiplied].oldest, dtypes=HALVES, heads=HEAD_DIMS),
+        cpu=Limits(heads=HEAD_DIMS),
+        further=_without_triton,
         quantizes=True,
     )
     for form, multiplied in EIGHT_BIT.items()
+)
+
+
+def kitchen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Attends by comfy-kitchen, q, k, v and the softmax's weights in int8; as `Backend.attend`.
+
+    The package rotates q and k by a Hadamard matrix before it rounds them. It takes other kernels
+    for keys up to 256 and 1,024, pads heads of other sizes, and reads masks. `KITCHEN_INT8` takes
+    none of these, so that one path is tried and measured.
+    """
+    from comfy_kitchen import int8_attention
+
+    with on_card_of(q):
+        out = int8_attention(*(x.transpose(1, 2) for x in (q, k, v)))
+    return out.transpose(1, 2).flatten(2)
+
+
+KITCHEN_INT8 = Backend(
+    "kitchen_int8",
+    kitchen,
+    exact=False,
+    card=Limits(
+        FORMATS["int8"].oldest, dtypes=HALVES, heads=(64, 128, 256), fewest=1025, masks=False
+    ),
+    package=KITCHEN_ATTENTION,
 )

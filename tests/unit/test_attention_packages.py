@@ -1,9 +1,10 @@
-"""FlashAttention 3 as it is published, and every way in which they are broken.
+"""Attention of other packages as they are published, and every way in which they are broken.
 
-It runs on a card alone: `published_attention.py` stands in for them.
+They run on a card alone: `published_attention.py` stands in for them.
 """
 
 import importlib.util
+from dataclasses import replace
 
 import pytest
 
@@ -14,18 +15,23 @@ import published_attention as published
 from qwen_l40s import UnavailableError
 from qwen_l40s.caches import forget
 from qwen_l40s.machine.card import InstalledCards, State
+from qwen_l40s.machine.store import AttentionTimings
 from qwen_l40s.optimizations.attention import (
     BACKENDS,
+    Attention,
     AttentionRequest,
+    ChosenAttention,
     check_backends,
     choice,
     choose_attention,
+    chosen,
 )
 
 CPU = torch.device("cpu")
 
 PACKAGES = {
     "flash_attn_3": ("fa3_fwd_interface", published.FLASH, (9, 0)),
+    "kitchen_int8": ("comfy_kitchen", published.KITCHEN, (8, 9)),
 }
 on_each = pytest.mark.parametrize("name", PACKAGES)
 
@@ -97,6 +103,80 @@ def test_flash_attention_is_taken_where_it_is_fastest(
     assert len(calls) == 1
 
 
+def test_kitchen_rounds_as_far_as_fast_allows(monkeypatch, card):
+    """Also where there are fewer queries than keys, as beside a prefix."""
+    card((8, 9))
+    calls = published.install(monkeypatch, "comfy_kitchen", published.KITCHEN)
+    attention = choose_attention(request(tokens=1300), "kitchen_int8")
+    q, k, v = random(1300)
+    for first in (0, 200):
+        calls.clear()
+        out = attention(q[:, first:], k, v)
+        assert out.shape == (2, 1300 - first, 3 * 64) and out.is_contiguous()
+        assert 1e-3 < distance(out, q[:, first:], k, v) < chosen.MOST_ERROR
+        ((_, given),) = calls
+        assert [given[it].shape[1:] for it in "qkv"] == [(3, 1300 - first, 64)] + [
+            (3, 1300, 64)
+        ] * 2
+
+
+@pytest.mark.parametrize(
+    ("about", "reason"),
+    [
+        *(({"tokens": count}, "needs 1025 tokens") for count in (2, 3, 64, 128, 300, 1024)),
+        *(({"head_dim": width}, "takes heads of 64, 128, 256") for width in (16, 32, 80, 96)),
+        ({"head_dim": 320}, "takes heads of 64, 128, 256, not 320"),
+        ({"dtype": torch.float32}, "takes bfloat16 and float16, not float32"),
+        ({"masked": True}, "takes no mask"),
+    ],
+)
+def test_what_kitchen_would_pad_mask_or_compute_in_another_way_is_exact(
+    monkeypatch, card, about, reason
+):
+    card((8, 9))
+    calls = published.install(monkeypatch, "comfy_kitchen", published.KITCHEN)
+    asked = replace(request(tokens=1300), **about)
+    with pytest.raises(UnavailableError, match=reason):
+        choose_attention(asked, "kitchen_int8")
+    monkeypatch.setattr(choice, "_may_launch", lambda *_: False)
+    found = ChosenAttention("kitchen_int8", lossy=True).choose(asked)
+    assert BACKENDS[found.name].exact and reason in found.reason and not calls
+
+
+def test_prompts_references_and_guidance_stay_exact(monkeypatch, card, set_settings):
+    card((8, 9))
+    published.install(monkeypatch, "comfy_kitchen", published.KITCHEN)
+    monkeypatch.setattr(choice, "measure", lambda *_: (None, []))
+    set_settings(attention="kitchen_int8")
+    for name in ("auto", "kitchen_int8"):
+        attention = ChosenAttention(name, lossy=True)
+        assert attention.choose(request(tokens=1300)).name == "kitchen_int8"
+        assert BACKENDS[attention.choose(request(tokens=1300), exact=True).name].exact
+    named = ChosenAttention("math")
+    assert named.choose(request(), exact=True).name == "math"
+
+
+def test_fast_measures_those_of_its_table_alone(monkeypatch, card):
+    """One row of it decides whether comfy-kitchen is among them."""
+    card((8, 9))
+    calls = published.install(monkeypatch, "comfy_kitchen", published.KITCHEN)
+    monkeypatch.setattr(chosen, "sm_of", lambda device: (8, 9))
+    monkeypatch.setattr(chosen, "choose_attention", lambda *_: Attention("math", "exact"))
+    times = AttentionTimings(1300, {"kitchen_int8": 0.5, "math": 0.8})
+    monkeypatch.setattr(chosen, "measurement", lambda *_: (times, []))
+    q, k, v = random(1300)
+    for names, expected in (
+        (("int8_fp8",), "math"),
+        (("int8_fp8", "kitchen_int8"), "kitchen_int8"),
+    ):
+        monkeypatch.setitem(choice.TRIED_BY_FAST, (8, 9), names)
+        attention = ChosenAttention("fast", True)
+        attention.start_blocks(1)
+        attention.attend(q, k, v, None)
+        found = attention.choose(AttentionRequest.of(q, None))
+        assert (found.name, bool(calls)) == (expected, "kitchen_int8" in names)
+
+
 # --------------------------------------------------------------------------- missing and broken
 
 
@@ -107,7 +187,7 @@ def test_a_package_that_is_not_installed(monkeypatch, card, name):
         pytest.skip(f"{module} is installed")
     card(sm)
     package = BACKENDS[name].package.distribution
-    assert str(choice.refusal(name, request())) == f"{package} not installed"
+    assert str(choice.refusal(name, request(tokens=1300))) == f"{package} not installed"
 
 
 @on_each
@@ -118,16 +198,16 @@ def test_a_package_whose_import_raises(monkeypatch, card, tmp_path, name):
     monkeypatch.delitem(published.sys.modules, module, raising=False)
     card(sm)
     with pytest.raises(UnavailableError, match="import fails: undefined symbol: _ZN3c10; use auto"):
-        choose_attention(request(), name)
+        choose_attention(request(tokens=1300), name)
 
 
 @on_each
 def test_a_package_that_lacks_its_function(monkeypatch, card, name):
-    """As where flash-attn-4 alone is installed, which brings the same top folder."""
+    """As an older comfy-kitchen, or flash-attn-4 alone, which brings the same top folder."""
     module, _, sm = PACKAGES[name]
     card(sm)
     published.install(monkeypatch, module, {})
-    assert "has no attribute" in choice.refusal(name, request()).fact
+    assert "has no attribute" in choice.refusal(name, request(tokens=1300)).fact
 
 
 @on_each
@@ -140,7 +220,7 @@ def test_a_package_that_computes_wrongly(monkeypatch, card, name):
     ):
         card(sm)
         published.install(monkeypatch, module, functions, change)
-        assert str(choice.refusal(name, request(tokens=256))).startswith(reason)
+        assert str(choice.refusal(name, request(tokens=1300))).startswith(reason)
 
 
 def scaled(result, factor):
@@ -158,7 +238,7 @@ def test_declared_limits(monkeypatch, card):
         ("sdpa_cudnn", (7, 5), {}, "sm_75, needs sm_80 or newer"),
         ("sdpa_cudnn", (8, 9), {"head_dim": 20}, "takes heads of a multiple of 8, not 20"),
         ("sdpa_cudnn", (8, 9), {"head_dim": 256}, "takes heads of at most 128, not 256"),
-        ("sdpa_cudnn", (8, 9), {"tokens": 1}, "takes two tokens or more"),
+        ("sdpa_cudnn", (8, 9), {"tokens": 1}, "needs 2 tokens, there are 1"),
     ):
         card(sm)
         assert str(choice.refusal(name, request(**about))).startswith(reason)
