@@ -20,10 +20,12 @@ from safetensors.torch import save_file
 
 import nodes as core
 from qwen_l40s.caches import forget
-from qwen_l40s.errors import SettingError
+from qwen_l40s.errors import SettingError, UnavailableError
 from qwen_l40s.hosts.comfyui import encode as ours
 from qwen_l40s.hosts.comfyui.encode import KEPT, STOCK
 from qwen_l40s.hosts.comfyui.load.text_encoder import load_text_encoder
+from qwen_l40s.loaders.source import MICRO as MICRO_NAME
+from qwen_l40s.loaders.source import bundled_micro_folder
 from qwen_l40s.nodes.encoder_cache import QwenL40SEncoderCache
 
 pytestmark = [pytest.mark.usefixtures("inference_mode", "small"), pytest.mark.each_device]
@@ -494,6 +496,19 @@ def test_the_arithmetic(kind):
         words = ["arithmetic", "exact"]
         run = partial(with_settings, load(kind), arithmetic=arithmetic)
         refused(SettingError, *words, run=run)
+
+
+MICRO = pytest.mark.parametrize("name", [MICRO_NAME, pytest.param("2.1", marks=NEWER)])
+
+
+@MICRO
+def test_encoders_with_their_own_tokenizer(name):
+    clip = load_text_encoder(bundled_micro_folder(name))[0]
+    exact = encode(clip)
+    assert is_same(exact, encode(stock_of(clip)))
+    found = encode(with_settings(clip, arithmetic="bf16"))
+    assert 1e-4 < error(found, exact) < 0.02
+    refused(UnavailableError, "vision tower", run=lambda: encode(clip, images=IMAGES[:1]))
 
 
 def test_defaults():
