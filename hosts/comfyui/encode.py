@@ -124,11 +124,23 @@ class Kept:
 KEPT = remembered(Kept())
 
 
+_owners: weakref.WeakKeyDictionary[torch.nn.Module, object] = remembered(
+    weakref.WeakKeyDictionary()
+)
+
+
+def owner_of(model: torch.nn.Module) -> object:
+    """Returns what begins the keys of a model's results, which go with the model."""
+    if model not in _owners:
+        _owners[model] = owner = object()
+        weakref.finalize(model, KEPT.drop, owner)
+    return _owners[model]
+
+
 class _Known(NamedTuple):
     # Of a text encoder at its first encoding: its modules, and what they were.
     modules: tuple[torch.nn.Module, ...]
     made: Blueprint
-    owner: object
 
 
 _known: weakref.WeakKeyDictionary[torch.nn.Module, _Known] = remembered(weakref.WeakKeyDictionary())
@@ -144,7 +156,8 @@ class _Unload(NamedTuple):
         self.own()
 
 
-def _listen() -> None:
+def listen() -> None:
+    """Has ComfyUI's /free drop what is kept."""
     own = management.unload_all_models
     if not isinstance(own, _Unload):
         put(management, unload_all_models=_Unload(own))
@@ -199,11 +212,8 @@ def objection(clip: Any) -> Verdict | None:
     if name := name or difference(model, made):
         return Verdict(f"another extension has changed {name}")
     if known is None or not _same(known.modules, modules):
-        if known:
-            KEPT.drop(known.owner)
-        owner = object()
-        _known[encoder] = _Known(modules, made, owner)
-        weakref.finalize(encoder, KEPT.drop, owner)
+        KEPT.drop(_owners.pop(encoder, None))
+        _known[encoder] = _Known(modules, made)
     what = "encoding in two parts", type(model.model), type(model.model.config)
     return try_once(what, lambda: _trial(model.model))
 
@@ -331,7 +341,7 @@ class _Encoding:
     """One encoding of one CLIP, in objects around its modules that no other thread sees."""
 
     def __init__(self, clip: Any, settings: EncodeSettings, note: Callable[[str], None]) -> None:
-        _listen()
+        listen()
         encoder = clip.cond_stage_model
         text = getattr(encoder, encoder.clip)
         model = _multiplying(text.transformer, settings.arithmetic)
@@ -347,7 +357,7 @@ class _Encoding:
         self._text = shadow(text, transformer=model, process_tokens=self._process)
         self.encoder = shadow(encoder, **{encoder.clip: self._text})
         self._key = (
-            _known[encoder].owner,
+            owner_of(encoder),
             clip.patcher.patches_uuid,
             str(self._device),
             str(clip.patcher.object_patches.get("manual_cast_dtype")),
@@ -366,18 +376,17 @@ class _Encoding:
     def _process(self, tokens: list[list[Any]], device: Any) -> Any:
         """In place of `SDClipModel.process_tokens`: learns what is encoded."""
         row = tokens[0] if len(tokens) == 1 and self._room else []
-        digest = hashlib.sha256()
-        images = 0
+        seen, images = hashlib.sha256(), 0
         for token in row:
             if isinstance(token, dict):
-                self._images[id(token)] = _digest(token)
-                digest.update(b"image" + self._images[id(token)])
+                self._images[id(token)] = image = digest(token)
+                seen.update(b"image" + image)
                 if token.get("type") == "image":
                     images += 1
-                    self._start = digest.digest()
+                    self._start = seen.digest()
             else:
-                digest.update(_digest({"": token}))
-        self._whole = digest.digest()
+                seen.update(digest({"": token}))
+        self._whole = seen.digest()
         found = type(self._text).process_tokens(self._text, tokens, device)
         embeds, _, counts, places = found
         ends = [it["index"] + it["size"] for it in places if it.get("type") == "image"]
@@ -393,8 +402,8 @@ class _Encoding:
             found = type(self._model).preprocess_embed(self._model, embed, device)
             return tree.tree_map_only(torch.Tensor, _ram, found)
 
-        digest = self._images.get(id(embed))
-        return run() if digest is None else self._kept(digest, run)
+        image = self._images.get(id(embed))
+        return run() if image is None else self._kept(image, run)
 
     def _forward(
         self,
@@ -439,7 +448,8 @@ class _Encoding:
         return tuple(out)
 
 
-def _digest(fields: Mapping[str, Any]) -> bytes:
+def digest(fields: Mapping[str, Any]) -> bytes:
+    """Hashes tensors by their values and other fields by their text."""
     found = hashlib.sha256()
     for name in sorted(fields):
         value = fields[name]

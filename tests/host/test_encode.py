@@ -24,6 +24,7 @@ from qwen_l40s.errors import SettingError, UnavailableError
 from qwen_l40s.hosts.comfyui import encode as ours
 from qwen_l40s.hosts.comfyui.encode import KEPT, STOCK
 from qwen_l40s.hosts.comfyui.load.text_encoder import load_text_encoder
+from qwen_l40s.hosts.comfyui.load.vae import load_vae
 from qwen_l40s.loaders.source import MICRO as MICRO_NAME
 from qwen_l40s.loaders.source import bundled_micro_folder
 from qwen_l40s.nodes.encoder_cache import QwenL40SEncoderCache
@@ -509,6 +510,36 @@ def test_encoders_with_their_own_tokenizer(name):
     found = encode(with_settings(clip, arithmetic="bf16"))
     assert 1e-4 < error(found, exact) < 0.02
     refused(UnavailableError, "vision tower", run=lambda: encode(clip, images=IMAGES[:1]))
+
+
+@MICRO
+def test_the_vae_encodes_an_image_once(name):
+    vae, _ = load_vae(bundled_micro_folder(name), "fp32")
+    stock = comfy.sd.VAE(sd=vae.get_sd(), dtype=torch.float32)
+    image, other = torch.rand(2, 1, 64, 48, 3).unbind()
+    exact = stock.encode(image)
+    for _ in range(3):
+        found = vae.encode(image)
+        assert torch.equal(found, exact)
+        found.zero_()  # a node may change what it is given
+    size = KEPT.bytes
+    assert size == exact.nbytes
+    vae.encode(image.clone())
+    assert KEPT.bytes == size
+    assert not torch.equal(vae.encode(other), exact) and KEPT.bytes == 2 * size
+    weights = vae.patcher.model_state_dict()
+    key = next(it for it in weights if it.startswith("encoder") and weights[it].dim() > 3)
+    vae.patcher.add_patches({key: ("diff", (torch.ones(weights[key].shape),))}, 0.1)
+    assert not torch.equal(vae.encode(image), exact)
+    comfy.model_management.unload_all_models()
+    assert not KEPT.bytes
+    # In tiles, as where memory runs out, the latents are others.
+    with mock.patch.object(vae, "memory_used_encode", side_effect=torch.OutOfMemoryError):
+        vae.encode(image)
+    vae.encode_tiled(image)
+    assert not KEPT.bytes
+    vae.encode(image)
+    assert KEPT.bytes
 
 
 def test_defaults():
