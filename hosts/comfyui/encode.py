@@ -16,7 +16,7 @@ import hashlib
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import comfy.ops
@@ -211,15 +211,11 @@ def objection(clip: Any) -> Verdict | None:
     name = next((type(it).__name__ for it in around if is_changed(it)), None)
     if name := name or difference(model, made):
         return Verdict(f"another extension has changed {name}")
-    if known is None or not _same(known.modules, modules):
+    if known is None or known.modules != modules:  # by identity
         KEPT.drop(_owners.pop(encoder, None))
         _known[encoder] = _Known(modules, made)
     what = "encoding in two parts", type(model.model), type(model.model.config)
     return try_once(what, lambda: _trial(model.model))
-
-
-def _same(modules: Sequence[object], others: Sequence[object]) -> bool:
-    return len(modules) == len(others) and all(map(lambda one, two: one is two, modules, others))
 
 
 def _trial(language: Any) -> str:
@@ -234,12 +230,13 @@ def _trial(language: Any) -> str:
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
         embeds = torch.randn(1, 7, 64, generator=generator)
         mask, places = torch.ones(1, 7, dtype=torch.long), torch.arange(7).expand(3, 7)
-        call = {"position_ids": places, "intermediate_output": -1}
-        call["final_layer_norm_intermediate"] = False
-        whole = model(None, attention_mask=mask, embeds=embeds.clone(), **call)[1]
-        first = _first_part(model, 4, embeds.clone(), mask, call, 1)
-        rest = _other_part(model, 4, first["pairs"], embeds.clone(), mask, call, 1)
-        error = (torch.cat([first["rows"], rest], dim=1) - whole).norm() / whole.norm()
+        given = {"position_ids": places, "intermediate_output": -1}
+        given["final_layer_norm_intermediate"] = False
+        call = _Call(model, embeds, mask, given, 1)
+        whole = call.run(0, None, list(model.layers))
+        first = _first_part(call, 4)
+        found = torch.cat([first["rows"], _other_part(call, 4, first["pairs"])], dim=1)
+        error = (found - whole).norm() / whole.norm()
     return "" if error < 1e-4 else "ComfyUI's language model has another form than is known here"
 
 
@@ -258,83 +255,62 @@ def _ram(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 
-def _run(
-    language: Any,
-    layers: list[Any],
-    part: slice,
-    embeds: torch.Tensor,
-    mask: torch.Tensor,
-    given: Mapping[str, Any],
-    used: int,
-) -> torch.Tensor:
-    """ComfyUI's own forward over some rows, with other layers; rows in host memory."""
-    given = dict(given)
-    for name in ("position_ids", "visual_pos_masks"):
-        if given.get(name) is not None:
-            given[name] = given[name][..., part]
-    if part.start:  # all images are before
-        given.pop("deepstack_embeds", None)
-        given.pop("visual_pos_masks", None)
-    forward = type(language).forward
-    # A layer writes into its input.
-    rows = embeds[:, part].clone()
-    out = forward(
-        shadow(language, layers=layers),
-        None,
-        attention_mask=mask[:, part],
-        embeds=rows,
-        **given,
-    )
-    return _ram(out[used])
+class _Call(NamedTuple):
+    """A call of `Llama2_.forward` for one prompt; `used` is the place of its result that counts."""
+
+    language: Any
+    embeds: torch.Tensor
+    mask: torch.Tensor
+    given: Mapping[str, Any]
+    used: int
+
+    def run(self, start: int, end: int | None, layers: list[Any]) -> torch.Tensor:
+        """ComfyUI's own forward over some rows, with other layers; rows in host memory."""
+        given = dict(self.given)
+        if start:  # all images are before
+            given.pop("deepstack_embeds", None)
+            given.pop("visual_pos_masks", None)
+        for name in ("position_ids", "visual_pos_masks"):
+            if given.get(name) is not None:
+                given[name] = given[name][..., start:end]
+        given |= {
+            "attention_mask": self.mask[:, start:end],
+            "embeds": self.embeds[:, start:end].clone(),  # a layer writes into its input
+        }
+        language = shadow(self.language, layers=layers)
+        return _ram(type(language).forward(language, None, **given)[self.used])
 
 
-def _first_part(
-    language: Any,
-    length: int,
-    embeds: torch.Tensor,
-    mask: torch.Tensor,
-    given: Mapping[str, Any],
-    used: int,
-) -> dict[str, Any]:
+def _first_part(call: _Call, length: int) -> dict[str, Any]:
     """Runs the first `length` rows; gives these, and each layer's keys and values."""
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def around(layer: Any) -> Any:
-        def forward(**call: Any) -> tuple[torch.Tensor, None]:
-            out, (key, value, _) = layer(**(call | {"past_key_value": []}))
+        def forward(**given: Any) -> tuple[torch.Tensor, None]:
+            out, (key, value, _) = layer(**(given | {"past_key_value": []}))
             pairs.append((_ram(key), _ram(value)))
             return out, None
 
         return shadow(layer, forward=forward)
 
-    layers = list(map(around, language.layers))
-    rows = _run(language, layers, slice(0, length), embeds, mask, given, used)
+    rows = call.run(0, length, list(map(around, call.language.layers)))
     return {"rows": rows, "pairs": pairs}
 
 
-def _other_part(
-    language: Any,
-    length: int,
-    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    embeds: torch.Tensor,
-    mask: torch.Tensor,
-    given: Mapping[str, Any],
-    used: int,
-) -> torch.Tensor:
+def _other_part(call: _Call, length: int, pairs: Sequence[Any]) -> torch.Tensor:
     """Runs the rows behind the first `length`, whose keys and values it gives each layer."""
 
     def around(layer: Any, pair: tuple[torch.Tensor, torch.Tensor]) -> Any:
-        def forward(attention_mask: torch.Tensor, **call: Any) -> tuple[torch.Tensor, None]:
+        def forward(attention_mask: torch.Tensor, **given: Any) -> tuple[torch.Tensor, None]:
             key, value = (it.to(attention_mask.device) for it in pair)
             # ComfyUI's forward makes a square one, of no use to several rows behind others.
             mask = pad(attention_mask, (length, 0))
-            call["past_key_value"] = key, value, length
-            return layer(attention_mask=mask, **call)[0], None
+            given["past_key_value"] = key, value, length
+            return layer(attention_mask=mask, **given)[0], None
 
         return shadow(layer, forward=forward)
 
-    layers = list(map(around, language.layers, pairs))
-    return _run(language, layers, slice(length, None), embeds, mask, given, used)
+    return call.run(length, None, list(map(around, call.language.layers, pairs)))
 
 
 class _Encoding:
@@ -423,25 +399,22 @@ class _Encoding:
         plain = layer is None or isinstance(layer, int)
         if not (self._sure and plain and given.keys() <= GIVEN and attention_mask is not None):
             return whole()
-        length = self._length
+        length, found = self._length, []
+        call = _Call(language, embeds, attention_mask, given, used)
         options = length, used, layer, given.get("final_layer_norm_intermediate"), embeds.dtype
-        call = language, length
-        rows = embeds, attention_mask, given, used
-        if not length:
-            found = [self._kept(("rest", self._whole, options), lambda: _ram(whole()[used]))]
-        else:
-            key = ("start", self._start, options)
+        rest = "rest", self._whole, options
+        if length:
+            key = "start", self._start, options
             known = KEPT.get((*self._key, key)) is not None
-            first = self._kept(key, lambda: _first_part(*call, *rows))
-            rest = self._kept(
-                ("rest", self._whole, options), lambda: _other_part(*call, first["pairs"], *rows)
-            )
-            found = [first["rows"], rest]
+            first = self._kept(key, lambda: _first_part(call, length))
+            found.append(first["rows"])
+            found.append(self._kept(rest, lambda: _other_part(call, length, first["pairs"])))
             self._note(
                 f"the first {length} of {embeds.shape[1]} tokens "
-                + ("were kept" if known else "were encoded")
-                + f"; {format_gib(KEPT.bytes)} are kept"
+                f"{'were kept' if known else 'were encoded'}; {format_gib(KEPT.bytes)} are kept"
             )
+        else:
+            found.append(self._kept(rest, lambda: _ram(whole()[used])))
         # ComfyUI takes the result to host memory anyway; what is kept stays as it is.
         out: list[torch.Tensor | None] = [None, None]
         out[used] = torch.cat(found, dim=1)
@@ -460,10 +433,6 @@ def digest(fields: Mapping[str, Any]) -> bytes:
         else:
             found.update(f"{name}: {value!r}".encode())
     return found.digest()
-
-
-def _leaves(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    return (it for it in module.modules() if hasattr(it, "in_features"))
 
 
 def _multiplying(module: torch.nn.Module, arithmetic: str) -> Any:
@@ -513,7 +482,7 @@ def check_arithmetic(encoder: torch.nn.Module, arithmetic: str) -> None:
     Raises:
         SettingError: int8, and the file holds no int8.
     """
-    if arithmetic == INT8 and not any(map(is_int8, _leaves(encoder))):
+    if arithmetic == INT8 and not any(map(is_int8, encoder.modules())):
         raise SettingError(
             "arithmetic is int8 and the text encoder has no int8 layers: load an int8 file, or "
             "choose exact or bf16."
