@@ -16,7 +16,8 @@ from transformers import AutoTokenizer
 
 from qwen_l40s.caches import forget
 from qwen_l40s.errors import CheckpointError, UnavailableError
-from qwen_l40s.hosts.comfyui.load.text_encoder import load_text_encoder
+from qwen_l40s.hosts.comfyui.encode import STOCK
+from qwen_l40s.hosts.comfyui.load.text_encoder import encode_with, load_text_encoder
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.loaders.source import open_source
 
@@ -98,6 +99,7 @@ def encoded(clip, prompt="a red star", **more):
 def test_it_encodes_as_comfyuis_own(names):
     path = write(names)
     clip, report = load_text_encoder(path)
+    clip, _ = encode_with(clip, STOCK)
     core = own(write("ComfyUI's"))
     assert type(clip.cond_stage_model).__bases__ == type(core.cond_stage_model).__bases__
     for more in ({}, {"images": [torch.rand(1, 64, 64, 3)]}):

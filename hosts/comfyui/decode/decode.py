@@ -35,6 +35,7 @@ from ....verdict import read_or
 from ..contract import unsupported_host
 from ..record import MeasuredPhase, phase
 from .fused import FusedLayers, OwnLayers, changed, decoder_stages, encoder_stages
+from .kept import KeptVAE
 
 UNREAD = "the VAE has a form that is unknown here"
 
@@ -110,7 +111,8 @@ def _by_host(
 def _other_vae(vae: comfy.sd.VAE, ours: bool) -> str:
     """Says why a VAE goes the host's way; empty for Qwen-Image's as ComfyUI makes it."""
     for name in ("decode", "encode"):
-        if getattr(getattr(vae, name), "__func__", None) is not getattr(comfy.sd.VAE, name):
+        known = (getattr(kind, name) for kind in (comfy.sd.VAE, KeptVAE))
+        if getattr(getattr(vae, name), "__func__", None) not in known:
             return f"the VAE, a {type(vae).__name__}, has its own way to {name}"
     model = vae.first_stage_model
     kind = kind_of_vae(model)
