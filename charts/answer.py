@@ -69,8 +69,6 @@ def estimate_json(estimate: Estimate) -> dict[str, Any]:
             for name, seconds in estimate.stock.items()
         },
         "ranges": _ends(ranges),
-        "loads": _ends(times and times.loads),
-        "loads_prequantized": _ends(times and times.prequantized_loads),
         "disk_gib": gib(estimate.disk_bytes),
         "disk": {"files_gib": {name: gib(count) for name, count in estimate.files.items()}},
         "host_ram_gib": gib(estimate.host_ram_bytes),
@@ -120,7 +118,6 @@ def phase_json(phase: Phase) -> dict[str, Any]:
         "card_gib": gib(phase.card_bytes),
         "parts": parts,
         "seconds": None if phase.seconds is None else figure(phase.seconds.middle),
-        "note": phase.note,
     }
 
 

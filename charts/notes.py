@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..families.protocol import APACHE
 from ..planning.bytes import text_encoder_bytes
 from ..planning.cards import STARTING
-from ..planning.files import NETWORK, NVME, PAGE_CACHE, SOURCES, made_on_load
-from ..planning.phases import Range, transformer_bytes
-from ..planning.rates import attention_share, class_of, constants, measured
+from ..planning.files import made_on_load
+from ..planning.phases import transformer_bytes
+from ..planning.rates import attention_share
 from ..planning.request import AUTO, DROPPED, EXACT, FAST, ON_PROCESSOR, STREAMED
 from ..spec.formats import FORMATS, GIB, QUANTIZED, CardFacts, format_gib, sm
 from .figures import dollars, duration, many
@@ -60,36 +60,13 @@ def _time_notes(found: Estimate) -> Iterator[str]:
             "--calibrate` measures your card."
         )
         return
-    setting, kind = found.option.setting, class_of(found.card)
-    public = setting.weight_only or kind.source or found.basis.origin
-    if setting.precision in QUANTIZED and not public:
-        reached, (low, high) = constants(), kind.gemm[setting.precision]
-        yield (
-            f"Expect the slow end: the card we measured ({measured()['conditions']['card']}) "
-            f"reached {reached.gemm_int8:.0%} of its dense peak in int8 and {reached.gemm_fp8:.0%} "
-            f"in fp8, and this range assumes {low:.0%} to {high:.0%}."
-        )
     yield (
         "The time of an image includes a new prompt, with all models loaded. The first run takes "
         f"{duration(found.first_image_seconds)}; ComfyUI starts and loads everything from an NVMe "
         f"disk in {duration(found.times.cold_start)}."
     )
-    yield f"Loading takes {_loads(found.times.loads)}."
-    place = found.option.setting.text_encoder_place
-    if place == ON_PROCESSOR:
+    if found.option.setting.text_encoder_place == ON_PROCESSOR:
         yield "The text encoder's time assumes a CPU with 16 cores."
-    elif place in (DROPPED, STREAMED):
-        yield "Each new prompt loads the text encoder onto the card again."
-
-
-def _loads(loads: Mapping[str, Range]) -> str:
-    places = {
-        PAGE_CACHE: "with files cached in memory",
-        NVME: f"from an NVMe disk ({SOURCES[NVME] / 1e9:g} GB/s)",
-        NETWORK: f"from a network volume ({SOURCES[NETWORK] / 1e9:g} GB/s)",
-    }
-    *others, last = (f"{duration(seconds)} {places[source]}" for source, seconds in loads.items())
-    return f"{', '.join(others)} and {last}"
 
 
 def _room_notes(found: Estimate) -> Iterator[str]:
@@ -100,11 +77,9 @@ def _room_notes(found: Estimate) -> Iterator[str]:
             "which is slow and takes up to twice the working memory shown."
         )
     if made_on_load(option.request, option.setting):
-        ready = found.times and found.times.prequantized_loads
-        precision = option.setting.precision
         yield (
-            f"Each load quantizes the file to {precision}. `qwen-l40s quantize` writes that "
-            f"file once{f'; loading then takes {_loads(ready)}' if ready else ''}."
+            f"Each load quantizes the file to {option.setting.precision}. `qwen-l40s quantize` "
+            "writes that file once."
         )
 
 
@@ -113,9 +88,10 @@ def _addition_notes(found: Estimate) -> Iterator[str]:
     if found.times is None:
         return
     if request.loras.beside(found.option.setting.precision):
+        added = duration(found.lora_seconds)
         yield (
-            f"{many(request.loras.count, 'LoRA')} in bypass mode add {duration(found.times.loras)} "
-            "to each step (computed, not measured). Merged, they cost nothing."
+            f"{many(request.loras.count, 'LoRA')} in bypass mode add {added} to each step "
+            "(computed, not measured). Merged, they cost nothing."
         )
     yield from attention_notes(found)
     if request.controlnet_bytes:

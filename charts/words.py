@@ -64,7 +64,6 @@ def estimate_text(estimate: Estimate, cards: Iterable[str] = ()) -> str:
         folded(step_cache_lines(estimate)),
         _phase_table(phases),
         _part_table(phases),
-        folded(f"{PHASE_NAMES[phase.name]}: {phase.note}" for phase in phases if phase.note),
         folded([*_needs(estimate), f"Times: {estimate.basis.text}"]),
         _plan_lines(estimate),
         folded(f"Note: {note}" for note in notes),

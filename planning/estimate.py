@@ -12,23 +12,11 @@ from typing import Any
 from ..errors import SettingError
 from ..families.protocol import File, Template
 from ..families.registry import find_member
-from ..spec.formats import QUANTIZED
 from ..spec.transformer import ON_CARD
 from ..step_cache import OFF
 from .bytes import table_timesteps, text_encoder_bytes
 from .cards import Card, UnlistedCard, is_named
-from .files import (
-    NVME,
-    PAGE_CACHE,
-    SOFTWARE_BYTES,
-    SOURCES,
-    START,
-    Load,
-    host_memory,
-    load_of,
-    load_seconds,
-    model_files,
-)
+from .files import SOFTWARE_BYTES, START, host_memory, load_of, load_seconds, model_files
 from .phases import GRAPHS, Phase, Range
 from .plan import TIGHT_BYTES, PlanOption, plan, plan_with_room
 from .rates import Basis, Rates, attending, hiding, measured, rates_of
@@ -122,18 +110,11 @@ class RunTimes:
     Attributes:
         phases: {name: seconds} of the first run.
         cold_start: From the start of ComfyUI until all weights are on the card, from an NVMe disk.
-        loads: {where the files are: seconds until all weights are on the card}.
-        prequantized_loads: The same of a transformer that was quantized once and written; None for
-            bf16.
-        loras: Of a step, what LoRAs as bypass take.
         bound: What bounds a step at the slowest, `times.CARD` or `times.PROCESSOR`.
     """
 
     phases: Mapping[str, Range]
     cold_start: Range
-    loads: Mapping[str, Range]
-    prequantized_loads: Mapping[str, Range] | None
-    loras: Range
     bound: str
 
 
@@ -142,23 +123,18 @@ def run_times(option: PlanOption, slow: Rates, fast: Rates) -> RunTimes:
     request, setting = option.request, option.setting
     place, precision = setting.text_encoder_place, setting.precision
     encoder, *turns = _bytes_of_turns(option)
-    moved = option.moved_bytes
+    moved, load = option.moved_bytes, load_of(option)
 
     def between(seconds: Callable[[Rates], float]) -> Range:
         return Range(seconds(fast), seconds(slow))
 
-    def loading(load: Load) -> dict[str, Range]:
-        return {
-            source: Range(
-                load_seconds(load, fast, source).low, load_seconds(load, slow, source).high
-            )
-            for source in SOURCES
-        }
+    def loading(*, cold: bool) -> Range:
+        ends = (load_seconds(load, rates, cold=cold) for rates in (fast, slow))
+        return Range(next(ends).low, next(ends).high)
 
     graph = GRAPHS in option.phases["sampling"].resident
     repaid = repaid_by(request, setting) if graph else 0
     how = {"moved_bytes": moved, "packed": setting.packed, "attention": setting.attention}
-    without = replace(request, loras=Loras())
 
     def back(rates: Rates) -> list[float]:
         # What comes back to the card does so in the first pass, which hides as much of it.
@@ -168,9 +144,8 @@ def run_times(option: PlanOption, slow: Rates, fast: Rates) -> RunTimes:
         )
         return [after - before for before, after in itertools.pairwise(passes)]
 
-    loads = loading(load_of(option))
     phases = {
-        "load": loads[PAGE_CACHE],
+        "load": loading(cold=False),
         "text": between(
             lambda rates: (
                 encode_text_seconds(request, rates, place, setting.text_encoder)
@@ -187,23 +162,9 @@ def run_times(option: PlanOption, slow: Rates, fast: Rates) -> RunTimes:
             lambda rates: decode_seconds(request, option.tiles, rates) + back(rates)[1]
         ),
     }
-    ready = None
-    if precision in QUANTIZED:
-        ready = loading(load_of(option, quantized_file=True))
     return RunTimes(
         phases=phases,
-        cold_start=loads[NVME] + START,
-        loads=loads,
-        prequantized_loads=ready,
-        loras=between(
-            lambda rates: (
-                request.passes
-                * (
-                    forward_seconds(request, precision, rates, graph=graph)
-                    - forward_seconds(without, precision, rates, graph=graph)
-                )
-            )
-        ),
+        cold_start=loading(cold=True) + START,
         bound=forward_times(request, precision, slow, graph=graph, **how).bound,
     )
 
@@ -388,6 +349,18 @@ class Estimate:
         return self.times and self.times.phases["sampling"].times(1 / self.request.computed_steps)
 
     @property
+    def lora_seconds(self) -> Range:
+        """Predicts what LoRAs as bypass add to a step; needs times."""
+        request, precision = self.option.request, self.option.setting.precision
+        how = {"graph": GRAPHS in self.option.phases["sampling"].resident}
+        slow, fast = _rates(self.option, self.card, self.calibration)
+        ends = [
+            [forward_seconds(it, precision, rates, **how) for rates in (fast, slow)]
+            for it in (request, replace(request, loras=Loras()))
+        ]
+        return Range(*(request.passes * (more - less) for more, less in zip(*ends, strict=True)))
+
+    @cached_property
     def faster(self) -> dict[str, Range]:
         """Gives how many times as fast a step is as each one of stock ComfyUI."""
         ours = self.step_seconds

@@ -18,7 +18,7 @@ taken for every machine.
     files.BRINGING, BRINGING_8_BITS, QUANTIZING         the same of a transformer
     files.MAPPED, files.START                           files from a disk; ComfyUI's start
 
-Predicted and not measured are times.PROCESSOR_FLOPS, files.SOURCES, and in `rates` attention in 8
+Predicted and not measured are times.PROCESSOR_FLOPS, files.DISK, and in `rates` attention in 8
 bits, LIMITED and HIDES. What other cards reach of their data sheets' peaks stands by class of card
 in `public.json`, with the figures of others that it comes from.
 """

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from qwen_l40s.families.protocol import StepTokens
 from qwen_l40s.families.qwen_image import FULL_SIZE
-from qwen_l40s.planning.files import QUANTIZING, SOURCES, Load, load_seconds
+from qwen_l40s.planning import files
+from qwen_l40s.planning.files import QUANTIZING, Load, load_seconds
 from qwen_l40s.planning.rates import Launches, Rates, measured
 from qwen_l40s.planning.request import Loras, RunRequest
 from qwen_l40s.planning.times import (
@@ -330,23 +331,20 @@ def test_prompts_are_encoded_in_fp32_each_by_itself():
 
 
 @given(count=st.integers(MIB, 2**37))
-def test_slower_sources_take_longer(count):
+def test_a_disk_takes_longer_than_memory(count):
     load = Load(read=count, brought=count, to_card=count)
-    seconds = [load_seconds(load, H200, source) for source in SOURCES]
-    cache, nvme, network = seconds
-    for low, high in seconds:
-        assert 0 < low <= high
-    assert nvme.high > cache.high and network.low > nvme.high
-    assert network.low >= count / 0.4e9
+    memory, disk = (load_seconds(load, H200, cold=cold) for cold in (False, True))
+    assert 0 < memory.low <= memory.high < disk.high
+    assert memory.low <= disk.low >= count / files.DISK
 
 
 @pytest.mark.parametrize("load", measured()["loads"], ids=lambda load: f"{load['what']}")
 def test_measured_loads_are_within_the_range(load, monkeypatch):
-    source = {"disk": "NVMe", "page cache": "page cache"}[load["source"]]
-    monkeypatch.setitem(SOURCES, "NVMe", load.get("disk_bytes_per_second"))
+    cold = load["source"] == "disk"
+    monkeypatch.setattr(files, "DISK", load.get("disk_bytes_per_second"))
     read = "read" if load["what"] == "bf16" else "read_quantized"
     work = Load(**{"read": 0, read: load["bytes"]}, to_card=load["bytes"])
-    low, high = load_seconds(work, H200, source)
+    low, high = load_seconds(work, H200, cold=cold)
     assert 0.95 * low <= load["load_seconds"] + load["to_card_seconds"] <= 1.05 * high
 
 
@@ -379,12 +377,12 @@ def test_the_parts_of_first_prompts_are_within_the_range(run):
 
 def test_quantizing_takes_time_and_what_stays_off_the_card_none():
     plain = Load(read=WHOLE, brought_8_bits=EIGHT_BITS, to_card=TEXT_ENCODER)
-    for source in SOURCES:
-        seconds = load_seconds(plain, H200, source)
-        made = load_seconds(plain._replace(quantized=LAYERS), H200, source)
+    for cold in (False, True):
+        seconds = load_seconds(plain, H200, cold=cold)
+        made = load_seconds(plain._replace(quantized=LAYERS), H200, cold=cold)
         assert made.high - seconds.high == pytest.approx(QUANTIZING.high * LAYERS)
         for left in ("brought_8_bits", "to_card"):
-            here = load_seconds(plain._replace(**{left: 0}), H200, source)
+            here = load_seconds(plain._replace(**{left: 0}), H200, cold=cold)
             assert here.high < seconds.high
     slow_link = replace(H200, pcie=1e9)
     for way in ("brought", "brought_8_bits", "to_card"):
