@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
-from ..charts.notes import automatic
+from ..charts.text import automatic
 from ..errors import CheckpointError, SettingError
 from ..files import print_text
 from ..loaders.gguf import GGUF_SUFFIX, SPLIT

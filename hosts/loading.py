@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..caches import cached, remembered
-from ..charts.notes import (
+from ..charts.text import (
     automatic,
     expanded_blocks,
     kept_precision,

@@ -208,7 +208,7 @@ class Estimate:
         own_usd_per_hour: The user's own price; None for the list's.
         calibration: What the times rest on where the card was measured; else None.
         stock: {what ComfyUI without this package runs: a step of it}.
-        notes: Sentences of the caller's; `charts.notes` has those of an estimate.
+        notes: Sentences of the caller's; `charts.text` has those of an estimate.
         card_note: Why it is of this card, where the user's own cannot be it; empty elsewhere.
     """
 
@@ -300,12 +300,18 @@ class Estimate:
         """Lists what of stock ComfyUI may take no longer for a step."""
         return tuple(name for name, times in self.faster.items() if times.low < 1)
 
-    def seconds_of(self, option: PlanOption) -> Range | None:
-        """Predicts an image of another option of the plan, as `image_seconds`."""
+    @cached_property
+    def plan(self) -> tuple[tuple[PlanOption, Range | None], ...]:
+        """Pairs each option of the plan with the time of an image, as `image_seconds`."""
+        others = self.options[1:]
         if self.times is None:
-            return None
-        rates = _rates(option, self.card, self.calibration)
-        return replace(self, options=(option,), times=run_times(option, *rates)).image_seconds
+            return tuple((option, None) for option in self.options)
+        found = [(self.option, self.image_seconds)]
+        for option in others:
+            times = run_times(option, *_rates(option, self.card, self.calibration))
+            other = replace(self, options=(option,), times=times)
+            found.append((option, other.image_seconds))
+        return tuple(found)
 
     @property
     def headroom_bytes(self) -> int:

@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from qwen_l40s.charts.answer import estimate_json
 from qwen_l40s.charts.figures import duration
-from qwen_l40s.charts.notes import notes_of
-from qwen_l40s.charts.words import estimate_text, remedy
+from qwen_l40s.charts.text import estimate_json, estimate_text, notes_of, remedy
 from qwen_l40s.errors import UnavailableError
 from qwen_l40s.families.qwen_image import FULL_SIZE
 from qwen_l40s.families.registry import members

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qwen_l40s.charts.answer import estimate_json
-from qwen_l40s.charts.notes import reasons
+from qwen_l40s.charts.text import estimate_json, reasons
 from qwen_l40s.errors import CheckpointError, UnavailableError
 from qwen_l40s.families.qwen_image import FULL_SIZE
 from qwen_l40s.machine.store import known_cards

@@ -10,7 +10,7 @@ import pytest
 
 from qwen_l40s import SettingError, UnavailableError
 from qwen_l40s.caches import forget
-from qwen_l40s.charts.notes import notes_of
+from qwen_l40s.charts.text import notes_of
 from qwen_l40s.machine.store import known_cards
 from qwen_l40s.planning import rates as module
 from qwen_l40s.planning.bytes import step_bytes
