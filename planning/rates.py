@@ -12,7 +12,7 @@ taken for every machine.
     times.STOCK                                         ComfyUI's own blocks against the fused ones
     times.TABLE_FACTOR, rates.MEASURED_LINK             what copies reach of the link
     vae_work.HOST_BYTES_PER_SECOND                      copies that are not pinned
-    vae_work.TILE_STEP_SECONDS                          what a further tile launches and copies
+    vae_work.TILE_SECONDS, SEAM                         what a further tile launches and copies
     rates.FUSED_VAE                                     our VAE layers against ComfyUI's
     files.READ, READ_QUANTIZED, TO_CARD                 files from memory to the card
     files.BRINGING, BRINGING_8_BITS, QUANTIZING         the same of a transformer
