@@ -318,7 +318,7 @@ class Estimate:
         """Counts the card's free bytes in the worst phase; negative where not all stays there."""
         return self.option.headroom_bytes
 
-    @property
+    @cached_property
     def tight(self) -> bool:
         """Tells whether it fits with less than `TIGHT_BYTES` to spare on a card whose memory nobody
         measured. Measured are the peaks of the one card of `measured.json`; a calibration measures
@@ -349,7 +349,7 @@ class Estimate:
         how = {"calibration": self.calibration, "usd_per_hour": self.own_usd_per_hour}
         return tuple(estimate(other, self.card, **how) for other in (fewer, lightning))
 
-    @property
+    @cached_property
     def step_seconds(self) -> Range | None:
         """Gives one computed step of the sampler, with both prompts where there are two."""
         return self.times and self.times.phases["sampling"].times(1 / self.request.computed_steps)
@@ -380,7 +380,7 @@ class Estimate:
     def bound(self) -> str | None:
         return self.times and self.times.bound
 
-    @property
+    @cached_property
     def image_seconds(self) -> Range | None:
         """Gives one image of a run with a new prompt, when everything is loaded and the schedule's
         modulation table is there.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -160,14 +159,21 @@ def phases(
     Raises:
         UnavailableError: the image does not decode on the card even alone.
     """
+    found = steps(request, setting, card_bytes)
+    decode = decoding(request, setting, found["sampling"], card_bytes)
+    return {**found, decode.name: decode}
+
+
+def steps(request: RunRequest, setting: Setting, card_bytes: int | None = None) -> dict[str, Phase]:
+    """Counts the phases before decoding, as `phases`: no tiles have to be planned for them."""
     overhead, place = _overhead(), setting.text_encoder_place
     weights = transformer_bytes(request, setting)
     on_card = weights.total - (weights.modulation if setting.off_card else 0)
-    text, vae = text_encoder_bytes(request, setting.text_encoder), vae_bytes(request)
+    text = text_encoder_bytes(request, setting.text_encoder)
     activations = step_bytes(request, setting).most
     others = others_bytes(request, setting)
     stays = {
-        "VAE": vae,
+        "VAE": vae_bytes(request),
         "modulation table": table_bytes(request),
         "ControlNet": request.controlnet_bytes,
         "LoRAs": lora_bytes(request, setting),
@@ -211,21 +217,42 @@ def phases(
         found = {name: within(phase, usable) for name, phase in found.items()}
     elif usable is not None and place == STREAMED:
         found["text"] = within(found["text"], usable)
-    loaded = {**stays, "VAE": 0, "transformer": sampled}
-    room = None if usable is None else usable - overhead.context - vae
-    held, loaded = _decode(request, loaded, room)
-    found["decode"] = phase("decode", vae, held, loaded, workspace=0)  # the plan has its own
-    graphs = graph_bytes(request, setting)
-    # Graphs keep the buffers of the blocks, beside which the host's block runs for another prompt.
-    kept = graphs and graphs + buffer_bytes(request, setting)
-    most = math.inf if usable is None else usable
-    return {name: _with_graphs(phase, kept, most) for name, phase in found.items()}
+    return {name: _with_graphs(phase, request, setting, usable) for name, phase in found.items()}
 
 
-def _with_graphs(phase: Phase, kept: int, room: float) -> Phase:
+def decoding(
+    request: RunRequest, setting: Setting, sampling: Phase, card_bytes: int | None
+) -> Phase:
+    """Counts the decoder with what stays on the card after sampling. What it lacks, ComfyUI moves
+    off the card first.
+    """
+    vae, context = vae_bytes(request), sampling.context
+    resident = {**sampling.resident, "transformer": sampling.weights, "VAE": 0, GRAPHS: 0}
+    usable = free = None
+    if card_bytes is not None:
+        usable = card_bytes - KEPT_FREE_BYTES
+        free = usable - context - vae - sum(resident.values())
+    movable = {name: resident.get(name, 0) for name in ("text encoder", "transformer")}
+    # Room that is short leaves less of the others there.
+    short = max(0, -(free or 0))
+    peak = decode_plan(request, free, max(0, sum(movable.values()) - short)).peak_bytes
+    moved = 0 if free is None else min(sum(movable.values()), max(0, peak - free))
+    for name, count in movable.items():
+        leaves = min(count, moved)
+        resident[name], moved = count - leaves, moved - leaves
+    there = {name: count for name, count in resident.items() if count}
+    # The plan has the workspace of convolutions.
+    return _with_graphs(Phase("decode", vae, peak, 0, context, there), request, setting, usable)
+
+
+def _with_graphs(phase: Phase, request: RunRequest, setting: Setting, usable: int | None) -> Phase:
     # They come with the first steps, and go with the transformer.
     there = phase.name == "sampling" or "transformer" in phase.resident
-    if not kept or not there or phase.card_bytes + kept > room:
+    if not there or not (graphs := graph_bytes(request, setting)):
+        return phase
+    # Graphs keep the buffers of the blocks, beside which the host's block runs for another prompt.
+    kept = graphs + buffer_bytes(request, setting)
+    if usable is not None and phase.card_bytes + kept > usable:
         return phase
     return replace(phase, resident={**phase.resident, GRAPHS: kept})
 
@@ -299,23 +326,6 @@ def _table_activations(request: RunRequest) -> int:
     # through a layer, and once more for the first layer's proof.
     dim, rows = request.transformer.dim, request.transformer.block.modulation_rows
     return input_bytes(request) + BF16 * table_rows(request) * dim * (1 + 3 * rows)
-
-
-def _decode(
-    request: RunRequest, resident: dict[str, int], room: int | None
-) -> tuple[int, dict[str, int]]:
-    # (activations, what stays while decoding) in `room` bytes for these and for `resident`; what
-    # the decoder lacks, ComfyUI moves off the card first.
-    free = None if room is None else room - sum(resident.values())
-    movable = {name: resident.get(name, 0) for name in ("text encoder", "transformer")}
-    # Room that is short leaves less of the others there.
-    short = max(0, -(free or 0))
-    peak = decode_plan(request, free, max(0, sum(movable.values()) - short)).peak_bytes
-    moved = 0 if free is None else min(sum(movable.values()), max(0, peak - free))
-    for name, count in movable.items():
-        leaves = min(count, moved)
-        resident[name], moved = count - leaves, moved - leaves
-    return peak, resident
 
 
 def _overhead() -> Overhead:

@@ -21,7 +21,7 @@ from ..spec.formats import (
 )
 from ..spec.transformer import OFF_CARD, ON_CARD
 from .bytes import TransformerBytes, weight_bytes
-from .phases import KEPT_FREE_BYTES, Phase, least_weights, phases, within
+from .phases import KEPT_FREE_BYTES, Phase, decoding, least_weights, phases, steps, within
 from .rates import CUDNN_GENERATIONS
 from .request import (
     AUTO,
@@ -98,19 +98,19 @@ class PlanOption:
             UnavailableError: as of `phases`.
         """
         stays = replace(self.setting, resident=True)
-        decode = phases(self.request, stays, self.card.total_bytes)["decode"]
+        sampling, total = self._steps["sampling"], self.card.total_bytes
+        decode = decoding(self.request, stays, sampling, total)
         # The decoder also needs what had to leave the card for it.
         parts = ("transformer", "text encoder")
         left = sum(decode.resident.get(part, 0) for part in parts)
-        there = self.weights_bytes + self._steps["sampling"].resident.get("text encoder", 0)
+        there = self.weights_bytes + sampling.resident.get("text encoder", 0)
         needs = {name: phase.needed_bytes for name, phase in self._steps.items()}
         return {**needs, "decode": decode.needed_bytes + there - left}
 
     @cached_property
     def _steps(self) -> Mapping[str, Phase]:
-        # Before decoding, if everything stayed: no tiles have to be planned for them.
-        found = phases(self.request, replace(self.setting, resident=True))
-        return {name: phase for name, phase in found.items() if name != "decode"}
+        # If everything stayed.
+        return steps(self.request, replace(self.setting, resident=True))
 
     @property
     def fits(self) -> bool:
@@ -312,7 +312,7 @@ def plan_with_room(card: CardFacts, request: RunRequest, spare: int) -> PlanOpti
 
     What the request names is kept if it can be; None where even free choice leaves less.
     """
-    for asked in (request, _unnamed(request)):
+    for asked in dict.fromkeys((request, _unnamed(request))):
         case = Question(card, asked, None, False, {})
         try:
             found = [case.option(precision, spare) for precision in case.precisions()]

@@ -187,11 +187,14 @@ def sampling_seconds(
 
     def step(graph: bool) -> float:
         seconds = forward_seconds(request, precision, rates, graph=graph, **how)
-        other = forward_seconds(plain, precision, rates, graph=graph, **how) if more else 0.0
-        return seconds + other
+        if more and request.nag_tokens:
+            return seconds + forward_seconds(plain, precision, rates, graph=graph, **how)
+        return seconds * (1 + more)
 
     launched = repaid or request.computed_steps
-    seconds = launched * step(False) + (request.computed_steps - launched) * step(repaid > 0)
+    seconds = launched * step(False)
+    if replayed := request.computed_steps - launched:
+        seconds += replayed * step(True)
     own = plain.step_tokens.prefix
     # By the host's own blocks, once a prompt.
     for count, tokens in ((request.passes, own), (1, request.step_tokens.prefix - own)):
