@@ -16,6 +16,7 @@ from ..planning.cards import STARTING, Card, Price
 from ..planning.estimate import DOES_NOT_FIT, FITS
 from ..planning.files import SOFTWARE_BYTES, made_on_load
 from ..planning.phases import Phase, Range, figure, gib, transformer_bytes
+from ..planning.plan import auto_precision
 from ..planning.rates import attention_share, class_of
 from ..planning.request import (
     AUTO,
@@ -568,7 +569,7 @@ def _conversion(stored: str, name: str) -> str:
 
 
 def _precision_reason(option: PlanOption) -> str:
-    name, first, asked = option.setting.precision, option.first, option.asked
+    name, asked = option.setting.precision, option.asked
     stored, kept = asked.stored, asked.kept
     if asked.as_stored or not (kept or asked.request.precision == AUTO):
         return requested_precision(name, stored, asked.as_stored)
@@ -576,7 +577,7 @@ def _precision_reason(option: PlanOption) -> str:
         if name != kept:
             return automatic(name, option.card, kept)
         return expanded_blocks(name) if asked.request.parts.gguf else kept_precision(name)
-    if name == first.setting.precision:
+    if name == auto_precision(option.card):
         return automatic(name, option.card, stored)
     return _trained(stored) if name == "bf16" else f"{name}: less memory than bf16"
 

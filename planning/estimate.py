@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import SettingError
 from ..families.protocol import File, Template
@@ -65,46 +65,33 @@ def basis_within(basis: Basis, request: RunRequest, setting: Setting) -> Basis:
         basis: of the card's rates.
         setting: what the plan has settled.
     """
-    if basis.kind != "measured" or setting.precision in basis.left_out:
-        return Basis("predicted", basis.text, basis.origin, basis.left_out)
-    beyond = list(not_measured(request, setting))
-    if not beyond:
+    left_out = setting.precision in basis.left_out
+    if basis.kind != "measured" or not (left_out or _beyond_the_runs(request, setting)):
         return basis
-    *others, last = beyond
-    named = f"{', '.join(others)} or {last}" if others else last
-    text = f"predicted from rates {basis.origin}, but no run there had {named}"
-    return Basis("predicted", text, basis.origin, basis.left_out)
+    text = basis.text if left_out else f"predicted from rates {basis.origin}: no run there was such"
+    return replace(basis, kind="predicted", text=text)
 
 
-def not_measured(request: RunRequest, setting: Setting) -> Iterator[str]:
-    if not setting.resident:
-        yield "weights that leave the card"
-    if setting.weight_only:
-        yield f"{setting.precision} weights that are computed in bf16"
-    if setting.packed:
-        yield "weights in 4 bits"
-    if setting.attention != EXACT:
-        yield "attention in 8 bits"
-    if setting.text_encoder_place != ON_CARD:
-        yield "a text encoder off the card"
-    if request.loras.beside(setting.precision):
-        yield "bypass LoRAs"
-    if request.controlnet_bytes:
-        yield "a ControlNet"
-    if request.member.layers:
-        yield "layers"
-    if max(request.width, request.height) > MOST_SIDE:
-        yield f"a side above {MOST_SIDE} pixels"
-    if request.items > MOST_ITEMS:
-        yield f"more than {MOST_ITEMS} images in a pass"
-    if request.member.family.untimed:
-        yield request.member.family.untimed
-    elif request.transformer != request.member.transformer:
-        yield "a transformer of this shape"
+def _beyond_the_runs(request: RunRequest, setting: Setting) -> bool:
+    """Tells whether no measured run of `measured.json` was such."""
+    member = request.member
+    return bool(
+        not setting.resident
+        or setting.weight_only
+        or setting.packed
+        or setting.attention != EXACT
+        or setting.text_encoder_place != ON_CARD
+        or request.loras.beside(setting.precision)
+        or request.controlnet_bytes
+        or member.layers
+        or max(request.width, request.height) > MOST_SIDE
+        or request.items > MOST_ITEMS
+        or member.family.untimed
+        or request.transformer != member.transformer
+    )
 
 
-@dataclass(frozen=True)
-class RunTimes:
+class RunTimes(NamedTuple):
     """How long an option's run takes, each from the fastest to the slowest that is to be expected.
 
     Attributes:
@@ -120,53 +107,42 @@ class RunTimes:
 
 def run_times(option: PlanOption, slow: Rates, fast: Rates) -> RunTimes:
     """Predicts the times of a plan's option at the slowest and the fastest rates of its card."""
-    request, setting = option.request, option.setting
-    place, precision = setting.text_encoder_place, setting.precision
+    low, high = (_seconds(option, rates, end) for end, rates in enumerate((fast, slow)))
+    phases = {name: Range(least, high[name]) for name, least in low.items()}
+    cold_start = phases.pop("cold load") + START
+    how = {"graph": GRAPHS in option.phases["sampling"].resident, **_how(option)}
+    bound = forward_times(option.request, option.setting.precision, slow, **how).bound
+    return RunTimes(phases, cold_start, bound)
+
+
+def _how(option: PlanOption, more: int = 0) -> dict[str, Any]:
+    packed, attention = option.setting.packed, option.setting.attention
+    return {"moved_bytes": option.moved_bytes + more, "packed": packed, "attention": attention}
+
+
+def _seconds(option: PlanOption, rates: Rates, end: int) -> dict[str, float]:
+    # {phase, or a load from disk: seconds} at one of the ends of a card's rates.
+    request, setting, load = option.request, option.setting, load_of(option)
+    precision, place = setting.precision, setting.text_encoder_place
     encoder, *turns = _bytes_of_turns(option)
-    moved, load = option.moved_bytes, load_of(option)
-
-    def between(seconds: Callable[[Rates], float]) -> Range:
-        return Range(seconds(fast), seconds(slow))
-
-    def loading(*, cold: bool) -> Range:
-        ends = (load_seconds(load, rates, cold=cold) for rates in (fast, slow))
-        return Range(next(ends).low, next(ends).high)
-
+    # What comes back to the card does so in the first pass, which hides as much of it.
+    passes = (
+        forward_seconds(request, precision, rates, **_how(option, more))
+        for more in (0, turns[0], max(turns))
+    )
+    for_text, for_decoder = (more - less for less, more in itertools.pairwise(passes))
+    prompts = encode_text_seconds(request, rates, place, setting.text_encoder)
+    prompts += encode_image_seconds(request, rates) + encoder / rates.pcie
     graph = GRAPHS in option.phases["sampling"].resident
     repaid = repaid_by(request, setting) if graph else 0
-    how = {"moved_bytes": moved, "packed": setting.packed, "attention": setting.attention}
-
-    def back(rates: Rates) -> list[float]:
-        # What comes back to the card does so in the first pass, which hides as much of it.
-        passes = (
-            forward_seconds(request, precision, rates, **{**how, "moved_bytes": moved + count})
-            for count in (0, turns[0], max(turns))
-        )
-        return [after - before for before, after in itertools.pairwise(passes)]
-
-    phases = {
-        "load": loading(cold=False),
-        "text": between(
-            lambda rates: (
-                encode_text_seconds(request, rates, place, setting.text_encoder)
-                + encode_image_seconds(request, rates)
-                + encoder / rates.pcie
-                + back(rates)[0]
-            )
-        ),
-        "tables": between(lambda rates: table_seconds(request, rates, setting.modulation)),
-        "sampling": between(
-            lambda rates: sampling_seconds(request, precision, rates, repaid=repaid, **how)
-        ),
-        "decode": between(
-            lambda rates: decode_seconds(request, option.tiles, rates) + back(rates)[1]
-        ),
+    return {
+        "load": load_seconds(load, rates)[end],
+        "cold load": load_seconds(load, rates, cold=True)[end],
+        "text": prompts + for_text,
+        "tables": table_seconds(request, rates, setting.modulation),
+        "sampling": sampling_seconds(request, precision, rates, repaid=repaid, **_how(option)),
+        "decode": decode_seconds(request, option.tiles, rates) + for_decoder,
     }
-    return RunTimes(
-        phases=phases,
-        cold_start=loading(cold=True) + START,
-        bound=forward_times(request, precision, slow, graph=graph, **how).bound,
-    )
 
 
 def _stock_room(option: PlanOption) -> int:
