@@ -19,6 +19,7 @@ from ..planning.phases import Phase, Range, figure, gib, transformer_bytes
 from ..planning.plan import auto_precision
 from ..planning.rates import attention_share, class_of
 from ..planning.request import (
+    AS_STORED,
     AUTO,
     DROPPED,
     EXACT,
@@ -522,36 +523,36 @@ def _refusal(name: str, card: CardFacts) -> str:
     )
 
 
-def automatic(name: str, card: CardFacts | None, stored: str | None) -> str:
-    """Says why `auto` makes a precision of weights that are not quantized; as `auto_precision`."""
-    if card is None:
-        return f"auto: {_conversion(stored, name)}, and there is no NVIDIA GPU"
-    if name != "bf16":
-        made = f", and {_conversion(stored, name)}" if stored else ""
-        return f"auto: {name} products run on {card.name}{made}; {INT8_DIFFERENCE}"
-    return f"auto: {_trained(stored)}; {_refusal('int8', card)}"
+def precision_reason(
+    name: str, card: CardFacts | None, requested: str, stored: str | None, *, gguf: bool = False
+) -> str:
+    """Says why a transformer is loaded in a precision.
 
-
-def _trained(stored: str | None) -> str:
-    rounded = f", {_conversion(stored, 'bf16')}" if stored not in (None, "bf16") else ""
-    return f"{SHOWN['bf16']} is what the model was trained in{rounded}"
-
-
-def requested_precision(name: str, stored: str | None, as_stored: bool) -> str:
-    """Says why a precision was requested, or that a file keeps it."""
-    if as_stored:
+    Args:
+        card: None where there is no NVIDIA card.
+        requested: a precision, `AUTO` or `AS_STORED`.
+        stored: what the file holds, or its GGUF blocks become; None for any.
+    """
+    made = stored and _conversion(stored, name)
+    if gguf and name == stored:
+        return f"GGUF's blocks are expanded and rounded to {name}, which tensor cores multiply"
+    if requested == AS_STORED:
         return f"as stored: the file holds {stored}"
-    return f"requested: {_conversion(stored, name)}" if stored else f"{name} as requested"
-
-
-def kept_precision(stored: str) -> str:
-    """Says why `auto` keeps a quantized file's own precision."""
-    return f"auto: the file holds {stored}, and expanding it would gain nothing"
-
-
-def expanded_blocks(name: str) -> str:
-    """Says why GGUF's blocks are rounded anew."""
-    return f"GGUF's blocks are expanded and rounded to {name}, which tensor cores multiply"
+    if requested != AUTO:
+        return f"requested: {made}" if stored else f"{name} as requested"
+    if stored in QUANTIZED and name == stored:
+        return f"auto: the file holds {stored}, and expanding it would gain nothing"
+    if card is None:
+        return f"auto: {made}, and there is no NVIDIA GPU"
+    first = stored in QUANTIZED or name == auto_precision(card)
+    if name == "bf16":
+        rounded = "" if stored in (None, "bf16") else f", {made}"
+        trained = f"{SHOWN['bf16']} is what the model was trained in{rounded}"
+        return f"auto: {trained}; {_refusal('int8', card)}" if first else trained
+    if not first:
+        return f"{name}: less memory than bf16"
+    made = f", and {made}" if made else ""
+    return f"auto: {name} products run on {card.name}{made}; {INT8_DIFFERENCE}"
 
 
 def _conversion(stored: str, name: str) -> str:
@@ -569,17 +570,10 @@ def _conversion(stored: str, name: str) -> str:
 
 
 def _precision_reason(option: PlanOption) -> str:
-    name, asked = option.setting.precision, option.asked
-    stored, kept = asked.stored, asked.kept
-    if asked.as_stored or not (kept or asked.request.precision == AUTO):
-        return requested_precision(name, stored, asked.as_stored)
-    if kept in QUANTIZED:
-        if name != kept:
-            return automatic(name, option.card, kept)
-        return expanded_blocks(name) if asked.request.parts.gguf else kept_precision(name)
-    if name == auto_precision(option.card):
-        return automatic(name, option.card, stored)
-    return _trained(stored) if name == "bf16" else f"{name}: less memory than bf16"
+    asked = option.asked
+    requested = AS_STORED if asked.as_stored else AUTO if asked.kept else asked.request.precision
+    stored, gguf = asked.kept or asked.stored, asked.request.parts.gguf
+    return precision_reason(option.setting.precision, option.card, requested, stored, gguf=gguf)
 
 
 def _packed_reason(option: PlanOption) -> str:

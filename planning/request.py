@@ -23,7 +23,7 @@ from ..spec.transformer import (
 from ..spec.vae import VaeShape
 from ..step_cache import CHOICES, CUSTOM, OFF, computed_steps
 
-AUTO = "auto"
+AUTO, AS_STORED = "auto", "as stored"
 PRECISIONS = (AUTO, *MULTIPLIED)
 # Of a text encoder's file in 4 bits, which ComfyUI's Load CLIP keeps so.
 W4A8 = "w4a8"
