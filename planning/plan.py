@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -314,12 +315,10 @@ def plan_with_room(card: CardFacts, request: RunRequest, spare: int) -> PlanOpti
     """
     for asked in dict.fromkeys((request, _unnamed(request))):
         case = Question(card, asked, None, False, {})
-        try:
-            found = [case.option(precision, spare) for precision in case.precisions()]
-        except UnavailableError:  # it does not decode
-            continue
-        if stay := [option for option in found if option.resident]:
-            return stay[0]
+        with contextlib.suppress(UnavailableError):  # it does not decode
+            for precision in case.precisions():
+                if (option := case.option(precision, spare)).resident:
+                    return option
     return None
 
 

@@ -20,9 +20,7 @@ Direction = Literal["decode", "encode"]
 # class, in allocated memory: 1,259 bytes a pixel to decode, where this counts 1,260, and 960 to
 # encode, where this counts 972 with the image itself.
 
-# cuDNN turns a convolution's input and output into its own layout in a workspace: this share of
-# their bytes, by which the counts equal what was measured.
-CONVOLUTION_WORKSPACE = 1.0
+# cuDNN turns a convolution's input and output into its own layout in a workspace of as many bytes.
 # The attention's tensors of latent pixels x channels at its worst moment: input, norm, q, k and v
 # together and in copies, output, and the output in the order of an image.
 ATTENTION_STREAMS = 10

@@ -208,13 +208,6 @@ def after_middle(shape: VaeShape, direction: str) -> tuple[VaeLayer, ...]:
     return (block, VaeLayer("head", width, 2 * shape.latent_channels))
 
 
-def middle_steps(shape: VaeShape, direction: str) -> tuple[VaeLayer, ...]:
-    """Lists the attention with what precedes and follows it."""
-    width = shape.middle_channels(direction)
-    attention = VaeLayer("attention", width, width)
-    return (*before_middle(shape, direction), attention, *after_middle(shape, direction))
-
-
 def intervals(
     steps: Sequence[VaeLayer], low: int, high: int, size: int | None = None
 ) -> list[Interval]:

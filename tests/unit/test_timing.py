@@ -33,7 +33,14 @@ from qwen_l40s.planning.vae_work import (
     vae_seconds,
 )
 from qwen_l40s.spec.formats import MIB
-from qwen_l40s.spec.vae import VaeShape, down_steps, middle_steps, up_steps
+from qwen_l40s.spec.vae import (
+    VaeLayer,
+    VaeShape,
+    after_middle,
+    before_middle,
+    down_steps,
+    up_steps,
+)
 
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
 # Of the order of an H200's.
@@ -281,7 +288,9 @@ def test_operations_are_counted_as_torch_counts_them(direction):
     from torch.utils.flop_counter import FlopCounterMode
 
     shape, rows, columns = VaeShape(), 16, 12
-    middle = middle_steps(shape, direction)
+    width = shape.middle_channels(direction)
+    attention = VaeLayer("attention", width, width)
+    middle = *before_middle(shape, direction), attention, *after_middle(shape, direction)
     steps = (*middle, *up_steps(shape)) if direction == "decode" else (*down_steps(shape), *middle)
     side = 1 if direction == "decode" else shape.pixels
     sizes = side * rows, side * columns
