@@ -14,7 +14,8 @@ from typing import Any
 from comfy.model_patcher import ModelPatcher
 
 from ...charts.figures import duration, folded, table, tenths, usd
-from ...charts.run_chart import Bar, Figure, Limit, RunPicture
+from ...charts.picture import Bar, Figure, Limit, RunPicture
+from ...charts.text import pair
 from ...errors import QwenL40SError
 from ...families.registry import member_by_text, pixels_of
 from ...options import request_settings
@@ -498,12 +499,12 @@ class RunFacts:
             "this_run": self.ran.this_run,
             "phases": {row.name: row.as_dict() for row in self.rows},
             "step_ms": {
-                "predicted": prediction.step and ends(prediction.step.times(1000)),
+                "predicted": prediction.step and pair(prediction.step.times(1000)),
                 "measured": None if step is None else figure(1000 * step),
             },
             "step_bound_by": estimate and estimate.bound,
             "measured_seconds": figure(self.seconds),
-            "predicted_seconds": self.predicted and ends(self.predicted),
+            "predicted_seconds": self.predicted and pair(self.predicted),
             "predicted_card_gib": gib(prediction.card_bytes) or None,
             "basis": estimate and estimate.basis.text,
         }
@@ -564,10 +565,6 @@ def heading(asked: Mapping[str, Any]) -> str:
     if asked["references"]:
         words.append(f"{len(asked['references'])} references")
     return f"Sampled: {', '.join(words)}"
-
-
-def ends(seconds: Range) -> list[float]:
-    return [figure(seconds.low), figure(seconds.high)]
 
 
 def seconds_text(value: float) -> str:

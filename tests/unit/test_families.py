@@ -304,7 +304,7 @@ class Questions(ast.NodeVisitor):
     def tested(self, node):
         asked = [getattr(node, "test", None), getattr(node, "operand", None)]
         for it in (*asked, *getattr(node, "values", ())):
-            if isinstance(it, ast.Attribute) and it.attr == "shortcut_frames":
+            if isinstance(it, ast.Attribute) and it.attr == "shortcuts":
                 self.note(it, "asks whether a VAE has shortcuts")
 
     def spelled(self, node):
@@ -372,7 +372,7 @@ def test_nothing_outside_asks_who_the_family_is():
         "shape.latent_channels == 64",
         "dims.get('image_channels') == 4",
         "vae.z_dim not in counts",
-        "if shape.shortcut_frames:\n    pass",
+        "if shape.shortcuts:\n    pass",
         "shape.fused_mlp",
         "hasattr(block, 'txt_mlp')",
         "hasattr(block, name)",
