@@ -268,7 +268,9 @@ class Older:
 
 # {name of today: what it was before}, for nodes, command line and page. A node that has one of them
 # accepts all inputs: ComfyUI drops those that are not declared.
-OLDER: dict[str, Older] = {}
+OLDER = {
+    "attention": Older("attention", {"flash_attn_2": "auto", "sliced": "auto", "sage_2": FAST}),
+}
 
 
 # {input: what the page calls it}. Prompts, saved graphs and the command line keep the names.
@@ -292,7 +294,6 @@ LABELS = {
     "tail": "final_percent",
     "longest": "max_consecutive",
     "gain": "extrapolation",
-    "audit": "verify",
     "family": "base_model",
     "references": "reference_images",
 }

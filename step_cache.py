@@ -38,7 +38,6 @@ class CacheSettings:
         head, tail: Shares of all steps that are computed at the beginning and at the end.
         longest: Most steps that are skipped in a row.
         gain: Of the slope between the last two computed velocities; 0 holds the last.
-        audit: Whether skipped steps are computed as well, to log the true error of each forecast.
 
     Raises:
         SettingError: A value is outside its range, or of another kind.
@@ -50,7 +49,6 @@ class CacheSettings:
     tail: float = 0.08
     longest: int = 2
     gain: float = 0.5
-    audit: bool = False
 
     def __post_init__(self) -> None:
         for name, least, most in (
@@ -64,8 +62,6 @@ class CacheSettings:
                 raise SettingError(
                     f"The step cache's {name} is {value!r}: choose a {kind} from {least} to {most}."
                 )
-        if not isinstance(self.audit, bool):
-            raise SettingError(f"The step cache's audit is {self.audit!r}: choose True or False.")
 
 
 # Of 20, 40 and 50 steps they compute 15, 27 and 34; 14, 22 and 26; 12, 18 and 20.

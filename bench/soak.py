@@ -3,11 +3,11 @@
     python -m qwen_l40s.bench.soak [--pictures 600] [--settings 40] [--fresh 8]
     python -m qwen_l40s.bench.soak --full-size FOLDER --minutes 8 --settings 6 --fresh 1
 
-The settings are drawn from a fixed seed, of the bundled micro models in turn, and of 2.1's as GGUF
-where the package `gguf` is there to write it. Each round paints every
-setting once, in another order, with prompts between that are interrupted at any place. The first
-round is the warm-up. Each picture has to be its setting's first, pixel for pixel, and then that of
-another server: each of `--fresh` servers paints its share of the settings, in another order.
+The settings are drawn from a fixed seed, of the bundled micro models in turn. Each round paints
+every setting once, in another order, with prompts between that are interrupted at any place. The
+first round is the warm-up. Each picture has to be its setting's first, pixel for pixel, and then
+that of another server: each of `--fresh` servers paints its share of the settings, in another
+order.
 
 On a card it needs ComfyUI's Python and nvidia-ml-py. FOLDER gets random weights as of `bench
 image`, which run in int8; the card's memory may not grow after two rounds, and the last fifth of
@@ -28,15 +28,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from PIL import Image
-from safetensors.torch import load_file
 
 from ..errors import UnavailableError
 from ..families.registry import find_member
@@ -120,21 +118,15 @@ def graph_of(setting: Setting, turn: int = 0) -> Graph:
 
 
 def micro_models(models: Path) -> list[Model]:
-    """Writes a LoRA for each bundled model into a folder, and 2.1 as GGUF; names what is there.
-
-    A GGUF file cannot say how the head of the other, which is 32 wide, is split over the axes.
-    """
+    """Writes a LoRA for each bundled model into a folder."""
     found = []
     for title, name in (("micro", "1.x"), ("micro 2.1", "2.1")):
-        folder, lora = bundled_micro_folder(name) / "transformer", f"{title}.safetensors"
-        shape = check_complete(open_source(folder, "transformer"))
-        write_lora(models / "loras" / lora, shape, 4, torch.device("cpu"))
+        shape = check_complete(
+            open_source(bundled_micro_folder(name) / "transformer", "transformer")
+        )
+        write_lora(models / "loras" / f"{title}.safetensors", shape, 4, torch.device("cpu"))
         files = dict.fromkeys(("model", "text_encoder", "vae"), f"{title} (bundled)")
-        found.append((lora, files))
-    if find_spec("gguf"):
-        (weights,), file = folder.glob("*.safetensors"), f"{title}.gguf"
-        _write_gguf(weights, models / "diffusion_models" / file)
-        found += [found[0], (lora, files | {"model": file})]
+        found.append((f"{title}.safetensors", files))
     return found
 
 
@@ -152,53 +144,33 @@ def full_size_models(models: Path) -> list[Model]:
     return [(lora, names)]
 
 
-def _write_gguf(weights: Path, path: Path) -> None:
-    import gguf
-
-    writer = gguf.GGUFWriter(path, "qwen_image21")
-    for name, tensor in load_file(weights).items():
-        fits = tensor.ndim == 2 and tensor.shape[1] % 32 == 0
-        kind = gguf.GGMLQuantizationType.Q8_0 if fits else gguf.GGMLQuantizationType.F32
-        writer.add_tensor(name, gguf.quantize(tensor.float().numpy(), kind), raw_dtype=kind)
-    for write in ("header", "kv_data", "tensors"):
-        getattr(writer, f"write_{write}_to_file")()
-    writer.close()
-
-
-class Painted(NamedTuple):
-    """What a prompt took, as the server says, and the bytes that were in use after it."""
-
-    seconds: float
-    host: int
-    card: int
-
-
 class Soak:
     """Paints settings and compares each picture with the setting's first.
 
     Attributes:
-        rounds: of the server that keeps painting.
+        rounds: of the server that keeps painting: the seconds of each prompt, and the most bytes of
+            host memory and of the card behind one.
         different: how many pictures were, by where they were painted.
     """
 
     def __init__(self, settings: Sequence[Setting], card: Callable[[], int]) -> None:
         self.settings, self.draw, self.turns = settings, random.Random(SEED), count()
-        self.rounds: list[list[Painted]] = []
+        self.rounds: list[tuple[list[float], int, int]] = []
         self.known: dict[int, bytes] = {}
         self.different: Counter[str] = Counter()
         self.cancelled, self._card = 0, card
 
     def round(self, server: ComfyUIServer) -> None:
         """Paints every setting once; behind the first round some prompts are interrupted."""
-        done: list[Painted] = []
+        seconds, host, card = [], 0, 0
         for setting in self.draw.sample(self.settings, len(self.settings)):
             if self.rounds and self.draw.random() < CANCELLED:
-                usual = median(it.seconds for it in self.rounds[-1])
+                usual = median(self.rounds[-1][0])
                 other, after = self.draw.choice(self.settings), self.draw.uniform(0, usual)
                 self.paint(server, other, IN_TURN, cancel_after=after)
-            entry = self.paint(server, setting, IN_TURN)
-            done.append(Painted(seconds_of(entry), resident(server.process.pid), self._card()))
-        self.rounds.append(done)
+            seconds.append(seconds_of(self.paint(server, setting, IN_TURN)))
+            host, card = max(host, resident(server.process.pid)), max(card, self._card())
+        self.rounds.append((seconds, host, card))
 
     def paint(
         self, server: ComfyUIServer, setting: Setting, where: str, cancel_after: float = math.inf
@@ -239,8 +211,7 @@ def soak(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         base, card, more = Path(folder), lambda: 0, ["--cpu"]
         models = args.full_size or base / "models"
-        for kind in ("loras", "diffusion_models"):
-            (models / kind).mkdir(parents=True, exist_ok=True)
+        (models / "loras").mkdir(parents=True, exist_ok=True)
         if args.full_size:
             (base / "models").symlink_to(models.resolve(), target_is_directory=True)
             choices = CHOICES | FULL_SIZE | {"model": full_size_models(models)}
@@ -251,17 +222,15 @@ def soak(args: argparse.Namespace) -> int:
         start = partial(ComfyUIServer, comfyui, python, base, *more, *args.server_args.split())
         with start() as server:
             if NODE_OF_21 not in server.ask("/object_info"):
-                choices["model"] = choices["model"][::2]  # every second is one of 2.1
+                choices["model"] = choices["model"][:1]
             run = Soak(settings_of(choices, args.settings), card)
             ends = began + 60 * args.minutes
             while len(run.rounds) * args.settings < args.pictures and time.monotonic() < ends:
                 run.round(server)
-                host, on_card = (max(it[i] for it in run.rounds[-1]) / MB for i in (1, 2))
-                device = server.ask("/system_stats")["devices"][0]
-                held = (device["torch_vram_total"] - device["torch_vram_free"]) / MB
+                _, host, on_card = run.rounds[-1]
                 print(
-                    f"{len(run.rounds) * args.settings} pictures, {host:.0f} MB of the host's "
-                    f"memory, {on_card:.0f} of the card's; torch's tensors {held:.0f}",
+                    f"{len(run.rounds) * args.settings} pictures, {host / MB:.0f} MB of the host's "
+                    f"memory, {on_card / MB:.0f} of the card's",
                     flush=True,
                 )
         order = run.draw.sample(run.settings, args.settings)
@@ -273,9 +242,7 @@ def soak(args: argparse.Namespace) -> int:
 
 
 def report(run: Soak, args: argparse.Namespace, seconds: float) -> int:
-    host, card = (
-        [max(getattr(it, kind) for it in done) for done in run.rounds] for kind in ("host", "card")
-    )
+    times, host, card = zip(*run.rounds, strict=True)
     alike = len(run.known) - len(set(run.known.values()))
     rows = {
         "pictures": len(run.rounds) * len(run.settings),
@@ -292,8 +259,8 @@ def report(run: Soak, args: argparse.Namespace, seconds: float) -> int:
     bad = max(host) - host[0] >= MOST_GROWTH or run.different or alike
     if args.full_size:
         fifth = max(1, len(run.rounds) // 5)
-        parts = run.rounds[-fifth:], run.rounds[fifth : 2 * fifth] or run.rounds
-        last, second = (median(it.seconds for done in part for it in done) for part in parts)
+        parts = times[-fifth:], times[fifth : 2 * fifth] or times
+        last, second = (median(it for done in part for it in done) for part in parts)
         # What the first round fills late, such as modulation tables, is there in all of the second.
         grown = max(card) - max(card[:2])
         rows |= {"MB more on the card than in the first two rounds": grown / MB}

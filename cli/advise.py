@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         0, or 1 when no card with a price holds what is to run.
     """
-    from ..charts.advice import advise_text
+    from ..charts.text import advise_text
     from ..machine.store import known_cards, load_calibration
     from ..planning.advise import advise, read_prices
     from ..planning.estimate import check_positive
@@ -90,7 +90,7 @@ def _chosen(only: Sequence[str] | None, cards: Mapping[str, Card]) -> list[Card]
 
 
 def _plot(path: str, found: Advice) -> None:
-    from ..charts.advice import cost_chart
+    from ..charts.picture import cost_chart
 
     if not found.paid:
         raise SettingError(
@@ -111,7 +111,7 @@ def _as_dict(found: Advice) -> dict[str, Any]:
 
 
 def _offer(offer: Offer, advice: Advice) -> dict[str, Any]:
-    from ..charts.advice import price_source, setting_text
+    from ..charts.text import price_source, setting_text
     from ..planning.phases import figure
 
     load, seconds = advice.images_per_hour, offer.found.image_seconds

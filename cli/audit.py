@@ -24,7 +24,6 @@ from .quantize import add_keep
 if TYPE_CHECKING:
     from PIL import Image
 
-    from ..hosts.diffusers.load import LoadedPipeline
     from ..loaders.source import Source
     from ..measure.fidelity import LayerError
 
@@ -200,17 +199,15 @@ def audit_layers(source: Source, args: argparse.Namespace) -> tuple[dict, list[L
     from ..machine.device import choose_device
     from ..measure.fidelity import file_errors
 
-    device = choose_device(args.device)
-    layers = file_errors(
-        source, args.precision, args.keep, device=device, progress=_progress("layer")
-    )
+    device, show = choose_device(args.device), _progress("layer")
+    layers = file_errors(source, args.precision, args.keep, device=device, progress=show)
     return _head(source.path, device, "Gaussian", args), layers
 
 
 def audit_images(
     model: Path, runs: Sequence[GenerateSettings], args: argparse.Namespace
 ) -> tuple[dict, list[LayerError]]:
-    """Paints every run twice; returns the report but for the layers, and the layers.
+    """Makes every run's image twice; returns the report but for the layers, and the layers.
 
     Raises:
         UnavailableError: the folder does not fit into memory in bf16.
@@ -227,10 +224,18 @@ def audit_images(
             f"{str(error).rstrip('.')}; `audit --layers-only` needs one weight at a time."
         ) from error
     runs = [settled(run, pipeline) for run in runs]
+
+    def images(name: str) -> Iterator[Image.Image]:
+        show = _progress(f"{name} image")
+        for done, run in enumerate(runs, 1):
+            yield from make(pipeline, run, progress=False)[0].images
+            if show is not None:
+                show(done, len(runs))
+
     with measured_layers(pipeline.transformer, args.precision, args.keep) as layers:
-        exact = _paint(pipeline, runs, "bf16")
+        exact = list(images("bf16"))
     quantize_transformer(pipeline.transformer, args.precision, args.keep)
-    found = _paint(pipeline, runs, args.precision)
+    found = list(images(args.precision))
     report = _head(model, pipeline.device, "sampled", args)
     report["settings"] = {name: value for name, value in vars(runs[0]).items() if name != "prompt"}
     return report | _compare(runs, exact, found, args), layers
@@ -250,18 +255,6 @@ def _head(model: Path, device: str, activations: str, args: argparse.Namespace) 
         "products": str(tensor_core_product(args.precision, torch.device(device))),
         "activations": activations,
     }
-
-
-def _paint(
-    pipeline: LoadedPipeline, runs: Sequence[GenerateSettings], name: str
-) -> list[Image.Image]:
-    progress = _progress(f"{name} image")
-    images = []
-    for run in runs:
-        images += make(pipeline, run, progress=False)[0].images
-        if progress is not None:
-            progress(len(images), len(runs))
-    return images
 
 
 def _compare(
@@ -285,7 +278,7 @@ def _compare(
             "prompt": run.prompt,
             # JSON has no infinity, which equal images have.
             "psnr": None if decibels == float("inf") else round(decibels, 2),
-            "lpips": None if distance is None else round(distance(*pair), 4),
+            "lpips": distance and round(distance(*pair), 4),
         }
         if path is not None:
             captions = ["bf16", f"{args.precision}, PSNR {decibels:.1f} dB"]
@@ -323,6 +316,7 @@ def _progress(what: str) -> Progress | None:
 
 
 def audit_text(report: Mapping[str, Any]) -> str:
+    layers, keep = report["layers"], report["keep"]
     lines = [
         f"{report['model']}: {report['precision']} against bf16 on {report['device']}",
         f"products   {report['products']}",
@@ -331,52 +325,36 @@ def audit_text(report: Mapping[str, Any]) -> str:
         lines.append("activations are Gaussian, so outliers of real ones do not show: name the")
         lines.append("diffusers folder and prompts to measure with them")
     if "images" in report:
-        lines += _image_lines(report)
-    return "\n".join([*lines, *_layer_lines(report), *_keep_lines(report)])
-
-
-def _image_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    settings = report["settings"]
-    yield (
-        f"sampled    {settings['width']}x{settings['height']}, {settings['steps']} steps, guidance "
-        f"{settings['cfg']:g}, seed {settings['seed']}"
-    )
-    yield f"\n{'PSNR dB':>8}{'LPIPS':>8}  prompt"
-    for image in report["images"]:
-        measured = f"{_cell(image['psnr'], '8.2f', 'equal')}{_cell(image['lpips'], '8.4f')}"
-        prompt = textwrap.shorten(image["prompt"], WIDTH - 18, placeholder="...")
-        yield f"{measured}  {prompt}"
-    how = "by" if report["images"][0]["lpips"] is not None else "was"
-    yield f"LPIPS {how} {report['lpips_by']}"
-
-
-def _layer_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    layers: Sequence[Mapping[str, Any]] = report["layers"]
-    yield f"\n{'worst layers':44}{'error':>9}{'outlier':>9}{'in bf16':>12}"
+        how = report["settings"]
+        size = f"{how['width']}x{how['height']}, {how['steps']} steps, guidance {how['cfg']:g}"
+        lines.append(f"sampled    {size}, seed {how['seed']}\n\n PSNR dB   LPIPS  prompt")
+        for image in report["images"]:
+            decibels = "   equal" if image["psnr"] is None else f"{image['psnr']:8.2f}"
+            lpips = f"{'-':>8}" if image["lpips"] is None else f"{image['lpips']:8.4f}"
+            prompt = textwrap.shorten(image["prompt"], WIDTH - 18, placeholder="...")
+            lines.append(f"{decibels}{lpips}  {prompt}")
+        missing = report["images"][0]["lpips"] is None
+        lines.append(f"LPIPS {'was' if missing else 'by'} {report['lpips_by']}")
+    lines.append(f"\n{'worst layers':44}{'error':>9}{'outlier':>9}{'in bf16':>12}")
     for layer in layers[:SHOWN_LAYERS]:
-        errors = f"{layer['error']:9.4f}{_cell(layer['outlier'], '9.1f')}"
-        yield f"{layer['layer']:44}{errors}{file_size(layer['bytes']):>12}"
+        outlier = f"{'-':>9}" if layer["outlier"] is None else f"{layer['outlier']:9.1f}"
+        errors = f"{layer['error']:9.4f}{outlier}"
+        lines.append(f"{layer['layer']:44}{errors}{file_size(layer['bytes']):>12}")
     if len(layers) > SHOWN_LAYERS:
-        yield f"... and {len(layers) - SHOWN_LAYERS} more in the JSON"
-    yield f"{'all':44}{report['summed_error']:9.4f}{file_size(report['bytes_of_all']):>21}"
-    yield "error: of a layer's output, summed in squares; outlier: its largest activation, in root"
-    yield "mean squares"
-
-
-def _keep_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    keep = report["keep"]
+        lines.append(f"... and {len(layers) - SHOWN_LAYERS} more in the JSON")
     share = keep["bytes"] / report["bytes_of_all"]
-    yield (
-        f"\nto bring the summed error from {report['summed_error']:.4f} to {keep['error']:.4f}, "
-        f"keep {len(keep['layers'])} of {len(report['layers'])} layers"
-    )
-    more = file_size(keep["bytes"])
-    yield f"in bf16, which takes {more} more ({share:.0%} of all layers in bf16):"
     patterns = " ".join(f"'{pattern}'" for pattern in keep["patterns"])
-    for line in textwrap.wrap(f"--keep {patterns}", WIDTH, break_long_words=False):
-        yield f"  {line}"
-
-
-def _cell(value: float | None, form: str, missing: str = "-") -> str:
-    width = int(form.partition(".")[0])
-    return f"{missing:>{width}}" if value is None else f"{value:{form}}"
+    wrapped = textwrap.wrap(f"--keep {patterns}", WIDTH - 2, break_long_words=False)
+    return "\n".join(
+        [
+            *lines,
+            f"{'all':44}{report['summed_error']:9.4f}{file_size(report['bytes_of_all']):>21}",
+            "error: of a layer's output, summed in squares; outlier: its largest activation, in",
+            "root mean squares",
+            f"\nto bring the summed error from {report['summed_error']:.4f} to "
+            f"{keep['error']:.4f}, keep {len(keep['layers'])} of {len(layers)} layers",
+            f"in bf16, which takes {file_size(keep['bytes'])} more ({share:.0%} of all layers in "
+            "bf16):",
+            *(f"  {line}" for line in wrapped),
+        ]
+    )

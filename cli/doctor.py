@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
-from ..charts.notes import automatic
+from ..charts.text import precision_reason
 from ..errors import CheckpointError, SettingError
 from ..files import print_text
 from ..loaders.gguf import GGUF_SUFFIX, SPLIT
@@ -33,6 +33,7 @@ from ..machine.card import (
 )
 from ..machine.settings import NAME, read_settings, settings_file
 from ..planning.plan import auto_precision
+from ..planning.request import AUTO
 from ..spec.formats import format_gib
 
 # {part: the kinds of folders that ComfyUI's nodes look for it in}
@@ -159,13 +160,13 @@ def _card_checks(cards: InstalledCards) -> tuple[Capability, ...]:
 def _check_auto(torch: ModuleType | None, cards: InstalledCards) -> Capability:
     """Says what `auto` makes of weights in full precision."""
     if torch is None or not cards.usable:
-        return State.LIMITED.of("precision auto", automatic("bf16", None, "bf16"))
+        return State.LIMITED.of("precision auto", precision_reason("bf16", None, AUTO, "bf16"))
     from ..optimizations.linear import why_not_int8
 
     card = cards.usable[0].facts(why_not_int8(torch.device("cuda", 0)))
     name = auto_precision(card)
     state = State.LIMITED if name == "bf16" else State.USABLE
-    return state.of("precision auto", automatic(name, card, None))
+    return state.of("precision auto", precision_reason(name, card, AUTO, None))
 
 
 def _link_checks(cards: InstalledCards) -> Iterable[Capability]:

@@ -35,7 +35,7 @@ CARDS_HELP = (
 
 
 def cards_table(cards: Mapping[str, Card], *, as_json: bool, sources: bool) -> str:
-    from ..charts.advice import price_source
+    from ..charts.text import price_source
 
     if as_json:
         return json.dumps({"cards": [asdict(card) for card in cards.values()]})
@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         0 when it fits, 4 when it fits with offloading, 1 when it does not fit.
     """
-    from ..charts.words import estimate_text
+    from ..charts.text import Refusal, cards_answer, estimate_json, estimate_text
     from ..machine.store import known_cards, load_calibration
     from ..planning.estimate import FITS, RUNS_SLOWLY, estimate
 
@@ -150,27 +150,23 @@ def run(args: argparse.Namespace) -> int:
             ram_bytes=_ram_bytes(args.ram, args.card),
         )
     except DoesNotFitError as error:
-        from ..charts.answer import Refusal
-
         refusal = Refusal(card, request, str(error))
         if args.plot:
-            write_plot(refusal.chart(), args.plot)
+            from ..charts.picture import refusal_chart
+
+            write_plot(refusal_chart(refusal), args.plot)
         print_text(json.dumps(refusal.as_dict()) if args.json else refusal.text)
         return 1
     if args.model is not None:
         found = replace(found, notes=(*found.notes, f"Sizes are those of {args.model}."))
     if args.plot:
-        from ..charts.answer import memory_chart
+        from ..charts.picture import memory_chart
 
         write_plot(memory_chart(found), args.plot)
     lines, answer = (), {}
     if count > 1:
-        from ..charts.advice import cards_answer
-
         lines, answer = cards_answer(found, count, link)
     if args.json:
-        from ..charts.answer import estimate_json
-
         print_text(json.dumps({**estimate_json(found), **answer}))
     else:
         print_text(estimate_text(found, lines))

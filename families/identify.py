@@ -1,5 +1,5 @@
 """Says what the tensors of a file are: its parts, adapters (LoRA and its kin), the families'
-models, and the other models that are taken for one of them, by name.
+models, and by name the other models that people take for one of them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from .parts import tiny_vae, vision_tower
+from .parts import vision_tower
 from .protocol import Adapted, Fits, Identity, Tensors, known, size
 from .registry import FAMILIES, text_encoders, vaes
 
@@ -89,7 +89,7 @@ def identify(tensors: Tensors) -> Identity:
 
 def identify_model(tensors: Tensors) -> Identity:
     """Does the same of tensors that are no adapter's."""
-    for kinds, other in ((FAMILIES, None), (text_encoders(), vision_tower), (vaes(), tiny_vae)):
+    for kinds, other in ((FAMILIES, None), (text_encoders(), vision_tower), (vaes(), None)):
         claims = [(it.title, found) for it in kinds if (found := it.identify(tensors)) is not None]
         if claims:
             return _one(claims)
@@ -284,74 +284,41 @@ def normalize_name(name: str) -> str:
     return name
 
 
-# The models that are taken for one of the families.
-
-# By tensors that only they have. The first row whose names are all present wins, so a row with more
-# names stands before one with fewer.
+# Other models that people put into a slot of ours, by tensors of which each is theirs alone; of two
+# rows that a file fits, the first.
 SIGNS: Mapping[str, tuple[str, ...]] = {
-    "Lens": (
-        "transformer_blocks.0.attn.norm_added_q.weight",
-        "transformer_blocks.0.img_mlp.w1.weight",
-    ),
-    "FLUX.2": ("double_stream_modulation_img.lin.weight",),
-    "FLUX.2 in diffusers names": ("double_stream_modulation_img.linear.weight",),
-    "HunyuanVideo or HunyuanImage": ("txt_in.individual_token_refiner.blocks.0.norm1.weight",),
-    "HunyuanVideo in diffusers names": (
-        "context_embedder.token_refiner.refiner_blocks.0.norm1.weight",
-    ),
+    "FLUX.2": tuple(f"double_stream_modulation_img.{it}.weight" for it in ("lin", "linear")),
     "Chroma": ("distilled_guidance_layer.norms.0.scale",),
-    "FLUX": ("double_blocks.0.img_attn.qkv.weight",),
-    "FLUX or a FLUX ControlNet in diffusers names": (
-        "context_embedder.weight",
-        "x_embedder.weight",
-        "transformer_blocks.0.attn.norm_added_q.weight",
+    "HunyuanVideo": ("txt_in.individual_token_refiner.blocks.0.norm1.weight",),
+    "FLUX": (
+        "double_blocks.0.img_attn.qkv.weight",
+        "single_transformer_blocks.0.norm.linear.weight",
     ),
-    "Wan": ("head.modulation", "patch_embedding.weight"),
-    "Wan in diffusers names": ("condition_embedder.time_proj.weight", "patch_embedding.weight"),
+    "a FLUX ControlNet": ("controlnet_x_embedder.weight",),
+    "Wan": ("head.modulation", "condition_embedder.time_proj.weight"),
+    "Z-Image": tuple(f"noise_refiner.0.attention.{it}.weight" for it in ("k_norm", "norm_k")),
     "Stable Diffusion 3": ("joint_blocks.0.context_block.attn.qkv.weight",),
-    "Stable Diffusion 3 in diffusers names": ("pos_embed.proj.weight", "context_embedder.weight"),
-    "Z-Image or Lumina 2": ("cap_embedder.1.weight", "noise_refiner.0.attention.k_norm.weight"),
-    "Z-Image in diffusers names": (
-        "cap_embedder.1.weight",
-        "noise_refiner.0.attention.norm_k.weight",
+    "SDXL": ("label_emb.0.0.weight", "add_embedding.linear_1.weight"),
+    "Stable Diffusion": ("input_blocks.0.0.weight", "down_blocks.0.resnets.0.conv1.weight"),
+    "the Wan 2.2 VAE": (
+        "decoder.upsamples.0.upsamples.0.residual.2.weight",
+        "decoder.up_blocks.0.upsampler.resample.1.weight",
     ),
-    "HiDream": ("caption_projection.0.linear.weight",),
-    "LTX-Video": (
-        "adaln_single.emb.timestep_embedder.linear_1.bias",
-        "transformer_blocks.0.attn2.to_k.weight",
+    "a FLUX or Stable Diffusion VAE": tuple(
+        f"decoder.{it}.norm1.weight" for it in ("mid.block_1", "mid_block.resnets.0")
     ),
-    "OmniGen2": ("time_caption_embed.timestep_embedder.linear_1.bias",),
-    "Cosmos": ("blocks.0.mlp.layer1.weight", "x_embedder.proj.1.weight"),
-    "SDXL": ("input_blocks.0.0.weight", "label_emb.0.0.weight"),
-    "Stable Diffusion 1 or 2": ("input_blocks.0.0.weight", "time_embed.0.weight"),
-    "SDXL in diffusers names": ("conv_in.weight", "add_embedding.linear_1.weight"),
-    "Stable Diffusion 1 or 2 in diffusers names": (
-        "conv_in.weight",
-        "down_blocks.0.resnets.0.conv1.weight",
+    "a tiny VAE, for models/vae_approx": (
+        *("decoder.22.bias", "decoder.3.conv.0.weight", "decoder.layers.2.conv.0.weight"),
     ),
-    "the Wan 2.2 VAE": ("decoder.upsamples.0.upsamples.0.residual.2.weight",),
-    "the Wan 2.2 VAE in diffusers names": ("decoder.up_blocks.0.upsampler.resample.1.weight",),
-    "a FLUX or Stable Diffusion VAE": (
-        "decoder.conv_in.weight",
-        "decoder.mid.block_1.norm1.weight",
-    ),
-    "a FLUX or Stable Diffusion VAE in diffusers names": (
-        "decoder.conv_in.weight",
-        "decoder.mid_block.resnets.0.norm1.weight",
-    ),
-    "a Qwen3.5 language model, as the prompt enhancers of Qwen-Image-2.1 are": (
-        "model.language_model.layers.0.linear_attn.A_log",
-    ),
+    "a Qwen3.5 language model": ("model.language_model.layers.0.linear_attn.A_log",),
     "a T5 text encoder": ("encoder.block.0.layer.0.SelfAttention.k.weight",),
     "a CLIP text encoder": ("text_model.encoder.layers.0.mlp.fc1.weight",),
-    "a Qwen3 text encoder": ("model.layers.0.self_attn.q_norm.weight", "model.embed_tokens.weight"),
-    "a Llama or Mistral text encoder": (
-        "model.layers.0.self_attn.q_proj.weight",
-        "model.embed_tokens.weight",
-    ),
+    "a Qwen3 text encoder": ("model.layers.0.self_attn.q_norm.weight",),
+    "a Llama or Mistral text encoder": ("model.layers.0.self_attn.q_proj.weight",),
 }
 NOT_RUN = "not Qwen-Image: "
 UNKNOWN = f"{NOT_RUN}no known model has these tensors"
+NAMED = 60  # letters of a tensor's name
 
 
 def told(title: str) -> str:
@@ -361,13 +328,16 @@ def told(title: str) -> str:
 
 def is_unknown(title: str) -> bool:
     """Tells whether a title is that of tensors which no model here has."""
-    return title == UNKNOWN
+    return title.startswith(UNKNOWN)
 
 
 def _other_model(tensors: Tensors) -> Identity:
     for name, signs in SIGNS.items():
-        if all(sign in tensors for sign in signs):
+        if not tensors.keys().isdisjoint(signs):
             return Identity(f"{NOT_RUN}looks like {name}", "other")
     if not tensors:
         return Identity(f"{NOT_RUN}it holds no tensors", "other")
-    return Identity(UNKNOWN, "other")
+    first, more = next(iter(tensors)), len(tensors) - 1
+    name = first if len(first) <= NAMED else f"{first[:NAMED]}..."
+    others = f" and {more} more" if more else ""
+    return Identity(f"{UNKNOWN}, {name}{others}", "other")

@@ -37,7 +37,7 @@ class Identity:
     Args:
         family: the name people know it by, such as "Qwen-Image-Edit-2511" or "not Qwen-Image: looks
             like FLUX".
-        role: transformer, text_encoder, vision_tower, vae, tiny_vae, lora, controlnet, model_patch
+        role: transformer, text_encoder, vision_tower, vae, lora, controlnet, model_patch
             or other.
         variant: what the tensors leave open, or which of several forms it is.
         dims: sizes read from the tensors, by name.

@@ -59,11 +59,12 @@ def member_by_text(references: int, text_tokens: int) -> Member | None:
 
 def schedule_names() -> tuple[str, ...]:
     """Lists the schedules of sigmas, the official one first."""
-    return (OFFICIAL.name, *(it.name for family in FAMILIES for it in family.schedules))
+    names = (it.name for family in FAMILIES for it in family.schedules)
+    return tuple(dict.fromkeys((OFFICIAL.name, *names)))
 
 
 def family_of_schedule(name: str) -> Family | None:
-    """Returns the family whose few-step models know a schedule; None for the official one."""
+    """Returns the first family whose few-step models know a schedule; None for the official one."""
     return next((it for it in FAMILIES if name in (own.name for own in it.schedules)), None)
 
 
@@ -104,9 +105,9 @@ def takes_text(width: int | None) -> bool:
     return width is None or any(width == encoder.hidden for encoder in text_encoders())
 
 
-def are_latents(channels: int) -> bool:
-    """Tells whether latents of so many channels are a family's."""
-    return any(vae.shape.latent_channels == channels for vae in vaes())
+def vae_shapes() -> dict[int, VaeShape]:
+    """Returns {latent channels: the published VAE that has so many}."""
+    return {vae.shape.latent_channels: vae.shape for vae in reversed(vaes())}
 
 
 def known_latents() -> str:
@@ -119,12 +120,6 @@ def known_latents() -> str:
 
     others = (told(title.removeprefix(f"{first[0]}-"), "", shape) for title, shape in more)
     return ", ".join((told(first[0], "are ", first[1]), *others))
-
-
-def are_of_two(channels: int, others: int | None) -> bool:
-    """Tells whether latents of so many channels are of two families' VAEs."""
-    known = {vae.shape.latent_channels for vae in vaes()}
-    return channels != others and {channels, others} <= known
 
 
 def micro_folders() -> dict[str, str]:
@@ -140,16 +135,15 @@ def member_of_file(name: str) -> Member | None:
 
 def pixels_of(channels: int) -> int:
     """Returns the pixels of a latent pixel's side, by the latent's channels."""
-    shapes = (vae.shape for vae in vaes() if vae.shape.latent_channels == channels)
-    return next((shape.pixels for shape in shapes), PIXELS_PER_LATENT)
+    shape = vae_shapes().get(channels)
+    return shape.pixels if shape else PIXELS_PER_LATENT
 
 
 def counted_vae(shape: VaeShape) -> VaeShape:
     """Returns the shape that an estimate counts: of one in strips, which were counted of it alone,
     the published one.
     """
-    published = (vae.shape for vae in vaes() if vae.shape.latent_channels == shape.latent_channels)
-    return next(published, shape) if shape.strips else shape
+    return vae_shapes().get(shape.latent_channels, shape) if shape.strips else shape
 
 
 # What header inspection found, by the title that it gave.
@@ -371,32 +365,27 @@ def load(name: str) -> Any:
 # What diffusers runs of each family.
 
 
-def _in_diffusers() -> Iterable[tuple[Family, ModuleType]]:
-    return ((family, load(family.diffusers)) for family in FAMILIES)
+def in_diffusers() -> dict[str, ModuleType]:
+    """Returns {a pipeline that runs here: its family's module}."""
+    modules = (load(family.diffusers) for family in FAMILIES)
+    return {module.PIPELINE: module for module in modules}
 
 
 def pass_of(transformer: object) -> type | None:
     """Returns the `TransformerPass` of `hosts.diffusers.qwen_image` that makes a call; None of
     another model's.
     """
-    found = (module.PASSES.get(type(transformer)) for _, module in _in_diffusers())
+    found = (module.PASSES.get(type(transformer)) for module in in_diffusers().values())
     return next(filter(None, found), None)
 
 
 def family_of_vae(vae: Any) -> tuple[Family, ModuleType]:
     """Returns the family whose VAE it is, and its module."""
-    return next(it for it in _in_diffusers() if it[1].VAE and isinstance(vae, it[1].VAE))
-
-
-def runnable_pipelines() -> list[str]:
-    return [module.PIPELINE for _, module in _in_diffusers()]
-
-
-def module_of(pipeline: str) -> ModuleType | None:
-    """Returns the module of a pipeline; None where it does not run here."""
-    return next((module for _, module in _in_diffusers() if pipeline == module.PIPELINE), None)
+    known = zip(FAMILIES, in_diffusers().values(), strict=True)
+    return next(it for it in known if it[1].VAE and isinstance(vae, it[1].VAE))
 
 
 def is_related(pipeline: str) -> bool:
-    known = {name for family in FAMILIES for name in family.pipelines} - {*runnable_pipelines()}
+    """Tells whether a pipeline is of a family, and not one that runs here."""
+    known = {name for family in FAMILIES for name in family.pipelines} - in_diffusers().keys()
     return pipeline.startswith(tuple(name.removesuffix("Pipeline") for name in known))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from ..errors import SettingError
 
@@ -22,11 +24,19 @@ PAI = (
 )
 VIGGLE = "https://huggingface.co/Viggle/Qwen-Image-2.1-viggle-turbo"
 VIGGLE_LORA = "Viggle's turbo LoRA of Qwen-Image-2.1, in lora_mode bypass at strength 1"
+# Renamed to P-Q-Image-2.1, whose v0.2 of 6 steps is published without sigmas that are known here.
 PRUNA = "https://huggingface.co/PrunaAI/Pruna-Qwen-Image-2.1"
-LIGHTNING = (
-    "https://github.com/ModelTC/Qwen-Image-Lightning/blob/342260e8f5468d2f24d084ce04f55e101007118b"
+PRUNA_NAMES = "pruna|^p_q(wen)?_image_2_1"
+LIGHTNING = (  # of all versions, Edit, 2509, 2511 and 2512 too
+    "https://github.com/ModelTC/Qwen-Image-Lightning/blob/25d1e9935ba97e1f60503f8c000201e08b1fe8f4"
     "/generate_with_diffusers.py"
 )
+# The second are models that it is merged into.
+LIGHTNING_NAMES = r"lightning|^qwen_image_(edit_)?25\d\d_fp8_e4m3fn_scaled_"
+LIGHTNING_21 = "https://huggingface.co/lightx2v/Qwen-Image-2.1-Lightning"
+# Names that many files have: the name of the folder says what the file is.
+GENERIC = {"pytorch_lora_weights", "diffusion_pytorch_model", "model", "transformer"}
+STEPS = re.compile(r"(?<!\d)([1-9]|1[0-6])_?steps?(?![a-z\d])")  # more are not few
 
 
 def official_sigmas(steps: int, tokens: int = 4096) -> list[float]:
@@ -65,7 +75,13 @@ class Schedule:
         source: Where its sigmas are published; as the card states, where it is a model's page.
         nodes: Its sigmas before they are shifted, without the last 0; empty for any number.
         shift: At every size; None grows with the size, as `shift_of` says.
-        trained: What has to be loaded for it, in words; empty for every model of the family.
+        trained: What has to be loaded for it, in words; empty for every model of the family. It is
+            published for CFG 1 and, of a LoRA, for strength 1.
+        named: What the names of its published files have, in the form of `plain_name`; empty for
+            a second schedule of the same files.
+        outside: What its LoRA changes outside the blocks, layers in order; a pattern. Empty where
+            other LoRAs change the same.
+        ranks: Of its LoRA's layers, at least; empty where they do not tell it.
     """
 
     name: str
@@ -73,6 +89,9 @@ class Schedule:
     nodes: tuple[float, ...] = ()
     shift: float | None = None
     trained: str = ""
+    named: str = ""
+    outside: str = ""
+    ranks: tuple[int, ...] = ()
 
     def steps(self, asked: int | None, usual: int) -> int:
         """Returns its number of steps, else those that are asked for, else the `usual`.
@@ -106,20 +125,78 @@ class Schedule:
         return [*_shifted(self.nodes, shift), 0.0]
 
 
+def plain_name(path: Path) -> str:
+    """Returns a file's name in small letters without its ending, with `_` between its words."""
+    name = re.sub(r"\.(safetensors|gguf)$", "", path.name.lower())
+    return plain_name(path.parent) if name in GENERIC else re.sub(r"[^a-z0-9]+", "_", name)
+
+
+def steps_in(name: str) -> int | None:
+    """Reads how many steps a plain name says; None where it says none."""
+    found = STEPS.search(name)
+    return int(found[1]) if found else None
+
+
+def schedule_of_file(name: str, schedules: Iterable[Schedule]) -> Schedule | None:
+    """Returns the schedule that a published file is for; None where its plain name leaves it open.
+
+    Sources of the names: the lists of files of the repositories above, and of Comfy-Org.
+    """
+    count = steps_in(name)
+    named = (it for it in schedules if it.named and re.search(it.named, name))
+    found = [it for it in named if count in (None, len(it.nodes))]
+    return found[0] if len(found) == 1 else None
+
+
+def schedule_of_lora(outside: str, rank: int, schedules: Iterable[Schedule]) -> Schedule | None:
+    """Returns the schedule of a published LoRA whose tensors no other LoRA has; None of others.
+
+    Args:
+        outside: The layers that it changes outside the blocks, in order, with commas.
+        rank: The smallest of its layers.
+    """
+    told = (it for it in schedules if it.outside and re.fullmatch(it.outside, outside))
+    return next((it for it in told if rank in (it.ranks or (rank,))), None)
+
+
 OFFICIAL = Schedule("official", f"{HUB}Qwen-Image-2.1/blob/main/scheduler/scheduler_config.json")
 OF_QWEN_IMAGE = tuple(
-    Schedule(f"lightning {n}", LIGHTNING, nodes, 3.0, f"a Lightning LoRA of {n} steps")
+    Schedule(
+        f"lightning {n}", LIGHTNING, nodes, 3.0, f"a Lightning LoRA of {n} steps", LIGHTNING_NAMES
+    )
     for n, nodes in ((4, (1.0, 0.75, 0.5, 0.25)), (8, tuple(1 - i / 8 for i in range(8))))
 )
 OF_QWEN_IMAGE_21 = (
+    Schedule(
+        "lightning 4",
+        LIGHTNING_21,
+        (1.0, 0.75, 0.5, 0.25),
+        None,
+        "lightx2v's Lightning LoRA of Qwen-Image-2.1",
+        "lightning",
+    ),
     Schedule(
         "turbo 8",
         f"{HUB}Qwen-Image-2.1-Turbo/blob/main/model_index.json",
         (1.0, 0.978453, 0.95418, 0.926626, 0.89508, 0.845148, 0.704534, 0.414568),
         1.0,
         "Qwen-Image-2.1-Turbo, whose weights no header tells from the base model's",
+        "^(?!.*(viggle|wuli)).*2_1_turbo(_|$)",
+        # Comfy-Org's LoRA alone has the difference of this norm, as a whole tensor.
+        outside=r".*\btxt_in\.text_norm\b.*",
     ),
-    Schedule("viggle 6", VIGGLE, (1.0, 0.9375, 0.875, 0.75, 0.5, 0.25), None, VIGGLE_LORA),
+    Schedule(
+        "viggle 6",
+        VIGGLE,
+        (1.0, 0.9375, 0.875, 0.75, 0.5, 0.25),
+        None,
+        VIGGLE_LORA,
+        "viggle",
+        # Of v0.2 to v0.3; v0.1, which has 4 steps, has the rank 64.
+        "modulation.1,time_text_embed.timestep_embedder.linear_1,"
+        "time_text_embed.timestep_embedder.linear_2",
+        (128, 256),
+    ),
     Schedule(
         "viggle 9",
         VIGGLE,
@@ -133,8 +210,16 @@ OF_QWEN_IMAGE_21 = (
         (1.0, 14 / 15, 6 / 7, 10 / 13, 2 / 3, 6 / 11, 0.4, 2 / 9),
         1.0,
         "Pruna's LoRA of 8 steps",
+        PRUNA_NAMES,
     ),
-    Schedule("pruna 5", PRUNA, (1.0, 0.94, 6 / 7, 2 / 3, 0.4), 1.0, "Pruna's LoRA of 5 steps"),
+    Schedule(
+        "pruna 5",
+        PRUNA,
+        (1.0, 0.94, 6 / 7, 2 / 3, 0.4),
+        1.0,
+        "Pruna's LoRA of 5 steps",
+        PRUNA_NAMES,
+    ),
     Schedule(
         "pai 4",
         PAI,

@@ -12,27 +12,19 @@ from typing import Any, NamedTuple
 import torch
 
 from ..caches import cached, remembered
-from ..charts.notes import (
-    automatic,
-    expanded_blocks,
-    kept_precision,
-    reasons,
-    requested_precision,
-    weight_only,
-)
+from ..charts.text import precision_reason, reasons, weight_only
 from ..errors import SettingError, UnavailableError
 from ..loaders.quantize import quantize_rows
 from ..optimizations import kernels, reference
 from ..optimizations.warm_up import warm_up
 from ..planning.bytes import TransformerBytes, weight_bytes
 from ..planning.plan import LEAST_SIDE, PlanOption, check_tensor_cores, plan
-from ..planning.request import AUTO, PRECISIONS, Parts, RunRequest
+from ..planning.request import AS_STORED, AUTO, PRECISIONS, Parts, RunRequest
 from ..spec.formats import BYTES_PER_WEIGHT, FORMATS, QUANTIZED, CardFacts, RowFormat, format_gib
 from ..spec.transformer import OFF_CARD, ON_CARD, PLACES, TransformerShape
 from ..verdict import Verdict, try_once
 
 PIPELINE_PRECISIONS = (AUTO, "bf16", "fp32", *QUANTIZED)
-AS_STORED = "as stored"
 ONE_MODULATION = "modulation: stays on the card, because all blocks of this model share one"
 LOADER_PRECISIONS = (*PRECISIONS, AS_STORED)
 
@@ -145,7 +137,7 @@ def decide_load(
         width=member.side,
         height=member.side,
         modulation=modulation,
-        parts=Parts(transformer=shape, packed=packed, cast=cast),
+        parts=Parts(transformer=shape, packed=packed, cast=cast, gguf=gguf),
     )
     sizes = dict(sizes or {})
     if not shape.modulation_layers():
@@ -157,8 +149,6 @@ def decide_load(
         sizes["bf16"] = sizes.get(stored) or weight_bytes(shape, stored)
     option = _recommended(card, request, stored, as_stored, sizes)
     words = reasons(option)
-    if gguf and option.setting.precision == stored:
-        words["precision"] = expanded_blocks(stored)
     place_reason = words.pop("modulation", "")
     if not shape.modulation_layers():
         place_reason = ONE_MODULATION if modulation == OFF_CARD else ""
@@ -211,12 +201,7 @@ def _recommended(
 
 def _on_processor(requested: str, modulation: str, stored: str, gguf: bool) -> LoadDecision:
     name = stored if requested in ("auto", AS_STORED) else requested
-    if requested == "auto":
-        why = kept_precision(stored) if stored in QUANTIZED else automatic(name, None, stored)
-    else:
-        why = requested_precision(name, stored, requested == AS_STORED)
-    if gguf and name == stored:
-        why = expanded_blocks(stored)
+    why = precision_reason(name, None, requested, stored, gguf=gguf)
     place = "modulation: stays with the other weights, because there is no NVIDIA card"
     return LoadDecision(
         precision=name,

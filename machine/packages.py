@@ -63,16 +63,14 @@ STANDALONE = (
     Package("tqdm", "tqdm"),
     Package("psutil", "psutil"),
 )
-# What can make attention faster on a card. Most are built from source against one torch and one
-# CUDA: no single pip command is right everywhere. fa3-fwd is a wheel of version 3's forward pass.
-FLASH_ATTENTION_2 = Package("flash-attn", "flash_attn", "2.0", "flash_attn_func")
+# fa3-fwd is a wheel of version 3's forward pass; flash-attn-3 is built from source.
 FLASH_ATTENTION_3 = Package(
     *("fa3-fwd", "fa3_fwd_interface", "", "flash_attn_func"),
     other=Package("flash-attn-3", "flash_attn_interface", "", "flash_attn_func"),
 )
-SAGE_ATTENTION = Package("sageattention", "sageattention", "2.0")
 ISAL = Package("isal", "isal", "1.7")
 KITCHEN = Package("comfy-kitchen", "comfy_kitchen", "", "list_backends")
+KITCHEN_ATTENTION = replace(KITCHEN, needs="int8_attention")
 
 
 def check_package(package: Package, *, load: bool = True) -> tuple[Capability, ModuleType | None]:

@@ -7,7 +7,6 @@ micro model in fp8 the noise prediction is off by 0.0940, and the root of the su
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import warnings
@@ -15,8 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
-from urllib.parse import urlparse
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,32 +51,25 @@ class LayerSum:
     """
 
     def __init__(self) -> None:
-        self._sums: torch.Tensor | None = None  # float64 [2]: squares of what is lost, of all
-        self._outlier: torch.Tensor | None = None
+        self._squares: list[torch.Tensor] = []  # float64 [2] a piece: of what is lost, of all
+        self._outliers: list[torch.Tensor] = []
 
     def add(self, found: torch.Tensor, exact: torch.Tensor, x: torch.Tensor | None = None) -> None:
         """Adds a piece of any shape; `x` are the activations that it was made from."""
-        lost = torch.linalg.vector_norm(found.float() - exact.float())
-        sums = torch.stack((lost, torch.linalg.vector_norm(exact.float()))).double().square_()
-        self._sums = sums if self._sums is None else self._sums.add_(sums)
+        pair = (found.float() - exact.float(), exact.float())
+        self._squares.append(torch.stack([it.norm() for it in pair]).double().square())
         if x is not None:
-            outlier = x.abs().amax() / x.float().square().mean().sqrt()
-            seen = self._outlier
-            self._outlier = outlier if seen is None else torch.maximum(seen, outlier)
+            self._outliers.append(x.abs().amax() / x.float().square().mean().sqrt())
 
     @property
     def error(self) -> float:
         """0 where nothing was added or everything is 0; NaN or infinity where a piece has it."""
-        if self._sums is None:
-            return 0.0
-        lost, whole = self._sums.tolist()
-        if whole == 0:
-            return 0.0 if lost == 0 else math.inf
-        return math.sqrt(lost / whole)
+        lost, whole = sum(self._squares, torch.zeros(2)).tolist()
+        return math.sqrt(lost / whole) if whole else math.inf if lost else 0.0
 
     @property
     def outlier(self) -> float | None:
-        return None if self._outlier is None else float(self._outlier)
+        return max(map(float, self._outliers), default=None)
 
 
 def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
@@ -86,6 +77,14 @@ def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
     total = LayerSum()
     total.add(found, exact)
     return total.error
+
+
+def _multiplied(
+    product: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    rotation = row_format(product.format, weight.shape[1]).rotation
+    values, scale = quantize_rows(weight, product.format, rotation=rotation)
+    return product.linear(x, values, scale, bias, rotation)
 
 
 @contextmanager
@@ -98,16 +97,14 @@ def measured_layers(
         A list that holds the layers afterwards. Weights are rounded anew in each pass, which takes
         time and no memory.
     """
-    sums = {name: LayerSum() for name in quantizable(transformer, keep)}
     handles, found = [], []
-    for name, total in sums.items():
-        layer = transformer.get_submodule(name)
+    layers = {name: transformer.get_submodule(name) for name in quantizable(transformer, keep)}
+    sums = {name: LayerSum() for name in layers}
+    for name, layer in layers.items():
         product = tensor_core_product(precision, layer.weight.device)
 
-        def compare(layer, inputs, output, total=total, product=product):
-            rotation = row_format(precision, layer.in_features).rotation
-            values, scale = quantize_rows(layer.weight, precision, rotation=rotation)
-            out = product.linear(inputs[0], values, scale, layer.bias, rotation)
+        def compare(layer, inputs, output, total=sums[name], product=product):
+            out = _multiplied(product, inputs[0], layer.weight, layer.bias)
             total.add(out, output, inputs[0])
 
         handles.append(layer.register_forward_hook(compare))
@@ -117,7 +114,7 @@ def measured_layers(
         for handle in handles:
             handle.remove()
     for name, total in sums.items():
-        size = bytes_to_keep(*transformer.get_submodule(name).weight.shape)
+        size = bytes_to_keep(*layers[name].weight.shape)
         found.append(LayerError(name, total.error, total.outlier, size))
 
 
@@ -146,24 +143,18 @@ def file_errors(
     layers = {stored: name.removesuffix(".weight") for stored, name in names.items()}
     chosen = chosen_layers(layers.values(), keep)
     found = []
-    counter = itertools.count(1)
     for header in source.shards.headers:
         with safe_open(header.path, framework="pt") as file:
-            for stored in header.tensors:
-                layer = layers.get(stored)
-                if layer not in chosen:
-                    continue
+            for stored in (it for it in header.tensors if layers.get(it) in chosen):
                 weight = file.get_tensor(stored).to(where).bfloat16()
                 check_finite(header.path, stored, weight)
                 x = torch.randn(GAUSSIAN_ROWS, weight.shape[1], generator=generator)
                 x = x.to(where, torch.bfloat16)
-                rotation = row_format(precision, weight.shape[1]).rotation
-                values, scale = quantize_rows(weight, precision, rotation=rotation)
-                out = product.linear(x, values, scale, rotation=rotation)
-                error = relative_error(out, F.linear(x, weight))
-                found.append(LayerError(layer, error, None, bytes_to_keep(*weight.shape)))
+                error = relative_error(_multiplied(product, x, weight), F.linear(x, weight))
+                size = bytes_to_keep(*weight.shape)
+                found.append(LayerError(layers[stored], error, None, size))
                 if progress is not None:
-                    progress(next(counter), len(chosen))
+                    progress(len(found), len(chosen))
     return found
 
 
@@ -268,12 +259,12 @@ def load_lpips() -> tuple[Distance | None, str]:
         from lpips import LPIPS
         from torchvision.models import AlexNet_Weights
 
-        name = Path(urlparse(AlexNet_Weights.IMAGENET1K_V1.url).path).name
-        backbone = os.path.join(torch.hub.get_dir(), "checkpoints", name)
-        if not os.path.isfile(backbone):
+        name = AlexNet_Weights.IMAGENET1K_V1.url.rpartition("/")[2]
+        folder = os.path.join(torch.hub.get_dir(), "checkpoints")
+        if not os.path.isfile(os.path.join(folder, name)):
             return None, (
                 f"not measured: put {name}, torchvision's AlexNet weights (nothing here downloads "
-                f"them), into {os.path.dirname(backbone)}"
+                f"them), into {folder}"
             )
         with warnings.catch_warnings():  # of arguments that torchvision has renamed since
             warnings.simplefilter("ignore")
@@ -282,12 +273,9 @@ def load_lpips() -> tuple[Distance | None, str]:
         return None, f"not measured: lpips fails: {first_line(error)}"
 
     @torch.inference_mode()
-    def distance(found: np.ndarray, exact: np.ndarray) -> float:
+    def distance(*pair: np.ndarray) -> float:
         # [1, 3, H, W] in 0..1, which `normalize` brings to -1..1.
-        pair = (
-            torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].float() / 255
-            for image in (found, exact)
-        )
-        return float(network(*pair, normalize=True))
+        images = (torch.from_numpy(np.array(it)).permute(2, 0, 1)[None] / 255 for it in pair)
+        return float(network(*images, normalize=True))
 
     return distance, "lpips, AlexNet"

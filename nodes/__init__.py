@@ -8,6 +8,7 @@ from comfy_api.latest import ComfyExtension, io
 
 from ..hosts.comfyui.contract import news_of_host, unsupported_host
 from .advise import QwenL40SAdviseGPU
+from .encoder_cache import QwenL40SEncoderCache
 from .estimate import QwenL40SEstimateVRAM, QwenL40SReport
 from .loaders import QwenL40SLoad, QwenL40SLoadModel, QwenL40SLoadTextEncoder, QwenL40SLoadVAE
 from .lora import QwenL40SLoadLora
@@ -26,6 +27,7 @@ NODES: list[type[io.ComfyNode]] = [
     QwenL40SLoadTextEncoder,
     QwenL40SLoadVAE,
     QwenL40SLoadLora,
+    QwenL40SEncoderCache,
     QwenL40SOptimize,
     QwenL40SSplitCards,
     QwenL40SCFGNorm,

@@ -91,7 +91,8 @@ class QwenL40SAdviseGPU(io.ComfyNode):
     @classmethod
     @needs()
     def execute(cls, images_per_hour: float, prices: str = "", **settings: Any) -> io.NodeOutput:
-        from ..charts.advice import advise_text, cost_chart, summary_lines
+        from ..charts.picture import cost_chart
+        from ..charts.text import advise_summary, advise_text
         from ..hosts.comfyui.estimate.request import request_from
         from ..planning.advise import advise
 
@@ -105,7 +106,7 @@ class QwenL40SAdviseGPU(io.ComfyNode):
                 "settings on auto, or enter a price above 0."
             )
         chart = cost_chart(found)
-        summary = "\n".join(summary_lines(found))
+        summary = "\n".join(advise_summary(found))
         settings = loader_settings(found.fitting[0].found)
         report = advise_text(found)
         return with_picture(cls, chart, summary, report, *settings)

@@ -170,9 +170,14 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
         latent: io.Latent.Type | None = None,
         **settings: Any,
     ) -> io.NodeOutput:
-        from ..charts.advice import cards_answer
-        from ..charts.answer import Refusal, estimate_json, memory_chart
-        from ..charts.words import estimate_text, summary_lines
+        from ..charts.picture import memory_chart, refusal_chart
+        from ..charts.text import (
+            Refusal,
+            cards_answer,
+            estimate_json,
+            estimate_text,
+            summary_lines,
+        )
         from ..hosts.comfyui.estimate.cards import card_of
         from ..hosts.comfyui.estimate.request import estimate_on, request_from
         from ..planning.estimate import DOES_NOT_FIT, FITS
@@ -190,7 +195,7 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
             refusal = Refusal(chosen, wired.request, str(error), note)
             return with_picture(
                 cls,
-                refusal.chart(),
+                refusal_chart(refusal),
                 refusal.summary,
                 refusal.text,
                 False,
@@ -218,9 +223,9 @@ class QwenL40SReport(io.ComfyNode):
         return schema(
             node_id="QwenL40S_Report",
             display_name="Qwen-Image Run Report",
-            description="After a run, compares the predicted and measured time and memory of each "
-            "phase and says which code path each part took. Measures MODELs from this pack's "
-            "loaders, and any MODEL behind Qwen-Image Optimize.",
+            description="After a run, reports the time and memory of each phase, what was "
+            "predicted of the run, and which code path each part took. Measures MODELs from this "
+            "pack's loaders, and any MODEL behind Qwen-Image Optimize.",
             search_aliases=[
                 "benchmark",
                 "timing",
@@ -275,7 +280,7 @@ class QwenL40SReport(io.ComfyNode):
         clip: io.Clip.Type | None = None,
         vae: io.Vae.Type | None = None,
     ) -> io.NodeOutput:
-        from ..charts.run_chart import run_chart
+        from ..charts.picture import run_chart
         from ..hosts.comfyui.report import report_run
 
         report = report_run(model, clip, vae)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from comfy_api.latest import io
 
 from ..optimizations.attention import BACKENDS, FAST, MOST_ERROR
-from .common import model_and_report, needs, schema, with_report
+from ..options import todays
+from .common import choice_input, model_and_report, needs, schema, with_report
 
 ATTENTION_CHOICES = ["auto", FAST, "comfyui", *BACKENDS]
 
@@ -41,13 +42,13 @@ class QwenL40SOptimize(io.ComfyNode):
             has_intermediate_output=True,
             inputs=[
                 io.Model.Input("model", tooltip="From any loader, in bf16, fp8 or int8."),
-                io.Combo.Input(
+                choice_input(
                     "attention",
-                    options=ATTENTION_CHOICES,
+                    ATTENTION_CHOICES,
                     default="auto",
                     tooltip="auto: measures the card's exact backends once and uses the fastest. "
                     "fast: also allows attention in 8 bits, up to max_8bit_error. comfyui: "
-                    "ComfyUI's own. int8, int8_fp8, sage_2: 8 bits, whatever the error.",
+                    "ComfyUI's own. int8, int8_fp8, kitchen_int8: 8 bits, whatever the error.",
                 ),
                 io.Boolean.Input(
                     "fused_blocks",
@@ -99,6 +100,7 @@ class QwenL40SOptimize(io.ComfyNode):
     ) -> io.NodeOutput:
         from ..hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of
 
+        attention = todays({"attention": attention})["attention"]
         settings = OptimizeSettings(fused_blocks, attention, tf32, cudnn_benchmark, attention_error)
         optimized = optimize(model, settings)
         return with_report(optimized, report=report_of(optimized))

@@ -8,8 +8,8 @@ import torch
 from comfy_api.latest import io
 
 from ..families.registry import schedule_names
-from ..families.schedules import OFFICIAL
 from ..options import MOST_PIXELS
+from ..planning.request import AUTO
 from .common import needs, schema, with_report
 
 
@@ -25,14 +25,16 @@ class QwenL40SSigmas(io.ComfyNode):
             search_aliases=["scheduler", "manual sigmas", "shift", "turbo", "viggle", "lightning"],
             has_intermediate_output=True,
             inputs=[
-                io.Model.Input("model", tooltip="The MODEL that the sampler takes."),
+                io.Model.Input(
+                    "model", tooltip="The MODEL that the sampler takes, behind its LoRAs."
+                ),
                 io.Combo.Input(
                     "preset",
-                    options=list(schedule_names()),
-                    default=OFFICIAL.name,
-                    tooltip="official: as diffusers, for any number of steps. Others are for models"
-                    " and LoRAs trained for them, at CFG 1: lightning of Qwen-Image, the rest of "
-                    "Qwen-Image-2.1.",
+                    options=[AUTO, *schedule_names()],
+                    default=AUTO,
+                    tooltip="auto: that of the few-step LoRA or model in the MODEL, else official. "
+                    "official: as diffusers, for any number of steps. Others are for models and "
+                    "LoRAs trained for them, at CFG 1.",
                 ),
                 io.Int.Input(
                     "steps",
@@ -60,7 +62,8 @@ class QwenL40SSigmas(io.ComfyNode):
             outputs=[
                 io.Sigmas.Output(tooltip="To sigmas of SamplerCustomAdvanced or SamplerCustom."),
                 io.String.Output(
-                    display_name="report", tooltip="Steps and size, and what has to be loaded."
+                    display_name="report",
+                    tooltip="Steps and size, what decided, and what has to be loaded.",
                 ),
             ],
         )

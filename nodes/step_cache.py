@@ -68,7 +68,7 @@ class QwenL40SStepCache(io.ComfyNode):
         if cache is None:  # ComfyUI drops a choice that it does not know
             choices = ", ".join((*CHOICES, CUSTOM))
             raise SettingError(f"cache is missing, or is no choice of this node: choose {choices}.")
-        given = {name: value for name, value in cache.items() if value is not None}
+        given = {**cache}
         name = given.pop("cache")
         settings = CacheSettings(**given) if name == CUSTOM else cache_settings(name)
         return io.NodeOutput(cache_steps(model, settings))
@@ -100,12 +100,5 @@ def _custom_inputs() -> list[io.Input]:
             "gain",
             "How a forecast goes on from the last two computed steps: 0 repeats the last one, 1 "
             "continues their change in full.",
-        ),
-        io.Boolean.Input(
-            "audit",
-            default=USUAL.audit,
-            optional=True,
-            tooltip="Computes the skipped steps too and reports how far each forecast is off. "
-            "Saves no time.",
         ),
     ]

@@ -34,8 +34,8 @@ class Ops(NamedTuple):
         decode_weight: (codes, group_scale, codebook, bits, out); takes the first three.
         attention_8bit: (heads, v, mask, out); quantizes v where the form has it; takes the mask.
         guided_rows: `nag.guided_rows` itself or its kernel, which nothing prepares.
-        scaled_gemm: (a, b, scale_a, scale_b, bias, out, beside=None, gelu=False); takes b, scale_b,
-            bias, up and a. None where cuBLAS alone multiplies.
+        scaled_gemm: (a, b, scale_a, scale_b, bias, out, beside=None, gelu=False, swiglu=False);
+            takes b, scale_b, bias, up and a. None where cuBLAS alone multiplies.
     """
 
     name: str

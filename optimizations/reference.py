@@ -305,6 +305,7 @@ def scaled_gemm(
     out_dtype: torch.dtype,
     beside: tuple[torch.Tensor, torch.Tensor] | None = None,
     gelu: bool = False,
+    swiglu: bool = False,
 ) -> torch.Tensor:
     """Multiplies rows, quantized or not, and gives back real numbers.
 
@@ -323,9 +324,10 @@ def scaled_gemm(
         beside: t, (M, R), and up, (N, R), of one float dtype: `low_rank_rows` of LoRAs, and their
             second matrix. None for none.
         gelu: Whether the tanh GELU of the sum is given.
+        swiglu: Whether b is [gate; up] and silu(gate) * up is given, of both in `out_dtype`.
 
     Returns:
-        (M, N) in `out_dtype`.
+        (M, N) in `out_dtype`; (M, N / 2) with SwiGLU.
     """
     # int8: K * 127 * 127 stays far below 2**53, and CUDA has no integer matmul in every shape.
     wide = torch.float64 if a.dtype == torch.int8 else torch.float32
@@ -339,7 +341,11 @@ def scaled_gemm(
         total = total.addmm_(t.float(), up.float().t())
     if gelu:
         total = torch.ops.aten.gelu_(total, approximate="tanh")
-    return total.to(out_dtype)
+    total = total.to(out_dtype)
+    if swiglu:
+        total, up = total.chunk(2, 1)
+        swiglu_quantize(total, up, None)
+    return total.contiguous()
 
 
 def low_rank_rows(

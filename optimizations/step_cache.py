@@ -55,7 +55,6 @@ class CacheFigures:
         skipped: The steps that were forecast, by index.
         missed: At each computed step after skipped ones, |forecast - computed| / |computed|; what
             is not finite is left out.
-        audited: The same of the skipped steps, where `CacheSettings.audit` had them computed.
         distance: Estimated relative L2 distance of the final latent from that of a run without the
             cache; None where nothing was skipped, or the cache went off in mid-run.
         not_estimated: Why the host does not trust `distance`; None where it does.
@@ -70,7 +69,6 @@ class CacheFigures:
     steps: int
     skipped: list[int] = field(default_factory=list)
     missed: list[float] = field(default_factory=list)
-    audited: list[float] = field(default_factory=list)
     distance: float | None = None
     not_estimated: Verdict | None = None
     refused: int = 0
@@ -87,18 +85,15 @@ class CacheFigures:
         if not self.skipped:
             reason = self.reason or changed or NONE_SKIPPED
             return [f"step cache: {self.name} has no effect: {reason}"]
-        said = [f"{self.name} computes {self.computed} of {self.steps} steps"]
-        if self.audited:
-            said = [
-                f"{self.name}, audited, forecasts {len(self.skipped)} of {self.steps} steps and "
-                "computes them too, which saves no time",
-                f"the forecasts of these steps are off by {_spread(self.audited)}",
-            ]
-        else:
-            said[0] += f" and saves about {self.seconds_saved:.1f} s"
+        said = [
+            f"{self.name} computes {self.computed} of {self.steps} steps and saves about "
+            f"{self.seconds_saved:.1f} s"
+        ]
         if self.missed:
+            average, most = sum(self.missed) / len(self.missed), max(self.missed)
             said.append(
-                f"measured at the next computed step, forecasts are off by {_spread(self.missed)}"
+                "measured at the next computed step, forecasts are off by "
+                f"{_percent(average)} on average, {_percent(most)} at most"
             )
         if self.not_estimated:
             said.append(
@@ -157,7 +152,6 @@ class CachedRun:
         self._watched: list[Later] = []
         self._misses: list[tuple[Later, float]] = []  # with the weight of their skipped steps
         self._unread = 0
-        self._audited: list[Later] = []
         self._final: Later | None = None  # |the last latent|
         self._warm = 0.0
         self._ended = False
@@ -165,7 +159,7 @@ class CachedRun:
     @property
     def computed_steps(self) -> int:
         """Says how many steps call the transformer, as far as it is known before the run."""
-        return self.figures.steps if self._reason or self.settings.audit else self._plan.computed
+        return self.figures.steps if self._reason else self._plan.computed
 
     @property
     def is_over(self) -> bool:
@@ -201,15 +195,10 @@ class CachedRun:
         return velocity
 
     def computed(self, x: torch.Tensor, velocity: torch.Tensor) -> None:
-        """Takes the guided velocity that the model gave at x, where `forecast` had none, or for an
-        audit of what it had.
-        """
+        """Takes the guided velocity that the model gave at x, where `forecast` had none."""
         if self._reason:
             return
         step = self._calls - 1
-        if step in self.figures.skipped[-1:]:
-            self._audited.append(self._miss(step, velocity))
-            return
         if self._since:
             self._compare(step, velocity)
         self._history = [*self._history[-1:], Computed(velocity, step, self._sigmas[step])]
@@ -227,11 +216,10 @@ class CachedRun:
             return figures
         misses = [later.read() for later, _ in self._misses]
         figures.missed = _relative(misses)
-        figures.audited = _relative(later.read() for later in self._audited)
         if self._final is not None and misses:
             moved = sum(m[0] * weight for m, (_, weight) in zip(misses, self._misses, strict=True))
             figures.distance = next(iter(_relative([[moved, *self._final.read()]])), None)
-        if figures.skipped and not self.settings.audit and figures.computed > 1:
+        if figures.skipped and figures.computed > 1:
             seconds = (time.perf_counter() - self._warm) / (figures.computed - 1)
             figures.seconds_saved = seconds * len(figures.skipped)
         figures.reason = self._reason
@@ -325,10 +313,6 @@ class CachedRun:
 
 def _relative(misses: Iterable[Sequence[float]]) -> list[float]:
     return [part for miss, size in misses if math.isfinite(part := miss / max(size, TINY))]
-
-
-def _spread(values: Sequence[float]) -> str:
-    return f"{_percent(sum(values) / len(values))} on average, {_percent(max(values))} at most"
 
 
 def _percent(share: float) -> str:

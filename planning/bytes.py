@@ -229,8 +229,9 @@ def graph_bytes(request: RunRequest, setting: Setting) -> int:
 
 def lora_bytes(request: RunRequest, setting: Setting) -> int:
     """Counts bypass LoRAs: rank x (K + N) in bf16 for every layer that can have one."""
-    layers = request.transformer.quantizable_layers().values()
-    return BF16 * _ranks_beside(request, setting) * sum(map(sum, layers))
+    if not (ranks := _ranks_beside(request, setting)):
+        return 0
+    return BF16 * ranks * sum(map(sum, request.transformer.quantizable_layers().values()))
 
 
 def _ranks_beside(request: RunRequest, setting: Setting) -> int:

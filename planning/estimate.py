@@ -4,31 +4,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import SettingError
 from ..families.protocol import File, Template
 from ..families.registry import find_member
-from ..spec.formats import QUANTIZED
 from ..spec.transformer import ON_CARD
 from ..step_cache import OFF
 from .bytes import table_timesteps, text_encoder_bytes
 from .cards import Card, UnlistedCard, is_named
-from .files import (
-    NVME,
-    PAGE_CACHE,
-    SOFTWARE_BYTES,
-    SOURCES,
-    START,
-    Load,
-    host_memory,
-    load_of,
-    load_seconds,
-    model_files,
-)
+from .files import SOFTWARE_BYTES, START, host_memory, load_of, load_seconds, model_files
 from .phases import GRAPHS, Phase, Range
 from .plan import TIGHT_BYTES, PlanOption, plan, plan_with_room
 from .rates import Basis, Rates, attending, hiding, measured, rates_of
@@ -77,135 +65,84 @@ def basis_within(basis: Basis, request: RunRequest, setting: Setting) -> Basis:
         basis: of the card's rates.
         setting: what the plan has settled.
     """
-    if basis.kind != "measured" or setting.precision in basis.left_out:
-        return Basis("predicted", basis.text, basis.origin, basis.left_out)
-    beyond = list(not_measured(request, setting))
-    if not beyond:
+    left_out = setting.precision in basis.left_out
+    if basis.kind != "measured" or not (left_out or _beyond_the_runs(request, setting)):
         return basis
-    *others, last = beyond
-    named = f"{', '.join(others)} or {last}" if others else last
-    text = f"predicted from rates {basis.origin}, but no run there had {named}"
-    return Basis("predicted", text, basis.origin, basis.left_out)
+    text = basis.text if left_out else f"predicted from rates {basis.origin}: no run there was such"
+    return replace(basis, kind="predicted", text=text)
 
 
-def not_measured(request: RunRequest, setting: Setting) -> Iterator[str]:
-    if not setting.resident:
-        yield "weights that leave the card"
-    if setting.weight_only:
-        yield f"{setting.precision} weights that are computed in bf16"
-    if setting.packed:
-        yield "weights in 4 bits"
-    if setting.attention != EXACT:
-        yield "attention in 8 bits"
-    if setting.text_encoder_place != ON_CARD:
-        yield "a text encoder off the card"
-    if request.loras.beside(setting.precision):
-        yield "bypass LoRAs"
-    if request.controlnet_bytes:
-        yield "a ControlNet"
-    if request.member.layers:
-        yield "layers"
-    if max(request.width, request.height) > MOST_SIDE:
-        yield f"a side above {MOST_SIDE} pixels"
-    if request.items > MOST_ITEMS:
-        yield f"more than {MOST_ITEMS} images in a pass"
-    if request.member.family.untimed:
-        yield request.member.family.untimed
-    elif request.transformer != request.member.transformer:
-        yield "a transformer of this shape"
+def _beyond_the_runs(request: RunRequest, setting: Setting) -> bool:
+    """Tells whether no measured run of `measured.json` was such."""
+    member = request.member
+    return bool(
+        not setting.resident
+        or setting.weight_only
+        or setting.packed
+        or setting.attention != EXACT
+        or setting.text_encoder_place != ON_CARD
+        or request.loras.beside(setting.precision)
+        or request.controlnet_bytes
+        or member.layers
+        or max(request.width, request.height) > MOST_SIDE
+        or request.items > MOST_ITEMS
+        or member.family.untimed
+        or request.transformer != member.transformer
+    )
 
 
-@dataclass(frozen=True)
-class RunTimes:
+class RunTimes(NamedTuple):
     """How long an option's run takes, each from the fastest to the slowest that is to be expected.
 
     Attributes:
         phases: {name: seconds} of the first run.
         cold_start: From the start of ComfyUI until all weights are on the card, from an NVMe disk.
-        loads: {where the files are: seconds until all weights are on the card}.
-        prequantized_loads: The same of a transformer that was quantized once and written; None for
-            bf16.
-        loras: Of a step, what LoRAs as bypass take.
         bound: What bounds a step at the slowest, `times.CARD` or `times.PROCESSOR`.
     """
 
     phases: Mapping[str, Range]
     cold_start: Range
-    loads: Mapping[str, Range]
-    prequantized_loads: Mapping[str, Range] | None
-    loras: Range
     bound: str
 
 
 def run_times(option: PlanOption, slow: Rates, fast: Rates) -> RunTimes:
     """Predicts the times of a plan's option at the slowest and the fastest rates of its card."""
-    request, setting = option.request, option.setting
-    place, precision = setting.text_encoder_place, setting.precision
+    low, high = (_seconds(option, rates, end) for end, rates in enumerate((fast, slow)))
+    phases = {name: Range(least, high[name]) for name, least in low.items()}
+    cold_start = phases.pop("cold load") + START
+    how = {"graph": GRAPHS in option.phases["sampling"].resident, **_how(option)}
+    bound = forward_times(option.request, option.setting.precision, slow, **how).bound
+    return RunTimes(phases, cold_start, bound)
+
+
+def _how(option: PlanOption, more: int = 0) -> dict[str, Any]:
+    packed, attention = option.setting.packed, option.setting.attention
+    return {"moved_bytes": option.moved_bytes + more, "packed": packed, "attention": attention}
+
+
+def _seconds(option: PlanOption, rates: Rates, end: int) -> dict[str, float]:
+    # {phase, or a load from disk: seconds} at one of the ends of a card's rates.
+    request, setting, load = option.request, option.setting, load_of(option)
+    precision, place = setting.precision, setting.text_encoder_place
     encoder, *turns = _bytes_of_turns(option)
-    moved = option.moved_bytes
-
-    def between(seconds: Callable[[Rates], float]) -> Range:
-        return Range(seconds(fast), seconds(slow))
-
-    def loading(load: Load) -> dict[str, Range]:
-        return {
-            source: Range(
-                load_seconds(load, fast, source).low, load_seconds(load, slow, source).high
-            )
-            for source in SOURCES
-        }
-
+    # What comes back to the card does so in the first pass, which hides as much of it.
+    passes = (
+        forward_seconds(request, precision, rates, **_how(option, more))
+        for more in (0, turns[0], max(turns))
+    )
+    for_text, for_decoder = (more - less for less, more in itertools.pairwise(passes))
+    prompts = encode_text_seconds(request, rates, place, setting.text_encoder)
+    prompts += encode_image_seconds(request, rates) + encoder / rates.pcie
     graph = GRAPHS in option.phases["sampling"].resident
     repaid = repaid_by(request, setting) if graph else 0
-    how = {"moved_bytes": moved, "packed": setting.packed, "attention": setting.attention}
-    without = replace(request, loras=Loras())
-
-    def back(rates: Rates) -> list[float]:
-        # What comes back to the card does so in the first pass, which hides as much of it.
-        passes = (
-            forward_seconds(request, precision, rates, **{**how, "moved_bytes": moved + count})
-            for count in (0, turns[0], max(turns))
-        )
-        return [after - before for before, after in itertools.pairwise(passes)]
-
-    loads = loading(load_of(option))
-    phases = {
-        "load": loads[PAGE_CACHE],
-        "text": between(
-            lambda rates: (
-                encode_text_seconds(request, rates, place, setting.text_encoder)
-                + encode_image_seconds(request, rates)
-                + encoder / rates.pcie
-                + back(rates)[0]
-            )
-        ),
-        "tables": between(lambda rates: table_seconds(request, rates, setting.modulation)),
-        "sampling": between(
-            lambda rates: sampling_seconds(request, precision, rates, repaid=repaid, **how)
-        ),
-        "decode": between(
-            lambda rates: decode_seconds(request, option.tiles, rates) + back(rates)[1]
-        ),
+    return {
+        "load": load_seconds(load, rates)[end],
+        "cold load": load_seconds(load, rates, cold=True)[end],
+        "text": prompts + for_text,
+        "tables": table_seconds(request, rates, setting.modulation),
+        "sampling": sampling_seconds(request, precision, rates, repaid=repaid, **_how(option)),
+        "decode": decode_seconds(request, option.tiles, rates) + for_decoder,
     }
-    ready = None
-    if precision in QUANTIZED:
-        ready = loading(load_of(option, quantized_file=True))
-    return RunTimes(
-        phases=phases,
-        cold_start=loads[NVME] + START,
-        loads=loads,
-        prequantized_loads=ready,
-        loras=between(
-            lambda rates: (
-                request.passes
-                * (
-                    forward_seconds(request, precision, rates, graph=graph)
-                    - forward_seconds(without, precision, rates, graph=graph)
-                )
-            )
-        ),
-        bound=forward_times(request, precision, slow, graph=graph, **how).bound,
-    )
 
 
 def _stock_room(option: PlanOption) -> int:
@@ -247,7 +184,7 @@ class Estimate:
         own_usd_per_hour: The user's own price; None for the list's.
         calibration: What the times rest on where the card was measured; else None.
         stock: {what ComfyUI without this package runs: a step of it}.
-        notes: Sentences of the caller's; `charts.notes` has those of an estimate.
+        notes: Sentences of the caller's; `charts.text` has those of an estimate.
         card_note: Why it is of this card, where the user's own cannot be it; empty elsewhere.
     """
 
@@ -339,19 +276,25 @@ class Estimate:
         """Lists what of stock ComfyUI may take no longer for a step."""
         return tuple(name for name, times in self.faster.items() if times.low < 1)
 
-    def seconds_of(self, option: PlanOption) -> Range | None:
-        """Predicts an image of another option of the plan, as `image_seconds`."""
+    @cached_property
+    def plan(self) -> tuple[tuple[PlanOption, Range | None], ...]:
+        """Pairs each option of the plan with the time of an image, as `image_seconds`."""
+        others = self.options[1:]
         if self.times is None:
-            return None
-        rates = _rates(option, self.card, self.calibration)
-        return replace(self, options=(option,), times=run_times(option, *rates)).image_seconds
+            return tuple((option, None) for option in self.options)
+        found = [(self.option, self.image_seconds)]
+        for option in others:
+            times = run_times(option, *_rates(option, self.card, self.calibration))
+            other = replace(self, options=(option,), times=times)
+            found.append((option, other.image_seconds))
+        return tuple(found)
 
     @property
     def headroom_bytes(self) -> int:
         """Counts the card's free bytes in the worst phase; negative where not all stays there."""
         return self.option.headroom_bytes
 
-    @property
+    @cached_property
     def tight(self) -> bool:
         """Tells whether it fits with less than `TIGHT_BYTES` to spare on a card whose memory nobody
         measured. Measured are the peaks of the one card of `measured.json`; a calibration measures
@@ -382,12 +325,24 @@ class Estimate:
         how = {"calibration": self.calibration, "usd_per_hour": self.own_usd_per_hour}
         return tuple(estimate(other, self.card, **how) for other in (fewer, lightning))
 
-    @property
+    @cached_property
     def step_seconds(self) -> Range | None:
         """Gives one computed step of the sampler, with both prompts where there are two."""
         return self.times and self.times.phases["sampling"].times(1 / self.request.computed_steps)
 
     @property
+    def lora_seconds(self) -> Range:
+        """Predicts what LoRAs as bypass add to a step; needs times."""
+        request, precision = self.option.request, self.option.setting.precision
+        how = {"graph": GRAPHS in self.option.phases["sampling"].resident}
+        slow, fast = _rates(self.option, self.card, self.calibration)
+        ends = [
+            [forward_seconds(it, precision, rates, **how) for rates in (fast, slow)]
+            for it in (request, replace(request, loras=Loras()))
+        ]
+        return Range(*(request.passes * (more - less) for more, less in zip(*ends, strict=True)))
+
+    @cached_property
     def faster(self) -> dict[str, Range]:
         """Gives how many times as fast a step is as each one of stock ComfyUI."""
         ours = self.step_seconds
@@ -401,7 +356,7 @@ class Estimate:
     def bound(self) -> str | None:
         return self.times and self.times.bound
 
-    @property
+    @cached_property
     def image_seconds(self) -> Range | None:
         """Gives one image of a run with a new prompt, when everything is loaded and the schedule's
         modulation table is there.

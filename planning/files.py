@@ -20,19 +20,10 @@ from .request import ON_PROCESSOR, TEXT_ENCODER, TRANSFORMER, VAE, RunRequest, S
 SOFTWARE_BYTES = 20 * GB
 
 
-def model_files(
-    request: RunRequest, setting: Setting, *, quantized_file: bool = False
-) -> dict[str, int]:
-    """Counts {model file that a run reads: bytes on the disk}, the transformer's first.
-
-    Args:
-        quantized_file: whether fp8 and int8 come from a file that Save Quantized Model or
-            `qwen-l40s quantize` has written; else the bf16 file is quantized on each load.
-    """
+def model_files(request: RunRequest, setting: Setting) -> dict[str, int]:
+    """Counts {model file that a run reads: bytes on the disk}, the transformer's first."""
     known = dict(request.parts.file_bytes)
     transformer = _transformer_file(request, setting.precision, known)
-    if quantized_file and made_on_load(request, setting):
-        transformer = transformer_bytes(request, setting).total
     # As published in its precision, else quantized on load from bf16.
     encoders = request.member.text_encoder.files
     file = encoders.get(setting.text_encoder) or encoders.get("bf16")
@@ -118,10 +109,8 @@ def encoder_made_on_load(request: RunRequest, setting: Setting) -> bool:
 
 # How long loads take.
 
-PAGE_CACHE, NVME, NETWORK = "page cache", "NVMe", "network volume"
-# Bytes/s of what is read once; None where the file is in memory already. Predicted: what rented
-# machines' local disks and network volumes give one reader.
-SOURCES: dict[str, float | None] = {PAGE_CACHE: None, NVME: 3e9, NETWORK: 0.4e9}
+# Bytes/s that the NVMe disk of a rented machine gives one reader; predicted.
+DISK = 3e9
 # A mapped file that is not in memory is read in the order in which it is asked for: 1.04 times as
 # long as from end to end in bf16, 1.3 in int8 (a disk of 2.1 GB/s at an H200).
 MAPPED = 1.3
@@ -163,11 +152,11 @@ class Load(NamedTuple):
     to_card: int = 0
 
 
-def load_of(option: PlanOption, *, quantized_file: bool = False) -> Load:
-    """Counts the load of a plan's option; `quantized_file` as of `model_files`."""
+def load_of(option: PlanOption) -> Load:
+    """Counts the load of a plan's option."""
     request, setting, phase = option.request, option.setting, option.phases["load"]
-    files = model_files(request, setting, quantized_file=quantized_file)
-    made = made_on_load(request, setting) and not quantized_file
+    files = model_files(request, setting)
+    made = made_on_load(request, setting)
     eight_bits = setting.precision in QUANTIZED
     ready = next(iter(files.values())) if eight_bits and not made else 0
     quantized = weight_bytes(request.transformer, "bf16").gemm if made else 0
@@ -184,23 +173,23 @@ def load_of(option: PlanOption, *, quantized_file: bool = False) -> Load:
     )
 
 
-def load_seconds(load: Load, rates: Rates, source: str = PAGE_CACHE) -> Range:
+def load_seconds(load: Load, rates: Rates, *, cold: bool = False) -> Range:
     """Predicts the time of weights from their files to where they stay, by loads on an H200's host.
 
     A file that is read for the first time takes at least as long as its disk, at most that in the
     order of its use and then the way from memory: without dynamic VRAM the two do not overlap.
 
     Args:
-        source: a name in `SOURCES`.
+        cold: whether the files are on an NVMe disk, and not in memory already.
     """
     memory = READ.times(load.read) + READ_QUANTIZED.times(load.read_quantized)
     memory += _linked(QUANTIZING, rates).times(load.quantized)
     memory += _linked(BRINGING, rates).times(load.brought)
     memory += _linked(BRINGING_8_BITS, rates).times(load.brought_8_bits)
     memory += _linked(TO_CARD, rates).times(load.to_card)
-    if (rate := SOURCES[source]) is None:
+    if not cold:
         return memory
-    disk = (load.read + load.read_quantized) / rate
+    disk = (load.read + load.read_quantized) / DISK
     return Range(max(disk, memory.low), MAPPED * disk + memory.high)
 
 

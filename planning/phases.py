@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ..errors import UnavailableError
 from ..families.registry import find_member
-from ..spec.formats import GIB, MIB, format_gib
+from ..spec.formats import GIB, MIB
 from ..spec.transformer import ON_CARD, REFERENCE_SIDE
 from .bytes import (
     BF16,
@@ -65,7 +64,6 @@ class Phase:
         workspace: What GEMMs and convolutions take besides them, and the allocator's rounding.
         context: The CUDA context, kernels, cuBLAS and cuDNN.
         resident: {what else stays on the card: bytes}.
-        note: How it is done, in one clause.
     """
 
     name: str
@@ -75,7 +73,6 @@ class Phase:
     context: int
     resident: Mapping[str, int] = field(default_factory=dict)
     seconds: Range | None = None
-    note: str = ""
 
     @property
     def peak_bytes(self) -> int:
@@ -117,23 +114,14 @@ def within(phase: Phase, usable: int) -> Phase:
     """Moves what does not fit off the card: from the other parts first, then from the part that
     works.
     """
-    over, resident, note = phase.card_bytes - usable, dict(phase.resident), phase.note
+    over, resident = phase.card_bytes - usable, dict(phase.resident)
     if over <= 0:
         return phase
     for name in ("transformer", "text encoder"):
         leaves = min(over, resident.get(name, 0))
-        if leaves:
-            resident[name], over = resident[name] - leaves, over - leaves
-            note += f"; {format_gib(leaves)} of the {name} leaves the card to make room"
-    moved = min(phase.weights, over)
-    if moved:
-        note += f"; {format_gib(moved)} of its weights streams from system RAM"
-    return replace(
-        phase,
-        weights=phase.weights - moved,
-        resident={name: count for name, count in resident.items() if count},
-        note=note,
-    )
+        resident[name], over = resident.get(name, 0) - leaves, over - leaves
+    there = {name: count for name, count in resident.items() if count}
+    return replace(phase, weights=phase.weights - min(phase.weights, over), resident=there)
 
 
 # What a card holds at the worst moment of each phase of a run.
@@ -171,54 +159,100 @@ def phases(
     Raises:
         UnavailableError: the image does not decode on the card even alone.
     """
-    overhead = _overhead()
+    found = steps(request, setting, card_bytes)
+    decode = decoding(request, setting, found["sampling"], card_bytes)
+    return {**found, decode.name: decode}
+
+
+def steps(request: RunRequest, setting: Setting, card_bytes: int | None = None) -> dict[str, Phase]:
+    """Counts the phases before decoding, as `phases`: no tiles have to be planned for them."""
+    overhead, place = _overhead(), setting.text_encoder_place
     weights = transformer_bytes(request, setting)
     on_card = weights.total - (weights.modulation if setting.off_card else 0)
     text = text_encoder_bytes(request, setting.text_encoder)
-    table, vae = table_bytes(request), vae_bytes(request)
     activations = step_bytes(request, setting).most
     others = others_bytes(request, setting)
-    additions = {"ControlNet": request.controlnet_bytes, "LoRAs": lora_bytes(request, setting)}
-    stays = _present({"VAE": vae, "modulation table": table, **additions, **others})
-    sampled, text_stays = on_card, text if setting.text_encoder_place == ON_CARD else 0
+    stays = {
+        "VAE": vae_bytes(request),
+        "modulation table": table_bytes(request),
+        "ControlNet": request.controlnet_bytes,
+        "LoRAs": lora_bytes(request, setting),
+        **others,
+    }
+    sampled, text_stays = on_card, text if place == ON_CARD else 0
     usable = None if card_bytes is None else card_bytes - KEPT_FREE_BYTES
     moves = usable is not None and not setting.resident
     if moves:
         room = usable - activations - sum(overhead) - sum(stays.values())
         text_stays = min(text_stays, max(0, room - least_weights(request, on_card)))
         sampled = min(on_card, max(0, room - text_stays))
-    stays |= _present({"text encoder": text_stays})
+    stays["text encoder"] = text_stays
+
+    def phase(
+        name: str,
+        weights: int,
+        activations: int,
+        resident: Mapping[str, int],
+        workspace: int = overhead.workspace,
+    ) -> Phase:
+        there = {part: count for part, count in resident.items() if count}
+        return Phase(name, weights, activations, workspace, overhead.context, there)
+
+    # What passes while the modulation's table is filled, two layers at a time where it waits off
+    # the card.
+    passing = min(weights.modulation, sampled)
+    if setting.off_card:
+        rows, dim = request.transformer.block.modulation_rows, request.transformer.dim
+        passing = min(weights.modulation, LAYERS_ON_CARD * rows * dim * (dim + 1) * BF16)
+    waiting = sampled if setting.off_card else sampled - passing
     found = {
-        "load": _load(request, setting, sampled, stays, overhead),
-        "text": _text(request, setting, text, sampled, stays, overhead, others, usable),
-        "tables": _tables(request, setting, weights, sampled, stays, overhead),
-        "sampling": Phase(
-            "sampling",
-            weights=sampled,
-            activations=activations,
-            workspace=overhead.workspace,
-            context=overhead.context,
-            resident=stays,
-            note=_sampling_note(setting, weights, on_card - sampled),
+        "load": phase("load", sampled, 0, {**stays, "modulation table": 0}, workspace=0),
+        "text": _text(request, setting, text, sampled, stays, others, usable, phase),
+        "tables": phase(
+            "tables", passing, _table_activations(request), {**stays, "transformer": waiting}
         ),
+        "sampling": phase("sampling", sampled, activations, stays),
     }
     if moves:
         found = {name: within(phase, usable) for name, phase in found.items()}
-    elif usable is not None and setting.text_encoder_place == STREAMED:
+    elif usable is not None and place == STREAMED:
         found["text"] = within(found["text"], usable)
-    loaded = {**stays, "transformer": sampled}
-    found["decode"] = _decode(request, loaded, vae, card_bytes, overhead)
-    room = math.inf if usable is None else usable
-    graphs = graph_bytes(request, setting)
-    # Graphs keep the buffers of the blocks, beside which the host's block runs for another prompt.
-    kept = graphs and graphs + buffer_bytes(request, setting)
-    return {name: _with_graphs(phase, kept, room) for name, phase in found.items()}
+    return {name: _with_graphs(phase, request, setting, usable) for name, phase in found.items()}
 
 
-def _with_graphs(phase: Phase, kept: int, room: float) -> Phase:
+def decoding(
+    request: RunRequest, setting: Setting, sampling: Phase, card_bytes: int | None
+) -> Phase:
+    """Counts the decoder with what stays on the card after sampling. What it lacks, ComfyUI moves
+    off the card first.
+    """
+    vae, context = vae_bytes(request), sampling.context
+    resident = {**sampling.resident, "transformer": sampling.weights, "VAE": 0, GRAPHS: 0}
+    usable = free = None
+    if card_bytes is not None:
+        usable = card_bytes - KEPT_FREE_BYTES
+        free = usable - context - vae - sum(resident.values())
+    movable = {name: resident.get(name, 0) for name in ("text encoder", "transformer")}
+    # Room that is short leaves less of the others there.
+    short = max(0, -(free or 0))
+    peak = decode_plan(request, free, max(0, sum(movable.values()) - short)).peak_bytes
+    moved = 0 if free is None else min(sum(movable.values()), max(0, peak - free))
+    for name, count in movable.items():
+        leaves = min(count, moved)
+        resident[name], moved = count - leaves, moved - leaves
+    there = {name: count for name, count in resident.items() if count}
+    # The plan has the workspace of convolutions.
+    return _with_graphs(Phase("decode", vae, peak, 0, context, there), request, setting, usable)
+
+
+def _with_graphs(phase: Phase, request: RunRequest, setting: Setting, usable: int | None) -> Phase:
     # They come with the first steps, and go with the transformer.
     there = phase.name == "sampling" or "transformer" in phase.resident
-    if not kept or not there or phase.card_bytes + kept > room:
+    if not there or not (graphs := graph_bytes(request, setting)):
+        return phase
+    # Graphs keep the buffers of the blocks, beside which the host's block runs for another prompt.
+    kept = graphs + buffer_bytes(request, setting)
+    if usable is not None and phase.card_bytes + kept > usable:
         return phase
     return replace(phase, resident={**phase.resident, GRAPHS: kept})
 
@@ -260,132 +294,38 @@ def others_bytes(request: RunRequest, setting: Setting) -> dict[str, int]:
     return found
 
 
-def _load(
-    request: RunRequest, setting: Setting, weights: int, stays: dict[str, int], overhead: Overhead
-) -> Phase:
-    resident = {name: count for name, count in stays.items() if name != "modulation table"}
-    note = "weights are copied to the card"
-    if setting.off_card:
-        note += "; those of the modulation stay in system RAM"
-    return Phase("load", weights, 0, 0, overhead.context, resident, note=note)
-
-
 def _text(
     request: RunRequest,
     setting: Setting,
     encoder: int,
     transformer: int,
-    stays: dict[str, int],
-    overhead: Overhead,
-    others: dict[str, int],
+    stays: Mapping[str, int],
+    others: Mapping[str, int],
     usable: int | None,
+    phase: Callable[..., Phase],
 ) -> Phase:
     place = setting.text_encoder_place
-    resident = {name: count for name, count in stays.items() if name != "text encoder"}
+    resident = {**stays, "text encoder": 0, "transformer": transformer}
     activations = encoding_bytes(request)
-    notes = ["computed in fp32, one layer's weights cast at a time"]
     if place == ON_PROCESSOR:
         encoder = activations = 0
-        notes = ["on the CPU"]
     if place in (DROPPED, STREAMED):
         # The transformer's turn is over, or has not come yet.
-        resident = {name: stays[name] for name in ("VAE", *others) if name in stays}
-        notes.append("ComfyUI moves as much of the transformer off the card as it needs")
-        notes.append("leaves the card once the prompt is encoded")
-    else:
-        resident |= _present({"transformer": transformer})
+        resident = {name: stays[name] for name in ("VAE", *others)}
     if request.references:
         side = REFERENCE_SIDE // request.vae.pixels
-        encoded = encode_peak_bytes(request.vae, side, side, BF16)
-        activations = max(activations, encoded)
-        notes.append(
-            f"the VAE encodes each reference image at one megapixel, in {format_gib(encoded)}"
-        )
-    workspace = overhead.workspace if activations else 0
+        activations = max(activations, encode_peak_bytes(request.vae, side, side, BF16))
     if place == STREAMED and usable is None:  # the least that it needs
         encoder = min(encoder, BLOCKS_ON_CARD * -(-encoder // request.member.text_encoder.layers))
-    return Phase(
-        "text", encoder, activations, workspace, overhead.context, resident, note="; ".join(notes)
-    )
+    without = {} if activations else {"workspace": 0}
+    return phase("text", encoder, activations, resident, **without)
 
 
-def _tables(
-    request: RunRequest,
-    setting: Setting,
-    weights: TransformerBytes,
-    sampled: int,
-    stays: dict[str, int],
-    overhead: Overhead,
-) -> Phase:
-    # The first step waits for it: the input of its first block is there.
-    dim, modulation_rows = request.transformer.dim, request.transformer.block.modulation_rows
-    # All rows at once through a layer, and once more for the first layer's proof.
-    activations = input_bytes(request)
-    activations += BF16 * table_rows(request) * dim * (1 + 3 * modulation_rows)
-    if setting.off_card:
-        layer = modulation_rows * dim * (dim + 1) * BF16
-        passing, rest = min(weights.modulation, LAYERS_ON_CARD * layer), sampled
-        note = (
-            f"{format_gib(weights.modulation)} of weights pass through the card layer by layer, "
-            "once for each new schedule"
-        )
-    else:
-        passing = min(weights.modulation, sampled)
-        rest, note = sampled - passing, "from weights on the card, once for each new schedule"
-    if not weights.modulation:
-        note = "all blocks share one modulation, which every step computes"
-    resident = {**stays, **_present({"transformer": rest})}
-    return Phase(
-        "tables",
-        weights=passing,
-        activations=activations,
-        workspace=overhead.workspace,
-        context=overhead.context,
-        resident=resident,
-        note=note,
-    )
-
-
-def _decode(
-    request: RunRequest,
-    others: dict[str, int],
-    vae: int,
-    card_bytes: int | None,
-    overhead: Overhead,
-) -> Phase:
-    resident = {name: count for name, count in others.items() if name != "VAE"}
-    free = None
-    movable = {name: resident[name] for name in ("text encoder", "transformer") if name in resident}
-    if card_bytes is not None:
-        free = card_bytes - KEPT_FREE_BYTES - overhead.context - vae - sum(resident.values())
-    # Room that is short leaves less of the others there.
-    short = max(0, -(free or 0))
-    plan = decode_plan(request, free, max(0, sum(movable.values()) - short))
-    note = plan.reason
-    if free is not None and plan.peak_bytes > free:
-        moved = min(sum(movable.values()), plan.peak_bytes - free)
-        note += f"; ComfyUI moves {format_gib(moved)} of other models off the card first"
-        for name, count in movable.items():
-            leaves = min(count, moved)
-            resident[name], moved = count - leaves, moved - leaves
-    return Phase(
-        "decode",
-        weights=vae,
-        activations=plan.peak_bytes,
-        workspace=0,  # the convolutions' are in the plan
-        context=overhead.context,
-        resident=_present(resident),
-        note=note,
-    )
-
-
-def _sampling_note(setting: Setting, weights: TransformerBytes, moved: int) -> str:
-    notes = []
-    if setting.off_card:
-        notes.append(f"{format_gib(weights.modulation)} of modulation weights stay in system RAM")
-    if moved:
-        notes.append(f"{format_gib(moved)} of weights move to the card in every forward pass")
-    return "; ".join(notes) or "all weights stay on the card"
+def _table_activations(request: RunRequest) -> int:
+    # The first step waits for it: the input of its first block is there. All rows go at once
+    # through a layer, and once more for the first layer's proof.
+    dim, rows = request.transformer.dim, request.transformer.block.modulation_rows
+    return input_bytes(request) + BF16 * table_rows(request) * dim * (1 + 3 * rows)
 
 
 def _overhead() -> Overhead:
@@ -394,7 +334,3 @@ def _overhead() -> Overhead:
     except UnavailableError:
         return Overhead(int(WORKSPACE_BYTES), int(CONTEXT_BYTES))
     return Overhead(int(found.workspace), int(found.context))
-
-
-def _present(parts: dict[str, int]) -> dict[str, int]:
-    return {name: count for name, count in parts.items() if count}

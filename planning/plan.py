@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +22,7 @@ from ..spec.formats import (
 )
 from ..spec.transformer import OFF_CARD, ON_CARD
 from .bytes import TransformerBytes, weight_bytes
-from .phases import KEPT_FREE_BYTES, Phase, least_weights, phases, within
+from .phases import KEPT_FREE_BYTES, Phase, decoding, least_weights, phases, steps, within
 from .rates import CUDNN_GENERATIONS
 from .request import (
     AUTO,
@@ -70,7 +71,6 @@ class PlanOption:
     setting: Setting
     recommended: bool = False
     asked: Question | None = field(default=None, repr=False)
-    first: PlanOption | None = field(default=None, repr=False, compare=False)
 
     @property
     def resident(self) -> bool:
@@ -98,19 +98,19 @@ class PlanOption:
             UnavailableError: as of `phases`.
         """
         stays = replace(self.setting, resident=True)
-        decode = phases(self.request, stays, self.card.total_bytes)["decode"]
+        sampling, total = self._steps["sampling"], self.card.total_bytes
+        decode = decoding(self.request, stays, sampling, total)
         # The decoder also needs what had to leave the card for it.
         parts = ("transformer", "text encoder")
         left = sum(decode.resident.get(part, 0) for part in parts)
-        there = self.weights_bytes + self._steps["sampling"].resident.get("text encoder", 0)
+        there = self.weights_bytes + sampling.resident.get("text encoder", 0)
         needs = {name: phase.needed_bytes for name, phase in self._steps.items()}
         return {**needs, "decode": decode.needed_bytes + there - left}
 
     @cached_property
     def _steps(self) -> Mapping[str, Phase]:
-        # Before decoding, if everything stayed: no tiles have to be planned for them.
-        found = phases(self.request, replace(self.setting, resident=True))
-        return {name: phase for name, phase in found.items() if name != "decode"}
+        # If everything stayed.
+        return steps(self.request, replace(self.setting, resident=True))
 
     @property
     def fits(self) -> bool:
@@ -210,8 +210,9 @@ def plan(
     if not run:
         raise DoesNotFitError(_refusal(case, min(option.least_bytes for option in found)))
     stay = [] if run[0].resident else _what_would_stay(case)
-    first = {"asked": case, "first": run[0]}
-    asked = [replace(it, recommended=not (index or stay), **first) for index, it in enumerate(run)]
+    asked = [
+        replace(it, recommended=not (index or stay), asked=case) for index, it in enumerate(run)
+    ]
     others = [replace(option, recommended=not index) for index, option in enumerate(stay)]
     return (*asked, *others)
 
@@ -312,14 +313,12 @@ def plan_with_room(card: CardFacts, request: RunRequest, spare: int) -> PlanOpti
 
     What the request names is kept if it can be; None where even free choice leaves less.
     """
-    for asked in (request, _unnamed(request)):
+    for asked in dict.fromkeys((request, _unnamed(request))):
         case = Question(card, asked, None, False, {})
-        try:
-            found = [case.option(precision, spare) for precision in case.precisions()]
-        except UnavailableError:  # it does not decode
-            continue
-        if stay := [option for option in found if option.resident]:
-            return stay[0]
+        with contextlib.suppress(UnavailableError):  # it does not decode
+            for precision in case.precisions():
+                if (option := case.option(precision, spare)).resident:
+                    return option
     return None
 
 
@@ -438,53 +437,33 @@ def _unnamed(request: RunRequest, stored: str | None = None) -> RunRequest:
 
 
 def _refusal(case: Question, least: int) -> str:
-    card, request = case.card, case.request
+    request, loras = case.request, case.request.loras
+    beside = loras.count and loras.mode != "merge"
+    # {what a step has besides one plain image: (whether it has, what helps)}
+    additions = {
+        f"a ControlNet of {format_gib(request.controlnet_bytes)}": (
+            request.controlnet_bytes,
+            "run without the ControlNet",
+        ),
+        f"LoRAs ({loras.count} of rank {loras.rank}, as bypass)": (
+            beside,
+            "merge the LoRAs into the weights",
+        ),
+        f"references ({request.references})": (request.references, "give fewer references"),
+        f"other models ({len(request.others)})": (
+            request.others,
+            "keep no other model on the card",
+        ),
+        f"layers ({request.layers})": (request.layers, "paint fewer layers"),
+    }
+    there = {words: remedy for words, (has, remedy) in additions.items() if has}
     batch = f"a batch of {request.batch}" if request.batch > 1 else "one image"
     what = f"a step of {batch} of {request.width}x{request.height}"
-    additions = [*_additions(request)]
-    if additions:
-        what += f" with {' and '.join(words for words, _, _ in additions)}"
-    remedies = {remedy: less for _, remedy, less in additions if remedy}
-    smaller = replace(request, width=LEAST_SIDE, height=LEAST_SIDE, batch=1)
-    remedies["choose a smaller size or batch"] = smaller
-    enough = [remedy for remedy, less in remedies.items() if _runs(case, less)]
-    if len(remedies) > 1 and not enough:
-        advice = f"combine several remedies ({', '.join(remedies)})"
-    else:
-        advice = ", ".join(enough or remedies)
+    if there:
+        what += f" with {', '.join(there)}"
+    remedies = ", ".join([*there.values(), "choose a smaller size or batch"])
     return (
-        f"{card.name} has {format_gib(card.total_bytes)} and {what} takes {format_gib(least)} even "
-        f"when weights move to it block by block: {advice}, or choose a card with more memory."
+        f"{case.card.name} has {format_gib(case.card.total_bytes)} and {what} takes "
+        f"{format_gib(least)} even when weights move to it block by block: {remedies}, or choose a "
+        "card with more memory."
     )
-
-
-def _additions(request: RunRequest) -> Iterator[tuple[str, str, RunRequest]]:
-    # (what a step has besides one plain image, what helps if anything does, the request after that)
-    def many(count: int, name: str) -> str:
-        return f"{count} {name}{'s' * (count > 1)}"
-
-    if size := request.controlnet_bytes:
-        without = replace(request, controlnet_bytes=0)
-        yield f"a ControlNet of {format_gib(size)}", "run without the ControlNet", without
-    loras = request.loras
-    if loras.count and loras.mode != "merge":
-        beside = f"{many(loras.count, 'LoRA')} of rank {loras.rank} as bypass"
-        merged = replace(request, loras=replace(loras, mode="merge"))
-        yield beside, "merge the LoRAs into the weights", merged
-    if count := request.references:
-        yield many(count, "reference"), "give fewer references", replace(request, references=0)
-    if count := len(request.others):
-        alone = replace(request, others=())
-        yield many(count, "other model"), "keep no other model on the card", alone
-    if count := request.layers:
-        fewer = "paint fewer layers" if count > 1 else ""
-        yield many(count, "layer"), fewer, replace(request, layers=1)
-
-
-def _runs(case: Question, request: RunRequest) -> bool:
-    asked = replace(case, request=request)
-    try:
-        found = [asked.option(precision) for precision in asked.precisions()]
-    except UnavailableError:  # it does not decode
-        return False
-    return any(option.least_bytes <= case.card.total_bytes for option in found)

@@ -6,27 +6,14 @@ Eight numbers of the estimates are fitted, all from what a card measured.
 their errors on both halves; nothing else in an estimate is fitted.
 
 Figures of the host and its link are no fits: each was measured once, on the host of an H200, and is
-taken for every machine.
-
-    rates.LAUNCHES, times.TABLE_LAYER_SECONDS           what the processor launches
-    times.STOCK                                         ComfyUI's own blocks against the fused ones
-    times.TABLE_FACTOR, rates.MEASURED_LINK             what copies reach of the link
-    vae_work.HOST_BYTES_PER_SECOND                      copies that are not pinned
-    vae_work.TILE_STEP_SECONDS                          what a further tile launches and copies
-    rates.FUSED_VAE                                     our VAE layers against ComfyUI's
-    files.READ, READ_QUANTIZED, TO_CARD                 files from memory to the card
-    files.BRINGING, BRINGING_8_BITS, QUANTIZING         the same of a transformer
-    files.MAPPED, files.START                           files from a disk; ComfyUI's start
-
-Predicted and not measured are times.PROCESSOR_FLOPS, files.SOURCES, and in `rates` attention in 8
-bits, LIMITED and HIDES. What other cards reach of their data sheets' peaks stands by class of card
-in `public.json`, with the figures of others that it comes from.
+taken for every machine. What is predicted says so where it stands. What other cards reach of their
+data sheets' peaks is in `public.json` by class of card, with the figures that it comes from.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -302,11 +289,8 @@ def rates_of(card: Card, calibration: Rates | None = None) -> tuple[Rates, Rates
         text += f"; taken as an {conditions['card']}'s rates, within {kind.within - 1:.0%}"
         slow, fast = (_scaled(rates_by(found, card), kind.within**sign) for sign in (-1, 1))
     else:
-        shares = {f"{name} products": share for name, share in kind.gemm.items()}
-        shares |= {"attention": kind.attention, "memory": kind.bandwidth}
-        told = [f"{what} {low:.0%} to {high:.0%}" for what, (low, high) in shares.items()]
         basis = f"from the figures of {kind.source}" if kind.source else "no public figure"
-        text += f"; of its dense peaks, {', '.join(told)} ({kind.name}: {basis})"
+        text += f" ({kind.name}: {basis})"
         slow, fast = (_predicted(card, kind, end) for end in (0, 1))
     if worst < 1:
         text += f"; its power limit is set to {card.limit_watts} of {card.tdp_watts} W, counted as "
@@ -385,25 +369,15 @@ def _calibrated(card: Card, calibration: Rates) -> tuple[Rates, Rates, Basis]:
     calibration = replace(calibration, vae=class_of(card).vae)
     if not lacks:
         return calibration, calibration, Basis("measured", text, origin)
-    shares = (class_of(card).gemm[name] for name in lacks)
-    taken = " and ".join(dict.fromkeys(f"{low:.0%} to {high:.0%}" for low, high in shares))
-    taken += " of its dense peak"
-    if not card.dense_flops:  # nobody has listed them
-        taken = "the rate of bf16"
-    text += f", except {' and '.join(lacks)}, which it did not measure: predicted at {taken}"
-    slow, fast = (
-        replace(calibration, gemm={**calibration.gemm, **_taken(card, calibration, lacks, end)})
-        for end in (0, 1)
-    )
-    return slow, fast, Basis("measured", text, origin, tuple(lacks))
-
-
-def _taken(card: Card, calibration: Rates, names: Iterable[str], end: int) -> dict[str, float]:
-    # For precisions that a calibration has no rate of.
-    if not card.dense_flops:
-        return dict.fromkeys(names, calibration.gemm["bf16"])
-    shares = class_of(card).gemm
-    return {name: shares[name][end] * _peak(card, name) for name in names}
+    text += f", except {' and '.join(lacks)}, which it did not measure and which is predicted"
+    ends = []
+    for end in (0, 1):
+        gemm = dict.fromkeys(lacks, calibration.gemm["bf16"])
+        if card.dense_flops:  # somebody has listed them
+            shares = class_of(card).gemm
+            gemm = {name: shares[name][end] * _peak(card, name) for name in lacks}
+        ends.append(replace(calibration, gemm={**calibration.gemm, **gemm}))
+    return *ends, Basis("measured", text, origin, tuple(lacks))
 
 
 def _peak(card: Card, precision: str) -> float:

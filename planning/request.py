@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from ..errors import SettingError
@@ -22,7 +23,7 @@ from ..spec.transformer import (
 from ..spec.vae import VaeShape
 from ..step_cache import CHOICES, CUSTOM, OFF, computed_steps
 
-AUTO = "auto"
+AUTO, AS_STORED = "auto", "as stored"
 PRECISIONS = (AUTO, *MULTIPLIED)
 # Of a text encoder's file in 4 bits, which ComfyUI's Load CLIP keeps so.
 W4A8 = "w4a8"
@@ -182,16 +183,16 @@ class RunRequest:
                     f"choose {', '.join(MULTIPLIED)}."
                 )
 
-    @property
+    @cached_property
     def member(self) -> Member:
         return find_member(self.family)
 
-    @property
+    @cached_property
     def transformer(self) -> TransformerShape:
         """Gives the transformer's shape: the true one, or the published."""
         return self.parts.transformer or self.member.transformer
 
-    @property
+    @cached_property
     def vae(self) -> VaeShape:
         """Gives the VAE's shape: the true one, or the published."""
         return self.parts.vae or self.member.vae
@@ -212,7 +213,7 @@ class RunRequest:
         side = PIXELS_PER_TOKEN_SIDE
         return self.frames * (self.width // side) * (self.height // side)
 
-    @property
+    @cached_property
     def step_tokens(self) -> StepTokens:
         """Counts the tokens of a forward pass, with what the image reads of NAG's prompt."""
         added = self.references * self.member.reference_words
@@ -233,7 +234,7 @@ class RunRequest:
         """Counts the prompts that are encoded, a negative one among them."""
         return 1 if self.cfg == "off" else 2
 
-    @property
+    @cached_property
     def computed_steps(self) -> int:
         """Counts the steps that call the transformer; a step cache skips the others."""
         if self.computed or self.cache == OFF:

@@ -187,11 +187,14 @@ def sampling_seconds(
 
     def step(graph: bool) -> float:
         seconds = forward_seconds(request, precision, rates, graph=graph, **how)
-        other = forward_seconds(plain, precision, rates, graph=graph, **how) if more else 0.0
-        return seconds + other
+        if more and request.nag_tokens:
+            return seconds + forward_seconds(plain, precision, rates, graph=graph, **how)
+        return seconds * (1 + more)
 
     launched = repaid or request.computed_steps
-    seconds = launched * step(False) + (request.computed_steps - launched) * step(repaid > 0)
+    seconds = launched * step(False)
+    if replayed := request.computed_steps - launched:
+        seconds += replayed * step(True)
     own = plain.step_tokens.prefix
     # By the host's own blocks, once a prompt.
     for count, tokens in ((request.passes, own), (1, request.step_tokens.prefix - own)):
@@ -342,23 +345,12 @@ STOCK_FORMATS = {
 }
 
 
-class StockBlocks(NamedTuple):
-    """What ComfyUI's own blocks take, as an H200 and its host measured them.
-
-    Attributes:
-        traffic: Bytes that the kernels between the products move, in those of our fused ones.
-        launches: Seconds of the processor for a block in bf16, and in 8 bits.
-    """
-
-    traffic: float
-    launches: tuple[float, float]
-
-
-# 1.x in torch: 178 ms a pass at 1024x1024 in bf16, 117 at 512x512; 195 and 201 in int8 and fp8,
-# which the processor bounds. 2.1 in comfy-kitchen's fused kernels: 135 and 827 ms at 1024x1024 and
-# 2048x2048; at 512x512 73 in int8.
-TWO_STREAMS = StockBlocks(7.05, (0.00195, 0.0033))
-ONE_STREAM = StockBlocks(2.2, (0.00095, 0.0022))
+# What ComfyUI's own blocks take, as an H200 and its host measured them: bytes that the kernels
+# between the products move, in those of our fused ones; and seconds of the processor for a block in
+# bf16, and in 8 bits. 1.x in torch: 178 ms a pass at 1024x1024 in bf16, 117 at 512x512; 195 and 201
+# in int8 and fp8, which the processor bounds. 2.1 in comfy-kitchen's fused kernels: 135 and 827 ms
+# at 1024x1024 and 2048x2048; at 512x512 73 in int8.
+TWO_STREAMS, ONE_STREAM = (7.05, (0.00195, 0.0033)), (2.2, (0.00095, 0.0022))
 
 
 def stock_steps(
@@ -394,15 +386,15 @@ def _with_stock_attention(card: Card, slow: Rates, fast: Rates) -> tuple[Rates, 
 def stock_pass(request: RunRequest, how: StockFormat, rates: Rates, card: Card, room: int) -> float:
     """Predicts one forward pass of ComfyUI's own blocks, on the card or on its processor."""
     work, stock = Pass.of(request), class_of(card).stock
-    blocks = TWO_STREAMS if work.shape.block.text_layers else ONE_STREAM
+    traffic, launches = TWO_STREAMS if work.shape.block.text_layers else ONE_STREAM
     image, text, _ = block_seconds(work, how.products, rates)
     wide, size = weight_bytes(work.shape, "bf16"), BYTES_PER_WEIGHT[how.weights]
-    moved = blocks.traffic * block_bytes(work, "bf16")
+    moved = traffic * block_bytes(work, "bf16")
     moved += size * wide.modulation / WIDE / work.shape.blocks
     each = stock.get(how.products, 1.0) * (image + text) + moved / rates.bandwidth
     each += stock.get("attention", 1.0) * attention_seconds(work, rates)
     seconds = work.shape.blocks * each + _outside_seconds(work, rates)
-    launched = work.shape.blocks * blocks.launches[how.products in QUANTIZED]
+    launched = work.shape.blocks * launches[how.products in QUANTIZED]
     copies = max(0, size * wide.total // WIDE - room) / rates.pcie
     if how.weights != how.products:  # in the stream of the copies
         copies += CAST * wide.total / WIDE / rates.bandwidth

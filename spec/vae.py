@@ -24,6 +24,27 @@ class Strips(NamedTuple):
     least_tiles: int
 
 
+class VaeCounts(NamedTuple):
+    """Counts what the largest layers of a VAE hold, in pixels x channels of full resolution.
+
+    Attributes:
+        kept: Of a stage, its input, which waits for a shortcut around it.
+        made: Channels that enlarging to full resolution gives, in those of full resolution.
+        enlarged: What it holds with its input, but for strips, in the fused layers; in ComfyUI's;
+            and where frames are padded.
+        margins: Pixels that a tile reads beyond what it gives, both sides together, where it holds
+            the most: to decode in fused layers, in others, and to encode.
+    """
+
+    kept: int = 0
+    made: int = 1
+    enlarged: tuple[float, float, float] = (1.5, 6.5, 6.6)
+    margins: tuple[int, int, int] = (21, 21, 128)
+
+
+COUNTS = VaeCounts()
+
+
 @dataclass(frozen=True)
 class VaeShape:
     """Holds the sizes that fix a VAE's activations.
@@ -37,8 +58,8 @@ class VaeShape:
             16-bit tensors diffusers norms and enlarges copies in fp32.
         encoder_dim: the same of the encoder; None where it is the decoder's.
         widths: channels of each stage from full to latent resolution, in multiples of those.
-        shortcut_frames: of each halving from full resolution, the frames that the shortcut around
-            its stage spreads one image over; empty where no shortcut leads around a stage.
+        shortcuts: whether one leads around each stage that halves or enlarges.
+        counts: what its largest layers hold.
         strips: what ComfyUI's own code takes, where it cuts each layer into strips of rows; None
             where it runs layers whole.
         fused: whether its layers run as `optimizations/vae/flat.py` computes them.
@@ -50,7 +71,8 @@ class VaeShape:
     padded_frames: int = 0
     encoder_dim: int | None = None
     widths: tuple[int, ...] = (1, 2, 4, 4)
-    shortcut_frames: tuple[int, ...] = ()
+    shortcuts: bool = False
+    counts: VaeCounts = COUNTS
     strips: Strips | None = None
     fused: bool = False
 
@@ -99,14 +121,12 @@ class VaeLayer:
             pixels before a convolution; "down" is one of stride 2 that pads below and to the
             right; "head" is a norm and a convolution; "stage" is `inner` with a shortcut around
             all of it, which averages or repeats pixels.
-        frames: of a stage, those that its shortcut spreads one image over.
     """
 
     kind: Kind
     channels_in: int
     channels_out: int
     inner: tuple[VaeLayer, ...] = ()
-    frames: int = 1
 
     def reads(self, low: int, high: int) -> Interval:
         """Returns the rows (or columns) of the input behind rows [low, high) of the output."""
@@ -138,34 +158,34 @@ def _blocks(channels_in: int, channels: int, count: int) -> list[VaeLayer]:
     return [first] + [VaeLayer("residual", channels, channels)] * (count - 1)
 
 
-def _stage(steps: list[VaeLayer], frames: int) -> VaeLayer:
-    return VaeLayer("stage", steps[0].channels_in, steps[-1].channels_out, tuple(steps), frames)
+def _stage(steps: list[VaeLayer]) -> VaeLayer:
+    return VaeLayer("stage", steps[0].channels_in, steps[-1].channels_out, tuple(steps))
 
 
 def up_steps(shape: VaeShape) -> tuple[VaeLayer, ...]:
     """Lists the decoder behind its middle: stages of three residual blocks, and the head."""
-    stages, frames = shape.channels("decode")[::-1], shape.shortcut_frames[::-1]
+    stages, staged = shape.channels("decode")[::-1], shape.shortcuts
     steps, given = [], stages[0]
     for index, channels in enumerate(stages):
         stage = _blocks(given, channels, 3)
         if index < len(stages) - 1:
             # Without a shortcut, enlarging halves the channels.
-            given = channels if frames else channels // 2
+            given = channels if staged else channels // 2
             stage.append(VaeLayer("up", channels, given))
-            stage = [_stage(stage, frames[index])] if frames else stage
+            stage = [_stage(stage)] if staged else stage
         steps += stage
     return (*steps, VaeLayer("head", stages[-1], shape.image_channels))
 
 
 def down_steps(shape: VaeShape) -> tuple[VaeLayer, ...]:
     """Lists the encoder before its middle: a convolution and stages of two residual blocks."""
-    stages, frames = shape.channels("encode"), shape.shortcut_frames
+    stages, staged = shape.channels("encode"), shape.shortcuts
     steps, given = [VaeLayer("convolution", shape.image_channels, stages[0])], stages[0]
     for index, channels in enumerate(stages):
         stage = _blocks(given, channels, 2)
         if index < len(stages) - 1:
             stage.append(VaeLayer("down", channels, channels))
-        steps += [_stage(stage, (*frames, 1)[index])] if frames else stage
+        steps += [_stage(stage)] if staged else stage
         given = channels
     return tuple(steps)
 
@@ -186,13 +206,6 @@ def after_middle(shape: VaeShape, direction: str) -> tuple[VaeLayer, ...]:
     if direction == "decode":
         return (block,)
     return (block, VaeLayer("head", width, 2 * shape.latent_channels))
-
-
-def middle_steps(shape: VaeShape, direction: str) -> tuple[VaeLayer, ...]:
-    """Lists the attention with what precedes and follows it."""
-    width = shape.middle_channels(direction)
-    attention = VaeLayer("attention", width, width)
-    return (*before_middle(shape, direction), attention, *after_middle(shape, direction))
 
 
 def intervals(

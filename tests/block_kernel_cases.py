@@ -85,9 +85,10 @@ class Calls:
         self.ops.decode_weight(*given, bits, out)(*given)
         return out
 
-    def scaled_gemm(self, a, b, scale_a, scale_b, bias, out_dtype, beside=None, gelu=False):
-        out = a.new_empty(len(a), len(b), dtype=out_dtype)
-        launch = self.ops.scaled_gemm(a, b, scale_a, scale_b, bias, out, beside, gelu)
+    def scaled_gemm(self, a, b, scale_a, scale_b, bias, out_dtype, beside=None, **activated):
+        columns = len(b) // 2 if activated.get("swiglu") else len(b)
+        out = a.new_empty(len(a), columns, dtype=out_dtype)
+        launch = self.ops.scaled_gemm(a, b, scale_a, scale_b, bias, out, beside, **activated)
         launch(b, scale_b, bias, beside and beside[1], a)
         return out
 

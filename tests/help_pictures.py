@@ -19,7 +19,7 @@ COLOURS = 128  # of the palette; fewer make one of two that a legend tells apart
 
 def estimate_picture():
     """What one image takes of an L40S, as the node draws it."""
-    from qwen_l40s.charts.answer import memory_chart
+    from qwen_l40s.charts.picture import memory_chart
     from qwen_l40s.families.registry import find_member
     from qwen_l40s.machine.store import known_cards
     from qwen_l40s.planning.cards import BUNDLED, find_card
@@ -32,7 +32,7 @@ def estimate_picture():
 
 def advise_picture():
     """What an image costs on the cards of the list, as the node draws it."""
-    from qwen_l40s.charts.advice import cost_chart
+    from qwen_l40s.charts.picture import cost_chart
     from qwen_l40s.families.registry import find_member
     from qwen_l40s.machine.store import known_cards
     from qwen_l40s.planning.advise import advise

@@ -256,6 +256,30 @@ def test_scaled_gemm_adds_loras(format, dtype):
         KERNELS.scaled_gemm(a, b, scale_a, scale_b, bias, dtype, beside=(t, up[:, 1:]))
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_scaled_gemm_has_the_bits_of_a_product_and_swiglu_quantize(format):
+    for (m, n, k), rank in zip(SHAPES.values(), (0, 64, 5, 40), strict=True):
+        a, scale_a, b, scale_b, bias = operands(m, n, k, format)
+        t, up = torch.randn(m, rank).bfloat16(), torch.randn(n, rank).bfloat16()
+        for added, beside in ((None, None), (bias, (t, up) if rank else None)):
+            given = a, b, scale_a, scale_b, added
+            out = KERNELS.scaled_gemm(*given, torch.bfloat16, beside, swiglu=True)
+            gate, *others = KERNELS.scaled_gemm(*given, torch.bfloat16, beside).chunk(2, 1)
+            KERNELS.swiglu_quantize(gate, *others, None)
+            assert torch.equal(out, gate)
+            wide = KERNELS.scaled_gemm(*given, torch.float32, beside, swiglu=True)
+            twin = reference.scaled_gemm(*given, torch.float32, beside, swiglu=True)
+            torch.testing.assert_close(wide, twin, rtol=1e-5, atol=1e-4)
+            truth = (a.double() * scale_a) @ (b.double() * scale_b).t()
+            truth += 0 if added is None else added.double()
+            truth += t.double() @ up.double().t() if beside else 0
+            gate, other = truth.chunk(2, 1)
+            truth = torch.nn.functional.silu(gate) * other
+            assert (wide - truth).norm() < 2e-6 * truth.norm()
+    with pytest.raises(ValueError, match="rows of"):
+        gemms.scaled_gemm(a, b, scale_a, scale_b, None, wide[:, 1:], swiglu=True)
+
+
 @far_below_zero
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_scaled_gemm_of_rows_that_are_not_quantized(dtype):

@@ -1,8 +1,7 @@
 """Stands in for attention packages, which run on a card alone.
 
-Each computes attention exactly, in fp32 on any device. SageAttention's have the published
-signatures, but for what those take as **kwargs and ignore, so that a misspelled name fails.
-`install` puts such a module where `import` finds it.
+Each computes attention in fp32 on any device, exactly but for comfy-kitchen's. `install` puts such
+a module where `import` finds it.
 """
 
 import importlib.machinery
@@ -11,8 +10,6 @@ import sys
 import types
 
 import torch
-
-TILE = 128
 
 
 def exact(q, k, v, scale=None):
@@ -24,87 +21,35 @@ def exact(q, k, v, scale=None):
     return out.to(q.dtype).contiguous(), scores.logsumexp(-1)
 
 
-# FlashAttention 2 (flash_attn) and 3 (fa3_fwd_interface, flash_attn_interface) take these first and
-# have defaults for the rest, in Dao-AILab/flash-attention at 0251105a (2026-08-15).
+# FlashAttention 3 (fa3_fwd_interface, flash_attn_interface) takes these first and has
+# defaults for the rest, in Dao-AILab/flash-attention at 0251105a (2026-08-15).
 def flash_attn_func(q, k, v):
     return exact(q, k, v)[0]
 
 
-# thu-ml/SageAttention 2.2.0 (commit d1a57a5, 2026-01-17), sageattention/core.py; the fork
-# woct0rdho/SageAttention at 03123a6 has the same.
-def sageattn_qk_int8_pv_fp16_cuda(
-    q,
-    k,
-    v,
-    tensor_layout="HND",
-    is_causal=False,
-    qk_quant_gran="per_thread",
-    sm_scale=None,
-    pv_accum_dtype="fp32",
-    smooth_k=True,
-    smooth_v=False,
-    return_lse=False,
-):
-    assert pv_accum_dtype in ("fp16", "fp16+fp32", "fp32")
-    return _sage(q, k, v, tensor_layout, is_causal, sm_scale, smooth_k, return_lse)
+# comfy-kitchen 0.2.31 and 0.2.40, sage_attention.py.
+def int8_attention(q, k, v, *, scale=None, attn_mask=None):
+    """q, k, v, (B, heads, tokens, head_dim), and the weights in int8: q and k rotated, a scale for
+    each of their rows and for each channel of v.
+    """
+    assert scale is None and attn_mask is None and all(x.stride(-1) == 1 for x in (q, k, v))
+    heads, turn = q.shape[-1], torch.ones(1, 1)
+    while len(turn) < heads:
+        turn = torch.cat([torch.cat([turn, turn], 1), torch.cat([turn, -turn], 1)])
+    q8, k8 = (_round(x.float() @ turn * heads**-0.5, -1) for x in (q, k))
+    weights = (q8 @ k8.transpose(-1, -2) * heads**-0.5).softmax(-1)
+    weights = weights / weights.amax(-1, keepdim=True) * 255
+    mixed = weights.round() @ _round(v.float(), -2)
+    return (mixed / weights.sum(-1, keepdim=True)).to(q.dtype)
 
 
-def sageattn_qk_int8_pv_fp8_cuda(
-    q,
-    k,
-    v,
-    tensor_layout="HND",
-    is_causal=False,
-    qk_quant_gran="per_thread",
-    sm_scale=None,
-    pv_accum_dtype="fp32+fp16",
-    smooth_k=True,
-    smooth_v=False,
-    return_lse=False,
-):
-    assert pv_accum_dtype in ("fp32", "fp32+fp32", "fp32+fp16")
-    return _sage(q, k, v, tensor_layout, is_causal, sm_scale, smooth_k, return_lse)
-
-
-def sageattn_qk_int8_pv_fp8_cuda_sm90(
-    q,
-    k,
-    v,
-    tensor_layout="HND",
-    is_causal=False,
-    qk_quant_gran="per_thread",
-    sm_scale=None,
-    pv_accum_dtype="fp32+fp32",
-    smooth_k=True,
-    return_lse=False,
-):
-    assert pv_accum_dtype == "fp32+fp32"
-    return _sage(q, k, v, tensor_layout, is_causal, sm_scale, smooth_k, return_lse)
-
-
-def _sage(q, k, v, tensor_layout, is_causal, sm_scale, smooth_k, return_lse):
-    """As the CUDA kernels: NaN in every row once a tile of queries or keys is not full."""
-    assert tensor_layout == "NHD" and not is_causal
-    assert q.dtype in (torch.float16, torch.bfloat16)
-    assert all(x.stride(-1) == 1 for x in (q, k, v))
-    out, lse = exact(q, k, v, sm_scale)
-    if q.shape[1] % TILE or k.shape[1] % TILE:
-        out, lse = torch.full_like(out, torch.nan), torch.full_like(lse, torch.nan)
-    return (out, lse) if return_lse else out
-
-
-def never(*_, **__):
-    raise AssertionError("paints black images")
+def _round(x, dim):
+    scale = x.abs().amax(dim, keepdim=True) / 127
+    return (x / scale).round() * scale
 
 
 FLASH = {"flash_attn_func": flash_attn_func}
-SAGE = {
-    "sageattn_qk_int8_pv_fp16_cuda": sageattn_qk_int8_pv_fp16_cuda,
-    "sageattn_qk_int8_pv_fp8_cuda": sageattn_qk_int8_pv_fp8_cuda,
-    "sageattn_qk_int8_pv_fp8_cuda_sm90": sageattn_qk_int8_pv_fp8_cuda_sm90,
-    "sageattn_qk_int8_pv_fp16_triton": never,
-    "sageattn": never,
-}
+KITCHEN = {"int8_attention": int8_attention}
 
 
 def install(monkeypatch, module, functions, change=None):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..charts.figures import between, duration, tenths, usd
-from ..charts.run_chart import COLOURS, GOOD, LINE, SIDE, WIDTH, Page, text_width
+from ..charts.picture import COLOURS, GOOD, LINE, SIDE, WIDTH, Page, text_width
 from ..machine.store import known_cards
 from ..planning.cards import BUNDLED, find_card
 from ..planning.estimate import estimate

@@ -96,7 +96,8 @@ comfy.memory_management: aimdo_enabled
 comfy.model_management: free_memory[memory_required device keep_loaded] get_torch_device
     loaded_models unload_model_and_clones[model all_devices]
 comfy.sd: CLIP[target embedding_directory parameters state_dict model_options
-    disable_dynamic] CLIPType TEModel detect_te_model llama_detect
+    disable_dynamic] CLIP.load_sd CLIPType TEModel detect_te_model llama_detect
+    load_clip[ckpt_paths embedding_directory clip_type model_options disable_dynamic]
     load_text_encoder_state_dicts[state_dicts embedding_directory clip_type model_options
     disable_dynamic]
 comfy.sd1_clip: SD1ClipModel SD1Tokenizer SDClipModel SDTokenizer
@@ -105,6 +106,16 @@ comfy.text_encoders.llama: BaseLlama Llama2_[config device dtype ops] Qwen25_7BV
 comfy.text_encoders.qwen_image: QwenImageTEModel QwenImageTokenizer te
 comfy.utils: ProgressBar calculate_parameters load_safetensors
     load_torch_file[ckpt safe_load return_metadata]
+# encoding
+comfy.model_management: unload_all_models
+comfy.model_patcher: ModelPatcher[model load_device offload_device]
+comfy.ops: manual_cast.Linear[in_features out_features bias device]
+comfy.sd: CLIP.encode_from_tokens[tokens return_pooled return_dict] CLIP.load_model
+comfy.sd1_clip: SDClipModel.process_tokens[tokens device]
+comfy.text_encoders.llama: Llama2_.forward[x attention_mask embeds num_tokens
+    intermediate_output final_layer_norm_intermediate dtype position_ids embeds_info
+    deepstack_embeds visual_pos_masks] Qwen25_7BVLI.preprocess_embed[embed device]
+    TransformerBlock.forward[x attention_mask freqs_cis optimized_attention past_key_value]
 # VAE
 comfy.ldm.wan.vae: WanVAE[dim z_dim dim_mult num_res_blocks attn_scales
     temperal_downsample image_channels conv_out_channels]

@@ -103,6 +103,7 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
         super().__init__(*given)
         self.peers = ()  # other cards have no part in a pass
         self._guided = False
+        self._fills = False  # ComfyUI's prefix cache
         self._shift = 0  # rows before those of the image, where both are given
         self._whole: tuple[Any, ...] = ()  # those rows as ComfyUI and as we have them, and segments
         # What a block gave, the block that gets it unread, and the same rows as we have them.
@@ -118,7 +119,7 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
 
     def no_graphs(self) -> Verdict | None:
         # Where the cache is filled or moves, nobody knows what later blocks read.
-        if self.fills:
+        if self._fills:
             return FILLS
         if self._guided:
             return GUIDED
@@ -151,11 +152,11 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
         comfy.ops.run_every_op()
         (x, mod, pe), before = map(arguments.get, ("x", "mod", "pe")), arguments["prefix_len"]
         batch, rows, _ = x.shape
-        self.fills, self._shift = before == rows, before % rows
+        self._fills, self._shift = before == rows, before % rows
         tokens, segments = Tokens(batch, 0, rows, rows - before), bound.pop("segments")
         make = partial(self.new_step, tokens, x, pe, segments)
         step = self.kept_step((pe,), (tokens, x.dtype, segments), make)
-        if self.fills:
+        if self._fills:
             step = step._replace(keep=partial(self._keep, **bound))
         patches, replaced = (self._options.get(it, {}) for it in ("patches", "patches_replace"))
         watched = bool(patches.get("single_block") or replaced.get("dit"))

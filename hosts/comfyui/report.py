@@ -1,12 +1,12 @@
-"""The report after a run: six lines, the answer first, then what was predicted of each phase and
-measured; a picture in the layout of an estimate's; and the same for programs.
+"""The report after a run: six lines with the answer first, what was measured of each phase, which
+path its code took, and one line of what was predicted; a picture, and the same for programs.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
 from typing import Any
@@ -14,27 +14,33 @@ from typing import Any
 from comfy.model_patcher import ModelPatcher
 
 from ...charts.figures import duration, folded, table, tenths, usd
-from ...charts.run_chart import Bar, Figure, Limit, RunPicture
-from ...families.registry import pixels_of
-from ...planning.estimate import usd_range
-from ...planning.phases import Range, figure
-from ...spec.formats import GIB
+from ...charts.picture import Bar, Figure, Limit, RunPicture
+from ...charts.text import pair
+from ...errors import QwenL40SError
+from ...families.registry import member_by_text, pixels_of
+from ...options import request_settings
+from ...planning.estimate import Estimate, usd_range
+from ...planning.phases import Range, figure, gib
+from ...planning.plan import attention_form
+from ...planning.request import EXACT, FAST
+from ...spec.formats import EIGHT_BIT, GIB, CardFacts
+from ...spec.transformer import whole_pixels
 from .contract import unsupported_model
-from .record import MeasuredPhase, harmless, measured
-from .report_rows import (
-    PARTS_MISSING,
-    ROW_NAMES,
-    LastRun,
-    Prediction,
-    Row,
-    ends,
-    last_run,
-    predict,
-    rows_of,
-    seconds_text,
-)
+from .estimate.cards import THIS_CARD, card_of
+from .estimate.request import estimate_on, request_from
+from .load.plan import card_facts
+from .record import MeasuredPhase, harmless, measured, prompt_id
 from .sample.measure import is_recorded
 
+# {phase: what a report calls it}, as a first run has them.
+ROWS = {
+    "load": "load",
+    "text": "text encode",
+    "encode": "VAE encode",
+    "tables": "modulation",
+    "sampling": "sampling",
+    "decode": "VAE decode",
+}
 NO_RUN = (
     "Nothing was sampled with this MODEL since it was loaded: connect the MODEL that goes into the "
     "sampler."
@@ -52,12 +58,15 @@ UNWATCHED = (
     "between it and the sampler, and connect its MODEL here."
 )
 FAILED = "The run could not be reported: ComfyUI's log says why."
+PARTS_MISSING = "Connect clip and vae to predict the card's memory: their weights count too."
+FIRST_RUN = "a first run also moves the model to the card, compiles kernels and tests attention"
 # What sampling may take besides its steps before the report says so.
 LONG_SECONDS, LONG_SHARE = 1.0, 0.25
 # A run that takes so much more or less than predicted is called slower or faster.
 LIKE_THE_PREDICTION = 0.15
 SIGNS = {"as predicted": "good", "faster than predicted": "good", "slower than predicted": "tight"}
-FIRST_RUN = "a first run also moves the model to the card, compiles kernels and tests attention"
+# A sampler can add a pass here and there; more of them are another run.
+LIKE_THE_PASSES = 0.25
 
 
 @dataclass(frozen=True)
@@ -100,40 +109,10 @@ def _report(model: ModelPatcher, clip: Any, vae: Any) -> RunReport:
         if measured(model) is not None:
             return _sentence(NOT_MEASURED)
         return _sentence(NO_RUN if is_recorded(model) else UNWATCHED)
-    sampled = ran.of("sampling")
-    tiles = max((decode.asked.get("tiles", 0) for decode in ran.of("decode")), default=0)
-    predictions = [predict(run, model, clip, vae, tiles) for run in sampled]
-    rows = rows_of(ran, predictions)
+    sampled, rows = ran.of("sampling"), rows_of(ran)
+    prediction = predict(sampled[-1], model, clip, vae)
+    run = RunFacts(ran, rows, prediction, predicted_seconds(rows, prediction, model, clip, vae))
     notes = [] if ran.this_run else [EARLIER]
-    notes += [*_missing(clip, vae, ran), *predictions[-1].notes]
-    if len(sampled) > 1:
-        notes.append(
-            f"{len(sampled)} samplings ran: times cover all of them, the step is from the last."
-        )
-    beyond = _beyond_steps(sampled)
-    if beyond:
-        notes.append(f"{seconds_text(beyond)} of sampling were not steps: {FIRST_RUN}.")
-    notes += _about_memory(ran.last)
-    facts = RunFacts(ran, rows, predictions[-1], notes, beyond)
-    return RunReport(
-        report_text(facts), "\n".join(summary_lines(facts)), report_picture(facts), _data(facts)
-    )
-
-
-def _beyond_steps(sampled: Sequence[MeasuredPhase]) -> float:
-    """Counts the seconds that were no steps, where they are many; else 0."""
-    total = steps = 0.0
-    for run in sampled:
-        step = run.asked["step_seconds"]
-        if step is None:
-            return 0.0
-        total += run.seconds
-        steps += run.asked["evaluations"] * step
-    return total - steps if total - steps >= max(LONG_SECONDS, LONG_SHARE * steps) else 0.0
-
-
-def _missing(clip: Any, vae: Any, ran: LastRun) -> list[str]:
-    notes = []
     if clip is not None and not ran.of("text"):
         notes.append(
             "No text encode in this run: ComfyUI reused the prompts, or another pack loaded the "
@@ -143,57 +122,264 @@ def _missing(clip: Any, vae: Any, ran: LastRun) -> list[str]:
         notes.append(
             "No VAE decode was measured in this run: only VAE Decode (Qwen-Image) is measured."
         )
-    return notes
+    notes += prediction.notes
+    if len(sampled) > 1:
+        notes.append(
+            f"{len(sampled)} samplings ran: times cover all of them, the step is from the last."
+        )
+    if beyond := run.beyond_steps():
+        notes.append(f"{seconds_text(beyond)} of sampling were not steps: {FIRST_RUN}.")
+    notes += dict.fromkeys(it for each in sampled for it in each.asked.get("few_steps", ()))
+    device = ran.last.device
+    if ran.last.counted:
+        notes.append("Card memory is what the driver reports: all programs, and torch's reserve.")
+    elif device.type == "cpu":
+        notes.append("Memory is not measured on the CPU.")
+    else:
+        notes.append(f"Memory and steps are measured on CUDA cards only; this ran on {device}.")
+    lines = run.summary()
+    return RunReport(
+        run.text(lines, notes), "\n".join(lines), run.picture(), run.data() | {"notes": notes}
+    )
 
 
-def _about_memory(last: MeasuredPhase) -> list[str]:
-    if last.counted:
-        return [
-            "Predictions assume that all models are loaded; the one for load, that none is.",
-            "Card memory is what the driver reports: all programs, and torch's reserve.",
-        ]
-    if last.device.type == "cpu":
-        return ["Memory is not measured on the CPU."]
-    return [f"Memory and steps are measured on CUDA cards only; this ran on {last.device}."]
+# What was measured.
 
 
-def _data(facts: RunFacts) -> dict[str, Any]:
-    step, prediction = facts.step, facts.prediction
-    estimate = prediction.estimate
-    return {
-        "this_run": facts.ran.this_run,
-        "phases": {row.name: row.as_dict() for row in facts.rows},
-        "step_ms": {
-            "predicted": None if prediction.step is None else ends(prediction.step.times(1000)),
-            "measured": None if step is None else figure(1000 * step),
-        },
-        "step_bound_by": estimate and estimate.bound,
-        "measured_seconds": figure(facts.seconds),
-        "predicted_seconds": ends(facts.predicted),
-        "basis": estimate and estimate.basis.text,
-        "notes": list(facts.notes),
-    }
+@dataclass(frozen=True)
+class LastRun:
+    """Holds what a report is of: the MODEL's last run, with what CLIP and VAE did for it or now."""
+
+    phases: tuple[MeasuredPhase, ...]  # in order
+    now: str  # the id of the prompt that ComfyUI executes
+
+    @property
+    def last(self) -> MeasuredPhase:
+        return self.of("sampling")[-1]
+
+    @property
+    def this_run(self) -> bool:
+        return self.last.prompt == self.now
+
+    def of(self, name: str) -> tuple[MeasuredPhase, ...]:
+        return tuple(phase for phase in self.phases if phase.name == name)
+
+
+def last_run(model: ModelPatcher, clip: Any, vae: Any) -> LastRun | None:
+    own = measured(model) or ()
+    sampled = [phase for phase in own if phase.name == "sampling"]
+    if not sampled:
+        return None
+    prompts = (sampled[-1].prompt, prompt_id())
+    parts = (getattr(part, "patcher", None) for part in (clip, vae))
+    others = [it for part in parts for it in measured(part) or () if it.prompt in prompts]
+    return LastRun((*own, *others), prompts[1])
+
+
+@dataclass(frozen=True)
+class Row:
+    """Holds a phase that ran, once or several times; `run` says of which run it is, if not all are
+    of one.
+    """
+
+    name: str
+    phases: Sequence[MeasuredPhase]  # in order
+    run: str = ""
+
+    @property
+    def title(self) -> str:
+        count = f"{len(self.phases)} times" if len(self.phases) > 1 else ""
+        which = ", ".join(filter(None, (count, self.run)))
+        return f"{ROWS[self.name]} ({which})" if which else ROWS[self.name]
+
+    @property
+    def seconds(self) -> float:
+        return sum(phase.seconds for phase in self.phases)
+
+    def most(self, name: str) -> int:
+        """Finds the highest of a figure in bytes; 0 where memory is not counted."""
+        return max(getattr(phase, name) for phase in self.phases)
+
+    def path(self) -> list[str]:
+        return list(dict.fromkeys(line for phase in self.phases for line in phase.path))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Gives the figures for JSON, in seconds and GiB."""
+        found = {"seconds": figure(self.seconds)}
+        if any(phase.counted for phase in self.phases):
+            found |= {
+                "card_gib": gib(self.most("card_bytes")),
+                "allocated_gib": gib(self.most("allocated_bytes")),
+                "paged_weights_gib": gib(self.most("paged_bytes")),
+                "working_gib": gib(self.most("working_bytes")) or None,
+            }
+        return {
+            "run": self.run or None,
+            "measured": found,
+            "times": len(self.phases),
+            "path": self.path(),
+            "asked": [dict(phase.asked) for phase in self.phases],
+        }
+
+
+def rows_of(ran: LastRun) -> list[Row]:
+    """Sorts the phases that ran as a first run has them; the first sums the waits for weights."""
+    rows = []
+    waited = [
+        phase
+        for phase in ran.phases
+        if phase.name != "tables" and phase.prompt == ran.last.prompt
+        if phase.waited_seconds is not None
+    ]
+    for name in ROWS:
+        phases = ran.of(name)
+        if name == "load" and waited:
+            load = MeasuredPhase("load", None, waited[0].device, prompt=ran.last.prompt)
+            load.seconds = sum(phase.waited_seconds for phase in waited)
+            load.card_bytes = max(phase.loaded_bytes for phase in waited)
+            phases = (load,)
+        if phases:
+            own = "this run" if phases[-1].prompt == ran.now else "an earlier run"
+            rows.append(Row(name, phases, "" if ran.this_run else own))
+    return rows
+
+
+# What was predicted.
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Holds what the estimator says of a sampling with its encoding and decoding."""
+
+    notes: tuple[str, ...] = ()  # what it leaves out, or why there is no estimate
+    estimate: Estimate | None = None
+    whole: bool = False  # all parts are known, so that the phases' `card_bytes` hold
+
+    @property
+    def step(self) -> Range | None:
+        """Predicts an evaluation of the sampler with all its prompts; None without times."""
+        return None if self.estimate is None else self.estimate.step_seconds
+
+    @property
+    def card_bytes(self) -> int:
+        """Predicts the card's bytes at the peak; 0 where a part is unknown."""
+        phases = self.estimate.phases.values() if self.whole and self.estimate else ()
+        return max((phase.card_bytes for phase in phases), default=0)
+
+
+def predict(run: MeasuredPhase, model: Any, clip: Any, vae: Any) -> Prediction:
+    """Predicts a recorded sampling run; CLIP and VAE are None where they are not connected."""
+    asked, device = run.asked, model.load_device
+    facts = card_facts(device)
+    if facts is None:
+        return Prediction((f"Nothing is predicted for a run on {device}.",))
+    try:
+        wired = request_from(_run_settings(asked), model=model, clip=clip, vae=vae)
+        request = wired.request
+        # The family counts those of references.
+        tokens = asked["text_tokens"] - request.references * request.member.reference_words
+        attention = _attention(run.attention, facts)
+        request = replace(request, text_tokens=max(1, tokens), attention=attention)
+        card, _ = card_of(THIS_CARD, device)
+        estimate = estimate_on(card, replace(wired, request=request), None)
+    except QwenL40SError as error:
+        return Prediction((f"Nothing is predicted: {error}",))
+    notes = [*wired.notes]
+    if run.not_fused:
+        notes.append("The predicted times assume fused blocks, which did not run.")
+    if asked["controlnet"]:
+        notes.append("The prediction leaves out the ControlNet that ran.")
+    found = passes_of(asked), prompts_of(asked)
+    known = request.passes, request.passes * request.items / request.batch
+    if any(abs(one - other) > LIKE_THE_PASSES for one, other in zip(found, known, strict=True)):
+        notes.append(
+            f"A step took {found[0]:.3g} forward passes with {found[1]:.3g} prompts; the "
+            f"prediction assumes {known[0]} with {known[1]:.0f}."
+        )
+    if copies := len(model.get_additional_models_with_key("multigpu")):
+        notes.append(f"The MODEL ran on {copies + 1} cards; the prediction is for one.")
+    whole = clip is not None and vae is not None
+    return Prediction((*notes, *([] if whole else [PARTS_MISSING])), estimate, whole)
+
+
+def predicted_seconds(
+    rows: Sequence[Row], last: Prediction, model: Any, clip: Any, vae: Any
+) -> Range | None:
+    """Adds up the predicted times of all that ran; None where one has no prediction.
+
+    Args:
+        last: of the last sampling, which predicts all but the samplings before it.
+    """
+    times = []
+    for row in rows:
+        predictions = [last] * len(row.phases)
+        if row.name == "sampling":
+            earlier = (predict(phase, model, clip, vae) for phase in row.phases[:-1])
+            predictions = [*earlier, last]
+        for each in predictions:
+            phases = {} if each.estimate is None else each.estimate.phases
+            found = phases.get(row.name)
+            if found is None or found.seconds is None or (row.name == "load" and not each.whole):
+                return None
+            prompts = 2 if row.name == "text" and each.estimate.request.cfg != "off" else 1
+            times.append(found.seconds.times(1 / prompts))
+    return reduce(add, times)
+
+
+def passes_of(asked: Mapping[str, Any]) -> float:
+    """Averages the forward passes of one evaluation of the sampler."""
+    return asked["passes"] / max(1, asked["evaluations"])
+
+
+def prompts_of(asked: Mapping[str, Any]) -> float:
+    """Averages the prompts that one evaluation computed for each image."""
+    return asked["computed"] / (max(1, asked["evaluations"]) * asked["latent"][0])
+
+
+def _run_settings(asked: Mapping[str, Any]) -> dict[str, Any]:
+    batch, channels, *frames, height, width = asked["latent"]
+    side = pixels_of(channels)
+    references = len(asked["references"])
+    computed = max(1, asked["evaluations"])
+    # A guider may ask for the negative prompt in its own call; ComfyUI computes prompts of one
+    # length in one pass.
+    cfg = "one pass" if passes_of(asked) < 1.5 else "two passes"
+    settings = request_settings(
+        width=whole_pixels(side * width),
+        height=whole_pixels(side * height),
+        batch=batch,
+        steps=max(asked["steps"] or 0, computed),
+        computed=computed,
+        cfg="off" if prompts_of(asked) < 1.5 else cfg,
+        references=references,
+    )
+    settings["layers"] = frames[0] - 1 if frames else 0
+    if member := member_by_text(references, asked["text_tokens"]):
+        settings["family"] = member.name
+    return settings
+
+
+def _attention(names: Collection[str], card: CardFacts) -> str:
+    """Names the attention that ran: "fast" where it chose what is predicted of it."""
+    ran = next((form for form in EIGHT_BIT if form in names), EXACT)
+    return FAST if FAST in names and attention_form(FAST, card) == ran else ran
+
+
+# How it is told.
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Holds a run with its prediction."""
+    """Holds a run with its prediction, and tells it in every form."""
 
     ran: LastRun
     rows: Sequence[Row]
     prediction: Prediction  # of the last sampling
-    notes: Sequence[str]
-    beyond: float = 0.0  # seconds of sampling that were not steps; 0 where they are few
+    predicted: Range | None = None  # seconds of all that ran
 
     @property
     def seconds(self) -> float:
         return sum(row.seconds for row in self.rows)
-
-    @property
-    def predicted(self) -> Range | None:
-        """Adds up the predicted times of all phases; None where one has no prediction."""
-        times = [row.predicted_seconds for row in self.rows]
-        return None if None in times else reduce(add, times)
 
     @property
     def step(self) -> float | None:
@@ -201,129 +387,165 @@ class RunFacts:
         return self.ran.last.asked["step_seconds"]
 
     @property
+    def peak(self) -> int:
+        return max(row.most("card_bytes") for row in self.rows)
+
+    @property
     def usable(self) -> int:
         """Counts the bytes of the card that a run may use; 0 where nothing is predicted."""
         estimate = self.prediction.estimate
         return estimate.option.usable_bytes if estimate else 0
 
-    def most(self) -> tuple[int, int]:
-        """Finds the card's bytes in its fullest phase, measured and predicted; 0 where unknown."""
-        measured, predicted = zip(*(row.card for row in self.rows), strict=True)
-        return max(measured), max(predicted)
+    def beyond_steps(self) -> float:
+        """Counts the seconds of sampling that were no steps, where they are many; else 0."""
+        sampled = self.ran.of("sampling")
+        if any(run.asked["step_seconds"] is None for run in sampled):
+            return 0.0
+        steps = sum(run.asked["evaluations"] * run.asked["step_seconds"] for run in sampled)
+        beyond = sum(run.seconds for run in sampled) - steps
+        return beyond if beyond >= max(LONG_SECONDS, LONG_SHARE * steps) else 0.0
 
-    def cost(self, seconds: Range | None) -> Range | None:
-        """Counts the USD for an image; None without a price."""
+    def compared(self) -> str:
+        """Compares the time of a run with its prediction; empty without one."""
+        if self.predicted is None:
+            return ""
+        low, high = self.predicted
+        if self.seconds > high * (1 + LIKE_THE_PREDICTION):
+            return "slower than predicted"
+        faster = self.seconds < low * (1 - LIKE_THE_PREDICTION)
+        return "faster than predicted" if faster else "as predicted"
+
+    def cost(self) -> str:
+        """Writes the USD for an image; empty without a price."""
         price = self.prediction.estimate and self.prediction.estimate.card.price()
-        if not price or seconds is None:
-            return None
-        images = self.ran.last.asked["latent"][0]
-        return usd_range(price.usd_per_hour, seconds.times(1 / images))
+        seconds = self.seconds / self.ran.last.asked["latent"][0]
+        return usd(usd_range(price.usd_per_hour, Range(seconds, seconds))) if price else ""
+
+    def summary(self) -> list[str]:
+        took = f"{'Took' if self.ran.this_run else 'An earlier run took'} "
+        answer = f"{took}{seconds_text(self.seconds)}"
+        if self.predicted is None:
+            answer = f"{answer}, without a prediction."
+        else:
+            answer = f"{answer}, {self.compared()} ({duration(self.predicted)})."
+        times = [f"{ROWS[row.name]} {seconds_text(row.seconds)}" for row in self.rows]
+        if self.step is not None:
+            times.append(f"a step {seconds_text(self.step)}")
+        memory = f"not counted on {self.ran.last.device}, only on CUDA cards"
+        if self.peak:
+            of = f" of {tenths(self.usable)}" if self.usable else ""
+            memory = f"{tenths(self.peak)}{of} GiB of the card at the peak"
+        cost = self.cost()
+        return [
+            answer,
+            heading(self.ran.last.asked),
+            f"Time: {', '.join(times)}.",
+            f"Memory: {memory}.",
+            f"Cost: {f'{cost} an image' if cost else 'unknown, without a price for this device'}.",
+            f"Next: {self._next()}.",
+        ]
+
+    def _next(self) -> str:
+        if not self.ran.this_run:
+            return "change the seed and run again for new figures"
+        if self.beyond_steps():
+            return f"run again, because {FIRST_RUN}"
+        if self.prediction.estimate is not None:
+            if why := self.ran.last.not_fused:
+                return why.remedy or f"see above why fused blocks did not run: {why}"
+            if not self.prediction.whole:
+                return PARTS_MISSING[0].lower() + PARTS_MISSING[1:-1]
+        return "nothing to change; the json output holds these figures for programs"
+
+    def text(self, summary: Sequence[str], notes: Sequence[str]) -> str:
+        paths = [
+            f"{ROWS[row.name]}: {line}" if row.name in ("text", "tables") else line
+            for row in self.rows
+            for line in row.path()
+        ]
+        last = [f"Note: {note}" for note in notes]
+        blocks = [summary, [*self._table(), *self._prediction()], folded(paths), folded(last)]
+        return "\n\n".join("\n".join(lines) for lines in blocks if lines)
+
+    def _table(self) -> list[str]:
+        rows = [["time and GiB", "time", "card", "working"]]
+        for row in self.rows:
+            memory = (row.most("card_bytes"), row.most("working_bytes"))
+            cells = [f"{count / GIB:.2f}" if count else "" for count in memory]
+            rows.append([row.title, seconds_text(row.seconds), *cells])
+            if row.name == "sampling" and self.step is not None:
+                rows.append(["  a step", seconds_text(self.step), "", ""])
+        rows.append(["total", seconds_text(self.seconds), "", ""])
+        columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
+        return table(list(zip(*columns, strict=True)), right=range(1, 4))
+
+    def _prediction(self) -> list[str]:
+        """Writes what was predicted in one line; nothing where nothing was."""
+        prediction, said = self.prediction, []
+        if self.predicted is not None:
+            said.append(f"{duration(self.predicted)} in all")
+        if prediction.step is not None:
+            said.append(f"{duration(prediction.step)} a step")
+        if prediction.card_bytes:
+            said.append(f"{tenths(prediction.card_bytes)} GiB of the card at the peak")
+        if prediction.estimate:
+            said.append(f"times {prediction.estimate.basis.text}")
+        return folded([f"Predicted: {', '.join(said)}"]) if said else []
+
+    def data(self) -> dict[str, Any]:
+        step, prediction = self.step, self.prediction
+        estimate = prediction.estimate
+        return {
+            "this_run": self.ran.this_run,
+            "phases": {row.name: row.as_dict() for row in self.rows},
+            "step_ms": {
+                "predicted": prediction.step and pair(prediction.step.times(1000)),
+                "measured": None if step is None else figure(1000 * step),
+            },
+            "step_bound_by": estimate and estimate.bound,
+            "measured_seconds": figure(self.seconds),
+            "predicted_seconds": self.predicted and pair(self.predicted),
+            "predicted_card_gib": gib(prediction.card_bytes) or None,
+            "basis": estimate and estimate.basis.text,
+        }
+
+    def picture(self) -> RunPicture:
+        peak, estimate, cost, figures = self.peak, self.prediction.estimate, self.cost(), []
+        limit = None
+        if peak and self.usable:
+            limit = Limit(peak, self.usable, estimate.card.memory_bytes)
+            figures = [Figure("card memory", f"{tenths(peak)} of {tenths(self.usable)} GiB")]
+        below = f"({duration(self.predicted)})" if self.predicted else ""
+        figures.append(Figure("in all", seconds_text(self.seconds), below))
+        if cost:
+            figures.append(Figure("cost of an image", cost))
+        step = ""
+        if self.step is not None:
+            known = self.prediction.step
+            expected = f" ({duration(known)})" if known else ""
+            step = f" A step took {seconds_text(self.step)}{expected}."
+        place = estimate.card.name if estimate else self.ran.last.device
+        earlier = "" if self.ran.this_run else ", in an earlier run"
+        return RunPicture(
+            sign=SIGNS.get(self.compared(), "plain"),
+            answer=self.summary()[0].partition(" (")[0].partition(", without")[0],
+            basis="measured" if self.predicted is None else "measured (predicted)",
+            lines=[
+                f"On {place}{earlier}{'' if estimate else ', where nothing is predicted'}.{step}"
+            ],
+            about=heading(self.ran.last.asked),
+            figures=figures,
+            bars=[_bar(row, counted=bool(peak)) for row in self.rows],
+            limit=limit,
+        )
 
 
-def summary_lines(facts: RunFacts) -> list[str]:
-    return [
-        answer(facts) + ".",
-        heading(facts.ran.last.asked),
-        f"Time: {_times(facts)}.",
-        f"Memory: {_memory(facts)}.",
-        f"Cost: {_cost(facts)}.",
-        f"Next: {_next(facts)}.",
-    ]
-
-
-def answer(facts: RunFacts) -> str:
-    took = f"{'' if facts.ran.this_run else 'An earlier run '}took {seconds_text(facts.seconds)}"
-    took = took[0].upper() + took[1:]
-    if facts.predicted is None:
-        return f"{took}, without a prediction"
-    return f"{took}, {compared(facts)} ({duration(facts.predicted)})"
-
-
-def compared(facts: RunFacts) -> str:
-    """Compares the time of a run with its prediction; empty without one."""
-    if facts.predicted is None:
-        return ""
-    low, high = facts.predicted
-    if facts.seconds > high * (1 + LIKE_THE_PREDICTION):
-        return "slower than predicted"
-    if facts.seconds < low * (1 - LIKE_THE_PREDICTION):
-        return "faster than predicted"
-    return "as predicted"
-
-
-def _times(facts: RunFacts) -> str:
-    each = [f"{ROW_NAMES[row.name]} {seconds_text(row.seconds)}" for row in facts.rows]
-    if facts.step is not None:
-        each.append(f"a step {seconds_text(facts.step)}")
-    return ", ".join(each)
-
-
-def _memory(facts: RunFacts) -> str:
-    measured, predicted = facts.most()
-    if not measured:
-        return f"not counted on {facts.ran.last.device}, only on CUDA cards"
-    of = f" of {tenths(facts.usable)}" if facts.usable else ""
-    known = f", {tenths(predicted)} predicted" if predicted else ""
-    return f"{tenths(measured)}{of} GiB of the card at the peak{known}"
-
-
-def _cost(facts: RunFacts) -> str:
-    cost = facts.cost(Range(facts.seconds, facts.seconds))
-    return f"{usd(cost)} an image" if cost else "unknown, without a price for this device"
-
-
-def _next(facts: RunFacts) -> str:
-    if not facts.ran.this_run:
-        return "change the seed and run again for new figures"
-    if facts.beyond:
-        return f"run again, because {FIRST_RUN}"
-    if facts.prediction.estimate is not None:
-        if why := facts.ran.last.not_fused:
-            return why.remedy or f"see above why fused blocks did not run: {why}"
-        if not facts.prediction.whole:
-            return PARTS_MISSING[0].lower() + PARTS_MISSING[1:-1]
-    return "nothing to change; the json output holds these figures for programs"
-
-
-def report_text(facts: RunFacts) -> str:
-    paths = [
-        f"{ROW_NAMES[row.name]}: {line}" if row.name in ("text", "tables") else line
-        for row in facts.rows
-        for line in row.path()
-    ]
-    estimate = facts.prediction.estimate
-    basis = [f"Times: {estimate.basis.text}"] if estimate else []
-    blocks = [
-        summary_lines(facts),
-        _table(facts),
-        folded(paths),
-        folded([*basis, *(f"Note: {note}" for note in facts.notes)]),
-    ]
-    return "\n\n".join("\n".join(lines) for lines in blocks if lines)
-
-
-def _table(facts: RunFacts) -> list[str]:
-    """Leaves out the columns of which nothing is known."""
-    rows = [["time and GiB", "time", "predicted", "card", "predicted", "working", "predicted"]]
-    for row in facts.rows:
-        memory = (*row.card, *row.working) if row.card[0] else (0, 0, 0, 0)
-        times = [seconds_text(row.seconds), range_text(row.predicted_seconds)]
-        rows.append([row.title, *times, *map(_gib, memory)])
-        if row.name == "sampling" and facts.step is not None:
-            step = [seconds_text(facts.step), range_text(facts.prediction.step)]
-            rows.append(["  a step", *step, *[""] * 4])
-    total = [seconds_text(facts.seconds), range_text(facts.predicted)]
-    rows.append(["total", *total, *[""] * 4])
-    columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
-    return table(list(zip(*columns, strict=True)), right=range(1, 7))
-
-
-def range_text(seconds: Range | None) -> str:
-    return "" if seconds is None else duration(seconds)
-
-
-def _gib(count: int) -> str:
-    return f"{count / GIB:.2f}" if count else ""
+def _bar(row: Row, *, counted: bool) -> Bar:
+    name, time = ROWS[row.name], seconds_text(row.seconds)
+    if not counted:
+        return Bar(name, {"measured": row.seconds}, "", time)
+    count = row.most("card_bytes")
+    return Bar(name, {"measured": count}, f"{tenths(count)} GiB", time)
 
 
 def heading(asked: Mapping[str, Any]) -> str:
@@ -345,56 +567,6 @@ def heading(asked: Mapping[str, Any]) -> str:
     return f"Sampled: {', '.join(words)}"
 
 
-def report_picture(facts: RunFacts) -> RunPicture:
-    peak, known = facts.most()
-    limit = None
-    if peak and facts.usable:
-        limit = Limit(peak, facts.usable, facts.prediction.estimate.card.memory_bytes, known)
-    step = ""
-    if facts.step is not None:
-        step = f"A step took {seconds_text(facts.step)}{_brackets(facts.prediction.step)}."
-    return RunPicture(
-        sign=SIGNS.get(compared(facts), "plain"),
-        answer=answer(facts).partition(" (")[0].partition(", without")[0],
-        basis="measured" if facts.predicted is None else "measured (predicted)",
-        lines=[f"{_where(facts)} {step}".strip()],
-        about=heading(facts.ran.last.asked),
-        figures=_figures(facts),
-        bars=[_bar(row, counted=bool(peak)) for row in facts.rows],
-        limit=limit,
-    )
-
-
-def _figures(facts: RunFacts) -> list[Figure]:
-    figures = []
-    peak, _ = facts.most()
-    if peak and facts.usable:
-        figures.append(Figure("card memory", f"{tenths(peak)} of {tenths(facts.usable)} GiB"))
-    took, predicted = seconds_text(facts.seconds), _brackets(facts.predicted).strip()
-    figures.append(Figure("in all", took, predicted))
-    if cost := facts.cost(Range(facts.seconds, facts.seconds)):
-        predicted = facts.cost(facts.predicted)
-        below = f"({usd(predicted)})" if predicted else ""
-        figures.append(Figure("cost of an image", usd(cost), below))
-    return figures
-
-
-def _brackets(seconds: Range | None) -> str:
-    return f" ({range_text(seconds)})" if seconds else ""
-
-
-def _where(facts: RunFacts) -> str:
-    estimate = facts.prediction.estimate
-    earlier = "" if facts.ran.this_run else ", in an earlier run"
-    if estimate is None:
-        return f"On {facts.ran.last.device}{earlier}, where nothing is predicted."
-    return f"On {estimate.card.name}{earlier}."
-
-
-def _bar(row: Row, *, counted: bool) -> Bar:
-    name, time = ROW_NAMES[row.name], seconds_text(row.seconds)
-    if counted:
-        count, expected = row.card
-        return Bar(name, {"measured": count}, f"{tenths(count)} GiB", time, expected)
-    expected = row.predicted_seconds.middle if row.predicted_seconds else 0
-    return Bar(name, {"measured": row.seconds}, "", time, expected)
+def seconds_text(value: float) -> str:
+    """Formats seconds: `840 ms`."""
+    return duration(Range(value, value))

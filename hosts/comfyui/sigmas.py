@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 from ...errors import SettingError
 from ...families.comfyui import kind_of
 from ...families.registry import find_schedule
+from ...planning.request import AUTO
 from ...spec.transformer import PIXELS_PER_TOKEN_SIDE
 from .contract import read_sizes, transformer_of, unsupported_model
 from .estimate.request import latent_sizes
+from .lora.few_steps import auto_schedule, few_steps
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -27,7 +29,8 @@ def sigmas_for(
     """Computes a schedule's sigmas, and says in a few lines what they are.
 
     Args:
-        name: One of `families.registry.schedule_names`.
+        name: One of `families.registry.schedule_names`, or `AUTO` for that of the few-step LoRA or
+            model that is loaded, else the official one.
         steps: 0 for the schedule's, or the model card's.
         width, height: In pixels; 0 for those that the model is trained for.
         latent: What is to be sampled, whose size wins.
@@ -42,7 +45,17 @@ def sigmas_for(
             "connect Qwen-Image, or use BasicScheduler."
         )
     kind, transformer = kind_of(model.model), transformer_of(model)
-    schedule = find_schedule(name, kind.family)
+    if name == AUTO:
+        schedule, lines = auto_schedule(model)
+        own = len(schedule.nodes)
+        if own and steps not in (0, own):
+            lines.append(f"steps is {steps} and is not used: {schedule.name!r} has {own} steps.")
+            steps = 0
+    else:
+        schedule, loaded = find_schedule(name, kind.family), few_steps(model).chosen
+        other = loaded and loaded.schedule
+        same = other and other.source == schedule.source
+        lines = [] if same else [loaded.words() if other else "", schedule.advice]
     shape, timestep_zero = read_sizes(kind.shape, transformer), kind.timestep_zero(transformer)
     member, _ = kind.family.member_of(shape, timestep_zero, 0)
     if member.layers:
@@ -52,12 +65,12 @@ def sigmas_for(
     if latent is not None:
         width, height = map(latent_sizes(latent).get, ("width", "height"))
     width, height = width or member.side, height or member.side
-    count, lines = schedule.steps(steps, member.steps), [schedule.advice]
+    count = schedule.steps(steps, member.steps)
     if width % member.size_step or height % member.size_step:
         rule = f"{member.name} is trained for sides in multiples of {member.size_step}"
         if latent is None:
             raise SettingError(f"{width}x{height}: {rule}: change width and height.")
         lines.append(f"{rule}, and the LATENT has {width}x{height}.")
-    lines.insert(0, f"{name}: {count} steps at {width}x{height}, for {kind.family.title}.")
+    lines.insert(0, f"{schedule.name}: {count} steps at {width}x{height}, for {kind.family.title}.")
     sigmas = schedule.sigmas(count, width * height // PIXELS_PER_TOKEN_SIDE**2)
     return sigmas, "\n".join(filter(None, lines))

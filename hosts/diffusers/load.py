@@ -28,7 +28,7 @@ from transformers.processing_utils import ProcessorMixin
 
 from ...errors import CheckpointError, SettingError, UnavailableError
 from ...families.protocol import Member
-from ...families.registry import is_related, module_of, runnable_pipelines
+from ...families.registry import in_diffusers, is_related
 from ...loaders.checkpoint import sample_sigmas
 from ...loaders.header import PLAIN_DTYPES, read_object
 from ...loaders.quantize import check_finite
@@ -279,7 +279,7 @@ def _family(folder: Path) -> PipelineParts:
         )
     index = read_object(path, "the list of a diffusers folder's parts")
     name = str(index.get("_class_name"))
-    if module := module_of(name):
+    if module := in_diffusers().get(name):
         try:
             family = module.parts()
         except ImportError as error:
@@ -292,7 +292,7 @@ def _family(folder: Path) -> PipelineParts:
         if not sigmas:
             return family
         return replace(family, arguments={**family.arguments, "sigmas": sigmas})
-    known = " or ".join(runnable_pipelines())
+    known = " or ".join(in_diffusers())
     if is_related(name):
         raise CheckpointError(
             f"This is a {name}, and only text to image ({known}) runs here: use a "

@@ -121,8 +121,7 @@ class PipelineStepCache:
             cached = getattr(self._transformer, "is_cache_enabled", False)
             refusal = ITS_OWN if cached else None
             self.figures, self._run = None, _Run(self._scheduler, self._settings, refusal)
-        velocity = self._run.decide(given)
-        return None if self._settings.audit else velocity
+        return self._run.decide(given)
 
     def velocity(self, model_output: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
         """Returns what the scheduler is to step by, in place of what the pipeline has made."""
@@ -174,9 +173,10 @@ class _Run:
             self._shape = x.shape
             self._ask(x)
         forecast, self._forecast, self._decided = self._forecast, None, False
-        if forecast is None or self.cached.settings.audit:
-            self.cached.computed(x, velocity)
-        return velocity if forecast is None else forecast
+        if forecast is not None:
+            return forecast
+        self.cached.computed(x, velocity)
+        return velocity
 
     def _ask(self, x: torch.Tensor) -> torch.Tensor | None:
         # A callback may exchange the prompt, whose id is no other's while it is held here.

@@ -49,13 +49,10 @@ def _capability(backend: Backend, device: torch.device) -> Capability:
     request = AttentionRequest(device, torch.bfloat16, 1, 24, 128, 4096)
     reason = refusal(backend.name, request)
     if reason:
-        unproven = f"; {backend.unproven}" if backend.unproven else ""
-        return State.NOT_USABLE.of(name, f"{reason}{unproven}")
+        return State.NOT_USABLE.of(name, str(reason))
     masked = refusal(backend.name, replace(request, masked=True))
     clauses = ["exact" if backend.exact else "quantized, by name or with fast"]
     clauses.append(f"not with a mask: {masked}" if masked else "with and without a mask")
     if backend.package is not None:
         clauses.insert(0, check_package(backend.package)[0].why.fact)
-    if backend.unproven:
-        clauses.append(f"{backend.unproven}, agrees here with PyTorch in a trial")
     return (State.LIMITED if masked else State.USABLE).of(name, "; ".join(clauses))

@@ -1,8 +1,8 @@
-"""What a backend of attention is, and those of PyTorch: its kernels one at a time, and slices.
+"""What a backend of attention is, and those of PyTorch: its kernels one at a time.
 
 Left alone, PyTorch takes the first kernel that fits. On an H200 that is FlashAttention-2, 0.800 ms
-for 24 heads x 128 and 4296 tokens in bf16, where cuDNN takes 0.454. FlashAttention 2 and 3 as
-packages are here as well.
+for 24 heads x 128 and 4296 tokens in bf16, where cuDNN takes 0.454. The package of
+FlashAttention 3 is here as well.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from ...caches import cached
-from ...machine.packages import FLASH_ATTENTION_2, FLASH_ATTENTION_3, Package
+from ...machine.packages import FLASH_ATTENTION_3, Package
 from ..kernels import on_card_of
 
 HALVES = frozenset({torch.bfloat16, torch.float16})
@@ -57,7 +57,9 @@ class Limits:
         oldest: The compute capability that it needs at least.
         cards: The only compute capabilities that it has code for; empty: every one from `oldest`.
         widest: The most elements of a head.
+        heads: The only elements of a head that it takes; empty: every number up to `widest`.
         head_bytes: What the bytes of a head are a multiple of.
+        fewest: The fewest tokens.
         masks: Whether it takes an additive mask.
     """
 
@@ -65,7 +67,9 @@ class Limits:
     cards: tuple[tuple[int, int], ...] = ()
     dtypes: frozenset[torch.dtype] = FLOATS
     widest: int = 2**16
+    heads: tuple[int, ...] = ()
     head_bytes: int = 1
+    fewest: int = 1
     masks: bool = True
 
     def refusal(self, request: AttentionRequest, sm: tuple[int, int] | None) -> str:
@@ -79,9 +83,13 @@ class Limits:
             return f"takes {taken}, not {dtype_name(request.dtype)}"
         if request.head_dim > self.widest:
             return f"takes heads of at most {self.widest}, not {request.head_dim}"
+        if self.heads and request.head_dim not in self.heads:
+            return f"takes heads of {', '.join(map(str, self.heads))}, not {request.head_dim}"
         if request.head_dim * request.dtype.itemsize % self.head_bytes:
             multiple = self.head_bytes // request.dtype.itemsize
             return f"takes heads of a multiple of {multiple}, not {request.head_dim}"
+        if request.tokens < self.fewest:
+            return f"needs {self.fewest} tokens, there are {request.tokens}"
         return "takes no mask" if request.masked and not self.masks else ""
 
 
@@ -102,8 +110,6 @@ class Backend:
         cpu: The same on a processor.
         other: The same on any other device.
         package: What has to be installed; None for PyTorch's own.
-        unproven: Where the package's own code was never run for this project, in one clause. Its
-            calls are tested against the published signature, with a module that stands in for it.
         whole_scores: Whether it writes the matrix of scores to memory: never the fastest.
         further: Gives what else speaks against a request.
         quantizes: Whether the fused blocks make its operands where they normalize q and k.
@@ -121,7 +127,6 @@ class Backend:
     cpu: Limits | None = None
     other: Limits | None = None
     package: Package | None = None
-    unproven: str = ""
     whole_scores: bool = False
     further: Callable[[AttentionRequest], str] | None = None
     quantizes: bool = False
@@ -220,8 +225,6 @@ def lower_right(queries: int, keys: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def _against_cudnn(request: AttentionRequest) -> str:
-    if request.tokens < 2:
-        return "takes two tokens or more"
     strict = not torch.is_deterministic_algorithms_warn_only_enabled()
     if strict and torch.are_deterministic_algorithms_enabled():
         return "torch counts it as not deterministic"
@@ -239,7 +242,7 @@ SDPA_FLASH = Backend(
 SDPA_CUDNN = Backend(
     "sdpa_cudnn",
     functools.partial(_attend, _cudnn),
-    card=Limits(oldest=(8, 0), dtypes=HALVES, widest=128, head_bytes=16),
+    card=Limits(oldest=(8, 0), dtypes=HALVES, widest=128, head_bytes=16, fewest=2),
     further=_against_cudnn,
     gives_lse=True,
     plans=True,
@@ -260,58 +263,7 @@ MATH = Backend(
 )
 
 
-# Attention in slices, for cards and processors without any better: exact, in bounded memory.
-
-# The scores of 40,000 tokens and 24 heads would take 143 GiB in fp32.
-SCORE_BYTES = 2**28
-
-
-def slices(heads: int, tokens: int, score_bytes: int = SCORE_BYTES) -> tuple[int, int]:
-    """Says how many heads and queries to take at once.
-
-    Whole heads while one fits, else queries of one head; at least one query, whatever it takes.
-    """
-    rows = score_bytes // (4 * tokens)
-    if rows >= tokens:
-        return min(heads, rows // tokens), tokens
-    return 1, max(rows, 1)
-
-
-def sliced(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Computes `Backend.attend` in fp32, with one rounding at the end."""
-    batch, tokens, heads, head_dim = q.shape
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    heads_at_once, rows = slices(heads, tokens)
-    for item in range(batch):
-        for head in range(0, heads, heads_at_once):
-            these = (item, slice(None), slice(head, head + heads_at_once))
-            keys = k[these].permute(1, 2, 0).float()  # (heads, head_dim, tokens)
-            values = v[these].transpose(0, 1).float()
-            for row in range(0, tokens, rows):
-                queries = q[these][row : row + rows].transpose(0, 1).float()
-                scores = (queries * head_dim**-0.5) @ keys
-                if mask is not None:
-                    scores += mask[item]
-                scores -= scores.amax(-1, keepdim=True)
-                weights = scores.exp_()
-                part = (weights @ values) / weights.sum(-1, keepdim=True)
-                out[these][row : row + rows] = part.transpose(0, 1)
-    return out.flatten(2)
-
-
-SLICED = Backend("sliced", sliced, card=ANY, cpu=ANY, other=ANY, whole_scores=True)
-
-
-# The packages of FlashAttention: version 2 from Ampere on, version 3 on Hopper.
-
-
-def _version_2(q, k, v, mask=None):
-    from flash_attn import flash_attn_func
-
-    with on_card_of(q):
-        return flash_attn_func(q, k, v).flatten(2)
+# The package of FlashAttention 3, for Hopper.
 
 
 @cached
@@ -327,13 +279,6 @@ def _version_3(q, k, v, mask=None):
     return (out if isinstance(out, torch.Tensor) else out[0]).flatten(2)
 
 
-FLASH_ATTN_2 = Backend(
-    "flash_attn_2",
-    _version_2,
-    card=Limits(oldest=(8, 0), dtypes=HALVES, widest=256, masks=False),
-    package=FLASH_ATTENTION_2,
-    unproven="not run by us but on sm_90",
-)
 FLASH_ATTN_3 = Backend(
     "flash_attn_3",
     _version_3,

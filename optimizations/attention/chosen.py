@@ -17,6 +17,7 @@ from .backends import SDPA_FLASH, AttentionRequest
 from .choice import (
     BACKENDS,
     FAST,
+    TRIED_BY_FAST,
     Attention,
     asked_name,
     choose_attention,
@@ -77,7 +78,7 @@ class MeasuredErrors:
         """Measures where this is one of the blocks, of which exact attention gave `exact`."""
         if self._pass.calls in self._pass.wanted:
             request, size = AttentionRequest.of(q, mask), exact.float().norm()
-            for name in lossy_backends():
+            for name in tried_by_fast(q.device):
                 self._refused[name] = refusal(name, request)
                 if not self._refused[name]:
                     off = BACKENDS[name].attend(q, k, v, mask).sub_(exact).float().norm()
@@ -117,8 +118,8 @@ def attend_causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Te
     return BACKENDS[SDPA_FLASH.name].attend(q, k, v, causal=True)
 
 
-def lossy_backends() -> list[str]:
-    return [name for name, backend in BACKENDS.items() if not backend.exact]
+def tried_by_fast(device: torch.device) -> tuple[str, ...]:
+    return TRIED_BY_FAST.get(sm_of(device), TRIED_BY_FAST[None])
 
 
 def choose_fast(request: AttentionRequest, measured: MeasuredErrors) -> Attention:
@@ -134,7 +135,7 @@ def choose_fast(request: AttentionRequest, measured: MeasuredErrors) -> Attentio
         f"{name} error {errors[name]:.2g}"
         if name in errors
         else f"not {name}: {measured.refused(name)}"
-        for name in lossy_backends()
+        for name in tried_by_fast(request.device)
     )
     found = f"fast: {found}; at most {measured.most:g} allowed"
     if not allowed or sm_of(request.device) is None:
@@ -195,8 +196,8 @@ class ChosenAttention:
         self.lossy = lossy
         self.fallback: Verdict | None = None
         self._errors = MeasuredErrors(most_error)
-        # By the request, whether errors were measured beside it, and whether it comes once.
-        self._chosen: dict[tuple[AttentionRequest, bool, bool], Attention] = {}
+        # By the request, whether errors were measured beside it, and as `choose` is asked.
+        self._chosen: dict[tuple[AttentionRequest, bool, bool, bool], Attention] = {}
 
     def start_run(self) -> None:
         """Forgets the last run: what was chosen, and what went wrong."""
@@ -237,22 +238,27 @@ class ChosenAttention:
         found = {f"attention: {chosen}" for chosen in self._found()}
         return sorted(found) or [f"attention: {self.name}, chosen in the first step"]
 
-    def choose(self, request: AttentionRequest, once: bool = False) -> Attention:
+    def choose(
+        self, request: AttentionRequest, once: bool = False, exact: bool = False
+    ) -> Attention:
         """Chooses for a request in this run: asked once a pass, it serves all blocks of the pass.
 
         Whether a `fallback` takes its place is for the caller to look at.
 
         Args:
             once: Whether no other pass has these lengths: a backend that `plans` is not chosen.
+            exact: Whether nothing that quantizes is chosen.
 
         Raises:
             UnavailableError: Nothing computes the request.
         """
-        key = request, self.measuring, once
+        key = request, self.measuring, once, exact
         chosen = self._chosen.get(key)
         if chosen is None:
-            chosen = self._choose(request)
-            if once and BACKENDS[chosen.name].plans and asked_name(self.name) == "auto":
+            instead = exact and self.lossy
+            chosen = self._choose(request, instead)
+            ours = instead or asked_name(self.name) == "auto"
+            if once and BACKENDS[chosen.name].plans and ours:
                 chosen = _unplanned(request, chosen)
             self._chosen[key] = chosen
         return chosen
@@ -289,7 +295,10 @@ class ChosenAttention:
     def _found(self) -> list[Attention]:
         return list(self._chosen.values())  # a copy: a run on another card may be choosing
 
-    def _choose(self, request: AttentionRequest) -> Attention:
+    def _choose(self, request: AttentionRequest, exact: bool) -> Attention:
+        if exact:  # not by the settings, which may name one that quantizes
+            chosen = choose_attention(request, FAST)
+            return replace(chosen, reason=f"of prompts, references and guidance; {chosen.reason}")
         if self.measuring:
             chosen = choose_attention(request)
             return replace(chosen, reason=f"in the first pass, to compare with; {chosen.reason}")

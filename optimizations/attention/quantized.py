@@ -1,4 +1,4 @@
-"""Attention that quantizes: in 8 bits, with what the kernels of that compute, and SageAttention 2.
+"""Attention that quantizes: in 8 bits, with what the kernels of that compute, and comfy-kitchen's.
 
 In 8 bits softmax(q k^T) v has q and k in int8, one scale for each head of each token, after
 SageAttention (arXiv 2410.02367, 2411.10958): softmax does not see a vector that is taken from every
@@ -9,20 +9,18 @@ values' own dtype, `int8_fp8` both in e4m3, with one scale for each channel of v
 from __future__ import annotations
 
 import functools
-import importlib
 import math
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
-from ...machine.packages import SAGE_ATTENTION, release
+from ...machine.packages import KITCHEN_ATTENTION
 from ...spec.formats import EIGHT_BIT, FORMATS
 from ...spec.sizes import HEAD_TOKENS_AT_ONCE
 from .. import kernels
-from ..kernels import on_card_of, sm_of
+from ..kernels import on_card_of
 from ..reference import SMALLEST_ROW, QKNorm, Rotary, Tokens, wide_dtype
-from .backends import ANY, HALVES, AttentionRequest, Backend, Limits
+from .backends import HALVES, AttentionRequest, Backend, Limits
 
 HEAD_DIMS = (32, 64, 128)  # that the kernels take
 # Keys that their mean is taken of; any vector near it does.
@@ -271,9 +269,7 @@ def _in_8_bits(
     return out.flatten(2)
 
 
-def _beyond_8_bits(request: AttentionRequest) -> str:
-    if request.head_dim not in HEAD_DIMS:
-        return f"takes heads of {', '.join(map(str, HEAD_DIMS))}, not {request.head_dim}"
+def _without_triton(request: AttentionRequest) -> str:
     return kernels.missing() if request.device.type == "cuda" else ""
 
 
@@ -282,96 +278,37 @@ INT8, INT8_FP8 = (
         form,
         functools.partial(_in_8_bits, form),
         exact=False,
-        card=Limits(FORMATS[multiplied].oldest, dtypes=HALVES),
-        cpu=ANY,
-        further=_beyond_8_bits,
+        card=Limits(FORMATS[multiplied].oldest, dtypes=HALVES, heads=HEAD_DIMS),
+        cpu=Limits(heads=HEAD_DIMS),
+        further=_without_triton,
         quantizes=True,
     )
     for form, multiplied in EIGHT_BIT.items()
 )
 
 
-# The tiles are 128 queries x 64 keys, on Hopper 64 x 128.
-TILE = 128
-CARDS = ((8, 0), (8, 6), (8, 9), (9, 0))
-
-
-def kernel_for(sm: tuple[int, int], cuda: str) -> tuple[str, str]:
-    """Names the package's function for a card, and how it is to sum weights times values.
-
-    Args:
-        cuda: torch.version.cuda; the fp16 sums of Ada's fp8 instruction came with CUDA 12.8.
-    """
-    if sm == (9, 0):
-        return "sageattn_qk_int8_pv_fp8_cuda_sm90", "fp32+fp32"
-    if sm == (8, 9):
-        sums = "fp32+fp16" if release(cuda) >= (12, 8) else "fp32+fp32"
-        return "sageattn_qk_int8_pv_fp8_cuda", sums
-    return "sageattn_qk_int8_pv_fp16_cuda", "fp32"
-
-
-def sage(
+def kitchen(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Attends by SageAttention 2, q and k in int8, v in fp8 or fp16; as `Backend.attend`.
+    """Attends by comfy-kitchen, q, k, v and the softmax's weights in int8; as `Backend.attend`.
 
-    Two faults that are reported of it are avoided. The Triton kernel sums weights times values in
-    fp16, which overflows on Qwen-Image: black images. `sageattn()` may choose it, so neither is
-    called. And the CUDA kernels leave the tail of a tile that is not full uninitialized in shared
-    memory; what lies there can be NaN, and 0 * NaN is NaN. Padded keys would take part with a
-    weight of exp(0), so nothing is padded: the kernels get whole tiles alone, all but the last
-    tokens % 128 queries and keys. The rest goes through PyTorch's exact kernels and is joined by
-    the log-sum-exp. With S the scores, A the keys of whole tiles and B the rest,
-
-        out = (1 - w) softmax(S_A) V_A + w softmax(S_B) V_B,    w = sigmoid(lse_B - lse_A)
-
-    is the softmax over all keys, identically.
-
-    Smoothing takes the keys' mean off every key. That adds one number to all scores of a query,
-    which the softmax does not see, but the log-sum-exp does. It is done here for both parts alike,
-    and turned off in the package, which would correct the log-sum-exp by a product rounded to bf16.
-
-    Args:
-        q, k, v: At least 128 tokens.
-        mask: None.
+    The package rotates q and k by a Hadamard matrix before it rounds them. It takes other kernels
+    for keys up to 256 and 1,024, pads heads of other sizes, and reads masks. `KITCHEN_INT8` takes
+    none of these, so that one path is tried and measured.
     """
-    name, sums = kernel_for(sm_of(q.device), torch.version.cuda or "")
-    kernel = getattr(importlib.import_module("sageattention"), name)
-    options = {"tensor_layout": "NHD", "pv_accum_dtype": sums, "smooth_k": False}
-    whole = q.shape[1] - q.shape[1] % TILE
-    tiles, rest = slice(0, whole), slice(whole, None)
-    smooth = k - k.mean(1, keepdim=True)
-    with on_card_of(q):  # the package makes q's card the current one, and leaves it so
-        if whole == q.shape[1]:
-            return kernel(q, smooth, v, return_lse=False, **options).flatten(2)
-        within, lse = kernel(q[:, tiles], smooth[:, tiles], v[:, tiles], return_lse=True, **options)
-        beyond, lse_beyond = _with_lse(q[:, tiles], smooth[:, rest], v[:, rest])
-    share = torch.sigmoid(lse_beyond - lse).to(q.dtype).transpose(1, 2)[..., None]
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    torch.lerp(within, beyond, share, out=out[:, tiles])
-    last = (x.transpose(1, 2) for x in (q[:, rest], k, v))
-    out[:, rest] = F.scaled_dot_product_attention(*last).transpose(1, 2)
-    return out.flatten(2)
+    from comfy_kitchen import int8_attention
+
+    with on_card_of(q):
+        out = int8_attention(*(x.transpose(1, 2) for x in (q, k, v)))
+    return out.transpose(1, 2).flatten(2)
 
 
-def _with_lse(q, k, v) -> tuple[torch.Tensor, torch.Tensor]:
-    # (B, queries, heads, head_dim) exactly, and its log-sum-exp, (B, heads, queries).
-    name = "_scaled_dot_product_flash_attention" + ("" if q.is_cuda else "_for_cpu")
-    out, lse = getattr(torch.ops.aten, name)(*(x.transpose(1, 2) for x in (q, k, v)))[:2]
-    return out.transpose(1, 2), lse
-
-
-def _too_few(request: AttentionRequest) -> str:
-    few = request.tokens < TILE
-    return f"needs {TILE} tokens, there are {request.tokens}" if few else ""
-
-
-SAGE_2 = Backend(
-    "sage_2",
-    sage,
+KITCHEN_INT8 = Backend(
+    "kitchen_int8",
+    kitchen,
     exact=False,
-    card=Limits(cards=CARDS, dtypes=HALVES, widest=128, head_bytes=16, masks=False),
-    package=SAGE_ATTENTION,
-    unproven="not run by us but on sm_90",
-    further=_too_few,
+    card=Limits(
+        FORMATS["int8"].oldest, dtypes=HALVES, heads=(64, 128, 256), fewest=1025, masks=False
+    ),
+    package=KITCHEN_ATTENTION,
 )

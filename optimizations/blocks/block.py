@@ -7,7 +7,7 @@ ComfyUI 44 of the 170 ms of a pass are memory traffic between the GEMMs (H200, 1
 - Gate, residual, the next LayerNorm and its modulation are one kernel, across the border between
   two blocks as well, which also quantizes for all layers that follow.
 - q, k and v are written into the joint buffers of attention, normalized and rotated in place.
-- The GELU is in the GEMM's epilogue, or in the quantizer of what follows.
+- GELU and SwiGLU are in the GEMM's epilogue, or in the quantizer of what follows.
 
 A block of Qwen-Image-2.1 is run as one whose text has no rows: without shift and bias, with SwiGLU,
 and beside cached keys and values of text and references, or with their rows behind the image's.

@@ -84,7 +84,6 @@ class HostPass:
         prefixes: What the attention of each block reads besides, where that is known before it is
             called and stays where it is until the run ends; None for none.
         steps: Of the run, where the host tells.
-        fills: Whether this pass fills a prefix cache: no other of the run computes its rows.
     """
 
     owner: Any
@@ -103,7 +102,6 @@ class HostPass:
     additions: Sequence[torch.Tensor | None]
     prefixes: Sequence[Prefix] | None = None
     steps: int | None
-    fills: bool = False
     _kept: Mapping[Hashable, tuple[tuple, Step]] = MappingProxyType({})
 
     def fallback(self) -> Verdict | None:

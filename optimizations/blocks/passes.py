@@ -67,7 +67,7 @@ class ForwardPass:
         self._weights: Hashable | None = None
         self._executor: BlockExecutor | None = None
         self._code = prepared.code(host)
-        self._asked: tuple[ChosenAttention, bool] | None = None
+        self._asked: tuple[ChosenAttention, bool, bool] | None = None
         self._chosen: Attention | None = None
         self._embedding: Any = None
         self._entry: Entry | None = None
@@ -76,7 +76,10 @@ class ForwardPass:
         self._changed: Verdict | None = None  # what another extension has changed
         self._watch: _Watch | None = None
         self._first: int | None = None  # block that ran fused
-        self._keys = 0  # of the tokens that see all others; none where the host keeps them
+        # Of the tokens that see all others; none where the host keeps them. Attention to as many
+        # as the second may quantize: that of prompts, of references and with guidance is exact.
+        self._keys = self._quantizable = 0
+        self._once = False  # whether no other pass of the run computes the rows of this block
         self.fused = 0
 
     @contextmanager
@@ -118,6 +121,11 @@ class ForwardPass:
             self._weights = self._hold()
             self._executor = self._new_executor(self._attend, self._form)
         clear = not watched and not self._host.additions
+        counted = step.keep is None  # else the host calls the block once more
+        self._once = not counted
+        hidden = step.guidance.negative if step.guidance else 0
+        whole = step.before + step.tokens.joint - hidden if counted else 0
+        self._quantizable = 0 if step.guidance else whole
         if self._entry is None:
             self._embedding, self._entry = embedding, self._host.entry(embedding, step.tokens.batch)
         # A second call of the transformer in one pass may have another embedding.
@@ -131,10 +139,8 @@ class ForwardPass:
         following = None
         if clear and index + 1 < len(unsupported) and not unsupported[index + 1]:
             following = self._host.blocks[index + 1], self._entry.of(index + 1)[0]
-        counted = step.keep is None  # else the host calls the block once more
         self.fused += counted
-        hidden = step.guidance.negative if step.guidance else 0
-        self._keys = step.before + step.tokens.joint - hidden if counted else 0
+        self._keys = whole
         self._first = index if self._first is None else self._first
         compares = index == self._first and check.wanted(step)
         if compares:
@@ -207,7 +213,8 @@ class ForwardPass:
         attention, (q, k, _, mask) = self._host.attention, given
         if attention is None or (mask is not None and mask.shape[2] > 1):
             return None if lse else self._host.host_attend(*given)
-        chosen = self._choice(attention, AttentionRequest.of, q, mask)
+        exact = k.shape[1] != self._quantizable
+        chosen = self._choice(attention, AttentionRequest.of, q, mask, exact=exact)
         if lse:
             return attention.with_lse(chosen, *given)
         out = chosen(*given)
@@ -223,11 +230,13 @@ class ForwardPass:
         chosen = self._choice(attention, AttentionRequest.of, k, mask)
         return chosen.name if chosen.quantizes else None
 
-    def _choice(self, attention: ChosenAttention, request: Callable, *given: Any) -> Attention:
-        asked = attention, self._host.fills
+    def _choice(
+        self, attention: ChosenAttention, request: Callable, *given: Any, exact: bool = False
+    ) -> Attention:
+        asked = attention, self._once, exact
         if asked != self._asked:
             self._asked = asked
-            self._chosen = attention.choose(request(*given), once=self._host.fills)
+            self._chosen = attention.choose(request(*given), self._once, exact)
         return self._chosen
 
     def _share(
@@ -329,7 +338,8 @@ class ForwardPass:
         joint = step.before + tokens.joint
         size = tokens.batch, heads, text.shape[-1] // heads, joint, step.mask is not None
         request = text.device, text.dtype, *size
-        chosen = self._choice(self._host.attention, AttentionRequest, *request)
+        exact = not self._quantizable
+        chosen = self._choice(self._host.attention, AttentionRequest, *request, exact=exact)
         cos, prefix = step.rotary.cos, step.prefix and step.prefix.keys.data_ptr()
         mask = None if step.mask is None else (step.mask.shape, step.mask.stride())
         form = tokens, text.dtype, cos.shape, cos.dtype, mask, prefix, step.before, step.segments

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...spec.formats import RowFormat
+from .. import reference
 from ..fused import Ops
 from ..linear import FAST, FEW_ROWS, Gemm, dense_linear
 from ..reference import QuantizedRows, Tokens, rotate
@@ -200,6 +201,7 @@ class Read(NamedTuple):
         part: Which of them.
         out: (batch, tokens, N) of any strides.
         gelu: Whether the tanh GELU of the product is written.
+        swiglu: Whether its SwiGLU is, in half the columns (`swiglu_inside`).
         low: What the second matrix of the layer's LoRAs reads, (rows, R), a row for each of `rows`;
             None without LoRAs.
     """
@@ -209,6 +211,7 @@ class Read(NamedTuple):
     out: torch.Tensor
     gelu: bool = False
     low: torch.Tensor | None = None
+    swiglu: bool = False
 
     def low_of(self, start: int, length: int) -> torch.Tensor | None:
         return None if self.low is None else self.low[start : start + length]
@@ -237,7 +240,7 @@ def product_of(read: Read, form: LayerForm, ops: Ops) -> Product:
 
 
 def module_product(read: Read) -> Product:
-    rows, part, out, gelu, _ = read
+    rows, part, out, gelu, *_ = read
 
     def run(module: torch.nn.Module) -> None:
         x = rows.plain(part.start, (part.items - 1) * part.step + part.length)
@@ -310,7 +313,7 @@ def _dense(
 def quantized_product(read: Read, format: RowFormat, gemm: Gemm) -> Product:
     source = read.rows.quantized[format]
     pieces = [
-        _quantized(gemm, *source.part(start, length), out, read.low_of(start, length))
+        _quantized(gemm, *source.part(start, length), out, read.low_of(start, length), read.swiglu)
         for start, length, out in read.pieces()
     ]
     if len(pieces) == 1:
@@ -357,9 +360,29 @@ def merged_product(read: Read, format: RowFormat | None) -> Product:
                     x = values.to(out.dtype).mul_(scale)
             else:
                 x = read.rows.plain(start, length)
-            _dense(x, operand, out, read.gelu, read.low_of(start, length))
+            wide = out.new_empty(length, 2 * out.shape[1]) if read.swiglu else out
+            _dense(x, operand, wide, read.gelu, read.low_of(start, length))
+            if read.swiglu:
+                gate, up = wide.chunk(2, 1)
+                reference.swiglu_quantize(gate, up, None)
+                out.copy_(gate)
 
     return run
+
+
+def by_triton(gemm: Gemm, lora: bool) -> bool:
+    """Whether Triton multiplies quantized rows, with a LoRA beside or without."""
+    # Only its epilogue adds LoRAs, which spares a pass over the output.
+    instead = lora or gemm.backend == "kitchen"
+    return gemm.backend == "triton" or (instead and gemm.row_quantizer == "triton")
+
+
+def swiglu_inside(layer: LayerForm) -> bool:
+    """Whether the product of [gate; up] makes their SwiGLU, so that neither is written.
+
+    Predicted: a block of 4,096 rows reads and writes 201 MB less, which take an H200 50 us.
+    """
+    return layer.format is not None and by_triton(layer.gemm, layer.rank > 0)
 
 
 def _quantized(
@@ -368,16 +391,17 @@ def _quantized(
     x_scale: torch.Tensor,
     out: torch.Tensor,
     low: torch.Tensor | None,
+    swiglu: bool,
 ) -> Product:
     """`gemm.linear_quantized` of these rows into out, with LoRAs beside, by the cheapest call that
     there is.
     """
-    triton = gemm.backend == "triton" or (gemm.backend, gemm.row_quantizer) == ("kitchen", "triton")
-    # Only Triton's epilogue adds LoRAs, which spares a pass over the output.
-    if triton or (low is not None and gemm.row_quantizer == "triton"):
+    if by_triton(gemm, low is not None):
         from ..kernels.scaled_gemm import scaled_gemm
 
-        run_triton = _triton(lambda *like: scaled_gemm(*like).prepared(), x_scale, out, low)
+        run_triton = _triton(
+            lambda *like: scaled_gemm(*like).prepared(), x_scale, out, low, swiglu=swiglu
+        )
         return lambda operand: run_triton(operand, xq)
     if xq.is_meta:  # nothing is compiled, and torch cannot tell shapes of all that is called
         return lambda operand: None
@@ -415,6 +439,7 @@ def _triton(
     out: torch.Tensor,
     low: torch.Tensor | None,
     gelu: bool = False,
+    swiglu: bool = False,
 ) -> Piece:
     launches: dict[torch.dtype | None, Callable[..., None]] = {}  # by the bias's dtype
 
@@ -424,7 +449,7 @@ def _triton(
         launch = launches.get(key)
         if launch is None:
             beside = None if low is None else (low, up)
-            launch = prepare(x, weight, x_scale, scale, bias, out, beside, gelu)
+            launch = prepare(x, weight, x_scale, scale, bias, out, beside, gelu, swiglu)
             launches[key] = launch
         launch(weight, scale, bias, up, x)
 

@@ -13,7 +13,7 @@ import torch
 
 from ...spec.formats import RowFormat
 from ...spec.sizes import ROWS_AT_ONCE
-from ...spec.transformer import GELU, SPLIT_SWIGLU
+from ...spec.transformer import GELU, SPLIT_SWIGLU, SWIGLU
 from ..attention.quantized import Heads
 from ..fused import Ops
 from ..reference import Modulation, QKNorm, QuantizedRows, Rotary, RowOrder, Tokens, storage_of
@@ -29,6 +29,7 @@ from .products import (
     in_stream_order,
     product_of,
     streams_of,
+    swiglu_inside,
 )
 
 # Shapes whose launches are kept: those of a run with CFG, and of a few prompts before.
@@ -118,7 +119,7 @@ class Program:
         rows: What the first layers of attention and of the MLP read.
         mixed: What attention's last layers read.
         hidden: What the MLP's first layers write, (rows, columns) each: one matrix, or gate and up,
-            of one row stride.
+            of one row stride; with SwiGLU in the product what that makes.
         activated: What the MLP's last layers read.
         branch: (rows, D), what attention or MLP gives.
         heads: q of the share's tokens, k and v of all, (batch, tokens, heads, head_dim).
@@ -138,7 +139,9 @@ class Program:
         tokens = self.tokens = share.tokens
         layers, inner, activation = form.layers, form.inner, form.spec.activation
         # q, k and v are read before the MLP's hidden rows are written.
-        whole, columns = share.whole, inner if activation == GELU else 2 * inner
+        self._swiglu_inside = activation == SWIGLU and swiglu_inside(layers[8])
+        one = activation == GELU or self._swiglu_inside
+        whole, columns = share.whole, inner if one else 2 * inner
         sizes = [it.rows * self.width for it in (tokens, whole, whole)]
         widest = -(-max(sum(sizes), tokens.rows * columns) // tokens.rows)
         wide = self.take("wide", tokens.rows, widest).flatten()
@@ -195,7 +198,8 @@ class Program:
         else:
             rows, out = self.rows, streams_of(hidden, tokens)[index]
             gelu = activation == GELU and self.form.layers[place].format is None
-        return Read(rows, part, out, gelu, self._low_of(place))
+        inside = self._swiglu_inside and 8 <= place < 10
+        return Read(rows, part, out, gelu, self._low_of(place), inside)
 
     def readable(self, place: int, operand: Any) -> Any:
         """Gives an operand as products read it: where its weight is in 4 or 6 bits, decoded into a
@@ -420,6 +424,12 @@ class Program:
         outer, out = self.form.layers[10], None
         if outer.format is not None:
             out = self._quantized(self.activated, self.form.inner, outer.format)
+        if self._swiglu_inside:
+            (made,) = self.hidden
+            if out is None:
+                return lambda: None
+            quantize = self.ops.row_quantize(made, outer.format, out)
+            return lambda: quantize(made)
         return self.ops.swiglu_quantize(*self.hidden, outer.format, out, bool(outer.rank))
 
     def _gelu(self) -> list[Callable[[], None]]:

@@ -355,9 +355,9 @@ def _swiglu_quantize_kernel(
     row = tl.program_id(0).to(tl.int64)
     a, b, c = load_row(gate_ptr + row * stride, k, part, parts)
     up_a, up_b, up_c = load_row(up_ptr + row * stride, k, part, parts)
-    a = _silu(a) * up_a
-    b = _silu(b) * up_b
-    c = _silu(c) * up_c
+    a = silu(a) * up_a
+    b = silu(b) * up_b
+    c = silu(c) * up_c
     if keep:
         store_row(gate_ptr + row * stride, a, b, c, k, part, parts)
     if q_ptr is not None:
@@ -369,7 +369,7 @@ def _swiglu_quantize_kernel(
 
 
 @triton.jit
-def _silu(x):
+def silu(x):
     # exp2 is 0 or inf far out, and no NaN.
     return x / (1.0 + tl.exp2(x * -1.4426950408889634))
 

@@ -1,5 +1,5 @@
-"""Triton: GEMM of int8, e4m3 or bf16 with scales, bias, LoRAs and GELU in its epilogue; and weights
-of 4 or 6 bits as the int8 that it multiplies by.
+"""Triton: GEMM of int8, e4m3 or bf16 with scales, bias, LoRAs, and GELU or SwiGLU in its epilogue;
+and weights of 4 or 6 bits as the int8 that it multiplies by.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton.language as tl
 from ...caches import cached
 from . import interpreted
 from .launch import Launch
-from .rows import gelu_tanh
+from .rows import gelu_tanh, silu
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,7 @@ def _scaled_gemm_kernel(
     k: tl.constexpr,
     rank: tl.constexpr,
     gelu: tl.constexpr,
+    swiglu: tl.constexpr,
     sum_dtype: tl.constexpr,
     block_m: tl.constexpr,
     block_n: tl.constexpr,
@@ -105,6 +106,9 @@ def _scaled_gemm_kernel(
 ):
     """out[m, n] = (sum_k a[m, k] * b[n, k]) * scale_a[m] * scale_b[n] + bias[n]
     + sum_r t[m, r] * up[n, r], and its GELU where asked for; None leaves scales and bias out.
+
+    With SwiGLU the rows of b are [gate; up], and out has half as many columns. A tile then takes
+    rows of both by turns, so that each thread holds pairs of a gate and what it is multiplied with.
     """
     # Programs that run together share rows of a and b: group_m tiles high, all of n wide.
     # https://triton-lang.org/main/getting-started/tutorials/03-matrix-multiplication.html
@@ -124,6 +128,10 @@ def _scaled_gemm_kernel(
     depth = tl.arange(0, block_k)
     # Of 8 images of 3072x3072 the elements of `a` exceed 2**31.
     a_ptrs = a_ptr + tile_m.to(tl.int64) * k + (rows[:, None] * k + depth[None, :])
+    if swiglu:
+        columns += tile_n
+        columns = (columns % 2) * (n // 2) + columns // 2
+        tile_n = tile_n * 0  # it is in the columns
     b_ptrs = b_ptr + tile_n.to(tl.int64) * k + (columns[None, :] * k + depth[:, None])
 
     total = tl.zeros((block_m, block_n), dtype=sum_dtype)
@@ -165,10 +173,18 @@ def _scaled_gemm_kernel(
             up_ptrs += block_rank
     if gelu:
         out = gelu_tanh(out)
+    width: tl.constexpr = block_n // 2 if swiglu else block_n
+    out_n = (inside_group // height) * width
+    if swiglu:
+        # Rounded, as a product leaves them for `swiglu_quantize`: the same bits.
+        out = out.to(out_ptr.dtype.element_ty).to(tl.float32)
+        gate, up_part = tl.split(tl.reshape(out, (block_m, width, 2)))
+        out = silu(gate) * up_part
+        n = n // 2
     out_rows = tl.arange(0, block_m)
-    out_columns = tl.arange(0, block_n)
-    out_ptrs = out_ptr + tile_m.to(tl.int64) * n + tile_n
-    inside = (out_rows[:, None] < m - tile_m) & (out_columns[None, :] < n - tile_n)
+    out_columns = tl.arange(0, width)
+    out_ptrs = out_ptr + tile_m.to(tl.int64) * n + out_n
+    inside = (out_rows[:, None] < m - tile_m) & (out_columns[None, :] < n - out_n)
     tl.store(
         out_ptrs + out_rows[:, None] * n + out_columns[None, :],
         out.to(out_ptr.dtype.element_ty),
@@ -204,9 +220,10 @@ def scaled_gemm(
     out: torch.Tensor,
     beside: tuple[torch.Tensor, torch.Tensor] | None = None,
     gelu: bool = False,
+    swiglu: bool = False,
 ) -> Launch:
-    """As `reference.scaled_gemm`, into `out`, (M, N); b, scale_b, bias, up and a may be others like
-    these. All are contiguous but for t.
+    """As `reference.scaled_gemm`, into `out`; b, scale_b, bias, up and a may be others like these.
+    All are contiguous but for t.
     """
     m, k = a.shape
     n = b.shape[0]
@@ -216,6 +233,8 @@ def scaled_gemm(
             f"scaled_gemm takes a (M, K), b (N, K) and a scale for each row of 8 bits, got "
             f"{tuple(a.shape)}, {tuple(b.shape)}, {scales[0]} and {scales[1]} scales"
         )
+    if out.shape != (m, n // 2 if swiglu else n):
+        raise ValueError(f"scaled_gemm gives {m} rows of {n}, not {tuple(out.shape)}")
     t, up = beside or (None, None)
     rank = 0 if t is None else t.shape[1]
     if t is not None and (t.shape != (m, rank) or up.shape != (n, rank) or t.stride(1) != 1):
@@ -230,6 +249,7 @@ def scaled_gemm(
         "k": k,
         "rank": rank,
         "gelu": gelu,
+        "swiglu": swiglu,
         "sum_dtype": tl.int32 if a.dtype == torch.int8 else tl.float32,
         "block_m": tile.m,
         "block_n": tile.n,

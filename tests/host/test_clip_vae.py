@@ -21,7 +21,8 @@ from safetensors.torch import load_file, save_file
 
 from qwen_l40s.errors import CheckpointError, SettingError, UnavailableError
 from qwen_l40s.families.parts import vae_name_to_native
-from qwen_l40s.hosts.comfyui.load.text_encoder import load_text_encoder
+from qwen_l40s.hosts.comfyui.encode import STOCK
+from qwen_l40s.hosts.comfyui.load.text_encoder import encode_with, load_text_encoder
 from qwen_l40s.hosts.comfyui.load.text_encoder_file import read_layout, text_encoder_tensors
 from qwen_l40s.hosts.comfyui.load.vae import load_vae
 from qwen_l40s.hosts.comfyui.load.weights import map_tensors
@@ -263,6 +264,7 @@ def test_an_image_with_a_vision_tower():
         path = file("tower", WEIGHTS | tensors)
         image = torch.rand(1, 56, 84, 3, generator=torch.Generator().manual_seed(0))
         clip, report = load_text_encoder(path)
+        clip, _ = encode_with(clip, STOCK)
         found = encode(clip, images=[image])
         assert found.shape[1] > encode(clip).shape[1] and "vision" not in report.text()
         assert torch.equal(found, encode(stock_clip(path), images=[image]))

@@ -13,7 +13,7 @@ from comfy_execution.graph_utils import ExecutionBlocker
 from comfyui_boot import BASE, ROOT, refused
 from PIL import Image
 
-from qwen_l40s.charts.answer import estimate_json
+from qwen_l40s.charts.text import estimate_json
 from qwen_l40s.errors import SettingError, UnavailableError
 from qwen_l40s.families.comfyui import kind_of
 from qwen_l40s.hosts.comfyui.contract import transformer_of

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 import nodes as core
 from qwen_l40s.errors import UnavailableError
 from qwen_l40s.hosts.comfyui import contract
+from qwen_l40s.hosts.comfyui.load.text_encoder import load_text_encoder
 from qwen_l40s.hosts.comfyui.load.vae import load_vae
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of
 from qwen_l40s.loaders.source import bundled_micro_folder
@@ -208,6 +209,7 @@ RUNS = {
         lambda output: output.args[0].decode(LATENT["samples"]),
     ),
     "LoadLora": ({"lora": LORA.name, "strength": 1.0, "lora_mode": "bypass"}, sampled),
+    "EncoderCache": ({"reuse": True, "memory": 1.0, "arithmetic": "exact"}, encoded),
     "Optimize": ({"attention": "auto", "fused_blocks": True}, sampled),
     "SplitCards": ({"cards": 1}, sampled),
     "CFGNorm": ({}, sampled),
@@ -237,7 +239,11 @@ def test_a_node_works_without_what_only_others_need(node, refusals):
 
     def run():
         inputs = {it.id: it.io_type for it in node.GET_SCHEMA().inputs if not it.optional}
-        parts = {"MODEL": lambda: narrow.stock(WEIGHTS), "VAE": lambda: load_vae(micro, "fp32")[0]}
+        parts = {
+            "MODEL": lambda: narrow.stock(WEIGHTS),
+            "CLIP": lambda: load_text_encoder(micro)[0],
+            "VAE": lambda: load_vae(micro, "fp32")[0],
+        }
         found = {name: parts[kind]() for name, kind in inputs.items() if kind in parts}
         return lambda: made(node.execute(**found, **settings))
 

@@ -32,6 +32,7 @@ from qwen_l40s.hosts.comfyui.sample.run import NAG_KEY
 from qwen_l40s.hosts.comfyui.sample.step_cache import cache_steps
 from qwen_l40s.nodes.nag import QwenL40SNAG
 from qwen_l40s.optimizations.attention import BACKENDS
+from qwen_l40s.optimizations.attention.choice import TRIAL_TOKENS
 from qwen_l40s.optimizations.attention.chosen import MeasuredErrors
 from qwen_l40s.optimizations.blocks.block import BlockExecutor
 from qwen_l40s.optimizations.nag import PrefixGuidance
@@ -264,6 +265,18 @@ def test_attention_to_the_image_is_computed_once_where_parts_merge(family, maske
     assert {7, 9, image} <= set(keys["sdpa_flash"]) and not {7, 9, image} & set(keys["math"])
     assert close(found["math"], found["sdpa_flash"])
     assert close(found["math"], sample(family, guided(model, negative), positive=positive))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attention_is_exact_where_8_bits_are_asked_for(family, monkeypatch):
+    called, backend = set(), BACKENDS["int8"]
+    attend = lambda q, *more: called.add(q.shape[1]) or backend.attend(q, *more)  # noqa: E731
+    monkeypatch.setitem(BACKENDS, "int8", replace(backend, attend=attend))
+    model = guided(family.make(), prompt(family, 9, seed=5))
+    optimized = optimize(model, OptimizeSettings(attention="int8"))
+    assert close(sample(family, optimized), sample(family, model))
+    assert "blocks: fused, 4 of 4" in report_of(optimized)
+    assert called <= {TRIAL_TOKENS}
 
 
 def both_ways(family, model, negative, settings=STRONG, **how):

@@ -46,6 +46,7 @@ from qwen_l40s.optimizations import fused
 from qwen_l40s.optimizations.attention import BACKENDS, chosen
 from qwen_l40s.optimizations.attention import Attention as ChosenBackend
 from qwen_l40s.optimizations.run import Later
+from qwen_l40s.options import OLDER
 
 pytestmark = pytest.mark.each_device
 FOLDER = folder("optimize")
@@ -879,7 +880,16 @@ def test_every_attention_that_runs_here():
         assert_same(known, forward(clone), 0.05 if lossy else SAME)
         assert f"attention: {name}" in report_of(clone)
         ran.append(name)
-    assert {"int8", "int8_fp8", "sliced", "math"} <= set(ran)
+    assert {"int8", "int8_fp8", "math"} <= set(ran)
+
+
+def test_attention_that_is_gone_runs_as_what_stands_for_it_today():
+    (known,) = (it for it in QwenL40SOptimize.define_schema().inputs if it.id == "attention")
+    model = stock()
+    for gone, today in OLDER["attention"].values.items():
+        assert gone in known.options and gone not in [*known.options] and today in [*known.options]
+        clone = QwenL40SOptimize.execute(model, gone, True).args[0]
+        assert clone.get_attachment(OPTIMIZATION_KEY).attention.name == today
 
 
 # ------------------------------------------------------------------------------ attention in 8 bits
@@ -932,7 +942,7 @@ def test_fast_measures_in_the_first_pass_and_says_what_it_found():
             assert_same(known, sample(clone, steps=3), IN_8_BITS.get(name, SAME))
             lines = report_of(clone)
             assert f"attention: {name}: " in lines and "to compare with; " in lines, lines
-            found = re.search(r"int8 error (.*); int8_fp8 error (.*); not sage_2: .*; at", lines)
+            found = re.search(r"int8 error (.*); int8_fp8 error (.*); at", lines)
             assert 0.001 < float(found[1]) < 0.02 < float(found[2]) < 0.06, lines
             assert f"; at most {most} allowed" in lines, lines
             assert fused_in(clone)

@@ -11,6 +11,8 @@ from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
 from comfy.text_encoders.llama import Llama2_, Qwen25_7BVLI_Config
 from comfyui_boot import ROOT
 from diffusers import QwenImagePipeline
+from micro_models import FOLDER as MICRO_21
+from micro_models import build_21, hidden_states, velocity
 from safetensors.torch import load_file
 
 from qwen_l40s.families.parts import vae_name_to_native
@@ -131,18 +133,16 @@ def test_comfyui_recognizes_and_computes_the_micro_21(monkeypatch):
     from comfy.model_detection import detect_unet_config
     from comfy.text_encoders.llama import Qwen3VL_8BConfig
 
-    from qwen_l40s.tools.micro.model import QWEN_IMAGE_21, build
-
-    model, stream = build(0, QWEN_IMAGE_21), QWEN_IMAGE_21.stream
+    model = build_21()
     for weight in model.transformer.parameters():
         if weight.ndim == 2:
             torch.nn.init.normal_(weight, std=0.08)
     language = model.text_encoder.model.language_model
     ids, mask, sigma = torch.arange(9)[None], torch.ones(1, 9), torch.tensor([0.7])
     latents = torch.randn(1, 64, 16, 16)
-    hidden = stream.hidden_states(language, ids)
+    hidden = hidden_states(language, ids)
     tokens = latents.flatten(2).transpose(1, 2)
-    velocity = stream.velocity(model.transformer, tokens, sigma, hidden, mask.bool())
+    known = velocity(model.transformer, tokens, sigma, hidden, mask.bool())
 
     weights = model.transformer.state_dict()
     dims = detect_unet_config(weights, "")
@@ -160,9 +160,10 @@ def test_comfyui_recognizes_and_computes_the_micro_21(monkeypatch):
     _, features, *_ = encoder(ids, mask, **last, final_layer_norm_intermediate=False)
     torch.testing.assert_close(features, hidden, atol=TOLERANCE, rtol=0)
     found = transformer(latents, sigma, features, transformer_options={})
-    known = velocity.transpose(1, 2).reshape(latents.shape)
+    known = known.transpose(1, 2).reshape(latents.shape)
     torch.testing.assert_close(found, known, atol=TOLERANCE, rtol=0)
     assert known.std() > 0.1
-    statistics, vae = comfy.latent_formats.QwenImage21(), model.vae.config
-    assert statistics.latents_mean.flatten().tolist() == pytest.approx(vae.latents_mean)
-    assert statistics.latents_std.flatten().tolist() == pytest.approx(vae.latents_std)
+    statistics = comfy.latent_formats.QwenImage21()
+    vae = json.loads((MICRO_21 / "vae" / "config.json").read_text(encoding="utf-8"))
+    assert statistics.latents_mean.flatten().tolist() == pytest.approx(vae["latents_mean"])
+    assert statistics.latents_std.flatten().tolist() == pytest.approx(vae["latents_std"])

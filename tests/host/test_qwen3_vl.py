@@ -10,15 +10,16 @@ import pytest
 import torch
 from comfy.text_encoders import llama
 from comfyui_boot import folder
+from micro_models import SYSTEM_21, USER, build_21, hidden_states
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
 from qwen_l40s.caches import forget
 from qwen_l40s.errors import CheckpointError, UnavailableError
-from qwen_l40s.hosts.comfyui.load.text_encoder import load_text_encoder
+from qwen_l40s.hosts.comfyui.encode import STOCK
+from qwen_l40s.hosts.comfyui.load.text_encoder import encode_with, load_text_encoder
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.loaders.source import open_source
-from qwen_l40s.tools.micro.model import QWEN_IMAGE_21, SYSTEM_21, USER, build
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 newer = pytest.mark.host_has("comfy.model_base.QwenImage21")
@@ -98,6 +99,7 @@ def encoded(clip, prompt="a red star", **more):
 def test_it_encodes_as_comfyuis_own(names):
     path = write(names)
     clip, report = load_text_encoder(path)
+    clip, _ = encode_with(clip, STOCK)
     core = own(write("ComfyUI's"))
     assert type(clip.cond_stage_model).__bases__ == type(core.cond_stage_model).__bases__
     for more in ({}, {"images": [torch.rand(1, 64, 64, 3)]}):
@@ -134,6 +136,77 @@ def test_a_file_that_lacks_a_tensor():
     )
 
 
+def merge(_, found, *more):
+    """As a ComfyUI that merges parallel layers might have them: gate and up in one."""
+    for name in [it for it in found if it.endswith("gate_proj.weight")]:
+        pair = (found.pop(name.replace("gate", it)) for it in ("gate", "up"))
+        found[name.replace("gate", "gate_up")] = torch.cat(list(pair))
+
+
+def split(_, found, *more):
+    for name in [it for it in found if it.endswith("gate_up_proj.weight")]:
+        for it, half in zip(("gate", "up"), found.pop(name).chunk(2), strict=True):
+            found[name.replace("gate_up", it)] = half
+
+
+def merge_layers(model):
+    for mlp in (layer.mlp for layer in model.model.layers):
+        gate, rows = mlp.gate_proj, mlp.gate_proj.out_features
+        where = {"device": gate.weight.device, "dtype": gate.weight.dtype}
+        del mlp.gate_proj, mlp.up_proj
+        mlp.gate_up_proj = whole = type(gate)(WIDTH, 2 * rows, bias=False, **where)
+        vars(mlp)["gate_proj"] = lambda x, whole=whole: whole(x).chunk(2, -1)[0]
+        vars(mlp)["up_proj"] = lambda x, whole=whole: whole(x).chunk(2, -1)[1]
+
+
+MERGED, PRUNED, BUILT = "merged in the file", "pruned vocabulary", "merged in ComfyUI"
+
+
+@newer
+@pytest.mark.parametrize(
+    ("form", "known"),
+    [(MERGED, False), (MERGED, True), (PRUNED, False), (PRUNED, True), (BUILT, 1)],
+)
+def test_a_form_that_only_comfyui_knows(form, known, monkeypatch):
+    """Its own loading takes it; where that lacks a tensor or fails, the file is refused."""
+    from comfy.text_encoders import qwen3vl
+
+    core = encoded(own(write("ComfyUI's")))["cond"]
+    names = {NAMES["ComfyUI's"](name): weight.clone() for name, weight in weights().items()}
+    build = qwen3vl.Qwen3VL.__init__
+
+    def init(self, *args, **more):
+        build(self, *args, **more)
+        if form == BUILT:
+            merge_layers(self)
+        self.register_load_state_dict_pre_hook(merge if form == BUILT else split)
+
+    if form == MERGED:
+        merge(None, names)
+    if form == PRUNED:
+        rows = 151_660
+        for name in ("model.embed_tokens.weight", "model.lm_head.weight"):
+            names[name] = names[name][:rows].clone()
+        small = partial(llama.Qwen3VL_8BConfig, **TEXT, vocab_size=rows)
+        if known:
+            monkeypatch.setitem(qwen3vl.QWEN3VL_CONFIGS, "qwen3vl_8b", lambda **it: small(**it))
+    elif known:
+        monkeypatch.setattr(qwen3vl.Qwen3VL, "__init__", init)
+    path = FOLDER / f"{form} {known}.safetensors"
+    save_file(names, path)
+    forget()
+    if not known:
+        comfyui_boot.refused(
+            CheckpointError, str(FOLDER.parent), run=lambda: load_text_encoder(path)
+        )
+        return
+    clip, report = load_text_encoder(path, "int8", "cpu")
+    assert "ComfyUI's own loading" in report.summary() and report.precision == "as stored"
+    assert clip.placement == "cpu"
+    for each in (clip, clip.clone(disable_dynamic=True)):
+        assert torch.allclose(encoded(each)["cond"], core, rtol=0, atol=1e-5)
+
+
 def test_an_older_comfyui_is_told(monkeypatch):
     import comfy.supported_models
 
@@ -153,7 +226,7 @@ def test_a_small_one_with_a_tokenizer_of_its_own(monkeypatch):
     """The micro model's: ComfyUI encodes a prompt as transformers does."""
     monkeypatch.undo()
     path = FOLDER / "micro_21"
-    build(0, QWEN_IMAGE_21).save(path)
+    build_21().save(path)
     assert type(load_model(path)[0].model) is comfy.model_base.QwenImage21  # its MLP is narrower
     clip, report = load_text_encoder(path)
     assert "vision tower left out: it is 32 wide" in report.text()
@@ -162,10 +235,10 @@ def test_a_small_one_with_a_tokenizer_of_its_own(monkeypatch):
     ids = words(
         f"{SYSTEM_21}{USER}{prompt}<|im_end|>\n<|im_start|>assistant\n", return_tensors="pt"
     )
-    language = build(0, QWEN_IMAGE_21).text_encoder.model.language_model
+    language = build_21().text_encoder.model.language_model
     for weight in language.parameters():
         weight.copy_(weight.bfloat16())  # as the file has it
-    hidden = QWEN_IMAGE_21.stream.hidden_states(language, ids.input_ids)
+    hidden = hidden_states(language, ids.input_ids)
     dropped = len(words(SYSTEM_21).input_ids)
     found = encoded(clip, prompt)["cond"]
     torch.testing.assert_close(found, hidden[:, dropped:].float(), atol=1e-4, rtol=0)

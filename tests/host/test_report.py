@@ -1,7 +1,6 @@
 """What a run is measured and reported as."""
 
 import copy
-import dataclasses
 import gc
 import json
 import math
@@ -26,7 +25,7 @@ from narrow_transformer import random
 from reported_runs import reported, running
 
 from qwen_l40s.hosts.comfyui import record as measuring
-from qwen_l40s.hosts.comfyui import report_rows
+from qwen_l40s.hosts.comfyui import report as reporting
 from qwen_l40s.hosts.comfyui.decode.decode import VaeBatch, decode, encode
 from qwen_l40s.hosts.comfyui.estimate import cards as this_card
 from qwen_l40s.hosts.comfyui.load.text_encoder import (
@@ -42,11 +41,10 @@ from qwen_l40s.hosts.comfyui.report import (
     NO_RUN,
     NOT_MEASURED,
     UNWATCHED,
+    Row,
     RunFacts,
     report_run,
-    report_text,
 )
-from qwen_l40s.hosts.comfyui.report_rows import Row
 from qwen_l40s.hosts.comfyui.sample import measure as sampling_record
 from qwen_l40s.hosts.comfyui.sample import off_card as off_card_pass
 from qwen_l40s.hosts.comfyui.sample.forward import ComfyPass
@@ -56,7 +54,7 @@ from qwen_l40s.hosts.comfyui.sample.run import STEP_CACHE_KEY as STEP_CACHE
 from qwen_l40s.hosts.comfyui.sample.step_cache import cache_steps
 from qwen_l40s.loaders.source import MICRO_ADVICE
 from qwen_l40s.nodes.estimate import QwenL40SReport
-from qwen_l40s.planning.phases import Phase, Range
+from qwen_l40s.planning.phases import Range
 from qwen_l40s.planning.request import DROPPED
 from qwen_l40s.spec.formats import GIB, CardFacts
 from qwen_l40s.step_cache import CacheSettings, computed_with
@@ -132,7 +130,7 @@ def breaking(target, name: str):
 
 def as_on(facts: CardFacts | None):
     stack = ExitStack()
-    for module in (report_rows, this_card):
+    for module in (reporting, this_card):
         stack.enter_context(mock.patch.object(module, "card_facts", lambda device: facts))
     return stack
 
@@ -314,7 +312,6 @@ def test_a_pass_knows_how_many_steps_call_the_model():
     for changed, steps in (
         (model, 20),
         (cached(model), computed_with(20, CACHE)),
-        (cache_steps(model, dataclasses.replace(CACHE, audit=True)), 20),
     ):
         found.clear()
         changed.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "look", look)
@@ -819,20 +816,19 @@ def test_predicted_beside_measured():
     clip, vae = load_text_encoder(MICRO)[0], load_vae(MICRO)[0]
     sample(model, cfg=2.5)
     report = predicted(model, clip=clip, vae=vae)
-    phase = report.data["phases"]["sampling"]
-    assert phase["predicted"]["card_gib"] > 0 and phase["predicted"]["seconds"][1] > 0, report
-    assert report.data["step_ms"]["predicted"] and report.data["basis"], report.text
-    low, high = report.data["step_ms"]["predicted"]
-    assert 0 < low <= high
-    assert "\nTimes: predicted as a range: no L40S was" in report.text, report.text
-    assert report.data["predicted_seconds"][0] > low / 1000
+    data = report.data
+    assert data["predicted_card_gib"] > 0 and data["basis"], report.text
+    low, high = data["step_ms"]["predicted"]
+    assert 0 < low <= high and data["predicted_seconds"][0] > low / 1000
     lines = report.text.splitlines()
     assert " predicted (" in lines[0] and lines[4].startswith("Cost: $"), lines
-    assert row(report, "time and GiB").split()[3:5] == ["time", "predicted"]
+    line = row(report, "Predicted: ")
+    assert " in all, " in line and " a step, " in line and " GiB of the card at the peak" in line
+    assert row(report, "time and GiB").split()[3:] == (
+        ["time", "card", "working"] if CARD else ["time"]
+    )
     for name in ("sampling", "  a step", "total"):
         assert " ms" in row(report, name) or " s" in row(report, name), lines
-    assert ("card" in row(report, "time and GiB")) == CARD
-    assert phase["predicted"]["parts"]["resident"], phase
     assert "onnect clip and vae" not in report.text
     model.set_additional_models("multigpu", [model.clone()])
     text = predicted(model, clip=clip, vae=vae).text
@@ -845,42 +841,34 @@ def ran_in(seconds, name="sampling", **asked):
     return run
 
 
-def told(*rows, prediction=None):
+def told(*rows, predicted=None):
     asked = {"latent": [1, 16, 1, 8, 8], "step_seconds": 0.5, "steps": 4, "evaluations": 4}
     asked |= {"passes": 4, "cfg": None, "text_tokens": 9, "references": []}
-    ran = SimpleNamespace(last=ran_in(2.0, **asked), this_run=True)
-    return RunFacts(ran, rows, prediction or report_rows.Prediction(), [])
+    last = ran_in(2.0, **asked)
+    ran = SimpleNamespace(last=last, this_run=True, of=lambda name: (last,))
+    return RunFacts(ran, rows, reporting.Prediction(), predicted)
 
 
 def test_the_words_of_a_phase():
     run = ran_in(2.0)
     run.card_bytes, run.working_bytes = 41 * GIB, GIB // 2
-    phase = Phase("sampling", 38 * GIB, GIB // 4, 0, GIB, seconds=Range(1.5, 1.5))
 
     def cells(row):
-        lines = report_text(told(row)).splitlines()
+        run = told(row)
+        lines = run.text(run.summary(), ()).splitlines()
         (line,) = (line for line in lines if line.startswith(row.title + "  "))
         return [cell.strip() for cell in line.split("  ") if cell][1:]
 
-    whole = Row("sampling", (run,), (phase,), whole=True)
-    assert cells(whole) == ["2.0 s", "1.5 s", "41.00", "39.25", "0.50", "0.25"]
-    # Without the whole card's parts nothing is predicted of it.
-    alone = Row("sampling", (run,), (phase,))
-    assert cells(alone) == ["2.0 s", "1.5 s", "41.00", "0.50", "0.25"]
-    assert alone.as_dict()["predicted"]["card_gib"] is None
-    twice = Row("sampling", (run, run), (phase, phase), True, "this run")
+    assert cells(Row("sampling", (run,))) == ["2.0 s", "41.00", "0.50"]
+    twice = Row("sampling", (run, run), "this run")
     assert twice.title == "sampling (2 times, this run)"
-    assert cells(twice)[:2] == ["4.0 s", "3.0 s"]
-    # One without an answer leaves no sum.
-    half = Row("sampling", (run, run), (phase,), True)
-    assert cells(half)[:2] == ["4.0 s", "41.00"]
+    assert cells(twice) == ["4.0 s", "41.00", "0.50"]
 
 
 def test_a_report_says_first_how_a_run_compares():
     def first(seconds):
-        phase = Phase("sampling", 1, 0, 0, 0, seconds=Range(1.5, 2.5))
-        row = Row("sampling", (ran_in(seconds),), (phase,))
-        return report_text(told(row)).splitlines()[0]
+        run = told(Row("sampling", (ran_in(seconds),)), predicted=Range(1.5, 2.5))
+        return run.summary()[0]
 
     assert first(2.0) == "Took 2.0 s, as predicted (1.5 to 2.5 s)."
     assert first(4.0) == "Took 4.0 s, slower than predicted (1.5 to 2.5 s)."
@@ -888,43 +876,21 @@ def test_a_report_says_first_how_a_run_compares():
 
 
 def test_as_many_are_predicted_as_ran():
-    model, vae = optimize(load(), HOST_ATTENTION), load_vae(MICRO)[0]
+    model, clip, vae = load(off_card=True), load_text_encoder(MICRO)[0], load_vae(MICRO)[0]
+    model = optimize(model, HOST_ATTENTION)
 
-    def times(prompt, samplings=1, sizes=((1, 8),)):
-        for _ in range(samplings):
-            sample(model, prompt=prompt)
+    def middle(prompt, steps=(3,), decodes=1):
+        for count in steps:
+            sample(model, steps=count, prompt=prompt)
         with running(prompt):
-            for batch, size in sizes:
-                decode(vae, random(batch, 16, 1, size, size))
-            return predicted(model, vae=vae).data["phases"]
+            for _ in range(decodes):
+                decode(vae, random(1, 16, 1, 8, 8))
+            return sum(predicted(model, clip=clip, vae=vae).data["predicted_seconds"])
 
-    def ends(phases, name):
-        return phases[name]["predicted"]["seconds"]
-
-    def alike(found, known):
-        assert all(abs(one / two - 1) < 2e-3 for one, two in zip(found, known, strict=True))
-
-    once = times("one")
-    twice = times("two", 2, ((1, 8), (1, 8)))
-    for name in ("sampling", "decode"):
-        alike(ends(twice, name), [2 * end for end in ends(once, name)])
-        assert twice[name]["times"] == 2
-    mixed = ends(times("three", 1, ((1, 8), (2, 16))), "decode")
-    other = ends(times("four", 1, ((2, 16),)), "decode")
-    alike(mixed, [one + more for one, more in zip(ends(once, "decode"), other, strict=True)])
-    assert other[0] > 2 * ends(once, "decode")[0]
-
-
-def test_tables_are_predicted_as_often_as_they_were_made():
-    model = load(off_card=True)
-    for steps in (3, 5):
-        sample(model, steps=steps, prompt="a")
-    phases = predicted(model).data["phases"]
-    assert phases["tables"]["times"] == 2
-    both = phases["tables"]["predicted"]["seconds"]
-    sample(model, steps=4, prompt="b")
-    (low, high) = predicted(model).data["phases"]["tables"]["predicted"]["seconds"]
-    assert low < both[0] and both[1] > 1.5 * high
+    # Each makes its table, as its timesteps are others; the last one's is there already.
+    once, twice = middle("one", (4,)), middle("two", (5, 4), 2)
+    assert 1.5 * once < twice < 3 * once
+    assert middle("three", (4,), 6) > middle("four", (4,))
 
 
 def test_without_clip_and_vae_the_card_is_not_predicted():
@@ -933,11 +899,11 @@ def test_without_clip_and_vae_the_card_is_not_predicted():
     sample(model)
     for parts in ({}, {"clip": clip}, {"vae": vae}):
         report = predicted(model, **parts)
-        phase = report.data["phases"]["sampling"]["predicted"]
-        assert phase["card_gib"] is None and phase["seconds"][0] > 0
+        assert report.data["predicted_card_gib"] is report.data["predicted_seconds"] is None
+        assert report.data["step_ms"]["predicted"]
         assert "Connect clip and vae" in report.text
-        assert report.data["phases"]["load"]["predicted"] is None
-    assert predicted(model, clip=clip, vae=vae).data["phases"]["load"]["predicted"]["seconds"]
+    report = predicted(model, clip=clip, vae=vae)
+    assert report.data["predicted_card_gib"] and report.data["predicted_seconds"]
 
 
 def test_a_guider_that_asks_for_the_negative_prompt_on_its_own():
@@ -961,11 +927,11 @@ def test_the_card_of_a_run_is_the_one_that_sampled():
     facts = mock.Mock(side_effect=lambda device: cards[str(device)])
     with (
         mock.patch.object(model, "load_device", torch.device("cuda:1")),
-        mock.patch.object(report_rows, "card_facts", facts),
+        mock.patch.object(reporting, "card_facts", facts),
         mock.patch.object(this_card, "card_facts", facts),
     ):
         run = phases(model)[0]
-        prediction = report_rows.predict(run, model, None, None, 0)
+        prediction = reporting.predict(run, model, None, None)
     basis = prediction.estimate.basis.text
     assert "A100" in basis and "L40S" not in basis, basis
 
@@ -1003,13 +969,11 @@ def test_attention_is_predicted_as_it_ran():
     ):
         prediction = _run_attention(base, name)
         assert prediction.estimate.request.attention == counted, (name, phases(base)[0].path)
-        said = [note for note in prediction.notes if note.startswith("Attention ")]
-        assert len(said) == (counted != "exact"), prediction.notes
     # On the CPU errors are measured too, and exact attention then stays.
     prediction = _run_attention(base, "fast")
     assert prediction.estimate.request.attention == "exact", phases(base)[0].path
-    assert report_rows._attention({"sdpa_flash", "int8", "fast"}, L40S) == "fast"
-    assert report_rows._attention({"int8_fp8", "fast"}, L40S) == "int8_fp8"
+    assert reporting._attention({"sdpa_flash", "int8", "fast"}, L40S) == "fast"
+    assert reporting._attention({"int8_fp8", "fast"}, L40S) == "int8_fp8"
 
 
 def _run_attention(model, name):
@@ -1025,10 +989,8 @@ def test_a_run_with_skipped_steps_is_predicted_by_those_that_were_computed():
     request = prediction.estimate.request
     assert (request.steps, request.computed_steps, request.cache) == (20, computed, "custom")
     assert not any("forward passes" in note for note in prediction.notes), prediction.notes
-    sampling, step = prediction.phases()["sampling"].seconds, prediction.step
+    sampling, step = prediction.estimate.phases["sampling"].seconds, prediction.step
     assert sampling == pytest.approx(step.times(computed))
-    tables = predicted(model).data["phases"]["tables"]
-    assert tables["predicted"]["seconds"][0] > 0
 
 
 def test_the_request_of_an_edit():
@@ -1044,8 +1006,6 @@ def test_the_request_of_an_edit():
         request = _prediction(model, found).estimate.request
         assert (request.family, request.text_tokens) == (family, own), request
         assert request.references == len(references)
-    small = _prediction(model, base | {"references": [[64, 64]]})
-    assert "References had 0.25 megapixels; the prediction assumes one each." in small.notes
     many = _prediction(model, base | {"references": [[128, 128]] * 5})
     assert many.estimate is None and "takes 3 reference images, got 5" in many.notes[0]
     other = _prediction(model, base | {"controlnet": True, "passes": 9, "computed": 9})
@@ -1060,10 +1020,9 @@ def test_a_card_that_is_not_in_the_list_has_peaks_only():
     sample(model)
     parts = {"clip": load_text_encoder(MICRO)[0], "vae": load_vae(MICRO)[0]}
     report = predicted(model, CardFacts("NVIDIA Made Up 9000", 80 * GIB, (9, 0)), **parts)
-    predicted_phase = report.data["phases"]["sampling"]["predicted"]
-    assert predicted_phase["card_gib"] > 0 and predicted_phase["seconds"] is None
+    assert report.data["predicted_card_gib"] > 0 and report.data["predicted_seconds"] is None
     assert report.data["step_ms"]["predicted"] is None
-    assert "\nTimes: not predicted: " in report.text and "Made Up 9000" in report.text
+    assert "times not predicted: " in report.text and "Made Up 9000" in report.text
 
 
 def _asked(model) -> dict:
@@ -1076,4 +1035,4 @@ def _prediction(model, found=None):
     with as_on(L40S):
         ran = copy.copy(run)
         ran.asked = found or run.asked
-        return report_rows.predict(ran, model, None, None, 0)
+        return reporting.predict(ran, model, None, None)

@@ -81,10 +81,10 @@ def test_a_model_of_21_gets_its_schedules():
     sigmas, report = run(model)
     assert sigmas.tolist() == pytest.approx(official_sigmas(40, 128 * 128), abs=1e-6)
     assert report == "official: 40 steps at 2048x2048, for Qwen-Image-2.1."
-    for name in schedule_names()[3:]:
+    for name in ("lightning 4", *schedule_names()[3:]):
         sigmas, report = run(model, name, latent=empty(1024, 1024))
         assert len(sigmas) == int(name[-1]) + 1 and name in report.splitlines()[1]
-    refused("'lightning 4' is of Qwen-Image, and", run=lambda: run(model, "lightning 4"))
+    refused("'lightning 8' is of Qwen-Image, and", run=lambda: run(model, "lightning 8"))
     refused("1040x1024", "multiples of 32", run=lambda: run(model, width=1040, height=1024))
     _, report = run(model, latent={"samples": torch.ones(1, 64, 65, 64)})
     assert "multiples of 32, and the LATENT has 1024x1040" in report

@@ -2,6 +2,7 @@
 and without it.
 """
 
+from dataclasses import replace
 from importlib import import_module
 
 import comfy.ldm.modules.attention
@@ -22,6 +23,8 @@ from qwen_l40s.hosts.comfyui.sample.attention import SLOT
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of
 from qwen_l40s.hosts.comfyui.sample.run import ComfyOptimization
 from qwen_l40s.optimizations import inventory
+from qwen_l40s.optimizations.attention import BACKENDS
+from qwen_l40s.optimizations.attention.choice import TRIAL_TOKENS
 from qwen_l40s.optimizations.attention.chosen import ChosenAttention, attend_causal
 from qwen_l40s.optimizations.blocks.block import BlockExecutor
 from qwen_l40s.optimizations.blocks.passes import ForwardPass
@@ -182,16 +185,16 @@ def test_attention_is_told_which_lengths_one_pass_has(monkeypatch):
     """A reference's rows are computed as the cache is filled, the image's in every step."""
     asked, own = set(), ChosenAttention.choose
 
-    def choose(self, request, once=False):
-        asked.add((request.tokens, once))
-        return own(self, request, once)
+    def choose(self, request, once=False, exact=False):
+        asked.add((request.tokens, once, exact))
+        return own(self, request, once, exact)
 
     monkeypatch.setattr(ChosenAttention, "choose", choose)
     sample(optimize(model_21()), **REFERENCE)
-    assert asked == {(24, True), (7 + 24 + 64, False)}
+    assert asked == {(24, True, True), (7 + 24 + 64, False, False)}
     asked.clear()
     sample(optimize(without_cache(model_21())), **REFERENCE)
-    assert asked == {(64, False)}
+    assert asked == {(64, False, False), (24, False, True)}
 
 
 def without_cache(model):
@@ -218,6 +221,21 @@ def test_text_is_causal_where_comfyuis_attention_is(how):
         expected, optimized = sample(made, **how), optimize(made)
         assert close(sample(optimized, **how), expected) and not close(expected, plain)
         assert "blocks: fused, 6 of 6 in 3 forward passes" in report_of(optimized)
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_8_bits_are_for_the_images_tokens_alone(cached, monkeypatch):
+    """Keys and values of text and references are kept for a whole run."""
+    called, backend = set(), BACKENDS["int8"]
+
+    def attend(q, k, *more):
+        called.add((q.shape[1], k.shape[1]))
+        return backend.attend(q, k, *more)
+
+    monkeypatch.setitem(BACKENDS, "int8", replace(backend, attend=attend, quantizes=False))
+    model = model_21() if cached else without_cache(model_21())
+    sample(optimize(model, OptimizeSettings(attention="int8")), steps=2, **TWO)
+    assert called - {(TRIAL_TOKENS, TRIAL_TOKENS)} == {(64, 7 + 24 + 4 + 64)}
 
 
 @pytest.mark.parametrize("fused_mlp", [True, False])

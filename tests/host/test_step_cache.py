@@ -28,7 +28,6 @@ from qwen_l40s.hosts.comfyui.sample.cfg_norm import rescale_by_token
 from qwen_l40s.hosts.comfyui.sample.optimize import optimize
 from qwen_l40s.hosts.comfyui.sample.run import STEP_CACHE_KEY
 from qwen_l40s.hosts.comfyui.sample.step_cache import cache_steps
-from qwen_l40s.nodes.step_cache import QwenL40SStepCache
 from qwen_l40s.optimizations.step_cache import CachedRun
 from qwen_l40s.step_cache import PRESETS, CacheSettings, plan_steps
 
@@ -399,13 +398,6 @@ def test_of_prompts_that_are_combined_nothing_is_estimated():
         run = sample(cached(), positive=positive)
         assert run.skipped and (sentence in run.lines) == told, run.lines
         assert ("differs by an estimated" in "\n".join(run.lines)) != told
-
-
-def test_an_optional_setting_that_an_api_file_lacks_is_the_default():
-    custom = {"cache": "custom", "budget": 0.6, "head": 0.16, "tail": 0.08, "longest": 2}
-    caches = custom | {"gain": 0.5}, custom | {"gain": 0.5, "audit": None}  # as ComfyUI gives it
-    runs = [sample(QwenL40SStepCache.execute(model(), cache).result[0]) for cache in caches]
-    assert runs[0].skipped and same(*runs)
 
 
 def test_a_prediction_that_is_not_a_number_ends_it():

@@ -1,6 +1,5 @@
 """True sizes of what is wired into the estimator."""
 
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from unittest import mock
@@ -190,7 +189,6 @@ def test_a_step_cache_is_told():
     for settings, cache, computed, words in (
         (PRESETS["fast"], "fast", 20, ""),
         (custom, "custom", computed_with(50, custom), ""),
-        (replace(PRESETS["fast"], audit=True), "off", 50, "audit is on"),
     ):
         wired = request(cache_steps(model, settings), steps=50)
         assert (wired.request.cache, wired.request.computed_steps) == (cache, computed)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from comfy.ldm.modules.diffusionmodules.model import pytorch_attention
 from comfyui_boot import MODE, ROOT
-from tracked_allocations import Allocations, fused_attention
+from tracked_allocations import CONVOLUTION_WORKSPACE, Allocations, fused_attention
 from vae_cases import decibels, held, random, random_weights, wan, wan_21
 
 from qwen_l40s.errors import SettingError
@@ -125,7 +125,7 @@ def test_the_predicted_peak(build, ours, dtype):
     model, size = build(dtype), dtype.itemsize
     layers = FusedLayers(torch.device("meta")) if ours else OWN
     around = partial(mock.patch.object, flat.F, "conv2d", convolved) if ours else fused_attention
-    shape, workspace = layers.shape(model), 0 if ours else vae_bytes.CONVOLUTION_WORKSPACE
+    shape, workspace = layers.shape(model), 0 if ours else CONVOLUTION_WORKSPACE
     for (latent, count, rows), plan in itertools.product(PLANS, (plan_decode, plan_encode)):
         made = plan(shape, *latent, itemsize=size, budget=None, tiles=count, image_on_card=True)
         made, peak = replace(made, middle_rows=rows), made.peak_bytes

@@ -290,7 +290,6 @@ def test_tooltips_show_under_the_pointer(classic: ComfyPage):
 def test_a_step_cache_shows_settings_for_custom_alone(page: ComfyPage):
     settings = {
         **{"budget": 0.6, "head": 0.16, "tail": 0.08, "longest": 2, "gain": 0.5},
-        "audit": False,
     }
     nested = {f"cache.{name}": value for name, value in settings.items()}
     for choice in ("off", "faithful", "balanced", "fast", "custom"):

@@ -7,6 +7,7 @@ from itertools import permutations
 import numpy as np
 import pytest
 import torch
+from micro_painter import paint
 from PIL import Image
 from scipy import ndimage
 
@@ -22,7 +23,6 @@ from qwen_l40s.micro.scene import (
     SceneObject,
     random_scene,
 )
-from qwen_l40s.tools.micro.painter import paint
 
 SEEDS = (1, 2)
 STAR_AND_CIRCLE = Scene(

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qwen_l40s.charts.advice import price_source
+from qwen_l40s.charts.text import price_source
 from qwen_l40s.errors import SettingError
 from qwen_l40s.machine.store import known_cards
 from qwen_l40s.planning.advise import LOADS, Advice, Offer

@@ -17,7 +17,6 @@ from qwen_l40s.optimizations.attention import (
     AttentionRequest,
     aligned_mask,
     attend_causal,
-    backends,
     choice,
     choose_attention,
 )
@@ -247,29 +246,7 @@ def test_parts_of_the_keys_add_up_by_their_log_sum_exps(name, device, dtype):
     assert ran or dtype not in BACKENDS[name].card.dtypes
 
 
-# ---------------------------------------------------------------------------------- sliced and mask
-
-
-def test_slices_keep_the_scores_below_the_bound():
-    for heads, tokens, score_bytes, expected in (
-        (24, 4296, 2**28, (3, 4296)),
-        (24, 300, 2**28, (24, 300)),
-        (24, 40000, 2**28, (1, 1677)),
-        (2, 1000, 4000, (1, 1)),
-        (2, 1000, 100, (1, 1)),
-    ):
-        found = backends.slices(heads, tokens, score_bytes)
-        assert found == expected
-        assert found[0] * found[1] * tokens * 4 <= score_bytes or found == (1, 1)
-
-
-def test_slices_of_any_size_give_the_same(monkeypatch):
-    q, k, v = random(2, 90, 3, 32, dtype=torch.float32)
-    mask = padding(2, 90, 11, dtype=torch.float32)
-    whole = backends.sliced(q, k, v, mask)
-    for score_bytes in (4 * 90 * 90 * 2, 4 * 90 * 7, 1):
-        monkeypatch.setattr(backends.slices, "__defaults__", (score_bytes,))
-        torch.testing.assert_close(backends.sliced(q, k, v, mask), whole, rtol=1e-5, atol=1e-6)
+# -------------------------------------------------------------------------------------------- mask
 
 
 def test_a_mask_is_aligned_once():
@@ -300,7 +277,7 @@ def test_a_mask_is_never_dropped():
 
 def test_the_trial_finds_every_kind_of_fault(monkeypatch):
     request = AttentionRequest(CPU, torch.bfloat16, 1, 2, 64, 100, True)
-    attend = BACKENDS["sliced"].attend
+    attend = BACKENDS["math"].attend
 
     def no_image(*_):
         raise RuntimeError("no kernel image\nstack")
@@ -313,21 +290,21 @@ def test_the_trial_finds_every_kind_of_fault(monkeypatch):
         "a trial gave (2, 333, 128) in torch.float32": lambda *x: attend(*x).float(),
     }
     for expected, faulty in faults.items():
-        monkeypatch.setitem(BACKENDS, "sliced", replace(BACKENDS["sliced"], attend=faulty))
+        monkeypatch.setitem(BACKENDS, "math", replace(BACKENDS["math"], attend=faulty))
         forget()
-        assert str(choice.refusal("sliced", request)).startswith(expected)
+        assert str(choice.refusal("math", request)).startswith(expected)
 
 
 def test_a_trial_is_made_once_per_kind_of_request(monkeypatch):
     calls = []
-    attend = BACKENDS["sliced"].attend
-    counted = replace(BACKENDS["sliced"], attend=lambda *x: calls.append(1) or attend(*x))
-    monkeypatch.setitem(BACKENDS, "sliced", counted)
+    attend = BACKENDS["math"].attend
+    counted = replace(BACKENDS["math"], attend=lambda *x: calls.append(1) or attend(*x))
+    monkeypatch.setitem(BACKENDS, "math", counted)
     for count, (tokens, masked) in zip(
         (1, 1, 2), ((100, False), (300, False), (300, True)), strict=True
     ):
         asked = AttentionRequest(CPU, torch.bfloat16, 1, 2, 64, tokens, masked)
-        assert choice.refusal("sliced", asked) is None and len(calls) == count
+        assert choice.refusal("math", asked) is None and len(calls) == count
 
 
 def test_a_trial_that_found_no_memory_is_made_again(monkeypatch):
@@ -336,9 +313,9 @@ def test_a_trial_that_found_no_memory_is_made_again(monkeypatch):
 
     request = AttentionRequest(CPU, torch.bfloat16, 1, 2, 64, 100)
     with monkeypatch.context() as short:
-        short.setitem(BACKENDS, "sliced", replace(BACKENDS["sliced"], attend=full))
-        assert choice.refusal("sliced", request).fact == "no memory is free for a trial"
-    assert choice.refusal("sliced", request) is None
+        short.setitem(BACKENDS, "math", replace(BACKENDS["math"], attend=full))
+        assert choice.refusal("math", request).fact == "no memory is free for a trial"
+    assert choice.refusal("math", request) is None
 
 
 def test_a_trial_leaves_the_random_numbers_of_a_seed_alone():

@@ -1,9 +1,10 @@
-"""FlashAttention and SageAttention as they are published, and every way in which they are broken.
+"""Attention of other packages as they are published, and every way in which they are broken.
 
 They run on a card alone: `published_attention.py` stands in for them.
 """
 
 import importlib.util
+from dataclasses import replace
 
 import pytest
 
@@ -14,23 +15,24 @@ import published_attention as published
 from qwen_l40s import UnavailableError
 from qwen_l40s.caches import forget
 from qwen_l40s.machine.card import InstalledCards, State
+from qwen_l40s.machine.store import AttentionTimings
 from qwen_l40s.optimizations.attention import (
     BACKENDS,
+    Attention,
     AttentionRequest,
+    ChosenAttention,
     check_backends,
     choice,
     choose_attention,
-    quantized,
+    chosen,
 )
 
 CPU = torch.device("cpu")
 
 PACKAGES = {
-    "flash_attn_2": ("flash_attn", published.FLASH, (8, 9)),
     "flash_attn_3": ("fa3_fwd_interface", published.FLASH, (9, 0)),
-    "sage_2": ("sageattention", published.SAGE, (8, 9)),
+    "kitchen_int8": ("comfy_kitchen", published.KITCHEN, (8, 9)),
 }
-UNPROVEN = "not run by us but on sm_90, agrees here with PyTorch in a trial"
 on_each = pytest.mark.parametrize("name", PACKAGES)
 
 
@@ -46,8 +48,7 @@ def card(monkeypatch):
     """Makes the processor pass for a card of a compute capability and a CUDA version."""
 
     def set_up(sm, cuda="13.0"):
-        for module in (choice, quantized):
-            monkeypatch.setattr(module, "sm_of", lambda device: sm)
+        monkeypatch.setattr(choice, "sm_of", lambda device: sm)
         monkeypatch.setattr(torch.version, "cuda", cuda)
         forget()
 
@@ -74,7 +75,6 @@ def distance(out, q, k, v):
 @pytest.mark.parametrize(
     ("name", "module", "change"),
     [
-        ("flash_attn_2", "flash_attn", None),
         ("flash_attn_3", "fa3_fwd_interface", None),
         # Built from source. Its first releases gave the log-sum-exp too.
         ("flash_attn_3", "flash_attn_interface", lambda out: (out, out.sum())),
@@ -103,46 +103,78 @@ def test_flash_attention_is_taken_where_it_is_fastest(
     assert len(calls) == 1
 
 
-def test_sage_calls_the_kernel_of_the_card(monkeypatch, card):
-    q, k, v = random(300)
-    for sm, cuda, function, sums in (
-        ((8, 0), "13.0", "sageattn_qk_int8_pv_fp16_cuda", "fp32"),
-        ((8, 6), "12.6", "sageattn_qk_int8_pv_fp16_cuda", "fp32"),
-        ((8, 9), "12.4", "sageattn_qk_int8_pv_fp8_cuda", "fp32+fp32"),
-        ((8, 9), "12.8", "sageattn_qk_int8_pv_fp8_cuda", "fp32+fp16"),
-        ((9, 0), "13.0", "sageattn_qk_int8_pv_fp8_cuda_sm90", "fp32+fp32"),
+def test_kitchen_rounds_as_far_as_fast_allows(monkeypatch, card):
+    """Also where there are fewer queries than keys, as beside a prefix."""
+    card((8, 9))
+    calls = published.install(monkeypatch, "comfy_kitchen", published.KITCHEN)
+    attention = choose_attention(request(tokens=1300), "kitchen_int8")
+    q, k, v = random(1300)
+    for first in (0, 200):
+        calls.clear()
+        out = attention(q[:, first:], k, v)
+        assert out.shape == (2, 1300 - first, 3 * 64) and out.is_contiguous()
+        assert 1e-3 < distance(out, q[:, first:], k, v) < chosen.MOST_ERROR
+        ((_, given),) = calls
+        assert [given[it].shape[1:] for it in "qkv"] == [(3, 1300 - first, 64)] + [
+            (3, 1300, 64)
+        ] * 2
+
+
+@pytest.mark.parametrize(
+    ("about", "reason"),
+    [
+        *(({"tokens": count}, "needs 1025 tokens") for count in (2, 3, 64, 128, 300, 1024)),
+        *(({"head_dim": width}, "takes heads of 64, 128, 256") for width in (16, 32, 80, 96)),
+        ({"head_dim": 320}, "takes heads of 64, 128, 256, not 320"),
+        ({"dtype": torch.float32}, "takes bfloat16 and float16, not float32"),
+        ({"masked": True}, "takes no mask"),
+    ],
+)
+def test_what_kitchen_would_pad_mask_or_compute_in_another_way_is_exact(
+    monkeypatch, card, about, reason
+):
+    card((8, 9))
+    calls = published.install(monkeypatch, "comfy_kitchen", published.KITCHEN)
+    asked = replace(request(tokens=1300), **about)
+    with pytest.raises(UnavailableError, match=reason):
+        choose_attention(asked, "kitchen_int8")
+    monkeypatch.setattr(choice, "_may_launch", lambda *_: False)
+    found = ChosenAttention("kitchen_int8", lossy=True).choose(asked)
+    assert BACKENDS[found.name].exact and reason in found.reason and not calls
+
+
+def test_prompts_references_and_guidance_stay_exact(monkeypatch, card, set_settings):
+    card((8, 9))
+    published.install(monkeypatch, "comfy_kitchen", published.KITCHEN)
+    monkeypatch.setattr(choice, "measure", lambda *_: (None, []))
+    set_settings(attention="kitchen_int8")
+    for name in ("auto", "kitchen_int8"):
+        attention = ChosenAttention(name, lossy=True)
+        assert attention.choose(request(tokens=1300)).name == "kitchen_int8"
+        assert BACKENDS[attention.choose(request(tokens=1300), exact=True).name].exact
+    named = ChosenAttention("math")
+    assert named.choose(request(), exact=True).name == "math"
+
+
+def test_fast_measures_those_of_its_table_alone(monkeypatch, card):
+    """One row of it decides whether comfy-kitchen is among them."""
+    card((8, 9))
+    calls = published.install(monkeypatch, "comfy_kitchen", published.KITCHEN)
+    monkeypatch.setattr(chosen, "sm_of", lambda device: (8, 9))
+    monkeypatch.setattr(chosen, "choose_attention", lambda *_: Attention("math", "exact"))
+    times = AttentionTimings(1300, {"kitchen_int8": 0.5, "math": 0.8})
+    monkeypatch.setattr(chosen, "measurement", lambda *_: (times, []))
+    q, k, v = random(1300)
+    for names, expected in (
+        (("int8_fp8",), "math"),
+        (("int8_fp8", "kitchen_int8"), "kitchen_int8"),
     ):
-        card(sm, cuda)
-        calls = published.install(monkeypatch, "sageattention", published.SAGE)
-        quantized.sage(q, k, v)
-        ((called, arguments),) = calls
-        assert (called, arguments["pv_accum_dtype"]) == (function, sums)
-        assert arguments["smooth_k"] is False
-
-
-@pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 8e-3), (torch.float16, 1.5e-3)])
-def test_sage_is_right_at_any_length_and_sees_whole_tiles_only(monkeypatch, card, dtype, most):
-    card((8, 9))
-    for tokens in (128, 129, 255, 256, 1000):
-        calls = published.install(monkeypatch, "sageattention", published.SAGE)
-        q, k, v = random(tokens, dtype=dtype)
-        before = k.clone()
-        out = quantized.sage(q, k, v)
-        assert out.isfinite().all() and torch.equal(k, before)
-        assert distance(out, q, k, v) < most
-        ((_, arguments),) = calls
-        assert {arguments[x].shape[1] for x in "qkv"} == {tokens // 128 * 128}
-        assert arguments["return_lse"] is (tokens % 128 != 0)
-
-
-def test_sage_keeps_the_weight_of_a_tail_that_outweighs_the_rest(monkeypatch, card):
-    """Nor does a padded key's exp(0) count where all scores are far from 0."""
-    card((8, 9))
-    published.install(monkeypatch, "sageattention", published.SAGE)
-    for tokens, query, tail, key in ((260, 4, 256, 20), (200, 8, 0, -30), (200, 8, 0, 30)):
-        q, k, v = random(tokens)
-        q[..., 0], k[:, tail:, :, 0] = query, key
-        assert distance(quantized.sage(q, k, v), q, k, v) < 8e-3
+        monkeypatch.setitem(choice.TRIED_BY_FAST, (8, 9), names)
+        attention = ChosenAttention("fast", True)
+        attention.start_blocks(1)
+        attention.attend(q, k, v, None)
+        found = attention.choose(AttentionRequest.of(q, None))
+        assert (found.name, bool(calls)) == (expected, "kitchen_int8" in names)
 
 
 # --------------------------------------------------------------------------- missing and broken
@@ -155,7 +187,7 @@ def test_a_package_that_is_not_installed(monkeypatch, card, name):
         pytest.skip(f"{module} is installed")
     card(sm)
     package = BACKENDS[name].package.distribution
-    assert str(choice.refusal(name, request())) == f"{package} not installed"
+    assert str(choice.refusal(name, request(tokens=1300))) == f"{package} not installed"
 
 
 @on_each
@@ -166,16 +198,16 @@ def test_a_package_whose_import_raises(monkeypatch, card, tmp_path, name):
     monkeypatch.delitem(published.sys.modules, module, raising=False)
     card(sm)
     with pytest.raises(UnavailableError, match="import fails: undefined symbol: _ZN3c10; use auto"):
-        choose_attention(request(), name)
+        choose_attention(request(tokens=1300), name)
 
 
 @on_each
 def test_a_package_that_lacks_its_function(monkeypatch, card, name):
-    """As where flash-attn-4 alone is installed, which brings the same top folder."""
+    """As an older comfy-kitchen, or flash-attn-4 alone, which brings the same top folder."""
     module, _, sm = PACKAGES[name]
     card(sm)
     published.install(monkeypatch, module, {})
-    assert "has no attribute" in choice.refusal(name, request()).fact
+    assert "has no attribute" in choice.refusal(name, request(tokens=1300)).fact
 
 
 @on_each
@@ -188,7 +220,7 @@ def test_a_package_that_computes_wrongly(monkeypatch, card, name):
     ):
         card(sm)
         published.install(monkeypatch, module, functions, change)
-        assert str(choice.refusal(name, request(tokens=256))).startswith(reason)
+        assert str(choice.refusal(name, request(tokens=1300))).startswith(reason)
 
 
 def scaled(result, factor):
@@ -197,33 +229,16 @@ def scaled(result, factor):
     return result * factor
 
 
-def test_sage_1_is_too_old(monkeypatch, card, tmp_path):
-    (tmp_path / "sageattention.py").write_text("raise AssertionError('imported')")
-    (tmp_path / "sageattention-1.0.6.dist-info").mkdir()
-    metadata = "Name: sageattention\nVersion: 1.0.6\n"
-    (tmp_path / "sageattention-1.0.6.dist-info" / "METADATA").write_text(metadata)
-    monkeypatch.syspath_prepend(tmp_path)
-    card((8, 9))
-    assert str(choice.refusal("sage_2", request())) == "sageattention 1.0.6, needs 2.0 or newer"
-
-
 def test_declared_limits(monkeypatch, card):
     for module, functions, _ in PACKAGES.values():
         published.install(monkeypatch, module, functions)
     for name, sm, about, reason in (
-        ("flash_attn_2", (7, 5), {}, "sm_75, needs sm_80 or newer"),
-        ("flash_attn_2", (8, 9), {"masked": True}, "takes no mask"),
-        ("flash_attn_2", (8, 9), {"dtype": torch.float32}, "takes bfloat16 and float16"),
         ("flash_attn_3", (12, 0), {}, "sm_120, has code for sm_90"),
-        ("sage_2", (12, 0), {}, "sm_120, has code for sm_80, sm_86, sm_89, sm_90"),
-        ("sage_2", (8, 9), {"masked": True}, "takes no mask"),
-        ("sage_2", (8, 9), {"head_dim": 256}, "takes heads of at most 128, not 256"),
-        ("sage_2", (8, 9), {"tokens": 127}, "needs 128 tokens, there are 127"),
         ("sdpa_flash", (8, 9), {"masked": True}, "takes no mask"),
         ("sdpa_cudnn", (7, 5), {}, "sm_75, needs sm_80 or newer"),
         ("sdpa_cudnn", (8, 9), {"head_dim": 20}, "takes heads of a multiple of 8, not 20"),
         ("sdpa_cudnn", (8, 9), {"head_dim": 256}, "takes heads of at most 128, not 256"),
-        ("sdpa_cudnn", (8, 9), {"tokens": 1}, "takes two tokens or more"),
+        ("sdpa_cudnn", (8, 9), {"tokens": 1}, "needs 2 tokens, there are 1"),
     ):
         card(sm)
         assert str(choice.refusal(name, request(**about))).startswith(reason)
@@ -250,11 +265,10 @@ def test_nothing_of_a_package_is_imported_without_a_card(monkeypatch, tmp_path):
     checks = {check.name: check for check in check_backends(InstalledCards())}
     assert list(checks) == [f"attention {name}" for name in BACKENDS]
     for name in PACKAGES:
-        unproven = "" if name == "flash_attn_3" else "; not run by us but on sm_90"
         assert checks[f"attention {name}"] == State.NOT_USABLE.of(
-            f"attention {name}", f"needs an NVIDIA card{unproven}"
+            f"attention {name}", "needs an NVIDIA card"
         )
-    assert checks["attention sliced"].why.fact == "exact; with and without a mask"
+    assert checks["attention math"].why.fact == "exact; with and without a mask"
     for name in ("int8", "int8_fp8"):
         found = checks[f"attention {name}"]
         assert found.state is State.USABLE
@@ -268,10 +282,6 @@ def test_each_backend_has_its_state_and_reason(monkeypatch, card):
     checks = {
         check.name.removeprefix("attention "): check for check in check_backends(InstalledCards())
     }
-    flash = checks["flash_attn_2"]
-    assert flash.state is State.LIMITED
-    assert flash.why.fact.endswith("; exact; not with a mask: takes no mask; " + UNPROVEN)
-    assert "; quantized, by name or with fast; " in checks["sage_2"].why.fact
     assert checks["flash_attn_3"].state is State.NOT_USABLE
     assert checks["flash_attn_3"].why.fact == "sm_89, has code for sm_90"
     assert checks["sdpa_flash"].state is State.LIMITED

@@ -6,9 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from qwen_l40s.charts.answer import estimate_json
-from qwen_l40s.charts.notes import notes_of
-from qwen_l40s.charts.words import estimate_text
+from qwen_l40s.charts.text import estimate_json, estimate_text, notes_of
 from qwen_l40s.errors import SettingError
 from qwen_l40s.machine.store import known_cards
 from qwen_l40s.planning.cards import (

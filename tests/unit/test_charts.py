@@ -10,9 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qwen_l40s.charts import figures, run_chart, words
-from qwen_l40s.charts.advice import cost_chart
-from qwen_l40s.charts.answer import Refusal, memory_chart
+from qwen_l40s.charts import figures
+from qwen_l40s.charts import picture as pictures
+from qwen_l40s.charts import text as texts_of
+from qwen_l40s.charts.picture import cost_chart, memory_chart, refusal_chart
+from qwen_l40s.charts.text import Refusal
 from qwen_l40s.errors import UnavailableError
 from qwen_l40s.machine.store import known_cards
 from qwen_l40s.planning.advise import Advice, Offer
@@ -24,7 +26,7 @@ from qwen_l40s.spec.formats import GIB
 
 Image = pytest.importorskip("PIL.Image")
 ImageColor = pytest.importorskip("PIL.ImageColor")
-AMBER, BAD = map(ImageColor.getrgb, (run_chart.WARN, run_chart.BAD))
+AMBER, BAD = map(ImageColor.getrgb, (pictures.WARN, pictures.BAD))
 LONG = "a card of somebody's own with a name that goes on and on " * 3
 CARDS = known_cards()
 USUAL = RunRequest()
@@ -67,11 +69,11 @@ def texts():
 def check_texts(written, picture):
     """Everything is inside, large enough, and on nothing else."""
     assert picture.mode == "RGB"
-    assert picture.width == run_chart.WIDTH
+    assert picture.width == pictures.WIDTH
     for text, (left, top, right, bottom), size in written:
         inside = min(left, top) >= 0 and right <= picture.width and bottom <= picture.height
         assert inside, f"{text!r} is cut off"
-        assert size >= run_chart.LEAST
+        assert size >= pictures.LEAST
         assert text.isascii()
     for place, (text, box, _) in enumerate(written):
         for other, another, _ in written[:place]:
@@ -135,7 +137,7 @@ def test_any_sizes_give_a_legible_memory_chart(memory, side, batch, loras):
         try:
             picture = memory_chart(estimate_of(memory, request))
         except UnavailableError as error:
-            picture = Refusal(CARDS["L40S"], request, str(error)).chart()
+            picture = refusal_chart(Refusal(CARDS["L40S"], request, str(error)))
             assert BAD in colours_of(picture)
         check_texts(texts, picture)
 
@@ -150,8 +152,8 @@ def test_the_part_of_a_bar_that_waits_in_host_memory_is_amber():
     ]
     # Below the bar of the peak, which is amber as a whole.
     widest = max(amber[picture.height * 3 // 5 :])
-    field = run_chart.WIDTH - 2 * run_chart.SIDE - run_chart.NAMES - run_chart.TIMES
-    full = field - run_chart.SIZES
+    field = pictures.WIDTH - 2 * pictures.SIDE - pictures.NAMES - pictures.TIMES
+    full = field - pictures.SIZES
     beyond = 1 - (20 * GIB - KEPT_FREE_BYTES) / found.option.peak_bytes
     assert widest == pytest.approx(full * beyond, rel=0.05)
 
@@ -159,7 +161,7 @@ def test_the_part_of_a_bar_that_waits_in_host_memory_is_amber():
 def test_small_parts_are_seen_where_not_all_fits():
     colours = colours_of(memory_chart(estimate_of(20, IN_BF16)))
     for name in ("working memory", "other"):
-        assert ImageColor.getrgb(run_chart.COLOURS[name]) in colours
+        assert ImageColor.getrgb(pictures.COLOURS[name]) in colours
 
 
 def test_the_answer_has_a_word_beside_its_colour(texts):
@@ -171,7 +173,7 @@ def test_the_answer_has_a_word_beside_its_colour(texts):
         texts.clear()
         colours = colours_of(memory_chart(estimate_of(memory)))
         assert texts[0][0].startswith(word)
-        assert ImageColor.getrgb(run_chart.SIGNS[sign]) in colours
+        assert ImageColor.getrgb(pictures.SIGNS[sign]) in colours
 
 
 def contrast(one, other):
@@ -186,10 +188,10 @@ def contrast(one, other):
 
 def test_text_stands_out_from_what_it_is_written_on():
     """4.5 to 1, as WCAG 2 asks of text; of the parts of bars and of lines 3 to 1."""
-    for ink in (run_chart.INK, run_chart.FAINT, run_chart.GOOD, run_chart.WARN, run_chart.BAD):
-        assert contrast(ink, run_chart.PAPER) >= 4.5
-    for colour in (*run_chart.COLOURS.values(), run_chart.FRAME):
-        assert contrast(colour, run_chart.PAPER) >= 3
+    for ink in (pictures.INK, pictures.FAINT, pictures.GOOD, pictures.WARN, pictures.BAD):
+        assert contrast(ink, pictures.PAPER) >= 4.5
+    for colour in (*pictures.COLOURS.values(), pictures.FRAME):
+        assert contrast(colour, pictures.PAPER) >= 3
 
 
 def test_a_node_shows_the_picture_as_wide_as_it_can():
@@ -201,7 +203,7 @@ def test_a_node_shows_the_picture_as_wide_as_it_can():
 
 def test_the_frame_is_seen_on_a_light_page_and_on_a_dark_one():
     for page in ("#ffffff", "#000000"):
-        assert contrast(run_chart.FRAME, page) >= 3
+        assert contrast(pictures.FRAME, page) >= 3
 
 
 def offers_of(*fields):
@@ -268,9 +270,9 @@ def test_what_does_not_fit_or_costs_nothing_is_not_drawn(texts):
 
 @given(st.text(max_size=60), st.sampled_from([15, 18, 26]), st.integers(40, 900))
 def test_wrapped_lines_are_never_wider(text, size, width):
-    lines = run_chart.wrapped(text, size, width)
-    assert all(run_chart.text_width(line, size) <= width for line in lines)
-    assert "".join(lines).replace(" ", "") == run_chart.plain(text).replace(" ", "")
+    lines = pictures.wrapped(text, size, width)
+    assert all(pictures.text_width(line, size) <= width for line in lines)
+    assert "".join(lines).replace(" ", "") == pictures.plain(text).replace(" ", "")
 
 
 @pytest.mark.parametrize(
@@ -302,7 +304,7 @@ def test_dollars(value, text):
 
 def test_the_text_says_first_whether_it_fits():
     found = replace(estimate_of(43), notes=("a note",))
-    lines = words.estimate_text(found).splitlines()
+    lines = texts_of.estimate_text(found).splitlines()
     spare = re.fullmatch(
         r"Tight, not measured: ([\d.]+) GiB to spare, ([\d.]+) of ([\d.]+) GiB of VRAM in [a-z]+; "
         r"[\d.]+ GiB of system RAM\.",
@@ -317,9 +319,9 @@ def test_the_text_says_first_whether_it_fits():
     assert lines[4].startswith("Template: ") and lines[5].startswith("Safer: ")
     assert "Note: a note" in lines
     assert max(map(len, lines[6:])) <= figures.LINE
-    assert words.remedy(estimate_of(16, like="RTX 4090")) == words.NOTHING_SAFER
+    assert texts_of.remedy(estimate_of(16, like="RTX 4090")) == texts_of.NOTHING_SAFER
     slow = "\n".join(
-        words.summary_lines(estimate_of(28, replace(IN_BF16, tiles=1, width=2048, height=2048)))
+        texts_of.summary_lines(estimate_of(28, replace(IN_BF16, tiles=1, width=2048, height=2048)))
     )
     assert re.match(r"Fits with offloading: [\d.]+ GiB stream from system RAM in every step ", slow)
 

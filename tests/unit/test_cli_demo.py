@@ -68,10 +68,11 @@ def test_it_ends_in_its_prompt_and_one_sentence(toy_demo, capsys):
 @pytest.mark.slow
 def test_the_other_family_is_painted_by_its_own_pipeline(in_tmp, monkeypatch, capsys):
     """Untrained; pixel for pixel what diffusers' pipeline paints from the same noise."""
-    from qwen_l40s.hosts.diffusers.load import load_pipeline
-    from qwen_l40s.tools.micro.model import QWEN_IMAGE_21, build
+    from micro_models import build_21
 
-    build(0, QWEN_IMAGE_21).save(in_tmp / "model")
+    from qwen_l40s.hosts.diffusers.load import load_pipeline
+
+    build_21().save(in_tmp / "model")
     demo = demo_of(monkeypatch, in_tmp / "model")
     assert demo("--family", "2.1", "--steps", "2", "--cfg", "3", "--output", "a.png") == 0
     line = report(capsys)

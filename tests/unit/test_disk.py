@@ -43,31 +43,21 @@ def test_counted_files_are_the_published_ones():
     )
 
 
-@pytest.mark.parametrize("precision", ["fp8", "int8"])
-def test_a_quantized_file_takes_two_thirds(precision):
-    name = "qwen-image transformer"
-    on_load = model_files(RunRequest(), Setting(precision))
-    assert on_load[name] == pytest.approx(20.43 * GB, rel=0.002)
-    written = model_files(RunRequest(), Setting(precision), quantized_file=True)
-    assert written[name] == pytest.approx(27.3 * GB, rel=0.002)
-
-
 @hypothesis_settings(max_examples=50, deadline=None)
 @given(
     precision=st.sampled_from(MULTIPLIED),
-    quantized_file=st.booleans(),
     count=st.integers(0, 4),
     rank=st.integers(1, 128),
     controlnet=st.integers(0, 4 * GB),
 )
-def test_parts_add_up(precision, quantized_file, count, rank, controlnet):
+def test_parts_add_up(precision, count, rank, controlnet):
     request = RunRequest(loras=Loras(count, rank), controlnet_bytes=controlnet)
-    found = model_files(request, Setting(precision), quantized_file=quantized_file)
+    found = model_files(request, Setting(precision))
     assert min(found.values()) > 0
     assert ("LoRAs" in found) == (count > 0)
     assert found.get("ControlNet", 0) == controlnet
     more = RunRequest(loras=Loras(count + 1, rank), controlnet_bytes=controlnet)
-    again = model_files(more, Setting(precision), quantized_file=quantized_file)
+    again = model_files(more, Setting(precision))
     assert sum(again.values()) > sum(found.values())
 
 
@@ -83,8 +73,6 @@ def test_files_are_as_stored_whatever_is_held():
     expected = {"qwen-image transformer": 82 * GB, "text encoder": 33 * GB, "VAE": GB // 2}
     for setting in (Setting(), Setting("int8")):
         assert model_files(RunRequest(parts=parts), setting) == expected
-    written = model_files(RunRequest(parts=parts), Setting("int8"), quantized_file=True)
-    assert written["qwen-image transformer"] < 28 * GB
 
 
 @pytest.mark.parametrize(("dtype", "width"), [("F32", 4), ("F16", 2), ("BF16", 2)])
@@ -113,6 +101,6 @@ def test_a_file_takes_what_its_header_says(tmp_path, dtype, width):
 def test_nothing_is_written_of_a_file_that_is_quantized():
     at_hand = RunRequest(parts=Parts(transformer_bytes=27 * GB))
     assert not made_on_load(at_hand, Setting("int8"))
-    files = model_files(at_hand, Setting("int8"), quantized_file=True)
+    files = model_files(at_hand, Setting("int8"))
     assert files["qwen-image transformer"] == 27 * GB
     assert made_on_load(RunRequest(), Setting("int8")) and not made_on_load(RunRequest(), Setting())

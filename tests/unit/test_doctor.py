@@ -1,7 +1,6 @@
 """`qwen-l40s doctor`: every line carries its reason, the exit code whether anything runs."""
 
 import json
-import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -35,8 +34,7 @@ def test_json_gives_a_state_and_a_reason_for_every_check(capsys):
         "attention sdpa_flash",
         "attention int8",
         "attention int8_fp8",
-        "attention sage_2",
-        "attention sliced",
+        "attention math",
         "comfy-kitchen",
         "ComfyUI",
     ):
@@ -46,14 +44,12 @@ def test_json_gives_a_state_and_a_reason_for_every_check(capsys):
         assert check["reason"]
 
 
-def test_the_table_ends_with_the_verdict_and_marks_what_was_run_on_one_card_alone(capsys):
+def test_the_table_ends_with_the_verdict(capsys):
     pytest.importorskip("diffusers")
     assert main(["doctor"]) == 0
     table = capsys.readouterr().out
     assert table.startswith("usable      Python: 3.")
     assert table.splitlines()[-1].startswith("`generate` and `demo` can run here")
-    marked = re.findall(r"  attention (\w+): .*; not run by us", table)
-    assert marked == ["flash_attn_2", "sage_2"]
 
 
 def test_without_any_package_it_says_what_to_install_and_exits_1():

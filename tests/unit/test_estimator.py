@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from qwen_l40s.charts.answer import estimate_json
 from qwen_l40s.charts.figures import duration
-from qwen_l40s.charts.notes import notes_of
-from qwen_l40s.charts.words import estimate_text, remedy
+from qwen_l40s.charts.text import estimate_json, estimate_text, notes_of, remedy
 from qwen_l40s.errors import UnavailableError
 from qwen_l40s.families.qwen_image import FULL_SIZE
 from qwen_l40s.families.registry import members
@@ -42,7 +40,6 @@ KEYS = {
     "step_ms",
     *("step_bound_by", "step_cache", "stock"),
     *("image_seconds", "first_image_seconds", "cold_start_seconds", "usd_per_image"),
-    *("loads", "loads_prequantized"),
     *("ranges", "disk_gib", "disk", "host_ram_gib", "plan", "basis", "basis_detail", "notes"),
     *("ram_gib", "with_less_ram_gib", "offloaded_gib_per_step", "stock_as_fast"),
     *("template", "downloads_gib"),
@@ -93,11 +90,6 @@ def test_json(name, asked):
     ranged = {"step_ms", "image_seconds", "first_image_seconds", "cold_start_seconds"}
     ranged |= {"usd_per_image"} if answer["usd_per_image"] else set()
     assert answer["ranges"].keys() == ranged
-    quantized = answer["settings"]["precision"] != "bf16"
-    assert (answer["loads_prequantized"] is not None) == quantized
-    for loads in (answer["loads"], answer["loads_prequantized"] or answer["loads"]):
-        assert tuple(loads) == ("page cache", "NVMe", "network volume")
-        assert all(0 < low <= high for low, high in loads.values())
     for what, (low, high) in answer["ranges"].items():
         assert 0 < low <= high
         assert answer[what] == pytest.approx(math.sqrt(low * high), rel=2e-3)
@@ -270,55 +262,27 @@ def test_what_was_not_measured_is_predicted_on_the_measured_card_too():
     assert "no H200 with the figures of your list was measured" in changed.basis.text
 
 
-def test_eight_bits_say_what_the_measured_card_reached():
-    for name, precision, told in (
-        ("L40S", "int8", True),
-        ("L40S", "fp8", True),
-        ("L40S", "bf16", False),
-        ("A100 80GB SXM", "int8", True),
-        ("H200", "int8", False),
-    ):
-        notes = notes_of(estimate(RunRequest(precision=precision), card(name)))
-        reached = f"reached {constants().gemm_int8:.0%} of its dense peak in int8 and "
-        reached += f"{constants().gemm_fp8:.0%} in fp8"
-        assert any(reached in note for note in notes) == told, (name, precision)
-
-
 # --- loads ---
 
 
 def test_loading_takes_what_is_done():
     def load(known=L40S, **more):
-        return estimate(replace(USUAL, **{"text_encoder": "bf16", **more}), known)
+        found = estimate(replace(USUAL, **{"text_encoder": "bf16", **more}), known)
+        cold, memory = found.times.cold_start, found.phases["load"].seconds
+        assert cold.low > memory.low and cold.high > memory.high
+        return memory
 
-    bf16, int8 = load(precision="bf16"), load(precision="int8")
-    cpu = load(precision="int8", text_encoder_place="cpu")
-    dropped = load(precision="int8", text_encoder_place="drop after encoding")
-    text8 = load(precision="int8", text_encoder="fp8")
+    int8, cpu = load(precision="int8"), load(precision="int8", text_encoder_place="cpu")
     small = load(replace(L40S, memory_bytes=6 * GIB), precision="int8", text_encoder_place="cpu")
-    assert bf16.times.loads.keys() == {"page cache", "NVMe", "network volume"}
+    dropped = load(precision="int8", text_encoder_place="drop after encoding")
+    sizes = weight_bytes(FULL_SIZE, "int8")
+    parts = Parts(transformer_bytes=sizes.total, modulation_bytes=sizes.modulation)
+    ready = load(precision="int8", parts=parts)
+    assert cpu == pytest.approx(dropped)
     for end in (0, 1):
-        cache = {
-            name: found.times.loads["page cache"][end]
-            for name, found in (
-                *(("bf16", bf16), ("int8", int8), ("cpu", cpu), ("dropped", dropped)),
-                *(("text8", text8), ("small", small)),
-            )
-        }
         # The text encoder's way to the card, and that of weights which every step moves.
-        assert cache["cpu"] < cache["int8"] and cache["small"] < cache["cpu"]
-        assert cache["dropped"] == pytest.approx(cache["cpu"])
-        ready = int8.times.prequantized_loads["page cache"][end]
-        assert cache["int8"] - ready > 1.2  # quantizing, and reading a file that is larger
-        for found in (bf16, int8, cpu):
-            assert found.phases["load"].seconds[end] == found.times.loads["page cache"][end]
-    made = int8.phases["load"].seconds.low
-    gone = sum(int8.files.values()) / 0.4e9
-    assert int8.times.loads["network volume"].low == pytest.approx(gone)
-    assert made < int8.times.loads["NVMe"].low < int8.times.loads["network volume"].low
-    assert bf16.times.prequantized_loads is None
-    assert any("then takes" in note and "network volume" in note for note in notes_of(int8))
-    assert any(note.startswith("Loading takes") for note in notes_of(bf16))
+        assert small[end] < cpu[end] < int8[end]
+        assert int8[end] - ready[end] > 1.2  # quantizing, and reading a file that is larger
 
 
 @pytest.mark.parametrize(("precision", "bringing"), [("bf16", BRINGING), ("int8", BRINGING_8_BITS)])
@@ -326,7 +290,7 @@ def test_what_of_the_transformer_is_on_the_card_is_brought_and_the_text_encoder_
     precision, bringing
 ):
     def load(**more):
-        return estimate(replace(request, **more), card("H200")).times.loads["page cache"]
+        return estimate(replace(request, **more), card("H200")).phases["load"].seconds
 
     request = replace(USUAL, precision=precision, modulation="on card")
     modulation = bringing.times(weight_bytes(FULL_SIZE, precision).modulation)
@@ -335,14 +299,6 @@ def test_what_of_the_transformer_is_on_the_card_is_brought_and_the_text_encoder_
     for end in (0, 1):
         differences = [load()[end] - other[end] for other in less]
         assert differences == pytest.approx([modulation[end], text[end]], rel=1e-6)
-
-
-def test_a_file_that_is_quantized_loads_as_one_that_was_written_once():
-    made = estimate(replace(USUAL, precision="int8"), L40S)
-    sizes = weight_bytes(FULL_SIZE, "int8")
-    parts = Parts(transformer_bytes=sizes.total, modulation_bytes=sizes.modulation)
-    ready = estimate(replace(USUAL, precision="int8", parts=parts), L40S)
-    assert ready.times.loads == ready.times.prequantized_loads == made.times.prequantized_loads
 
 
 def test_the_text_encoders_precision_is_in_its_time():
@@ -373,7 +329,6 @@ def test_a_text_encoder_that_leaves_comes_back_for_each_prompt():
     here = replace(USUAL, text_encoder_place="cpu")
     more = leaves.phases["text"].seconds.low - stays.phases["text"].seconds.low
     assert more >= 14 * GIB / L40S.pcie_bytes_per_second
-    assert any("loads the text encoder" in note for note in notes_of(leaves))
     assert any("16 cores" in note for note in notes_of(estimate(here, L40S)))
 
 

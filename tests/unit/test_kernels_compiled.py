@@ -72,7 +72,9 @@ def case(sm, *values, usual=True):
 
 
 def tiles():
-    """(compute capability, operands, tile, rank of LoRAs) of all that a card can be given."""
+    """(compute capability, operands, tile, rank of LoRAs, whether SwiGLU is in the epilogue) of all
+    that a card can be given.
+    """
     if kernels.missing():
         return []
     from qwen_l40s.optimizations.kernels.scaled_gemm import (
@@ -89,15 +91,16 @@ def tiles():
     cases += [(sm, "bf16", TILE_BF16) for sm in (89, 80, 90)]
     ranks = {"bf16": (64, 40)}  # without LoRAs cuBLAS multiplies
     return [
-        case(*values, rank, usual=rank != 40 and values[2] in (TILES[-1][1], TILE_BF16))
+        case(*values, rank, swiglu, usual=rank != 40 and values[2] in (TILES[-1][1], TILE_BF16))
         for values in cases
         for rank in ranks.get(values[1], (0, 64, 40))
+        for swiglu in ((False, True) if values[1] == "int8" and rank != 40 else (False,))
     ]
 
 
-@pytest.mark.parametrize(("sm", "format", "tile", "rank"), tiles(), ids=str)
+@pytest.mark.parametrize(("sm", "format", "tile", "rank", "swiglu"), tiles(), ids=str)
 def test_scaled_gemm_fits_the_card_and_uses_its_tensor_cores(
-    compile_kernel, sm, format, tile, rank
+    compile_kernel, sm, format, tile, rank, swiglu
 ):
     from triton import language
 
@@ -106,7 +109,7 @@ def test_scaled_gemm_fits_the_card_and_uses_its_tensor_cores(
     operand = OPERAND[format]
     pointers = {"a_ptr": operand, "b_ptr": operand, "out_ptr": "bf16", "bias_ptr": "bf16"}
     constants = {"k": 3072, "group_m": 8, "unroll": tile.unroll, "gelu": format == "bf16"}
-    constants |= {"rank": rank, "block_rank": 16 if rank % 32 else 32}
+    constants |= {"rank": rank, "block_rank": 16 if rank % 32 else 32, "swiglu": swiglu}
     scales, low_rank = ("scale_a_ptr", "scale_b_ptr"), ("t_ptr", "up_ptr")
     pointers |= dict.fromkeys(scales if format != "bf16" else (), "fp32")
     pointers |= dict.fromkeys(low_rank if rank else (), "bf16")

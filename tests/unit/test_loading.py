@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qwen_l40s.charts.notes import reasons
+from qwen_l40s.charts.text import reasons
 from qwen_l40s.errors import CheckpointError, SettingError, UnavailableError
 from qwen_l40s.families.qwen_image import FULL_SIZE
 from qwen_l40s.families.qwen_image_21 import SHAPE as SHAPE_21

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from micro_painter import IMAGE_SIDE, SHIFT, STRETCH, TINT, encode_scenes, paint
 
 from qwen_l40s.micro.judge import OUTLINES
 from qwen_l40s.micro.scene import BACKGROUNDS, COLOURS, POSITIONS, SHAPES, SIZES, Scene, SceneObject
-from qwen_l40s.tools.micro.painter import IMAGE_SIDE, SHIFT, STRETCH, TINT, encode_scenes, paint
 
 # A point inside each outline and one in a hole or notch of it, in units of the radius; y down.
 INSIDE = dict.fromkeys(SHAPES, (0.0, 0.0)) | {"ring": (0.78, 0.0)}

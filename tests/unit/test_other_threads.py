@@ -65,7 +65,7 @@ def test_passes_of_models_that_are_new(name):
 
 def test_errors_of_backends_that_are_new(monkeypatch):
     monkeypatch.setattr(chosen, "refusal", lambda *_: "")
-    monkeypatch.setattr(chosen, "lossy_backends", lambda: names)
+    monkeypatch.setattr(chosen, "tried_by_fast", lambda device: names)
     errors, names = chosen.MeasuredErrors(0.02), []
     q = torch.ones(1, 4, 1, 2)
 

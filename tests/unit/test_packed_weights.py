@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from test_checkpoint import micro_transformer, write
 
-from qwen_l40s.charts.notes import reasons
+from qwen_l40s.charts.text import reasons
 from qwen_l40s.cli import main
 from qwen_l40s.errors import CheckpointError
 from qwen_l40s.loaders.checkpoint import inspect_checkpoint

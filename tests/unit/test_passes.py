@@ -539,7 +539,7 @@ class Model(torch.nn.Module):
 class Attention(ChosenAttention):
     used = False
 
-    def choose(self, request, once=False):
+    def choose(self, request, *_):
         assert isinstance(request, AttentionRequest)
         return attend
 

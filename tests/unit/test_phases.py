@@ -190,7 +190,7 @@ def test_parts_add_up_and_none_is_negative(request, setting, card):
     found = phases(request, setting, card)
     assert tuple(found) == PHASES
     for name, phase in found.items():
-        assert phase.name == name and phase.note
+        assert phase.name == name
         parts = [phase.weights, phase.activations, phase.workspace, phase.context]
         parts += phase.resident.values()
         assert all(isinstance(part, int) and part >= 0 for part in parts)
@@ -336,7 +336,6 @@ def test_the_places_of_the_text_encoder():
     assert place["cpu"]["text"].peak_bytes == 0
     for name in ("drop after encoding", "cpu"):
         assert "text encoder" not in place[name]["decode"].resident
-    assert "CPU" in place["cpu"]["text"].note
 
 
 def test_references_are_encoded_by_the_vae_wherever_the_prompt_is():
@@ -344,7 +343,6 @@ def test_references_are_encoded_by_the_vae_wherever_the_prompt_is():
     on_processor = phases(request, Setting(text_encoder_place="cpu"))["text"]
     assert on_processor.weights == 0
     assert on_processor.activations / GIB == pytest.approx(0.95, abs=0.02)
-    assert "reference" in on_processor.note
 
 
 # ----------------------------------------------------------------------------------- the decoder
@@ -353,18 +351,18 @@ def test_references_are_encoded_by_the_vae_wherever_the_prompt_is():
 def test_the_decoder_plans_within_what_is_left():
     setting = Setting(modulation="off card")
     roomy = phases(RunRequest(), setting, CARD)["decode"]
-    assert roomy.note.startswith("whole") and roomy.card_bytes <= CARD
+    assert roomy.card_bytes <= CARD
     tight = phases(RunRequest(), setting, CARD - 5 * GIB // 2)["decode"]
-    assert "exact tiles" in tight.note and tight.card_bytes <= CARD - 5 * GIB // 2
+    assert tight.card_bytes <= CARD - 5 * GIB // 2
     assert tight.activations < roomy.activations
-    assert phases(RunRequest(tiles=4), setting, CARD)["decode"].note.startswith("4 exact tiles")
+    tiled = phases(RunRequest(tiles=4), setting, CARD)["decode"]
+    assert tiled.activations < roomy.activations
 
 
 def test_the_decoder_has_others_moved_where_nothing_exact_fits():
     setting = Setting()  # more than the card has
     found = phases(RunRequest(), setting, CARD)
     decode = found["decode"]
-    assert "moves" in decode.note
     assert decode.card_bytes <= CARD
     assert sum(decode.resident.values()) < sum(found["sampling"].resident.values()) + (
         found["sampling"].weights
@@ -413,7 +411,6 @@ def test_a_text_encoder_keeps_its_place_where_weights_are_moved(total, place):
         assert (there == whole) == (total > 16)
         assert found["sampling"].card_bytes == usable
     if total == 8 and place != "cpu":
-        assert "streams from system RAM" in found["text"].note
         assert found["text"].weights < whole
 
 

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from qwen_l40s.charts.answer import Refusal, estimate_json
-from qwen_l40s.charts.words import estimate_text
+from qwen_l40s.charts.text import Refusal, estimate_json, estimate_text
 from qwen_l40s.errors import DoesNotFitError
 from qwen_l40s.families.registry import find_member, members
 from qwen_l40s.machine.store import known_cards

@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from qwen_l40s.bench import public as bench
-from qwen_l40s.charts.answer import estimate_json
-from qwen_l40s.charts.words import estimate_text
+from qwen_l40s.charts.text import estimate_json, estimate_text
 from qwen_l40s.machine.store import known_cards
 from qwen_l40s.planning.cards import card_by_driver
 from qwen_l40s.planning.estimate import estimate

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from micro_models import build_21, velocity
 from safetensors.torch import load_file, save_file
 
 from qwen_l40s.errors import CheckpointError, SettingError
@@ -30,7 +31,6 @@ from qwen_l40s.optimizations import reference
 from qwen_l40s.optimizations.linear import choose_gemm
 from qwen_l40s.spec.formats import QUANTIZED
 from qwen_l40s.tools.micro import quality
-from qwen_l40s.tools.micro.model import QWEN_IMAGE_21, build
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -158,7 +158,7 @@ def test_the_prediction_is_off_by_what_the_format_loses(transformer, format, mon
 
 @pytest.mark.parametrize(("format", "most"), [("int8", 0.03), ("fp8", 0.15)])
 def test_the_transformer_of_qwen_image_21(format, most):
-    exact = build(0, QWEN_IMAGE_21).transformer
+    exact = build_21().transformer
     torch.manual_seed(0)
     for weight in exact.parameters():
         if weight.ndim == 2:
@@ -169,7 +169,7 @@ def test_the_transformer_of_qwen_image_21(format, most):
     assert set(layers) == {f"transformer_blocks.{it}.{name}" for it in range(4) for name in block}
     text, mask = torch.randn(1, 9, 128), torch.ones(1, 9, dtype=torch.bool)
     inputs = torch.randn(1, 64, 64), torch.tensor([0.7]), text, mask
-    found, known = (QWEN_IMAGE_21.stream.velocity(it, *inputs) for it in (quantized, exact))
+    found, known = (velocity(it, *inputs) for it in (quantized, exact))
     assert 0 < (found - known).norm() / known.norm() < most
 
 

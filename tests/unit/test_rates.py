@@ -1,16 +1,14 @@
 """What a card is expected to do in a second: measured, calibrated or a range."""
 
-import importlib
 import itertools
 import json
-import re
 from dataclasses import replace
 
 import pytest
 
 from qwen_l40s import SettingError, UnavailableError
 from qwen_l40s.caches import forget
-from qwen_l40s.charts.notes import notes_of
+from qwen_l40s.charts.text import notes_of
 from qwen_l40s.machine.store import known_cards
 from qwen_l40s.planning import rates as module
 from qwen_l40s.planning.bytes import step_bytes
@@ -90,7 +88,6 @@ def test_every_other_card_gets_a_range_that_is_labelled_predicted(fitted, cards)
         assert ("no public figure" in basis.text) == (not kind.source)
         for precision, rate in slow.gemm.items():
             peak, (low, high) = card.dense_flops[precision], kind.gemm[precision]
-            assert f"{precision} products {low:.0%} to {high:.0%}" in basis.text
             assert rate == pytest.approx(low * peak)
             assert fast.gemm[precision] == pytest.approx(high * peak)
         for name in ("bandwidth", "pcie"):
@@ -107,13 +104,11 @@ def test_what_a_calibration_left_out_is_predicted_and_said(fitted, cards):
         assert replace(rates, gemm=mine.gemm) == mine
         assert {name: rates.gemm[name] for name in mine.gemm} == mine.gemm
     assert basis.left_out == ("int8",)
-    assert "except int8, which it did not measure: predicted at 45% to 75%" in basis.text
     ampere = cards["A100 80GB SXM"]  # multiplies no fp8
     assert rates_of(ampere, replace(mine, gemm={"bf16": 1e12, "int8": 1e12}))[2].left_out == ()
     nobodys = replace(card, dense_flops={})
     slow, fast, basis = rates_of(nobodys, mine)
     assert slow == fast and slow.gemm["int8"] == 1e12
-    assert "predicted at the rate of bf16" in basis.text
 
 
 def test_a_list_below_what_was_measured_on_the_card_is_refused(fitted, cards):
@@ -165,46 +160,30 @@ MEASURED = Basis("measured", "measured here; within 5%", "measured here")
 
 
 @pytest.mark.parametrize(
-    ("asked", "setting", "words"),
+    ("asked", "setting", "measured"),
     [
-        (RunRequest(), Setting(), ""),
-        (RunRequest(width=2048, height=2048, batch=2), Setting("int8"), ""),
-        (RunRequest(loras=Loras(3, 32, "merge")), Setting("fp8", "off card"), ""),
-        (RunRequest(batch=1, cfg="one pass"), Setting(), ""),
-        (RunRequest(), Setting(resident=False), "weights that leave the card"),
-        (RunRequest(), Setting("fp8", weight_only=True), "fp8 weights that are computed in bf16"),
-        (RunRequest(), Setting(text_encoder_place="cpu"), "a text encoder off the card"),
-        (
-            RunRequest(),
-            Setting(text_encoder_place="drop after encoding"),
-            "a text encoder off the card",
-        ),
-        (RunRequest(loras=Loras(1, 32, "bypass")), Setting(), "bypass LoRAs"),
-        (RunRequest(), Setting(attention="int8"), "attention in 8 bits"),
-        (RunRequest(controlnet_bytes=10**9), Setting(), "a ControlNet"),
-        (RunRequest(family="qwen-image-layered", layers=2), Setting(), "layers"),
-        (
-            RunRequest(family="qwen-image-2.1", width=1024, height=1024),
-            Setting(),
-            "Qwen-Image-2.1",
-        ),
-        (RunRequest(width=2064), Setting(), "a side above 2048 pixels"),
-        (RunRequest(batch=3), Setting(), "more than 2 images in a pass"),
-        (RunRequest(batch=2, cfg="one pass"), Setting(), "more than 2 images in a pass"),
-        (
-            RunRequest(controlnet_bytes=1, batch=4),
-            Setting(resident=False),
-            "weights that leave the card, a ControlNet or more than 2 images in a pass",
-        ),
+        (RunRequest(), Setting(), True),
+        (RunRequest(width=2048, height=2048, batch=2), Setting("int8"), True),
+        (RunRequest(loras=Loras(3, 32, "merge")), Setting("fp8", "off card"), True),
+        (RunRequest(batch=1, cfg="one pass"), Setting(), True),
+        (RunRequest(), Setting(resident=False), False),
+        (RunRequest(), Setting("fp8", weight_only=True), False),
+        (RunRequest(), Setting(text_encoder_place="cpu"), False),
+        (RunRequest(), Setting(text_encoder_place="drop after encoding"), False),
+        (RunRequest(loras=Loras(1, 32, "bypass")), Setting(), False),
+        (RunRequest(), Setting(attention="int8"), False),
+        (RunRequest(controlnet_bytes=10**9), Setting(), False),
+        (RunRequest(family="qwen-image-layered", layers=2), Setting(), False),
+        (RunRequest(family="qwen-image-2.1", width=1024, height=1024), Setting(), False),
+        (RunRequest(width=2064), Setting(), False),
+        (RunRequest(batch=3), Setting(), False),
+        (RunRequest(batch=2, cfg="one pass"), Setting(), False),
     ],
 )
-def test_measured_is_said_of_what_was_measured_alone(asked, setting, words):
+def test_measured_is_said_of_what_was_measured_alone(asked, setting, measured):
     basis = basis_within(MEASURED, asked, setting)
-    if not words:
-        assert basis == MEASURED
-        return
-    assert basis.kind == "predicted"
-    assert basis.text == f"predicted from rates measured here, but no run there had {words}"
+    assert (basis.kind == "measured") == measured
+    assert measured == (basis == MEASURED) and basis.origin == MEASURED.origin
 
 
 def test_attention_in_8_bits_takes_a_share_of_exact_attentions_time(cards):
@@ -270,13 +249,6 @@ def test_the_runs_that_were_measured_are_within():
             )
             setting = Setting(run["precision"], run["modulation"])
             assert basis_within(MEASURED, request, setting) == MEASURED
-
-
-def test_figures_that_were_measured_once_are_listed_where_the_fitted_ones_are():
-    listed = re.findall(r"\b([a-z_]+)\.([A-Z_]+)\b", module.__doc__)
-    assert len(listed) >= 12
-    for where, name in listed:
-        assert hasattr(importlib.import_module(f"qwen_l40s.planning.{where}"), name), name
 
 
 def test_cards_are_known_by_the_drivers_name_and_not_by_a_part_of_it(cards):

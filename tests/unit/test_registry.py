@@ -50,7 +50,6 @@ IMPORTLIB = {
     "hosts/comfyui/qwen_image.py": "ComfyUI's model code, which an older one has not",
     "machine/packages.py": "an optional package, to say why its import fails",
     "optimizations/attention/backends.py": "FlashAttention, under one of two names",
-    "optimizations/attention/quantized.py": "SageAttention, an optional package",
 }
 
 

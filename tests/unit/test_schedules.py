@@ -17,7 +17,13 @@ from qwen_l40s.families.registry import (
     find_schedule,
     schedule_names,
 )
-from qwen_l40s.families.schedules import OFFICIAL, official_sigmas, shift_of
+from qwen_l40s.families.schedules import (
+    OFFICIAL,
+    official_sigmas,
+    plain_name,
+    schedule_of_file,
+    shift_of,
+)
 
 SCHEDULERS = [
     Path(__file__).resolve().parents[2] / "models" / name / "scheduler/scheduler_config.json"
@@ -71,8 +77,9 @@ GIVEN = {
 SHIFTED = {
     "viggle 6": [1.0, 0.9375, 0.875, 0.75, 0.5, 0.25],
     "viggle 9": [1.0, 0.9583, 0.9167, 0.875, 0.75, 0.5, 0.25, 1 / 6, 1 / 12],
+    "lightning 4": [1.0, 0.75, 0.5, 0.25],
 }
-NAMES = (OFFICIAL.name, "lightning 4", "lightning 8", *GIVEN, *SHIFTED)
+NAMES = (OFFICIAL.name, "lightning 8", *GIVEN, *SHIFTED)
 
 
 @pytest.mark.parametrize(("width", "height"), SIZES)
@@ -114,8 +121,76 @@ def test_steps_and_families_that_a_schedule_does_not_have():
     words = "'viggle 6' is of Qwen-Image-2.1, which needs ComfyUI 0.37 or newer, and the model is"
     with pytest.raises(SettingError, match=rf"{words} .+: choose official, lightning 4, lightning"):
         find_schedule("viggle 6", QWEN_IMAGE)
-    with pytest.raises(SettingError, match="'lightning 4' is of Qwen-Image, and the model"):
-        find_schedule("lightning 4", QWEN_IMAGE_21)
+    with pytest.raises(SettingError, match="'lightning 8' is of Qwen-Image, and the model"):
+        find_schedule("lightning 8", QWEN_IMAGE_21)
     with pytest.raises(SettingError, match="'karras' is unknown"):
         find_schedule("karras", QWEN_IMAGE)
     assert family_of_schedule("official") is None
+
+
+# {schedule: published files}, as the lists of files of lightx2v, Viggle, PrunaAI and Comfy-Org have
+# them, and their copies in ComfyUI's form; None of what is few-step and has no sigmas here.
+LIGHTNING = "Qwen-Image-{}Lightning-{}steps-{}.safetensors"
+FILES_1 = {
+    "lightning 4": [
+        *(LIGHTNING.format("", 4, it) for it in ("V1.0", "V1.0-bf16", "V2.0", "V2.0-bf16")),
+        *(LIGHTNING.format(f"{it}-", 4, "V1.0-bf16") for it in ("Edit", "Edit-2509", "Edit-2511")),
+        LIGHTNING.format("2512-", 4, "V1.0-fp32"),
+        LIGHTNING.format("fp8-e4m3fn-", 4, "V1.0-bf16"),
+        "qwen_image_2512_fp8_e4m3fn_scaled_4steps_v1.0.safetensors",
+        "qwen_image_edit_2511_fp8_e4m3fn_scaled_lightning_4steps_v1.0.safetensors",
+    ],
+    "lightning 8": [
+        *(LIGHTNING.format("", 8, it) for it in ("V1.0", "V1.1", "V1.1-bf16", "V2.0-bf16")),
+        *(LIGHTNING.format(f"{it}-", 8, "V1.0-bf16") for it in ("Edit", "Edit-2509", "Edit-2511")),
+        "qwen_image_2512_fp8_e4m3fn_scaled_8steps_v1.0.safetensors",
+    ],
+    None: [
+        "qwen_image_2512_fp8_e4m3fn_scaled.safetensors",
+        "qwen_image_edit_2511_fp8_e4m3fn_scaled_lightning.safetensors",
+        "Wuli-Qwen-Image-2512-Turbo-LoRA-2steps-V1.0-bf16.safetensors",
+    ],
+}
+VIGGLE = "Qwen-Image-2.1-viggle-turbo-{}.safetensors"
+FILES_21 = {
+    "lightning 4": ["Qwen-Image-2.1-Lightning/pytorch_lora_weights.safetensors"],
+    "turbo 8": [
+        "qwen_image_2.1_turbo_bf16.safetensors",
+        "qwen_image_2.1_turbo_int8_convrot.safetensors",
+        "qwen_image_2.1_turbo_lora_avg_rank_178_bf16.safetensors",
+        "Qwen-Image-2.1-Turbo/transformer",
+    ],
+    "viggle 6": [
+        VIGGLE.format("v0.3-6step-lora-r256"),
+        VIGGLE.format("v0.2.1-6step-lora-r128"),
+        VIGGLE.format("v0.3-6step-int8_convrot"),
+        "Qwen-Image-2.1-viggle-turbo-v0.3-6step-Q8_0.gguf",
+    ],
+    "pruna 8": [
+        "p_qwen_image_2.1_8step_v0.1.safetensors",
+        "p_qwen_image_2.1_8step_v0.1-comfyui-T8.safetensors",
+        "p_q_image_2.1_8_steps_v0.1_comfyui_bf16.safetensors",
+    ],
+    "pruna 5": [
+        "p_qwen_image_2.1_5step_v0.1_comfyui.safetensors",
+        "p_q_image_2.1_5_steps_v0.1_comfyui_bf16.safetensors",
+    ],
+    None: [
+        VIGGLE.format("4step-lora-r64"),
+        VIGGLE.format("v0.2-5step-lora-r256"),
+        "p_q_image_2.1_6_steps_v0.2_comfyui_bf16.safetensors",
+        "p_q_image_2.1_6_steps_upsampled_v0.2_comfyui_bf16.safetensors",
+        "Wuli-Qwen-Image-2.1-Turbo.safetensors",
+        "turbo8_lora_step2500.safetensors",
+        "qwen_image_2.1_bf16.safetensors",
+        "pytorch_lora_weights.safetensors",
+    ],
+}
+
+
+@pytest.mark.parametrize(("family", "files"), [(QWEN_IMAGE, FILES_1), (QWEN_IMAGE_21, FILES_21)])
+def test_published_files_are_told_by_name(family, files):
+    for schedule, names in files.items():
+        for name in names:
+            found = schedule_of_file(plain_name(Path("loras", name)), family.schedules)
+            assert (found and found.name) == schedule, name

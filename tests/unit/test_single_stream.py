@@ -17,6 +17,7 @@ from test_passes import Graph, Host, OnCard, with_graphs
 
 from qwen_l40s.hosts.diffusers.patch import optimize
 from qwen_l40s.optimizations import reference
+from qwen_l40s.optimizations.blocks import workspace
 from qwen_l40s.optimizations.blocks.block import BlockExecutor, Step
 from qwen_l40s.optimizations.blocks.block_form import (
     DENSE,
@@ -26,7 +27,7 @@ from qwen_l40s.optimizations.blocks.block_form import (
     unsupported_block,
 )
 from qwen_l40s.optimizations.blocks.host import BlockInputs, PrefixedStream
-from qwen_l40s.optimizations.blocks.workspace import Prefix
+from qwen_l40s.optimizations.blocks.workspace import Prefix, Workspace
 from qwen_l40s.optimizations.fused import TORCH
 from qwen_l40s.optimizations.modulation import shared_entry
 from qwen_l40s.optimizations.reference import Rotary, Tokens
@@ -252,6 +253,58 @@ def test_loras_beside_its_layers(fused, kind):
     tolerance = 1e-6 if kind == DENSE else 2e-3
     assert relative([case.run(block, layers)], [case.expected(block, layers)]) < tolerance
     assert relative([case.run(block, Layers(block, kind))], [case.expected(block, layers)]) > 0.01
+
+
+@pytest.fixture
+def by_triton(monkeypatch):
+    """Triton's GEMM, whose twin stands in for it; gives whether SwiGLU was in each that is made."""
+    pytest.importorskip("triton")
+    from qwen_l40s.optimizations.kernels import scaled_gemm
+
+    made = []
+
+    def prepare(a, b, scale_a, scale_b, bias, out, beside, gelu, swiglu):
+        def run(b, scale_b, bias, up, a):
+            low = beside and (beside[0], up)
+            given = a, b, scale_a, scale_b, bias, out.dtype, low, gelu, swiglu
+            out.copy_(reference.scaled_gemm(*given))
+
+        made.append(swiglu)
+        return SimpleNamespace(prepared=lambda: run)
+
+    monkeypatch.setattr(scaled_gemm, "scaled_gemm", prepare)
+    monkeypatch.setattr(Gemm, "backend", "triton")
+    monkeypatch.setattr(Gemm, "row_quantizer", "triton")
+    return made
+
+
+@pytest.mark.parametrize("outer", ["int8", DENSE, "opaque"])
+@pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize("rank", [0, 4])
+def test_the_product_of_gate_and_up_makes_their_swiglu(by_triton, monkeypatch, outer, merged, rank):
+    """With the same result as apart, and half the room; of a weight that turned out plain too."""
+    block, case, found, room = new_block(True), Case(), [], []
+    layers = Layers(block, "int8", {"img_mlp.gate_up": rank, "img_mlp.out": rank})
+    layers.kinds[block.img_mlp.out] = outer
+    for layer, plain in ((block.img_mlp.out, outer == DENSE), (block.img_mlp.gate_up, merged)):
+        if plain:
+            del layers.weights[layer]
+    for inside in (True, False):
+        if not inside:
+            monkeypatch.setattr(workspace, "swiglu_inside", lambda layer: False)
+        space = Workspace(TORCH)
+        executor = BlockExecutor(layers, TORCH, attend, space)
+        step = case.step._replace(prefix=case.prefixes[0])
+        found.append(executor.run(block, case.x[:, :0], case.x, step, case.entry.of(0))[1])
+        room.append(space.bytes)
+        assert any(by_triton) == (inside and not merged)
+        by_triton.clear()
+    assert torch.equal(*found)
+    assert room[0] < room[1]
+    apart = new_block(False)
+    executor = BlockExecutor(Layers(apart, "int8"), TORCH, attend)
+    executor.run(apart, case.x[:, :0], case.x, step, case.entry.of(0))
+    assert not any(by_triton)
 
 
 def test_weights_that_are_expanded():

@@ -248,7 +248,7 @@ WRONG = {
     "a tiny VAE": (
         {"decoder.1.weight": ("F16", (256, 16, 3, 3)), "decoder.22.bias": ("F16", (3,))},
         "vae",
-        ("This is a tiny VAE, not ", VAE, ": move it to models/vae_approx"),
+        ("This looks like a tiny VAE, for models/vae_approx, not Qwen-Image: choose ", VAE),
     ),
     "no tensors": ({}, "transformer", ("It holds no tensors: choose ", TRANSFORMER)),
 }

@@ -167,7 +167,6 @@ def test_settings_are_checked():
         ("tail", "a number from 0 to 1", (2, False)),
         ("gain", "a number from 0 to 1", (1.5, math.nan, 1j)),
         ("longest", "a whole number from 1 to 8", (0, 9, 2.0, math.nan, True, "2")),
-        ("audit", "True or False", (1, None, "yes")),
     ):
         for value in values:
             with pytest.raises(SettingError) as raised:

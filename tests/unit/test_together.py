@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from qwen_l40s.charts.advice import cards_json, cards_lines
 from qwen_l40s.charts.figures import between
+from qwen_l40s.charts.text import cards_json, cards_lines
 from qwen_l40s.cli import main
 from qwen_l40s.machine.store import known_cards
 from qwen_l40s.planning.advise import LINKS, together

@@ -21,7 +21,6 @@ RUNS = {
     "machine/memory.py: ctypes": "the system's madvise, for pages of a file that was read",
     "machine/packages.py: importlib": "an optional package, to say why its import fails",
     "optimizations/attention/backends.py: importlib": "FlashAttention, under one of two names",
-    "optimizations/attention/quantized.py: importlib": "SageAttention, an optional package",
 }
 
 

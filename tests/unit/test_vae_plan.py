@@ -11,7 +11,6 @@ from qwen_l40s.errors import SettingError, UnavailableError
 from qwen_l40s.families.parts import VAE_21
 from qwen_l40s.planning.vae import checked, largest_tile, plan_decode, plan_encode, plan_in_room
 from qwen_l40s.planning.vae_work import (
-    CONVOLUTION_WORKSPACE,
     encode_peak_bytes,
     image_bytes,
     latent_bytes,
@@ -224,7 +223,7 @@ def held(vae, plan):
     """(bytes that a plan holds at most on the way, bytes of latents and image beside)"""
     import torch
     from diffusers_encoder import encoder_stages
-    from tracked_allocations import Allocations, fused_attention
+    from tracked_allocations import CONVOLUTION_WORKSPACE, Allocations, fused_attention
 
     from qwen_l40s.hosts.diffusers.sample import decoder_stages
     from qwen_l40s.optimizations.vae.tiles import decode, encode
@@ -295,7 +294,7 @@ def test_a_plan_within_a_budget_keeps_to_it(published, plan):
 def test_the_predicted_peak_of_the_middle(published, direction, rows):
     import torch
     from diffusers_encoder import encoder_stages
-    from tracked_allocations import Allocations, fused_attention
+    from tracked_allocations import CONVOLUTION_WORKSPACE, Allocations, fused_attention
 
     from qwen_l40s.hosts.diffusers.sample import decoder_stages
     from qwen_l40s.optimizations.vae.tiles import middle_layers

@@ -33,12 +33,12 @@ def locks(monkeypatch):
 
 def test_two_runs_never_write_one_journal(locks, tmp_path):
     with Journal(tmp_path, "run") as journal:
-        journal.ended("done", "a", "1")
+        journal.ended("done", "a", "1", server="http://a")
         (place,) = locks
         assert place[1] > journal.path.stat().st_size  # others may read all that is written
         with pytest.raises(SettingError, match="another run writes this journal"):
             Journal(tmp_path, "run", resume=True)
-        journal.ended("done", "b", "2")
+        journal.ended("done", "b", "2", server="http://a")
         assert journal.path.read_text().count("done") == 2
 
 

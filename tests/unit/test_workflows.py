@@ -17,7 +17,9 @@ import pytest
 from PIL import Image
 from workflow_files import TITLE, Box, overlap
 
+from qwen_l40s.families.qwen_image_21 import QWEN_IMAGE_21
 from qwen_l40s.families.registry import find_member
+from qwen_l40s.families.schedules import plain_name, schedule_of_file
 from qwen_l40s.machine.store import known_cards
 from qwen_l40s.planning.cards import BUNDLED
 from qwen_l40s.planning.estimate import FITS, estimate
@@ -403,9 +405,8 @@ def test_those_of_qwen_image_21_say_what_they_need_and_its_licence():
 
 
 def test_those_of_qwen_image_21_take_its_own_schedule():
-    turbo = "turbo 8", 8
-    few = {"start_here_12gb": turbo, "qwen_image_21_turbo_nag": turbo}
-    few |= {"qwen_image_21_viggle_6": ("viggle 6", 6), "micro_qwen_image_21": ("official", 20)}
+    few = {"start_here_12gb": ("auto", 8), "qwen_image_21_turbo_nag": ("auto", 8)}
+    few |= {"qwen_image_21_viggle_6": ("auto", 6), "micro_qwen_image_21": ("official", 20)}
     for name in OF_21:
         graph = api(name)
         sample, sigmas = graph["sample"]["inputs"], graph["sigmas"]["inputs"]
@@ -413,3 +414,9 @@ def test_those_of_qwen_image_21_take_its_own_schedule():
         assert sample["sigmas"] == ["sigmas", 0] and sigmas["latent"] == sample["latent_image"]
         assert (sigmas["preset"], sigmas["steps"]) == few.get(name, ("official", 40))
         assert sample["cfg"] == (4.0 if "micro" in name else 1.0)
+        source = graph[sigmas["model"][0]]["inputs"]  # behind the LoRA, if there is one
+        assert ("lora" in source) == ("lora" in graph)
+        file = source.get("lora", source["model"])
+        told = schedule_of_file(plain_name(Path(file)), QWEN_IMAGE_21.schedules)
+        assert sigmas["preset"] != "auto" or len(told.nodes if told else ()) in (0, sigmas["steps"])
+        assert bool(told) == (sigmas["steps"] < 10), name

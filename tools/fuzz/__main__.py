@@ -1,15 +1,14 @@
 """Feeds broken files and texts to the package's readers: each is read, or refused in the error of
 its room, within 2 s of the processor's time and half a gigabyte.
 
-A case is drawn from its target, seed and number alone; where atheris is installed and no seed is
-given, what reaches new code is changed further. A finding is printed with the file that repeats it,
-and ends the command with 1.
+A case is drawn from its target, seed and number alone. A finding is printed with the file that
+repeats it, and ends the command with 1. What crashes or hangs ends it with a traceback; its case is
+the file that the first line names.
 """
 
 import argparse
-import contextlib
 import faulthandler
-import multiprocessing
+import logging
 import os
 import re
 import resource
@@ -22,20 +21,13 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from ...client import settings
 from ...files import printable
-
-try:
-    import atheris
-except ImportError:
-    atheris = None
-with atheris.instrument_imports(include=["qwen_l40s"]) if atheris else contextlib.nullcontext():
-    from .targets import ROOT, TARGETS, Target
+from .targets import ROOT, TARGETS, Target
 
 SECONDS, BYTES = 2, 2**29
-STUCK = 60  # seconds without a new case, for `SECONDS` of a processor that many share
-PAGE = ROOT / "docs" / "dev" / "development.md"
+STUCK = 60  # seconds of a case, for `SECONDS` of a processor that many share
 MEMORY = "/dev/shm"  # a disk takes longer than most cases
-FORK = multiprocessing.get_context("fork")
 
 
 # What is changed.
@@ -94,23 +86,21 @@ def damaged(random: Random, data: bytes) -> bytes:
     return data[:at] + piece + data[at + gone :]
 
 
-def drawn(target: Target, choices: list[Random]) -> tuple[bytes, int]:
-    """Gives a case and its zeros: the first chooses a seed, each other a change of it."""
-    first, *others = choices
-    value, of_bytes = first.choice(target.seeds), []
-    for random in others:
+def drawn(target: Target, random: Random) -> tuple[bytes, int]:
+    """Gives a case, which is a seed with a few changes, and how many zeros follow it."""
+    value, damages = random.choice(target.seeds), 0
+    for _ in range(random.choice((0, 1, 1, 2, 4))):
         if random.random() < 0.7:
             value = changed(random, value)
         else:
-            of_bytes.append(random)
+            damages += 1
     try:
         data, zeros = target.join(value)
     except Exception:  # which no longer has a file's form
-        data, zeros = target.join(first.choice(target.seeds))
-    for random in of_bytes:
+        data, zeros = target.join(random.choice(target.seeds))
+    for _ in range(damages):
         data = damaged(random, data)
-    huge = zeros is not None and first.random() < 0.001
-    return data, 2**30 if huge else zeros or 0
+    return data, zeros or 0
 
 
 # How cases are tried.
@@ -137,8 +127,9 @@ def tried(target: Target, path: Path, data: bytes, zeros: int = 0) -> str | None
     path.write_bytes(data)
     os.truncate(path, len(data) + zeros)
     signal.signal(signal.SIGPROF, stop)
-    limit(BYTES)  # of each case: what a process leaves behind does not count
+    limit(BYTES)  # of each case: what the process has kept does not count
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    faulthandler.dump_traceback_later(STUCK, exit=True)
     error = None
     try:
         target.read(path)
@@ -146,6 +137,7 @@ def tried(target: Target, path: Path, data: bytes, zeros: int = 0) -> str | None
         error = raised
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
+        faulthandler.cancel_dump_traceback_later()
         limit(0)
     said = printable(str(error), sys.stdout).strip()
     if error is None or (said and isinstance(error, target.clean)):
@@ -156,101 +148,54 @@ def tried(target: Target, path: Path, data: bytes, zeros: int = 0) -> str | None
     return f"{type(error).__name__} at {place}: {said[:200] or 'no words'}"
 
 
-class Search:
-    """Tries `cases` of one target, or until `end`, in a process of its own: a crash ends it alone.
-    Without a seed atheris chooses them.
+def search(name: str, path: Path, seed: int, cases: float, end: float) -> tuple[int, int]:
+    """Tries cases of a target until `end`; shows the first of each kind that is wrong.
+
+    Returns:
+        How many cases, and how many kinds.
     """
-
-    def __init__(
-        self, name: str, folder: str, seed: int | None, cases: int | None, end: float
-    ) -> None:
-        self.name, self.seed, self.cases, self.end = name, seed, cases, end
-        self.target, self.path, self.places = TARGETS[name], Path(folder, TARGETS[name].name), set()
-        self.counts = FORK.RawArray("Q", 2)  # cases tried, found: both processes see them
-
-    def run(self) -> tuple[int, int]:
-        """Returns (how many cases, what was found)."""
-        process = FORK.Process(target=self.guide if self.seed is None else self.draw)
-        process.start()
-        while process.is_alive():
-            before = self.counts[0]
-            process.join(STUCK)
-            if process.is_alive() and self.counts[0] == before:
-                os.kill(process.pid, signal.SIGABRT)  # of which faulthandler says where
-        if process.exitcode:
-            self.show(self.path.read_bytes(), 0, f"its process ended with {process.exitcode}")
-        return self.counts[0], self.counts[1]
-
-    def draw(self) -> None:
-        faulthandler.enable()
-        while time.monotonic() < self.end if self.cases is None else self.counts[0] < self.cases:
-            random = Random(f"{self.seed} {self.name} {self.counts[0]}")
-            self.attempt(*drawn(self.target, [random] * random.choice((1, 2, 2, 3, 5))))
-
-    def guide(self) -> None:
-        """Lets atheris make the choices, four bytes each; it ends the process."""
-
-        def one(data: bytes) -> None:
-            parts = [data[at : at + 4] for at in range(0, len(data) or 1, 4)]
-            self.attempt(*drawn(self.target, list(map(Random, parts))))
-
-        limits = [f"-max_total_time={self.end - time.monotonic():.0f}", "-max_len=64"]
-        quiet = ["-rss_limit_mb=0", "-verbosity=0", f"-artifact_prefix={self.path}."]
-        atheris.Setup([sys.argv[0], *limits, *quiet], one)
-        atheris.Fuzz()
-
-    def attempt(self, data: bytes, zeros: int) -> None:
-        """Tries a case, and keeps the first of a kind that is wrong."""
-        wrong = tried(self.target, self.path, data, zeros)
-        if wrong and (place := wrong.partition(": ")[0]) not in self.places:
-            self.places.add(place)
-            self.show(data, zeros, wrong)
-        self.counts[0] += 1
-
-    def show(self, data: bytes, zeros: int, wrong: str) -> None:
-        """Says how to repeat a case."""
-        short = re.sub(r"\W+", "-", self.name).strip("-")
-        kept = Path(f"fuzz-{short}-{self.counts[1]}").resolve()
-        kept.write_bytes(data)
-        os.truncate(kept, len(data) + zeros)
-        self.counts[1] += 1
-        where = "" if self.seed is None else f"seed {self.seed}, case {self.counts[0]}, "
-        print(f"{self.name}: {where}{wrong}")
-        print(f"  again: --only={self.name!r} --file {kept}", flush=True)
-
-
-def write(rows: dict[str, int]) -> None:
-    """Puts the numbers of cases into the page."""
-    each = {**rows, "in all": sum(rows.values())}
-    line = "; ".join(f"{name} {count:,}" for name, count in each.items())
-    text = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(re.sub(r"(?m)^Cases: .*", f"Cases: {line}.", text), encoding="utf-8")
+    target, number, places = TARGETS[name], 0, set()
+    while number < cases and time.monotonic() < end:
+        data, zeros = drawn(target, Random(f"{seed} {name} {number}"))
+        wrong = tried(target, path, data, zeros)
+        if wrong and (place := wrong.partition(": ")[0]) not in places:
+            kept = Path(
+                f"fuzz-{re.sub(r'[^A-Za-z]+', '-', name).strip('-')}-{len(places)}"
+            ).resolve()
+            places.add(place)
+            kept.write_bytes(data)
+            os.truncate(kept, len(data) + zeros)
+            print(f"{name}: seed {seed}, case {number}, {wrong}")
+            print(f"  again: --only={name!r} --file {kept}", flush=True)
+        number += 1
+    return number, len(places)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--cases", type=int, help="of each target, in the place of minutes")
-    parser.add_argument("--seed", type=int, help="of the cases, with atheris too")
+    parser.add_argument("--seed", type=int, default=0, help="of the cases")
     parser.add_argument("--only", choices=TARGETS, action="append", help="a target")
     parser.add_argument("--file", type=Path, help="try this case of --only alone")
-    parser.add_argument("--write", action="store_true", help="put the numbers into docs/dev")
     args = parser.parse_args()
     names, rows, wrong = args.only or list(TARGETS), {}, 0
-    seed = args.seed or 0 if args.seed is not None or args.cases or not atheris else None
+    seconds = float("inf") if args.cases else 60 * args.minutes / len(names)
+    faulthandler.enable()
+    logging.disable(logging.WARNING)  # in which a damaged measurement is told
+    settings.MAX_JOBS = 1000  # each takes its microseconds, as many as somebody asks for
     with tempfile.TemporaryDirectory(prefix="qwen-l40s-fuzz-", dir=MEMORY) as folder:
         if args.file:
             target = TARGETS[names[0]]
             sys.exit(tried(target, Path(folder, target.name), args.file.read_bytes()))
         for name in names:
-            start = time.monotonic()
-            end = start + args.minutes / len(names) * 60
-            rows[name], found = Search(name, folder, seed, args.cases, end).run()
+            path, start = Path(folder, TARGETS[name].name), time.monotonic()
+            print(f"{name}: {path}", flush=True)
+            cases = args.cases or float("inf")
+            rows[name], found = search(name, path, args.seed, cases, start + seconds)
             wrong, each = wrong + found, (time.monotonic() - start) * 1e6 / max(rows[name], 1)
             print(f"{name}: {rows[name]:,} cases, {found} found, {each:.0f} us each", flush=True)
     print(f"{sum(rows.values()):,} cases, {wrong} found")
-    if args.write:
-        write(rows)
     sys.exit(1 if wrong else 0)
 
 

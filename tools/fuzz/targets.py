@@ -3,7 +3,6 @@
 import contextlib
 import io
 import json
-import logging
 import math
 import os
 import re
@@ -33,8 +32,6 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
 import server_nodes
 
 ROOT = Path(__file__).resolve().parents[2]
-logging.disable(logging.WARNING)  # in which a damaged measurement is told
-settings.MAX_JOBS = 1000  # each takes its microseconds, as many as somebody asks for
 
 
 class Target(NamedTuple):

@@ -29,12 +29,11 @@ from ...hosts.diffusers.load import LoadedPipeline, load_pipeline
 from ...hosts.diffusers.patch import optimize
 from ...hosts.diffusers.quantized import quantize_transformer
 from ...hosts.diffusers.sample import generate
-from ...loaders.source import bundled_micro_folder
+from ...loaders.source import MICRO_SIDE, bundled_micro_folder
 from ...measure.fidelity import psnr
 from ...micro.judge import adherence
 from ...micro.scene import HELD_OUT_PAIRS, Scene, sample_prompts
 from ...spec.formats import QUANTIZED
-from .painter import IMAGE_SIDE
 
 COLOURS_AND_POSITION_BAR, SHAPE_BAR = 0.95, 0.90
 LARGEST_DROP = 0.02  # of a share, from bf16 to fp8 or int8
@@ -48,8 +47,8 @@ def paint(pipeline: LoadedPipeline, prompts: Prompts) -> list[Image.Image]:
         generate(
             pipeline,
             prompt,
-            width=IMAGE_SIDE,
-            height=IMAGE_SIDE,
+            width=MICRO_SIDE,
+            height=MICRO_SIDE,
             steps=STEPS,
             cfg=CFG,
             seed=index,

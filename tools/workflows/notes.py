@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...charts.figures import duration, tenths
-from ...charts.words import step_cache_lines
+from ...charts.text import step_cache_lines
 from ...errors import DoesNotFitError
 from ...families.registry import member_of_file
 from ...machine.store import known_cards

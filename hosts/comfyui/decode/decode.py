@@ -18,7 +18,7 @@ import torch
 
 from ....errors import SettingError, UnavailableError
 from ....families.comfyui import kind_of_vae
-from ....families.registry import are_of_two
+from ....families.registry import vae_shapes
 from ....loaders.source import MICRO_ADVICE, MICRO_SIDE, MICRO_VAE
 from ....machine.memory import available_memory
 from ....optimizations.vae import tiles as pieces
@@ -35,6 +35,7 @@ from ....verdict import read_or
 from ..contract import unsupported_host
 from ..record import MeasuredPhase, phase
 from .fused import FusedLayers, OwnLayers, changed, decoder_stages, encoder_stages
+from .kept import KeptVAE
 
 UNREAD = "the VAE has a form that is unknown here"
 
@@ -110,7 +111,8 @@ def _by_host(
 def _other_vae(vae: comfy.sd.VAE, ours: bool) -> str:
     """Says why a VAE goes the host's way; empty for Qwen-Image's as ComfyUI makes it."""
     for name in ("decode", "encode"):
-        if getattr(getattr(vae, name), "__func__", None) is not getattr(comfy.sd.VAE, name):
+        known = (getattr(kind, name) for kind in (comfy.sd.VAE, KeptVAE))
+        if getattr(getattr(vae, name), "__func__", None) not in known:
             return f"the VAE, a {type(vae).__name__}, has its own way to {name}"
     model = vae.first_stage_model
     kind = kind_of_vae(model)
@@ -136,8 +138,10 @@ def _layers(vae: comfy.sd.VAE, ours: bool) -> OwnLayers:
 
 def _check_channels(latents: torch.Tensor, channels: int | None, *, other: bool = False) -> None:
     # Of another VAE only what is sure: Qwen-Image's latents are no Qwen-Image-2.1's.
-    fits = latents.ndim in (4, 5) and latents.shape[1] == channels
-    if fits or (other and not are_of_two(latents.shape[1] if latents.ndim > 1 else 0, channels)):
+    found = latents.shape[1] if latents.ndim > 1 else 0
+    if latents.ndim in (4, 5) and found == channels:
+        return
+    if other and (found == channels or not {found, channels} <= vae_shapes().keys()):
         return
     raise SettingError(
         f"the latents are {tuple(latents.shape)} and the VAE takes (batch, {channels}, height, "

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from ....errors import SettingError
 from ....families.protocol import Member
 from ....families.registry import (
-    are_latents,
     find_member,
     known_latents,
     likely_member,
     pixels_of,
+    vae_shapes,
 )
 from ....machine.store import load_calibration
 from ....planning.cards import Card
@@ -79,7 +79,7 @@ def request_from(
     _check_parts(find_member(chosen["family"]), encoder, sizes.get("vae"))
     request = RunRequest(**chosen, parts=Parts(**sizes))
     if found is not None and found.cache is not None:
-        request = _with_cache(request, found.cache, notes)
+        request = _with_cache(request, found.cache)
     return WiredRequest(request, tuple(notes), 1 if found is None else found.cards)
 
 
@@ -93,7 +93,7 @@ def latent_sizes(latent: Mapping[str, Any]) -> dict[str, int]:
     samples = latent["samples"]
     image = not samples.is_nested and samples.ndim in (4, 5)
     empty = image and not samples.count_nonzero()
-    if not image or not (empty or are_latents(samples.shape[1])):
+    if not image or not (empty or samples.shape[1] in vae_shapes()):
         what = "of several tensors" if samples.is_nested else f"{tuple(samples.shape)}"
         raise SettingError(
             f"the LATENT is {what} and {known_latents()}: connect one of Qwen-Image's, or none."
@@ -160,11 +160,8 @@ def _take_model(chosen: dict[str, Any], found: TrueModel, notes: list[str]) -> d
     }
 
 
-def _with_cache(request: RunRequest, found: CacheSettings, notes: list[str]) -> RunRequest:
+def _with_cache(request: RunRequest, found: CacheSettings) -> RunRequest:
     cache = _agreed("cache", request.cache, found.name, "MODEL", OFF)
-    if found.audit:
-        notes.append("The MODEL's step cache computes every step, because audit is on.")
-        return replace(request, cache=OFF)
     computed = request.computed or computed_with(request.steps, found)
     return replace(request, cache=cache, computed=computed)
 

@@ -313,6 +313,12 @@ class TextOnlyQwen25(TextOnly, BaseLlama, torch.nn.Module):
     sizes = Qwen25_7BVLI_Config
 
 
+def _is_qwen3_vl(encoder: object) -> bool:
+    hosts = (kind.__module__ for kind in type(encoder).__mro__)
+    module = next((it for it in hosts if it.startswith("comfy.")), None)
+    return module == "comfy.text_encoders.qwen_image21"
+
+
 def _is_qwen25_vl(encoder: object) -> bool:
     # Other models' text encoders are classes over it, in modules of their own.
     own = QwenImageTEModel.__module__
@@ -382,6 +388,4 @@ def _qwen3_vl() -> EncoderKind:
 
 
 QWEN25_VL = HostEncoder(lambda: KIND_OF_QWEN25, _is_qwen25_vl)
-QWEN3_VL = HostEncoder(
-    _qwen3_vl, lambda encoder: type(encoder).__module__ == "comfy.text_encoders.qwen_image21"
-)
+QWEN3_VL = HostEncoder(_qwen3_vl, _is_qwen3_vl)

@@ -5,6 +5,7 @@ else needs the room.
 
 from __future__ import annotations
 
+import copy
 import os
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -19,14 +20,23 @@ import folder_paths
 import torch
 
 from ....errors import CheckpointError
-from ....families.registry import text_encoder_titled
+from ....families import registry
+from ....families.registry import text_encoder_titled, text_encoders
 from ....loaders.source import Source, open_source
-from ....patches import put
+from ....patches import put, switched
 from ....planning.request import DROPPED, ON_PROCESSOR
-from ....spec.formats import MULTIPLIED, QUANTIZED
+from ....spec.formats import MULTIPLIED, QUANTIZED, format_gib
 from ....spec.sizes import STAGING_BYTES
 from ....spec.transformer import ON_CARD
 from ...loading import AS_STORED, LOADER_PRECISIONS, check_known
+from ..encode import (
+    ARITHMETIC,
+    REUSE,
+    STOCK,
+    EncodeSettings,
+    check_arithmetic,
+    encoder_for,
+)
 from ..record import MeasuredPhase, harmless, phase, running
 from .encoder_kind import EncoderKind, FolderTokenizer, find_tokenizer, tokenizer_class
 from .plan import LoadReport, check_host_memory
@@ -40,6 +50,7 @@ from .text_encoder_file import (
 )
 from .weights import map_tensors
 
+SAME = "the CLIP is left unchanged."
 WHILE_THERE_IS_ROOM = "ComfyUI moves it to the card and leaves it there while there is room"
 # {placement, of `TEXT_ENCODER_PLACEMENTS`: what the report says of it}
 PLACEMENTS = {
@@ -65,19 +76,24 @@ def device_options(placement: str) -> dict[str, torch.device]:
 
 
 class PlacedClip(comfy.sd.CLIP):
-    """ComfyUI's CLIP with a placement, a key of `PLACEMENTS`."""
+    """ComfyUI's CLIP with a placement, a key of `PLACEMENTS`, and how it encodes."""
 
     placement: str
+    settings: EncodeSettings
+    _run: MeasuredPhase | None = None  # of the one encoding for which this is a copy
 
     @classmethod
-    def over(cls, clip: comfy.sd.CLIP, placement: str) -> PlacedClip:
+    def over(
+        cls, clip: comfy.sd.CLIP, placement: str, settings: EncodeSettings = REUSE
+    ) -> PlacedClip:
         placed = cls(no_init=True)
         vars(placed).update(vars(clip))
-        placed.placement = placement
+        placed.placement, placed.settings = placement, settings
         return placed
 
     def clone(self, disable_dynamic: bool = False) -> PlacedClip:
-        return self.over(super().clone(disable_dynamic=disable_dynamic), self.placement)
+        made = super().clone(disable_dynamic=disable_dynamic)
+        return self.over(made, self.placement, self.settings)
 
     def encode_from_tokens(
         self, tokens: Any, return_pooled: bool | str = False, return_dict: bool = False
@@ -85,7 +101,10 @@ class PlacedClip(comfy.sd.CLIP):
         try:
             # Leaving the card is no part of it.
             with self._phase() as run:
-                result = super().encode_from_tokens(tokens, return_pooled, return_dict)
+                one = copy.copy(self)
+                one._run = run
+                encode = super(PlacedClip, one).encode_from_tokens
+                result = encode(tokens, return_pooled, return_dict)
                 with harmless():
                     cond = result["cond"] if return_dict else result[0] if return_pooled else result
                     run.asked["tokens"] = cond.shape[1]
@@ -112,6 +131,12 @@ class PlacedClip(comfy.sd.CLIP):
         patcher = super().load_model(*args, **kwargs)
         if run := running(self.patcher):
             run.begin()
+        if (run := self._run) and self.settings != STOCK:
+
+            def note(line: str) -> None:
+                run.path += (line,)
+
+            self.cond_stage_model = encoder_for(self, self.settings, note)
         return patcher
 
     def _phase(self) -> MeasuredPhase:
@@ -128,12 +153,48 @@ class PlacedClip(comfy.sd.CLIP):
             comfy.model_management.unload_model_and_clones(self.patcher, all_devices=True)
 
 
+def encode_with(clip: comfy.sd.CLIP, settings: EncodeSettings) -> tuple[comfy.sd.CLIP, str]:
+    """Returns a CLIP like another one that encodes by these settings, and what it will do.
+
+    It is the same CLIP where its text encoder is not Qwen-Image's, or another extension has its
+    own way to encode.
+
+    Raises:
+        SettingError: the arithmetic is unknown, or the text encoder cannot multiply so.
+    """
+    check_known("arithmetic", settings.arithmetic, ARITHMETIC)
+    encoder = getattr(clip, "cond_stage_model", None)
+    if not any(registry.load(it.comfyui).is_one(encoder) for it in text_encoders()):
+        return clip, f"The text encoder is a {type(encoder).__name__}, not Qwen-Image's: {SAME}"
+    known = type(clip) in (comfy.sd.CLIP, PlacedClip)
+    if not known or any(callable(getattr(type(clip), name, None)) for name in vars(clip)):
+        return clip, f"Another extension encodes with this {type(clip).__name__}: {SAME}"
+    check_arithmetic(encoder, settings.arithmetic)
+    placement = getattr(clip, "placement", "auto")
+    changed = PlacedClip.over(clip.clone(), placement, settings)
+    return changed, "\n".join(words_of(settings))
+
+
+def words_of(settings: EncodeSettings) -> list[str]:
+    """Says in sentences what settings do."""
+    kept = (
+        f"Images, and the text before the instruction, are encoded once and kept in up to "
+        f"{format_gib(settings.room)} of system RAM."
+        if settings.room
+        else "Every prompt is encoded as a whole."
+    )
+    return [kept, f"Arithmetic {settings.arithmetic}: {ARITHMETIC[settings.arithmetic]}."]
+
+
 # What the published file is goes through ComfyUI's own loading, so that every encoder node works on
 # it. Other sizes and a folder's own tokenizer go in through the places that ComfyUI has for them.
 
 # ComfyUI's own tokenizer knows ids up to this, and its padding.
 PUBLISHED_TOKENS = 151_666
 PUBLISHED_PAD = 151_643
+# What ComfyUI's classes have and encoding a prompt does not need.
+UNUSED = ("lm_head.weight", "logit_scale", "text_projection.weight")
+ENDINGS = (".safetensors", ".sft")
 STORED_KINDS = {"F8_E4M3": "fp8", "F8_E5M2": "fp8", "I8": "int8"}
 
 
@@ -163,11 +224,16 @@ def load_text_encoder(
     check_known("text encoder precision", precision, LOADER_PRECISIONS)
     devices = device_options(placement)
     source = open_source(path, "text_encoder")
-    layout = read_layout(source)
-    published = layout.vocabulary >= PUBLISHED_TOKENS  # which ComfyUI's own tokenizer fits
-    tokenizer = (
-        None if published else find_tokenizer(source, layout.vocabulary, layout.kind.fixed_prefix)
-    )
+    try:
+        layout = read_layout(source)
+        published = layout.vocabulary >= PUBLISHED_TOKENS  # which ComfyUI's own tokenizer fits
+        found = (source, layout.vocabulary, layout.kind.fixed_prefix)
+        tokenizer = None if published else find_tokenizer(*found)
+    except CheckpointError as fault:
+        clip = load_as_comfyui(source, devices, disable_dynamic)
+        if clip is None:
+            raise
+        return _as_comfyui(clip, source, placement, fault)
     # ComfyUI has no dynamic VRAM for what computes on the processor.
     mapped = (
         comfy.memory_management.aimdo_enabled and not disable_dynamic and placement != ON_PROCESSOR
@@ -191,7 +257,29 @@ def load_text_encoder(
         why=_stays(placement, clip.patcher.load_device),
         where="computed in fp32",
         hint=next((note for note in layout.notes if "vision tower" in note), ""),
-        notes=(f"placement {placement}: {PLACEMENTS[placement]}", *layout.notes, *prepared.notes),
+        notes=(
+            f"placement {placement}: {PLACEMENTS[placement]}",
+            *(words_of(REUSE)[:1] if layout.vision else ()),
+            *layout.notes,
+            *prepared.notes,
+        ),
+    )
+
+
+def _as_comfyui(
+    clip: comfy.sd.CLIP, source: Source, placement: str, fault: CheckpointError
+) -> tuple[PlacedClip, LoadReport]:
+    unknown = "ComfyUI's own loading took this file, whose form is not known here"
+    return PlacedClip.over(clip, placement), LoadReport(
+        what="text encoder",
+        path=source.path,
+        family=source.part.family,
+        precision=AS_STORED,
+        reason="precision and size are ComfyUI's",
+        bytes=clip.patcher.model_size(),
+        why=_stays(placement, clip.patcher.load_device),
+        hint=unknown,
+        notes=(f"placement {placement}: {PLACEMENTS[placement]}", f"{unknown}: {fault}"),
     )
 
 
@@ -209,6 +297,41 @@ def load_text_encoder_patcher(
     """
     clip, _ = load_text_encoder(source, precision, placement, disable_dynamic=disable_dynamic)
     return clip.patcher
+
+
+def load_as_comfyui(
+    source: Source, devices: dict[str, Any], disable_dynamic: bool
+) -> comfy.sd.CLIP | None:
+    """Loads a file as ComfyUI's Load CLIP; None where that is no whole text encoder of Qwen-Image.
+
+    A first try, which takes no memory, tells: ComfyUI only logs what a file lacks.
+    """
+    if source.shards.index or source.path.suffix not in ENDINGS:
+        return None
+    missing: list[str] = []
+    own = comfy.sd.CLIP.load_sd
+
+    def load_sd(*args: Any, **kwargs: Any) -> Any:
+        found = own(*args, **kwargs)
+        missing.extend(name for name in found[0] if not name.endswith(UNUSED))
+        return found
+
+    def load(**more: Any) -> comfy.sd.CLIP:
+        return comfy.sd.load_clip(
+            [str(source.path)],
+            embedding_directory=folder_paths.get_folder_paths("embeddings"),
+            clip_type=comfy.sd.CLIPType.QWEN_IMAGE,
+            model_options={**devices, **more},
+            disable_dynamic=disable_dynamic,
+        )
+
+    is_one = registry.load(text_encoder_titled(source.part.family).comfyui).is_one
+    try:
+        with switched([(comfy.sd.CLIP, "load_sd", load_sd)]):
+            tried = load(initial_device=torch.device("meta"))
+    except Exception:  # of any kind, as its classes meet tensors that they do not know
+        return None
+    return None if missing or not is_one(tried.cond_stage_model) else load()
 
 
 def _model_options(

@@ -17,6 +17,7 @@ from ....loaders.quantize import check_finite
 from ....loaders.source import Source, check_names, left_out, native_names, open_source, shapes_of
 from ....patches import put
 from ...loading import check_known
+from ..decode.kept import KeptVAE
 from .plan import LoadReport
 from .weights import FLOAT_NAMES, map_tensors
 
@@ -49,7 +50,7 @@ def load_vae(
     tensors = {native: mapped[names[native]].view(shape) for native, shape in shapes.items()}
     for name, tensor in tensors.items():
         check_finite(source.path, name, _on_card(tensor))
-    vae = comfy.sd.VAE(sd=tensors, dtype=VAE_DTYPES[precision])
+    vae = KeptVAE(sd=tensors, dtype=VAE_DTYPES[precision])
     vae.throw_exception_if_invalid()
     second = load_vae_patcher, (source, precision)
     put(vae.patcher, cached_patcher_init=second)

@@ -33,6 +33,7 @@ from ....spec.formats import format_gib
 from ...loading import check_known
 from ..contract import unsupported_model
 from .bypass import MODE, bypass_change, compute_loras, is_quantized
+from .few_steps import FILE, few_steps
 from .file import LoraFile, inspect_lora, module_of, read_lora
 from .loss import MOST_LOSS, merge_loss, step_cost, told
 
@@ -68,6 +69,7 @@ class LoraReport:
         bytes: of the tensors in the file.
         why: what "auto" went by, or what the merge that was asked for loses.
         loss: of `merge_loss`; None on quantized weights and where bypass was asked for.
+        steps: what a few-step LoRA is trained for, and what is wrong with it here, in sentences.
     """
 
     path: Path
@@ -81,6 +83,7 @@ class LoraReport:
     quantized: int = 0
     why: str = ""
     loss: float | None = None
+    steps: tuple[str, ...] = ()
 
     def summary(self) -> str:
         """How much was applied, for the node."""
@@ -90,7 +93,7 @@ class LoraReport:
         lines = [f"{self.applied} of {self.modules} keys applied, {merged}"]
         if self.not_applied:
             lines.append(f"Not applied: {_list_names(self.not_applied)}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.steps])
 
     def text(self) -> str:
         """One line, and a second one where there is more to know."""
@@ -113,7 +116,7 @@ class LoraReport:
             )
         if self.not_applied:
             notes.append(f"Not applied: {_list_names(self.not_applied)}.")
-        return "\n".join([line, " ".join(notes)] if notes else [line])
+        return "\n".join([line, *([" ".join(notes)] if notes else []), *self.steps])
 
 
 def apply_lora(
@@ -203,11 +206,13 @@ def apply_lora(
         why = f"{why} {whole} of its changes are of whole tensors and merged.".lstrip()
     for patch in patches.values():
         if isinstance(patch, WeightAdapterBase):
-            put(patch, **{MODE: taken})
+            put(patch, **{MODE: taken, FILE: path})
     clone.add_patches(patches, strength)
     compute_loras(clone)
     if file.metadata:
         clone.set_attachments("lora_metadata", file.metadata)  # as core does
+    found = few_steps(clone)
+    own = [it.words() for it in found.parts if it.what == repr(path.name)]
     return clone, replace(
         report,
         how=taken,
@@ -217,6 +222,7 @@ def apply_lora(
         quantized=quantized,
         why=why,
         loss=loss,
+        steps=(*own, *(found.faults() if own else ())),
     )
 
 

@@ -43,6 +43,8 @@ from ....optimizations.inventory import is_changed
 from ....patches import ABSENT, patched, put, swap
 from ....spec.sizes import RANKS_AT_ONCE
 from ..linear import AroundLinear
+from ..record import harmless
+from .few_steps import judge_run, show_few_steps
 
 BYPASS_KEY = "qwen_l40s_lora"
 # The highest product of the two ranks of a LoHa that is computed: a pair of that rank adds a sixth
@@ -241,11 +243,15 @@ def outer_sample(executor: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     """OUTER_SAMPLE wrapper: one run, with the patcher that has other LoRAs beside its layers."""
     guider = executor.class_obj
     before = guider.model_patcher
+    with harmless():
+        judge_run(guider, *args)
     put(guider, model_patcher=lowered(before))
     try:
-        return executor(*args, **kwargs)
+        output = executor(*args, **kwargs)
     finally:
         put(guider, model_patcher=before)
+    show_few_steps(guider)
+    return output
 
 
 def lowered(patcher: ModelPatcher) -> ModelPatcher:

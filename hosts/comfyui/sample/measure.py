@@ -19,6 +19,7 @@ from ....families.registry import blocks_of
 from ....loaders.source import MICRO_ADVICE, MICRO_SIDE, MICRO_TRANSFORMER
 from ....spec.vae import PIXELS_PER_LATENT
 from ....verdict import Verdict, read_or
+from ..lora.few_steps import faults_of
 from ..record import MeasuredPhase, forget, harmless, phase
 from .forward import is_skipped
 from .modulation import MODULATION_KEY, by_name
@@ -73,6 +74,7 @@ def measure_sampling(executor: Any, noise: torch.Tensor, *args: Any, **kwargs: A
         with harmless(run):
             if not run.off:
                 run.asked |= {"latent": list(noise.shape), "cfg": cfg_of(guider), **counts.asked()}
+                run.asked["few_steps"] = faults_of(guider)
                 run.path = (*_size_lines(patcher, noise), *path_of(patcher))
                 optimization = patcher.get_attachment(OPTIMIZATION_KEY)
                 run.not_fused = NOT_OPTIMIZED

@@ -92,13 +92,13 @@ class SamplerStepCache:
             run.stop(READS_MORE)
         sigma = timestep.reshape(-1, *(1,) * (x.ndim - 1))
         velocity = run.forecast(x, timestep, _guidance(guider))
-        if velocity is not None and not run.settings.audit:
+        if velocity is not None:
             return x - sigma * velocity
         denoised = executor(x, timestep, *args, **kwargs)
         if self._remembers(guider):
             run.stop(REMEMBERS)
         run.computed(x, (x - denoised) / sigma)
-        return denoised if velocity is None else x - sigma * velocity
+        return denoised
 
     def figures(self) -> CacheFigures | None:
         """Of the run whose last step is over, which a record inside of this one asks for, or of the

@@ -1,6 +1,6 @@
-"""A run as a picture: the answer, its figures, and a bar for each phase, or for each card in one of
-costs. Predicted and measured runs have one layout. A node shows it a third as wide as it is, so the
-type is large and there is little of it.
+"""Pictures of one layout: the answer, its figures, and a bar for each phase of a predicted or a
+measured run, or for each card in one of costs. A node shows a picture a third as wide as it is, so
+the type is large and there is little of it.
 """
 
 from __future__ import annotations
@@ -10,8 +10,31 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..planning.estimate import Estimate
+from ..planning.phases import Phase
+from ..planning.times import PROCESSOR
+from .figures import dollars, duration, tenths, usd
+from .text import (
+    BOUND,
+    PHASE_NAMES,
+    WORKING,
+    Refusal,
+    answer,
+    fullest,
+    heading,
+    moves,
+    parts_of,
+    price_of,
+    remedy,
+    request_text,
+    rests_on,
+    saved_otherwise,
+)
+
 if TYPE_CHECKING:
     from PIL import Image, ImageFont
+
+    from ..planning.advise import Advice, Offer
 
 WIDTH = 1280  # pixels
 # A picture brings its own ground and a frame, so that it stands on a light page and on a dark one.
@@ -25,6 +48,8 @@ LINE = 46  # pixels from one line of the least size to the next
 SIDE = 40  # pixels of margin
 NAMES, SIZES, TIMES = 216, 160, 270  # pixels at both ends of the bars, at the least
 BAR = 32
+CARDS = 6  # that have a bar in a picture of costs
+BESIDE_BAR, BELOW_FIGURE = 560, 360  # pixels of a card's name
 SIGNS = {"good": GOOD, "tight": WARN, "bad": BAD, "plain": INK}
 HOST_MEMORY = "in host memory"
 COLOURS = {
@@ -54,28 +79,21 @@ class Bar:
     Attributes:
         parts: {a name of `COLOURS`: how much}, bytes, or seconds where memory is not counted.
         value: The same as words; empty where they are all seconds.
-        expected: What was predicted of the sum; 0 where nothing was.
     """
 
     name: str
     parts: Mapping[str, float]
     value: str = ""
     time: str = ""
-    expected: float = 0
 
 
 @dataclass(frozen=True)
 class Limit:
-    """The card's memory: the peak of a run, what a run may use, and what there is.
-
-    Attributes:
-        expected: The peak as predicted, where `peak` was measured; else 0.
-    """
+    """The card's memory: the peak of a run, what a run may use, and what there is."""
 
     peak: int
     usable: int
     capacity: int
-    expected: int = 0
 
 
 @dataclass(frozen=True)
@@ -98,6 +116,106 @@ class RunPicture:
     figures: Sequence[Figure] = ()
     bars: Sequence[Bar] = ()
     limit: Limit | None = None
+
+
+def memory_chart(estimate: Estimate) -> Image.Image:
+    """Draws whether an estimate fits, how long an image takes and what it costs, and a bar for each
+    phase: amber is what has no room on the card and waits in host memory.
+    """
+    peak, usable = fullest(estimate).needed_bytes, estimate.option.usable_bytes
+    ram = f"{tenths(estimate.host_ram_bytes)} GiB system RAM"
+    figures = [Figure("VRAM", f"{tenths(peak)} of {tenths(usable)} GiB", ram)]
+    if estimate.image_seconds:
+        step, cost = duration(estimate.step_seconds), estimate.usd_per_image
+        figures.append(Figure("an image", duration(estimate.image_seconds), f"{step} a step"))
+        paid = (usd(cost), f"at {price_of(estimate)}") if cost else ("unknown", "no price known")
+        figures.append(Figure("cost of an image", *paid))
+    sign = "good" if estimate.fits and not estimate.tight else "tight"
+    return run_chart(
+        RunPicture(
+            sign="bad" if estimate.short_of_ram else sign,
+            answer=answer(estimate),
+            basis=rests_on(estimate),
+            lines=[
+                estimate.card_note,
+                f"A step is {BOUND}." if estimate.bound == PROCESSOR else "",
+                "" if estimate.fits else f"{moves(estimate)}.",
+                remedy(estimate),
+                saved_otherwise(estimate),
+            ],
+            about=heading(estimate),
+            figures=figures,
+            bars=[_phase_bar(estimate, phase) for phase in estimate.phases.values()],
+            limit=Limit(peak, usable, estimate.card.memory_bytes),
+        )
+    )
+
+
+def _phase_bar(estimate: Estimate, phase: Phase) -> Bar:
+    # What would have to be there too for all to stay.
+    beyond = max(0, estimate.option.needs.get(phase.name, 0) - phase.card_bytes)
+    held = parts_of(phase)
+    parts = {part: held.pop(part) for part in ("transformer", "text encoder", WORKING)}
+    return Bar(
+        PHASE_NAMES[phase.name],
+        {**parts, "other": sum(held.values()), HOST_MEMORY: beyond},
+        f"{tenths(phase.card_bytes)} GiB",
+        "" if phase.seconds is None else duration(phase.seconds),
+    )
+
+
+def refusal_chart(refusal: Refusal) -> Image.Image:
+    """Draws what stops a request."""
+    lines = [refusal.card_note, refusal.reason]
+    return run_chart(RunPicture("bad", "Does not fit", "predicted", lines, refusal.about))
+
+
+def cost_chart(advice: Advice) -> Image.Image:
+    """Draws the cheapest card at three loads, and a bar for each of the cheapest at the load that
+    was asked for; needs at least one that fits and costs something.
+    """
+    load, offers = advice.images_per_hour, advice.paid
+    best = offers[0]
+    request = best.found.request
+    return run_chart(
+        RunPicture(
+            sign="tight" if best.found.tight else "good",
+            answer=f"{_counted(best, load)}: {_usd(best.usd_for(load))} an image",
+            basis=best.found.basis.kind,
+            lines=(f"Cheapest for {load:,.10g} images per hour",),
+            about=f"{request.family}, {request_text(request)}",
+            figures=[_cheapest(offers, each) for each in advice.loads],
+            bars=[
+                Bar(
+                    _counted(offer, load),
+                    {"USD an image": offer.usd_for(load)},
+                    _usd(offer.usd_for(load)),
+                    duration(offer.found.image_seconds),
+                )
+                for offer in offers[:CARDS]
+            ],
+        )
+    )
+
+
+def _cheapest(offers: list[Offer], load: float) -> Figure:
+    best = min(offers, key=lambda offer: offer.usd_for(load))
+    return Figure(
+        f"{load:,.10g} images/h", _usd(best.usd_for(load)), _counted(best, load, BELOW_FIGURE)
+    )
+
+
+def _usd(cost: float) -> str:
+    # `$0.013`, `$12,345`, `$1.2e+06`: at most eight characters.
+    if not 1e-4 <= cost < 1e6:
+        return f"${cost:.1e}"
+    return f"${cost:,.0f}" if cost >= 1000 else f"${dollars(cost)}"
+
+
+def _counted(offer: Offer, load: float, room: int = BESIDE_BAR) -> str:
+    # `4 RTX 4090`, `3 L40S, tight`; of a longer name the beginning.
+    name = f"{offer.cards_for(load):,} {offer.name}{', tight' * offer.found.tight}"
+    return wrapped(name, LEAST, room)[0].rstrip(",")
 
 
 def run_chart(shown: RunPicture) -> Image.Image:
@@ -175,14 +293,12 @@ def _figures(page: Page, shown: RunPicture) -> None:
 
 def _peak(page: Page, shown: RunPicture, left: float, right: float, middle: float) -> None:
     limit = shown.limit
-    scale = (right - left) / max(limit.capacity, limit.peak, limit.expected)
+    scale = (right - left) / max(limit.capacity, limit.peak)
     top, bottom = middle - BAR / 2, middle + BAR / 2
     page.draw.rectangle((left, top, left + limit.capacity * scale, bottom), fill=GRID)
     colour = SIGNS["good" if shown.sign == "plain" else shown.sign]
     page.draw.rectangle((left, top, max(left + 4, left + limit.peak * scale), bottom), fill=colour)
     _mark(page, left + limit.usable * scale, middle, INK)
-    if limit.expected:
-        _mark(page, left + limit.expected * scale, middle, WARN)
 
 
 def _mark(page: Page, x: float, middle: float, colour: str) -> None:
@@ -195,8 +311,7 @@ def _phases(page: Page, shown: RunPicture) -> None:
     sizes = SIZES if any(bar.value for bar in shown.bars) else 0
     names = max(NAMES, *(text_width(bar.name, LEAST) + 24 for bar in shown.bars))
     left, right = SIDE + names, WIDTH - SIDE - TIMES - sizes
-    sums = [sum(bar.parts.values()) for bar in shown.bars]
-    longest = max(sums + [bar.expected for bar in shown.bars])
+    longest = max(sum(bar.parts.values()) for bar in shown.bars)
     if shown.limit is not None:
         longest = max(longest, shown.limit.usable)
     scale, top = (right - left) / (longest or 1), page.y
@@ -226,8 +341,6 @@ def _bar(page: Page, bar: Bar, left: float, middle: float, scale: float) -> None
             box = (x, middle - BAR / 2, max(x + 2, end - 3), middle + BAR / 2)
             page.draw.rectangle(box, fill=COLOURS[name])
             x = end
-    if bar.expected:
-        _mark(page, left + bar.expected * scale, middle, WARN)
 
 
 def _legend(page: Page, shown: RunPicture) -> None:
@@ -235,8 +348,6 @@ def _legend(page: Page, shown: RunPicture) -> None:
     entries = [(name, colour) for name, colour in COLOURS.items() if name in used]
     if len(entries) == 1:
         entries = []
-    if any(bar.expected for bar in shown.bars):
-        entries.append(("predicted", WARN))
     if shown.limit is not None:
         entries.append(("limit", INK))
     x = SIDE
@@ -245,7 +356,7 @@ def _legend(page: Page, shown: RunPicture) -> None:
         if x > SIDE and x + width > WIDTH - SIDE:
             x, page.y = SIDE, page.y + LINE
         middle = page.y + LINE / 2
-        thin = name in ("predicted", "limit")
+        thin = name == "limit"
         page.draw.rectangle(
             (x + 12 * thin, middle - 15, x + (17 if thin else 30), middle + 15), fill=colour
         )

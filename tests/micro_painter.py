@@ -1,4 +1,4 @@
-"""Paints scenes as images: the training data, and the truth that the judge is tested on.
+"""Paints scenes as images: the truth that the judge is tested on.
 
 Each shape is a signed distance to its outline, so that edges are anti-aliased over one pixel.
 """
@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from ...micro.judge import OUTLINES
-from ...micro.scene import BACKGROUNDS, COLOURS, POSITIONS, SHAPES, SIZES, Scene
+from qwen_l40s.micro.judge import OUTLINES
+from qwen_l40s.micro.scene import BACKGROUNDS, COLOURS, POSITIONS, SHAPES, SIZES, Scene
 
 IMAGE_SIDE = 256
 # A scene is never painted twice the same: places shift by up to 2 % of the side, sizes by 6 %,
