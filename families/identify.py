@@ -310,7 +310,9 @@ SIGNS: Mapping[str, tuple[str, ...]] = {
     "a tiny VAE, for models/vae_approx": (
         *("decoder.22.bias", "decoder.3.conv.0.weight", "decoder.layers.2.conv.0.weight"),
     ),
-    "a Qwen3.5 language model": ("model.language_model.layers.0.linear_attn.A_log",),
+    "a Qwen3.5 language model, as the prompt enhancers of Qwen-Image-2.1 are": (
+        "model.language_model.layers.0.linear_attn.A_log",
+    ),
     "a T5 text encoder": ("encoder.block.0.layer.0.SelfAttention.k.weight",),
     "a CLIP text encoder": ("text_model.encoder.layers.0.mlp.fc1.weight",),
     "a Qwen3 text encoder": ("model.layers.0.self_attn.q_norm.weight",),
