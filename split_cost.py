@@ -28,7 +28,7 @@ from .spec.formats import BYTES_PER_SCALE
 KEYS, ROWS = "keys", "rows"
 # A split has to be so many times as fast as one card; below that it steps aside.
 LEAST_GAIN = 1.25
-# Events and waits of one block, in seconds. Fitted to 13 times in bf16, two H100 (docs/cards.md).
+# Events and waits of one block, in seconds. Fitted to 13 times in bf16 of two H100.
 FIXED = 0.00004
 BF16 = 2  # bytes of a number
 # A block's products, of one stream in multiples of D x D; q, k and v are one each.

@@ -53,7 +53,7 @@ GPUS = {
     "L40S": (48, ("2512",)),
     "H100 SXM": (80, ("2512",)),
 }
-# Of docs/estimate.md.
+# Of docs/settings.md.
 MORE_GPUS = {
     "RTX 3080 10GB": (10, ("2.1", "2512")),
     "RTX 3060 12GB": (12, ("2.1", "2512")),
@@ -178,14 +178,15 @@ def gpus(language: str, folder: str, names: Mapping[str, tuple[int, Sequence[str
 
 
 def costs(folder: str) -> list[str]:
-    """Writes rows of what people rent: an image of the default template, and its cost."""
+    """Writes what an image of each default template costs on GPUs that people rent."""
+    templates = [default for default, _ in MODELS.values()]
     lines = []
-    for name, model in product(("L40S", "RTX 4090", "A100 80GB SXM", "H100 SXM"), MODELS):
-        found = estimate(sampled(MODELS[model][0]), find_card(name, known_cards(BUNDLED)))
-        cost = "" if found.usd_per_image is None else usd(found.usd_per_image)
-        what = linked(MODELS[model][0], folder)
-        lines.append(f"| {name} | {what} | {duration(found.image_seconds)} | {cost} |")
-    return table("GPU | template | an image | USD an image", lines)
+    for name in ("L40S", "RTX 4090", "A100 80GB SXM", "H100 SXM"):
+        card = find_card(name, known_cards(BUNDLED))
+        found = [estimate(sampled(each), card).usd_per_image for each in templates]
+        cells = ["" if cost is None else usd(cost) for cost in found]
+        lines.append(f"| {' | '.join((name, *cells))} |")
+    return table(" | ".join(("GPU", *(linked(each, folder) for each in templates))), lines)
 
 
 def settings(folder: str) -> list[str]:
@@ -222,7 +223,7 @@ def loops() -> list[str]:
         ours = [seconds.get((model, size, cache)) for cache in CHOICES]
         cells = [f"{took:.1f} ({stock / took:.1f}x)" if took else "" for took in ours]
         lines.append(f"| {size}x{size}, {model} | {stock:.1f} | {' | '.join(cells)} |")
-    return table("loop | stock ComfyUI, bf16 | Optimize | and quality | balanced | speed", lines)
+    return table("loop | stock, bf16 | Optimize | with quality | balanced | speed", lines)
 
 
 def table(head: str, rows: Sequence[str]) -> list[str]:
@@ -286,12 +287,12 @@ def made() -> dict[Path, str]:
     blocks = {
         "README.md": {"speed": caption("en"), "gpus": gpus("en", "", GPUS)},
         "README.zh-CN.md": {"speed": caption("zh"), "gpus": gpus("zh", "", GPUS)},
-        "docs/estimate.md": {
+        "docs/settings.md": {
             "gpus": gpus("en", "../", MORE_GPUS),
             "costs": costs("../"),
         },
         "docs/models.md": {"settings": settings("../")},
-        "docs/performance.md": {"loops": loops()},
+        "docs/few_steps.md": {"loops": loops()},
     }
     pages = {}
     for name, known in blocks.items():

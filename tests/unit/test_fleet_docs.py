@@ -1,4 +1,4 @@
-"""docs/fleet.md and the commands of the pages on servers: each is read by the tool it is for."""
+"""docs/fleet.md and the commands of all pages: each is read by the tool it is for."""
 
 import re
 import shlex
@@ -14,10 +14,7 @@ from qwen_l40s.fleet import state
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "fleet.md"
-PAGES = [
-    ROOT / "README.md",
-    *(ROOT / "docs" / f"{n}.md" for n in ("fleet", "headless", "serverless")),
-]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # However the command is called, up to what ends a command in a shell.
 COMMAND = re.compile(
     r'(?:qwen-l40s|python \.|comfyui-qwen-image-l40s|"\$pack") '
@@ -41,16 +38,9 @@ def commands(page):
     return COMMAND.findall("\n".join((*fence.findall(text), *inline)))
 
 
-def manifests():
-    cluster, task = (yaml.safe_load(block) for block in blocks(PAGE, "yaml"))
-    return cluster, task
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_commands_have_the_parsers_options(page):
-    found = commands(page)
-    assert found
-    for command in found:
+    for command in commands(page):
         words = shlex.split(re.sub(r"\bN\b", "1", command))
         build_parser(words).parse_args(words)
 
@@ -58,14 +48,12 @@ def test_the_commands_have_the_parsers_options(page):
 def test_the_page_has_a_command_for_each_way():
     fleets = [shlex.split(command) for command in commands(PAGE) if command.startswith("fleet --")]
     assert sum("--ray" in words for words in fleets) >= 2
-    assert sum("--listen" in words for words in fleets) == 2
+    assert sum("--listen" in words for words in fleets) == 1
     assert all("--comfyui" in words or "auto" in words for words in fleets)
 
 
 def test_the_shell_can_read_every_script():
-    _, task = manifests()
-    scripts = [*blocks(PAGE, "bash"), task["setup"], task["run"]]
-    for script in scripts:
+    for script in blocks(PAGE, "bash"):
         done = subprocess.run(
             ["bash", "-n"], input=script, capture_output=True, text=True, check=False
         )
@@ -80,7 +68,7 @@ def test_the_table_of_states_holds_each_state():
 
 
 def test_kuberay_gets_a_cluster_with_cards():
-    cluster, _ = manifests()
+    [cluster] = map(yaml.safe_load, blocks(PAGE, "yaml"))
     assert (cluster["apiVersion"], cluster["kind"]) == ("ray.io/v1", "RayCluster")
     spec = cluster["spec"]
     assert f"ray[default]=={spec['rayVersion']}" in text_of(PAGE)
@@ -93,13 +81,6 @@ def test_kuberay_gets_a_cluster_with_cards():
     volumes = {volume["name"] for volume in workers["template"]["spec"]["volumes"]}
     assert {mount["name"] for mount in container["volumeMounts"]} == volumes
     assert f"ray.io/cluster={cluster['metadata']['name']}," in text_of(PAGE)
-
-
-def test_skypilot_accepts_the_task():
-    sky = pytest.importorskip("sky", reason="SkyPilot is not installed here")
-    task = sky.Task.from_yaml_config(manifests()[1])
-    assert task.num_nodes == 2
-    assert [resources.accelerators for resources in task.resources] == [{"L40S": 4}]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the tests have Ray on Linux alone")

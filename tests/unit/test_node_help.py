@@ -146,7 +146,7 @@ def test_predicted_figures_are_the_estimators():
 
 def test_steps_that_a_cache_computes_are_the_plans():
     counts = (20, 40, 50)
-    whole = (ROOT / "docs" / "step_cache.md").read_text(encoding="utf-8")
+    whole = (ROOT / "docs" / "few_steps.md").read_text(encoding="utf-8")
     for name in PRESETS:
         computed = [computed_steps(count, name) for count in counts]
         row = f"| `{name}` | {' | '.join(map(str, computed))} |"

@@ -34,7 +34,9 @@ def test_what_two_l40s_are_expected_to_gain():
 
 
 def test_the_table_in_the_docs():
-    text = (Path(__file__).resolve().parents[2] / "docs" / "cards.md").read_text(encoding="utf-8")
+    text = (Path(__file__).resolve().parents[2] / "docs" / "several_gpus.md").read_text(
+        encoding="utf-8"
+    )
     for side in (1024, 1328, 2048):
         gain = on_cards(precision="bf16", width=side, height=side).gain
         assert f"| {side}x{side} | {between(gain, '{:.2f}'.format)} |" in text
