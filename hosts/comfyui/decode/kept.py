@@ -11,6 +11,7 @@ import comfy.sd
 import torch
 
 from ....verdict import read_or
+from ..contract import unsupported_host
 from ..encode import KEPT, ROOM, digest, listen, owner_of
 from .fused import changed
 
@@ -23,7 +24,7 @@ class KeptVAE(comfy.sd.VAE):
     _tiled = False  # whether memory ran out in the one encoding of which this is the copy
 
     def encode(self, pixel_samples: torch.Tensor) -> torch.Tensor:
-        if read_or(UNREAD, changed, self):
+        if unsupported_host(("encoding",)) or read_or(UNREAD, changed, self):
             return super().encode(pixel_samples)
         listen()
         how = self.vae_dtype, self.device, self.output_device, self.process_input, self.crop_input
