@@ -194,8 +194,9 @@ def test_what_a_server_has_started_ends_with_it_and_its_log_is_kept(plan: Server
         assert alive(child)
         os.kill(seen.state.pid, signal.SIGKILL)
         until(lambda: not alive(child))
-        until(lambda: seen.state.starts == 2)
-        assert f"child {child}" in log.with_name("server.log.1").read_text()
+        kept = log.with_name("server.log.1")
+        until(lambda: seen.state.starts == 2 and kept.exists())
+        assert f"child {child}" in kept.read_text()
 
 
 def test_pauses_between_starts_double_and_begin_anew_after_health(plan: ServerPlan, monkeypatch):
