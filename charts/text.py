@@ -84,7 +84,7 @@ PARTS = ("transformer", "text encoder", "VAE", WORKING, "CUDA")
 # Of a step that waits for its launches; that the card bounds it is not worth a word.
 BOUND = "bound by the processor"
 OTHER_PICTURES = (
-    "The cache changes the picture slightly; fewer steps or Lightning give another picture."
+    "The cache changes the image slightly; fewer steps or Lightning give another image."
 )
 NOTHING_SAFER = "No safer setting stays on the card: choose a smaller size or batch."
 # Of each precision, where people see it.

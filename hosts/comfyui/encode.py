@@ -42,7 +42,7 @@ from ...verdict import Verdict, read_or, try_once
 from .contract import unsupported_host
 
 ROOM = 4 * GIB
-RESERVE = 2 * GIB  # of host memory, which stays free
+RESERVE = 2 * GIB  # of system RAM, which stays free
 EXACT, BF16, INT8 = "exact", "bf16", "int8"
 # {choice: what it says}
 ARITHMETIC = {
@@ -65,7 +65,7 @@ class EncodeSettings(NamedTuple):
     """How a CLIP encodes.
 
     Attributes:
-        room: Bytes of host memory for what is kept; 0 keeps nothing and runs ComfyUI's one part.
+        room: Bytes of system RAM for what is kept; 0 keeps nothing and runs ComfyUI's one part.
         arithmetic: A key of `ARITHMETIC`.
     """
 
@@ -77,7 +77,7 @@ REUSE, STOCK = EncodeSettings(), EncodeSettings(0)
 
 
 class Kept:
-    """Holds results in host memory, by their keys: those of all CLIPs, the oldest out first."""
+    """Holds results in system RAM, by their keys: those of all CLIPs, the oldest out first."""
 
     def __init__(self) -> None:
         self._found: OrderedDict[tuple[Hashable, ...], tuple[Any, int]] = OrderedDict()
@@ -93,7 +93,7 @@ class Kept:
             return self._found[key][0]
 
     def put(self, key: tuple[Hashable, ...], value: Any, room: int) -> None:
-        """Keeps a tree of tensors in host memory, where it and others fit in `room` bytes."""
+        """Keeps a tree of tensors in system RAM, where it and others fit in `room` bytes."""
         size = sum(it.nbytes for it in tree.tree_leaves(value) if torch.is_tensor(it))
         with self._lock:
             self._drop(key)
@@ -265,7 +265,7 @@ class _Call(NamedTuple):
     used: int
 
     def run(self, start: int, end: int | None, layers: list[Any]) -> torch.Tensor:
-        """ComfyUI's own forward over some rows, with other layers; rows in host memory."""
+        """ComfyUI's own forward over some rows, with other layers; rows in system RAM."""
         given = dict(self.given)
         if start:  # all images are before
             given.pop("deepstack_embeds", None)
@@ -372,7 +372,7 @@ class _Encoding:
         return found
 
     def _preprocess(self, embed: dict[str, Any], device: Any) -> Any:
-        """In place of the model's `preprocess_embed`: an image's rows, in host memory."""
+        """In place of the model's `preprocess_embed`: an image's rows, in system RAM."""
 
         def run() -> Any:
             found = type(self._model).preprocess_embed(self._model, embed, device)
@@ -415,7 +415,7 @@ class _Encoding:
             )
         else:
             found.append(self._kept(rest, lambda: _ram(whole()[used])))
-        # ComfyUI takes the result to host memory anyway; what is kept stays as it is.
+        # ComfyUI takes the result to system RAM anyway; what is kept stays as it is.
         out: list[torch.Tensor | None] = [None, None]
         out[used] = torch.cat(found, dim=1)
         return tuple(out)

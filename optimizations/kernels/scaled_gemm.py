@@ -108,7 +108,7 @@ def _scaled_gemm_kernel(
     + sum_r t[m, r] * up[n, r], and its GELU where asked for; None leaves scales and bias out.
 
     With SwiGLU the rows of b are [gate; up], and out has half as many columns. A tile then takes
-    rows of both by turns, so that each thread holds pairs of a gate and what it is multiplied with.
+    rows of both alternately: each thread holds pairs of a gate and what it is multiplied with.
     """
     # Programs that run together share rows of a and b: group_m tiles high, all of n wide.
     # https://triton-lang.org/main/getting-started/tutorials/03-matrix-multiplication.html

@@ -183,8 +183,8 @@ def test_a_step_cache_takes_its_computed_steps_and_stands_beside_what_else_saves
     times = (duration(each.image_seconds) for each in (found, fewer, lightning))
     assert (
         "Step cache: balanced computes 26 of 50 steps, {} an image. Without a cache, 26 steps take "
-        "{}; 8 steps with a Lightning LoRA and CFG off take {}. The cache changes the picture "
-        "slightly; fewer steps or Lightning give another picture.".format(*times)
+        "{}; 8 steps with a Lightning LoRA and CFG off take {}. The cache changes the image "
+        "slightly; fewer steps or Lightning give another image.".format(*times)
     ) in text
     assert "a computed step" in text and "Step cache" not in estimate_text(plain)
     none = estimate(replace(asked, steps=8), L40S)
