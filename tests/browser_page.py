@@ -385,9 +385,12 @@ class ComfyPage:
     def picture(self, title: str) -> tuple[str, Image.Image]:
         """The address of the picture in a node, and how the page draws it."""
         self.page.wait_for_function(PICTURE, arg=title)
-        # The node grew for it; what is outside the window would be missing.
-        self.fit(title)
-        place = self.page.evaluate(PICTURE, title)
+        # A node grows for its picture in a frame that a busy machine draws late.
+        for _ in range(20):
+            self.fit(title)
+            place = self.page.evaluate(PICTURE, title)
+            if place["y"] + place["height"] <= self.page.viewport_size["height"]:
+                break
         source = place.pop("source")
         return source, Image.open(io.BytesIO(self.page.screenshot(clip=place))).convert("RGB")
 

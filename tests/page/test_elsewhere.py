@@ -13,10 +13,12 @@ MICRO = ROOT / "workflows" / "micro_text_to_image.json"
 
 
 @pytest.mark.parametrize(
-    ("kind", "locale"), [("server", "zh-CN"), ("modern_server", "de-DE")], ids=["classic", "modern"]
+    ("kind", "locale", "details"),
+    [("server", "zh-CN", "详情"), ("modern_server", "de-DE", "Details")],
+    ids=["classic", "modern"],
 )
 def test_behind_a_prefix_in_a_small_window_and_another_language(
-    browser: Any, request: pytest.FixtureRequest, kind: str, locale: str
+    browser: Any, request: pytest.FixtureRequest, kind: str, locale: str, details: str
 ):
     server = request.getfixturevalue(kind)
     settings = {"Comfy.VueNodes.Enabled": kind == "modern_server"}
@@ -29,7 +31,7 @@ def test_behind_a_prefix_in_a_small_window_and_another_language(
         page.page.keyboard.press("Escape")
         page.load(MICRO)
         assert page.run()["status"]["status_str"] == "success"
-        page.page.get_by_role("button", name="Details").first.click()
+        page.page.get_by_role("button", name=details).first.click()
         page.page.locator(".qwen-l40s-report pre").wait_for()
         page.page.keyboard.press("Escape")
         page.load(ROOT / "workflows" / "text_to_image.json")
