@@ -33,8 +33,8 @@ from .reference import QKNorm, QuantizedRows, Rotary, Tokens, storage_of
 # image from 736x736 on has more than 2048.
 TOKENS = ((200, 4096), (40, 4096))
 # Seconds after which a thread that waits for the GIL gets it; Python's own is 5 ms. A compile takes
-# the GIL some 1,600 times. Beside a thread that runs Python, as a loader does, 13 kernels take 10.2 s
-# with 5 ms, 4.1 s with this and 2.6 s alone (two cores).
+# the GIL some 1,600 times. Beside a thread that runs Python, as a loader does, 13 kernels take
+# 10.2 s with 5 ms, 4.1 s with this and 2.6 s alone (two cores).
 TURN = 0.0005
 _rehearsed: set[tuple] = remembered(set())
 
