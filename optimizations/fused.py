@@ -11,9 +11,9 @@ import torch
 from ..caches import cached
 from ..spec.formats import RowFormat
 from ..verdict import Verdict, try_once
-from . import kernels, nag, reference
+from . import kernels, reference
 from .attention import quantized
-from .reference import HEAD_DIMS, WIDEST_ROW, Modulation, QKNorm, QuantizedRows, Rotary, Tokens
+from .reference import Modulation, QKNorm, QuantizedRows, Rotary, Tokens
 
 # Takes the tensors that differ from call to call, of the shapes and strides that it is for.
 Prepared = Callable[..., None]
@@ -33,7 +33,7 @@ class Ops(NamedTuple):
         low_rank_rows: (x, text_down, image_down, order, out); takes the first three.
         decode_weight: (codes, group_scale, codebook, bits, out); takes the first three.
         attention_8bit: (heads, v, mask, out); quantizes v where the form has it; takes the mask.
-        guided_rows: `nag.guided_rows` itself or its kernel, which nothing prepares.
+        guided_rows: `reference.guided_rows` itself or its kernel, which nothing prepares.
         scaled_gemm: (a, b, scale_a, scale_b, bias, out, beside=None, gelu=False, swiglu=False);
             takes b, scale_b, bias, up and a. None where cuBLAS alone multiplies.
     """
@@ -102,7 +102,7 @@ TORCH = Ops(
         lambda *packed: out.copy_(reference.decode_weight(*packed, bits))
     ),
     _attention_8bit,
-    nag.guided_rows,
+    reference.guided_rows,
 )
 
 
@@ -122,18 +122,6 @@ def choose_ops(device: torch.device) -> Ops | Verdict:
 
     found = try_once((choose_ops, device), trial)
     return replace(found, fact=f"Triton: {found}") if found else ops
-
-
-def unsupported_shape(dim: int, head_dim: int, dtype: torch.dtype) -> Verdict | None:
-    """Why the kernels do not take a model; None when they do."""
-    if dtype not in (torch.bfloat16, torch.float32):
-        # Residuals of Qwen-Image exceed what fp16 holds: both hosts clip or refuse it.
-        return Verdict(f"{dtype}", rule="the fused blocks take bf16 and fp32")
-    if dim > WIDEST_ROW:
-        return Verdict(f"a width of {dim}, more than {WIDEST_ROW}", final=True)
-    if head_dim not in HEAD_DIMS:
-        return Verdict(f"heads of {head_dim}, not {', '.join(map(str, HEAD_DIMS))}", final=True)
-    return None
 
 
 @cached  # equal in each run: what a run keeps is for these kernels

@@ -11,7 +11,7 @@ side, in joint order: text, then image. With a batch of one the two orders are t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -371,6 +371,84 @@ def low_rank_rows(
     for rows, written, down in zip(x.split(lengths), out.split(lengths), downs, strict=True):
         if down is not None:
             written[:, : len(down)] = rows @ down.t()
+
+
+class Guidance(NamedTuple):
+    """How far the image's rows are pushed.
+
+    Attributes:
+        scale: How far from the negative prompt; at 1 nothing changes.
+        tau: How many times the norm of a row may grow.
+        alpha: The share of the result that is guided.
+        on: For each item of a batch, whether it is guided; empty for all.
+    """
+
+    scale: float
+    tau: float
+    alpha: float
+    on: tuple[bool, ...] = ()
+
+    def guide(self, positive: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
+        """Pushes rows, with the norms that are the sums of their magnitudes.
+
+            g = negative + scale * (positive - negative)
+            g = g * tau * |positive| / (|g| + 1e-7) where |g| > tau * |positive|
+            out = alpha * g + (1 - alpha) * positive
+
+        Args:
+            positive: What attention gives, (batch, rows, heads * head_dim).
+            negative: The same of the negative prompt, written over with the result.
+        """
+        guided = torch.lerp(negative, positive, self.scale, out=negative)
+        was, grown = (
+            torch.linalg.vector_norm(it, 1, -1, keepdim=True, dtype=wide_dtype(it))
+            for it in (positive, guided)
+        )
+        guided.mul_(torch.where(grown > self.tau * was, self.tau * was / (grown + 1e-7), 1.0))
+        out = torch.lerp(positive, guided, self.alpha, out=guided)
+        for item, on in enumerate(self.on):
+            if not on:
+                out[item] = positive[item]
+        return out
+
+
+# What attention gives, (batch, tokens, heads * head_dim), and the logarithms of the sums of
+# exp(scores), (batch, heads, tokens), where it is to a part of the keys.
+AttentionPart = tuple[torch.Tensor, "torch.Tensor | None"]
+
+
+def merge_attention(first: AttentionPart, second: AttentionPart) -> torch.Tensor:
+    """Merges attention to two parts of the keys into that to both, in fp32.
+
+        out = (out1 * exp(lse1) + out2 * exp(lse2)) / (exp(lse1) + exp(lse2))
+
+    Args:
+        first, second: With log-sum-exps; the second is written over with the result.
+    """
+    (out, lse), (other, lse_2) = first, second
+    share = (lse - lse_2).sigmoid().transpose(1, 2).unsqueeze(-1)
+    part, into = (it.unflatten(2, (lse.shape[1], -1)) for it in (out, other))
+    torch.addcmul(part * share, into, 1 - share, out=into)
+    return other
+
+
+def guided_rows(
+    guidance: Guidance, parts: Sequence[AttentionPart], first: int = 0, second: int = 0
+) -> torch.Tensor:
+    """Merges what `nag.attend_both` gives and guides it.
+
+    Args:
+        parts: Of the prompt, of the negative prompt, which is written over, and of the image.
+        first: How many of the rows are the prompt's: they stay as they are with it.
+        second: Up to where rows are the negative prompt's: they stay as they are with that.
+    """
+    (positive, _), (out, _), *shared = parts
+    for image in shared:
+        for text in parts[:2]:
+            merge_attention(image, text)
+    guidance.guide(positive[:, second:], out[:, second:])
+    out[:, :first] = positive[:, :first]
+    return out
 
 
 def largest_of(format: str) -> float:

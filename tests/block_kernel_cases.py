@@ -9,8 +9,14 @@ import torch
 from qwen_l40s.optimizations import reference
 from qwen_l40s.optimizations.attention import quantized
 from qwen_l40s.optimizations.attention.quantized import Heads
-from qwen_l40s.optimizations.nag import Guidance, guided_rows
-from qwen_l40s.optimizations.reference import Modulation, QKNorm, QuantizedRows, Rotary, Tokens
+from qwen_l40s.optimizations.reference import (
+    Guidance,
+    Modulation,
+    QKNorm,
+    QuantizedRows,
+    Rotary,
+    Tokens,
+)
 from qwen_l40s.spec.formats import RowFormat
 
 EPS = 1e-6
@@ -387,7 +393,7 @@ def check_guided_rows(function, shape, cuts, dtype, *, on=(), merged=True, devic
     parts = list(zip(outs, sums, strict=True)) if merged else [(it, None) for it in outs[:2]]
     exact = [(out.double(), lse if lse is None else lse.double()) for out, lse in parts]
     guidance = Guidance(4.0, 1.2, 0.5, on)
-    expected = guided_rows(guidance, exact, *cuts)
+    expected = reference.guided_rows(guidance, exact, *cuts)
     found = function(guidance, parts, *cuts)
     assert found.data_ptr() == outs[1].data_ptr()
     assert_rounded(found, expected, 2e-5, **how)

@@ -19,12 +19,11 @@ from ...verdict import Verdict, Verdicts
 from ..attention import ChosenAttention
 from ..fused import choose_ops
 from ..inventory import Inventory
-from ..modulation import Entry, shared_entry
+from ..modulation import Entry, modulation_layers, shared_entry
 from ..reference import Tokens
 from .block import KnownBlock, Layers, Step
 from .block_form import (
     DENSE,
-    modulation_layers,
     read_parts,
     token_layers,
     unknown_modulation,
