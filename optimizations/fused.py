@@ -12,7 +12,6 @@ from ..caches import cached
 from ..spec.formats import RowFormat
 from ..verdict import Verdict, try_once
 from . import kernels, reference
-from .attention import quantized
 from .reference import Modulation, QKNorm, QuantizedRows, Rotary, Tokens
 
 # Takes the tensors that differ from call to call, of the shapes and strides that it is for.
@@ -70,12 +69,12 @@ def _quantizer(
 
 
 def _attention_8bit(
-    heads: quantized.Heads, v: torch.Tensor, _: torch.Tensor | None, out: torch.Tensor
+    heads: reference.QuantizedHeads, v: torch.Tensor, _: torch.Tensor | None, out: torch.Tensor
 ) -> Prepared:
     def run(mask: torch.Tensor | None) -> None:
         if heads.v is not None:
-            quantized.quantize_values(v, heads)
-        quantized.attention_8bit(heads, v, mask, out)
+            reference.quantize_values(v, heads)
+        reference.attention_8bit(heads, v, mask, out)
 
     return run
 
@@ -88,7 +87,7 @@ TORCH = Ops(
         )
     ),
     lambda q, k, norm, rotary, *how: (
-        lambda norm, rotary: quantized.qk_norm_rope(q, k, norm, rotary, *how)
+        lambda norm, rotary: reference.qk_norm_rope(q, k, norm, rotary, *how)
     ),
     _quantizer(reference.gelu_quantize),
     _quantizer(reference.row_quantize),
@@ -172,7 +171,7 @@ def _compare(ops: Ops, device: torch.device) -> str:
     rotary = Rotary(random(1, 8, 16), random(1, 8, 16))
     twins = q.clone(), k.clone()
     ops.qk_norm_rope(q, k, weights, rotary, tokens, 1e-6)(weights, rotary)
-    quantized.qk_norm_rope(*twins, weights, rotary, tokens, 1e-6)
+    reference.qk_norm_rope(*twins, weights, rotary, tokens, 1e-6)
     pairs = ((x, twin), (h, expected), (q, twins[0]), (k, twins[1]))
     right = meta or all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in pairs)
     return "" if right else "a trial gave a wrong result"
