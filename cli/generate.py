@@ -11,7 +11,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import __version__
 from ..errors import CheckpointError
 from ..families.qwen_image import TEXT_TO_IMAGE
 from ..families.registry import (
@@ -26,6 +25,7 @@ from ..files import print_text, write_whole
 from ..hosts.diffusers.settings import GenerateSettings
 from ..loaders.source import MICRO_ADVICE, MICRO_SIDE, MICRO_STEPS
 from ..step_cache import CHOICES, OFF
+from ..version import __version__
 from .output import ImageTarget, check_png, parse_size, png_bytes, require_packages, write_sheet
 
 if TYPE_CHECKING:
