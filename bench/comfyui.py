@@ -34,7 +34,7 @@ from ..loaders.stored import StoredLayer
 from ..loaders.writer import SafetensorsLayout, write_safetensors
 from ..spec.formats import FORMATS, RowFormat
 from ..spec.transformer import TransformerShape
-from .forward import (
+from .program import (
     Body,
     ForwardProgram,
     InputTensors,

@@ -36,6 +36,7 @@ from typing import Any
 
 import torch
 from scipy.optimize import least_squares
+from torch.utils.benchmark import timer  # which waits for the card
 
 from ..errors import SettingError
 from ..families.protocol import StepTokens
@@ -218,8 +219,6 @@ def measure_sampling(folder: Path, add: Add, used: Callable[[], int]) -> None:
 
 def measured(call: Callable[[], Any], used: Callable[[], int]) -> Fields:
     """Measures the peaks of one call, and the median of more, as a node waits for it."""
-    from torch.utils.benchmark import timer  # which waits for the card
-
     weights_bytes = start_run()
     call()
     found = {"weights_bytes": weights_bytes, **peaks(used)}

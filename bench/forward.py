@@ -1,5 +1,5 @@
-"""One forward pass of a transformer: its inputs and random weights, what is measured of it
-whichever program computes it, the pass through diffusers, and the rows of `bench forward`.
+"""One forward pass of a transformer: its inputs, what is measured of it whichever program computes
+it, the pass through diffusers, and the rows of `bench forward`.
 """
 
 from __future__ import annotations
@@ -7,11 +7,10 @@ from __future__ import annotations
 import gc
 import itertools
 import math
-import zlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -20,6 +19,7 @@ from ..spec.formats import GIB
 from ..spec.transformer import REFERENCE_SIDE, TransformerShape
 from . import measure
 from .measure import Fields, by_turns
+from .program import Body, ForwardProgram, InputTensors, Measured, random_tensor
 from .rows import BASELINE, COMFYUI, BenchSetup, Inputs, Row, rope_axes
 
 DENSE = "bf16"
@@ -30,38 +30,6 @@ CHECKED = 6
 LATENT_SIDE = 8  # pixels to a latent's side
 # Of diffusers: the rotation's base, and a token's side.
 THETA, PATCH = 10000, 2
-
-
-class InputTensors(NamedTuple):
-    """Holds what is handed to a program, on its device.
-
-    Attributes:
-        latents: (batch, channels, 1, height / 8, width / 8), fp32.
-        text: (batch, text tokens, joint_dim), bf16.
-        references: Of each reference image (batch, channels, 1, 128, 128), bf16.
-        sigmas: The timesteps of a schedule, each (batch,), fp32.
-    """
-
-    inputs: Inputs
-    latents: torch.Tensor
-    text: torch.Tensor
-    references: tuple[torch.Tensor, ...]
-    sigmas: tuple[torch.Tensor, ...]
-
-
-class ForwardProgram(NamedTuple):
-    """Holds the pass at a timestep (batch,); the module that reads the image stream after the
-    last block; and what says afterwards which code ran.
-    """
-
-    call: Callable[[torch.Tensor], Any]
-    norm_out: torch.nn.Module
-    paths: Callable[[], str] = str
-
-
-# What a row of results has, and the image stream after the last block (batch, tokens, D).
-Measured = tuple[Fields, torch.Tensor | None]
-Body = Callable[[ForwardProgram], Measured]
 
 
 def schedule(steps: int = STEPS) -> list[float]:
@@ -148,24 +116,6 @@ def relative_error(found: torch.Tensor, known: torch.Tensor | None) -> float | N
         return None
     norm = partial(torch.linalg.vector_norm, dtype=torch.float64)
     return float(norm(found - known) / norm(known))
-
-
-def random_tensor(name: str, size: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Draws bf16: deviation 0.5 / sqrt(K) for weights [N, K, ...], 0.02 for biases; norms are 1.
-
-    By name and device alone, so that a quantized model can be made tensor by tensor. Activations
-    stay finite through 60 blocks.
-    """
-    tensor = torch.empty(size, dtype=torch.bfloat16, device=device)
-    fan_in = math.prod(size[1:])
-    if name.endswith("bias"):
-        deviation = 0.02
-    elif fan_in == 1:
-        return tensor.fill_(1.0)
-    else:
-        deviation = 0.5 / math.sqrt(fan_in)
-    generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
-    return tensor.normal_(0.0, deviation, generator=generator)
 
 
 # --- through diffusers

@@ -23,8 +23,9 @@ from ..families.qwen_image import FULL_SIZE
 from ..machine.device import choose_device
 from ..spec.transformer import TransformerShape
 from .command import import_comfyui
-from .forward import ForwardProgram, Measured, input_tensors, random_tensor
+from .forward import input_tensors
 from .measure import times_ms
+from .program import ForwardProgram, Measured, random_tensor
 from .rows import Inputs
 
 RANKS = (0, 16, 32, 64, 128, 256)

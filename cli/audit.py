@@ -15,7 +15,15 @@ from ..charts.figures import file_size
 from ..errors import CheckpointError, SettingError, UnavailableError
 from ..files import check_writable, print_text
 from ..hosts.diffusers.settings import GenerateSettings
-from ..loaders.source import MICRO_SIDE
+from ..loaders.source import (
+    MICRO_SIDE,
+    PIPELINE_INDEX,
+    Source,
+    bundled_micro_folder,
+    check_complete,
+    open_source,
+)
+from ..micro.scene import gallery_prompts
 from ..spec.formats import QUANTIZED
 from .generate import MAKING, PACKAGES, make, side_of
 from .output import ImageTarget, parse_size, require_packages, write_sheet
@@ -24,7 +32,6 @@ from .quantize import add_keep
 if TYPE_CHECKING:
     from PIL import Image
 
-    from ..loaders.source import Source
     from ..measure.fidelity import LayerError
 
 Progress = Callable[[int, int], None]
@@ -120,8 +127,6 @@ def _check_arguments(args: argparse.Namespace) -> None:
 def _settings(args: argparse.Namespace) -> list[GenerateSettings]:
     prompts = [*args.prompt, *(_read_prompts(Path(args.prompts)) if args.prompts else ())]
     if not prompts and args.model is None:
-        from ..micro.scene import gallery_prompts
-
         prompts = gallery_prompts(MICRO_PROMPTS)
     if not prompts:
         raise SettingError(
@@ -160,8 +165,6 @@ def _read_prompts(path: Path) -> list[str]:
 
 
 def _model(args: argparse.Namespace) -> Path:
-    from ..loaders.source import PIPELINE_INDEX, bundled_micro_folder
-
     model = bundled_micro_folder() if args.model is None else Path(args.model)
     if not args.layers_only and model.exists() and not (model / PIPELINE_INDEX).is_file():
         raise SettingError(
@@ -175,7 +178,6 @@ def _model(args: argparse.Namespace) -> Path:
 def _checked_source(model: Path, keep: Sequence[str]) -> Source:
     """Reads headers alone: the transformer is complete, not quantized, and has layers to audit."""
     from ..hosts.diffusers.quantized import chosen_layers
-    from ..loaders.source import check_complete, open_source
 
     source = open_source(model, "transformer")
     formats = source.part.quantization.formats

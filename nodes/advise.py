@@ -6,11 +6,12 @@ from typing import Any
 
 from comfy_api.latest import io
 
+from ..charts.text import advise_summary, advise_text
 from ..errors import QwenL40SError, UnavailableError
 from ..hosts.comfyui.estimate.cards import own_files_changed_at
 from ..machine.store import known_cards, load_calibration
 from ..options import request_settings
-from ..planning.advise import EXAMPLE, read_prices
+from ..planning.advise import EXAMPLE, advise, read_prices
 from .common import (
     loader_settings,
     needs,
@@ -92,9 +93,7 @@ class QwenL40SAdviseGPU(io.ComfyNode):
     @needs()
     def execute(cls, images_per_hour: float, prices: str = "", **settings: Any) -> io.NodeOutput:
         from ..charts.picture import cost_chart
-        from ..charts.text import advise_summary, advise_text
         from ..hosts.comfyui.estimate.request import request_from
-        from ..planning.advise import advise
 
         request = request_from(request_settings(**settings)).request
         cards = known_cards()

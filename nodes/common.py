@@ -5,21 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from comfy_api.latest import io, ui
+from PIL import Image
 
 from ..errors import UnavailableError, restart_for
 from ..hosts.comfyui.contract import unsupported_host
 from ..hosts.comfyui.on_node import shown
 from ..options import CHOICE_LABELS, LABELS, OLDER, Option, options
-
-if TYPE_CHECKING:
-    from PIL import Image
-
-    from ..planning.estimate import Estimate
+from ..planning.estimate import Estimate
 
 CATEGORY = "Qwen-Image Accelerator"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from comfy_api.latest import io
 
+from ..spec.formats import GIB
 from .common import needs, schema, with_report
 
 ARITHMETIC_CHOICES = ["exact", "bf16", "int8"]
@@ -73,7 +74,6 @@ class QwenL40SEncoderCache(io.ComfyNode):
     ) -> io.NodeOutput:
         from ..hosts.comfyui.encode import EncodeSettings
         from ..hosts.comfyui.load.text_encoder import encode_with
-        from ..spec.formats import GIB
 
         settings = EncodeSettings(int(memory * GIB) if reuse else 0, arithmetic)
         found, report = encode_with(clip, settings)

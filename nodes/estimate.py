@@ -8,11 +8,18 @@ from typing import Any
 
 from comfy_api.latest import io
 
+from ..charts.text import Refusal, cards_answer, estimate_json, estimate_text, summary_lines
 from ..errors import DoesNotFitError, QwenL40SError
-from ..hosts.comfyui.estimate.cards import THIS_CARD, card_choices, own_files_changed_at
+from ..hosts.comfyui.estimate.cards import (
+    THIS_CARD,
+    card_choices,
+    card_of,
+    own_files_changed_at,
+)
 from ..hosts.comfyui.on_node import shown
 from ..machine.memory import total_memory
 from ..options import request_settings, todays
+from ..planning.estimate import DOES_NOT_FIT, FITS
 from .common import (
     loader_settings,
     needs,
@@ -133,8 +140,6 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
             return True
         try:
             with needs("estimate"):
-                from ..hosts.comfyui.estimate.cards import card_of
-
                 card_of(card)
         except QwenL40SError as error:
             return str(error)
@@ -148,7 +153,6 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
     @needs("estimate")
     def check_lazy_status(cls, card: str, price_per_hour: float = 0.0, **inputs: Any) -> list[str]:
         """Refuses settings that contradict each other before anything is loaded."""
-        from ..hosts.comfyui.estimate.cards import card_of
         from ..hosts.comfyui.estimate.request import NO_LATENT, request_from
 
         card_of(card)
@@ -171,16 +175,7 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
         **settings: Any,
     ) -> io.NodeOutput:
         from ..charts.picture import memory_chart, refusal_chart
-        from ..charts.text import (
-            Refusal,
-            cards_answer,
-            estimate_json,
-            estimate_text,
-            summary_lines,
-        )
-        from ..hosts.comfyui.estimate.cards import card_of
         from ..hosts.comfyui.estimate.request import estimate_on, request_from
-        from ..planning.estimate import DOES_NOT_FIT, FITS
 
         chosen, note = card_of(card)
         parts = {"model": model, "clip": clip, "vae": vae}

@@ -18,6 +18,7 @@ from ..hosts.comfyui.load.choose import (
     offered,
     source_of,
 )
+from ..hosts.comfyui.load.plan import check_settings
 from ..hosts.loading import LOADER_PRECISIONS
 from ..loaders.source import Source
 from ..planning.request import TEXT_ENCODER_PLACEMENTS
@@ -50,8 +51,6 @@ def check_transformer(model: str | None, precision: str | None, keep: str | None
     source = wanted(model, "transformer")
     if keep or precision not in (None, "auto"):
         with needs("transformer"):
-            from ..hosts.comfyui.load.plan import check_settings
-
             check_settings(source, precision or "auto", keep_patterns(keep or ""))
 
 

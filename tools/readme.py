@@ -21,7 +21,7 @@ from ..charts.figures import between, duration, tenths, usd
 from ..charts.picture import COLOURS, GOOD, LINE, SIDE, WIDTH, Page, text_width
 from ..machine.store import known_cards
 from ..planning.cards import BUNDLED, find_card
-from ..planning.estimate import estimate
+from ..planning.estimate import Estimate, estimate
 from ..planning.request import RunRequest
 from ..spec.formats import GIB
 from ..step_cache import CHOICES
@@ -29,8 +29,6 @@ from .workflows.notes import run_request
 
 if TYPE_CHECKING:
     from PIL import Image
-
-    from ..planning.estimate import Estimate
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
