@@ -1,4 +1,4 @@
-"""What nodes share: the check of the host, reports and pictures, and inputs of a request."""
+"""What nodes share: the check of the host, reports and charts, and inputs of a request."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def model_and_report() -> list[io.Output]:
         io.Model.Output(tooltip="To the sampler."),
         io.String.Output(
             display_name="report",
-            tooltip="What this node will do. Qwen-Image Run Report and ComfyUI's log say what a "
+            tooltip="What this node will do. Qwen-Image Run Report and ComfyUI's log show what a "
             "run did.",
         ),
     ]
