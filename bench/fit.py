@@ -233,7 +233,7 @@ def measure_vae(add: Add, used: Callable[[], int]) -> None:
     import comfy.model_management
 
     from ..hosts.comfyui.decode import decode as planned_vae
-    from .comfyui import random_vae
+    from .forward import random_vae
 
     vae = random_vae(CARD)
     comfy.model_management.load_models_gpu([vae.patcher])
@@ -292,7 +292,7 @@ def measure(folder: Path, file: Path) -> None:
         "weights": "random, of the published sizes",
         "sampler": "euler, simple; median of the steps behind the first",
     }
-    from .comfyui import write_models
+    from .forward import write_models
 
     write_models(folder, FILES)
     writer, names = RowWriter(about, file, "runs"), defaultdict(halves)

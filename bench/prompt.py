@@ -52,7 +52,7 @@ def run_prompts(setup: BenchSetup, add: Callable[[Fields], None]) -> None:
     rows = [row for row in setup.rows if on_card or (row.ours and not row.from_int8)]
     reader = held = None
     if on_card:
-        from .comfyui import write_models
+        from .forward import write_models
 
         write_models(setup.models, setup.files, any(it.from_int8 for it in rows))
         torch.cuda.empty_cache()

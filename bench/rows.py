@@ -129,13 +129,6 @@ class Inputs:
         return sides[0] * sides[1] + self.references * REFERENCE_TOKENS
 
 
-def rope_axes(head_dim: int) -> tuple[int, int, int]:
-    """Splits a head into frame, height and width: 16, 56 and 56 of the published 128."""
-    frame = head_dim // 8
-    side = (head_dim - frame) // 2
-    return frame, side, side
-
-
 @dataclass(frozen=True)
 class Published:
     """Names a member, its files that `comfyui.write_models` writes, and how its template runs.

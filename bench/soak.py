@@ -67,6 +67,7 @@ CHOICES: dict[str, Sequence[Any]] = {
     "tiles": (0, 0, 2),
 }
 FULL_SIZE = {"precision": ("int8",), "size": ((1328, 1328), (1664, 928)), "batch": (1,)}
+PARTS = "model", "text_encoder", "vae"
 Graph = dict[str, dict[str, Any]]
 Setting = dict[str, Any]
 Model = tuple[str, dict[str, str]]  # a LoRA that fits, and files as the loader names them
@@ -121,43 +122,36 @@ def micro_models(models: Path) -> list[Model]:
     """Writes a LoRA for each bundled model into a folder."""
     found = []
     for title, name in (("micro", "1.x"), ("micro 2.1", "2.1")):
-        shape = check_complete(
-            open_source(bundled_micro_folder(name) / "transformer", "transformer")
-        )
-        write_lora(models / "loras" / f"{title}.safetensors", shape, 4, torch.device("cpu"))
-        files = dict.fromkeys(("model", "text_encoder", "vae"), f"{title} (bundled)")
-        found.append((f"{title}.safetensors", files))
+        shape = check_complete(open_source(bundled_micro_folder(name), "transformer"))
+        lora = f"{title}.safetensors"
+        write_lora(models / "loras" / lora, shape, 4, torch.device("cpu"))
+        found.append((lora, dict.fromkeys(PARTS, f"{title} (bundled)")))
     return found
 
 
 def full_size_models(models: Path) -> list[Model]:
     """Writes random weights of Qwen-Image and a LoRA into a folder."""
     import_comfyui(cpu=False)
-    from .comfyui import write_models
+    from .forward import write_models
 
     files, lora = published(None), "soak.safetensors"
     write_models(models, files)
     shape = find_member(files.member).transformer
     write_lora(models / "loras" / lora, shape, 16, torch.device("cuda"))
     torch.cuda.empty_cache()
-    names = {"model": files.transformer, "text_encoder": files.text_encoder, "vae": files.vae}
-    return [(lora, names)]
+    names = files.transformer, files.text_encoder, files.vae
+    return [(lora, dict(zip(PARTS, names, strict=True)))]
 
 
 class Soak:
-    """Paints settings and compares each picture with the setting's first.
-
-    Attributes:
-        rounds: of the server that keeps painting: the seconds of each prompt, and the most bytes of
-            host memory and of the card behind one.
-        different: how many pictures were, by where they were painted.
-    """
+    """Makes the images of settings and compares each with the setting's first."""
 
     def __init__(self, settings: Sequence[Setting], card: Callable[[], int]) -> None:
         self.settings, self.draw, self.turns = settings, random.Random(SEED), count()
+        # The seconds of each prompt, and the most bytes of system RAM and of the card behind one.
         self.rounds: list[tuple[list[float], int, int]] = []
         self.known: dict[int, bytes] = {}
-        self.different: Counter[str] = Counter()
+        self.different: Counter[str] = Counter()  # images, by where they were made
         self.cancelled, self._card = 0, card
 
     def round(self, server: ComfyUIServer) -> None:
@@ -207,7 +201,7 @@ def soak(args: argparse.Namespace) -> int:
     if comfyui is None:
         raise UnavailableError("there is no ComfyUI: name its folder with COMFYUI_PATH.")
     own = comfyui / ".venv" / "bin" / "python"
-    python = args.python or (own if own.exists() else sys.executable)
+    python = os.environ.get("COMFYUI_PYTHON") or (own if own.exists() else sys.executable)
     with tempfile.TemporaryDirectory() as folder:
         base, card, more = Path(folder), lambda: 0, ["--cpu"]
         models = args.full_size or base / "models"
@@ -219,7 +213,7 @@ def soak(args: argparse.Namespace) -> int:
             card, more = used_bytes(), ["--cache-classic"]
         else:
             choices = CHOICES | {"model": micro_models(models)}
-        start = partial(ComfyUIServer, comfyui, python, base, *more, *args.server_args.split())
+        start = partial(ComfyUIServer, comfyui, python, base, *more)
         with start() as server:
             if NODE_OF_21 not in server.ask("/object_info"):
                 choices["model"] = choices["model"][:1]
@@ -227,12 +221,9 @@ def soak(args: argparse.Namespace) -> int:
             ends = began + 60 * args.minutes
             while len(run.rounds) * args.settings < args.pictures and time.monotonic() < ends:
                 run.round(server)
-                _, host, on_card = run.rounds[-1]
-                print(
-                    f"{len(run.rounds) * args.settings} pictures, {host / MB:.0f} MB of the host's "
-                    f"memory, {on_card / MB:.0f} of the card's",
-                    flush=True,
-                )
+                host, on_card = (each / MB for each in run.rounds[-1][1:])
+                done = len(run.rounds) * args.settings
+                print(f"{done} images, {host:.0f} MB of RAM, {on_card:.0f} of VRAM", flush=True)
         order = run.draw.sample(run.settings, args.settings)
         for number in range(args.fresh):
             with start() as server:
@@ -279,8 +270,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--fresh", type=int, default=8)
     add("--minutes", type=float, default=math.inf)
     add("--full-size", type=Path, metavar="FOLDER")
-    add("--python", default=os.environ.get("COMFYUI_PYTHON"))
-    add("--server-args", default="", help="more of ComfyUI's command line")
     return soak(parser.parse_args(arguments))
 
 
