@@ -239,30 +239,21 @@ def write_random(path: Path, shapes: Shapes, device: torch.device) -> None:
 
 
 class InputTensors(NamedTuple):
-    """Holds what is handed to a program, on its device.
-
-    Attributes:
-        latents: (batch, channels, 1, height / 8, width / 8), fp32.
-        text: (batch, text tokens, joint_dim), bf16.
-        references: Of each reference image (batch, channels, 1, 128, 128), bf16.
-        sigmas: The timesteps of a schedule, each (batch,), fp32.
-    """
+    """Holds what is handed to a program, on its device."""
 
     inputs: Inputs
-    latents: torch.Tensor
-    text: torch.Tensor
-    references: tuple[torch.Tensor, ...]
-    sigmas: tuple[torch.Tensor, ...]
+    latents: torch.Tensor  # (batch, channels, 1, height / 8, width / 8), fp32
+    text: torch.Tensor  # (batch, text tokens, joint_dim), bf16
+    references: tuple[torch.Tensor, ...]  # (batch, channels, 1, 128, 128) each, bf16
+    sigmas: tuple[torch.Tensor, ...]  # the timesteps of a schedule, each (batch,), fp32
 
 
 class ForwardProgram(NamedTuple):
-    """Holds the pass at a timestep (batch,); the module that reads the image stream after the
-    last block; and what says afterwards which code ran.
-    """
+    """Holds one program's forward pass."""
 
-    call: Callable[[torch.Tensor], Any]
-    norm_out: torch.nn.Module
-    paths: Callable[[], str] = str
+    call: Callable[[torch.Tensor], Any]  # at a timestep (batch,)
+    norm_out: torch.nn.Module  # which reads the image stream after the last block
+    paths: Callable[[], str] = str  # says afterwards which code ran
 
 
 # What a row of results has, and the image stream after the last block (batch, tokens, D).
@@ -270,13 +261,13 @@ Measured = tuple[Fields, torch.Tensor | None]
 Body = Callable[[ForwardProgram], Measured]
 
 
-def schedule(steps: int = STEPS) -> list[float]:
+def schedule() -> list[float]:
     """Lists timesteps from 1 down to above 0 as ComfyUI's `simple` scheduler has them.
 
     Rounded to bf16, in which diffusers takes its timestep, so that every program gets the same.
     """
     moved = math.exp(SHIFT)
-    times = [1 - step / steps for step in range(steps)]
+    times = [1 - step / STEPS for step in range(STEPS)]
     sigmas = [moved * t / (1 + (moved - 1) * t) for t in times]
     return torch.tensor(sigmas).bfloat16().tolist()
 
@@ -526,8 +517,8 @@ def run_forward(setup: BenchSetup, add: Callable[[Fields], None]) -> None:
         rows = list(same)
         for inputs in setup.inputs:
             torch._dynamo.reset()  # or a second size would be compiled for any size
-            for row, fields in by_turns(rows, partial(one, built, inputs), setup):
-                add({"name": row.name, "size": inputs.size, "batch": inputs.batch} | fields)
+            for row in by_turns(rows, inputs, partial(one, built, inputs), setup):
+                add(row)
         built.clear()
         torch._dynamo.reset()  # which keeps compiled models
         if COMFYUI in {row.host for row in rows}:
