@@ -20,26 +20,12 @@ from ..families.qwen_image import FULL_SIZE, SMALL
 from ..files import check_target
 from ..hosts.comfyui.contract import unsupported_host
 from ..machine.card import read_cards
-from ..machine.packages import (
-    STANDALONE,
-    check_comfyui,
-    check_package,
-)
+from ..machine.packages import STANDALONE, check_comfyui, check_package
 from ..planning.bytes import weight_bytes
 from ..spec.formats import format_gib
 from ..verdict import first_line
 from ..version import __version__
-from .rows import (
-    COMFYUI,
-    DIFFUSERS,
-    FORWARD,
-    IMAGE,
-    BenchSetup,
-    Inputs,
-    Row,
-    published,
-    select,
-)
+from .rows import COMFYUI, DIFFUSERS, FORWARD, IMAGE, BenchSetup, Inputs, Row, published, select
 from .server import comfyui_folder
 
 ROWS = {"forward": FORWARD, "image": IMAGE, "ops": ()}
@@ -99,12 +85,9 @@ def _setup(args: argparse.Namespace) -> BenchSetup:
         UnavailableError: a package or a card is missing, or a file cannot be written.
     """
     image = args.what == "image"
-    if not image:
-        for option in ("models", "free_gib", "server_args"):
-            if getattr(args, option):
-                raise SettingError(f"--{option.replace('_', '-')} goes with `image` alone.")
-    if args.family and not image:
-        raise SettingError("--family goes with `image` alone.")
+    for option in ("models", "free_gib", "family") if not image else ():
+        if getattr(args, option):
+            raise SettingError(f"--{option.replace('_', '-')} goes with `image` alone.")
     layers = MOST_LAYERS if args.layers is None else args.layers
     if layers > MOST_LAYERS:
         raise SettingError(f"--layers {layers}: the published models have {MOST_LAYERS}.")
@@ -148,24 +131,16 @@ def _setup(args: argparse.Namespace) -> BenchSetup:
         debug=args.debug,
         models=Path(args.models) if args.models else None,
         free_gib=args.free_gib,
-        server_args=tuple(args.server_args.split()),
     )
 
 
 def runnable(setup: BenchSetup) -> tuple[tuple[Row, ...], dict[str, str], str]:
-    """Sorts out what can run.
-
-    Returns:
-        The rows that can.
-        {name: reason} of the others.
-        ComfyUI's version, empty where it is not needed or not there.
-    """
+    """Returns the rows that can run, {name: reason} of the others, and ComfyUI's version."""
     from ..machine.device import available_bytes
 
     left_out: dict[str, str] = {}
     reasons: dict[str, str] = {}
-    comfyui = ""
-    hosts = {row.host for row in setup.rows}
+    comfyui, hosts = "", {row.host for row in setup.rows}
     # Packages greet on stdout when imported; the last line there has to be ours.
     with contextlib.redirect_stdout(sys.stderr):
         if COMFYUI in hosts:
@@ -201,11 +176,8 @@ def conditions(device: Any, comfyui: str = "") -> dict[str, Any]:
 
     cards = read_cards(torch) if device.type == "cuda" else None
     card = cards.usable[device.index or 0] if cards else None
-    software = {
-        "torch": torch.__version__,
-        "CUDA": torch.version.cuda,
-        "cuDNN": torch.backends.cudnn.version(),
-    }
+    software: dict[str, Any] = {"torch": torch.__version__, "CUDA": torch.version.cuda}
+    software["cuDNN"] = torch.backends.cudnn.version()
     for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
             software[name] = version(name)
@@ -226,16 +198,12 @@ def conditions(device: Any, comfyui: str = "") -> dict[str, Any]:
 
 
 def import_comfyui(*, cpu: bool, keep_on_card: bool = True) -> str:
-    """Imports ComfyUI as a library: one that is importable already, else the one `doctor` finds.
-
-    As a library it has no dynamic VRAM and reads no command line.
+    """Imports ComfyUI as a library, without dynamic VRAM and a command line: one that is importable
+    already, else the one `doctor` finds. Returns its version.
 
     Args:
         keep_on_card: Whether models stay where they are (its `--highvram`), which changes no
             computation.
-
-    Returns:
-        Its version.
 
     Raises:
         UnavailableError: There is none, it is too old, or a package is missing that it imports.

@@ -90,28 +90,24 @@ WARM_SECONDS = 10
 
 def cases(precision: str, place: str) -> list[Fields]:
     """Lists the sampling runs of one model, in the form of the file, the fewest tokens first."""
-
-    def case(
-        size: tuple[int, int], batch: int, references: int, *, guided: bool = False, text: int = 0
-    ) -> Fields:
-        return {
+    runs = [(run, "off", TEXT_TOKENS) for run in (RUNS_ON_CARD if place == ON_CARD else RUNS)]
+    if place == OFF_CARD:
+        runs += [(run, "two passes", TEXT_TOKENS) for run in GUIDED]
+        runs.append((((1328, 1328), 1, 0), "off", LONG_TEXT))
+    found = [
+        {
             "precision": precision,
             "modulation": place,
             "family": "qwen-image-edit-2511" if references else "qwen-image",
-            "width": size[0],
-            "height": size[1],
+            "width": width,
+            "height": height,
             "batch": batch,
             "references": references,
-            "text_tokens": text or TEXT_TOKENS + references * VISION_TOKENS,
-            "cfg": "two passes" if guided else "off",
+            "text_tokens": text + references * VISION_TOKENS,
+            "cfg": cfg,
         }
-
-    if place == ON_CARD:
-        found = [case(*run) for run in RUNS_ON_CARD]
-    else:
-        found = [case(*run) for run in RUNS]
-        found += [case(*run, guided=True) for run in GUIDED]
-        found.append(case((1328, 1328), 1, 0, text=LONG_TEXT))
+        for ((width, height), batch, references), cfg, text in runs
+    ]
     return sorted(found, key=tokens_of)
 
 
@@ -232,7 +228,7 @@ def measure_vae(add: Add, used: Callable[[], int]) -> None:
     import comfy.model_management
 
     from ..hosts.comfyui.decode import decode as planned_vae
-    from .comfyui import random_vae
+    from .forward import random_vae
 
     vae = random_vae(CARD)
     comfy.model_management.load_models_gpu([vae.patcher])
@@ -291,7 +287,7 @@ def measure(folder: Path, file: Path) -> None:
         "weights": "random, of the published sizes",
         "sampler": "euler, simple; median of the steps behind the first",
     }
-    from .comfyui import write_models
+    from .forward import write_models
 
     write_models(folder, FILES)
     writer, names = RowWriter(about, file, "runs"), defaultdict(halves)
@@ -311,20 +307,14 @@ def half(runs: Iterable[MeasuredRun], name: str, *kinds: str) -> list[MeasuredRu
     return [run for run in runs if run["half"] == name and run["kind"] in kinds]
 
 
-def passes_of(run: MeasuredRun) -> list[Pass]:
-    family = find_member(run["family"])
-    inputs = Inputs(run["width"], run["height"], references=run["references"])
-    texts = [run["text_tokens"]]
-    if run["cfg"] == "two passes":
-        texts.append(NEGATIVE_TOKENS)
-    tokens = (StepTokens(text, inputs.stream_tokens, items=run["batch"]) for text in texts)
-    return [Pass(family.transformer, each) for each in tokens]
-
-
 def seconds_of(run: MeasuredRun, rates: Rates) -> float:
     """Predicts what a run takes: a step, an image through the VAE, or a prompt."""
     if run["kind"] == "sampling":
-        return sum(pass_times(work, run["precision"], rates).seconds for work in passes_of(run))
+        inputs = Inputs(run["width"], run["height"], references=run["references"])
+        texts = run["text_tokens"], *([NEGATIVE_TOKENS] if run["cfg"] == "two passes" else ())
+        tokens = (StepTokens(text, inputs.stream_tokens, items=run["batch"]) for text in texts)
+        works = (Pass(find_member(run["family"]).transformer, each) for each in tokens)
+        return sum(pass_times(work, run["precision"], rates).seconds for work in works)
     if run["kind"] == "text":
         vision = run.get("references", 0) * find_member("qwen-image-edit-2511").vision_tokens
         return prompt_seconds(
@@ -338,24 +328,12 @@ def measured_seconds(run: MeasuredRun) -> float:
     return run["step_ms" if run["kind"] == "sampling" else "ms"] / 1e3
 
 
-def request_of(run: MeasuredRun) -> RunRequest:
-    """Makes the request of a sampling run, whose `text_tokens` hold those of references."""
-    vision = run["references"] * find_member(run["family"]).vision_tokens
-    return RunRequest(
-        family=run["family"],
-        width=run["width"],
-        height=run["height"],
-        batch=run["batch"],
-        references=run["references"],
-        text_tokens=run["text_tokens"] - vision,
-        cfg=run["cfg"],
-        steps=run["steps"],
-    )
-
-
 def counted_bytes(run: MeasuredRun) -> int:
     """Counts the activation memory of a sampling run, without its workspace."""
-    request = request_of(run)
+    named = ("family", "width", "height", "batch", "references", "cfg", "steps")
+    vision = run["references"] * find_member(run["family"]).vision_tokens
+    about = {name: run[name] for name in named}
+    request = RunRequest(**about, text_tokens=run["text_tokens"] - vision)
     setting = Setting(run["precision"], run["modulation"])
     return step_bytes(request, setting).most + table_bytes(request)
 
@@ -429,28 +407,17 @@ def errors_of(found: Mapping[str, Any], constants: Mapping[str, float], card: Ca
     def weights(run: MeasuredRun) -> float:
         return counted_weights(run) / run["weights_bytes"] - 1
 
+    kinds = {"step": ("sampling", times), "activations": ("sampling", activations)}
+    kinds |= {"weights": ("sampling", weights)}
+    kinds |= {kind: (kind, times) for kind in ("decode", "encode", "text")}
     result: dict[str, dict[str, float]] = {}
     for name in (FIT, TEST):
-        sampled = half(found["runs"], name, "sampling")
-        entry = _worst_and_mean("step", times, sampled)
-        for kind in ("decode", "encode", "text"):
-            entry |= _worst_and_mean(kind, times, half(found["runs"], name, kind))
-        entry |= _worst_and_mean("activations", activations, sampled)
-        entry |= _worst_and_mean("weights", weights, sampled)
-        result[name] = {"steps": len(sampled), **entry}
+        entry = result[name] = {"steps": len(half(found["runs"], name, "sampling"))}
+        for what, (kind, error) in kinds.items():
+            if sizes := [abs(error(run)) for run in half(found["runs"], name, kind)]:
+                entry[f"{what}_worst"] = _rounded(max(sizes))
+                entry[f"{what}_mean"] = _rounded(statistics.fmean(sizes))
     return result
-
-
-def _worst_and_mean(
-    name: str, error: Callable[[MeasuredRun], float], runs: list[MeasuredRun]
-) -> dict[str, float]:
-    sizes = [abs(error(run)) for run in runs]
-    if not sizes:
-        return {}
-    return {
-        f"{name}_worst": _rounded(max(sizes)),
-        f"{name}_mean": _rounded(statistics.fmean(sizes)),
-    }
 
 
 def _rounded(value: float) -> float:

@@ -1,5 +1,9 @@
-"""One forward pass of a transformer: its inputs, what is measured of it whichever program computes
-it, the pass through diffusers, and the rows of `bench forward`.
+"""Random models of the published sizes, and one forward pass of a transformer: its inputs, what
+is measured of it whichever program computes it, and the rows of `bench forward`.
+
+Stock ComfyUI and this package go through the same code and differ in the patcher alone. A forward
+pass is called from inside a sampling run: a sampler of our own stands where `euler` would, so that
+patches, wrappers and callbacks apply as they do in a workflow.
 """
 
 from __future__ import annotations
@@ -7,20 +11,30 @@ from __future__ import annotations
 import gc
 import itertools
 import math
+import re
+import zlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import groupby
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import UnavailableError
-from ..spec.formats import GIB
+from ..families.protocol import Member
+from ..families.qwen_image import MARKER_2511
+from ..families.registry import find_member, load
+from ..loaders.quantize import layers_to_quantize, quantize_rows, row_format
+from ..loaders.source import shapes_of
+from ..loaders.stored import StoredLayer
+from ..loaders.writer import SafetensorsLayout, write_safetensors
+from ..measure.fidelity import relative_error
+from ..spec.formats import FORMATS, GIB, RowFormat
 from ..spec.transformer import REFERENCE_SIDE, TransformerShape
 from . import measure
 from .measure import Fields, by_turns
-from .program import Body, ForwardProgram, InputTensors, Measured, random_tensor
-from .rows import BASELINE, COMFYUI, BenchSetup, Inputs, Row, rope_axes
+from .rows import BASELINE, COMFYUI, BenchSetup, Inputs, Published, Row
 
 DENSE = "bf16"
 STEPS = 20
@@ -30,15 +44,230 @@ CHECKED = 6
 LATENT_SIDE = 8  # pixels to a latent's side
 # Of diffusers: the rotation's base, and a token's side.
 THETA, PATCH = 10000, 2
+VOCABULARY = 152_064
+Tensors = dict[str, torch.Tensor]
+Shapes = dict[str, tuple[int, ...]]
 
 
-def schedule(steps: int = STEPS) -> list[float]:
+# --- random models
+
+
+def random_tensor(name: str, size: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Draws bf16: deviation 0.5 / sqrt(K) for weights [N, K, ...], 0.02 for biases; norms are 1.
+
+    By name and device alone, so that a quantized model can be made tensor by tensor. Activations
+    stay finite through 60 blocks.
+    """
+    tensor = torch.empty(size, dtype=torch.bfloat16, device=device)
+    fan_in = math.prod(size[1:])
+    if name.endswith("bias"):
+        deviation = 0.02
+    elif fan_in == 1:
+        return tensor.fill_(1.0)
+    else:
+        deviation = 0.5 / math.sqrt(fan_in)
+    generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+    return tensor.normal_(0.0, deviation, generator=generator)
+
+
+def rope_axes(head_dim: int) -> tuple[int, int, int]:
+    """Splits a head into frame, height and width: 16, 56 and 56 of the published 128."""
+    frame = head_dim // 8
+    side = (head_dim - frame) // 2
+    return frame, side, side
+
+
+@torch.inference_mode()  # as loader nodes run: quantized tensors cannot enter it later
+def quantized_model(weights: str, shape: TransformerShape, device: torch.device, edit: bool) -> Any:
+    """Makes the random weights in fp8 or int8, tensor by tensor.
+
+    Args:
+        weights: "comfyui fp8" or "comfyui int8" as ComfyUI's own files and operations have it (fp8
+            with one scale a tensor, int8 as ConvRot); "ours fp8" or "ours int8" as this package's
+            loader does (one scale a row).
+    """
+    from ..hosts.comfyui.linear import quantized_operations
+
+    tensors = _random_weights(weights, shape, device)
+    stock = weights.startswith("comfyui")
+    operations = None if stock else quantized_operations(torch.bfloat16)
+    return random_model(tensors, shape, device, edit, build_on=device, operations=operations)
+
+
+def _random_weights(weights: str, shape: TransformerShape, device: torch.device) -> Tensors:
+    program, precision = weights.split()
+    quantize = _core_quantized if program == "comfyui" else _quantized
+    shapes = shape.tensors()
+    layers = (name.removesuffix(".weight") for name in shapes if name.endswith(".weight"))
+    chosen = layers_to_quantize(layers)
+    tensors: Tensors = {}
+    for name, size in shapes.items():
+        tensor, layer = random_tensor(name, size, device), name.removesuffix(".weight")
+        if layer in chosen:
+            tensors |= quantize(tensor, row_format(precision, size[1])).tensors(layer)
+        else:
+            tensors[name] = tensor
+    return tensors
+
+
+def _quantized(weight: torch.Tensor, form: RowFormat) -> StoredLayer:
+    values, scale = quantize_rows(weight, form.storage, rotation=form.rotation)
+    return StoredLayer.rounded(values, scale, form)
+
+
+def _core_quantized(weight: torch.Tensor, form: RowFormat) -> StoredLayer:
+    if form.storage == "fp8":  # what the published scaled files hold
+        scale = weight.abs().amax().float() / FORMATS["fp8"].largest
+        return StoredLayer((weight.float() / scale).to(torch.float8_e4m3fn), scale, "fp8")
+    import comfy.quant_ops
+
+    stored = comfy.quant_ops.QuantizedTensor.from_float(
+        *(weight, FORMATS["int8"].layout),
+        per_channel=True,
+        convrot=True,
+        convrot_groupsize=form.rotation,
+    )
+    return StoredLayer.rounded(stored._qdata, stored._params.scale, form)
+
+
+def random_model(
+    tensors: Tensors,
+    shape: TransformerShape,
+    device: torch.device,
+    edit: bool,
+    *,
+    build_on: torch.device | str = "meta",
+    operations: type | None = None,
+) -> Any:
+    """Does as `load_diffusion_model_state_dict` in comfy/sd.py, but not over host memory.
+
+    Args:
+        tensors: emptied, so that none is held twice.
+        build_on: "meta" takes the tensors, which are on the device, without a copy.
+    """
+    import comfy.supported_models
+    import comfy.utils
+    from comfy.model_patcher import CoreModelPatcher
+
+    about: dict[str, Any] = {
+        "image_model": "qwen_image",
+        "in_channels": shape.in_channels,
+        "out_channels": shape.packed_out_channels // 4,
+        "num_layers": shape.blocks,
+        "num_attention_heads": shape.heads,
+        "attention_head_dim": shape.head_dim,
+        "joint_attention_dim": shape.joint_dim,
+        "axes_dims_rope": rope_axes(shape.head_dim),
+    }
+    if edit:
+        about["default_ref_method"] = "index_timestep_zero"
+        tensors[MARKER_2511] = torch.empty(0)
+    config = comfy.supported_models.QwenImage(about)
+    config.quant_config = comfy.utils.detect_layer_quantization(tensors, "")
+    config.set_inference_dtype(torch.bfloat16, torch.bfloat16 if config.quant_config else None)
+    config.custom_operations = operations
+    model = config.get_model(tensors, "", device=build_on)
+    model.device = device
+    model.load_model_weights(tensors, "", assign=build_on == "meta")
+    return CoreModelPatcher(model, load_device=device, offload_device=device)
+
+
+def vae_shapes(member: Member) -> Shapes:
+    """Lists the tensors of the published VAE, from ComfyUI's class."""
+    shape = member.vae
+    dims = {"dim": shape.encoder_dim or shape.dim}
+    with torch.device("meta"):
+        made = load(member.family.vae.comfyui).build(dims, {"decoder.head.0.gamma": (shape.dim,)})
+    return shapes_of(made)
+
+
+def random_vae(device: torch.device) -> Any:
+    import comfy.sd
+
+    shapes = vae_shapes(find_member("qwen-image")).items()
+    vae = comfy.sd.VAE(sd={name: random_tensor(name, size, device).cpu() for name, size in shapes})
+    vae.throw_exception_if_invalid()
+    return vae
+
+
+def text_encoder_shapes(member: Member) -> Shapes:
+    """Lists the tensors of the published text encoder, in its file's names."""
+    kind = load(member.text_encoder.comfyui).kind()
+    found = shapes_of(kind.model({}, torch.bfloat16, "meta", torch.nn))
+    if kind.nested:
+        parts = {"model.": "model.language_model.", "visual.": "model.visual."}
+        pattern = re.compile("^(model|visual)\\.")
+        found = {pattern.sub(lambda it: parts[it[0]], name): found[name] for name in found}
+    head = found.pop("model.language_model.lm_head.weight", None)
+    return found | {"lm_head.weight": head or (VOCABULARY, member.transformer.joint_dim)}
+
+
+def write_models(folder: Path, files: Published, int8: bool = False) -> None:
+    """Writes a model of the published sizes with random weights, made on the card.
+
+    The folder gets diffusion_models, text_encoders and vae, each with one file in bf16 and in
+    ComfyUI's names: 58 GB of Qwen-Image, 33 of 2.1. A file that is there is left alone.
+
+    Args:
+        int8: also writes the transformer as ComfyUI's int8 ConvRot.
+    """
+    from comfy.utils import save_torch_file
+
+    member, device = find_member(files.member), torch.device("cuda")
+    models, shape = folder / "diffusion_models", member.transformer
+    write_random(models / files.transformer, shape.tensors(), device)
+    write_random(folder / "text_encoders" / files.text_encoder, text_encoder_shapes(member), device)
+    write_random(folder / "vae" / files.vae, vae_shapes(member), device)
+    if int8 and not (models / files.int8).exists():
+        weights = _random_weights("comfyui int8", shape, device)
+        tensors = {name: tensor.cpu() for name, tensor in weights.items()}
+        save_torch_file(tensors, str(models / files.int8))
+
+
+def write_random(path: Path, shapes: Shapes, device: torch.device) -> None:
+    """Writes random weights of these shapes, unless the file is there."""
+    if path.exists():
+        return
+    specs = {name: ("BF16", shape) for name, shape in shapes.items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with write_safetensors(path, SafetensorsLayout(specs, {"format": "pt"})) as file:
+        for name, shape in shapes.items():
+            file.write(name, random_tensor(name, shape, device).cpu())
+
+
+# --- what is measured
+
+
+class InputTensors(NamedTuple):
+    """Holds what is handed to a program, on its device."""
+
+    inputs: Inputs
+    latents: torch.Tensor  # (batch, channels, 1, height / 8, width / 8), fp32
+    text: torch.Tensor  # (batch, text tokens, joint_dim), bf16
+    references: tuple[torch.Tensor, ...]  # (batch, channels, 1, 128, 128) each, bf16
+    sigmas: tuple[torch.Tensor, ...]  # the timesteps of a schedule, each (batch,), fp32
+
+
+class ForwardProgram(NamedTuple):
+    """Holds one program's forward pass."""
+
+    call: Callable[[torch.Tensor], Any]  # at a timestep (batch,)
+    norm_out: torch.nn.Module  # which reads the image stream after the last block
+    paths: Callable[[], str] = str  # says afterwards which code ran
+
+
+# What a row of results has, and the image stream after the last block (batch, tokens, D).
+Measured = tuple[Fields, torch.Tensor | None]
+Body = Callable[[ForwardProgram], Measured]
+
+
+def schedule() -> list[float]:
     """Lists timesteps from 1 down to above 0 as ComfyUI's `simple` scheduler has them.
 
     Rounded to bf16, in which diffusers takes its timestep, so that every program gets the same.
     """
     moved = math.exp(SHIFT)
-    times = [1 - step / steps for step in range(steps)]
+    times = [1 - step / STEPS for step in range(STEPS)]
     sigmas = [moved * t / (1 + (moved - 1) * t) for t in times]
     return torch.tensor(sigmas).bfloat16().tolist()
 
@@ -110,12 +339,67 @@ def measure_forward(
     return row | ({"paths": paths} if (paths := program.paths()) else {}), seen[0]
 
 
-def relative_error(found: torch.Tensor, known: torch.Tensor | None) -> float | None:
-    """Returns |found - known| / |known|, the norms in fp64."""
-    if known is None:
-        return None
-    norm = partial(torch.linalg.vector_norm, dtype=torch.float64)
-    return float(norm(found - known) / norm(known))
+# --- through ComfyUI
+
+
+@torch.inference_mode()  # as execution.py runs every prompt
+def in_comfyui(patcher: Any, tensors: InputTensors, body: Body) -> Measured:
+    """Calls `body` with the model's forward pass where a sampler would compute its steps."""
+    import comfy.samplers
+
+    from ..hosts.comfyui.sample.optimize import report_of
+    from ..hosts.comfyui.sample.run import OPTIMIZATION_KEY
+
+    found: list[Measured] = []
+
+    def paths() -> str:
+        optimized = patcher.get_attachment(OPTIMIZATION_KEY) is not None
+        return report_of(patcher) if optimized else ""
+
+    def sampler(
+        model: Any, x: torch.Tensor, _sigmas: torch.Tensor, extra_args: dict[str, Any], **_: Any
+    ) -> torch.Tensor:
+        inner = model.inner_model.inner_model
+        call = _forward_pass(inner, extra_args["model_options"], tensors)
+        found.append(body(ForwardProgram(call, inner.diffusion_model.norm_out, paths)))
+        return x
+
+    guider = comfy.samplers.CFGGuider(patcher)
+    guider.inner_set_conds({"positive": [[tensors.text, {}]]})
+    sigmas = torch.stack([*(sigma[0] for sigma in tensors.sigmas), tensors.sigmas[0][0] * 0])
+    guider.sample(
+        tensors.latents,
+        torch.zeros_like(tensors.latents),
+        comfy.samplers.KSAMPLER(sampler),
+        sigmas,
+        disable_pbar=True,
+    )
+    return found[0]
+
+
+def _forward_pass(model: Any, model_options: dict[str, Any], tensors: InputTensors) -> Any:
+    from comfy.patcher_extension import merge_nested_dicts
+
+    conditions = {"ref_latents": [*tensors.references]} if tensors.references else {}
+
+    def call(sigma: torch.Tensor) -> torch.Tensor:
+        # As `_calc_cond_batch` in comfy/samplers.py.
+        model.current_patcher.prepare_state(sigma, model_options)
+        options = merge_nested_dicts(
+            model.current_patcher.apply_hooks(hooks=None),
+            model_options["transformer_options"],
+            copy_dict1=False,
+        )
+        options["cond_or_uncond"], options["uuids"], options["sigmas"] = [0], [0], sigma
+        return model.apply_model(
+            tensors.latents,
+            sigma,
+            c_crossattn=tensors.text,
+            transformer_options=options,
+            **conditions,
+        )
+
+    return call
 
 
 # --- through diffusers
@@ -198,7 +482,6 @@ def measure_row(
             built[row.host] = build_transformer(built[DENSE], *about, compiled=on_card)
         return in_diffusers(built[row.host], tensors, body)
     from ..hosts.comfyui.sample.optimize import OptimizeSettings, optimize
-    from .comfyui import in_comfyui, quantized_model, random_model
 
     if row.host not in built:
         dense = row.weights == DENSE
@@ -225,15 +508,17 @@ def run_forward(setup: BenchSetup, add: Callable[[Fields], None]) -> None:
             return {"samples_ms": fields["samples_ms"]}
         if row.name == BASELINE:
             known[inputs] = stream
-        return fields | {"rel_error_blocks": relative_error(stream, known.get(inputs))}
+        exact = known.get(inputs)
+        error = None if exact is None else relative_error(stream, exact)
+        return fields | {"rel_error_blocks": error}
 
     for _, same in groupby(setup.rows, key=lambda row: row.weights):
         built: dict[Any, Any] = {}
         rows = list(same)
         for inputs in setup.inputs:
             torch._dynamo.reset()  # or a second size would be compiled for any size
-            for row, fields in by_turns(rows, partial(one, built, inputs), setup):
-                add({"name": row.name, "size": inputs.size, "batch": inputs.batch} | fields)
+            for row in by_turns(rows, inputs, partial(one, built, inputs), setup):
+                add(row)
         built.clear()
         torch._dynamo.reset()  # which keeps compiled models
         if COMFYUI in {row.host for row in rows}:

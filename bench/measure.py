@@ -23,9 +23,10 @@ from ..errors import UnavailableError
 from ..files import write_whole
 from ..spec.formats import GIB
 from ..verdict import first_line
-from .rows import BenchSetup
+from .rows import BenchSetup, Inputs
 
 Fields = dict[str, Any]
+One = Callable[[Any, int, bool], Fields]
 # How long triton.testing.do_bench times a call at least, in milliseconds.
 LEAST_MS = 25
 # Every row of a model or an operation is measured once before any is measured again.
@@ -71,8 +72,8 @@ def kernel_ms(call: Callable[[], Any], device: torch.device) -> float | None:
 
 
 def by_turns(
-    things: Sequence[Any], one: Callable[[Any, int, bool], Fields], setup: BenchSetup
-) -> Iterator[tuple[Any, Fields]]:
+    things: Sequence[Any], inputs: Inputs, one: One, setup: BenchSetup
+) -> Iterator[Fields]:
     """Measures every thing, then every thing again, so that a card that slows down slows all.
 
     Args:
@@ -80,7 +81,7 @@ def by_turns(
             raises is the thing's "error".
 
     Yields:
-        Each thing and its fields, with the samples of all turns and their median.
+        The row of each thing, with the samples of all turns and their median.
     """
     found: list[Fields] = [{"samples_ms": []} for _ in things]
     turns = min(TURNS, setup.repeats)
@@ -97,11 +98,11 @@ def by_turns(
                 continue
             fields |= more | {"samples_ms": [*fields["samples_ms"], *more.get("samples_ms", ())]}
     for fields, thing in zip(found, things, strict=True):
-        samples = fields["samples_ms"]
         if "error" in fields:
-            yield thing, {"error": fields["error"]}
-        else:
-            yield thing, ({"ms": median(samples)} if samples else {}) | fields
+            fields = {"error": fields["error"]}
+        elif samples := fields["samples_ms"]:
+            fields = {"ms": median(samples)} | fields
+        yield {"name": thing.name, "size": inputs.size, "batch": inputs.batch} | fields
 
 
 def used_bytes() -> Callable[[], int]:

@@ -166,12 +166,14 @@ def run_ops(setup: BenchSetup, add: Callable[[Fields], None]) -> None:
         cases = op_cases(setup.shape, inputs, setup.device)
         chosen = [case for case in cases if case.name in setup.names]
         for _, same in groupby(chosen, key=lambda case: case.task):
-            for case, fields in by_turns(list(same), partial(_time_op, setup, {}), setup):
-                fields.pop("samples_ms", None)  # of short calls there are hundreds
-                if "ms" in fields:
-                    fields |= {"gbs": case.bytes / fields["ms"] / 1e6}
-                    fields |= {"tflops": case.flops / fields["ms"] / 1e9} if case.flops else {}
-                add({"name": case.name, "size": inputs.size, "batch": inputs.batch} | fields)
+            cases = list(same)
+            rows = by_turns(cases, inputs, partial(_time_op, setup, {}), setup)
+            for case, row in zip(cases, rows, strict=True):
+                row.pop("samples_ms", None)  # of short calls there are hundreds
+                if "ms" in row:
+                    row["gbs"] = case.bytes / row["ms"] / 1e6
+                    row |= {"tflops": case.flops / row["ms"] / 1e9} if case.flops else {}
+                add(row)
 
 
 @torch.inference_mode()

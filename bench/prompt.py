@@ -52,7 +52,7 @@ def run_prompts(setup: BenchSetup, add: Callable[[Fields], None]) -> None:
     rows = [row for row in setup.rows if on_card or (row.ours and not row.from_int8)]
     reader = held = None
     if on_card:
-        from .comfyui import write_models
+        from .forward import write_models
 
         write_models(setup.models, setup.files, any(it.from_int8 for it in rows))
         torch.cuda.empty_cache()
@@ -75,14 +75,10 @@ def run_prompts(setup: BenchSetup, add: Callable[[Fields], None]) -> None:
             failed[row] = " ".join(str(error).split())
     del held
     for (row, inputs), values in found.items():
-        fields: Fields = {"name": row.name, "size": inputs.size, "batch": inputs.batch}
-        if row in failed:
-            add(fields | {"error": failed[row]})
-            continue
-        samples = {"samples_ms": values["ms"]}
-        for name, each in values.items():
+        fields: Fields = {"error": failed[row]} if row in failed else {"samples_ms": values["ms"]}
+        for name, each in values.items() if row not in failed else ():
             fields[name] = max(each) if name == "peak_gib" else median(each)
-        add(fields | samples)
+        add({"name": row.name, "size": inputs.size, "batch": inputs.batch} | fields)
 
 
 def hold_all_but(free_gib: float | None) -> torch.Tensor | None:
@@ -100,14 +96,14 @@ def hold_all_but(free_gib: float | None) -> torch.Tensor | None:
 
 
 def _prompts(setup: BenchSetup, row: Row, repeats: int) -> Iterator[tuple[Inputs, str, float]]:
-    """Yields what prompts in a fresh server took: "first_ms" of its first, "resized_ms" of the
-    first of another size, "text_ms" of a new text, "ms" of the others.
+    """Yields what prompts in a fresh server took: the first, the first of another size, those of a
+    new text, and others.
     """
     on_card, seeds = setup.device.type == "cuda", count(1)
     with tempfile.TemporaryDirectory() as folder:
         if on_card:
             Path(folder, "models").symlink_to(setup.models.resolve(), target_is_directory=True)
-        more = (*(() if on_card else ("--cpu",)), *setup.server_args)
+        more = () if on_card else ("--cpu",)
         with ComfyUIServer(comfyui_folder(), sys.executable, Path(folder), *more) as server:
             _write_references(server.base / "input", setup.inputs[0].references)
 
@@ -163,20 +159,10 @@ def graph_of(setup: BenchSetup, row: Row, inputs: Inputs, seed: int, shift: int 
         positive = add("positive", "CLIPTextEncode", text=text, clip=clip)
         negative = add("negative", "CLIPTextEncode", text=" ", clip=clip)
     size = {"width": inputs.width, "height": inputs.height, "batch_size": inputs.batch}
-    sampled = add(
-        "sample",
-        "KSampler",
-        model=model,
-        positive=positive,
-        negative=negative,
-        latent_image=add("latent", "EmptySD3LatentImage", **size),
-        seed=seed,
-        steps=setup.steps,
-        cfg=cfg,
-        sampler_name="euler",
-        scheduler="simple",
-        denoise=1.0,
-    )
+    how = {"sampler_name": "euler", "scheduler": "simple", "denoise": 1.0}
+    given = {"model": model, "positive": positive, "negative": negative, "seed": seed, "cfg": cfg}
+    given["latent_image"] = add("latent", "EmptySD3LatentImage", **size)
+    sampled = add("sample", "KSampler", **given, steps=setup.steps, **how)
     decoder = "QwenL40S_VAEDecode" if ours else "VAEDecode"
     images = add("decode", decoder, samples=sampled, vae=vae)
     saver = "QwenL40S_SaveImage" if ours else "SaveImage"

@@ -10,7 +10,6 @@ Classes without another source are left out.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -25,7 +24,6 @@ from ..planning.request import RunRequest
 from ..planning.times import forward_seconds, stock_steps
 from ..planning.vae_work import vae_seconds
 
-LEAST_FIGURES, LEAST_SOURCES = 8, 3
 OURS, VAE = "ours", "VAE decode"
 # {what of stock ComfyUI a figure is of: what an estimate calls it}
 STOCK = {
@@ -38,25 +36,38 @@ STOCK = {
 # Of a prompt; where a step has two, about half of both.
 TEXT_TOKENS = {"umag": 21, "joaozaokk": 40, "mats2208": 40, "here-h100": 130}
 ROOM = 2**40  # all of these ran
+HEAD = ("source", "card", "engine", "what", "ms", "predicted", "middle", "inside")
 
 
 class Row(NamedTuple):
-    """One figure and what is predicted of it."""
+    """Holds one figure and what is predicted of it."""
 
     figure: Mapping[str, Any]
     seconds: Range
 
     @property
-    def measured(self) -> float:
-        return self.figure["ms"] / 1e3
-
-    @property
     def inside(self) -> bool:
-        return self.seconds.low <= self.measured <= self.seconds.high
+        return self.seconds.low <= self.figure["ms"] / 1e3 <= self.seconds.high
 
     @property
     def off(self) -> float:
-        return sum(self.seconds) / 2 / self.measured - 1
+        return sum(self.seconds) / 2 / (self.figure["ms"] / 1e3) - 1
+
+    def cells(self) -> list[str]:
+        figure, (low, high), passes = self.figure, self.seconds, self.figure["passes"]
+        what = f"{figure['family']} {figure['size']} {figure['what']}"
+        return [
+            *(figure[name] for name in HEAD[:3]),
+            f"{what}, {passes} passes" if passes > 1 else what,
+            f"{figure['ms']:g}",
+            f"{1e3 * low:.0f} to {1e3 * high:.0f}",
+            f"{self.off:+.0%}",
+            "yes" if self.inside else "no",
+        ]
+
+
+def tested() -> Iterator[Mapping[str, Any]]:
+    return (figure for figure in public()["figures"] if figure["use"] == "test")
 
 
 def from_others(figure: Mapping[str, Any]) -> Card | None:
@@ -67,11 +78,7 @@ def from_others(figure: Mapping[str, Any]) -> Card | None:
         return card
     if not any("GeForce" in name for name in card.also):
         return None
-    cards = {
-        row["source"]: known_cards()[row["card"]]
-        for row in public()["figures"]
-        if row["use"] == "test"
-    }
+    cards = {row["source"]: known_cards()[row["card"]] for row in tested()}
     geforce = [row for row in reversed(kin) if "GeForce" in row["name"]]
     # The source whose card takes the nearest power.
     likest = min(
@@ -84,53 +91,38 @@ def from_others(figure: Mapping[str, Any]) -> Card | None:
 
 def predicted(figure: Mapping[str, Any], card: Card) -> Range:
     slow, fast = hiding(*rates_of(card)[:2])
-    side, what = figure["size"], figure["what"]
+    side, what, passes = figure["size"], figure["what"], figure["passes"]
     if what == VAE:
         shape = find_member(figure["family"]).vae
         latent = side // shape.pixels, side // shape.pixels
         return Range(*(vae_seconds("decode", shape, latent, 1, it) for it in (fast, slow)))
-    text = TEXT_TOKENS.get(figure["source"], 200)
-    cfg = "two passes" if figure["passes"] == 2 else "off"
     request = RunRequest(
-        family=figure["family"], width=side, height=side, cfg=cfg, text_tokens=text
+        family=figure["family"],
+        width=side,
+        height=side,
+        cfg="two passes" if passes == 2 else "off",
+        text_tokens=TEXT_TOKENS.get(figure["source"], 200),
     )
     if figure["engine"] == OURS:
-        passes = figure["passes"]
         return Range(*(passes * forward_seconds(request, what, it) for it in (fast, slow)))
     return stock_steps(request, card, slow, fast, ROOM)[STOCK[what]]
 
 
 def rows() -> Iterator[Row]:
-    for figure in public()["figures"]:
-        if figure["use"] == "test" and (card := from_others(figure)) is not None:
+    for figure in tested():
+        if (card := from_others(figure)) is not None:
             yield Row(figure, predicted(figure, card))
 
 
 def main() -> int:
     found = list(rows())
-    lines = [["source", "card", "engine", "what", "ms", "predicted", "middle", "inside"]]
-    for row in found:
-        figure, (low, high) = row.figure, row.seconds
-        what = f"{figure['family']} {figure['size']} {figure['what']}"
-        lines.append(
-            [
-                *(figure[name] for name in ("source", "card", "engine")),
-                f"{what}, {figure['passes']} passes" if figure["passes"] > 1 else what,
-                f"{figure['ms']:g}",
-                f"{1e3 * low:.0f} to {1e3 * high:.0f}",
-                f"{row.off:+.0%}",
-                "yes" if row.inside else "no",
-            ]
-        )
-    print("\n".join(table(lines, (4, 5, 6))))
+    print("\n".join(table([HEAD, *(row.cells() for row in found)], (4, 5, 6))))
     others = [row for row in found if not row.figure["source"].startswith("here")]
-    sources = {row.figure["source"] for row in others}
     inside, near = sum(row.inside for row in others), sum(abs(row.off) <= 0.2 for row in others)
-    print(f"public: n {len(others)} of {len(sources)} sources, {inside} inside, {near} within 20%")
-    if len(others) < LEAST_FIGURES or len(sources) < LEAST_SOURCES:
-        print(f"fewer than {LEAST_FIGURES} figures or {LEAST_SOURCES} sources: claims nothing")
+    sources = len({row.figure["source"] for row in others})
+    print(f"public: n {len(others)} of {sources} sources, {inside} inside, {near} within 20%")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

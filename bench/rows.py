@@ -24,15 +24,10 @@ COMFYUI, DIFFUSERS = "ComfyUI", "diffusers"
 
 @dataclass(frozen=True)
 class Row:
-    """Describes a program in one precision.
-
-    Args:
-        name: as results call it; program and precision are its first words.
-        attention: as the node Optimize takes it, of "ours".
-    """
+    """Describes a program in one precision, the first words of its name."""
 
     name: str
-    attention: str = "auto"
+    attention: str = "auto"  # of "ours", as the node Optimize takes it
 
     @property
     def host(self) -> str:
@@ -88,35 +83,24 @@ def select(names: Sequence[str], patterns: Sequence[str]) -> tuple[str, ...]:
     Raises:
         SettingError: A pattern matches none.
     """
-    chosen: set[str] = set()
-    for pattern in patterns:
-        found = matching(names, pattern)
-        if not found:
-            raise SettingError(
-                f"--only {pattern!r} names no row: choose from {', '.join(map(repr, names))}, or "
-                "a pattern such as 'ours *'."
-            )
-        chosen.update(found)
-    return tuple(name for name in names if not patterns or name in chosen)
+    found = {pattern: matching(names, pattern) for pattern in patterns}
+    for pattern in (pattern for pattern, each in found.items() if not each):
+        raise SettingError(
+            f"--only {pattern!r} names no row: choose from {', '.join(map(repr, names))}, or "
+            "a pattern such as 'ours *'."
+        )
+    return tuple(name for name in names if not found or any(name in it for it in found.values()))
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Describes what a forward pass is asked for.
+    """Describes what a forward pass is asked for."""
 
-    Args:
-        width: pixels, as `height` divisible by 16.
-        batch: images in one pass.
-        text: text tokens of each.
-        references: reference images of 1024x1024 of each; Edit-2511 modulates them as at timestep
-            zero.
-    """
-
-    width: int
+    width: int  # pixels, as `height` divisible by 16
     height: int
     batch: int = 1
-    text: int = 200
-    references: int = 0
+    text: int = 200  # tokens of each image
+    references: int = 0  # images of 1024x1024, which Edit-2511 modulates as at timestep zero
 
     @property
     def size(self) -> str:
@@ -129,33 +113,19 @@ class Inputs:
         return sides[0] * sides[1] + self.references * REFERENCE_TOKENS
 
 
-def rope_axes(head_dim: int) -> tuple[int, int, int]:
-    """Splits a head into frame, height and width: 16, 56 and 56 of the published 128."""
-    frame = head_dim // 8
-    side = (head_dim - frame) // 2
-    return frame, side, side
-
-
 @dataclass(frozen=True)
 class Published:
-    """Names a member, its files that `comfyui.write_models` writes, and how its template runs.
+    """Names a member, its files that `write_models` writes, and how its template runs."""
 
-    Args:
-        name: as `--family` takes it.
-        encodes: the node that encodes text and references.
-        image: its input for a reference, by number.
-        cfg: with more than `prompt.FEW` steps.
-        both: what else that node takes where it encodes the negative prompt too.
-    """
-
-    name: str
+    name: str  # as `--family` takes it
     member: str
     transformer: str
     text_encoder: str
     vae: str
-    encodes: str
-    image: str
-    cfg: float
+    encodes: str  # the node that encodes text and references
+    image: str  # its input for a reference, by number
+    cfg: float  # with more than `prompt.FEW` steps
+    # What else that node takes where it encodes the negative prompt too.
     both: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -196,26 +166,19 @@ def published(name: str | None) -> Published:
 
 @dataclass(frozen=True)
 class BenchSetup:
-    """Holds what a run measures, as the options of `bench` name it.
-
-    Args:
-        rows: the programs, in the order of `FORWARD`; none of `ops`.
-        names: of the operations of `ops`.
-        files: of `image`.
-    """
+    """Holds what a run measures, as the options of `bench` name it."""
 
     device: torch.device
     shape: TransformerShape
-    rows: tuple[Row, ...]
-    names: tuple[str, ...]
-    files: Published
+    rows: tuple[Row, ...]  # in the order of `FORWARD`; none of `ops`
+    names: tuple[str, ...]  # of the operations of `ops`
+    files: Published  # of `image`
     inputs: tuple[Inputs, ...]
     repeats: int
     steps: int
     debug: bool
     models: Path | None
     free_gib: float | None
-    server_args: tuple[str, ...]
 
     @property
     def edit(self) -> bool:

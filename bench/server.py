@@ -45,9 +45,6 @@ class ComfyUIServer:
         base: folder for custom_nodes, models, input, output and the log.
         arguments: more of ComfyUI's command line.
         pack: the folder name under which the pack is installed.
-
-    Raises:
-        ComfyUIServerError: it does not start.
     """
 
     def __init__(

@@ -23,10 +23,10 @@ import torch
 
 from ..loaders.source import bundled_micro_folder
 from ..machine.device import choose_device
+from ..measure.fidelity import relative_error
 from ..micro.scene import sample_prompts
 from ..step_cache import PRESETS, computed_steps
 from .command import conditions, import_comfyui
-from .forward import relative_error
 from .measure import Fields, RowWriter
 
 CFG, LATENT = 4.0, (1, 16, 1, 32, 32)
@@ -126,9 +126,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--prompts", type=int, default=40)
     add("--steps", type=int, nargs="+", choices=THRESHOLDS, default=list(THRESHOLDS))
     add("--device", default="auto")
-    args = parser.parse_args(arguments)
     with torch.inference_mode():
-        compare(args)
+        compare(parser.parse_args(arguments))
 
 
 if __name__ == "__main__":

@@ -4,40 +4,29 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from textwrap import fill, shorten
 from typing import TYPE_CHECKING, Any
 
-from ..charts.figures import file_size
-from ..errors import CheckpointError, SettingError, UnavailableError
+from ..charts.figures import file_size, table
+from ..errors import SettingError
 from ..files import check_writable, print_text
 from ..hosts.diffusers.settings import GenerateSettings
-from ..loaders.source import (
-    MICRO_SIDE,
-    PIPELINE_INDEX,
-    Source,
-    bundled_micro_folder,
-    check_complete,
-    open_source,
-)
+from ..loaders.source import MICRO_SIDE, bundled_micro_folder, open_source
 from ..micro.scene import gallery_prompts
-from ..spec.formats import QUANTIZED
 from .generate import MAKING, PACKAGES, make, side_of
 from .output import ImageTarget, parse_size, require_packages, write_sheet
 from .quantize import add_keep
 
 if TYPE_CHECKING:
-    from PIL import Image
-
     from ..measure.fidelity import LayerError
 
-Progress = Callable[[int, int], None]
-
+Report, Images = dict[str, Any], list[Any]
 MICRO_PROMPTS = 4
-SHOWN_LAYERS, WIDTH = 20, 100
+LEFT = 0.5  # of the summed error, once the proposed layers are in bf16
+SHOWN_LAYERS = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,83 +34,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Makes images of your prompts in bf16 and in fp8 or int8, from the same noise. Reports how "
         "much they differ, the error of each layer, and which layers to keep in bf16."
     )
-    parser.add_argument(
-        "model",
-        nargs="?",
-        metavar="MODEL",
-        help="a Qwen-Image diffusers folder in bf16, or with --layers-only a transformer file; "
-        "default: the bundled micro model",
-    )
-    parser.add_argument("--precision", default="fp8", metavar="NAME", help="fp8 (default) or int8")
-    parser.add_argument(
-        "--prompt", action="append", default=[], metavar="TEXT", help="a prompt; repeat it for more"
-    )
-    parser.add_argument("--prompts", metavar="FILE", help="a text file, one prompt on each line")
-    parser.add_argument("--steps", type=int, default=20, metavar="N", help="default: 20")
-    parser.add_argument(
-        "--size", type=parse_size, metavar="WxH", help="pixels; default: as `generate`"
-    )
-    parser.add_argument(
-        "--cfg", type=float, metavar="SCALE", help="guidance; default: as of `generate`"
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="seed of every image; default: 0"
-    )
+    add, one = parser.add_argument, {"type": int, "metavar": "N"}
+    folders = "a Qwen-Image diffusers folder in bf16; default: the bundled micro model"
+    add("model", nargs="?", metavar="MODEL", help=folders)
+    add("--precision", default="fp8", metavar="NAME", help="fp8 (default) or int8")
+    repeat = {"action": "append", "default": [], "metavar": "TEXT"}
+    add("--prompt", **repeat, help="a prompt; repeat it for more")
+    add("--prompts", metavar="FILE", help="a text file, one prompt on each line")
+    add("--steps", **one, default=20, help="default: 20")
+    add("--size", type=parse_size, metavar="WxH", help="pixels; default: as `generate`")
+    add("--cfg", type=float, metavar="SCALE", help="guidance; default: as of `generate`")
+    add("--seed", **one, default=0, help="seed of every image; default: 0")
     add_keep(parser, "as in `qwen-l40s quantize`")
-    parser.add_argument(
-        "--target",
-        type=float,
-        default=0.5,
-        metavar="SHARE",
-        help="the share of the summed error that may remain once the proposed layers are in bf16; "
-        "default: 0.5",
-    )
-    parser.add_argument(
-        "--layers-only",
-        action="store_true",
-        help="make no images: measure one weight at a time, with Gaussian activations",
-    )
-    parser.add_argument(
-        "--device", default="auto", metavar="NAME", help="auto (default), cpu, cuda or cuda:N"
-    )
-    parser.add_argument("--output", metavar="DIR", help="a folder for the pairs of images, as PNG")
-    parser.add_argument("--json", action="store_true", help="print one JSON object, not tables")
+    add("--device", default="auto", metavar="NAME", help="auto (default), cpu, cuda or cuda:N")
+    add("--output", metavar="DIR", help="a folder for the pairs of images, as PNG")
+    add("--json", action="store_true", help="print one JSON object, not tables")
 
 
 def run(args: argparse.Namespace) -> int:
-    _check_arguments(args)
-    runs = [] if args.layers_only else _settings(args)
+    runs = _settings(args)
     if args.output is not None:
         check_writable(Path(args.output))
     require_packages(MAKING, PACKAGES)
-    model = _model(args)
-    source = _checked_source(model, args.keep)
-    if args.layers_only:
-        report, layers = audit_layers(source, args)
-    else:
-        report, layers = audit_images(model, runs, args)
-    report |= summarize(layers, args.target)
-    if args.json:
-        print(json.dumps(report))
-    else:
-        print_text(audit_text(report))
-        print(json.dumps(report))
+    report = audit(runs, args)
+    if not args.json:
+        print_text("\n".join(audit_lines(report)))
+    print(json.dumps(report))
     return 0
-
-
-def _check_arguments(args: argparse.Namespace) -> None:
-    if args.precision not in QUANTIZED:
-        what = "is the reference" if args.precision == "bf16" else "is not a quantized format"
-        raise SettingError(f"precision {args.precision!r} {what}: audit {' or '.join(QUANTIZED)}.")
-    if not 0 < args.target < 1:
-        raise SettingError(
-            f"--target must be between 0 and 1, got {args.target!r}: the share of the error that "
-            "may remain."
-        )
-    if args.layers_only and (args.prompt or args.prompts or args.output):
-        raise SettingError(
-            "--layers-only makes no images: leave it out, or --prompt, --prompts and --output."
-        )
 
 
 def _settings(args: argparse.Namespace) -> list[GenerateSettings]:
@@ -129,149 +68,72 @@ def _settings(args: argparse.Namespace) -> list[GenerateSettings]:
     if not prompts and args.model is None:
         prompts = gallery_prompts(MICRO_PROMPTS)
     if not prompts:
-        raise SettingError(
-            "there is no prompt, and the loss depends on it: give --prompt TEXT or --prompts FILE, "
-            "or use --layers-only."
-        )
+        raise SettingError("there is no prompt: give --prompt TEXT or --prompts FILE.")
     side = MICRO_SIDE if args.model is None else side_of(args.model)
-    width, height = args.size or (side, side)
-    return [
-        GenerateSettings(
-            prompt=prompt,
-            width=width,
-            height=height,
-            steps=args.steps,
-            cfg=args.cfg,
-            seed=args.seed,
-        )
-        for prompt in prompts
-    ]
+    how = dict(zip(("width", "height"), args.size or (side, side), strict=True))
+    how |= {"steps": args.steps, "cfg": args.cfg, "seed": args.seed}
+    return [GenerateSettings(prompt=prompt, **how) for prompt in prompts]
 
 
 def _read_prompts(path: Path) -> list[str]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        prompts = [*filter(None, map(str.strip, path.read_text(encoding="utf-8").splitlines()))]
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise SettingError(
-            f"--prompts cannot be read ({reason}): name a UTF-8 text file with a prompt on each "
-            "line.",
-            path,
-        ) from error
-    prompts = [line.strip() for line in lines if line.strip()]
+        reason = getattr(error, "strerror", "not UTF-8")
+        said = f"--prompts cannot be read ({reason}): name a text file in UTF-8, a prompt a line."
+        raise SettingError(said, path) from error
     if not prompts:
         raise SettingError("--prompts names a file without a prompt: write one on each line.", path)
     return prompts
 
 
-def _model(args: argparse.Namespace) -> Path:
-    model = bundled_micro_folder() if args.model is None else Path(args.model)
-    if not args.layers_only and model.exists() and not (model / PIPELINE_INDEX).is_file():
-        raise SettingError(
-            f"this is not a whole diffusers folder (no {PIPELINE_INDEX}), and images need the text "
-            "encoder and VAE too: name the folder, or add --layers-only.",
-            model,
-        )
-    return model
+def audit(runs: Sequence[GenerateSettings], args: argparse.Namespace) -> Report:
+    """Makes every run's image twice; headers are checked before, and whether layers are left."""
+    import torch
+    from tqdm import tqdm
 
-
-def _checked_source(model: Path, keep: Sequence[str]) -> Source:
-    """Reads headers alone: the transformer is complete, not quantized, and has layers to audit."""
-    from ..hosts.diffusers.quantized import chosen_layers
-
-    source = open_source(model, "transformer")
-    formats = source.part.quantization.formats
-    if formats:
-        found = ", ".join(f"{form} in {count} layers" for form, count in formats.items())
-        raise CheckpointError(
-            f"this is quantized already ({found}): audit the bf16 file or folder that it was made "
-            "from.",
-            source.path,
-        )
-    check_complete(source)
-    chosen_layers((name.removesuffix(".weight") for name in source.tensors), keep)
-    return source
-
-
-# What is measured: layers, images, and what to keep in bf16.
-
-
-def audit_layers(source: Source, args: argparse.Namespace) -> tuple[dict, list[LayerError]]:
-    """Reads the weights one by one; returns the head of the report, and the layers."""
-    from ..machine.device import choose_device
-    from ..measure.fidelity import file_errors
-
-    device, show = choose_device(args.device), _progress("layer")
-    layers = file_errors(source, args.precision, args.keep, device=device, progress=show)
-    return _head(source.path, device, "Gaussian", args), layers
-
-
-def audit_images(
-    model: Path, runs: Sequence[GenerateSettings], args: argparse.Namespace
-) -> tuple[dict, list[LayerError]]:
-    """Makes every run's image twice; returns the report but for the layers, and the layers.
-
-    Raises:
-        UnavailableError: the folder does not fit into memory in bf16.
-    """
+    from ..hosts.diffusers import quantized
     from ..hosts.diffusers.load import load_pipeline
-    from ..hosts.diffusers.quantized import quantize_transformer
     from ..hosts.diffusers.sample import settled
+    from ..loaders.quantized_file import check_precision
     from ..measure.fidelity import measured_layers
 
-    try:
-        pipeline = load_pipeline(model, precision="bf16", device=args.device)
-    except UnavailableError as error:
-        raise UnavailableError(
-            f"{str(error).rstrip('.')}; `audit --layers-only` needs one weight at a time."
-        ) from error
+    check_precision(args.precision)
+    model = bundled_micro_folder() if args.model is None else Path(args.model)
+    names = open_source(model, "transformer").tensors
+    quantized.chosen_layers((name.removesuffix(".weight") for name in names), args.keep)
+    pipeline = load_pipeline(model, precision="bf16", device=args.device)
     runs = [settled(run, pipeline) for run in runs]
 
-    def images(name: str) -> Iterator[Image.Image]:
-        show = _progress(f"{name} image")
-        for done, run in enumerate(runs, 1):
-            yield from make(pipeline, run, progress=False)[0].images
-            if show is not None:
-                show(done, len(runs))
+    def images(name: str) -> Images:
+        shown = tqdm(runs, f"audit: {name}", disable=None)
+        return [make(pipeline, run, progress=False)[0].images[0] for run in shown]
 
     with measured_layers(pipeline.transformer, args.precision, args.keep) as layers:
-        exact = list(images("bf16"))
-    quantize_transformer(pipeline.transformer, args.precision, args.keep)
-    found = list(images(args.precision))
-    report = _head(model, pipeline.device, "sampled", args)
-    report["settings"] = {name: value for name, value in vars(runs[0]).items() if name != "prompt"}
-    return report | _compare(runs, exact, found, args), layers
-
-
-def _head(model: Path, device: str, activations: str, args: argparse.Namespace) -> dict[str, Any]:
-    import torch
-
-    from ..hosts.diffusers.quantized import tensor_core_product
-
+        exact = images("bf16")
+    quantized.quantize_transformer(pipeline.transformer, args.precision, args.keep)
+    product = quantized.tensor_core_product(args.precision, torch.device(pipeline.device))
     return {
         "model": str(model),
         "precision": args.precision,
         "kept": list(args.keep),
-        "device": device,
+        "device": pipeline.device,
         "torch": torch.__version__,
-        "products": str(tensor_core_product(args.precision, torch.device(device))),
-        "activations": activations,
+        "products": str(product),
+        "settings": {name: value for name, value in vars(runs[0]).items() if name != "prompt"},
+        **_compare(runs, exact, images(args.precision), args),
+        **_summarize(layers),
     }
 
 
-def _compare(
-    runs: Sequence[GenerateSettings],
-    exact: Sequence[Image.Image],
-    found: Sequence[Image.Image],
-    args: argparse.Namespace,
-) -> dict[str, Any]:
+def _compare(runs: Sequence[GenerateSettings], exact: Images, found: Images, args: Any) -> Report:
     import numpy as np
 
     from ..measure.fidelity import load_lpips, psnr
 
-    distance, lpips = load_lpips()
-    target = ImageTarget(args.output, stem="audit") if args.output is not None else None
-    paths = target.paths(len(runs)) if target else [None] * len(runs)
+    (distance, lpips), paths = load_lpips(), [None] * len(runs)
+    if args.output is not None:
+        paths = ImageTarget(args.output, stem="audit").paths(len(runs))
     entries = []
     for run, plain, lossy, path in zip(runs, exact, found, paths, strict=True):
         pair = np.asarray(lossy), np.asarray(plain)
@@ -290,73 +152,50 @@ def _compare(
     return {"images": entries, "lpips_by": lpips}
 
 
-def summarize(layers: Sequence[LayerError], target: float) -> dict[str, Any]:
+def _summarize(layers: Sequence[LayerError]) -> Report:
     """Sorts the layers, worst first, and proposes which of them to keep."""
-    from ..measure.fidelity import propose_keep, summed_error
+    from ..measure.fidelity import keep_patterns, propose_keep
 
-    total = summed_error(layer.error for layer in layers)
-    keep = propose_keep(layers, target * total)
-    ordered = sorted(layers, key=lambda layer: -layer.error)
-    return {
-        "layers": [{name: _short(x) for name, x in asdict(layer).items()} for layer in ordered],
-        "summed_error": _short(total),
+    def summed(some: Iterable[LayerError]) -> float:
+        return math.hypot(*(layer.error for layer in some))
+
+    kept = propose_keep(layers, LEFT * summed(layers))
+    names = [layer.layer for layer in kept]
+    report = {
+        "layers": [layer._asdict() for layer in sorted(layers, key=lambda layer: -layer.error)],
+        "summed_error": summed(layers),
         "bytes_of_all": sum(layer.bytes for layer in layers),
-        "keep": {**asdict(keep), "target": target, "error": _short(keep.error)},
+        "keep": {
+            "layers": names,
+            "patterns": keep_patterns(names, [layer.layer for layer in layers]),
+            "bytes": sum(layer.bytes for layer in kept),
+            "error": summed(layer for layer in layers if layer not in kept),
+        },
     }
+    return json.loads(json.dumps(report), parse_float=lambda text: float(f"{float(text):.4g}"))
 
 
-def _short(value: Any) -> Any:
-    return float(f"{value:.4g}") if isinstance(value, float) else value
-
-
-def _progress(what: str) -> Progress | None:
-    def show(done: int, total: int) -> None:
-        end = "\n" if done == total else ""
-        print(f"\raudit: {what} {done} of {total}", end=end, file=sys.stderr, flush=True)
-
-    return show if sys.stderr.isatty() else None
-
-
-def audit_text(report: Mapping[str, Any]) -> str:
-    layers, keep = report["layers"], report["keep"]
-    lines = [
-        f"{report['model']}: {report['precision']} against bf16 on {report['device']}",
-        f"products   {report['products']}",
-    ]
-    if report["activations"] == "Gaussian":
-        lines.append("activations are Gaussian, so outliers of real ones do not show: name the")
-        lines.append("diffusers folder and prompts to measure with them")
-    if "images" in report:
-        how = report["settings"]
-        size = f"{how['width']}x{how['height']}, {how['steps']} steps, guidance {how['cfg']:g}"
-        lines.append(f"sampled    {size}, seed {how['seed']}\n\n PSNR dB   LPIPS  prompt")
-        for image in report["images"]:
-            decibels = "   equal" if image["psnr"] is None else f"{image['psnr']:8.2f}"
-            lpips = f"{'-':>8}" if image["lpips"] is None else f"{image['lpips']:8.4f}"
-            prompt = textwrap.shorten(image["prompt"], WIDTH - 18, placeholder="...")
-            lines.append(f"{decibels}{lpips}  {prompt}")
-        missing = report["images"][0]["lpips"] is None
-        lines.append(f"LPIPS {'was' if missing else 'by'} {report['lpips_by']}")
-    lines.append(f"\n{'worst layers':44}{'error':>9}{'outlier':>9}{'in bf16':>12}")
+def audit_lines(report: Report) -> Iterator[str]:
+    layers, keep, how = report["layers"], report["keep"], report["settings"]
+    yield f"{report['model']}: {report['precision']} against bf16 on {report['device']}"
+    yield f"products   {report['products']}"
+    size = f"{how['width']}x{how['height']}, {how['steps']} steps, guidance {how['cfg']:g}"
+    yield f"sampled    {size}, seed {how['seed']}\n"
+    rows = [("PSNR dB", "LPIPS", "prompt")]
+    for image in report["images"]:
+        decibels = "equal" if image["psnr"] is None else f"{image['psnr']:.2f}"
+        lpips = "-" if image["lpips"] is None else f"{image['lpips']:.4f}"
+        rows.append((decibels, lpips, shorten(image["prompt"], 80, placeholder="...")))
+    yield from table(rows, (0, 1))
+    yield f"LPIPS {'by' if 'not' not in report['lpips_by'] else 'was'} {report['lpips_by']}\n"
+    rows = [("worst layers", "error", "outlier", "in bf16")]
     for layer in layers[:SHOWN_LAYERS]:
-        outlier = f"{'-':>9}" if layer["outlier"] is None else f"{layer['outlier']:9.1f}"
-        errors = f"{layer['error']:9.4f}{outlier}"
-        lines.append(f"{layer['layer']:44}{errors}{file_size(layer['bytes']):>12}")
-    if len(layers) > SHOWN_LAYERS:
-        lines.append(f"... and {len(layers) - SHOWN_LAYERS} more in the JSON")
-    share = keep["bytes"] / report["bytes_of_all"]
-    patterns = " ".join(f"'{pattern}'" for pattern in keep["patterns"])
-    wrapped = textwrap.wrap(f"--keep {patterns}", WIDTH - 2, break_long_words=False)
-    return "\n".join(
-        [
-            *lines,
-            f"{'all':44}{report['summed_error']:9.4f}{file_size(report['bytes_of_all']):>21}",
-            "error: of a layer's output, summed in squares; outlier: its largest activation, in",
-            "root mean squares",
-            f"\nto bring the summed error from {report['summed_error']:.4f} to "
-            f"{keep['error']:.4f}, keep {len(keep['layers'])} of {len(layers)} layers",
-            f"in bf16, which takes {file_size(keep['bytes'])} more ({share:.0%} of all layers in "
-            "bf16):",
-            *(f"  {line}" for line in wrapped),
-        ]
-    )
+        figures = f"{layer['error']:.4f}", f"{layer['outlier']:.1f}", file_size(layer["bytes"])
+        rows.append((layer["layer"], *figures))
+    whole = f"{report['summed_error']:.4f}", "", file_size(report["bytes_of_all"])
+    yield from table([*rows, (f"all {len(layers)} (see the JSON)", *whole)], (1, 2, 3))
+    yield "error: of a layer's output, summed in squares; outlier: its largest activation in RMS\n"
+    error, share = f"{whole[0]} to {keep['error']:.4f}", keep["bytes"] / report["bytes_of_all"]
+    yield f"to bring the summed error from {error}, keep {len(keep['layers'])} of these layers"
+    yield f"in bf16, which takes {file_size(keep['bytes'])} more ({share:.0%} of all in bf16):"
+    yield fill(f"--keep {' '.join(map(repr, keep['patterns']))}", 100)

@@ -25,8 +25,7 @@ WHAT = {
     "image": "from prompt to file in ComfyUI servers, with the card's memory",
 }
 # Options of WHAT, whose sizes --calibrate fixes.
-FOREIGN = ("size", "references", "layers", "only", "repeats", "models", "family")
-FOREIGN += ("free_gib", "server_args")
+FOREIGN = ("size", "references", "layers", "only", "repeats", "models", "family", "free_gib")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,12 +97,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="N",
         help="of `image`: hold all but so much of the card, such as 44.4 as on an L40S",
-    )
-    parser.add_argument(
-        "--server-args",
-        default="",
-        metavar="'...'",
-        help="of `image`: more of ComfyUI's command line, such as --disable-dynamic-vram",
     )
     parser.add_argument(
         "--device", default="auto", metavar="NAME", help="auto (default), cpu, cuda or cuda:N"

@@ -125,15 +125,19 @@ def png_bytes(image: Image.Image, metadata: Mapping[str, Any] | None = None) -> 
 SHEET_MARGIN, FONT_SIZE, LINE_HEIGHT = 12, 14, 18
 
 
-def write_sheet(path: Path, images: Sequence[Image.Image], captions: Sequence[str]) -> None:
-    """Writes images of one size with captions on one sheet, a PNG; an existing file is replaced."""
+def write_sheet(
+    path: Path, images: Sequence[Image.Image], captions: Sequence[str], columns: int = 0
+) -> None:
+    """Writes images of one size with captions on one sheet, a PNG; an existing file is replaced.
+    Without `columns` the sheet has as many as rows.
+    """
     from PIL import Image, ImageDraw, ImageFont
 
     pairs = list(zip(images, captions, strict=True))
     font = ImageFont.load_default(FONT_SIZE)
     width, height = pairs[0][0].size
     texts = [_wrap(caption, width, font) for _, caption in pairs]
-    columns = math.ceil(math.sqrt(len(pairs)))
+    columns = columns or math.ceil(math.sqrt(len(pairs)))
     rows = math.ceil(len(pairs) / columns)
     step_x = width + SHEET_MARGIN
     step_y = height + SHEET_MARGIN + LINE_HEIGHT * max(map(len, texts))

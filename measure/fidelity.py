@@ -8,83 +8,47 @@ micro model in fp8 the noise prediction is off by 0.0940, and the root of the su
 from __future__ import annotations
 
 import math
-import os
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from safetensors import safe_open
 
-from ..hosts.diffusers.quantized import chosen_layers, quantizable, tensor_core_product
-from ..loaders.quantize import check_finite, quantize_rows, row_format
-from ..loaders.source import Source
+from ..hosts.diffusers.quantized import QuantizedLinear, quantizable, tensor_core_product
 from ..spec.formats import BYTES_PER_SCALE
 from ..verdict import first_line
-
-GAUSSIAN_ROWS = 256
 
 # (found, exact), uint8 [H, W, 3] each, to 0 for equal images and about 1 for unlike ones.
 Distance = Callable[[np.ndarray, np.ndarray], float]
 
 
-@dataclass(frozen=True)
-class LayerError:
+class LayerError(NamedTuple):
     """Says what quantizing one layer loses."""
 
     layer: str  # such as `transformer_blocks.0.attn.to_q`
     error: float  # relative, of its output
-    # Its largest activation, in root mean squares of the same pass; None of Gaussian ones.
-    outlier: float | None
-    bytes: int  # that it takes more when it stays in bf16
+    outlier: float  # its largest activation, in root mean squares of the same pass
+    bytes: int  # that it takes more when it stays in bf16 than in 8 bits by rows
 
 
-class LayerSum:
-    """Adds up a layer's error, |found - exact| / |exact| in Frobenius norms of all passes.
-
-    The sums stay on the device, so that adding to them does not wait for a card.
-    """
-
-    def __init__(self) -> None:
-        self._squares: list[torch.Tensor] = []  # float64 [2] a piece: of what is lost, of all
-        self._outliers: list[torch.Tensor] = []
-
-    def add(self, found: torch.Tensor, exact: torch.Tensor, x: torch.Tensor | None = None) -> None:
-        """Adds a piece of any shape; `x` are the activations that it was made from."""
-        pair = (found.float() - exact.float(), exact.float())
-        self._squares.append(torch.stack([it.norm() for it in pair]).double().square())
-        if x is not None:
-            self._outliers.append(x.abs().amax() / x.float().square().mean().sqrt())
-
-    @property
-    def error(self) -> float:
-        """0 where nothing was added or everything is 0; NaN or infinity where a piece has it."""
-        lost, whole = sum(self._squares, torch.zeros(2)).tolist()
-        return math.sqrt(lost / whole) if whole else math.inf if lost else 0.0
-
-    @property
-    def outlier(self) -> float | None:
-        return max(map(float, self._outliers), default=None)
+def norms(found: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """Returns [|found - exact|, |exact|] in Frobenius norms, in fp64 and on the device."""
+    pair = found.float() - exact.float(), exact
+    return torch.stack([torch.linalg.vector_norm(it, dtype=torch.float64) for it in pair])
 
 
 def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """Returns |found - exact| / |exact| in Frobenius norms."""
-    total = LayerSum()
-    total.add(found, exact)
-    return total.error
+    """Returns |found - exact| / |exact|; 0 where both are 0, NaN or infinity where one has it."""
+    return _ratio([norms(found, exact)])
 
 
-def _multiplied(
-    product: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    rotation = row_format(product.format, weight.shape[1]).rotation
-    values, scale = quantize_rows(weight, product.format, rotation=rotation)
-    return product.linear(x, values, scale, bias, rotation)
+def _ratio(pieces: Sequence[torch.Tensor]) -> float:
+    lost, whole = torch.stack(pieces).norm(dim=0).tolist()
+    return lost / whole if whole else math.inf if lost else 0.0
 
 
 @contextmanager
@@ -97,161 +61,64 @@ def measured_layers(
         A list that holds the layers afterwards. Weights are rounded anew in each pass, which takes
         time and no memory.
     """
-    handles, found = [], []
-    layers = {name: transformer.get_submodule(name) for name in quantizable(transformer, keep)}
-    sums = {name: LayerSum() for name in layers}
-    for name, layer in layers.items():
-        product = tensor_core_product(precision, layer.weight.device)
+    found: list[LayerError] = []
+    modules = {name: transformer.get_submodule(name) for name in quantizable(transformer, keep)}
+    # Of each layer's passes: on the device, so that no card waits.
+    pieces: dict[Any, list[torch.Tensor]] = {layer: [] for layer in modules.values()}
 
-        def compare(layer, inputs, output, total=sums[name], product=product):
-            out = _multiplied(product, inputs[0], layer.weight, layer.bias)
-            total.add(out, output, inputs[0])
+    def compare(layer: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        x, product = inputs[0], tensor_core_product(precision, layer.weight.device)
+        outlier = x.abs().amax() / x.float().square().mean().sqrt()
+        lost = norms(QuantizedLinear(layer, product)(x), output)
+        pieces[layer].append(torch.cat([lost, outlier.double()[None]]))
 
-        handles.append(layer.register_forward_hook(compare))
+    handles = [layer.register_forward_hook(compare) for layer in pieces]
     try:
         yield found
     finally:
         for handle in handles:
             handle.remove()
-    for name, total in sums.items():
-        size = bytes_to_keep(*layers[name].weight.shape)
-        found.append(LayerError(name, total.error, total.outlier, size))
+    for name, layer in ((name, layer) for name, layer in modules.items() if pieces[layer]):
+        rows, columns = layer.weight.shape
+        outlier = max(float(piece[2]) for piece in pieces[layer])
+        error = _ratio([piece[:2] for piece in pieces[layer]])
+        found.append(LayerError(name, error, outlier, rows * columns - rows * BYTES_PER_SCALE))
 
 
-def file_errors(
-    source: Source,
-    precision: str,
-    keep: Sequence[str] = (),
-    *,
-    device: str = "cpu",
-    progress: Callable[[int, int], None] | None = None,
-) -> list[LayerError]:
-    """Measures the layers of a file one by one, on Gaussian activations: they have no outliers.
-
-    Args:
-        source: a transformer that is not quantized.
-        device: where it is computed; one weight at a time is there.
-
-    Raises:
-        SettingError: a pattern matches no layer, or the patterns leave none.
-        CheckpointError: a weight holds NaN or infinity.
-    """
-    where = torch.device(device)
-    product = tensor_core_product(precision, where)
-    generator = torch.Generator().manual_seed(0)
-    names = {source.part.prefix + name: name for name in source.tensors if name.endswith(".weight")}
-    layers = {stored: name.removesuffix(".weight") for stored, name in names.items()}
-    chosen = chosen_layers(layers.values(), keep)
-    found = []
-    for header in source.shards.headers:
-        with safe_open(header.path, framework="pt") as file:
-            for stored in (it for it in header.tensors if layers.get(it) in chosen):
-                weight = file.get_tensor(stored).to(where).bfloat16()
-                check_finite(header.path, stored, weight)
-                x = torch.randn(GAUSSIAN_ROWS, weight.shape[1], generator=generator)
-                x = x.to(where, torch.bfloat16)
-                error = relative_error(_multiplied(product, x, weight), F.linear(x, weight))
-                size = bytes_to_keep(*weight.shape)
-                found.append(LayerError(layers[stored], error, None, size))
-                if progress is not None:
-                    progress(len(found), len(chosen))
-    return found
-
-
-# Which layers to keep in bf16.
-
-
-@dataclass(frozen=True)
-class KeepList:
-    """Names layers that stay in bf16."""
-
-    layers: tuple[str, ...]
-    patterns: tuple[str, ...]  # shell patterns for `--keep` that match these layers and no other
-    bytes: int  # that they take more than quantized
-    error: float  # summed, of all other layers
-
-
-def bytes_to_keep(rows: int, columns: int) -> int:
-    """Counts how much more a weight [rows, columns] takes in bf16 than in 8 bits by rows."""
-    return rows * columns - rows * BYTES_PER_SCALE
-
-
-def summed_error(errors: Iterable[float]) -> float:
-    return math.sqrt(sum(error * error for error in errors))
-
-
-def propose_keep(layers: Sequence[LayerError], target: float) -> KeepList:
+def propose_keep(layers: Sequence[LayerError], target: float) -> list[LayerError]:
     """Keeps layers until the others' summed error is at most `target`.
 
-    Greedy: the most squared error for a byte first; then whatever is not needed any more is given
-    back, the largest first. That is the smallest set of layers of one size, and close to it for
-    the two sizes that there are.
+    The most squared error for a byte first, which is the smallest set of layers of one size.
     """
     kept: list[LayerError] = []
     rest = sum(layer.error**2 for layer in layers)
     for layer in sorted(layers, key=lambda layer: -(layer.error**2) / max(1, layer.bytes)):
-        if rest <= target**2:
-            break
-        kept.append(layer)
-        rest -= layer.error**2
-    for layer in sorted(kept, key=lambda layer: -layer.bytes):
-        if rest + layer.error**2 <= target**2:
-            kept.remove(layer)
-            rest += layer.error**2
-    names = tuple(sorted((layer.layer for layer in kept), key=_place))
-    return KeepList(
-        names,
-        keep_patterns(names, [layer.layer for layer in layers]),
-        sum(layer.bytes for layer in kept),
-        summed_error(layer.error for layer in layers if layer.layer not in names),
-    )
+        if rest > target**2:
+            kept.append(layer)
+            rest -= layer.error**2
+    return [layer for layer in layers if layer in kept]
 
 
-def keep_patterns(kept: Collection[str], layers: Collection[str]) -> tuple[str, ...]:
-    """Finds patterns for `--keep` that match `kept` and no other of `layers`.
+def keep_patterns(kept: Sequence[str], layers: Sequence[str]) -> list[str]:
+    """Finds patterns for `--keep` that match `kept` alone: one for a kind kept in every block."""
 
-    A kind of layer that is kept in every block is one pattern, and so is a whole block.
-    """
-    wanted = frozenset(kept)
-    found: list[str] = []
-    left = set(wanted)
-    for form in ("*.{2}", "{0}.{1}.*"):  # a kind of layer, a block
-        groups: dict[str, set[str]] = {}
-        for layer in layers:
-            groups.setdefault(form.format(*layer.split(".", 2)), set()).add(layer)
-        for pattern, members in groups.items():
-            if members <= wanted and len(members) > 1 and members & left:
-                found.append(pattern)
-                left -= members
-    return (*found, *sorted(left, key=_place))
+    def kind(layer: str) -> str:
+        return layer.split(".", 2)[2]
 
-
-def _place(layer: str) -> tuple[int, str]:
-    return int(layer.split(".", 2)[1]), layer
-
-
-# Images.
+    some = {kind(layer) for layer in layers if layer not in kept}
+    patterns = (layer if kind(layer) in some else f"*.{kind(layer)}" for layer in kept)
+    return [*dict.fromkeys(patterns)]
 
 
 def psnr(found: np.ndarray, exact: np.ndarray) -> float:
-    """Returns the peak signal-to-noise ratio of 8-bit images, 10 log10(255^2 / MSE), in dB.
-
-    Args:
-        found, exact: uint8, of one shape.
-
-    Returns:
-        Infinity for equal images.
-    """
-    difference = found.astype(np.float64) - exact.astype(np.float64)
-    mean = float(np.mean(difference * difference))
+    """Returns the peak signal-to-noise ratio of uint8 images in dB; infinity for equal ones."""
+    mean = float(np.mean((found.astype(np.float64) - exact) ** 2))
     return 10 * math.log10(255**2 / mean) if mean else math.inf
 
 
 def load_lpips() -> tuple[Distance | None, str]:
-    """Returns LPIPS (Zhang et al., "The Unreasonable Effectiveness of Deep Features as a Perceptual
-    Metric", 2018) with the AlexNet backbone and what computes it, or None and what is missing.
-
-    The package downloads the backbone: it is asked only where that file is here already.
+    """Returns LPIPS (Zhang et al., 2018) with the AlexNet backbone and what computes it, or None
+    and what is missing. The package downloads the backbone: it is asked only where that file is.
     """
     if not (find_spec("lpips") and find_spec("torchvision")):
         return None, "not measured: run `pip install lpips torchvision`"
@@ -260,12 +127,10 @@ def load_lpips() -> tuple[Distance | None, str]:
         from torchvision.models import AlexNet_Weights
 
         name = AlexNet_Weights.IMAGENET1K_V1.url.rpartition("/")[2]
-        folder = os.path.join(torch.hub.get_dir(), "checkpoints")
-        if not os.path.isfile(os.path.join(folder, name)):
-            return None, (
-                f"not measured: put {name}, torchvision's AlexNet weights (nothing here downloads "
-                f"them), into {folder}"
-            )
+        folder = Path(torch.hub.get_dir(), "checkpoints")
+        if not (folder / name).is_file():
+            why = f"put {name}, torchvision's AlexNet weights (nothing here downloads them), into"
+            return None, f"not measured: {why} {folder}"
         with warnings.catch_warnings():  # of arguments that torchvision has renamed since
             warnings.simplefilter("ignore")
             network = LPIPS(net="alex", verbose=False).eval().requires_grad_(False)

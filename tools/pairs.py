@@ -1,10 +1,10 @@
-"""Paints one seed with stock ComfyUI's code and with each way of this package, side by side.
+"""Makes one seed with stock ComfyUI's code and with each way of this package, side by side.
 
     python -m qwen_l40s.tools.pairs --prompt TEXT --seed 1 --output pairs.png
     python -m qwen_l40s.tools.pairs --micro --output docs/images/pairs.png
 
 posts the template text_to_image_cached to a ComfyUI server, five times. "stock" is the same graph
-with everything off, which is stock ComfyUI's picture, bit for bit. Below each of the others stands
+with everything off, which is stock ComfyUI's image, bit for bit. Below each of the others stands
 its PSNR to that one.
 """
 
@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 
+from ..cli.output import write_sheet
 from ..client import Fleet
 from ..measure.fidelity import psnr
 
@@ -42,7 +43,7 @@ MICRO = {
     "positive": {"text": "a large red star at the top left and a small blue ring at the right"},
     "negative": {"text": " "},
 }
-SIDE, GAP, LINE = 512, 8, 40  # of a picture at most, between two, and of the words below
+SIDE = 512  # of an image at most
 
 
 def graph_of(way: str, micro: bool, prompt: str | None, seed: int) -> dict[str, Any]:
@@ -57,23 +58,11 @@ def graph_of(way: str, micro: bool, prompt: str | None, seed: int) -> dict[str, 
     return graph
 
 
-def beside(pictures: dict[str, Image.Image]) -> Image.Image:
-    """Draws pictures of one size in a row, each with its name and its PSNR to the first."""
-    first = next(iter(pictures.values()))
-    width, height = first.size
-    scale = min(1, SIDE / max(width, height))
-    width, height = round(width * scale), round(height * scale)
-    sheet = Image.new("RGB", (len(pictures) * (width + GAP) - GAP, height + LINE), (255, 255, 255))
-    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(14)
-    for index, (name, picture) in enumerate(pictures.items()):
-        left = index * (width + GAP)
-        sheet.paste(picture.resize((width, height), Image.Resampling.LANCZOS), (left, 0))
-        words = name
-        if picture is not first:
-            decibels = psnr(np.asarray(picture), np.asarray(first))
-            words += "\nthe same" if decibels == math.inf else f"\n{decibels:.1f} dB"
-        draw.multiline_text((left + 4, height + 2), words, (0, 0, 0), font)
-    return sheet
+def caption(way: str, image: Image.Image, exact: Image.Image) -> str:
+    if image is exact:
+        return way
+    decibels = psnr(np.asarray(image), np.asarray(exact))
+    return f"{way}: {'the same' if decibels == math.inf else f'{decibels:.1f} dB'}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -95,7 +84,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for way, job in jobs.items():
             with Image.open(job.result().files[0]) as image:
                 pictures[way] = image.convert("RGB")
-    beside(pictures).save(options.output, optimize=True)
+    exact = pictures["stock, bf16"]
+    captions = [caption(way, image, exact) for way, image in pictures.items()]
+    size = min(exact.size, tuple(round(side * SIDE / max(exact.size)) for side in exact.size))
+    smaller = [image.resize(size, Image.Resampling.LANCZOS) for image in pictures.values()]
+    write_sheet(options.output, smaller, captions, columns=len(smaller))
     return 0
 
 

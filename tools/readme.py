@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any
 from ..charts.figures import between, duration, tenths, usd
 from ..charts.picture import COLOURS, GOOD, LINE, SIDE, WIDTH, Page, text_width
 from ..machine.store import known_cards
-from ..planning.cards import BUNDLED, find_card
+from ..planning.cards import BUNDLED, Card, find_card
 from ..planning.estimate import Estimate, estimate
-from ..planning.request import RunRequest
 from ..spec.formats import GIB
 from ..step_cache import CHOICES
 from .workflows.notes import run_request
@@ -124,9 +123,8 @@ def linked(name: str, folder: str) -> str:
     return f"[{name}]({folder}workflows/{name}.json)"
 
 
-def sampled(name: str) -> RunRequest:
-    """Describes what a template runs."""
-    return run_request(template(name))
+def predicted(name: str, card: Card) -> Estimate:
+    return estimate(run_request(template(name)), card)
 
 
 def gpu_row(name: str, gb: int, model: str, folder: str, *, recommended: bool) -> str:
@@ -136,7 +134,7 @@ def gpu_row(name: str, gb: int, model: str, folder: str, *, recommended: bool) -
     card = find_card(name, known_cards(BUNDLED))
     default, few_steps = MODELS[model]
     quick = few_steps[max(least for least in few_steps if gb >= least)]
-    few, many = estimate(sampled(quick), card), estimate(sampled(default), card)
+    few, many = predicted(quick, card), predicted(default, card)
     exact = [speed for stock, speed in many.faster.items() if "attention" not in stock]
     slowest = min(exact, key=lambda speed: speed.middle)
     title = name if "GB" in name else f"{name}, {gb} GB"
@@ -181,7 +179,7 @@ def costs(folder: str) -> list[str]:
     lines = []
     for name in ("L40S", "RTX 4090", "A100 80GB SXM", "H100 SXM"):
         card = find_card(name, known_cards(BUNDLED))
-        found = [estimate(sampled(each), card).usd_per_image for each in templates]
+        found = [predicted(each, card).usd_per_image for each in templates]
         cells = ["" if cost is None else usd(cost) for cost in found]
         lines.append(f"| {' | '.join((name, *cells))} |")
     return table(" | ".join(("GPU", *(linked(each, folder) for each in templates))), lines)
@@ -260,15 +258,13 @@ def picture() -> Image.Image:
     """Draws a bar for each way to compute a step; shorter is faster."""
     page = Page()
     _, groups = measured()
-    names = max(text_width(words, 34) for words in BARS.values()) + 24
-    left, right = SIDE + names, WIDTH - SIDE - 160
+    left = SIDE + max(text_width(words, 34) for words in BARS.values()) + 24
+    right = WIDTH - SIDE - 160
     for key, rows in groups.items():
         page.text((SIDE, page.y + LINE / 2), f"{GROUPS[key]} {key[1]}: ms a step, one GPU", size=40)
         page.y += LINE + 14
         longest = max(rows.values())
-        for name, words in BARS.items():
-            if name not in rows:
-                continue
+        for name, words in ((name, BARS[name]) for name in BARS if name in rows):
             middle, end = page.y + LINE / 2, left + (right - left) * rows[name] / longest
             fill = GOOD if name.startswith("ours") else COLOURS["other"]
             page.text((SIDE, middle), words)

@@ -131,7 +131,7 @@ def header_only(path, shapes):
     ],
 )
 def test_the_random_weights_are_those_of_the_published_files(tmp_path, name, known):
-    from qwen_l40s.bench.comfyui import text_encoder_shapes, vae_shapes
+    from qwen_l40s.bench.forward import text_encoder_shapes, vae_shapes
 
     member = find_member(name)
     shapes = member.transformer.tensors(), text_encoder_shapes(member), vae_shapes(member)
@@ -148,7 +148,7 @@ def test_the_random_weights_are_those_of_the_published_files(tmp_path, name, kno
 
 
 def test_random_weights_are_written_once(tmp_path):
-    from qwen_l40s.bench.comfyui import write_random
+    from qwen_l40s.bench.forward import write_random
 
     shapes = {"a.weight": (64, 256), "a.bias": (64,), "norm.weight": (8,), "b.gamma": (4, 1, 1, 1)}
     path = tmp_path / "models" / "file.safetensors"

@@ -10,7 +10,7 @@ import torch
 import waiting
 
 from qwen_l40s.bench import forward, measure
-from qwen_l40s.bench.rows import FORWARD
+from qwen_l40s.bench.rows import FORWARD, Inputs, Row
 from qwen_l40s.cli import main
 from qwen_l40s.errors import UnavailableError
 from qwen_l40s.spec.formats import GIB
@@ -175,17 +175,19 @@ def test_every_thing_is_measured_once_before_any_is_measured_again():
     order = []
 
     def one(thing, repeats, again):
-        order.append((thing, repeats, again))
-        if thing == "c":
+        order.append((thing.name, repeats, again))
+        if thing.name == "c":
             raise RuntimeError("no\nmore")
-        return {"samples_ms": [float(len(order))] * repeats} | ({} if again else {"first": thing})
+        first = {} if again else {"first": thing.name}
+        return {"samples_ms": [float(len(order))] * repeats} | first
 
-    setup = SimpleNamespace(repeats=3, debug=False)
-    found = dict(measure.by_turns("abc", one, setup))
+    setup, things = SimpleNamespace(repeats=3, debug=False), map(Row, "abc")
+    rows = measure.by_turns([*things], Inputs(64, 32), one, setup)
+    found = {row["name"]: row for row in rows}
     first = [("a", 1, False), ("b", 1, False), ("c", 1, False)]
     assert order == [*first, ("a", 2, True), ("b", 2, True)]
     assert found["a"]["samples_ms"] == [1, 4, 4] and found["a"]["first"] == "a"
-    assert found["c"] == {"error": "RuntimeError: no"}
+    assert found["c"]["error"] == "RuntimeError: no" and "ms" not in found["c"]
 
 
 # --- the driver

@@ -24,13 +24,11 @@ from qwen_l40s.hosts.diffusers.quantized import (
 from qwen_l40s.loaders.quantize import layers_to_quantize, quantize_rows, row_format
 from qwen_l40s.measure.fidelity import (
     LayerError,
-    LayerSum,
     keep_patterns,
     load_lpips,
     propose_keep,
     psnr,
     relative_error,
-    summed_error,
 )
 from qwen_l40s.optimizations import reference
 from qwen_l40s.optimizations.linear import Gemm
@@ -121,16 +119,7 @@ def test_relative_error_is_the_frobenius_norm_of_what_is_lost():
     assert relative_error(found, exact) == pytest.approx(2 / exact.norm().item())
 
 
-def test_pieces_count_by_their_norms():
-    found, exact = random_tensor(40, 5), random_tensor(40, 6)[:, :5]
-    total = LayerSum()
-    for rows in (slice(0, 3), slice(3, 40)):
-        total.add(found[rows], exact[rows])
-    assert total.error == pytest.approx(relative_error(found, exact))
-
-
-def test_errors_of_nothing_zeros_and_nan():
-    assert LayerSum().error == 0
+def test_errors_of_zeros_and_nan():
     zeros = torch.zeros(3)
     assert relative_error(zeros, zeros) == 0
     assert relative_error(zeros + 1, zeros) == math.inf
@@ -269,44 +258,30 @@ def test_patterns_match_the_kept_layers_and_no_others():
         kept = {layer for layer in LAYERS if numbers.random() < share}
         kinds = numbers.sample(sorted(BLOCK_GEMMS), numbers.randrange(3))
         kept |= {layer for layer in LAYERS if layer.split(".", 2)[2] in kinds}
-        block = f"transformer_blocks.{numbers.randrange(11)}."
-        kept |= {layer for layer in LAYERS if layer.startswith(block)}
-        patterns = keep_patterns(kept, LAYERS)
+        patterns = keep_patterns([layer for layer in LAYERS if layer in kept], LAYERS)
         assert layers_to_quantize(LAYERS, patterns) == set(LAYERS) - kept
         assert {f"*.{kind}" for kind in kinds} <= set(patterns)
         assert len(patterns) <= len(kept)
 
 
 def test_patterns_of_nothing_and_of_everything():
-    assert keep_patterns([], LAYERS) == ()
-    assert keep_patterns(LAYERS, LAYERS) == tuple(f"*.{kind}" for kind in BLOCK_GEMMS)
+    assert keep_patterns([], LAYERS) == []
+    assert keep_patterns(LAYERS, LAYERS) == [f"*.{kind}" for kind in BLOCK_GEMMS]
 
 
 def test_the_proposal_is_the_worst_layers_when_all_are_of_one_size():
-    costs = [LayerError(layer, i / 100, None, 1000) for i, layer in enumerate(LAYERS)]
-    total = summed_error(cost.error for cost in costs)
-    keep = propose_keep(costs, 0.5 * total)
-    count = len(keep.layers)
-    assert set(keep.layers) == {cost.layer for cost in costs[-count:]}
-    assert keep.bytes == 1000 * count
-    assert keep.error == pytest.approx(summed_error(cost.error for cost in costs[:-count]))
-    assert keep.error <= 0.5 * total < summed_error(c.error for c in costs[: -count + 1])
+    costs = [LayerError(layer, i / 100, 1.0, 1000) for i, layer in enumerate(LAYERS)]
+    total = math.hypot(*(cost.error for cost in costs))
+    count = len(propose_keep(costs, 0.5 * total))
+    assert propose_keep(costs, 0.5 * total) == costs[-count:]
+    left = [math.hypot(*(cost.error for cost in costs[:-some])) for some in (count, count - 1)]
+    assert left[0] <= 0.5 * total < left[1]
 
 
 def test_the_proposal_takes_small_layers_before_large_ones_of_the_same_error():
-    large = LayerError("transformer_blocks.0.img_mlp.net.2", 3.0, None, 4000)
-    small = LayerError("transformer_blocks.0.attn.to_q", 3.0, None, 1000)
-    rest = LayerError("transformer_blocks.1.attn.to_q", 1.0, None, 1000)
-    keep = propose_keep([large, rest, small], 3.5)
-    assert keep.layers == (small.layer,)
-    assert keep.patterns == ("transformer_blocks.0.attn.to_q",)
-    assert propose_keep([large, rest, small], 5).layers == ()
-    assert set(propose_keep([large, rest, small], 0).layers) == {
-        cost.layer for cost in (large, small, rest)
-    }
-
-
-def test_a_layer_that_a_later_one_made_needless_is_given_back():
-    first = LayerError("transformer_blocks.0.attn.to_q", 1.0, None, 1)
-    second = LayerError("transformer_blocks.1.attn.to_q", 10.0, None, 1000)
-    assert propose_keep([first, second], 1.5).layers == (second.layer,)
+    large = LayerError("transformer_blocks.0.img_mlp.net.2", 3.0, 1.0, 4000)
+    small = LayerError("transformer_blocks.0.attn.to_q", 3.0, 1.0, 1000)
+    rest = LayerError("transformer_blocks.1.attn.to_q", 1.0, 1.0, 1000)
+    assert propose_keep([large, rest, small], 3.5) == [small]
+    assert propose_keep([large, rest, small], 5) == []
+    assert propose_keep([large, rest, small], 0) == [large, rest, small]

@@ -30,8 +30,6 @@ STUCK = 60  # seconds of a case, for `SECONDS` of a processor that many share
 MEMORY = "/dev/shm"  # a disk takes longer than most cases
 
 
-# What is changed.
-
 HOSTILE = (
     *(None, True, 0, -1, 1, 3, 255, 2**31, 2**53, 2**63 - 1, 2**64, 10**30, 0.5, -0.0, 1e308),
     *("", " ", "a", "\0", "\x1b[2J", "\ud800", "..", "../x", "/", "\u202e", "1", "nan", "x" * 300),
@@ -43,12 +41,12 @@ PIECES = (".", "_", "9", "dit.", "transformer_blocks.", "=", "[", "(", "\n", "\0
 
 def changed(random: Random, value: Any) -> Any:
     """Copies JSON with one change somewhere in it."""
-    if isinstance(value, dict | list) and value and random.random() < 0.85:
+    what = random.random()
+    if isinstance(value, dict | list) and value and what < 0.85:
         key = random.choice(list(value) if isinstance(value, dict) else range(len(value)))
-        inner, what = changed(random, value[key]), random.random()
-        copy = value.copy()
+        copy, what = value.copy(), random.random()
         if what < 0.65:
-            copy[key] = inner
+            copy[key] = changed(random, value[key])
         elif what < 0.75:
             del copy[key]
         elif isinstance(copy, list):
@@ -56,23 +54,19 @@ def changed(random: Random, value: Any) -> Any:
         else:
             copy[longer(random, key)] = copy.pop(key) if what < 0.95 else copy[key]
         return copy
-    what = random.random()
     if isinstance(value, str) and what < 0.5:
         return longer(random, value)
     if isinstance(value, int | float) and what < 0.3:
-        return value + random.choice((-1, 1, 0.5, 256)) if what < 0.2 else -value
-    if what > 0.95:
-        return f"@deep{random.randint(20, 1100)}"
-    return random.choice((value, [value], {"a": value})) if what > 0.9 else random.choice(HOSTILE)
+        return value + random.choice((-1, 1, 0.5, 256, -2 * value))
+    wrapped = (value, [value], {"a": value}, f"@deep{random.randint(20, 1100)}")
+    return random.choice(wrapped if what > 0.9 else HOSTILE)
 
 
 def longer(random: Random, text: str) -> str:
     at = random.choice((0, len(text), random.randint(0, len(text))))
-    if random.random() < 0.3:
-        return text[:at] + random.choice(("", text[at + 1 :]))
-    own = text[at : at + random.randint(1, 20)]
-    piece = random.choice(PIECES) if random.random() < 0.7 else own
-    return text[:at] + piece * random.choice((*(1,) * 40, 2, 2, 20, 5000)) + text[at:]
+    piece = random.choice((*PIECES, "", text[at : at + random.randint(1, 20)]))
+    count = random.choice((*(1,) * 40, 2, 2, 20, 5000))
+    return text[:at] + piece * count + text[at + random.choice((0, 0, 1)) :]
 
 
 def damaged(random: Random, data: bytes) -> bytes:
@@ -88,12 +82,10 @@ def damaged(random: Random, data: bytes) -> bytes:
 
 def drawn(target: Target, random: Random) -> tuple[bytes, int]:
     """Gives a case, which is a seed with a few changes, and how many zeros follow it."""
-    value, damages = random.choice(target.seeds), 0
-    for _ in range(random.choice((0, 1, 1, 2, 4))):
-        if random.random() < 0.7:
-            value = changed(random, value)
-        else:
-            damages += 1
+    value, count = random.choice(target.seeds), random.choice((0, 1, 1, 2, 4))
+    damages = sum(random.random() > 0.7 for _ in range(count))
+    for _ in range(count - damages):
+        value = changed(random, value)
     try:
         data, zeros = target.join(value)
     except Exception:  # which no longer has a file's form
@@ -101,9 +93,6 @@ def drawn(target: Target, random: Random) -> tuple[bytes, int]:
     for _ in range(damages):
         data = damaged(random, data)
     return data, zeros or 0
-
-
-# How cases are tried.
 
 
 class TooSlowError(BaseException):
@@ -154,13 +143,13 @@ def search(name: str, path: Path, seed: int, cases: float, end: float) -> tuple[
     Returns:
         How many cases, and how many kinds.
     """
-    target, number, places = TARGETS[name], 0, set()
+    number, places = 0, set()
     while number < cases and time.monotonic() < end:
-        data, zeros = drawn(target, Random(f"{seed} {name} {number}"))
-        wrong = tried(target, path, data, zeros)
+        data, zeros = drawn(TARGETS[name], Random(f"{seed} {name} {number}"))
+        wrong = tried(TARGETS[name], path, data, zeros)
         if wrong and (place := wrong.partition(": ")[0]) not in places:
             kept = Path(
-                f"fuzz-{re.sub(r'[^A-Za-z]+', '-', name).strip('-')}-{len(places)}"
+                f"fuzz-{re.sub('[^A-Za-z]+', '-', name).strip('-')}-{len(places)}"
             ).resolve()
             places.add(place)
             kept.write_bytes(data)

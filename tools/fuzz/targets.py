@@ -10,6 +10,7 @@ import struct
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
+from itertools import product
 from operator import index
 from pathlib import Path
 from types import ModuleType
@@ -35,19 +36,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Target(NamedTuple):
-    """Says what valid files hold, how they are made of it, and who reads them.
-
-    Args:
-        join: gives the bytes, and how many zeros follow them in the file.
-        clean: the errors in which `read` may refuse.
-        name: of the file, where its reader looks at it.
-    """
+    """Says what valid files hold, how they are made of it, and who reads them."""
 
     seeds: list[Any]
     read: Callable[[Path], Any]
+    # Gives the bytes, and how many zeros follow them in the file.
     join: Callable[[Any], tuple[bytes, int | None]] = lambda value: (dumped(value), 0)
-    clean: type[Exception] | tuple[()] = SettingError
-    name: str = "case"
+    clean: type[Exception] | tuple[()] = SettingError  # in which `read` may refuse
+    name: str = "case"  # of the file, where its reader looks at it
 
 
 # How files are made.
@@ -101,9 +97,9 @@ def texts(values: Any) -> tuple[bytes, int]:
 def png(values: Any) -> tuple[bytes, int]:
     info, file = PngInfo(), io.BytesIO()
     for number, (key, value) in enumerate(values.items()):
-        text = dumped(value).decode("utf-8", "replace")
         with contextlib.suppress(ValueError, UnicodeError):
-            (info.add_text, info.add_itxt)[number % 2](key, text, zip=bool(number % 3))
+            add = (info.add_text, info.add_itxt)[number % 2]
+            add(key, dumped(value).decode("utf-8", "replace"), zip=bool(number % 3))
     Image.new("L", (1, 1)).save(file, "PNG", pnginfo=info)
     return file.getvalue(), 0
 
@@ -147,11 +143,6 @@ def read_graph(path: Path) -> None:
     workflow.loaders_key(graph)
     json.dumps(workflow.with_job_id(graph, INFO, workflow.key_of(graph)))
     servers.Checker(INFO).check(graph)
-
-
-def read_png(path: Path) -> None:
-    results.owned(path, "0" * 16, ["1" * 16])
-    read_graph(path)
 
 
 def read_set(path: Path) -> None:
@@ -206,8 +197,7 @@ WEIGHT = {"dtype": "BF16", "shape": [4, 8]}
 
 
 def checkpoints() -> list[Any]:
-    path = source.bundled_micro_folder() / "transformer" / "diffusion_pytorch_model.safetensors"
-    read = read_header(path).tensors.items()
+    read = source.open_source(source.bundled_micro_folder(), "transformer").tensors.items()
     plain = {name: {"dtype": it.dtype, "shape": [*it.shape]} for name, it in read}
     half = {name: entry for name, entry in plain.items() if name.startswith(BLOCK)}
     other = {"model.diffusion_model." + name: entry for name, entry in half.items()}
@@ -238,10 +228,9 @@ def loras() -> list[Any]:
     found = []
     for style in (*identify.PREFIXES, "base_model.model.transformer.", "single_blocks."):
         for kinds in (("lora_A.default.weight", "lora_B.weight", "alpha"), ("lokr_w1", "lokr_w2")):
-            made = {}
-            for target in qwen_image.QWEN_IMAGE.lora_targets[:4]:
-                made |= {f"{style}{BLOCK}{target}.{kind}": WEIGHT for kind in kinds}
-                made |= {name: {**it, "shape": []} for name, it in made.items() if "alpha" in name}
+            targets = product(qwen_image.QWEN_IMAGE.lora_targets[:4], kinds)
+            made = {f"{style}{BLOCK}{target}.{kind}": WEIGHT for target, kind in targets}
+            made |= {name: {**it, "shape": []} for name, it in made.items() if "alpha" in name}
             about = {f"transformer.{name}": value for name, value in config.items()}
             found.append({"__metadata__": {"lora_adapter_metadata": about}, **made})
     return found
@@ -294,7 +283,7 @@ TARGETS = {
     "GGUF": Target(GGUFS, gguf.read_gguf_set, gguf_file, CheckpointError, "x-00001-of-00001.gguf"),
     "safetensors": Target(CHECKPOINTS, read_checkpoint, framed, CheckpointError),
     "markers": Target(markers(), read_checkpoint, framed, CheckpointError),
-    "PNG": Target(PNGS, read_png, png),
+    "PNG": Target(PNGS, lambda it: (results.owned(it, "0" * 16, ["1" * 16]), read_graph(it)), png),
     "servers.json": Target(SERVERS, lambda path: servers.ServerList(file=path).read()),
     "settings": Target(SETTINGS, own.read_settings),
     "measurements": Target(CACHES, read_cache, clean=()),

@@ -1,8 +1,8 @@
 """Measures how well the bundled micro model follows prompts of pairs that training never showed.
 
     make micro-quality                      200 prompts, about 4 minutes on two CPU cores
-    python -m qwen_l40s.tools.micro.quality --precision fp8
-    python -m qwen_l40s.tools.micro.quality --attention int8
+    make micro-quality ARGS="--precision fp8"
+    make micro-quality ARGS="--attention int8"
 
 Ends with one JSON line; exits with 1 when the bar is missed: colours and position right in 95 % of
 the images, the shape in 90 %. fp8, int8 and an attention that is named are compared with bf16 from
@@ -17,10 +17,10 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -35,93 +35,57 @@ from ...micro.judge import adherence
 from ...micro.scene import HELD_OUT_PAIRS, Scene, sample_prompts
 from ...spec.formats import QUANTIZED
 
-COLOURS_AND_POSITION_BAR, SHAPE_BAR = 0.95, 0.90
-LARGEST_DROP = 0.02  # of a share, from bf16 to fp8 or int8
-STEPS, CFG = 20, 4.0
+BARS = {"colours_and_position": 0.95, "shape": 0.90}
+LARGEST_DROP = 0.02  # of a share, from bf16
+HOW = {"width": MICRO_SIDE, "height": MICRO_SIDE, "steps": 20, "cfg": 4.0, "progress": False}
 Prompts = Sequence[tuple[str, Scene]]
 
 
-def paint(pipeline: LoadedPipeline, prompts: Prompts) -> list[Image.Image]:
-    """Paints an image of each prompt; image i comes from noise seed i."""
-    return [
-        generate(
-            pipeline,
-            prompt,
-            width=MICRO_SIDE,
-            height=MICRO_SIDE,
-            steps=STEPS,
-            cfg=CFG,
-            seed=index,
-            progress=False,
-        ).images[0]
-        for index, (prompt, _) in enumerate(prompts)
-    ]
-
-
-def judge(images: Sequence[Image.Image], prompts: Prompts) -> dict[str, float]:
-    """Returns the shares of images in which each check, and all of them, hold.
-
-    Lists images that are not fully right on stderr.
-    """
-    results = []
-    for index, (image, (prompt, scene)) in enumerate(zip(images, prompts, strict=True)):
-        results.append(adherence(image, scene))
+def judged(
+    pipeline: LoadedPipeline, prompts: Prompts
+) -> tuple[list[Image.Image], dict[str, float]]:
+    """Makes image i from noise seed i; returns the images, and the shares in which checks hold."""
+    images, results = [], []
+    for seed, (prompt, scene) in enumerate(prompts):
+        images += generate(pipeline, prompt, seed=seed, **HOW).images
+        results.append(adherence(images[-1], scene))
         if results[-1].score < 1:
-            print(f"{index}: {prompt!r}: {results[-1].as_dict()}", file=sys.stderr)
+            print(f"{seed}: {prompt!r}: {results[-1].as_dict()}", file=sys.stderr)
     checks = {
         "colours_and_position": [it.colours and it.position for it in results],
         "shape": [it.shape for it in results],
         "all": [it.score == 1 for it in results],
         "size": [it.size for it in results],
     }
-    return {name: round(sum(held) / len(held), 4) for name, held in checks.items()}
-
-
-def psnr_summary(
-    images: Sequence[Image.Image], exact: Sequence[Image.Image]
-) -> dict[str, float | None]:
-    """Returns mean and least PSNR in dB of the pairs that differ; None where all are equal."""
-    pairs = zip(images, exact, strict=True)
-    values = [psnr(np.asarray(found), np.asarray(plain)) for found, plain in pairs]
-    finite = [value for value in values if math.isfinite(value)]
-    if not finite:
-        return {"mean": None, "least": None}
-    return {"mean": round(mean(finite), 2), "least": round(min(finite), 2)}
+    return images, {name: round(mean(held), 4) for name, held in checks.items()}
 
 
 def compare(
     pipeline: LoadedPipeline, prompts: Prompts, precision: str, attention: str | None = None
-) -> dict[str, object]:
-    """Paints in bf16 with diffusers' own attention, changes the transformer in place, and paints
-    the same again.
-
-    Args:
-        precision: Into which the transformer is quantized; bf16 leaves it as it is.
-        attention: Of the optimized transformer; None leaves diffusers' own code.
-
-    Returns:
-        The shares after the change, those in bf16 under `bf16`, and `psnr`.
+) -> dict[str, Any]:
+    """Makes the images in bf16 with diffusers' attention, changes the transformer in place, and
+    makes them again; returns the shares after, those before under `bf16`, and `psnr` in dB: mean
+    and least of the pairs that differ, None where all are equal.
     """
-    exact = paint(pipeline, prompts)
-    print("bf16:", file=sys.stderr)
-    plain = judge(exact, prompts)
+    exact, plain = judged(pipeline, prompts)
     if precision in QUANTIZED:
         quantize_transformer(pipeline.transformer, precision)
     if attention is not None:
         optimized = optimize(pipeline.transformer, attention=attention)
         pipeline = replace(pipeline, optimized=optimized)
-    images = paint(pipeline, prompts)
-    print(f"{precision}, attention {attention or 'of diffusers'}:", file=sys.stderr)
-    return {**judge(images, prompts), "bf16": plain, "psnr": psnr_summary(images, exact)}
+    print(f"the above in bf16; in {precision}, attention {attention}:", file=sys.stderr)
+    images, shares = judged(pipeline, prompts)
+    each = (psnr(*map(np.asarray, pair)) for pair in zip(images, exact, strict=True))
+    finite = list(filter(math.isfinite, each))
+    values = {"mean": round(mean(finite), 2), "least": round(min(finite), 2)} if finite else None
+    return {**shares, "bf16": plain, "psnr": values}
 
 
-def passes(quality: dict) -> bool:
+def passes(quality: Mapping[str, Any]) -> bool:
     """Checks the bar, and that nothing falls too far below bf16 where that was measured."""
-    plain = quality.get("bf16", {})
-    return (
-        quality["colours_and_position"] >= COLOURS_AND_POSITION_BAR
-        and quality["shape"] >= SHAPE_BAR
-        and all(round(share - quality[name], 4) <= LARGEST_DROP for name, share in plain.items())
+    drops = (share - quality[name] for name, share in quality.get("bf16", {}).items())
+    return all(quality[name] >= bar for name, bar in BARS.items()) and all(
+        round(drop, 4) <= LARGEST_DROP for drop in drops
     )
 
 
@@ -129,32 +93,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", type=Path, default=bundled_micro_folder(), metavar="DIR")
     parser.add_argument("--count", type=int, default=200, help="prompts, default 200")
-    parser.add_argument("--seed", type=int, default=1, help="of the prompts; noise i has seed i")
     parser.add_argument("--precision", default="auto", help="auto, bf16, fp32, fp8 or int8")
     parser.add_argument("--attention", help="of the optimized transformer, compared with bf16")
-    parser.add_argument("--device", default="auto")
     args = parser.parse_args()
-    prompts = sample_prompts(args.count, args.seed, HELD_OUT_PAIRS)
-    lossy = args.precision in QUANTIZED
-    compared = lossy or args.attention is not None
+    prompts = sample_prompts(args.count, 1, HELD_OUT_PAIRS)
+    compared = args.precision in QUANTIZED or args.attention is not None
     precision = "bf16" if compared else args.precision
-    pipeline = load_pipeline(args.model, precision=precision, device=args.device)
+    pipeline = load_pipeline(bundled_micro_folder(), precision=precision)
     if compared:
         quality = compare(pipeline, prompts, args.precision, args.attention)
     else:
-        quality = judge(paint(pipeline, prompts), prompts)
-    passed = passes(quality)
-    about = {
-        "count": args.count,
-        "seed": args.seed,
-        "device": pipeline.device,
-        "precision": args.precision if lossy else pipeline.precision.name,
-        "attention": args.attention,
-    }
-    print(json.dumps({**quality, **about, "passed": passed}))
-    return 0 if passed else 1
+        _, quality = judged(pipeline, prompts)
+    about = {"precision": pipeline.precision.name, "device": pipeline.device}
+    about |= {"precision": args.precision} if args.precision in QUANTIZED else {}
+    quality |= {**vars(args), **about, "passed": passes(quality)}
+    print(json.dumps(quality))
+    return 0 if quality["passed"] else 1
 
 
 if __name__ == "__main__":

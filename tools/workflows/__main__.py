@@ -31,11 +31,7 @@ FOLDED_TITLE = 20  # letters that the page draws of a folded node
 
 
 def files() -> dict[Path, str]:
-    """Returns what is to stand in each JSON file, by its path.
-
-    Raises:
-        ValueError: a workflow is wrong; a line for each reason.
-    """
+    """Returns what is to stand in each JSON file; raises ValueError with a line for each fault."""
     written, wrong = {}, []
     for path in sorted(FOLDER.glob("*.json")):
         api = FOLDER / "api" / path.name
@@ -48,9 +44,8 @@ def files() -> dict[Path, str]:
             (text,) = note["widgets_values"]
             text = notes.written(text, prompt)
         except ValueError as error:
-            wrong += [
-                f"{path.relative_to(ROOT)}: {line.rstrip('.')}." for line in str(error).splitlines()
-            ]
+            name = path.relative_to(ROOT)
+            wrong += [f"{name}: {line.rstrip('.')}." for line in str(error).splitlines()]
             continue
         note["widgets_values"], note["widgets_values_named"] = [text], {"text": text}
         notes.place(graph, note)
@@ -100,13 +95,6 @@ def _unwired(known: definitions.Input, node: Graph) -> Iterator[str]:
             yield f"{name} must be {expected!r}, got {values[name]!r}"
 
 
-def refresh_definitions(answer: Path) -> None:
-    """Takes the nodes that `definitions.json` has, or that are ours, from GET /object_info."""
-    info, known = _read(answer), _read(definitions.FILE)
-    names = {*known, *(name for name in info if name.startswith(definitions.OURS))}
-    definitions.FILE.write_text(_text(definitions.subset(info, names)), encoding="utf-8")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns 1 where a workflow is wrong or, unless written, not up to date."""
     parser = argparse.ArgumentParser(
@@ -117,8 +105,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help="notes' figures and API forms")
     parser.add_argument("--definitions", type=Path, metavar="FILE", help="of GET /object_info")
     options = parser.parse_args(arguments)
-    if options.definitions:
-        refresh_definitions(options.definitions)
+    if options.definitions:  # of the nodes that stand there, and of ours
+        info, known = _read(options.definitions), _read(definitions.FILE)
+        names = {*known, *(name for name in info if name.startswith(definitions.OURS))}
+        definitions.FILE.write_text(_text(definitions.subset(info, names)), encoding="utf-8")
         return 0
     try:
         expected = files()

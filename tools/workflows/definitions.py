@@ -35,20 +35,14 @@ AFTER_A_RUN = "randomize"
 
 
 class Input(NamedTuple):
-    """Describes an input of a node.
-
-    Attributes:
-        widget: Whether it has a widget in the page; other inputs are sockets.
-        optional: Whether a graph may leave it out.
-        options: What else the node says of it, of `KEPT_OPTIONS`.
-        choices: Of a COMBO or `DYNAMIC_COMBO`; None where they differ from machine to machine.
-    """
+    """Describes an input of a node."""
 
     name: str
     type: str
-    widget: bool
-    optional: bool
-    options: Mapping[str, Any]
+    widget: bool  # whether it has one in the page; other inputs are sockets
+    optional: bool  # whether a graph may leave it out
+    options: Mapping[str, Any]  # what else the node says of it, of `KEPT_OPTIONS`
+    # Of a COMBO or `DYNAMIC_COMBO`; None where they differ from machine to machine.
     choices: Sequence[str] | None = None
 
 
@@ -58,14 +52,10 @@ class Output(NamedTuple):
 
 
 class Definition(NamedTuple):
-    """Describes a node: inputs and outputs in their order, which saved files depend on.
-
-    Attributes:
-        title: What the page's search and its library call it.
-    """
+    """Describes a node: inputs and outputs in their order, which saved files depend on."""
 
     class_type: str
-    title: str
+    title: str  # of the page's search and its library
     inputs: Sequence[Input]
     outputs: Sequence[Output]
 
@@ -93,16 +83,13 @@ def widgets(node: Definition) -> dict[str, str]:
 
 
 def subset(object_info: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Keeps of GET /object_info, for `names`, inputs and outputs in their order.
-
-    Raises:
-        KeyError: a node is missing there.
-    """
+    """Keeps of GET /object_info, for `names`, inputs and outputs in their order."""
     return {name: _node(object_info[name]) for name in sorted(names)}
 
 
-def parse(kept: Mapping[str, Any]) -> dict[str, Definition]:
-    """Makes definitions of what `subset` gave."""
+@functools.cache
+def definitions() -> dict[str, Definition]:
+    """Reads what `subset` gave."""
     return {
         name: Definition(
             name,
@@ -110,13 +97,8 @@ def parse(kept: Mapping[str, Any]) -> dict[str, Definition]:
             [Input(**entry) for entry in node["inputs"]],
             [Output(**entry) for entry in node["outputs"]],
         )
-        for name, node in kept.items()
+        for name, node in json.loads(FILE.read_text(encoding="utf-8")).items()
     }
-
-
-@functools.cache
-def definitions() -> dict[str, Definition]:
-    return parse(json.loads(FILE.read_text(encoding="utf-8")))
 
 
 def _node(info: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,10 +108,8 @@ def _node(info: Mapping[str, Any]) -> dict[str, Any]:
         for input_name in info["input_order"].get(section, [])
         for entry in _inputs(input_name, info["input"][section][input_name], section)
     ]
-    outputs = [
-        {"name": output_name, "type": output_type}
-        for output_name, output_type in zip(info["output_name"], info["output"], strict=True)
-    ]
+    named = zip(info["output_name"], info["output"], strict=True)
+    outputs = [{"name": name, "type": kind} for name, kind in named]
     return {"display_name": info.get("display_name"), "inputs": inputs, "outputs": outputs}
 
 

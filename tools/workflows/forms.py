@@ -27,10 +27,8 @@ Graph = dict[str, Any]
 
 
 def tidy(graph: Mapping[str, Any]) -> Graph:
-    """Makes the whole file of what a page saved.
-
-    Raises:
-        ValueError: it is no such graph, or has a node that is not in `definitions.json`.
+    """Makes the whole file of what a page saved; raises ValueError where it is no such graph, or
+    has a node that is not in `definitions.json`.
     """
     if graph.get("version") != VERSION:
         raise ValueError(f"it is no graph of version {VERSION}: export it from ComfyUI's page")
@@ -66,11 +64,7 @@ def nodes_that_run(graph: Graph) -> Iterator[tuple[Graph, Definition]]:
 
 
 def note_of(graph: Graph) -> Graph:
-    """Finds the note of a graph.
-
-    Raises:
-        ValueError: there is none, or more than one.
-    """
+    """Finds the note of a graph; raises ValueError where there is none, or more than one."""
     notes = [node for node in graph["nodes"] if node["type"] == NOTE]
     if len(notes) != 1:
         raise ValueError(f"it has {len(notes)} notes: keep one {NOTE}")
@@ -78,12 +72,8 @@ def note_of(graph: Graph) -> Graph:
 
 
 def api_form(graph: Graph, older: Graph) -> Graph:
-    """Makes {node id: {class_type, inputs, _meta}} as the page's graphToPrompt, but for the ids.
-
-    Args:
-        graph: `tidy` gave it.
-        older: The API form so far, whose nodes keep their ids by their titles. A new node gets its
-            number, as in ComfyUI's own export.
+    """Makes {node id: {class_type, inputs, _meta}} as the page's graphToPrompt, but for the ids: by
+    their titles, nodes keep those of `older`, the API form so far; a new node gets its number.
     """
     kept = {node.get("_meta", {}).get("title"): id for id, node in older.items()}
     known = sorted(nodes_that_run(graph), key=lambda pair: pair[0]["id"])
@@ -96,23 +86,11 @@ def api_form(graph: Graph, older: Graph) -> Graph:
             for socket in node["inputs"]
             if socket["link"] is not None
         }
-        found[ids[node["id"]]] = {
-            "class_type": node["type"],
-            "inputs": {
-                each.name: given[each.name] for each in definition.inputs if each.name in given
-            },
-            "_meta": _meta(node, definition),
-        }
+        inputs = {each.name: given[each.name] for each in definition.inputs if each.name in given}
+        meta = {"title": node["title"]} | ({"version": __version__} if definition.is_ours else {})
+        meta |= _kept(node["properties"], ("models",))
+        found[ids[node["id"]]] = {"class_type": node["type"], "inputs": inputs, "_meta": meta}
     return found
-
-
-def _meta(node: Graph, definition: Definition) -> Graph:
-    meta = {"title": node["title"]}
-    if definition.is_ours:
-        meta["version"] = __version__
-    if "models" in node["properties"]:
-        meta["models"] = node["properties"]["models"]
-    return meta
 
 
 def _kept(entry: Mapping[str, Any], keys: tuple[str, ...]) -> Graph:

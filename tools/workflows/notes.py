@@ -46,17 +46,12 @@ Graph = Mapping[str, Mapping[str, Any]]
 
 
 class ModelFile(NamedTuple):
-    """Describes a published file.
-
-    Attributes:
-        size: As the table says it.
-        directory: Under ComfyUI's `models`.
-    """
+    """Describes a published file."""
 
     name: str
     url: str
-    size: str
-    directory: str
+    size: str  # as the table says it
+    directory: str  # under ComfyUI's `models`
 
     def link(self) -> dict[str, str]:
         """Returns what the page's dialog of missing models reads."""
@@ -71,11 +66,8 @@ def published() -> dict[str, ModelFile]:
 
 
 def written(text: str, graph: Graph) -> str:
-    """Puts into a note what follows from its workflow, in API form.
-
-    Raises:
-        ValueError: a heading is missing, or stands there for nothing; or the workflow runs what
-            cannot be estimated.
+    """Puts into a note what follows from its workflow, in API form; raises ValueError where a
+    heading is missing, or stands there for nothing.
     """
     named = [link["name"] for node in graph.values() for link in node["_meta"].get("models", ())]
     request = run_request(graph)
