@@ -282,7 +282,7 @@ class Feeder:
         words = f": {error['message']}"
         if ran:
             self._scheduler.pass_on(job, self.name, error)
-            words = f"failed {job.label}, which another tries{words}"
+            words = f"{job.label} failed, and another server tries it{words}"
         elif self._scheduler.refuse(job, self.name, error):
             self._ended(job, prompt_id)
             return
@@ -329,10 +329,10 @@ class Feeder:
                     await self._recognize()
                 if boot != self.boot:
                     raise ServerError(f"{self.name} was restarted and has forgotten its jobs.")
-                message = "someone took it out of the server's queue."
+                message = "someone removed the job from the server's queue."
                 self.end(job, prompt_id, CANCELLED, failure("removed", message))
         if not await self.server.withdraw(strays) and anew:
-            raise ServerError(f"{self.name} still runs a job that another server has.")
+            raise ServerError(f"{self.name} still runs a job that another server has taken over.")
         for prompt_id in strays:
             if (posted := self.posted.pop(prompt_id, None)) is not None:
                 self._scheduler.give_back(posted.job, self.name)
@@ -351,7 +351,7 @@ class Feeder:
             self._died(posted)
             raise ServerError(
                 f"{self.name} has shown no progress of {posted.job.label} for {silent:.0f} s: see "
-                "its log, and restart it."
+                "the server's log, and restart the server."
             )
 
     def _collect(self, prompt_id: str, entry: dict[str, Any]) -> None:
@@ -373,8 +373,8 @@ class Feeder:
         if isinstance(error, ServerError):
             return error
         return ServerError(
-            f"{self.name} answers in another form than ComfyUI ({type(error).__name__}: "
-            f"{shortened(str(error), 100)}): update ComfyUI there, and see what stands before it."
+            f"{self.name} does not answer as ComfyUI does ({type(error).__name__}: "
+            f"{shortened(str(error), 100)}): update ComfyUI there, and check any proxy between."
         )
 
     def end(
@@ -430,7 +430,7 @@ class Feeder:
         if self.error is None:
             gone = type(error) is GoneError
             fact = f"{self.name} is gone (connection refused)." if gone else error
-            jobs = f" Its jobs wait again: {len(back)}." if back else ""
+            jobs = f" Its jobs go to other servers or wait: {len(back)}." if back else ""
             if self._run.journal is not None:
                 self._run.say(f"{fact}{jobs}")
             self.away_since = time.monotonic() - getattr(error, "waited", 0.0)

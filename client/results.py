@@ -144,7 +144,9 @@ async def fetch(
     if "execution_error" in messages:
         fetched.error = of_execution(graph, messages["execution_error"])
     elif status["status_str"] != "success":
-        told = f"{server.address} says that the job failed, and not why: see its log."
+        told = (
+            f"{server.address} reports that the job failed, without a reason: see the server's log."
+        )
         fetched.error = failure("execution_error", told)
     for item in files_of(entry, graph):
         path, suffix = part(), Path(item["filename"]).suffix
@@ -158,7 +160,7 @@ async def fetch(
         except OSError as error:
             raise no_room(error, path.parent) from error
         if fault is not None:
-            raise ResultError(f"{named} {fault}: see what stands before the server.")
+            raise ResultError(f"{named} {fault}: check any proxy before the server.")
         own = owns(item, path)
         if own is False:
             raise ResultError(f"{named} is the image of another job.", lost=True)
@@ -240,8 +242,8 @@ def place(
 
 def no_room(error: OSError, folder: Path) -> DiskError:
     return DiskError(
-        f"results cannot be written ({error.strerror or error}): make room, then --resume fetches "
-        "them.",
+        f"results cannot be written ({error.strerror or error}): free disk space, then fetch them "
+        "with --resume.",
         folder,
     )
 
@@ -291,7 +293,7 @@ class Collector:
             if fault is None:
                 return
             if tries == 1:
-                self._run.say(f"{job.label} is done, but its result does not come: {fault}")
+                self._run.say(f"{job.label} is done, but its result could not be fetched: {fault}")
                 self.strike(job)
             last = tries == FETCHES or time.monotonic() - began > FETCH_SECONDS
             lost = getattr(fault, "lost", False) or getattr(fault, "status", 0) == 404
@@ -306,12 +308,14 @@ class Collector:
                 except ServerError as error:  # if it answers, it does so wrongly, as before
                     away = isinstance(error, AwayError)
             if last or ((lost or away) and job.worn):
-                error = failure("download", f"{fault} It was asked {tries} times: try --resume.")
+                error = failure("download", f"{fault} Tried {tries} times: continue with --resume.")
                 self._feeder.end(job, prompt_id, FAILED, error, kept=True)
                 return
             if lost or away:
                 if lost:
-                    self._run.say(f"{self._name} has lost the result of {job.label}: it runs again")
+                    self._run.say(
+                        f"{self._name} has lost the result of {job.label}: the job runs again"
+                    )
                 self._give_back(job, prompt_id if lost else "")
                 return
 
@@ -362,25 +366,25 @@ class Collector:
         error = fetched.error or (of_execution(job.graph, told) if told else None)
         self.longest = max(self.longest, fetched.seconds or 0.0)
         if fetched.interrupted:
-            message = "someone interrupted it on the server."
+            message = "someone interrupted the job on the server."
             self._feeder.end(job, prompt_id, CANCELLED, failure("interrupted", message))
             return
         if fetched.doubtful:
             self._scheduler.alone = True
             self._run.say_once(
-                "a node of these jobs names its files by itself: the jobs run one at a time, and "
-                "the first ones once more, so that none gets the file of another"
+                "a node of these jobs chooses its own file names: to keep each file with its job, "
+                "the jobs run one at a time, and the first ones run once more"
             )
             self._give_back(job, prompt_id)
             return
         if error is None and not fetched.parts:
             if saver := always_names(job.graph, self._feeder.admitted.info):
-                message = f"{saver} names no file on {self._name}: see its log."
+                message = f"{saver} reported no file on {self._name}: see the server's log."
                 error = failure("no output", message)
             elif not fetched.texts:
                 self._run.say_once(
-                    "no file is named by the output nodes of these jobs, as by a websocket's and "
-                    "those that save models: what they made stays on the servers"
+                    "the output nodes of these jobs report no files, such as nodes that save "
+                    "models or send images by websocket: their results stay on the servers"
                 )
         if error is None:
             self._rest = 0.0
@@ -399,8 +403,9 @@ class Collector:
         if self._scheduler.strike(job, self._name):
             self._rest = min(max(REST_SECONDS, 2 * self._rest), LONGEST_REST)
             self._run.say(
-                f"{self._name} failed {MOST_STRIKES} jobs in a row, and another server none: it "
-                f"rests for {self._rest:g} s, then gets one more. See its log, or restart it."
+                f"{self._name} failed {MOST_STRIKES} jobs in a row, and other servers failed "
+                f"none: it pauses for {self._rest:g} s, then gets one job. See its log, or "
+                "restart it."
             )
             asyncio.get_running_loop().call_later(self._rest, self._rested)
 
