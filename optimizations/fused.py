@@ -81,7 +81,7 @@ def _attention_8bit(
 
 
 TORCH = Ops(
-    "plain torch: no card",
+    "plain torch: no GPU",
     lambda x, branch, gates, norms, tokens, eps, format, out, plain=None: (
         lambda x, gates, norms: _write(
             out, *reference.residual_norm(x, branch, gates, norms, tokens, eps, format, plain)
@@ -111,7 +111,7 @@ def choose_ops(device: torch.device) -> Ops | Verdict:
     if device.type == "cpu" and not kernels.interpreted():
         return TORCH
     if device.type != "cpu" and (device.type != "cuda" or torch.version.hip is not None):
-        return Verdict(f"{device.type} is not an NVIDIA card", final=True)
+        return Verdict(f"{device.type} is not an NVIDIA GPU", final=True)
     if kernels.missing():
         return Verdict(kernels.missing(), final=True)
     ops = _triton()
@@ -128,11 +128,14 @@ def unsupported_shape(dim: int, head_dim: int, dtype: torch.dtype) -> Verdict | 
     """Why the kernels do not take a model; None when they do."""
     if dtype not in (torch.bfloat16, torch.float32):
         # Residuals of Qwen-Image exceed what fp16 holds: both hosts clip or refuse it.
-        return Verdict(f"{dtype}", rule="the fused blocks take bf16 and fp32")
+        return Verdict(f"{dtype}", rule="fused kernels need bf16 or fp32")
     if dim > WIDEST_ROW:
-        return Verdict(f"a width of {dim}, more than {WIDEST_ROW}", final=True)
+        return Verdict(f"a width of {dim} is above the limit of {WIDEST_ROW}", final=True)
     if head_dim not in HEAD_DIMS:
-        return Verdict(f"heads of {head_dim}, not {', '.join(map(str, HEAD_DIMS))}", final=True)
+        return Verdict(
+            f"heads of {head_dim} are not supported, only {', '.join(map(str, HEAD_DIMS))}",
+            final=True,
+        )
     return None
 
 

@@ -36,7 +36,7 @@ from .workspace import Prefix
 if TYPE_CHECKING:
     from ..cards.team import SplitFigures
 
-OTHER_CLASSES = Verdict("another extension has replaced modules of it")
+OTHER_CLASSES = Verdict("another extension has replaced some of its modules")
 Streams = tuple[torch.Tensor, torch.Tensor]  # text and image
 
 
@@ -291,8 +291,9 @@ class FirstBlockCheck:
             error = off / change
             if not error <= self._most + allowance:  # NaN fails too
                 self.fail(
-                    f"the fused block's {stream} stream differs by {error:.2g} of what the block "
-                    f"adds from the host's own, and {self._most} is allowed"
+                    f"the fused block's {stream} stream differs from the reference block's by "
+                    f"{error:.2g}, relative to what the block adds, but only {self._most} is "
+                    "allowed"
                 )
                 return False
             self.worst = max(self.worst or 0.0, off / max(size, 1e-30))
@@ -446,7 +447,7 @@ class PreparedModel:
                 f"blocks: fused, {self.fused} of {total} in {self.passes} forward passes "
                 f"({self.ops.name}); {check}"
             )
-        lines += self.verdicts.lines("blocks", instead=f"{host} own", total=total)
+        lines += self.verdicts.lines("blocks", instead=f"{host} code", total=total)
         if not self.fused:
             return lines
         lines += [f"layers: {gemm}" for gemm in self._gemms]
@@ -456,7 +457,7 @@ class PreparedModel:
                 count = f"{self.kinds[format]} of {layers}"
                 lines.append(f"layers: {count} rotated, {format.rotation} columns at a time")
         if self.kinds[None]:
-            lines.append(f"layers: {self.kinds[None]} of {layers} run {host} own way")
+            lines.append(f"layers: {self.kinds[None]} of {layers} run {host} code")
         if split is not None:
             lines += split.lines()
         return lines + self.graphs.lines() + self.verdicts.lines("graphs") + self.modulation.lines()
