@@ -105,15 +105,16 @@ def run(args: argparse.Namespace) -> int:
 def _check_arguments(args: argparse.Namespace) -> None:
     if args.precision not in QUANTIZED:
         what = "is the reference" if args.precision == "bf16" else "is not a quantized format"
-        raise SettingError(f"precision {args.precision!r} {what}: audit {' or '.join(QUANTIZED)}.")
+        raise SettingError(f"precision {args.precision!r} {what}: choose {' or '.join(QUANTIZED)}.")
     if not 0 < args.target < 1:
         raise SettingError(
-            f"--target must be between 0 and 1, got {args.target!r}: the share of the error that "
-            "may remain."
+            f"--target is {args.target!r}, but must be between 0 and 1: it is the share of the "
+            "error that may remain."
         )
     if args.layers_only and (args.prompt or args.prompts or args.output):
         raise SettingError(
-            "--layers-only makes no images: leave it out, or --prompt, --prompts and --output."
+            "--layers-only makes no images: leave it out, or leave out --prompt, --prompts and "
+            "--output."
         )
 
 
@@ -125,8 +126,8 @@ def _settings(args: argparse.Namespace) -> list[GenerateSettings]:
         prompts = gallery_prompts(MICRO_PROMPTS)
     if not prompts:
         raise SettingError(
-            "there is no prompt, and the loss depends on it: give --prompt TEXT or --prompts FILE, "
-            "or use --layers-only."
+            "there is no prompt, but the loss depends on it: give --prompt TEXT or --prompts "
+            "FILE, or use --layers-only."
         )
     side = MICRO_SIDE if args.model is None else side_of(args.model)
     width, height = args.size or (side, side)
@@ -165,8 +166,8 @@ def _model(args: argparse.Namespace) -> Path:
     model = bundled_micro_folder() if args.model is None else Path(args.model)
     if not args.layers_only and model.exists() and not (model / PIPELINE_INDEX).is_file():
         raise SettingError(
-            f"this is not a whole diffusers folder (no {PIPELINE_INDEX}), and images need the text "
-            "encoder and VAE too: name the folder, or add --layers-only.",
+            f"{PIPELINE_INDEX} is missing, but images also need the text encoder and the VAE: "
+            "name the whole diffusers folder, or add --layers-only.",
             model,
         )
     return model
@@ -182,8 +183,7 @@ def _checked_source(model: Path, keep: Sequence[str]) -> Source:
     if formats:
         found = ", ".join(f"{form} in {count} layers" for form, count in formats.items())
         raise CheckpointError(
-            f"this is quantized already ({found}): audit the bf16 file or folder that it was made "
-            "from.",
+            f"this is already quantized ({found}): audit the original bf16 file or folder.",
             source.path,
         )
     check_complete(source)
@@ -221,7 +221,8 @@ def audit_images(
         pipeline = load_pipeline(model, precision="bf16", device=args.device)
     except UnavailableError as error:
         raise UnavailableError(
-            f"{str(error).rstrip('.')}; `audit --layers-only` needs one weight at a time."
+            f"{str(error).rstrip('.')}; `audit --layers-only` needs memory for one weight at a "
+            "time."
         ) from error
     runs = [settled(run, pipeline) for run in runs]
 
@@ -322,8 +323,10 @@ def audit_text(report: Mapping[str, Any]) -> str:
         f"products   {report['products']}",
     ]
     if report["activations"] == "Gaussian":
-        lines.append("activations are Gaussian, so outliers of real ones do not show: name the")
-        lines.append("diffusers folder and prompts to measure with them")
+        lines.append(
+            "activations are Gaussian, so outliers of real activations are missing: name the"
+        )
+        lines.append("diffusers folder and prompts to measure with real activations")
     if "images" in report:
         how = report["settings"]
         size = f"{how['width']}x{how['height']}, {how['steps']} steps, guidance {how['cfg']:g}"
