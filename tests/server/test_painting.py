@@ -98,7 +98,7 @@ def test_attention_in_8_bits_still_paints_the_prompt(server: Server):
     run = server.run(nodes)
     assert run.status == "success"
     assert shows(server.image(run, "save"))
-    assert "attention: int8_fp8: asked for" in server.log.read_text()
+    assert "attention: int8_fp8: requested" in server.log.read_text()
 
 
 def test_a_second_prompt_reuses_what_is_loaded(server: Server):
