@@ -6,8 +6,8 @@
     +-- UnavailableError  (also RuntimeError)  the machine lacks a package, a card, memory or disk
         +-- DoesNotFitError                    the card is too small, even where weights move
 
-Every message is one sentence for the person who typed the command: what is wrong, the rule, the
-remedy, and last the path where there is one. The command line prints it and exits with code 2.
+Every message has the fact, the rule and the remedy, at most a sentence each, and ends with the path
+where there is one. The command line prints it and exits with code 2.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def restart_for(error: BaseException | None) -> UnavailableError | None:
     if not f"{lacks}.".startswith(f"{PACKAGE}."):
         return None
     return UnavailableError(
-        "The files of Qwen-Image Accelerator have changed since ComfyUI started: restart ComfyUI."
+        "The files of Qwen-Image Accelerator changed after ComfyUI started: restart ComfyUI."
     )
 
 
@@ -86,10 +86,10 @@ def plain_write_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        remedy = "create the folder, free space, or choose another"
+        remedy = "create the folder, free disk space, or choose another folder"
         if sys.platform == "win32":
             if len(str(path.absolute())) > LONGEST_PATH:
-                remedy = f"Windows takes paths of {LONGEST_PATH} characters, choose a shorter one"
+                remedy = f"choose a path of at most {LONGEST_PATH} characters, the limit of Windows"
             elif isinstance(error, PermissionError):
-                remedy = f"close what has the file open, or {remedy}"
+                remedy = f"close the program that has the file open, or {remedy}"
         raise UnavailableError(f"cannot write ({error.strerror}): {remedy}.", path) from error

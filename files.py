@@ -105,7 +105,7 @@ def read_bytes(path: Path, most: int = 2**24, *, pipes: bool = True) -> bytes:
     found = path.stat()
     plain = stat.S_ISREG(found.st_mode)
     if not plain and not pipes:
-        raise ValueError("it is no file")
+        raise ValueError("it is not a file")
     if found.st_size <= most:
         with path.open("rb") as file:
             data = file.read(-1 if plain else most + 1)

@@ -325,9 +325,8 @@ def todays(given: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if found.get(option.name, option.default) not in (option.default, value):
             raise SettingError(
-                f"{option.name} is {found[option.name]!r}, but {older.name} is "
-                f"{given[older.name]!r}: {older.name} is the older name of {option.name}. Give "
-                f"only {option.name}."
+                f"{option.name} is {found[option.name]!r}, but {older.name}, its older name, is "
+                f"{given[older.name]!r}. Give only {option.name}."
             )
         found[option.name] = value
     return found
@@ -356,8 +355,8 @@ def request_settings(**given: Any) -> dict[str, Any]:
     controlnet_gib = settings.pop("controlnet_gib")
     if not 0 <= controlnet_gib < math.inf:
         raise SettingError(
-            f"controlnet_gib is {controlnet_gib}, but a file has 0 GiB or more: give the file's "
-            "size, or 0 for no ControlNet."
+            f"controlnet_gib is {controlnet_gib}, but must be 0 or more: give the file's size, or "
+            "0 for no ControlNet."
         )
     settings["controlnet_bytes"] = round(min(controlnet_gib, 1e6) * GIB)
     settings["loras"] = Loras(*map(settings.pop, ("loras", "lora_rank", "lora_mode")))

@@ -137,8 +137,9 @@ class SplitCost:
     def words(self) -> str:
         """Says in one sentence why it does not pay."""
         return (
-            f"{self.cards} cards would compute a pass {self.gain:.2f} times as fast as one card at "
-            f"{self.link / 1e9:.3g} GB/s, and a split needs {LEAST_GAIN}: one card computes it."
+            f"{self.cards} GPUs would be {self.gain:.2f}x as fast as one GPU at "
+            f"{self.link / 1e9:.3g} GB/s, but a split needs {LEAST_GAIN}x: one GPU computes the "
+            "forward pass."
         )
 
     def _exchange(self, name: str, row_bytes: int, *, made: float, window: float) -> Exchange:
@@ -182,5 +183,5 @@ def check_link(link: float) -> None:
     """Raises SettingError unless a link carries something, in bytes a second."""
     if not 0 < link < float("inf"):
         raise SettingError(
-            f"the link must be above 0 GB/s, got {link / 1e9:g}: `qwen-l40s doctor` measures it."
+            f"the link is {link / 1e9:g} GB/s, but must be above 0: `qwen-l40s doctor` measures it."
         )

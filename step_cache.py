@@ -130,7 +130,7 @@ def plan_steps(
         most = min(most, steps - FEWEST_COMPUTED)
     most = max(0, most)
     skipped = _cheapest(tuple(sigmas), allowed, most, settings.longest)
-    return StepPlan(skipped, "" if most else f"of {steps} steps none may be skipped")
+    return StepPlan(skipped, "" if most else f"no step of {steps} may be skipped")
 
 
 def _unusable(sigmas: Sequence[float]) -> str:

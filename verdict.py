@@ -47,7 +47,7 @@ class Verdict:
 # What a run says of a part of it.
 SENTENCES = {
     "blocks": "blocks: {instead}, {count} of {total}: {verdict}",
-    "cards": "cards: one in {count} forward passes: {verdict}",
+    "cards": "GPUs: one in {count} forward passes: {verdict}",
     "graphs": "CUDA graphs: none in {count} forward passes: {verdict}",
 }
 
@@ -72,7 +72,7 @@ class Verdicts:
         ]
 
 
-FULL = Verdict("no memory is free for a trial")
+FULL = Verdict("too little memory is free for a trial")
 _answers: dict[Hashable, Verdict | None] = remembered({})
 _assumed = ContextVar("assumed", default=False)
 

@@ -89,8 +89,8 @@ def hold_all_but(free_gib: float | None) -> torch.Tensor | None:
     free = torch.cuda.mem_get_info()[0] / GIB
     if free < free_gib:
         raise UnavailableError(
-            f"{free_gib:.1f} GiB are to stay free and the card has {free:.1f} GiB free: end what "
-            "else runs on it, or ask for less."
+            f"{free_gib:.1f} GiB must stay free, but the GPU has {free:.1f} GiB free: end other "
+            "programs on it, or use a lower --free-gib."
         )
     return torch.empty(int((free - free_gib) * GIB), dtype=torch.uint8, device="cuda")
 

@@ -154,7 +154,9 @@ def _free_port() -> int:
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("127.0.0.1", port))
             return port
-    raise ComfyUIServerError("no port between 10000 and 32000 is free: end what else runs here")
+    raise ComfyUIServerError(
+        "no port between 10000 and 32000 is free: end other programs that use them"
+    )
 
 
 def seconds_of(entry: dict[str, Any]) -> float:

@@ -197,7 +197,7 @@ def soak(args: argparse.Namespace) -> int:
     """Paints, prints what came of it, and returns 0, or 1 where something grew or changed."""
     began, comfyui = time.monotonic(), comfyui_folder()
     if comfyui is None:
-        raise UnavailableError("there is no ComfyUI: name its folder with COMFYUI_PATH.")
+        raise UnavailableError("COMFYUI_PATH names no ComfyUI: set it to ComfyUI's folder.")
     own = comfyui / ".venv" / "bin" / "python"
     python = os.environ.get("COMFYUI_PYTHON") or (own if own.exists() else sys.executable)
     with tempfile.TemporaryDirectory() as folder:

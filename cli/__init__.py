@@ -26,14 +26,14 @@ COMMANDS = {
     "demo": "make an image with the bundled micro model",
     "generate": "make images with a Qwen-Image diffusers folder",
     "submit": "run a workflow on ComfyUI servers, once or many times",
-    "fleet": "run a ComfyUI server on each card, and show what they do",
+    "fleet": "run a ComfyUI server on each GPU, and show what they do",
     "estimate": "predict a run's memory, time, disk and cost",
-    "advise": "rank cards by the cost of an image",
+    "advise": "rank GPUs by the cost of an image",
     "inspect": "say what a checkpoint is, from its header",
     "quantize": "write a transformer to an fp8 or int8 file",
     "audit": "measure the error of fp8 or int8 on your checkpoint",
     "bench": "time this package against ComfyUI and diffusers",
-    "doctor": "check card, packages, ComfyUI, model files and disks",
+    "doctor": "check GPU, packages, ComfyUI, model files and disks",
 }
 EXIT_CODES = """\
 exit codes:
@@ -94,8 +94,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in left_out():
         print(
-            f"qwen-l40s: error: {argv[0]} is not in what ComfyUI's manager installs: run "
-            f"`python FOLDER {argv[0]}` with the FOLDER of a clone of the repository.",
+            f"qwen-l40s: error: {argv[0]} is not in an install by ComfyUI's manager: run `python "
+            f"FOLDER {argv[0]}` with the FOLDER of a clone of the repository.",
             file=sys.stderr,
         )
         return 2
@@ -108,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.settings is not None:
             if not args.settings.is_file():
-                sentence = "--settings is not a file: write it, or leave it out"
+                sentence = "--settings is not a file: write the file, or leave --settings out"
                 raise SettingError(sentence, args.settings)
             read_settings(args.settings)
             use_settings(args.settings)

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Ranks cards by the cost of an image at your load, each with its best settings. Exit code "
-        "1 if the run fits no card with a price."
+        "Ranks GPUs by the cost of an image at your load, each with its best settings. Exit code "
+        "1 if the run fits no GPU with a price."
     )
     parser.add_argument(
         "--images-per-hour",
@@ -94,8 +94,8 @@ def _plot(path: str, found: Advice) -> None:
 
     if not found.paid:
         raise SettingError(
-            "--plot draws cards that it fits on at a price above 0, and there is none here: give "
-            "prices with --price, or leave --plot out."
+            "--plot shows GPUs that fit at a price above 0, and there are none: give prices with "
+            "--price, or leave --plot out."
         )
     write_plot(cost_chart(found), path)
 

@@ -22,7 +22,7 @@ MOST_REFERENCES = 3  # of Edit-2511
 WHAT = {
     "ops": "each operation of a block, through everything that computes it",
     "forward": "one forward pass of the transformer",
-    "image": "from prompt to file in ComfyUI servers, with the card's memory",
+    "image": "from prompt to file in ComfyUI servers, with the GPU's memory",
 }
 # Options of WHAT, whose sizes --calibrate fixes.
 FOREIGN = ("size", "references", "layers", "only", "repeats", "models", "family", "free_gib")
@@ -141,13 +141,13 @@ def run(args: argparse.Namespace) -> int:
 def _check_alone(args: argparse.Namespace) -> None:
     if args.what:
         raise SettingError(
-            f"bench {args.what} and --calibrate are two measurements: leave one out."
+            f"bench {args.what} and --calibrate are two measurements: leave one of them out."
         )
     given = next((name for name in FOREIGN if getattr(args, name)), None)
     if given:
         option = f"--{given.replace('_', '-')}"
         raise SettingError(
-            f"{option} does not go with --calibrate, whose sizes are fixed: leave it out."
+            f"{option} cannot be used with --calibrate, whose sizes are fixed: leave it out."
         )
 
 
@@ -172,7 +172,7 @@ def calibrate_card(args: argparse.Namespace) -> int:
     if not on_card and not small:
         raise UnavailableError(
             "bench --calibrate at full width takes hours on a CPU: add --width small, which only "
-            "shows that it runs."
+            "shows that the command works."
         )
     file = cache_folder() / CALIBRATION
     if on_card and not small:
@@ -188,9 +188,9 @@ def calibrate_card(args: argparse.Namespace) -> int:
         print(f"{precision} left out: {reason}")
     if on_card and not small:
         write_whole(file, with_calibration(file.parent, found).encode())
-        print(f"kept in {file}: estimates for this card use it")
+        print(f"saved in {file}: estimates for this GPU use it")
     else:
-        print("This only shows that the command works: nothing is kept.")
+        print("This only shows that the command works: nothing is saved.")
     if args.json:
         write_whole(Path(args.json), json.dumps(found.as_dict(), indent=1).encode() + b"\n")
     print(json.dumps(found.as_dict()))

@@ -71,8 +71,8 @@ def run(args: argparse.Namespace) -> int:
     folder = bundled_micro_folder(args.family)
     if not folder.is_dir():
         raise CheckpointError(
-            f"The micro model of {args.family} is not in this copy of the package: choose another "
-            "--family, or install the package anew.",
+            f"The micro model of {args.family} is missing in this copy of the package: choose "
+            "another --family, or install the package again.",
             folder,
         )
     instead = ", or `make demo` there"

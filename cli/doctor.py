@@ -58,9 +58,9 @@ class Diagnosis:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Checks this machine: card, links between cards, driver, packages, ComfyUI, its model "
+        "Checks this machine: GPU, links between GPUs, driver, packages, ComfyUI, its model "
         "files, memory and disks. Each line says whether a part is usable, and what to do if not. "
-        "Run it with ComfyUI's own Python. Exit code 1 if neither the nodes nor `generate` can run."
+        "Run it with ComfyUI's Python. Exit code 1 if neither the nodes nor `generate` can run."
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object, not a table")
     parser.add_argument(
@@ -130,7 +130,7 @@ def diagnose(models: Path | None = None, comfyui: Path | None = None) -> Diagnos
     device = None if remedies else "cuda" if cards.usable else "cpu"
     kitchen = find_spec(software.KITCHEN.module) is not None  # ComfyUI's Python has it
     nodes = comfyui_check.usable and torch_check.usable and kitchen
-    nodes_remedy = comfyui_check.why.remedy or "run this with ComfyUI's own Python"
+    nodes_remedy = comfyui_check.why.remedy or "run this with ComfyUI's Python"
     return Diagnosis(checks, device, _one_remedy(remedies), nodes, "" if nodes else nodes_remedy)
 
 
@@ -139,7 +139,7 @@ def check_settings(path: Path) -> Capability:
     try:
         found = read_settings(path)
     except SettingError as error:
-        remedy = "mend the file: until then every setting is the default"
+        remedy = "fix the file: until then, every setting has its default"
         return State.LIMITED.of("settings", str(error), remedy)
     where = str(path) if path.exists() else f"no {path}"
     said = ", ".join(f"{name} {text}" for name, text in asdict(found).items() if text)
@@ -152,7 +152,7 @@ def _card_checks(cards: InstalledCards) -> tuple[Capability, ...]:
     warned = cards.why.fact
     state, warned = (State.LIMITED, f"; {warned}") if warned else (State.USABLE, "")
     return tuple(
-        Capability(f"card {index}", state, replace(cards.why, fact=f"{card}{warned}"))
+        Capability(f"GPU {index}", state, replace(cards.why, fact=f"{card}{warned}"))
         for index, card in enumerate(cards.usable)
     )
 
@@ -203,11 +203,11 @@ def _model_checks(folders: Mapping[str, list[Path]]) -> Iterator[Capability]:
             reason += f", {len(found) - LISTED} more"
         state = State.USABLE if found else State.NOT_USABLE
         named, place = PLACES[part]
-        remedy = "" if found else f"download one into {place}: docs/models.md lists the files"
+        remedy = "" if found else f"download one to {place}: docs/models.md lists the files"
         if refused:
             state = State.LIMITED if found else state
             reason += f"; refused: {', '.join(path.name for path in refused)}"
-            remedy = f"`qwen-l40s inspect {shlex.quote(str(refused[0]))}` says why"
+            remedy = f"`qwen-l40s inspect {shlex.quote(str(refused[0]))}` shows the reason"
         yield state.of(named.removeprefix("the "), reason, remedy)
 
 
@@ -249,7 +249,7 @@ def _as_table(diagnosis: Diagnosis) -> str:
         if check.why.remedy:
             rows.append(f"{'':{width}}  -> {check.why.remedy}")
     verdict = {
-        "cuda": "`generate` and `demo` can run here, on the card.",
+        "cuda": "`generate` and `demo` can run here, on the GPU.",
         "cpu": "`generate` and `demo` can run here, on the CPU: the micro model in seconds, a full "
         "model very slowly.",
         None: f"`generate` and `demo` cannot run here: {diagnosis.remedy}",

@@ -32,7 +32,7 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Starts a ComfyUI server for each card, warms it up, and keeps it running."
+    parser.description = "Starts a ComfyUI server for each GPU, warms it up, and keeps it running."
     parser.epilog = EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--comfyui", type=Path, metavar="DIR", help="ComfyUI's folder")
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
     if args.rest and not args.rest[0].startswith("-"):
         raise SettingError(f"{args.rest[0]!r} is neither `status` nor an argument of ComfyUI.")
     if args.comfyui is None:
-        raise SettingError("--comfyui names ComfyUI's folder: give one.")
+        raise SettingError("--comfyui is missing: name ComfyUI's folder.")
     from ..fleet.server import ServerPlan
     from ..fleet.supervisor import check_plan, find_cards, run_fleet
 
@@ -131,7 +131,9 @@ def run(args: argparse.Namespace) -> int:
     check_plan(plan)
     cpu = args.cards.startswith("cpu")
     if not (cpu or args.cards == "all" or args.cards.isdecimal()):
-        raise SettingError(f"--cards {args.cards!r} must be all, a number, or cpu:2 with --ray.")
+        raise SettingError(
+            f"--cards is {args.cards!r}, but must be all, a number, or cpu:2 with --ray."
+        )
     count = len(find_cards(args.cards)) if cpu else None if args.cards == "all" else int(args.cards)
     return run_ray_fleet(plan, args.ray, count, args.port, _say, cpu=cpu, open_=args.open)
 

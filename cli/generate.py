@@ -126,13 +126,13 @@ def add_run_arguments(parser: argparse.ArgumentParser, *, output_help: str) -> N
         "--offload",
         default="auto",
         metavar="NAME",
-        help="auto (default), none or model. none: all parts stay on the card; model: each part "
-        "stays in host memory until its turn; auto: model if the parts do not fit together",
+        help="auto (default), none or model. none: all parts stay in VRAM; model: each part "
+        "stays in system RAM until its turn; auto: model if the parts do not fit together",
     )
     parser.add_argument(
         "--optimize",
         action=argparse.BooleanOptionalAction,
-        help="fused blocks and the fastest exact attention, or diffusers' own code; default: on if "
+        help="fused blocks and the fastest exact attention, or diffusers' code; default: on if "
         "there is a card",
     )
     parser.add_argument(
@@ -281,7 +281,7 @@ def run_facts(pipeline: LoadedPipeline, result: Generation) -> Mapping[str, Any]
 
 def _where(pipeline: LoadedPipeline, result: Generation) -> dict[str, Any]:
     optimized, cached = pipeline.optimized, result.cached
-    ran = ["diffusers' own code"] if optimized is None else optimized.report().splitlines()
+    ran = ["diffusers' code"] if optimized is None else optimized.report().splitlines()
     return {
         "model": str(pipeline.folder),
         "device": pipeline.device,

@@ -43,8 +43,8 @@ def require_packages(
     missing = [PIP_NAMES.get(name, name) for name in names if find_spec(name) is None]
     if missing:
         raise UnavailableError(
-            f"{what} needs {', '.join(missing)}, not installed here: run "
-            f'`pip install ".[{extra}]"` in {ROOT}{instead}.'
+            f"{what} needs {', '.join(missing)}, which is not installed: run `pip install "
+            f'".[{extra}]"` in {ROOT}{instead}.'
         )
 
 
@@ -66,7 +66,7 @@ def check_png(option: str, path: str) -> None:
         UnavailableError: the folder cannot be written.
     """
     if not path.lower().endswith(".png"):
-        raise SettingError(f"{option} must end in .png, got {path!r}.")
+        raise SettingError(f"{option} is {path!r}, but must end in .png.")
     check_target(option, path)
 
 
@@ -96,7 +96,9 @@ class ImageTarget:
         self.numbered = path.is_dir()
         self.folder, self.stem = (path, stem) if self.numbered else (path.parent, path.stem)
         if not self.numbered and path.suffix.lower() != ".png":
-            raise SettingError(f"--output must end in .png or name an existing folder: {output!r}.")
+            raise SettingError(
+                f"--output is {output!r}, but must end in .png or name an existing folder."
+            )
         check_writable(self.folder)
 
     def paths(self, images: int) -> list[Path]:

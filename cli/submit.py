@@ -135,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         0 when all are done, 1 when one is not, 3 when the server was lost, 130 when stopped.
     """
-    require_packages("submit", PACKAGES, extra="client", instead=", or use ComfyUI's own Python")
+    require_packages("submit", PACKAGES, extra="client", instead=", or use ComfyUI's Python")
     from ..client.progress import losable
     from ..client.submit import SubmitRequest, submit
     from ..client.transport import ServerError
@@ -219,14 +219,14 @@ def _headers(texts: list[str], file: Path | None) -> dict[str, str]:
     token = os.environ.get(TOKEN, "").strip(" \t\r\n\ufeff")
     if not token.isprintable():
         raise SettingError(
-            f"{TOKEN} holds a line end or a control letter: set it to the token alone."
+            f"{TOKEN} has a line end or a control character: set it to the token only."
         )
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     if file is not None:
         try:
             texts = [*filter(str.strip, file.read_text("utf-8-sig").splitlines()), *texts]
         except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or "it is not UTF-8"
+            reason = getattr(error, "strerror", None) or "the file is not UTF-8"
             raise SettingError(f"--header-file cannot be read ({reason}).", file) from error
     for text in texts:
         name, colon, value = text.partition(":")

@@ -318,7 +318,7 @@ class Feeder:
         words = f": {error['message']}"
         if ran:
             self._scheduler.pass_on(job, self.name, error)
-            words = f"failed {job.label}, which another tries{words}"
+            words = f"{job.label} failed, and another server tries it{words}"
         elif self._scheduler.refuse(job, self.name, error):
             self._ended(job, prompt_id)
             return
@@ -365,10 +365,10 @@ class Feeder:
                     await self._recognize()
                 if boot != self.boot:
                     raise ServerError(f"{self.name} was restarted and has forgotten its jobs.")
-                message = "someone took it out of the server's queue."
+                message = "someone removed the job from the server's queue."
                 self._end(job, prompt_id, CANCELLED, failure("removed", message))
         if not await self.server.withdraw(strays) and anew:
-            raise ServerError(f"{self.name} still runs a job that another server has.")
+            raise ServerError(f"{self.name} still runs a job that another server has taken over.")
         for prompt_id in strays:
             if (posted := self.posted.pop(prompt_id, None)) is not None:
                 self._scheduler.give_back(posted.job, self.name)
@@ -387,7 +387,7 @@ class Feeder:
             self._died(posted)
             raise ServerError(
                 f"{self.name} has shown no progress of {posted.job.label} for {silent:.0f} s: see "
-                "its log, and restart it."
+                "the server's log, and restart the server."
             )
 
     def _collect(self, prompt_id: str, entry: dict[str, Any]) -> None:
@@ -409,7 +409,7 @@ class Feeder:
 
     async def _bring(self, job: Job, prompt_id: str, entry: Mapping[str, Any]) -> None:
         def late(why: ServerError) -> None:
-            self._run.say(f"{job.label} is done, but its result does not come: {why}")
+            self._run.say(f"{job.label} is done, but its result could not be fetched: {why}")
             self._strike(job)
 
         collect = self._collector.collect
@@ -420,11 +420,11 @@ class Feeder:
             finally:
                 found.discard()
         elif found.last or job.worn:
-            message = f"{found.fault} It was asked {found.tries} times: try --resume."
+            message = f"{found.fault} Tried {found.tries} times: continue with --resume."
             self._end(job, prompt_id, FAILED, failure("download", message), kept=True)
         else:
             if found.lost:
-                self._run.say(f"{self.name} has lost the result of {job.label}: it runs again")
+                self._run.say(f"{self.name} has lost the result of {job.label}: the job runs again")
             self._give_back(job, prompt_id if found.lost else "")
 
     def _give_back(self, job: Job, dropped: str = "") -> None:
@@ -444,25 +444,25 @@ class Feeder:
         error = fetched.error or (of_execution(job.graph, told) if told else None)
         self._longest = max(self._longest, fetched.seconds or 0.0)
         if fetched.interrupted:
-            message = "someone interrupted it on the server."
+            message = "someone interrupted the job on the server."
             self._end(job, prompt_id, CANCELLED, failure("interrupted", message))
             return
         if fetched.doubtful:
             self._scheduler.alone = True
             self._run.say_once(
-                "a node of these jobs names its files by itself: the jobs run one at a time, and "
-                "the first ones once more, so that none gets the file of another"
+                "a node of these jobs chooses its own file names: to keep each file with its job, "
+                "the jobs run one at a time, and the first ones run once more"
             )
             self._give_back(job, prompt_id)
             return
         if error is None and not fetched.parts:
             if saver := always_names(job.graph, self.admitted.info):
-                message = f"{saver} names no file on {self.name}: see its log."
+                message = f"{saver} reported no file on {self.name}: see the server's log."
                 error = failure("no output", message)
             elif not fetched.texts:
                 self._run.say_once(
-                    "no file is named by the output nodes of these jobs, as by a websocket's and "
-                    "those that save models: what they made stays on the servers"
+                    "the output nodes of these jobs report no files, such as nodes that save "
+                    "models or send images by websocket: their results stay on the servers"
                 )
         if error is None:
             self._rest = 0.0
@@ -481,8 +481,9 @@ class Feeder:
         if self._scheduler.strike(job, self.name):
             self._rest = min(max(REST_SECONDS, 2 * self._rest), LONGEST_REST)
             self._run.say(
-                f"{self.name} failed {MOST_STRIKES} jobs in a row, and another server none: it "
-                f"rests for {self._rest:g} s, then gets one more. See its log, or restart it."
+                f"{self.name} failed {MOST_STRIKES} jobs in a row, and other servers failed "
+                f"none: it pauses for {self._rest:g} s, then gets one job. See its log, or "
+                "restart it."
             )
             asyncio.get_running_loop().call_later(self._rest, self._rested)
 
@@ -543,7 +544,7 @@ class Feeder:
         if self.error is None:
             gone = type(error) is GoneError
             fact = f"{self.name} is gone (connection refused)." if gone else error
-            jobs = f" Its jobs wait again: {len(back)}." if back else ""
+            jobs = f" Its jobs go to other servers or wait: {len(back)}." if back else ""
             if self._run.journal is not None:
                 self._run.say(f"{fact}{jobs}")
             self.away_since = time.monotonic() - getattr(error, "waited", 0.0)

@@ -147,7 +147,7 @@ class Fleet:
             if self._reason is not None:
                 raise RuntimeError(f"the fleet has ended: {self._reason}") from self._reason
             if self._closing:
-                raise RuntimeError("the fleet is closed: submit before that.")
+                raise RuntimeError("the fleet is closed: submit jobs before you close it.")
             known = self._futures.get(key)
             ended = known is not None and known.done()
             if not known or (ended and (known.exception() or self._journal.changed(key))):
@@ -229,7 +229,9 @@ class Fleet:
         """Ends in a forked process, which has neither the thread nor its jobs."""
         self._lock = threading.Lock()  # which another thread may have held
         self._closing = True
-        self._reason = JobError("lost", "it runs in the process that made it: make one here.")
+        self._reason = JobError(
+            "lost", "the fleet runs in the process that made it: make one in this process."
+        )
         self._journal.__exit__()  # else this process holds its lock, too
         for future in self._futures.values():
             if not future.done():

@@ -206,8 +206,8 @@ class Journal:
             free = lock(self._file)
         except OSError as error:
             raise SettingError(
-                f"this folder's disk locks no files ({error.strerror}), as some network disks do: "
-                "name an --output on a disk of this machine.",
+                f"this folder's disk does not lock files ({error.strerror}), as some network "
+                "disks: name an --output on a local disk.",
                 self.path,
             ) from error
         if not free:
@@ -280,8 +280,8 @@ class Journal:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             raise DiskError(
-                f"the journal cannot be written ({error.strerror}): make room, then --resume goes "
-                f"on ({self.path})."
+                f"the journal cannot be written ({error.strerror}): free disk space, then "
+                f"continue with --resume ({self.path})."
             ) from error
         self._torn = False
         self.unsynced = True

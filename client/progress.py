@@ -270,8 +270,8 @@ class Listener:
             except aiohttp.WSServerHandshakeError as error:
                 if not notified:
                     self._notify(
-                        f"no websocket (the answer is {error.status}): progress is not shown, but "
-                        "results are fetched"
+                        f"no websocket (the server answered {error.status}): progress is not "
+                        "shown, but results are fetched"
                     )
                 notified = True
             except (aiohttp.ClientError, asyncio.TimeoutError, OSError):

@@ -136,7 +136,9 @@ async def fetch(
     if "execution_error" in messages:
         fetched.error = of_execution(graph, messages["execution_error"])
     elif status["status_str"] != "success":
-        told = f"{server.address} says that the job failed, and not why: see its log."
+        told = (
+            f"{server.address} reports that the job failed, without a reason: see the server's log."
+        )
         fetched.error = failure("execution_error", told)
     for item in files_of(entry, graph):
         path, suffix = part(), Path(item["filename"]).suffix
@@ -150,7 +152,7 @@ async def fetch(
         except OSError as error:
             raise no_room(error, path.parent) from error
         if fault is not None:
-            raise ResultError(f"{named} {fault}: see what stands before the server.")
+            raise ResultError(f"{named} {fault}: check any proxy before the server.")
         own = owns(item, path)
         if own is False:
             raise ResultError(f"{named} is the image of another job.", lost=True)
@@ -232,8 +234,8 @@ def place(
 
 def no_room(error: OSError, folder: Path) -> DiskError:
     return DiskError(
-        f"results cannot be written ({error.strerror or error}): make room, then --resume fetches "
-        "them.",
+        f"results cannot be written ({error.strerror or error}): free disk space, then fetch them "
+        "with --resume.",
         folder,
     )
 

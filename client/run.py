@@ -98,12 +98,14 @@ class Run:
         there = sum(map(len, self._posted.values()))
         if done or there:
             self.say(
-                f"an earlier run left {self.journal.path}: {done} of {len(jobs)} jobs are "
-                f"done, {there} may be on a server"
+                f"an earlier run left {self.journal.path}: {done} of {len(jobs)} jobs are done, "
+                f"{there} may still be on a server"
             )
         unknown = [name for name in self._posted if name not in self.feeders]
         if unknown and not self._servers.file:
-            self.say(f"not among the servers now: {', '.join(sorted(unknown))}; its jobs run again")
+            self.say(
+                f"no longer among the servers: {', '.join(sorted(unknown))}; its jobs run again"
+            )
         self._hand_over()
         self._progress.begin(len(jobs), done=done)
 
@@ -133,7 +135,7 @@ class Run:
                     self._posted.setdefault(attempt.server, []).append((attempt, job))
             self.scheduler.add(job)
         for path, count in replaced.items():
-            self.say(f"replaced since an earlier run: {path}; {count} jobs run again")
+            self.say(f"{path} was replaced since an earlier run; {count} jobs run again")
 
     def _hand_over(self) -> None:
         for name in self._posted.keys() & self.feeders.keys():
@@ -170,7 +172,7 @@ class Run:
                 if time.monotonic() >= give_up or not gone:
                     raise next(iter(errors), None) or ServerError(
                         f"no server of {self._servers.file} is ready: start qwen-l40s fleet, or "
-                        "wait for it with --wait SECONDS."
+                        "wait for one with --wait SECONDS."
                     )
                 names = ", ".join(self.feeders) or self._servers.file
                 self.say_once(f"waiting up to {wait:g} s for {names}")
@@ -264,7 +266,7 @@ class Run:
         for each in listed:
             name = str(each.address)
             if name not in self.feeders or self.feeders[name].leaving:
-                self.say(f"{name} gets jobs now")
+                self.say(f"{name} gets jobs from now on")
             await self.start(each)
         names = {str(each.address) for each in listed}
         for name, feeder in self.feeders.items():
@@ -335,5 +337,5 @@ def check_jobs(jobs: Sequence[Job], takes: Mapping[str, Takes]) -> list[str]:
             raise SettingError(next(iter(takes.values()))(job)["message"])
     first = {name: why(job) for name, why in takes.items() for job in jobs[:1]}
     return [
-        f"{name} gets none of these jobs: {why['message']}" for name, why in first.items() if why
+        f"{name} can run none of these jobs: {why['message']}" for name, why in first.items() if why
     ]

@@ -305,7 +305,7 @@ class Scheduler:
         if len(job.deaths) < MOST_DEATHS:
             return False
         names = ", ".join(sorted({name for name, _ in job.deaths}))
-        message = f"a server ended {len(job.deaths)} times while it ran this job ({names})."
+        message = f"servers ended {len(job.deaths)} times while running this job ({names})."
         return self.end(job, server, POISON, {"type": "poison", "message": message, "nodes": []})
 
     def end(self, job: Job, server: str, status: str, error: dict[str, Any] | None = None) -> bool:
@@ -333,7 +333,7 @@ class Scheduler:
     def reason(self, job: Job) -> dict[str, Any]:
         """Why a server does not take the job."""
         found = (job.refused.get(lane.name) or lane.takes(job) for lane in self.lanes.values())
-        nobody = {"type": "refused", "message": "no server takes it.", "nodes": []}
+        nobody = {"type": "refused", "message": "no server accepts the job.", "nodes": []}
         return next(filter(None, found), nobody)
 
     def _drop(self, job: Job, server: str) -> None:

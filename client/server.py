@@ -65,8 +65,8 @@ def fault(address: object, error: Exception) -> ServerError:
     if isinstance(error, ServerError):
         return error
     return ServerError(
-        f"{address} answers in another form than ComfyUI ({type(error).__name__}: "
-        f"{shortened(str(error), 100)}): update ComfyUI there, and see what stands before it."
+        f"{address} does not answer as ComfyUI does ({type(error).__name__}: "
+        f"{shortened(str(error), 100)}): update ComfyUI there, and check any proxy between."
     )
 
 
@@ -89,7 +89,7 @@ def of_validation(graph: Mapping[str, Any], body: Any) -> dict[str, Any]:
 
 def of_execution(graph: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
     """Reads the message execution_error (execution.py, handle_execution_error)."""
-    message = str(data.get("exception_message", "")).strip() or "it gave no reason"
+    message = str(data.get("exception_message", "")).strip() or "no reason was given"
     node = _node(graph, str(data.get("node_id")), message)
     node["class_type"] = data.get("node_type", node["class_type"])
     kind = str(data.get("exception_type") or "execution_error")
@@ -99,7 +99,7 @@ def of_execution(graph: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str,
 def _node(graph: Mapping[str, Any], node: str, message: str) -> dict[str, Any]:
     if len(message) > LONGEST_MESSAGE:
         left = len(message) - LONGEST_MESSAGE
-        message = f"{message[:LONGEST_MESSAGE]}... ({left} letters more in the server's log)"
+        message = f"{message[:LONGEST_MESSAGE]}... ({left} more characters in the server's log)"
     return {
         "id": node,
         "title": title(graph, node),
@@ -144,8 +144,8 @@ class Server(Transport):
             found = b""
         if b'"SaveImage"' not in found:
             raise AbsentError(
-                f"what answers at {self.address} is not ComfyUI, for it has no list of nodes: give "
-                "--server the address of ComfyUI's page, or wait for it with --wait SECONDS."
+                f"{self.address} is not ComfyUI, because it gives no list of nodes: give --server "
+                "the address of ComfyUI's page, or wait for ComfyUI with --wait SECONDS."
             )
         return found
 
@@ -214,8 +214,8 @@ class Server(Transport):
         content = await self._json("POST", "prompt", shape={}, **arguments)
         if content.get("prompt_id") != prompt_id:
             raise ForeignIdError(
-                f"{self.address} chooses the ids of prompts itself, as ComfyUI before 0.33 may: "
-                "update ComfyUI there."
+                f"{self.address} replaces the ids of prompts, as ComfyUI before 0.33 may: update "
+                "ComfyUI there."
             )
         return content.get("node_errors") or {}
 
@@ -278,15 +278,15 @@ class Server(Transport):
             found = json.loads(body)
         except (ValueError, RecursionError) as error:  # such as a page that asks for a sign-in
             raise AnswerError(
-                f"{self.address} answered {method} /{path} with {kind} and not with JSON: check "
-                "--server, and whether a sign-in needs a --header.",
+                f"{self.address} answered {method} /{path} with {kind} instead of JSON: check "
+                "--server. If the server needs a sign-in, pass it with --header.",
                 200,
                 body.decode("utf-8", "replace"),
             ) from error
         if not fits(found, shape):
             raise ShapeError(
-                f"{self.address} answers {method} /{path} in another form than ComfyUI: update "
-                "ComfyUI there, and see what stands before it."
+                f"{self.address} does not answer {method} /{path} as ComfyUI does: update ComfyUI "
+                "there, and check any proxy between."
             )
         return found
 

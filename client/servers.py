@@ -42,7 +42,9 @@ from .workflow import (
 # Of `qwen-l40s fleet`'s file.
 VERSION = 1
 PACK = "Qwen-Image Accelerator"
-NAME_A_LIST = "name the servers.json of qwen-l40s fleet, or a text with an address on each line"
+NAME_A_LIST = (
+    "name the servers.json of qwen-l40s fleet, or a text file with an address on each line"
+)
 
 # Tells why a server cannot run a job; None where it can.
 Takes = Callable[[Job], "dict[str, Any] | None"]
@@ -95,8 +97,8 @@ class ServerList:
         for each in found:
             if each.address.base.user and "authorization" in map(str.lower, self.headers):
                 raise SettingError(
-                    f"{each.address} has a password in its address, and a header Authorization: "
-                    "give one."
+                    f"{each.address} has both a password in its address and an Authorization "
+                    "header: give one of them."
                 )
             place = str(each.address).replace("//localhost", "//127.0.0.1")
             if place in once:
@@ -111,7 +113,7 @@ class ServerList:
         try:
             return self.read()
         except SettingError as error:
-            self.notify(f"{error} The servers stay as they were.")
+            self.notify(f"{error} The list of servers stays unchanged.")
             return None
 
     def _changed(self) -> tuple[int, int, int] | None:
@@ -150,7 +152,7 @@ def _file(path: Path) -> list[Listed]:
     except SettingError:
         raise
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise SettingError(f"--servers is no list of servers: {NAME_A_LIST}.", path) from error
+        raise SettingError(f"--servers is not a list of servers: {NAME_A_LIST}.", path) from error
 
 
 @dataclass
@@ -226,7 +228,9 @@ class Admission:
         facts = [f"{each}: {', '.join(sorted(x))}" for each, x in self.versions.items() if x]
         if new and len(facts) > 1:
             facts = "; ".join(facts)
-            self.notify(f"the servers run different ComfyUIs, whose images may differ ({facts})")
+            self.notify(
+                f"the servers run different versions of ComfyUI, so images may differ ({facts})"
+            )
 
 
 class Checker:
@@ -273,7 +277,7 @@ class Checker:
                 if version and needs and version < _numbers(needs):
                     return (
                         f"{input_called(graph, node, name)} is {value!r}, which needs ComfyUI "
-                        f"{needs} or newer, and the server runs {self._version}: update it first."
+                        f"{needs} or newer. The server runs {self._version}: update ComfyUI there."
                     )
         return None
 
@@ -293,12 +297,12 @@ class Checker:
         who = called(graph, node)
         if not graph[node]["class_type"].startswith(OURS):
             return (
-                f"{who} is missing on the server: install the pack that has it, or update ComfyUI "
-                "there."
+                f"{who} is missing on the server: install the node pack that has this node, or "
+                "update ComfyUI there."
             )
         if any(name.startswith(OURS) for name in self.info):
             return f"{who} is missing on the server: {_update(graph[node])}."
-        return f"{who} needs {PACK}, which the server lacks: install it there."
+        return f"{who} needs {PACK}, which is missing on the server: install it there."
 
     def _problems(self, graph: Graph, node: str, known: Mapping[str, NodeInput]) -> Iterator[str]:
         described = graph[node]
@@ -309,17 +313,17 @@ class Checker:
             if name not in known:
                 if ours:
                     yield (
-                        f"{called(graph, node)} has an input {name!r} that the server does not "
-                        f"know: {_update(described)}."
+                        f"{called(graph, node)} has an input {name!r} that is unknown to the "
+                        f"server: {_update(described)}."
                     )
             elif is_link(value):
                 if source(graph, value) is None:
                     yield (
-                        f"{name!r} of {called(graph, node)} is wired to a node that is not there "
-                        f"({value}): wire it again."
+                        f"{name!r} of {called(graph, node)} is connected to a missing node "
+                        f"({value}): connect the input again."
                     )
             elif judged and known[name].kind == "FLOAT" and _is_nan(value):  # passes its bounds
-                yield f"{name!r} of {called(graph, node)} is nan and must be a number."
+                yield f"{name!r} of {called(graph, node)} is nan: give a number."
             elif judged and (problem := _not_listed(graph, node, name, value, known[name])):
                 yield problem
 
@@ -358,29 +362,29 @@ def _not_listed(graph: Graph, node: str, name: str, value: Any, spec: NodeInput)
     if same:
         choice = min(same, key=lambda choice: choices[choice].as_posix() != path.as_posix())
         return (
-            f"{where} is {value!r}, which the server has as {choice!r}: add --set "
+            f"{where} is {value!r}, which the server lists as {choice!r}: add --set "
             f'"{where}={choice}".'
         )
     elsewhere = [choice for choice, other in choices.items() if other.name == path.name]
     if len(elsewhere) == 1:
         return (
-            f"{where} is {value!r}, and the server has a file of that name in another folder, "
-            f"{elsewhere[0]!r}: if that is the same model, add --set "
-            f'"{where}={elsewhere[0]}".'
+            f"{where} is {value!r}, but the server has that file in another folder, "
+            f'{elsewhere[0]!r}: if this is the same model, add --set "{where}={elsewhere[0]}".'
         )
     models = meta(graph[node]).get("models")
     for model in models if isinstance(models, list) else ():
         if isinstance(model, dict) and value == model.get("name"):
             return (
-                f"{where} is {value!r}, which the server does not have: download it from "
-                f"{model.get('url')} to models/{model.get('directory')} there."
+                f"{where} is {value!r}, which the server lacks: download {model.get('url')} to "
+                f"models/{model.get('directory')} there."
             )
     if not spec.choices:
         return (
-            f"{where} is {shortened(str(value))}, but the server has no file for it: put one there."
+            f"{where} is {shortened(str(value))}, but the server has no such file: put the file "
+            "there."
         )
     if not spec.opens:
         return None
     # Which the server finds only when the node runs, as inputs that are missing.
     names = nearest(str(value), map(str, spec.choices))
-    return f"{where} is {shortened(str(value))} and must be one of {listed(names)}."
+    return f"{where} is {shortened(str(value))}, which is not a choice: use {listed(names)}."

@@ -79,7 +79,7 @@ def find_input(graph: Graph, key: str, object_info: Mapping[str, Any]) -> InputT
     """
     if len(key) > LONGEST_KEY:  # whose every dot may end a title
         raise SettingError(
-            f"there is no input {shortened(key)}: a key is a node, an input or both."
+            f"there is no input {shortened(key)}: a key names a node, an input or both."
         )
     inputs = _Inputs(graph, object_info)
     found = inputs.at(key) or inputs.of_node(key) or inputs.named(key)
@@ -87,7 +87,7 @@ def find_input(graph: Graph, key: str, object_info: Mapping[str, Any]) -> InputT
         raise SettingError(inputs.not_there(key))
     if len(found) > 1:
         raise SettingError(
-            f"{key!r} means several inputs: write one of {listed(inputs.called(found), SHOWN)}."
+            f"{key!r} names several inputs: write one of {listed(inputs.called(found), SHOWN)}."
         )
     [(node, name)] = found
     where = input_called(graph, node, name)
@@ -181,19 +181,19 @@ class _Inputs:
     def fed_by(self, link: list[Any]) -> str:
         feeder = source(self.graph, link)
         if feeder is None:
-            return "it is wired to a node that is not there"
+            return "the input is connected to a missing node"
         names = self.called(self.unwired([feeder]))
         instead = f", so set {listed(names)} instead" if names else ""
-        return f"{called(self.graph, feeder)} feeds it{instead}"
+        return f"{called(self.graph, feeder)} is connected to it{instead}"
 
     def not_there(self, key: str) -> str:
         owners = nodes_called(self.graph, key) or [node for node, _ in self._split(key)]
         names = self.called(self.unwired(owners or self.graph))
         if names:
             names = nearest(key, names)
-            return f"there is no input {key!r} to set: take one of {listed(names, SHOWN)}."
+            return f"there is no input {key!r}: choose one of {listed(names, SHOWN)}."
         owner = called(self.graph, owners[0]) if owners else "the workflow"
-        return f"{owner} has no input that can be set."
+        return f"{owner} has no input to set."
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,12 +231,12 @@ def parse_settings(
         # A terminal's bytes that are not UTF-8 arrive as lone surrogates.
         if any("\ud800" <= letter <= "\udfff" for letter in text):
             raise SettingError(
-                f"--set {shortened(text)} is not UTF-8: type it in a UTF-8 terminal."
+                f"--set {shortened(text)} is not UTF-8: type the setting in a UTF-8 terminal."
             )
         if key in settings:
             raise SettingError(
-                f"--set {key} is given twice: give it once, with a range such as {key}=1..8 or a "
-                f"file such as {key}=@values.txt for several values."
+                f"--set {key} is given twice: give it once. For several values, use a range such "
+                f"as {key}=1..8 or a file such as {key}=@values.txt."
             )
         settings[key] = _values(key, value)
     return settings
@@ -273,7 +273,7 @@ def variations(
         for earlier, other in targets.items():
             if other.node == target.node and other.input in (target.input, target.other):
                 raise SettingError(
-                    f"--set {earlier} and --set {key} both mean {target.where}: give one."
+                    f"--set {earlier} and --set {key} both set {target.where}: give one of them."
                 )
         targets[key] = target
         axes.append([number_range(text, target.spec, target.where) or [text] for text in texts])
@@ -286,8 +286,8 @@ def variations(
     if total > MAX_JOBS:
         product = " x ".join(f"{count:,} ({key})" for key, count in counts.items() if count > 1)
         raise SettingError(
-            f"--set asks for {total:,} jobs, {product}, but one call takes only {MAX_JOBS:,}: "
-            "split them into several calls."
+            f"--set asks for {total:,} jobs, {product}, but one run takes at most {MAX_JOBS:,}: "
+            "split the jobs into several runs."
         )
     values = [
         [value_of(str(each), target.spec, target.where) for part in axis for each in part]
@@ -316,16 +316,16 @@ def _values(key: str, value: str) -> tuple[str, ...]:
     try:
         text = Path(name).expanduser().read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise SettingError(f"{where} is not UTF-8: save it as UTF-8.") from error
+        raise SettingError(f"{where} is not UTF-8: save the file as UTF-8.") from error
     except (OSError, RuntimeError, ValueError) as error:  # no such user, a zero byte
         reason = getattr(error, "strerror", None) or error
         raise SettingError(
-            f"cannot read {where} ({reason}): give a text file, or {key}=@{value} for a text that "
-            "begins with @."
+            f"cannot read {where} ({reason}): give a text file. For a text that begins with @, "
+            f"write {key}=@{value}."
         ) from error
     lines = tuple(line for line in LINE_END.split(text) if line.strip())
     if not lines:
-        raise SettingError(f"{where} has no line with text: write one value on each line.")
+        raise SettingError(f"{where} has no text: write one value on each line.")
     return lines
 
 
@@ -341,7 +341,7 @@ def number_range(text: str, spec: NodeInput, where: str) -> range | None:
     first, last = (_whole(side, where) for side in match.groups())
     if last < first:
         raise SettingError(
-            f"{where} is {text.strip()!r}, and a range must go upwards: write {last}..{first}."
+            f"{where} is {text.strip()!r}, but a range goes upwards: write {last}..{first}."
         )
     return range(first, last + 1)
 
@@ -359,18 +359,18 @@ def value_of(text: str, spec: NodeInput, where: str) -> Any:
         value = float(text) if NUMBER.fullmatch(text) else math.inf
         if math.isinf(value):
             said = shortened(text)
-            raise SettingError(f"{where} is {said} and must be a number such as 4.0.")
+            raise SettingError(f"{where} is {said}, which is not a number: give one such as 4.0.")
         return _in_bounds(value, spec, where)
     if spec.kind == "BOOLEAN":
         word = text.strip().lower()
         if word not in (*YES, *NO):
-            raise SettingError(f"{where} is {shortened(text.strip())} and must be true or false.")
+            raise SettingError(f"{where} is {shortened(text.strip())}: give true or false.")
         return word in YES
     if spec.kind == "COMBO":
         return _choice(text, spec, where)
     if spec.kind == "STRING":
         return text
-    raise SettingError(f"{where} takes a link of type {spec.kind}, which cannot be typed.")
+    raise SettingError(f"{where} takes a connection of type {spec.kind}, which --set cannot give.")
 
 
 def _in_bounds(value: Any, spec: NodeInput, where: str) -> Any:
@@ -380,7 +380,7 @@ def _in_bounds(value: Any, spec: NodeInput, where: str) -> Any:
     between = f"from {least} to {most}"
     if least is None or most is None:
         between = f"{most} or less" if least is None else f"{least} or more"
-    raise SettingError(f"{where} is {value} and must be {between}.")
+    raise SettingError(f"{where} is {value}: give a number {between}.")
 
 
 def _in_steps(value: int, spec: NodeInput, where: str) -> int:
@@ -392,7 +392,7 @@ def _in_steps(value: int, spec: NodeInput, where: str) -> int:
     near = [value - over, value - over + step]
     near = [each for each in near if most is None or each <= most]
     raise SettingError(
-        f"{where} is {value} and goes in steps of {step}: take {' or '.join(map(str, near))}."
+        f"{where} is {value}, but goes in steps of {step}: use {' or '.join(map(str, near))}."
     )
 
 
@@ -416,8 +416,8 @@ def listed(names: Sequence[str], most: int = LISTED) -> str:
 def _whole(text: str, where: str) -> int:
     if not WHOLE.fullmatch(text) or len(text) > DIGITS:
         raise SettingError(
-            f"{where} is {shortened(text)} and must be a whole number such as 8, or a range such "
-            "as 1..8."
+            f"{where} is {shortened(text)}, which is not a whole number: give one such as 8, or a "
+            "range such as 1..8."
         )
     return int(text)
 
@@ -431,6 +431,6 @@ def _choice(text: str, spec: NodeInput, where: str) -> Any:
         if len(found) == 1:
             return found[0]
     raise SettingError(
-        f"{where} is {shortened(text)} and must be one of "
+        f"{where} is {shortened(text)}, which is not a choice: use "
         f"{listed(nearest(text, map(str, spec.choices)))}."
     )

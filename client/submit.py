@@ -80,7 +80,10 @@ def plan_jobs(
                 by_file = variation.graph[node]["inputs"][name] == graph[node]["inputs"].get(name)
                 if by_file and not path.is_relative_to(folder.resolve()):
                     where = input_called(graph, node, name)
-                    say(f"{where} is a file outside the workflow's folder, to be sent: {path}")
+                    say(
+                        f"{where} is a file outside the workflow's folder and will be uploaded: "
+                        f"{path}"
+                    )
             images = {name: path for path, name in names.items()}
             named[wanted] = {place: names[path] for place, path in local.items()}, images
         renamed, images = named[wanted]
@@ -195,7 +198,7 @@ async def submit(
             for line in check_jobs(jobs, takes):
                 progress.say(line)
             if equal:
-                progress.say(f"equal jobs run once: {equal} left out")
+                progress.say(f"{equal} identical jobs are left out: each runs once")
             if request.dry_run:
                 return SubmitOutcome(request, list(run.feeders), jobs)
             with Journal(request.output, request.workflow.stem, resume=request.resume) as journal:
@@ -216,9 +219,11 @@ async def _go(
                 job.status, job.error = LOST, failure("server", str(lost))
     except asyncio.CancelledError:
         stopped = True
-        progress.say("stopping: removing our jobs from the queue (Ctrl-C again ends at once)")
+        progress.say(
+            "stopping: removing the jobs of this run from the queue (Ctrl-C again ends at once)"
+        )
         if not await run.stop():
-            progress.say("a server has not confirmed: a job of ours may still run there")
+            progress.say("a server has not confirmed: a job of this run may still run there")
         for job in jobs:
             if job.open:
                 job.status = CANCELLED
@@ -252,9 +257,9 @@ def local_images(
             where = input_called(graph, node, name)
             there = f"'subfolder/photo.png [{spec.rules.get('image_folder', 'input')}]'"
             raise SettingError(
-                f"{where} is {shortened(value)}, a picture that neither the server nor this "
-                f'machine has: give one with --set "{where}=photo.png", or write one in a '
-                f"subfolder of the server as {there}."
+                f"{where} is {shortened(value)}, an image that neither the server nor this "
+                f'machine has: give one with --set "{where}=photo.png". For an image in a '
+                f"subfolder of the server, write {there}."
             )
         if path not in found.values():
             check_image(path, called(graph, node))
@@ -322,7 +327,7 @@ def check_image(path: Path, used_by: str) -> None:
         cause, what, remedy = error, f"is too large ({error})", "scale it down"
     except Exception as error:  # a damaged file makes Pillow's readers fail in many ways
         cause, what, remedy = error, f"cannot be read ({error})", "save it again"
-    raise SettingError(f"the picture for {used_by} {what}: {remedy}.", path) from cause
+    raise SettingError(f"the image for {used_by} {what}: {remedy}.", path) from cause
 
 
 def server_name(path: Path) -> str:

@@ -61,13 +61,13 @@ class Address:
         if not usable or any(letter.isspace() for letter in text):
             shown = re.sub(r"[^/]*@", "...@", text[:LONGEST_SHOWN])  # without a password
             raise SettingError(
-                f"--server {shown!r} is not an address: write it like http://127.0.0.1:8188 or "
-                "https://host/prefix."
+                f"--server {shown!r} is not an address: write one such as http://127.0.0.1:8188 "
+                "or https://host/prefix."
             )
         if "?" in text or "#" in text:
             raise SettingError(
-                "--server takes no '?' and no '#': pass a token with --header, such as "
-                '--header "Authorization: Bearer TOKEN".'
+                "--server takes no '?' and no '#': pass a token with --header, such as --header "
+                '"Authorization: Bearer TOKEN".'
             )
         return cls(url.with_path(url.raw_path.rstrip("/") + "/", encoded=True))
 
@@ -250,7 +250,7 @@ class Transport:
                         size += len(chunk)
                         if size > most:
                             raise ServerError(
-                                f"{self.address} gives a file of more than {most / 1e9:g} GB: "
+                                f"{self.address} sends a file of more than {most / 1e9:g} GB: "
                                 "raise --most-gb."
                             )
                         digest.update(chunk)
@@ -262,7 +262,7 @@ class Transport:
         except LostError as error:
             if str(error) == REFUSED:
                 raise self._gone() from error
-            raise ServerError(f"{self.address} does not give a file ({error}).") from error
+            raise ServerError(f"{self.address} does not send a file ({error}).") from error
 
     def _send(self, method: str, path: str, **arguments: Any) -> Any:
         # A redirected POST would become a GET, and a --header go to another server.
@@ -275,9 +275,9 @@ class Transport:
         if answer.status in PATIENCE_STATUS or answer.status > 500:
             seconds = answer.headers.get("Retry-After", "").strip()  # or a date, or nothing
             known = float(seconds) if seconds.isdecimal() else None
-            raise LostError(f"it answers {answer.status}", known)
+            raise LostError(f"the server answers {answer.status}", known)
         if ours and answer.status < 300 and answer.content_type in PAGES:
-            raise LostError("it answers with a page, as for a sign-in")
+            raise LostError("the server answers with a web page, such as a sign-in")
         if 300 <= answer.status < 400:
             raise ServerError(
                 f"{self.address} redirects {call} to {answer.headers.get('Location')!r}: give "
@@ -292,18 +292,18 @@ class Transport:
             if answer.status in EITHER_STATUS and not OWN_WORDS.match(text):
                 own = answer.status in (400, 500) and isinstance(body, dict) and "error" in body
                 if not own and (ours or answer.status == 500):
-                    raise LostError(f"it answers {answer.status}, and not as ComfyUI does")
+                    raise LostError(f"the server answers {answer.status}, which ComfyUI does not")
                 await self._check_scheme()
             message = f"{self.address} answered {answer.status} to {call}"
             if answer.status in (401, 403):
                 message = (
-                    f"{self.address} asks for a sign-in ({answer.status} for {call}): pass it with "
+                    f"{self.address} needs a sign-in ({answer.status} for {call}): pass it with "
                     '--header, such as --header "Authorization: Bearer TOKEN".'
                 )
             elif answer.status == 413:
                 message = (
                     f"{self.address} refuses a request of this size (413 for {call}): start "
-                    "ComfyUI with a larger --max-upload-size (in MB), or raise the limit of its "
+                    "ComfyUI with a larger --max-upload-size (in MB), or raise the limit of the "
                     "proxy."
                 )
             else:
@@ -324,12 +324,14 @@ class Transport:
         except OSError:
             return
         writer.transport.abort()
-        raise ServerError(f"{self.address} speaks TLS: give --server https:// instead of http://.")
+        raise ServerError(
+            f"{self.address} uses TLS: write https:// instead of http:// in --server."
+        )
 
     def _gone(self) -> GoneError:
         return GoneError(
-            f"nothing listens at {self.address} (connection refused): start ComfyUI there, "
-            "name another --server, or wait for it with --wait SECONDS."
+            f"no server listens at {self.address} (connection refused): start ComfyUI there, name "
+            "another --server, or wait with --wait SECONDS."
         )
 
     async def _once(self, once: Callable[[], Awaitable[Any]]) -> Any:
@@ -338,11 +340,11 @@ class Transport:
         except aiohttp.ClientSSLError as error:
             cause = error.__cause__ or error
             words = getattr(cause, "verify_message", None) or getattr(cause, "reason", None)
-            remedy = "give http:// for a server that speaks no TLS"
+            remedy = "for a server without TLS, write http://"
             if isinstance(error, aiohttp.ClientConnectorCertificateError):
                 remedy = (
-                    "install a valid certificate there, or name the file of a self-signed one in "
-                    "the environment as SSL_CERT_FILE"
+                    "install a valid certificate there. For a self-signed one, set SSL_CERT_FILE "
+                    "to its file"
                 )
             raise ServerError(
                 f"no secure connection to {self.address} ({words or cause}): {remedy}."
@@ -350,14 +352,14 @@ class Transport:
         except aiohttp.ClientConnectorDNSError as error:
             if not self._answered:
                 raise ServerError(
-                    f"no machine is called {self.address.base.host!r}: check --server."
+                    f"there is no machine named {self.address.base.host!r}: check --server."
                 ) from error
             raise LostError("its name is not found") from error
         except (aiohttp.ClientProxyConnectionError, aiohttp.InvalidURL) as error:
             host = self.address.base.host
             raise ServerError(
-                f"the proxy that the environment names for {self.address} cannot be used: start "
-                f"it, write it like http_proxy=http://host:port, or set no_proxy={host}."
+                f"the proxy for {self.address}, set in the environment, cannot be used: start the "
+                f"proxy, write it as http_proxy=http://host:port, or set no_proxy={host}."
             ) from error
         except aiohttp.ClientConnectorError as error:
             # Of several addresses of one host, asyncio joins the reasons to a line nobody can read.
@@ -374,7 +376,8 @@ class Transport:
         except aiohttp.ClientError as error:
             await self._check_scheme()
             raise ServerError(
-                f"{self.address} does not speak HTTP: give --server the address of ComfyUI's page."
+                f"{self.address} is not an HTTP server: give --server the address of ComfyUI's "
+                "page."
             ) from error
 
     async def _patiently(

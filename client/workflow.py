@@ -185,14 +185,15 @@ def read_workflow(path: Path) -> Graph:
         text = _prompt_of(path, data) if data.startswith(PNG_START) else data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise SettingError(
-            f"this is neither UTF-8 text nor a PNG: give a workflow in API form, or {EXPORT}.", path
+            f"the workflow is neither UTF-8 text nor a PNG: give a file in API form, or {EXPORT}.",
+            path,
         ) from error
     if not text.strip():
-        raise SettingError(f"this workflow file is empty: {EXPORT}.", path)
+        raise SettingError(f"the workflow file is empty: {EXPORT}.", path)
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise SettingError(f"this is not JSON ({error}): {EXPORT} again.", path) from error
+        raise SettingError(f"the workflow is not JSON ({error}): {EXPORT} again.", path) from error
     return graph_of(found, path)
 
 
@@ -201,8 +202,7 @@ def _prompt_of(path: Path, data: bytes) -> str:
     if "prompt" not in texts:
         if PNG_END not in data:
             raise SettingError(
-                "this PNG cannot be read (it is cut off): give one that ComfyUI saved, or a "
-                "workflow in API form.",
+                "this PNG is cut off: give one that ComfyUI saved, or a workflow in API form.",
                 path,
             )
         only = "only the UI form of a workflow" if "workflow" in texts else "no workflow"
@@ -262,12 +262,14 @@ def graph_of(data: Any, path: Path | None = None) -> Graph:
         sibling = path and path.parent / "api" / path.name
         other = f", or give {sibling}" if sibling and sibling.is_file() else ""
         raise SettingError(
-            f"this is the UI form, and a server takes the API form: {EXPORT}{other}.", path
+            f"this workflow is in UI form, and a server needs the API form: {EXPORT}{other}.", path
         )
     if not graphs:
-        raise SettingError(f"this holds no nodes: give a workflow in API form, or {EXPORT}.", path)
+        raise SettingError(
+            (f"the workflow has no nodes: give a workflow in API form, or {EXPORT}."), path
+        )
     if any(each != graphs[0] for each in graphs):
-        raise SettingError(f"this holds {len(graphs)} workflows: give a file with one.", path)
+        raise SettingError(f"the file has {len(graphs)} workflows: give a file with one.", path)
     return {node: _node(path, graphs[0], node) for node in graphs[0]}
 
 
@@ -298,13 +300,13 @@ def _node(path: Path | None, graph: Mapping[str, Any], node: str) -> dict[str, A
     kind = described.get("class_type") if isinstance(described, dict) else None
     if not isinstance(kind, str) or not kind:
         raise SettingError(
-            f"node {node!r} has no class_type, as in a file saved where a node pack was missing: "
+            f"node {node!r} has no class_type, as when a file is saved without a node pack: "
             f"install that pack, open the workflow and {EXPORT}.",
             path,
         )
     if not isinstance(described.get("inputs"), dict):
         raise SettingError(
-            f"node {node!r} ({kind}) has no inputs, so the file is damaged: {EXPORT} again.", path
+            f"node {node!r} ({kind}) has no inputs: the file is damaged. {EXPORT} again.", path
         )
     # Images of older servers say `is_changed` too, which would make equal graphs differ.
     found = {key: described[key] for key in ("class_type", "inputs", "_meta") if key in described}

@@ -76,7 +76,11 @@ def _kinds(families: tuple[Family, ...]) -> tuple[ModelKind, ...]:
         try:
             found.append(load(family.comfyui))
         except (ImportError, AttributeError) as error:  # a newer ComfyUI has renamed something
-            logger.warning("Qwen-Image Accelerator: %s is not known here: %s", family.title, error)
+            logger.warning(
+                "Qwen-Image Accelerator: this ComfyUI's %s is not supported: %s",
+                family.title,
+                error,
+            )
     return tuple(filter(None, found))
 
 
@@ -90,8 +94,8 @@ def kind_of_family(family: Family, path: Path) -> ModelKind:
         if kind.family is family:
             return kind
     raise UnavailableError(
-        f"This ComfyUI has {family.title} in a form that is unknown here: update Qwen-Image "
-        "Accelerator, and until then use ComfyUI's own loaders.",
+        f"This ComfyUI version changed its {family.title} code, and Qwen-Image Accelerator does "
+        "not support it yet: update Qwen-Image Accelerator. Until then, use ComfyUI's loaders.",
         path,
     )
 
@@ -100,8 +104,8 @@ def require(family: Family, path: Path) -> None:
     """Raises UnavailableError where this ComfyUI is older than a family."""
     if family.needs and not hasattr(load("comfy.supported_models"), family.comfyui_class):
         raise UnavailableError(
-            f"{family.title} needs ComfyUI {family.needs} or newer, and this one is older: update "
-            "ComfyUI.",
+            f"{family.title} needs ComfyUI {family.needs} or newer, and this ComfyUI is older: "
+            "update ComfyUI.",
             path,
         )
 

@@ -102,8 +102,8 @@ def _one(claims: list[tuple[str, Identity]]) -> Identity:
     (_, found), *more = claims
     titles = " and ".join(title for title, _ in claims)
     sentence = (
-        f"The {found.role} has the tensors of {titles}: a file holds one of them, so download it "
-        "again."
+        f"The {found.role} has the tensors of {titles}, but a file holds only one model: download "
+        "it again."
     )
     return replace(found, errors=(*found.errors, sentence)) if more else found
 

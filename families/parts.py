@@ -104,8 +104,8 @@ def qwen3_vl(tensors: Tensors) -> Identity | None:
         blocks=count_blocks(tensors, f"{language}layers."),
         folder="text_encoders",
         cannot_run=(
-            f"This is the {published} of Qwen3-VL: choose the 8B, 4096 wide, for {QWEN_IMAGE_21}, "
-            f"or Qwen2.5-VL 7B for {QWEN_IMAGE}.",
+            f"This is the {published} of Qwen3-VL. {QWEN_IMAGE_21} needs the 8B, 4096 wide, and "
+            f"{QWEN_IMAGE} needs Qwen2.5-VL 7B: choose one of them.",
         )
         if other
         else (),

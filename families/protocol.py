@@ -130,8 +130,8 @@ class Adapted(NamedTuple):
 
 # Of an adapter such as Fun-Acc, which a family may refuse.
 WHOLE_TENSORS = (
-    "This LoRA holds whole tensors such as proj_out.weight, which this package and ComfyUI's Load "
-    "LoRA leave out: load the file with the nodes of its publisher."
+    "This LoRA holds whole tensors such as proj_out.weight, which neither this package nor "
+    "ComfyUI's Load LoRA applies: use the nodes of the LoRA's publisher."
 )
 
 

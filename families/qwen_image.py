@@ -123,8 +123,8 @@ def rope_axes(settings: Mapping[str, Any], head_dim: int) -> dict[str, tuple[int
         return {}  # the published models: ComfyUI's default
     if not isinstance(axes, list) or len(axes) != 3 or sum(axes) != head_dim:
         raise CheckpointError(
-            f"axes_dims_rope is {axes} in config.json and must be three numbers that add up to "
-            f"{head_dim}: put the config.json of the model next to its weights."
+            f"axes_dims_rope is {axes} in config.json, but must be three numbers that add up to "
+            f"{head_dim}: put the model's config.json next to its weights."
         )
     return {"axes_dims_rope": tuple(axes)}
 
@@ -223,8 +223,8 @@ class _QwenImage(Family):
         if not references:
             return TEXT_TO_IMAGE, ""
         return EDIT_2509, (
-            f"With references, the MODEL counts as {EDIT_2509.name}: its weights do not tell Edit "
-            "from it, and Edit's references add more text tokens."
+            f"With reference images, the MODEL counts as {EDIT_2509.name}, because Edit has the "
+            "same weights. Edit's reference images add more text tokens."
         )
 
     def contradiction(self, member: Member, shape: QwenImageShape, timestep_zero: bool) -> str:

@@ -257,8 +257,8 @@ def transformer(tensors: Tensors) -> Identity | None:
         folder="diffusion_models",
         licence=LICENCE_21 if (dim, blocks) == (SHAPE.dim, SHAPE.blocks) else None,
         errors=(
-            f"It holds {' and '.join(forms)}, which are the same weights in two forms: a file has "
-            "one of them, so download it again.",
+            f"It holds {' and '.join(forms)}, which are the same weights in two forms, but a file "
+            "has only one of them: download it again.",
         )
         if len(forms) > 1
         else (),

@@ -82,7 +82,7 @@ def find_schedule(name: str, family: Family) -> Schedule:
     if owner and owner.needs:
         whose += f", which needs ComfyUI {owner.needs} or newer"
     raise SettingError(
-        f"the schedule {name!r} is {whose}, and the model is {family.label}: choose "
+        f"the schedule {name!r} is {whose}, but the model is {family.label}: choose "
         f"{', '.join(known)}."
     )
 
@@ -243,7 +243,7 @@ def shape_from_header(
     """
     family = family_titled(title)
     if family is None:
-        raise CheckpointError(f"This is {title}, which has no transformer that runs here.")
+        raise CheckpointError(f"This is {title}, whose transformer cannot run here.")
     sizes: dict[str, int] = {}
     found = {**dims, "blocks": blocks or 0}
     names = ("blocks", "dim", "heads", "head_dim", "joint_dim", "in_channels")
@@ -251,15 +251,14 @@ def shape_from_header(
         value = found.get(name)
         if not isinstance(value, int) or value < 1:
             raise CheckpointError(
-                f"the tensors do not tell the {title} transformer's {name}, which fixes its size "
-                "in memory: get the file in bf16, fp8 or int8 from the model's own source."
+                f"the tensors do not show the {title} transformer's {name}, which sets its size "
+                "in memory: get the file in bf16, fp8 or int8 from the model's publisher."
             )
         sizes[name] = value
     if sizes["heads"] * sizes["head_dim"] != sizes["dim"]:
         raise CheckpointError(
-            f"the {title} transformer is {sizes['dim']} wide and its heads are "
-            f"{sizes['head_dim']}: the width must be a whole number of heads, so get the file "
-            "again."
+            f"the {title} transformer is {sizes['dim']} wide with heads of {sizes['head_dim']}, "
+            "but the width must be a multiple of the head size: download the file again."
         )
     return family.shape(sizes, dims, title)
 

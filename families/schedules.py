@@ -102,8 +102,8 @@ class Schedule:
         own = len(self.nodes)
         if own and asked not in (None, 0, own):
             raise SettingError(
-                f"steps is {asked}, and the schedule {self.name!r} has {own} steps: leave steps "
-                f"out, or choose {OFFICIAL.name!r}, which has any number."
+                f"steps is {asked}, but the schedule {self.name!r} has {own} steps: leave steps "
+                f"out, or choose {OFFICIAL.name!r}, which takes any number."
             )
         return own or asked or usual
 
@@ -113,8 +113,9 @@ class Schedule:
         if not self.trained:
             return ""
         return (
-            f"The schedule {self.name!r} is for {self.trained}, which cannot be told from the "
-            f"model: on another one the picture is spoilt, so choose {OFFICIAL.name!r} there."
+            f"The schedule {self.name!r} is only for {self.trained}. The file does not show "
+            "whether it is that one. With another model, the schedule damages the image: choose "
+            f"{OFFICIAL.name!r} there."
         )
 
     def sigmas(self, steps: int, tokens: int) -> list[float]:
@@ -180,7 +181,7 @@ OF_QWEN_IMAGE_21 = (
         f"{HUB}Qwen-Image-2.1-Turbo/blob/main/model_index.json",
         (1.0, 0.978453, 0.95418, 0.926626, 0.89508, 0.845148, 0.704534, 0.414568),
         1.0,
-        "Qwen-Image-2.1-Turbo, whose weights no header tells from the base model's",
+        "Qwen-Image-2.1-Turbo",
         "^(?!.*(viggle|wuli)).*2_1_turbo(_|$)",
         # Comfy-Org's LoRA alone has the difference of this norm, as a whole tensor.
         outside=r".*\btxt_in\.text_norm\b.*",

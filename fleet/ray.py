@@ -95,14 +95,14 @@ def run_ray_fleet(
     count = count or cards
     if not count or (count > cards and not cpu):
         raise UnavailableError(
-            f"the cluster has {cards} GPUs, and {count or 1} servers need one each: start Ray with "
-            "--num-gpus on machines with cards, or name fewer with --cards."
+            f"the cluster has {cards} GPUs, and {count or 1} servers need one each: start Ray "
+            "with a higher --num-gpus, or ask for fewer servers with --cards."
         )
     machines = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     if len(machines) > 1 and not open_:
         raise SettingError(
-            f"the cluster has {len(machines)} machines, which reach each other's servers by the "
-            "network, and ComfyUI asks for no password: in a private network, add --open."
+            f"the cluster has {len(machines)} machines, whose servers are reached over the "
+            "network without a password: in a private network, add --open."
         )
     options = {"num_cpus": 1, "num_gpus": 0} if cpu else {"num_cpus": 0, "num_gpus": 1}
     remote = ray.remote(**options, max_restarts=-1, scheduling_strategy="SPREAD")(ServerActor)
@@ -172,8 +172,8 @@ class RayFleet:
             if state is None and time.monotonic() > self._give_up:
                 raise UnavailableError(
                     f"Ray has not started server {number + 1} of {len(self.actors)} within "
-                    f"{PLACE_SECONDS:.0f} s: its resources are taken (`ray status` shows by "
-                    "whom), or name fewer with --cards."
+                    f"{PLACE_SECONDS:.0f} s, because the resources are in use: see `ray status`, "
+                    "or ask for fewer servers with --cards."
                 ) from None
         except self._ray.exceptions.RayActorError as error:
             if drain:
@@ -201,8 +201,8 @@ class RayFleet:
         # Ray's own end would wait for the cluster.
         self.file.write([replace(each, state=STOPPED, error="") for each in self.states.values()])
         self._notify(
-            "the Ray cluster is lost, and its servers with it: start it again, then the fleet. "
-            "Jobs go on with submit --resume."
+            "the Ray cluster and its servers are lost: start the cluster again, then the fleet. "
+            "Continue jobs with submit --resume."
         )
         os._exit(EXIT_LOST)
 
@@ -213,7 +213,7 @@ def _connect(address: str) -> Any:
         import ray
     except ImportError as error:
         raise UnavailableError(
-            'fleet --ray needs Ray, not installed here: run `pip install ".[ray]"`.'
+            'fleet --ray needs Ray, which is not installed: run `pip install ".[ray]"`.'
         ) from error
     if address != "auto":
         host, _, port = address.removeprefix("ray://").rpartition(":")
@@ -221,8 +221,8 @@ def _connect(address: str) -> Any:
             socket.create_connection((host, int(port)), 10).close()
         except (OSError, ValueError) as error:
             raise SettingError(
-                f"no Ray cluster answers at {address!r} ({error}): give the address that "
-                "`ray start --head` printed, such as 10.0.0.5:6379."
+                f"no Ray cluster answers at {address!r} ({error}): give the address that `ray "
+                "start --head` printed, such as 10.0.0.5:6379."
             ) from error
     # Other machines need not have this package under the name that it has here.
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__.split(".")[0]])
@@ -231,8 +231,8 @@ def _connect(address: str) -> Any:
     except (ConnectionError, RuntimeError) as error:
         # Ray compares its own version and Python's with the cluster's.
         raise UnavailableError(
-            f"the Ray cluster cannot be joined ({' '.join(str(error).split())[:300]}): start one "
-            "with `ray start --head`, of the Ray and Python that are installed here, or give its "
+            f"cannot join the Ray cluster ({' '.join(str(error).split())[:300]}): start one with "
+            "`ray start --head`, with the same versions of Ray and Python as here, or give its "
             "address."
         ) from error
     return ray

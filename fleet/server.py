@@ -212,7 +212,9 @@ class FleetServer:
         while not self.ask("/system_stats", 2.0):
             self._check_alive()
             if time.monotonic() > give_up:
-                raise ServerEndedError(f"it did not answer within {START_SECONDS:.0f} s ({log}).")
+                raise ServerEndedError(
+                    f"the server did not answer within {START_SECONDS:.0f} s ({log})."
+                )
             if self.stopping.wait(START_PROBE_SECONDS):
                 return
         self._probe = self._heard = time.monotonic()
@@ -235,7 +237,7 @@ class FleetServer:
                 said = errors.read().decode("utf-8", "replace").strip()
         self._check_alive()
         if submit.returncode in (1, 2):
-            raise SettingError(f"the warm-up fails: {said.removeprefix('qwen-l40s: error: ')}")
+            raise SettingError(f"the warm-up failed: {said.removeprefix('qwen-l40s: error: ')}")
         if submit.returncode and not self.hurry.is_set():
             raise ServerEndedError(f"the warm-up ended early: {said}")
 
@@ -250,7 +252,7 @@ class FleetServer:
             if self.ask("/system_stats", PROBE_SECONDS):
                 self._heard = time.monotonic()
             elif now - self._heard > SILENT_SECONDS:
-                raise ServerEndedError(f"it was silent for {now - self._heard:.0f} s.")
+                raise ServerEndedError(f"the server did not answer for {now - self._heard:.0f} s.")
             self._probe = time.monotonic() + PROBE_SECONDS
 
     def _drain(self) -> None:
@@ -275,7 +277,9 @@ class FleetServer:
             _end(self._process)
             code = self._process.returncode
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
-            raise ServerEndedError(f"it ended with {how}: {self._last_line()} ({self.state.log}).")
+            raise ServerEndedError(
+                f"the server ended with {how}: {self._last_line()} ({self.state.log})."
+            )
 
     def _check_port(self) -> None:
         """Keeps another program there from answering in the server's place."""
@@ -283,14 +287,14 @@ class FleetServer:
         try:
             try_port(host, int(port))
         except OSError as error:
-            raise ServerEndedError(f"its port {port} is taken ({error.strerror}).") from error
+            raise ServerEndedError(f"port {port} is in use ({error.strerror}).") from error
 
     def _last_line(self) -> str:
         text = re.sub(
             r"\x1b\[[\d;]*m", "", Path(self.state.log).read_text(errors="replace")[-4000:]
         )
         lines = text.splitlines()
-        return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "no output")
 
     def ask(self, path: str, seconds: float) -> Any:
         """Asks for JSON; returns None where the server does not answer."""

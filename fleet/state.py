@@ -100,11 +100,11 @@ class StateFile:
                     file.write(text)
                 os.replace(new, self.path)
             except OSError as error:  # a full disk ends no server
-                self._notify(f"{self.path} cannot be written ({error.strerror}): free space.")
+                self._notify(f"{self.path} cannot be written ({error.strerror}): free disk space.")
             for each in servers:
                 place = f" on {each.machine}" if each.machine != socket.gethostname() else ""
                 error = f": {each.error}" if each.state in (RESTARTING, FAILED) else ""
-                words = f"{each.url}{place} (card {each.card}) {each.state}{error}"
+                words = f"{each.url}{place} (GPU {each.card}) {each.state}{error}"
                 if self._said.get(each.url) != words:
                     self._said[each.url] = words
                     self._notify(words)
@@ -155,14 +155,12 @@ def read_states(path: Path) -> list[ServerState]:
         return found
     except OSError as error:
         raise SettingError(
-            f"no fleet has written here ({error.strerror}): start one with `qwen-l40s fleet`, or "
-            "name its --folder.",
+            f"there is no fleet in this folder ({error.strerror}): start one with `qwen-l40s "
+            "fleet`, or name its --folder.",
             path,
         ) from error
     except (ValueError, LookupError, TypeError) as error:
-        raise SettingError(
-            "this is not the servers.json of a fleet of this version.", path
-        ) from error
+        raise SettingError("this is not a servers.json of this version's fleet.", path) from error
 
 
 @dataclass

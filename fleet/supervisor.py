@@ -30,17 +30,17 @@ def check_plan(plan: ServerPlan) -> None:
     """
     if sys.platform != "linux":
         raise UnavailableError(
-            "fleet needs Linux, whose kernel ends the servers with the fleet: here, start ComfyUI "
-            "for each card, and name each with `submit --server`."
+            "fleet needs Linux, where the servers end with the fleet: here, start ComfyUI once "
+            "for each GPU, and name each with `submit --server`."
         )
     for word in plan.arguments:
         if word.partition("=")[0] in OWN_FLAGS:
             raise SettingError(
-                f"{word} cannot follow `--`, for each server of a fleet has its own: see --port, "
-                "--folder and --cards."
+                f"{word} cannot follow `--`, because each server of a fleet has a value of its "
+                "own: use --port, --folder and --cards."
             )
     if not (plan.comfyui / "main.py").is_file():
-        raise SettingError("--comfyui is no ComfyUI, for it has no main.py.", plan.comfyui)
+        raise SettingError("--comfyui is not a ComfyUI folder: main.py is missing.", plan.comfyui)
     if not plan.python.is_file():
         raise SettingError(
             "ComfyUI's Python is not there: name it with --python.",
@@ -51,7 +51,7 @@ def check_plan(plan: ServerPlan) -> None:
             plan.warm_up_command("", "")
             return
         raise SettingError(
-            "--warm-up is no workflow in API form: export one with File > Export (API).",
+            "--warm-up is not a workflow in API form: export one with File > Export (API).",
             plan.warm_up,
         )
 
@@ -66,7 +66,9 @@ def find_cards(text: str) -> list[str]:
     kind, _, count = text.partition(":")
     if kind == "cpu":
         if not (count or "1").isdecimal() or int(count or 1) < 1:
-            raise SettingError(f"--cards {text!r} must be cpu:N with the number of servers.")
+            raise SettingError(
+                f"--cards {text!r} is wrong: write cpu:N with the number of servers."
+            )
         return ["cpu"] * int(count or 1)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
@@ -77,15 +79,15 @@ def find_cards(text: str) -> list[str]:
     if text == "all":
         if not found:
             raise UnavailableError(
-                f"{teller} lists no card: name cards with --cards 0,1, or --cards cpu:2."
+                f"{teller} lists no GPU: name GPUs with --cards 0,1, or use --cards cpu:2."
             )
         return found
     cards = [part.strip() for part in text.split(",")]
     if not all(card.isdecimal() or card in found for card in cards) or len({*cards}) < len(cards):
-        raise SettingError(f"--cards {text!r} must be all, numbers such as 0,1, or cpu:2.")
+        raise SettingError(f"--cards {text!r} is wrong: write all, numbers such as 0,1, or cpu:2.")
     for card in cards:
         if found and card not in found:
-            raise UnavailableError(f"there is no card {card}: {teller} lists {', '.join(found)}.")
+            raise UnavailableError(f"there is no GPU {card}: {teller} lists {', '.join(found)}.")
     return cards
 
 
@@ -116,8 +118,8 @@ def check_ports(ports: Sequence[int], host: str = "127.0.0.1") -> None:
             try_port(host, port)
         except (OSError, OverflowError) as error:
             raise SettingError(
-                f"port {port} cannot be used ({getattr(error, 'strerror', None) or error}): "
-                "stop what listens there, or name another first --port."
+                f"port {port} cannot be used ({getattr(error, 'strerror', None) or error}): stop "
+                "the program on that port, or choose another first --port."
             ) from error
 
 

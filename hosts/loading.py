@@ -25,7 +25,7 @@ from ..spec.transformer import OFF_CARD, ON_CARD, PLACES, TransformerShape
 from ..verdict import Verdict, try_once
 
 PIPELINE_PRECISIONS = (AUTO, "bf16", "fp32", *QUANTIZED)
-ONE_MODULATION = "modulation: stays on the card, because all blocks of this model share one"
+ONE_MODULATION = "modulation: stays in VRAM, because all blocks of this model share one"
 LOADER_PRECISIONS = (*PRECISIONS, AS_STORED)
 
 
@@ -179,7 +179,9 @@ def _in_few_words(
     if option is None:
         return f"{words}; no NVIDIA GPU"
     if moved := option.moved_bytes:
-        return f"{words}; {format_gib(moved)} streams to {option.card.name} in every pass"
+        return (
+            f"{words}; {format_gib(moved)} is streamed to {option.card.name} in every forward pass"
+        )
     spare = max(0, option.headroom_bytes)
     side = option.request.width
     return f"{words}; {format_gib(spare)} to spare on {option.card.name} at {side}x{side}"
@@ -202,7 +204,7 @@ def _recommended(
 def _on_processor(requested: str, modulation: str, stored: str, gguf: bool) -> LoadDecision:
     name = stored if requested in ("auto", AS_STORED) else requested
     why = precision_reason(name, None, requested, stored, gguf=gguf)
-    place = "modulation: stays with the other weights, because there is no NVIDIA card"
+    place = "modulation: stays with the other weights, because there is no NVIDIA GPU"
     return LoadDecision(
         precision=name,
         reason="; ".join(filter(None, (why, weight_only(name, None)))),

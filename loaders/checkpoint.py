@@ -58,8 +58,8 @@ def _contradictions(identity: Identity, config: Mapping[str, Any], tensors: Tens
         if isinstance(fact, bool):  # a switch that is not there is off
             values[key] = bool(config.get(key))
     return [
-        f"config.json says {key} is {values[key]!r} but the tensors say {actual}: take config.json "
-        "and weights from one source."
+        f"config.json gives {key} as {values[key]!r}, but the tensors give {actual}: use "
+        "config.json and weights from one source."
         for key, actual in found.items()
         if actual is not None and key in values and values[key] != actual
     ]
@@ -190,7 +190,7 @@ def read_index(folder: Path) -> tuple[dict[str, Any], str]:
     if not isinstance(pipeline, str):
         raise CheckpointError(
             "model_index.json does not name its pipeline in _class_name, as a diffusers folder "
-            "must: get the index from the model's own source.",
+            "must: download the index from the model's publisher.",
             folder / "model_index.json",
         )
     return index, pipeline
@@ -215,7 +215,7 @@ def sample_sigmas(index: Mapping[str, Any], path: Path) -> list[float]:
     if numbers and found and all(a > b for a, b in pairwise((*found, 0))) and found[0] <= 1:
         return [float(sigma) for sigma in found]
     raise CheckpointError(
-        f"Its {family.sigmas} are not numbers that fall from at most 1 and stay above 0: download "
+        f"The {family.sigmas} are not numbers that fall from at most 1 and stay above 0: download "
         "the file again.",
         path,
     )
@@ -232,14 +232,14 @@ def _components(path: Path, index: Mapping[str, Any]) -> list[str]:
         plain = name == PurePosixPath(name).name == PureWindowsPath(name).name
         if not plain or name == "..":
             raise CheckpointError(
-                f"model_index.json names the component {name!r}, which is outside the folder: get "
-                "the index from the model's own source.",
+                f"model_index.json names the component {name!r}, which is outside the folder: "
+                "download the index from the model's publisher.",
                 path / "model_index.json",
             )
         if not os.path.isdir(path / name):
             raise CheckpointError(
-                f"The folder {name}/ is missing that model_index.json lists: a diffusers folder "
-                "needs every component, so finish the download.",
+                f"The folder {name}/ in model_index.json is missing, but a diffusers folder needs "
+                "every component: finish the download.",
                 path / name,
             )
         if not str(value[-1]).endswith(WEIGHTLESS):
@@ -304,8 +304,8 @@ def _with_matching_widths(parts: list[CheckpointPart]) -> list[CheckpointPart]:
             width, hidden = part.dims.get("joint_dim"), encoder.dims["hidden"]
             if part.role == "transformer" and width != hidden:
                 sentence = (
-                    f"the transformer takes text {width} wide but {encoder.name} gives {hidden}: "
-                    "take both from one model."
+                    f"the transformer takes text {width} wide, but {encoder.name} gives {hidden}: "
+                    "use both from one model."
                 )
                 part = replace(part, errors=(*part.errors, sentence))
         checked.append(part)
@@ -316,10 +316,11 @@ def _hint(shards: Shards) -> str | None:
     # What the name says is worded so that nobody takes it for evidence.
     stem, hints = shards.path.name.partition(".safetensors")[0].lower(), []
     if words := " ".join(word for word in NAMED if word in stem):
-        hints.append(f"the file name says {words}, which nothing in the file confirms")
+        hints.append(f"the file name says {words}, which the file does not confirm")
     if shards.index is None and NUMBERED.search(shards.headers[0].path.name):
         hints.append(
-            "one shard of several, so its counts are partial: name the folder or the index for all"
+            "one shard of several, so the counts are partial: name the folder or the index to "
+            "count all"
         )
     return "; ".join(hints) or None
 
@@ -370,7 +371,7 @@ def _read_text(shards: Shards, tensor: str, parse: Callable[[bytes], Parsed]) ->
             return parse(file.read(info.nbytes))
     except ValueError as error:
         raise CheckpointError(
-            f"The tensor {tensor!r} is broken ({error}), which must hold at most "
+            f"The tensor {tensor!r} is broken ({error}). It must hold at most "
             f"{MAX_COMFY_QUANT_BYTES} bytes of U8 with a JSON text: save or download the file "
             "again.",
             header.path,

@@ -117,16 +117,16 @@ def read_gguf_set(path: Path) -> tuple[Header, ...]:
         return (first,)
     if named is None or str(int(named[2])) != count:
         raise CheckpointError(
-            f"This is one of {count} parts of a split GGUF file, which find each other by their "
-            "names: give it back the name that it was downloaded with, NAME-00001-of-00002.gguf.",
+            f"This is one of {count} parts of a split GGUF file, which are found by their names: "
+            "rename it to the name of the download, NAME-00001-of-00002.gguf.",
             path,
         )
     headers = []
     for number, part in enumerate(split_parts(path)):
         if not part.exists():
             raise CheckpointError(
-                f"{part.name} is missing, one of {count} parts of a split GGUF file: put all parts "
-                "into one folder.",
+                f"{part.name}, one of {count} parts of a split GGUF file, is missing: put all "
+                "parts into one folder.",
                 path,
             )
         header = first if part == path else read_gguf(part)
@@ -135,7 +135,7 @@ def read_gguf_set(path: Path) -> tuple[Header, ...]:
             count,
         ):
             raise CheckpointError(
-                f"This file's name says part {number + 1} of {count} and its content does not: "
+                f"The file name says part {number + 1} of {count}, but its content differs: "
                 "download it again.",
                 part,
             )
@@ -143,7 +143,7 @@ def read_gguf_set(path: Path) -> tuple[Header, ...]:
     names = [name for header in headers for name in header.tensors]
     if len(set(names)) < len(names):
         raise CheckpointError(
-            "Two parts of this split GGUF file hold the same tensor: download all parts again, "
+            "Two parts of this split GGUF file have the same tensor: download all parts again, "
             "from one source.",
             path,
         )
@@ -163,13 +163,14 @@ class _Reader:
         (version,) = self._numbers("I")
         if version & 0xFFFF == 0:
             raise CheckpointError(
-                "This GGUF file is big endian, and only little endian ones are read: download the "
-                "usual one.",
+                "This GGUF file is big endian, but only little endian files can be read: download "
+                "the usual file.",
                 self.path,
             )
         if version not in (2, 3):
             raise CheckpointError(
-                f"This is version {version} of GGUF, and 2 and 3 are read: download a newer file.",
+                f"This is version {version} of GGUF, but only 2 and 3 can be read: download a "
+                "newer file.",
                 self.path,
             )
         tensor_count, entry_count = self._numbers("QQ")
@@ -177,7 +178,7 @@ class _Reader:
         tensors = dict(self._tensors(tensor_count))
         alignment = int(metadata.get("general.alignment", 32))
         if alignment == 0 or alignment & (alignment - 1):
-            raise self._broken(f"its alignment of {alignment} bytes is no power of two")
+            raise self._broken(f"the alignment of {alignment} bytes is not a power of two")
         if not tensors:
             raise CheckpointError(
                 "This GGUF file holds no tensors, only a vocabulary or other metadata: download "
@@ -200,7 +201,7 @@ class _Reader:
             value = self._value(kind, key)
             if key in KEPT:
                 if value is None or (key == "general.alignment" and kind != UINT32):
-                    raise self._broken(f"its {key} is of another type")
+                    raise self._broken(f"the metadata {key} has the wrong type")
                 kept[key] = value
         return kept
 
@@ -215,18 +216,20 @@ class _Reader:
                 return None
             return self._take(length).decode("utf-8", "replace")
         if kind != ARRAY:
-            raise self._broken(f"its {key!r} is of the unknown type {kind}")
+            raise self._broken(f"the metadata {key!r} has the unknown type {kind}")
         inner, length = self._numbers("IQ")
         if inner in NUMBERS:
             self._skip(length * struct.calcsize(NUMBERS[inner]))
         elif inner == STRING:
             self.texts += self._counted(length, 8, f"texts of {key}")
             if self.texts > MOST_TEXTS:
-                raise self._broken(f"its lists hold {self.texts:,} texts, more than any model's")
+                raise self._broken(f"the lists have {self.texts:,} texts, more than any model")
             for _ in range(length):
                 self._skip(*self._numbers("Q"))
         else:
-            raise self._broken(f"its {key!r} is a list of the type {inner}, which no model has")
+            raise self._broken(
+                f"the metadata {key!r} is a list of type {inner}, which no model has"
+            )
         return None
 
     def _tensors(self, count: int) -> Iterator[tuple[str, TensorInfo]]:
@@ -248,8 +251,8 @@ class _Reader:
         block = BLOCK_TYPES.get(dtype)
         if block is None:
             raise CheckpointError(
-                f"The tensor {name!r} is of the GGUF type {dtype}, and these are read: "
-                f"{', '.join(BLOCK_TYPES)}. Download a file of one of them.",
+                f"The tensor {name!r} is of the GGUF type {dtype}, which cannot be read. Download "
+                f"a file of one of the types {', '.join(BLOCK_TYPES)}.",
                 self.path,
             )
         elements = math.prod(shape)
@@ -257,8 +260,8 @@ class _Reader:
             raise self._broken(f"the tensor {name!r} has the shape {list(shape)}")
         if block.elements > 1 and (not shape or shape[-1] % block.elements):
             raise self._broken(
-                f"the tensor {name!r} of {dtype} has rows of {shape[-1] if shape else 1}, "
-                f"which is no multiple of {block.elements}"
+                f"the tensor {name!r} of {dtype} has rows of {shape[-1] if shape else 1}, which "
+                f"is not a multiple of {block.elements}"
             )
         return TensorInfo(dtype, shape, offset, offset + elements // block.elements * block.bytes)
 
@@ -267,13 +270,13 @@ class _Reader:
         for name, info in tensors.items():
             if info.start != expected:
                 raise self._broken(
-                    f"the tensor {name!r} starts at byte {info.start:,} of the weights, and "
-                    f"{expected:,} is where the one before it ends"
+                    f"the tensor {name!r} starts at byte {info.start:,} of the weights, but the "
+                    f"tensor before it ends at {expected:,}"
                 )
             if start + info.end > self.size:
                 raise CheckpointError(
                     f"This file is truncated: the tensor {name!r} ends at byte "
-                    f"{start + info.end:,} and the file at {self.size:,}, so download it again.",
+                    f"{start + info.end:,}, but the file ends at {self.size:,}. Download it again.",
                     self.path,
                 )
             expected = -(-info.end // alignment) * alignment
@@ -282,8 +285,8 @@ class _Reader:
         if name in ARCHITECTURES:
             return
         raise CheckpointError(
-            f"This is a GGUF file of {name!r}, not of a Qwen-Image transformer. A text encoder or "
-            "vision tower (mmproj) is read as safetensors: docs/models.md names the files.",
+            f"This is a GGUF file of {name!r}, not of a Qwen-Image transformer. Use safetensors "
+            "for a text encoder or vision tower (mmproj): docs/models.md lists the files.",
             self.path,
         )
 
@@ -319,8 +322,8 @@ class _Reader:
     def _go_on(self, length: int) -> None:
         if length > self.size - self.position:
             raise CheckpointError(
-                f"This file is truncated: its header goes on after byte {self.size:,}, where it "
-                "ends, so download it again.",
+                f"This file is truncated: its header continues after byte {self.size:,}, where "
+                "the file ends. Download it again.",
                 self.path,
             )
         self.position += length

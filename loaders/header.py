@@ -79,8 +79,8 @@ def refuse_unfinished(path: Path) -> None:
     places = (path, os.path.realpath(path)) if os.path.islink(path) else (path,)
     for beside in filter(os.path.isfile, (f"{it}{end}" for it in places for end in UNFINISHED)):
         raise CheckpointError(
-            f"The download of this file has not ended, as {os.path.basename(beside)!r} next to it "
-            "shows: finish the download, or delete that file if this one is whole.",
+            f"The download of this file is not finished, because {os.path.basename(beside)!r} is "
+            "next to it: finish the download, or delete that file if this one is complete.",
             path,
         ) from FileExistsError(beside)  # of the disk: it may be gone when it is asked again
 
@@ -98,13 +98,12 @@ def refuse_foreign_content(path: Path, first: bytes) -> None:
             raise _pickle_error(path, "its first bytes are the pickle protocol mark")
     if first.startswith(b"GGUF"):
         raise CheckpointError(
-            "This is a GGUF file: give it a name that ends in .gguf.",
+            "This is a GGUF file with another suffix: give it a name that ends in .gguf.",
             path,
         )
     if first.startswith(b"version https://git-lfs.github.com/spec/"):
         raise CheckpointError(
-            "This is a git-LFS pointer, which only says where the weights are: run `git lfs pull` "
-            "in its folder.",
+            "This is a git-LFS pointer, not the weights: run `git lfs pull` in its folder.",
             path,
         )
     if (
@@ -113,8 +112,7 @@ def refuse_foreign_content(path: Path, first: bytes) -> None:
         .startswith((b"<!doctype", b"<html", b"<?xml"))
     ):
         raise CheckpointError(
-            "This is a saved web page, not weights: download the file itself, not the page that "
-            "shows it.",
+            "This is a saved web page, not weights: download the file itself.",
             path,
         )
 
@@ -225,7 +223,7 @@ def open_regular(path: Path) -> BinaryIO:
         ) from error
     if stat.S_ISDIR(mode):
         raise CheckpointError(
-            "This is a folder where a .safetensors file is needed: name the file in it.", path
+            "This is a folder, but a .safetensors file is needed: name the file in it.", path
         )
     raise CheckpointError(
         "This is a pipe or a device, not a file: save the checkpoint to a file first.", path
@@ -240,19 +238,20 @@ def _header_json(file: BinaryIO, path: Path, file_bytes: int) -> bytes:
     length = int.from_bytes(first[:8], "little")
     if len(first) < 9 or first[8:9] != b"{":
         raise CheckpointError(
-            "This is not a safetensors file, which begins with 8 bytes of length and a JSON "
+            "This is not a safetensors file, which starts with 8 bytes of length and a JSON "
             "header: get the model as .safetensors.",
             path,
         )
     if length > MAX_HEADER_BYTES:
         raise _broken(
             path,
-            f"it announces a header of {length:,} bytes and the format allows {MAX_HEADER_BYTES:,}",
+            f"it announces a header of {length:,} bytes, but the format allows "
+            f"{MAX_HEADER_BYTES:,}",
         )
     if length > file_bytes - 8:
         raise CheckpointError(
-            f"This file is truncated: its header needs {length:,} bytes and {file_bytes - 8:,} are "
-            "there, so download it again.",
+            f"This file is truncated: its header needs {length:,} bytes, but {file_bytes - 8:,} "
+            "are there. Download it again.",
             path,
         )
     file.seek(8)
@@ -283,8 +282,8 @@ def _tensor(path: Path, name: str, entry: Any) -> TensorInfo:
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise CheckpointError(
-            f"The dtype {dtype!r} of tensor {name!r} is unknown: the known ones are "
-            f"{', '.join(sorted(DTYPE_BITS))}, so save the checkpoint in one of them.",
+            f"The dtype {dtype!r} of tensor {name!r} is unknown: save the checkpoint in one of "
+            f"{', '.join(sorted(DTYPE_BITS))}.",
             path,
         )
     if not isinstance(shape, list) or not all(map(_is_number, shape)):
@@ -308,7 +307,7 @@ def _check_coverage(path: Path, tensors: Mapping[str, TensorInfo], data_bytes: i
             fault = (
                 "overlaps the tensor before it"
                 if info.start < position
-                else "leaves a hole before it"
+                else "leaves a gap before it"
             )
             raise _broken(
                 path,
@@ -317,9 +316,9 @@ def _check_coverage(path: Path, tensors: Mapping[str, TensorInfo], data_bytes: i
         position = info.end
     if position > data_bytes:
         raise CheckpointError(
-            f"This file is truncated: its header describes {position:,} bytes of weights and "
-            f"{data_bytes:,} are there, so download it again.",
+            f"This file is truncated: its header describes {position:,} bytes of weights, but "
+            f"{data_bytes:,} are there. Download it again.",
             path,
         )
     if position < data_bytes:
-        raise _broken(path, f"{data_bytes - position:,} bytes follow the last tensor and none may")
+        raise _broken(path, f"{data_bytes - position:,} bytes follow the last tensor, but none may")

@@ -88,19 +88,21 @@ DECODING = (".weight_s_rel", ".weight_codebook")
 # What to take on an L40S instead of formats of which nothing is gained there.
 BETTER = "get the model in int8 ConvRot or fp8"
 _BLACKWELL = (
-    "weights are left to ComfyUI's own layers, which multiply them on Blackwell and expand them on "
-    f"Ada: for an L40S {BETTER}, or use ComfyUI's own loader."
+    "weights run in ComfyUI's layers, which multiply them on Blackwell and expand them on Ada: "
+    f"for an L40S {BETTER}, or use ComfyUI's loader."
 )
 _NUNCHAKU = (
-    "SVDQuant and AWQ weights of nunchaku lie in the order of its own compiled extension, which "
-    f"this package does not call: {BETTER}, or use nunchaku's nodes."
+    "SVDQuant and AWQ weights of nunchaku need nunchaku's compiled extension, which this package "
+    f"does not use: {BETTER}, or use nunchaku's nodes."
 )
 # {format: why it is not run, and what to do}, where that is known
 REFUSALS = {
     "nvfp4": f"nvfp4 {_BLACKWELL}",
     "mxfp8": f"mxfp8 {_BLACKWELL}",
-    "int4 ConvRot (w4a4)": "int4 ConvRot (w4a4) weights are not run, because activations in 4 bits "
-    f"without calibration paint noise with Qwen-Image: {BETTER}.",
+    "int4 ConvRot (w4a4)": (
+        "int4 ConvRot (w4a4) weights cannot run, because activations in 4 bits without "
+        f"calibration give noise in Qwen-Image: {BETTER}."
+    ),
     "SVDQuant (nunchaku)": _NUNCHAKU,
     "AWQ int4 (nunchaku)": _NUNCHAKU,
 }
@@ -144,7 +146,7 @@ class Quantization:
         for name in sorted(self.formats):
             if name in STORAGE_ONLY:
                 sentences.append(
-                    f"{name} weights are storage only: they are converted to bf16 to compute."
+                    f"{name} weights are only storage: they are converted to bf16 to compute."
                 )
             elif name in REFUSALS:
                 sentences.append(REFUSALS[name])
@@ -152,9 +154,9 @@ class Quantization:
                 name not in PACKED | GGUF.keys() or role != "transformer"
             ):
                 host = HOSTS.get(name)
-                other = f", or load it with ComfyUI's own nodes ({host})" if host else ""
+                other = f", or load it with ComfyUI's nodes ({host})" if host else ""
                 sentences.append(
-                    f"{name} weights are not run by this package, which computes in bf16, fp8 e4m3 "
+                    f"{name} weights cannot run in this package, which computes in bf16, fp8 e4m3 "
                     f"and int8: get the model in one of these{other}."
                 )
         return [*dict.fromkeys(sentences)]
@@ -220,7 +222,7 @@ def parse_attention(data: bytes) -> str:
     names = []
     for config in value if isinstance(value, list) else [value]:
         if not isinstance(config, dict):
-            raise ValueError(f"it has a JSON {type(config).__name__} in the place of an object")
+            raise ValueError(f"it has a JSON {type(config).__name__} instead of an object")
         name = config.get("attention") or ""
         if not isinstance(name, str):
             raise ValueError(f"its attention is {name!r:.40}, not a name")

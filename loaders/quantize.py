@@ -174,7 +174,7 @@ def check_finite(path: Path, name: str, tensor: torch.Tensor) -> None:
 def not_finite(path: Path, name: str) -> CheckpointError:
     """Makes the error for a tensor that holds NaN or infinity."""
     return CheckpointError(
-        f"This file holds NaN or infinity in the tensor {name!r}: download it again.", path
+        f"The tensor {name!r} has NaN or infinity: download the file again.", path
     )
 
 
@@ -205,9 +205,9 @@ def layers_to_quantize(layers: Iterable[str], keep: Sequence[str] = ()) -> froze
         matching = {layer for layer in candidates if fnmatchcase(layer, pattern)}
         if not matching:
             raise SettingError(
-                f"keep_in_bf16 (--keep) {pattern!r} matches no layer that is quantized: whole "
-                "names are compared, such as transformer_blocks.5.attn.to_q, so begin with * or "
-                "transformer_blocks."
+                f"keep_in_bf16 (--keep) {pattern!r} matches no quantized layer. A pattern is "
+                "compared with whole names such as transformer_blocks.5.attn.to_q: start it with "
+                "* or transformer_blocks."
             )
         kept |= matching
     return candidates - kept

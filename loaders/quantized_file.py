@@ -46,8 +46,10 @@ from .writer import (
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 READERS = {
     "int8": "ComfyUI itself and this package",
-    "fp8": "this package only: ComfyUI's own fp8 has one scale for a whole weight, and this file "
-    "has one for every row",
+    "fp8": (
+        "this package only, because ComfyUI's fp8 has one scale for a whole weight and this file "
+        "has one for each row"
+    ),
 }
 
 
@@ -106,11 +108,11 @@ def check_destination(
         return
     if any(destination.exists() and destination.samefile(file) for file in sources):
         raise SettingError(
-            "This is the file to read: choose another name for the quantized one.", destination
+            "This is the file to read: choose another name for the quantized file.", destination
         )
     if not overwrite:
         raise SettingError(
-            "The file exists: choose another name, or switch overwrite on.", destination
+            "The file exists: choose another name, or turn overwrite on.", destination
         )
 
 
@@ -254,8 +256,8 @@ def write_quantized(
                 errors |= _quantize_file(plan, header, device, take)
         except torch.cuda.OutOfMemoryError as error:
             raise UnavailableError(
-                f"{device} has no room for one weight and its copy: free its memory or choose the "
-                "device cpu."
+                f"{device} has no room for one weight and its copy: free its memory, or choose "
+                "the device cpu."
             ) from error
         marker = marker_titled(source.part.family)
         if marker and marker not in source.tensors:
@@ -350,7 +352,7 @@ def _refuse_quantized(source: Source, precision: str) -> None:
 def _kept_dtype(source: Source, name: str, info: TensorInfo) -> str:
     if AUXILIARY.search(name):
         raise CheckpointError(
-            f"This file holds {name!r}, which describes a quantized weight, and no quantized "
+            f"This file has {name!r}, which describes a quantized weight, but no quantized "
             "weights: get the original file.",
             source.path,
         )
@@ -361,7 +363,7 @@ def _kept_dtype(source: Source, name: str, info: TensorInfo) -> str:
         return info.dtype
     if info.dtype not in FLOAT_DTYPES and info.dtype not in BLOCK_TYPES:
         raise CheckpointError(
-            f"This file holds {name!r} as {info.dtype}, and the weights to start from must be "
+            f"This file has {name!r} as {info.dtype}, but the weights must be "
             f"{', '.join(FLOAT_DTYPES)}: start from the bf16 file.",
             source.path,
         )

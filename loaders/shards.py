@@ -93,8 +93,8 @@ def _why_not(names: list[str], indexes: list[str], files: list[str]) -> str:
         return f"{len(indexes)} shard indexes ({', '.join(indexes)}): name the one to read."
     if any(NUMBERED.search(name) for name in files):
         return (
-            "numbered shards but no index, which says where each tensor is: download the "
-            "*.safetensors.index.json that belongs to them into it."
+            "numbered shards but no index, which lists where each tensor is: download the "
+            "*.safetensors.index.json of this model into it."
         )
     if files:
         return f"{len(files)} safetensors files and no index: name the one to read."
@@ -117,21 +117,21 @@ def _weight_map(index: Path) -> dict[str, str]:
         or not all(isinstance(name, str) for name in weight_map.values())
     ):
         raise CheckpointError(
-            "This is not a shard index: its weight_map must name a file for every tensor, so "
-            "download it again.",
+            "This is not a shard index, whose weight_map names a file for every tensor: download "
+            "it again.",
             index,
         )
     for name in set(weight_map.values()):
         if not name.endswith(".safetensors"):
             raise CheckpointError(
-                f"The index names the shard {name!r}, and only .safetensors files are read: get "
-                "the safetensors version of the model.",
+                f"The index names the shard {name!r}, but only .safetensors files can be read: "
+                "get the safetensors version of the model.",
                 index,
             )
         if not name == PurePosixPath(name).name == PureWindowsPath(name).name or "\0" in name:
             raise CheckpointError(
-                f"The index names the shard {name!r}, which is outside its folder: a shard must "
-                "lie next to its index, so get the index from the model's own source.",
+                f"The index names the shard {name!r}, which is outside its folder: download the "
+                "index from the model's publisher.",
                 index,
             )
     return weight_map
@@ -141,8 +141,8 @@ def _read_shard(index: Path, name: str) -> Header:
     shard = index.parent / name
     if not shard.exists():
         raise CheckpointError(
-            f"A shard is missing that {index.name} lists: every shard must lie next to the "
-            "index, so finish the download.",
+            f"A shard in {index.name} is missing, but all shards must be next to the index: "
+            "finish the download.",
             shard,
         )
     return read_header(shard)
@@ -154,15 +154,16 @@ def _check_agreement(
     lost = sorted(name for name, shard in weight_map.items() if name not in headers[shard].tensors)
     if lost:
         raise CheckpointError(
-            f"The shard lacks the tensor {lost[0]!r} that {index.name} says it holds "
-            f"({len(lost)} such in all): download index and shards again, from one source.",
+            f"The shard lacks the tensor {lost[0]!r} that {index.name} lists in it ({len(lost)} "
+            "such in all): download index and shards again, from one source.",
             index.parent / weight_map[lost[0]],
         )
     for shard, header in headers.items():
         unlisted = sorted(name for name in header.tensors if weight_map.get(name) != shard)
         if unlisted:
             raise CheckpointError(
-                f"The shard holds the tensor {unlisted[0]!r} that {index.name} does not list there "
-                f"({len(unlisted)} such in all): download index and shards again, from one source.",
+                f"The shard has the tensor {unlisted[0]!r}, which {index.name} does not list "
+                f"there ({len(unlisted)} such in all): download index and shards again, from one "
+                "source.",
                 index.parent / shard,
             )

@@ -73,8 +73,8 @@ class CheckpointSizes:
             return found
         if not may_be(requested, found):
             raise SettingError(
-                f"family is {requested!r} and the file's tensors are those of {found}: leave "
-                "--family out, or name a file of that family.",
+                f"family is {requested!r}, but the file's tensors are those of {found}: leave "
+                "--family out, or name a file of that model.",
                 Path(self.path),
             )
         return requested
@@ -174,7 +174,7 @@ def vae_shape(part: CheckpointPart) -> VaeShape:
     numbers = [size for size in sizes if isinstance(size, int)]
     if len(numbers) < len(sizes):
         raise CheckpointError(
-            "The tensors do not give the VAE's sizes: get it from the model's own source."
+            "The tensors do not give the VAE's sizes: download the VAE from the model's publisher."
         )
     return vae_titled(part.family).read_shape(part.dims)
 

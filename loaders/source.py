@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 MICRO = next(iter(micro_folders()))  # of the first family
 MICRO_SIDE = 256  # the only size that the micro model was trained at
 MICRO_STEPS = 20  # that it is judged at
-MICRO_ADVICE = f"micro is trained at {MICRO_SIDE}x{MICRO_SIDE}: paint at that size"
+MICRO_ADVICE = f"micro is trained at {MICRO_SIDE}x{MICRO_SIDE}: generate at that size"
 # What tells it from other sizes of Qwen-Image: blocks and text width, and the width of its VAE.
 MICRO_TRANSFORMER, MICRO_VAE = (6, 512), 8
 
@@ -76,7 +76,7 @@ def check_prefix(folder: Path, tokens: int) -> None:
     """
     if tokens != TEMPLATE_PREFIX_TOKENS:
         raise CheckpointError(
-            f"The tokenizer encodes Qwen-Image's chat template in {tokens} tokens, not "
+            f"The tokenizer encodes Qwen-Image's chat template in {tokens} tokens instead of "
             f"{TEMPLATE_PREFIX_TOKENS}: use the tokenizer folder of Qwen-Image.",
             folder,
         )
@@ -180,7 +180,7 @@ def open_source(path: str | os.PathLike[str] | Source, role: str) -> Source:
     _, pipeline = read_index(path)
     if not os.path.isdir(path / role):
         raise CheckpointError(
-            f"The folder {role}/ is missing, which holds {PLACES[role][0]}: finish the download.",
+            f"The folder {role}/ with {PLACES[role][0]} is missing: finish the download.",
             path,
         )
     source = _part_of(path / role, role, *_read(path / role))
@@ -209,7 +209,7 @@ def open_parts(path: Path) -> dict[str, Source | str]:
 def _read(path: Path) -> tuple[Shards, Checkpoint]:
     if NUMBERED.search(path.name):
         raise CheckpointError(
-            "This is one shard of several: choose the folder or the index that names them all.",
+            "This is one shard of several: choose the folder, or the index that lists all shards.",
             path,
         )
     shards = read_shards(path)
@@ -255,7 +255,7 @@ def _settings(path: Path, shards: Shards) -> dict[str, Any]:
 def _wrong(role: str, parts: tuple[CheckpointPart, ...], count: int) -> str:
     wanted, place = PLACES[role]
     if count:
-        return f"This holds {count} parts that could be {wanted}: choose a file with one."
+        return f"This file has {count} parts that could be {wanted}: choose a file with one."
     found = parts[0]
     if not found.folder or place.endswith(found.folder):
         return f"{_fact(found)}: choose {wanted}."
@@ -288,8 +288,8 @@ def check_unchanged(source: Source) -> None:
     if fingerprint(source.files) == source.state:
         return
     raise CheckpointError(
-        "This file changed while it was read, and all weights have to be of one file: load it "
-        "again once it is whole.",
+        "This file changed while it was read, but all weights must be from one version: load it "
+        "again once it is complete.",
         source.path,
     )
 
@@ -309,8 +309,8 @@ def native_names(source: Source, to_native: Callable[[str], str]) -> dict[str, s
         native = to_native(name)
         if native in names:
             raise CheckpointError(
-                f"This file holds {native!r} twice, as {names[native]!r} and as {name!r}: get it "
-                "from the model's own source.",
+                f"This file has {native!r} twice, as {names[native]!r} and as {name!r}: download "
+                "it from the model's publisher.",
                 source.path,
             )
         names[native] = name
@@ -321,7 +321,7 @@ def left_out(names: Collection[str], what: str) -> tuple[str, ...]:
     """Says, if there are any, that tensors are left out as ComfyUI's own loader leaves them out."""
     first, count = next(iter(names), ""), len(names)
     told = f"{first!r}" if count == 1 else f"{count} tensors such as {first!r}"
-    return (f"{told} left out: {what} has no place for it",) if names else ()
+    return (f"{told} left out, because {what} does not have it",) if names else ()
 
 
 def check_names(
@@ -340,21 +340,21 @@ def check_names(
     """
     if missing := sorted(expected.keys() - found.keys()):
         raise CheckpointError(
-            f"This file lacks the tensor {missing[0]!r} ({len(missing)} in all) that {what} has: "
+            f"This file lacks the tensor {missing[0]!r} ({len(missing)} in all) of {what}: "
             "download it again.",
             path,
         )
     if unexpected := sorted(found.keys() - expected.keys()):
         raise CheckpointError(
-            f"This file holds the tensor {unexpected[0]!r} ({len(unexpected)} in all) that {what} "
-            "has no place for: get the file from the model's own source.",
+            f"This file has the tensor {unexpected[0]!r} ({len(unexpected)} in all), which {what} "
+            "does not have: download the file from the model's publisher.",
             path,
         )
     for name, shape in expected.items():
         if found[name] != shape:
             raise CheckpointError(
-                f"The tensor {name!r} has the shape {found[name]} where {what} has {shape}: get "
-                "the file from the model's own source.",
+                f"The tensor {name!r} has the shape {found[name]}, but {what} has {shape}: "
+                "download the file from the model's publisher.",
                 path,
             )
 

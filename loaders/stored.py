@@ -307,7 +307,7 @@ def _stored(
     rows = weight.shape[0] if weight.dim() else 1
     if scale.numel() not in (1, rows):
         what = f"has {scale.numel()} scales for {rows} rows"
-        _refuse(name, what, "one value or one a row is needed")
+        _refuse(name, what, "one value, or one for each row, is needed")
     scale = scale.reshape(() if scale.numel() == 1 else (-1, 1))
     settings = _flat(settings)
     if kind == "int8" and settings.get("convrot"):
@@ -332,7 +332,7 @@ def _packed(
         _refuse(name, f"has {codes.shape[1]} bytes a row", rule)
     if scale.shape not in ((rows,), (rows, 1)):
         what = f"has {scale.numel()} scales for {rows} rows"
-        _refuse(f"{layer}.weight_s_channel", what, "one a row is needed")
+        _refuse(f"{layer}.weight_s_channel", what, "one for each row is needed")
     settings = _flat(settings)
     size, group_scale = settings.get("group_size", 16), tensors.get(f"{layer}.weight_s_rel")
     known = type(size) is int and size >= 4 and not columns % size

@@ -115,7 +115,7 @@ class TensorFile:
 
     def finish(self) -> None:
         if self._missing:
-            raise ValueError(f"{min(self._missing)} was never written")
+            raise ValueError(f"{min(self._missing)} was not written")
         with plain_write_errors(self._path):
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -153,8 +153,8 @@ def _check_space(folder: Path, needed: int) -> None:
         free = shutil.disk_usage(folder).free
     if free < needed:
         raise UnavailableError(
-            f"The disk has {format_gib(free)} free and the file takes {format_gib(needed)}: "
-            "free disk space or choose another disk."
+            f"The file takes {format_gib(needed)}, but the disk has {format_gib(free)} free: free "
+            "disk space, or choose another disk."
         )
 
 
@@ -213,7 +213,7 @@ class KeptFile:
             tensors: what was loaded. Nothing may change them in place.
         """
         if others := {it.dtype for it in tensors.values()} - DTYPE_NAMES.keys():
-            return f"keep_quantized: no file is kept: a tensor is {others.pop()}."
+            return f"keep_quantized: no file is saved, because a tensor is {others.pop()}."
         specs = {name: (DTYPE_NAMES[it.dtype], tuple(it.shape)) for name, it in tensors.items()}
         about = file_metadata(self._precision, self._keep, self._source.config)
         about[MADE_FROM] = self._made_from
@@ -224,16 +224,16 @@ class KeptFile:
                 with plain_write_errors(self.path.parent):
                     free = self._lock(held)
                 if free < needed:
-                    sizes = f"{format_gib(free)} are free and {format_gib(needed)} needed"
+                    sizes = f"{format_gib(needed)} are needed and {format_gib(free)} are free"
                     raise UnavailableError(f"{sizes}: free disk space.", self.path.parent)
             except UnavailableError as error:
-                return f"keep_quantized: no file is kept: {error}"
+                return f"keep_quantized: no file is saved: {error}"
             work = layout, dict(tensors), held.pop_all()
         thread = threading.Thread(target=self._write, args=work, name="keep_quantized", daemon=True)
         thread.start()
         atexit.register(thread.join, 5)  # seconds, in which it removes its part
         name = f"{self.path.name} ({format_gib(layout.file_bytes)})"
-        return f"keep_quantized: {name} is being written for the next load."
+        return f"keep_quantized: {name} is being saved for the next load."
 
     def _lock(self, held: ExitStack) -> int:
         """Keeps other loads from writing, removes what killed ones left, returns the free bytes."""
@@ -241,10 +241,10 @@ class KeptFile:
             raise UnavailableError("a folder has this name: rename it.", self.path)
         path = self.path.with_name(f".{self.path.name}.lock")
         if not lock(held.enter_context(path.open("ab"))):
-            raise UnavailableError("another load is writing one.")
+            raise UnavailableError("another load is already saving this file.")
         held.callback(_remove, path)
         if self.open() and not self.damaged:
-            raise UnavailableError("another load has just written one.")
+            raise UnavailableError("another load has just saved this file.")
         for part in path.parent.glob(f".{glob.escape(self.path.name)}.*.part"):
             part.unlink()
         return shutil.disk_usage(path.parent).free
@@ -261,9 +261,9 @@ class KeptFile:
                         raise UnavailableError("ComfyUI ends.")
                     file.write(name, tensors.pop(name))
                 if self._now() != self._made_from:
-                    raise CheckpointError("the original has changed meanwhile.")
+                    raise CheckpointError("the original file changed in the meantime.")
         except (OSError, QwenL40SError) as error:
-            logger.warning("keep_quantized: %s is not kept: %s", self.path.name, error)
+            logger.warning("keep_quantized: %s is not saved: %s", self.path.name, error)
 
     def _now(self) -> str:
         # The original's sizes, times and headers, and the settings.

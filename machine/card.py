@@ -109,7 +109,7 @@ def tensor_cores(card: InstalledCard | None) -> tuple[Capability, ...]:
     """Says what the card's tensor cores multiply; everything is NOT_USABLE without a card."""
     found = []
     for name, (major, minor), loss in TENSOR_CORES:
-        state, reason = State.NOT_USABLE, "there is no usable card"
+        state, reason = State.NOT_USABLE, "there is no usable GPU"
         if card is not None:
             reason = f"sm_{card.sm[0]}{card.sm[1]}, needs sm_{major}{minor} or newer"
             if card.sm >= (major, minor):
@@ -123,18 +123,16 @@ def tensor_cores(card: InstalledCard | None) -> tuple[Capability, ...]:
 def driver_capability(cards: InstalledCards, cuda: str | None) -> Capability:
     """Checks whether the driver serves `torch.version.cuda`; None for a CPU build or no torch."""
     if not cards.driver and cards.usable:
-        reason = (
-            "torch reaches the card; pynvml, which gives the driver's version, is not installed"
-        )
+        reason = "torch reaches the GPU; pynvml, which reads the driver's version, is not installed"
         return State.USABLE.of("driver", reason)
     if not cards.driver:
-        remedy = "with an NVIDIA card: install its driver"
+        remedy = "on a machine with an NVIDIA GPU, install its driver"
         return State.NOT_USABLE.of("driver", "no NVIDIA driver answers", remedy)
     oldest = OLDEST_DRIVER.get(int(cuda.split(".")[0])) if cuda else None
     if oldest is None or cards.usable or int(cards.driver.split(".")[0]) >= oldest:
         # torch's word counts: NVIDIA's cuda-compat package runs newer CUDA on an older driver.
         return State.USABLE.of("driver", cards.driver)
-    reason = f"{cards.driver}: CUDA {cuda}, which torch is built for, needs {oldest} or newer"
+    reason = f"{cards.driver}: CUDA {cuda} of this torch needs {oldest} or newer"
     remedy = "update the driver or install a torch built for an older CUDA"
     return State.NOT_USABLE.of("driver", reason, remedy)
 
@@ -161,15 +159,15 @@ def _ask_torch(torch: Any, driver: str, listed: tuple[InstalledCard, ...]) -> In
                         )
                     )
         except RuntimeError as error:  # the card is out of memory, or has failed
-            reason, remedy = first_line(error), "free the card or restart the machine"
+            reason, remedy = first_line(error), "free the GPU or restart the machine"
             return InstalledCards(driver=driver, why=_none(listed, reason, remedy))
     warned = [first_line(entry.message) for entry in caught if entry.category is UserWarning]
     if cards:
-        remedy = "install a torch that supports the card" if warned else ""
+        remedy = "install a torch that supports the GPU" if warned else ""
         return InstalledCards(tuple(cards), driver, Verdict("; ".join(warned), remedy=remedy))
     if not listed and not warned:
         return InstalledCards(driver=driver, why=Verdict("no NVIDIA driver answers"))
-    reason = warned[0] if warned else "torch does not see it"
+    reason = warned[0] if warned else "torch does not see the GPU"
     remedy = "check CUDA_VISIBLE_DEVICES and the driver"
     return InstalledCards(driver=driver, why=_none(listed, reason, remedy))
 

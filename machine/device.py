@@ -25,13 +25,13 @@ def choose_device(requested: str) -> str:
         return "cpu"
     if not cards:
         raise UnavailableError(
-            f"device {requested!r} needs a CUDA card, and torch {torch.__version__} sees none: use "
+            f"device {requested!r} needs a CUDA GPU, but torch {torch.__version__} sees none: use "
             "--device cpu, or see `qwen-l40s doctor`."
         )
     index = int(match[1]) if match[1] else torch.cuda.current_device()
     if index >= cards:
         raise UnavailableError(
-            f"device {requested!r} is not there: this machine has cuda:0 to cuda:{cards - 1}."
+            f"device {requested!r} does not exist: this machine has cuda:0 to cuda:{cards - 1}."
         )
     return f"cuda:{index}"
 
@@ -45,7 +45,7 @@ def card_to_measure(name: str, small: str) -> torch.device:
     chosen = choose_device(name)
     if chosen == "cpu" and name == "auto":
         raise UnavailableError(
-            "bench measures a CUDA card and torch sees none: see `qwen-l40s doctor`, or try it "
+            "bench measures a CUDA GPU, but torch sees none: see `qwen-l40s doctor`, or try bench "
             f"with {small}."
         )
     device = torch.device(chosen)

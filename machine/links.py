@@ -35,10 +35,10 @@ Move = tuple[int, int, int]  # address of the target, address of the source, byt
 PATTERN_BYTES = MIB
 MEASURED_BYTES, MEASURED_COPIES = 64 * MIB, 6
 
-NO_ACCESS = "the driver gives no peer access"
-NO_MEMORY = "too little card memory is free to verify peer copies"
-DAMAGED = "peer copies arrived damaged"
-CORE_TOO = "ComfyUI's own copies between these cards would be wrong too"
+NO_ACCESS = "the driver allows no peer access"
+NO_MEMORY = "too little VRAM is free to verify peer copies"
+DAMAGED = "peer copies changed the data"
+CORE_TOO = "ComfyUI's copies between these GPUs would be wrong too"
 REMEDY = "Boot with `iommu=pt`, or turn ACS off in the BIOS"
 
 
@@ -59,14 +59,14 @@ class CardOperations:
             return torch.empty(size, dtype=torch.uint8, pin_memory=True)
         except RuntimeError as error:
             raise UnavailableError(
-                f"{size // MIB} MiB of host memory cannot be pinned, which copies between cards "
-                "need: free host memory, or raise the limit of locked memory (ulimit -l)."
+                f"{size // MIB} MiB of system RAM cannot be pinned for copies between GPUs: free "
+                "system RAM, or raise the limit of locked memory (ulimit -l)."
             ) from error
 
     def copy(self, target: int, source: int, size: int, stream: Any) -> None:
         code = _memcpy()(target, source, size, stream.cuda_stream)
         if code:
-            raise RuntimeError(f"a copy between two cards failed: CUDA error {code}")
+            raise RuntimeError(f"a copy between two GPUs failed: CUDA error {code}")
 
     def can_access(self, source: torch.device, target: torch.device) -> bool:
         """Says whether the driver lets each of two cards reach the other's memory."""
@@ -234,8 +234,8 @@ def _memcpy() -> Any:
         driver = ctypes.PyDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
     except OSError as error:
         raise UnavailableError(
-            "copies between cards need NVIDIA's driver, which does not answer: see "
-            "`qwen-l40s doctor`."
+            "copies between GPUs need NVIDIA's driver, which does not respond: see `qwen-l40s "
+            "doctor`."
         ) from error
     function = driver.cuMemcpyAsync
     function.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
@@ -290,7 +290,7 @@ class Link:
             return ""
         return (
             f"Copies between {' and '.join(map(str, self.cards))} lose data on this machine (IOMMU "
-            f"or ACS): {CORE_TOO}. This package copies through host memory. {REMEDY}."
+            f"or ACS): {CORE_TOO}. This package copies through system RAM. {REMEDY}."
         )
 
     def route(self, source: torch.device) -> Route:
@@ -386,7 +386,7 @@ def link_between(first: torch.device, second: torch.device, again: bool = False)
 def check_links(cards: InstalledCards) -> list[Capability]:
     found = []
     for first, second in combinations(range(len(cards.usable)), 2):
-        name = f"cards {first} and {second}"
+        name = f"GPUs {first} and {second}"
         try:
             link = link_between(torch.device("cuda", first), torch.device("cuda", second))
             rates = list(_rates(link))
@@ -400,21 +400,21 @@ def check_links(cards: InstalledCards) -> list[Capability]:
 
 def _way(link: Link) -> str:
     if link.peer:
-        return "peer copies arrive whole"
+        return "peer copies are correct"
     if link.damaged:
-        return f"{link.reason}; {CORE_TOO}; this package copies through host memory"
-    return f"copies go through host memory: {link.reason}"
+        return f"{link.reason}; {CORE_TOO}; this package copies through system RAM"
+    return f"copies go through system RAM: {link.reason}"
 
 
 def _remedy(link: Link) -> str:
     if link.damaged:
         return REMEDY[0].lower() + REMEDY[1:]
-    return "end other programs on the cards" if link.reason == NO_MEMORY else ""
+    return "end other programs on the GPUs" if link.reason == NO_MEMORY else ""
 
 
 def _rates(link: Link) -> Iterator[str]:
     first, second = (card.index for card in link.cards)
-    for name, peer in (("peer", True), ("through host memory", False)):
+    for name, peer in (("peer", True), ("through system RAM", False)):
         if peer and not link.peer:
             continue
         if speeds := link.measure(peer):

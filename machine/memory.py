@@ -29,18 +29,18 @@ FP8_SET = 32 * GB
 
 
 def check_memory() -> Capability:
-    """Checks host memory: the machine's, or what a container may take of it."""
+    """Checks system RAM: the machine's, or what a container may take of it."""
     total = total_memory()
     if total is None:
-        unknown, remedy = "its size is not known", "pip install psutil"
-        return State.LIMITED.of("host memory", unknown, remedy)
+        unknown, remedy = "its size is unknown", "pip install psutil"
+        return State.LIMITED.of("system RAM", unknown, remedy)
     source = "the container's limit" if total == cgroup_limit() else "the machine's"
     reason = f"{total / GIB:.1f} GiB, {source}"
     if total >= BF16_PARTS:
-        return State.USABLE.of("host memory", reason)
+        return State.USABLE.of("system RAM", reason)
     reason += f": less than the full model in bf16 ({BF16_PARTS / GIB:.1f} GiB)"
-    remedy = "choose int8 or fp8, which take two thirds"
-    return State.LIMITED.of("host memory", reason, remedy)
+    remedy = "choose int8 or fp8, which need two thirds"
+    return State.LIMITED.of("system RAM", reason, remedy)
 
 
 def total_memory() -> int | None:
@@ -151,10 +151,12 @@ def _limits(files: Iterable[Path]) -> list[int]:
 def check_system_disk() -> Capability:
     """Checks the disk that Python's packages lie on by its whole size: they are already in it."""
     total = shutil.disk_usage(sys.prefix).total
-    reason = f"{total / GIB:.0f} GiB in all, {SYSTEM_DISK / GIB:.0f} GiB advised, at {sys.prefix}"
+    reason = (
+        f"{total / GIB:.0f} GiB in total, {SYSTEM_DISK / GIB:.0f} GiB recommended, at {sys.prefix}"
+    )
     if total >= SYSTEM_DISK:
         return State.USABLE.of("system disk", reason)
-    return State.LIMITED.of("system disk", reason, "rent the machine with a larger container disk")
+    return State.LIMITED.of("system disk", reason, "rent a machine with a larger container disk")
 
 
 def check_model_disk(folder: Path, more: Iterable[Path] = ()) -> Capability:
@@ -168,14 +170,14 @@ def check_model_disk(folder: Path, more: Iterable[Path] = ()) -> Capability:
     free = shutil.disk_usage(existing).free
     there = sum(map(qwen_bytes, {folder, *more}))
     reason = f"{free / GIB:.0f} GiB free and {there / GIB:.0f} GiB of Qwen files"
-    advised = f"{MODEL_DISK / GIB:.0f} GiB advised, at {folder}"
+    advised = f"{MODEL_DISK / GIB:.0f} GiB recommended, at {folder}"
     if free + there >= MODEL_DISK:
         return State.USABLE.of("model disk", f"{reason}, {advised}")
     if free + there >= FP8_SET:
         state, room = State.LIMITED, f"room for the fp8 files only ({FP8_SET / GIB:.0f} GiB)"
     else:
         state, room = State.NOT_USABLE, "too little for the fp8 files"
-    remedy = "free space, or name a folder on a larger disk with --models"
+    remedy = "free disk space, or name a folder on a larger disk with --models"
     return state.of("model disk", f"{reason}: {room}; {advised}", remedy)
 
 

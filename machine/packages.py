@@ -89,7 +89,7 @@ def check_package(package: Package, *, load: bool = True) -> tuple[Capability, M
         reason = f"{found}, needs {package.floor} or newer"
         return State.NOT_USABLE.of(name, reason, install), None
     if not load:
-        return State.USABLE.of(name, f"{found}, not tried without torch"), None
+        return State.USABLE.of(name, f"{found}, not tested without torch"), None
     try:
         with warnings.catch_warnings():
             # Other people's deprecations say nothing of this machine.
@@ -135,7 +135,7 @@ def check_triton(cards: InstalledCards) -> Capability:
         found = (
             f"{installed_version('triton')}, but" if find_spec("triton") else "not installed, and"
         )
-        return State.NOT_USABLE.of("triton", f"{found} there is no usable card")
+        return State.NOT_USABLE.of("triton", f"{found} there is no usable GPU")
     windows = sys.platform == "win32"
     name = "triton-windows" if windows else "triton"
     capability, module = check_package(Package(name, "triton"))
@@ -147,12 +147,10 @@ def check_triton(cards: InstalledCards) -> Capability:
     if not windows:
         build = getattr(getattr(module, "knobs", None), "build", None)
         if not (getattr(build, "cc", None) or any(map(shutil.which, ("gcc", "clang", "cc")))):
-            reason = (
-                f"{capability.why.fact}, but there is no C compiler to build its launchers with"
-            )
+            reason = f"{capability.why.fact}, but its launchers need a C compiler, which is missing"
             return State.NOT_USABLE.of("triton", reason, "install gcc")
         if not Path(sysconfig.get_path("include"), "Python.h").is_file():
-            reason = f"{capability.why.fact}, but Python.h is missing, which its launchers include"
+            reason = f"{capability.why.fact}, but its launchers need Python.h, which is missing"
             remedy = "install Python's development headers (python3-dev)"
             return State.NOT_USABLE.of("triton", reason, remedy)
     return capability
@@ -191,7 +189,7 @@ def check_kitchen(torch: ModuleType | None) -> Capability:
     backends = {key: entry for key, entry in kitchen.list_backends().items() if key != "hip"}
     if torch.version.cuda and release(torch.version.cuda) < (13,):
         # What ComfyUI itself does (comfy/quant_ops.py).
-        older = f"ComfyUI turns it off under CUDA 13, torch is built for {torch.version.cuda}"
+        older = f"ComfyUI turns it off under CUDA 13, and torch is built for {torch.version.cuda}"
         backends["cuda"] = {"available": False, "unavailable_reason": older}
     runs = [key for key, entry in backends.items() if entry["available"]]
     not_here = [
@@ -202,7 +200,9 @@ def check_kitchen(torch: ModuleType | None) -> Capability:
     reason = f"{capability.why.fact}, backends {', '.join(runs) or 'none'}; {'; '.join(not_here)}"
     if "cuda" in runs:
         return State.USABLE.of(name, reason)
-    remedy = "for its CUDA kernels: a card, a driver from 580 on and a torch built for CUDA 13"
+    remedy = (
+        "for its CUDA kernels, use a GPU with driver 580 or newer and a torch built for CUDA 13"
+    )
     return State.LIMITED.of(name, reason, remedy)
 
 
@@ -266,8 +266,8 @@ def check_folder() -> tuple[Capability, ...]:
     # ComfyUI serves nothing to its page from a folder whose name is quoted in an address.
     if package.parent.name != "custom_nodes" or re.fullmatch(r"[A-Za-z0-9_-]+", package.name):
         return ()
-    fact = f"{package.name}: the page can miss its templates, help and reports"
-    remedy = "rename the folder, with letters of a to z, digits, - and _; restart ComfyUI"
+    fact = f"{package.name}: the page may not find its templates, help and reports"
+    remedy = "rename the folder with letters a to z, digits, - and _; restart ComfyUI"
     return (State.LIMITED.of("folder", fact, remedy),)
 
 

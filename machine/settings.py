@@ -79,7 +79,7 @@ def settings() -> Settings:
     try:
         return read_settings(settings_file())
     except SettingError as error:
-        logger.warning("%s Until then every setting is the default.", error)
+        logger.warning("%s Until then, every setting has its default.", error)
         return Settings()
 
 
@@ -90,7 +90,7 @@ def read_settings(path: Path) -> Settings:
         SettingError: it is damaged, of a newer version, or has a setting that there is not.
     """
     names = [field.name for field in fields(Settings)]
-    remedy = f"write the version and any of {', '.join(names)}, or delete it"
+    remedy = f"write the version and any of {', '.join(names)}, or delete the file"
     try:
         found = json.loads(read_bytes(path, pipes=False))
     except FileNotFoundError:
@@ -101,15 +101,15 @@ def read_settings(path: Path) -> Settings:
             f"the settings are not readable JSON ({reason}): {remedy}", path
         ) from None
     if not isinstance(found, dict) or not isinstance(found.get("version"), int):
-        raise SettingError(f'the settings are one JSON object with "version": {remedy}', path)
+        raise SettingError(f'the settings must be one JSON object with "version": {remedy}', path)
     if found["version"] > VERSION:
         raise SettingError(
-            f"the settings are of version {found['version']}, this package reads {VERSION}: update "
-            "it, or delete the file",
+            f"the settings have version {found['version']}, but this package reads {VERSION}: "
+            "update the package, or delete the file",
             path,
         )
     given = {name: text for name, text in found.items() if name != "version"}
     wrong = [name for name, text in given.items() if name not in names or not isinstance(text, str)]
     if wrong:
-        raise SettingError(f"the settings have no text called {wrong[0]!r}: {remedy}", path)
+        raise SettingError(f"the settings have no text named {wrong[0]!r}: {remedy}", path)
     return Settings(**given)

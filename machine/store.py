@@ -53,7 +53,7 @@ def known_cards(path: Path | None = None) -> dict[str, Card]:
     if path is None and os.path.lexists(own_cards_path()):
         path = own_cards_path()
         if path.is_fifo():  # of a neighbour, which would block for ever
-            raise SettingError("the list of cards is a pipe: delete it, or write a JSON file", path)
+            raise SettingError("the list of GPUs is a pipe: delete it, or write a JSON file", path)
     return read_cards(path and Path(path))[1]
 
 
@@ -226,7 +226,7 @@ def _measured(path: Path) -> Any:
         _log(path, getattr(error, "strerror", None) or str(error))
         return None
     if not isinstance(found, dict) or found.get("version") != VERSION:
-        _log(path, f"not of version {VERSION}")
+        _log(path, f"its version is not {VERSION}")
         return None
     return found.get("measured")
 

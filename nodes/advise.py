@@ -101,7 +101,7 @@ class QwenL40SAdviseGPU(io.ComfyNode):
         found = advise(images_per_hour, request, cards.values(), own_prices, load_calibration)
         if not found.paid:
             raise UnavailableError(
-                "this fits no card with a price above 0: choose a smaller size or batch, leave "
+                "no GPU with a price above 0 fits this run: choose a smaller size or batch, leave "
                 "settings on auto, or enter a price above 0."
             )
         chart = cost_chart(found)

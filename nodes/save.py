@@ -33,13 +33,13 @@ def _destination(filename: str) -> Path:
     outside = name.is_absolute() or ".." in name.parts or "\\" in filename or ":" in filename
     if outside or name.name in ("", ".safetensors"):
         raise SettingError(
-            f"filename {filename!r} is not a name inside models/diffusion_models: choose one such "
-            "as qwen_image_int8.safetensors."
+            f"filename {filename!r} is outside models/diffusion_models: choose a name such as "
+            "qwen_image_int8.safetensors."
         )
     if name.suffix.lower() in OTHER_FORMATS:
         raise SettingError(
             f"filename {filename!r} ends in {name.suffix}, but this node writes .safetensors "
-            f"files: name it {name.stem}.safetensors."
+            f"files: use {name.stem}.safetensors."
         )
     if name.suffix != ".safetensors":
         name = name.with_name(f"{name.name}.safetensors")

@@ -67,7 +67,7 @@ class QwenL40SStepCache(io.ComfyNode):
 
         if cache is None:  # ComfyUI drops a choice that it does not know
             choices = ", ".join((*CHOICES, CUSTOM))
-            raise SettingError(f"cache is missing, or is no choice of this node: choose {choices}.")
+            raise SettingError(f"cache is missing or unknown: choose {choices}.")
         given = {**cache}
         name = given.pop("cache")
         settings = CacheSettings(**given) if name == CUSTOM else cache_settings(name)

@@ -80,7 +80,7 @@ def _attention_8bit(
 
 
 TORCH = Ops(
-    "plain torch: no card",
+    "plain torch: no GPU",
     lambda x, branch, gates, norms, tokens, eps, format, out, plain=None: (
         lambda x, gates, norms: _write(
             out, *reference.residual_norm(x, branch, gates, norms, tokens, eps, format, plain)
@@ -110,7 +110,7 @@ def choose_ops(device: torch.device) -> Ops | Verdict:
     if device.type == "cpu" and not kernels.interpreted():
         return TORCH
     if device.type != "cpu" and (device.type != "cuda" or torch.version.hip is not None):
-        return Verdict(f"{device.type} is not an NVIDIA card", final=True)
+        return Verdict(f"{device.type} is not an NVIDIA GPU", final=True)
     if kernels.missing():
         return Verdict(kernels.missing(), final=True)
     ops = _triton()

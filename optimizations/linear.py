@@ -254,10 +254,10 @@ def choose_gemm(format: str, device: torch.device, *, backend: str | None = None
     asked = backend or getattr(settings(), f"gemm_{format}")
     if asked:
         _check_asked(asked, format, device)
-        reason = "asked for" if backend else "asked for by the settings"
+        reason = "requested" if backend else "requested by the settings"
         return _gemm(asked, format, device, reason)
     if device.type == "cpu":
-        return Gemm(format, "dequantize", f"no card: {format} saves memory here, not time")
+        return Gemm(format, "dequantize", f"no GPU: {format} saves memory here, not time")
     order, ground = PREFERENCE.get((format, sm_of(device)), PREFERENCE[format, None])
     refused, lasting = [], True
     for name in order:
@@ -341,12 +341,12 @@ def _refusal(backend: str, format: str, device: torch.device) -> Verdict | None:
 def _unsupported(backend: str, format: str, device: torch.device) -> str:
     sm, oldest = sm_of(device), FORMATS[format].oldest
     if sm is None and device.type != "cpu":
-        return f"{device} is not an NVIDIA card that torch can use"
+        return f"{device} is not an NVIDIA GPU that torch can use"
     if sm is not None and sm < oldest:
         return f"sm_{sm[0]}{sm[1]}, needs sm_{oldest[0]}{oldest[1]} or newer"
     interpreted = backend == "triton" and kernels.interpreted()
     if sm is None and backend in ("triton", "kitchen") and not interpreted:
-        return "needs an NVIDIA card"
+        return "needs an NVIDIA GPU"
     if backend == "kitchen":
         capability = check_kitchen(torch)
         usable = capability.state is State.USABLE

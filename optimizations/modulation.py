@@ -120,7 +120,7 @@ class TableFigures:
         if self.read or self.filled:
             lines.append(
                 f"modulation: {self.timesteps} timesteps in a table of {format_gib(self.bytes)}, "
-                f"read {self.read} times, {self.filled} computed in this run"
+                f"used {self.read} times, {self.filled} computed in this run"
             )
         return lines
 

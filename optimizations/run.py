@@ -26,9 +26,9 @@ from .blocks.passes import ForwardPass, WatchedError
 from .cards.team import CardPass, ShapeFigures, Team
 from .inventory import is_changed
 
-AS_ASKED = Verdict("as asked for")
-NO_PASS = Verdict("no pass was made")
-PASSED_BY = Verdict("another extension runs the transformer its own way")
+AS_ASKED = Verdict("as requested")
+NO_PASS = Verdict("no forward pass ran")
+PASSED_BY = Verdict("another extension runs the transformer with its own code")
 
 
 class Later:
@@ -194,7 +194,7 @@ class Optimization:
         """Says that the host called a model and no pass of this run has been made of it."""
         if self._blocks and not self._passed_by and not self._of(owner).passes:
             self._passed_by = True
-            PASSED_BY.log(f"{self.host} own blocks run")
+            PASSED_BY.log(f"{self.host} blocks run")
 
     @property
     def not_fused(self) -> Verdict | None:
@@ -208,26 +208,26 @@ class Optimization:
     def outcome(self) -> str:
         """Says in one line how many blocks of the last run were fused, and why others were not."""
         if why := self.not_fused:
-            return f"{self.host} own blocks ran: {why}"
+            return f"{self.host} blocks ran: {why}"
         fused, others = self._last.fused, self._last.verdicts.of("blocks")
-        rest = f"; {self.host} own for the rest: {next(iter(others))}" if others else ""
+        rest = f"; {self.host} code for the rest: {next(iter(others))}" if others else ""
         return f"{fused} of {fused + others.total()} blocks fused{rest}"
 
     def report(self) -> str:
         """Says which path every part took, a line each."""
         if not self._blocks:
-            lines = [f"blocks: {self.host} own, {AS_ASKED}"]
+            lines = [f"blocks: {self.host} code, {AS_ASKED}"]
         elif self._passed_by:
-            lines = [f"blocks: {self.host} own: {PASSED_BY}"]
+            lines = [f"blocks: {self.host} code: {PASSED_BY}"]
         elif self._last is None:
-            lines = [f"blocks: fused; the first step compares one with {self.host} own"]
+            lines = [f"blocks: fused; the first step compares one with {self.host} code"]
         else:
             lines = self._last.lines(self.host)
         return "\n".join([*lines, *self.attention_lines()])
 
     def attention_lines(self) -> list[str]:
         if self.attention is None:
-            return [f"attention: {self.host} own, or what another node has set"]
+            return [f"attention: {self.host} code, or another node's"]
         return self.attention.lines()
 
     def _run_once(self, host: HostPass, call: Callable[[], Any]) -> Any:
@@ -242,7 +242,7 @@ class Optimization:
             prepared.verdicts.add("blocks", fallback, blocks)
             if fallback.fact not in self._logged:
                 self._logged.add(fallback.fact)
-                fallback.log(f"{self.host} own blocks run")
+                fallback.log(f"{self.host} blocks run")
 
         fallback = self._failed or _whole_pass_fallback(prepared, host)
         if fallback:

@@ -31,7 +31,7 @@ MOST_MISSED = 0.15
 MOST_ASTRAY = 1.5
 SAME_SIGMA = 1e-3  # relative; float32 rounds by 6e-8
 TINY = torch.finfo(torch.float32).tiny
-CHANGED = Verdict("size, type, device or CFG change during the run")
+CHANGED = Verdict("size, type, device or CFG changed during the run")
 NONE_SKIPPED = Verdict("no step is skipped")
 CALLED_AGAIN = Verdict("the sampler calls the model more than once a step")
 ENDED = Verdict("the run has ended")
@@ -92,18 +92,20 @@ class CacheFigures:
         if self.missed:
             average, most = sum(self.missed) / len(self.missed), max(self.missed)
             said.append(
-                "measured at the next computed step, forecasts are off by "
-                f"{_percent(average)} on average, {_percent(most)} at most"
+                f"forecasts are off by {_percent(average)} on average and {_percent(most)} at "
+                "most, measured at the next computed step"
             )
         if self.not_estimated:
             said.append(
-                f"how much the final latent differs is not estimated, because {self.not_estimated}"
+                f"the difference in the final latent is not estimated, because {self.not_estimated}"
             )
         elif self.distance is not None:
-            said.append(f"the final latent differs by an estimated {_percent(self.distance)}")
+            said.append(
+                f"the estimated difference in the final latent is {_percent(self.distance)}"
+            )
         if self.refused:
             said.append(
-                f"{self.refused} more steps are computed, because a forecast is off by more than "
+                f"{self.refused} more steps are computed, because a forecast was off by more than "
                 f"{_percent(MOST_MISSED)}"
             )
         if changed:
@@ -258,7 +260,7 @@ class CachedRun:
             elif math.isnan(astray):
                 self.stop(Verdict(f"the model's prediction of step {later.step} is not finite"))
             elif astray > MOST_ASTRAY:
-                away = f"the latent is {astray:.3g} steps away from where the prediction leads"
+                away = f"the latent is {astray:.3g} steps away from the prediction"
                 self.stop(Verdict(away, "the sampler adds noise or combines several predictions"))
         return self._reason is not None
 

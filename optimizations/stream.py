@@ -20,7 +20,7 @@ from ..spec.sizes import RING_BYTES
 CHUNK_BYTES = 32 * MIB
 # Where a tensor may start in the memory of its layer: as torch aligns what it allocates on a card.
 ALIGNMENT = 512
-UNPINNED = "No host memory could be pinned: uploads are slower without it."
+UNPINNED = "No system RAM could be pinned, so uploads are slower."
 
 
 class WeightStream:

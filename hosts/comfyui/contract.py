@@ -210,9 +210,8 @@ def unsupported_host(capabilities: tuple[str, ...] = tuple(CAPABILITIES)) -> Ver
             for name, parameters in names.items():
                 if fault := _fault(module, name, parameters):
                     return Verdict(
-                        f"ComfyUI {found} {fault}, which Qwen-Image Accelerator calls",
-                        remedy="update Qwen-Image Accelerator, and until then use ComfyUI's own "
-                        "loaders.",
+                        f"ComfyUI {found} {fault}, which Qwen-Image Accelerator uses",
+                        remedy="update Qwen-Image Accelerator. Until then, use ComfyUI's loaders.",
                         final=True,
                     )
     return None
@@ -229,8 +228,8 @@ def news_of_host() -> list[str]:
     news = []
     if is_newer_than_tested(found):
         news.append(
-            f"ComfyUI {found} is newer than what Qwen-Image Accelerator was tested with "
-            f"({TESTED}): if an image looks wrong, compare it with ComfyUI's nodes and tell us."
+            f"ComfyUI {found} is newer than the tested version ({TESTED}). If an image looks "
+            "wrong, compare it with ComfyUI's nodes and report it."
         )
     for module, names in KNOWN.items():
         for name, known in names.items():
@@ -242,13 +241,13 @@ def news_of_host() -> list[str]:
             ]
             if new:
                 news.append(
-                    f"ComfyUI {found} has the new parameters {', '.join(new)} in {module}.{name}: "
-                    "blocks that use them run its own code, and a LoRA in bypass refuses them."
+                    f"ComfyUI {found} has the new parameters {', '.join(new)} in {module}.{name}. "
+                    "Blocks with them run ComfyUI's code, and LoRAs as a bypass are refused."
                 )
     if new := unknown_attention_arguments():
         news.append(
-            f"ComfyUI {found} gives attention the new arguments {', '.join(new)}: its own blocks "
-            "run."
+            f"ComfyUI {found} gives attention the new arguments {', '.join(new)}: ComfyUI's "
+            "blocks run."
         )
     return news
 
@@ -280,8 +279,8 @@ def read_sizes(look: Callable[..., Any], *given: Any) -> Any:
     found = read_or(None, look, *given)
     if found is None:
         raise SettingError(
-            "the sizes of the MODEL cannot be read, because another node has changed its parts: "
-            "connect the MODEL from before that node."
+            "the sizes of the MODEL cannot be read, because another node changed it: connect the "
+            "MODEL from before that node."
         )
     return found
 
@@ -293,8 +292,8 @@ def unsupported_model(model: Any) -> Verdict | None:
     if kind and kind.holds(transformer_of(model)):
         return None
     return Verdict(
-        f"The model is {type(inner).__name__}, not Qwen-Image (2512, Edit, Layered, 2.1): it "
-        "passes through unchanged.",
+        f"The model is {type(inner).__name__}, not Qwen-Image (2512, Edit, Layered, 2.1): it is "
+        "left unchanged.",
         final=True,
     )
 

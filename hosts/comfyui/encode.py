@@ -50,8 +50,8 @@ ARITHMETIC = {
     BF16: "products in bf16, all else in fp32",
     INT8: "products of int8 layers in int8, others in bf16, all else in fp32",
 }
-OWN = "ComfyUI's own encoding runs"
-UNKNOWN = Verdict("this text encoder has a form that is unknown here")
+OWN = "ComfyUI's encoding runs"
+UNKNOWN = Verdict("this text encoder has an unknown form")
 HOOKED = Verdict("hooks change the text encoder's weights")
 # What `Llama2_.forward` is given by name in an encoding.
 GIVEN = {
@@ -194,14 +194,14 @@ def objection(clip: Any) -> Verdict | None:
     if patcher.forced_hooks is not None or patcher.current_hooks or patcher.hook_patches:
         return HOOKED
     if others := patcher.object_patches.keys() - {"manual_cast_dtype"}:
-        return Verdict(f"another node has exchanged {min(others)}")
+        return Verdict(f"another node has replaced {min(others)}")
     text = getattr(encoder, encoder.clip)
     model = text.transformer
     modules = tuple(model.modules())
     around = (encoder, text)
     for module in (*around, *(it for it in modules if it._modules)):
         if not type(module).__module__.startswith(HOMES):
-            return Verdict(f"another extension has put in a {type(module).__name__}")
+            return Verdict(f"another extension has inserted a {type(module).__name__}")
     kinds = dict.fromkeys(map(type, (*around, *modules)))
     homes = [it.__module__ for it in kinds if it.__module__.startswith("comfy.")]
     if why := replaced(functions_behind((*around, *modules), homes)):
@@ -214,7 +214,7 @@ def objection(clip: Any) -> Verdict | None:
     if known is None or known.modules != modules:  # by identity
         KEPT.drop(_owners.pop(encoder, None))
         _known[encoder] = _Known(modules, made)
-    what = "encoding in two parts", type(model.model), type(model.model.config)
+    what = "encoding in two steps", type(model.model), type(model.model.config)
     return try_once(what, lambda: _trial(model.model))
 
 
@@ -237,7 +237,7 @@ def _trial(language: Any) -> str:
         first = _first_part(call, 4)
         found = torch.cat([first["rows"], _other_part(call, 4, first["pairs"])], dim=1)
         error = (found - whole).norm() / whole.norm()
-    return "" if error < 1e-4 else "ComfyUI's language model has another form than is known here"
+    return "" if error < 1e-4 else "this ComfyUI's language model has an unknown form"
 
 
 def shadow(module: torch.nn.Module, **own: Any) -> Any:
@@ -484,6 +484,6 @@ def check_arithmetic(encoder: torch.nn.Module, arithmetic: str) -> None:
     """
     if arithmetic == INT8 and not any(map(is_int8, encoder.modules())):
         raise SettingError(
-            "arithmetic is int8 and the text encoder has no int8 layers: load an int8 file, or "
+            "arithmetic is int8, but the text encoder has no int8 layers: load an int8 file, or "
             "choose exact or bf16."
         )

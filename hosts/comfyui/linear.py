@@ -113,8 +113,8 @@ class AroundLinear(NamedTuple):
         given = {name: value for name, value in self._asdict().items() if value is not None}
         if not hasattr(comfy.ops, "_eager_input_act"):
             raise UnavailableError(
-                f"A linear layer was called with {', '.join(given)}, which the layers of this "
-                "ComfyUI do not compute: update ComfyUI, or remove the node that passes it."
+                f"A linear layer was called with {', '.join(given)}, which quantized layers do "
+                "not support: update ComfyUI, or remove the node that passes it."
             )
         return given
 

@@ -71,10 +71,10 @@ CODE = QWEN_IMAGE_21.comfyui_code
 # What ComfyUI's loop gives a block, by place.
 BLOCK_ARGUMENTS = ("x", "mod", "pe", "attn_fn", "prefix_len", "transformer_options")
 ARGUMENTS = set(BLOCK_ARGUMENTS)
-FILLS = Verdict("ComfyUI fills its prefix cache")
+FILLS = Verdict("the first step fills ComfyUI's prefix cache")
 GUIDED = Verdict("a negative prompt guides attention")
-NOT_READ = Verdict("ComfyUI's prefix cache is in host memory or in 8 or 4 bits")
-OTHER_MODEL = Verdict("this ComfyUI calls its Qwen-Image-2.1 in a way that is unknown here")
+NOT_READ = Verdict("ComfyUI's prefix cache is in system RAM or in 8 or 4 bits")
+OTHER_MODEL = Verdict("this ComfyUI calls its Qwen-Image-2.1 in an unknown way")
 
 
 @cached

@@ -45,8 +45,7 @@ def harmless(measuring: MeasuredPhase | None = None) -> Iterator[None]:
         if kind not in _logged:
             _logged.add(kind)
             logger.warning(
-                "Qwen-Image Accelerator: a run could not be measured or reported, and continues: "
-                "%s.",
+                "Qwen-Image Accelerator: the run was not measured or reported, and continues: %s.",
                 kind,
                 exc_info=True,
             )

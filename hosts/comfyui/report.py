@@ -46,20 +46,20 @@ NO_RUN = (
     "sampler."
 )
 NOT_MEASURED = (
-    "This MODEL's last run was not measured, because this node was not there, or as ComfyUI's log "
-    "says: change the seed and run again."
+    "This MODEL's last run was not measured: this node was missing, or ComfyUI's log shows the "
+    "reason. Change the seed and run again."
 )
 EARLIER = (
-    "Nothing was sampled in this run, because ComfyUI reused an earlier result. These figures are "
-    "from its last run."
+    "ComfyUI reused an earlier result, so this run did not sample. These figures are from the "
+    "last run that did."
 )
 UNWATCHED = (
-    "Runs of this MODEL are not measured, because another pack loaded it: put Qwen-Image Optimize "
-    "between it and the sampler, and connect its MODEL here."
+    "Another pack loaded this MODEL, so its runs are not measured: put Qwen-Image Optimize "
+    "between the MODEL and the sampler, and connect its output here."
 )
-FAILED = "The run could not be reported: ComfyUI's log says why."
-PARTS_MISSING = "Connect clip and vae to predict the card's memory: their weights count too."
-FIRST_RUN = "a first run also moves the model to the card, compiles kernels and tests attention"
+FAILED = "The run could not be reported: ComfyUI's log shows the reason."
+PARTS_MISSING = "Connect clip and vae to predict VRAM, because their weights count too."
+FIRST_RUN = "a first run also moves the model to the GPU, compiles kernels and tests attention"
 # What sampling may take besides its steps before the report says so.
 LONG_SECONDS, LONG_SHARE = 1.0, 0.25
 # A run that takes so much more or less than predicted is called slower or faster.
@@ -101,9 +101,7 @@ def _sentence(text: str) -> RunReport:
 
 def _report(model: ModelPatcher, clip: Any, vae: Any) -> RunReport:
     if fallback := unsupported_model(model):
-        return _sentence(
-            str(fallback).replace("it passes through unchanged", "its runs are not reported")
-        )
+        return _sentence(str(fallback).replace("it is left unchanged", "its runs are not reported"))
     ran = last_run(model, clip, vae)
     if ran is None:
         if measured(model) is not None:
@@ -115,28 +113,30 @@ def _report(model: ModelPatcher, clip: Any, vae: Any) -> RunReport:
     notes = [] if ran.this_run else [EARLIER]
     if clip is not None and not ran.of("text"):
         notes.append(
-            "No text encode in this run: ComfyUI reused the prompts, or another pack loaded the "
-            "CLIP, which is not measured."
+            "No text encoding was measured: ComfyUI reused the prompts, or another pack loaded "
+            "the CLIP."
         )
     if vae is not None and not ran.of("decode"):
         notes.append(
-            "No VAE decode was measured in this run: only VAE Decode (Qwen-Image) is measured."
+            "No VAE decode was measured: use VAE Decode (Qwen-Image), the only one that is "
+            "measured."
         )
     notes += prediction.notes
     if len(sampled) > 1:
         notes.append(
-            f"{len(sampled)} samplings ran: times cover all of them, the step is from the last."
+            f"{len(sampled)} samplings ran: the times cover all of them, the step time is from "
+            "the last."
         )
     if beyond := run.beyond_steps():
-        notes.append(f"{seconds_text(beyond)} of sampling were not steps: {FIRST_RUN}.")
+        notes.append(f"{seconds_text(beyond)} of sampling were outside the steps: {FIRST_RUN}.")
     notes += dict.fromkeys(it for each in sampled for it in each.asked.get("few_steps", ()))
     device = ran.last.device
     if ran.last.counted:
-        notes.append("Card memory is what the driver reports: all programs, and torch's reserve.")
+        notes.append("VRAM is what the driver reports: all programs, including torch's reserve.")
     elif device.type == "cpu":
-        notes.append("Memory is not measured on the CPU.")
+        notes.append("VRAM is not measured on the CPU.")
     else:
-        notes.append(f"Memory and steps are measured on CUDA cards only; this ran on {device}.")
+        notes.append(f"VRAM and steps are measured on CUDA GPUs only; this run was on {device}.")
     lines = run.summary()
     return RunReport(
         run.text(lines, notes), "\n".join(lines), run.picture(), run.data() | {"notes": notes}
@@ -286,18 +286,18 @@ def predict(run: MeasuredPhase, model: Any, clip: Any, vae: Any) -> Prediction:
         return Prediction((f"Nothing is predicted: {error}",))
     notes = [*wired.notes]
     if run.not_fused:
-        notes.append("The predicted times assume fused blocks, which did not run.")
+        notes.append("The predicted times assume fused kernels, which did not run.")
     if asked["controlnet"]:
-        notes.append("The prediction leaves out the ControlNet that ran.")
+        notes.append("The prediction does not include the ControlNet that ran.")
     found = passes_of(asked), prompts_of(asked)
     known = request.passes, request.passes * request.items / request.batch
     if any(abs(one - other) > LIKE_THE_PASSES for one, other in zip(found, known, strict=True)):
         notes.append(
             f"A step took {found[0]:.3g} forward passes with {found[1]:.3g} prompts; the "
-            f"prediction assumes {known[0]} with {known[1]:.0f}."
+            f"prediction assumes {known[0]} passes with {known[1]:.0f}."
         )
     if copies := len(model.get_additional_models_with_key("multigpu")):
-        notes.append(f"The MODEL ran on {copies + 1} cards; the prediction is for one.")
+        notes.append(f"The MODEL ran on {copies + 1} GPUs; the prediction is for one GPU.")
     whole = clip is not None and vae is not None
     return Prediction((*notes, *([] if whole else [PARTS_MISSING])), estimate, whole)
 
@@ -431,10 +431,10 @@ class RunFacts:
         times = [f"{ROWS[row.name]} {seconds_text(row.seconds)}" for row in self.rows]
         if self.step is not None:
             times.append(f"a step {seconds_text(self.step)}")
-        memory = f"not counted on {self.ran.last.device}, only on CUDA cards"
+        memory = f"VRAM not measured on {self.ran.last.device}, only on CUDA GPUs"
         if self.peak:
             of = f" of {tenths(self.usable)}" if self.usable else ""
-            memory = f"{tenths(self.peak)}{of} GiB of the card at the peak"
+            memory = f"peak VRAM {tenths(self.peak)}{of} GiB"
         cost = self.cost()
         return [
             answer,
@@ -452,10 +452,10 @@ class RunFacts:
             return f"run again, because {FIRST_RUN}"
         if self.prediction.estimate is not None:
             if why := self.ran.last.not_fused:
-                return why.remedy or f"see above why fused blocks did not run: {why}"
+                return why.remedy or f"fused kernels did not run: {why}"
             if not self.prediction.whole:
                 return PARTS_MISSING[0].lower() + PARTS_MISSING[1:-1]
-        return "nothing to change; the json output holds these figures for programs"
+        return "nothing to change; the json output has these figures for programs"
 
     def text(self, summary: Sequence[str], notes: Sequence[str]) -> str:
         paths = [
@@ -468,7 +468,7 @@ class RunFacts:
         return "\n\n".join("\n".join(lines) for lines in blocks if lines)
 
     def _table(self) -> list[str]:
-        rows = [["time and GiB", "time", "card", "working"]]
+        rows = [["time and GiB", "time", "VRAM", "working"]]
         for row in self.rows:
             memory = (row.most("card_bytes"), row.most("working_bytes"))
             cells = [f"{count / GIB:.2f}" if count else "" for count in memory]
@@ -483,11 +483,11 @@ class RunFacts:
         """Writes what was predicted in one line; nothing where nothing was."""
         prediction, said = self.prediction, []
         if self.predicted is not None:
-            said.append(f"{duration(self.predicted)} in all")
+            said.append(f"{duration(self.predicted)} in total")
         if prediction.step is not None:
             said.append(f"{duration(prediction.step)} a step")
         if prediction.card_bytes:
-            said.append(f"{tenths(prediction.card_bytes)} GiB of the card at the peak")
+            said.append(f"peak VRAM {tenths(prediction.card_bytes)} GiB")
         if prediction.estimate:
             said.append(f"times {prediction.estimate.basis.text}")
         return folded([f"Predicted: {', '.join(said)}"]) if said else []
@@ -514,9 +514,9 @@ class RunFacts:
         limit = None
         if peak and self.usable:
             limit = Limit(peak, self.usable, estimate.card.memory_bytes)
-            figures = [Figure("card memory", f"{tenths(peak)} of {tenths(self.usable)} GiB")]
+            figures = [Figure("VRAM", f"{tenths(peak)} of {tenths(self.usable)} GiB")]
         below = f"({duration(self.predicted)})" if self.predicted else ""
-        figures.append(Figure("in all", seconds_text(self.seconds), below))
+        figures.append(Figure("total", seconds_text(self.seconds), below))
         if cost:
             figures.append(Figure("cost of an image", cost))
         step = ""

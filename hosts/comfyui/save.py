@@ -69,14 +69,14 @@ class SavedModel:
         lines = [
             f"{self.name}: {format_gib(self.bytes)}, {self.quantized} layers in "
             f"{self.precision}, for {READERS[self.precision]}",
-            f"In models/{FOLDER}: press R, then choose it in Load Qwen-Image Model",
+            f"In models/{FOLDER}: press R, then choose the file in Load Qwen-Image Model",
         ]
         if self.merged:
-            lines.append(f"{self.merged} weights with LoRAs merged into them")
+            lines.append(f"{self.merged} weights have LoRAs merged into them")
         if self.twice:
             lines.append(
-                f"{self.twice} layers were already quantized and are rounded a second time, so "
-                "both errors add up: start from bf16 to round once"
+                f"{self.twice} layers were already quantized and are rounded again, so both "
+                "errors add up: start from bf16 to round once"
             )
         return "\n".join(lines)
 
@@ -202,7 +202,7 @@ def _stream(
 
 def _not_finite(name: str) -> CheckpointError:
     return CheckpointError(
-        f"The model with its LoRAs holds NaN or infinity in {name!r}: leave the LoRAs out or load "
+        f"The model with its LoRAs has NaN or infinity in {name!r}: leave the LoRAs out, or load "
         "the model again."
     )
 
@@ -227,12 +227,12 @@ def loaded_weights(model: ModelPatcher) -> dict[str, torch.Tensor]:
     module = model.model.diffusion_model
     if kind_of_transformer(module) is None:
         raise CheckpointError(
-            f"The model is a {type(module).__name__} and only Qwen-Image transformers can be "
-            "written: connect a Qwen-Image MODEL."
+            f"The model is a {type(module).__name__}, but only Qwen-Image transformers can be "
+            "saved: connect a Qwen-Image MODEL."
         )
     if model.get_injections("bypass_lora"):
         raise SettingError(
-            "The model has a bypass LoRA of ComfyUI's, which is none of its patches: load it with "
+            "The model has a LoRA bypass of ComfyUI's, which cannot be saved: load it with "
             "Load Qwen-Image LoRA or Load LoRA, or leave it out."
         )
     found = {}
@@ -243,8 +243,8 @@ def loaded_weights(model: ModelPatcher) -> dict[str, torch.Tensor]:
         weight = tensor if backup is None else backup.weight
         if AUXILIARY.search(name) or not weight.is_floating_point():
             raise CheckpointError(
-                f"The model holds {name!r} as {weight.dtype}, which cannot be written: load a "
-                "bf16, fp8 or int8 safetensors file."
+                f"The model has {name!r} as {weight.dtype}, which cannot be saved: load a bf16, "
+                "fp8 or int8 safetensors file."
             )
         found[name] = weight
     stack = kind_of_transformer(module).family.stack

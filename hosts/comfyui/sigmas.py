@@ -41,7 +41,7 @@ def sigmas_for(
     """
     if unsupported_model(model):
         raise SettingError(
-            f"the MODEL is {type(model.model).__name__} and these schedules are Qwen-Image's: "
+            f"the MODEL is {type(model.model).__name__}, but these schedules are for Qwen-Image: "
             "connect Qwen-Image, or use BasicScheduler."
         )
     kind, transformer = kind_of(model.model), transformer_of(model)
@@ -49,7 +49,9 @@ def sigmas_for(
         schedule, lines = auto_schedule(model)
         own = len(schedule.nodes)
         if own and steps not in (0, own):
-            lines.append(f"steps is {steps} and is not used: {schedule.name!r} has {own} steps.")
+            lines.append(
+                f"steps is {steps}, but is not used: {schedule.name!r} always has {own} steps."
+            )
             steps = 0
     else:
         schedule, loaded = find_schedule(name, kind.family), few_steps(model).chosen
@@ -60,17 +62,17 @@ def sigmas_for(
     member, _ = kind.family.member_of(shape, timestep_zero, 0)
     if member.layers:
         raise SettingError(
-            f"the MODEL is {member.name}, whose schedule is not known here: use BasicScheduler."
+            f"the MODEL is {member.name}, whose schedule is unknown: use BasicScheduler."
         )
     if latent is not None:
         width, height = map(latent_sizes(latent).get, ("width", "height"))
     width, height = width or member.side, height or member.side
     count = schedule.steps(steps, member.steps)
     if width % member.size_step or height % member.size_step:
-        rule = f"{member.name} is trained for sides in multiples of {member.size_step}"
+        rule = f"{member.name} needs sides in multiples of {member.size_step}"
         if latent is None:
             raise SettingError(f"{width}x{height}: {rule}: change width and height.")
-        lines.append(f"{rule}, and the LATENT has {width}x{height}.")
+        lines.append(f"{rule}, but the LATENT is {width}x{height}.")
     lines.insert(0, f"{schedule.name}: {count} steps at {width}x{height}, for {kind.family.title}.")
     sigmas = schedule.sigmas(count, width * height // PIXELS_PER_TOKEN_SIDE**2)
     return sigmas, "\n".join(filter(None, lines))

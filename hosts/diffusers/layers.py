@@ -38,8 +38,8 @@ from ...spec.formats import RowFormat
 from ...verdict import Verdict
 from .quantized import QuantizedLinear
 
-OWN_WAY = Verdict("some layers run diffusers' own way")
-APART = Verdict("some of the weights are elsewhere")
+OWN_WAY = Verdict("some layers run diffusers' code")
+APART = Verdict("some of the weights are on another device")
 NO_RUN = Verdict("the call is outside `Optimized.run`")
 NOT_PLAIN = Verdict("its layers are not plain linear layers")
 

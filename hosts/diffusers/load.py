@@ -55,8 +55,8 @@ def _check_dtypes(shards: Shards) -> None:
         # Quantized: without its scales a cast would give a wrong image and no error.
         if info.dtype not in PLAIN_DTYPES:
             raise CheckpointError(
-                f"The tensor {name!r} is {info.dtype}, and diffusers takes "
-                f"{', '.join(PLAIN_DTYPES)} only: use the unquantized folder.",
+                f"The tensor {name!r} is {info.dtype}, but diffusers takes only "
+                f"{', '.join(PLAIN_DTYPES)}: use the unquantized folder.",
                 shards.header_of(name).path,
             )
 
@@ -143,8 +143,8 @@ def load_pipeline(
     """
     if attention is not None and optimized is False:
         raise SettingError(
-            f"attention {attention!r} needs the optimized transformer, which is off: switch it on, "
-            "or leave attention out."
+            f"attention {attention!r} needs the optimized transformer, which is off: switch it "
+            "on, or leave attention out."
         )
     folder = Path(folder)
     family = _family(folder)
@@ -160,8 +160,8 @@ def load_pipeline(
     )
     if choice.name not in PRECISION_DTYPES:
         raise SettingError(
-            f"precision {choice.name!r} is not available when diffusers loads the model: choose "
-            f"auto, {', '.join(PRECISION_DTYPES)}."
+            f"precision {choice.name!r} is not available in diffusers: choose auto, "
+            f"{', '.join(PRECISION_DTYPES)}."
         )
     size = BYTES_PER_WEIGHT[choice.name]
 
@@ -235,8 +235,8 @@ def _config(folder: Path, part: str, expected: type[ConfigMixin]) -> dict[str, o
     config = read_object(path, f"the {part} config")
     if config.get("_class_name") != expected.__name__:
         raise CheckpointError(
-            f"This describes a {config.get('_class_name')}, not a {expected.__name__}: use a "
-            "Qwen-Image folder.",
+            f"This is a {config.get('_class_name')}, not a {expected.__name__}: use a Qwen-Image "
+            "folder.",
             path,
         )
     return config
@@ -246,7 +246,9 @@ def _family(folder: Path) -> PipelineParts:
     path = folder / "model_index.json"
     if not os.path.isfile(path):
         raise CheckpointError(
-            f"This is not a diffusers folder: it must hold {path.name} and the parts.", folder
+            f"{path.name} is missing, so this is not a diffusers folder: name the folder that has "
+            f"{path.name} and the parts.",
+            folder,
         )
     index = read_object(path, "the list of a diffusers folder's parts")
     name = str(index.get("_class_name"))
@@ -266,8 +268,8 @@ def _family(folder: Path) -> PipelineParts:
     known = " or ".join(in_diffusers())
     if is_related(name):
         raise CheckpointError(
-            f"This is a {name}, and only text to image ({known}) runs here: use a "
-            "Qwen-Image or Qwen-Image-2512 folder, or the ComfyUI nodes.",
+            f"This is a {name}, but only text to image ({known}) runs here: use a Qwen-Image or "
+            "Qwen-Image-2512 folder, or the ComfyUI nodes.",
             folder,
         )
     raise CheckpointError(f"This is a {name}, not a {known}: use a Qwen-Image folder.", folder)
@@ -297,7 +299,7 @@ def load_text_encoder(
     faults = (
         ("lacks the tensor", report["missing_keys"]),
         ("has no place in its config.json for the tensor", report["unexpected_keys"]),
-        ("has another shape than its config.json asks for in the tensor", mismatched),
+        ("has another shape than in its config.json for the tensor", mismatched),
     )
     for fault, names in faults:
         if names:

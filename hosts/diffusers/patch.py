@@ -84,7 +84,7 @@ def unsupported_model(transformer: object) -> Verdict | None:
         return None
     return Verdict(
         f"The model is {type(transformer).__name__}, not a transformer of Qwen-Image "
-        "(QwenImageTransformer2DModel, QwenImage21Transformer2DModel): it stays as it is.",
+        "(QwenImageTransformer2DModel, QwenImage21Transformer2DModel): it is left unchanged.",
         final=True,
     )
 
@@ -203,13 +203,14 @@ class TransformerOptimization(Optimization):
     def report(self) -> str:
         if self._last is None and not (self._passed_by or self._closing_report):
             return (
-                "blocks: no call was made; the first one compares fused blocks with diffusers' own"
+                "blocks: nothing was computed yet; the first forward pass compares fused blocks "
+                "with diffusers' code"
             )
         return self._closing_report or super().report()
 
     def attention_lines(self) -> list[str]:
         if self._passed_by or (self._last is not None and not self._last.fused):
-            return ["attention: diffusers' own, with its blocks"]
+            return ["attention: diffusers' code, as in its blocks"]
         return super().attention_lines()
 
 

@@ -31,7 +31,7 @@ class PlainProduct:
     format: str
 
     def __str__(self) -> str:
-        return f"{self.format} in plain torch, weights by rows, activations by rows"
+        return f"{self.format} in plain torch, with a scale for each row of weights and activations"
 
     def linear(
         self,
@@ -130,8 +130,8 @@ def quantizable(transformer: torch.nn.Module, keep: Sequence[str] = ()) -> list[
     for name in layers:
         if not isinstance(modules[name], torch.nn.Linear):
             raise SettingError(
-                f"{name} is a {type(modules[name]).__name__}, and only linear layers with plain "
-                "weights are quantized: load the bf16 folder again, with LoRAs merged."
+                f"{name} is a {type(modules[name]).__name__}, but only linear layers with plain "
+                "weights can be quantized: load the bf16 folder again, with LoRAs merged."
             )
     return layers
 

@@ -36,7 +36,7 @@ SHARED = (
     "joint_attention_kwargs",
     "modulate_index",
 )
-OTHER_ARGUMENTS = Verdict("diffusers passes its blocks arguments that are unknown here")
+OTHER_ARGUMENTS = Verdict("diffusers passes its blocks unknown arguments")
 # diffusers' own attention, whatever is chosen there.
 HOST_ATTENTION = "diffusers"
 # diffusers 0.37 and 0.38 hand the joint mask on among the arguments of attention.
@@ -57,9 +57,9 @@ class TransformerAttention(ChosenAttention):
         theirs = _users_backend(processor)
         self.fallback = None
         if self.name == HOST_ATTENTION:
-            self.fallback = Verdict(f"{theirs or 'native'}, asked for")
+            self.fallback = Verdict(f"{theirs or 'native'}, as requested")
         elif self.name == "auto" and theirs:
-            self.fallback = Verdict(f"{theirs}, chosen there")
+            self.fallback = Verdict(f"{theirs}, chosen in diffusers")
 
 
 def _backend_of(processor: object) -> Any:
@@ -124,20 +124,20 @@ class TransformerPass(DoubleStream):
             names = " and ".join(sorted(found.__name__ for found in classes))
             return Verdict(f"its blocks are {names}")
         if any(block._compiled_call_impl is not None for block in self.blocks):
-            without = "without it the fused ones would"
+            without = "without it, the fused blocks would run"
             return Verdict("torch.compile runs the blocks", remedy=without)
         return None
 
     def unsupported(self, block: torch.nn.Module) -> Verdict | None:
         if any(hasattr(layer.weight, "device_mesh") for layer in token_layers(block)):
-            return Verdict("its weights are spread over several cards")
+            return Verdict("its weights are spread over several GPUs")
         processor = _processor_of(block)
         if type(processor) not in self.processors:
             return Verdict(f"its attention processor is {type(processor).__name__}")
         if getattr(processor, "_parallel_config", None) is not None:
-            return Verdict("its attention runs on several cards")
+            return Verdict("its attention runs on several GPUs")
         if _backend_of(processor) != _backend_of(self._processor):
-            return Verdict("its attention backend is not that of the first block")
+            return Verdict("its attention backend differs from that of the first block")
         return None
 
     def inputs(
@@ -177,14 +177,14 @@ class TransformerPass(DoubleStream):
     def _step_of(self, arguments: dict[str, Any]) -> Step:
         unknown = arguments.keys() - {*SHARED, *self.streams}
         if unknown:
-            raise _UnknownError(f"its argument {', '.join(sorted(unknown))} is not known here")
+            raise _UnknownError(f"its argument {', '.join(sorted(unknown))} is unknown")
         text, image, embedding = map(arguments.get, self.streams)
         index, batch = arguments.get("modulate_index"), len(image)
         if len(text) != batch or image.dtype != text.dtype:
             raise _UnknownError("text and image differ in batch or dtype")
         rows = batch if index is None else 2 * batch
         if embedding.dim() != 2 or len(embedding) != rows:
-            raise _UnknownError(f"{len(embedding)} timestep embeddings where {rows} belong")
+            raise _UnknownError(f"it has {len(embedding)} timestep embeddings instead of {rows}")
         zero_from = image.shape[1] if index is None else _zero_from(index, image)
         tokens = Tokens(batch, text.shape[1], image.shape[1], zero_from)
         rotary = _rotary_of(arguments.get("image_rotary_emb"), tokens)
@@ -209,7 +209,9 @@ def _zero_from(index: torch.Tensor, image: torch.Tensor) -> int:
     expected = torch.arange(image.shape[1]) >= zero_from
     fits = at_zero.shape in ((1, image.shape[1]), image.shape[:2])
     if not fits or not (at_zero == expected).all():
-        raise _UnknownError("modulate_index is not the picture first and its references after it")
+        raise _UnknownError(
+            "modulate_index does not have the image first and its references after it"
+        )
     return zero_from
 
 
@@ -221,7 +223,7 @@ def _rotary_of(frequencies: Any, tokens: Tokens) -> Rotary:
     except (TypeError, ValueError, AttributeError):
         fits, lengths = False, ()
     if not fits or lengths != (tokens.image, tokens.text):
-        raise _UnknownError("its rotary embedding is not the complex one of each token")
+        raise _UnknownError("its rotary embedding is not complex, with one for each token")
     joint = torch.cat([text, image]).unsqueeze(0)
     return Rotary(joint.real.contiguous(), joint.imag.contiguous())
 
@@ -230,15 +232,15 @@ def _joint_mask(arguments: dict[str, Any], tokens: Tokens) -> torch.Tensor | Non
     more = dict(arguments.get("joint_attention_kwargs") or {})
     joint, text = more.pop(JOINT_MASK, None), arguments.get("encoder_hidden_states_mask")
     if more:
-        raise _UnknownError(f"attention is passed {', '.join(sorted(more))}, not known here")
+        raise _UnknownError(f"attention has the unknown argument {', '.join(sorted(more))}")
     if joint is None:
         if text is None or text.dtype != torch.bool:
             return None  # diffusers 0.36 passes numbers on, which its attention does not read
         joint = torch.cat([text, text.new_ones((len(text), tokens.image))], dim=1)
     elif text is not None or joint.dtype != torch.bool:
-        raise _UnknownError("its attention has a mask of another form")
+        raise _UnknownError("its attention has an unknown mask")
     if joint.numel() != tokens.batch * tokens.joint:
-        raise _UnknownError("its attention has a mask of another form")
+        raise _UnknownError("its attention has an unknown mask")
     return joint.reshape(tokens.batch, 1, 1, tokens.joint)
 
 

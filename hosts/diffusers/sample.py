@@ -168,8 +168,8 @@ def settled(settings: GenerateSettings, pipeline: LoadedPipeline) -> GenerateSet
     trained = len(pipeline.family.arguments.get("sigmas", ()))
     if trained and settings.steps not in (None, trained):
         raise SettingError(
-            f"steps is {settings.steps}, and {pipeline.folder} is trained for the {trained} sigmas "
-            f"in its model_index.json: leave steps out, or use {trained}."
+            f"steps is {settings.steps}, but {pipeline.folder} has the {trained} sigmas of its "
+            f"model_index.json: leave steps out, or use {trained}."
         )
     return replace(
         settings,
@@ -197,13 +197,15 @@ def _check(pipeline: LoadedPipeline, settings: GenerateSettings) -> None:
         value, step = getattr(settings, name), family.member.size_step
         if value % step:
             raise SettingError(
-                f"{name} must be divisible by {step} with {family.pipeline.__name__}, got {value}: "
-                f"use {max(step, step * round(value / step))}."
+                f"{name} is {value}, but must be divisible by {step} in "
+                f"{family.pipeline.__name__}: use {max(step, step * round(value / step))}."
             )
     limit = family.arguments.get("max_sequence_length")
     if limit is not None and (tokens := len(pipeline.words(settings.prompt).input_ids)) > limit:
         logger.warning(
-            "the prompt has %d tokens and the model reads %d: its end is cut off", tokens, limit
+            "the prompt has %d tokens, but the model reads %d: the end of the prompt is cut off",
+            tokens,
+            limit,
         )
 
 
@@ -223,8 +225,8 @@ def vae_shape(vae: ModelMixin) -> VaeShape:
     shape = module.vae_shape(vae.config)
     if shape is None:
         raise SettingError(
-            f"the VAE's config.json describes other layers than {family.title}'s: use "
-            f"{family.title}'s VAE."
+            f"the VAE's config.json does not describe {family.title}'s VAE: use {family.title}'s "
+            "VAE."
         )
     return shape
 

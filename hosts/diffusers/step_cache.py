@@ -88,7 +88,7 @@ class PipelineStepCache:
             return f"step cache: {OFF}"
         if self.figures is None:
             return (
-                f"step cache: {self._settings.name} has no effect: no run has come to its end, or "
+                f"step cache: {self._settings.name} has no effect: no run has finished, or "
                 "torch.compile runs the whole transformer"
             )
         return "\n".join(self.figures.lines())

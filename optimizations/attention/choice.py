@@ -80,8 +80,8 @@ def limits_of(name: str, request: AttentionRequest) -> Verdict | None:
     on_cpu = request.device.type == "cpu"
     limits = backend.card if sm is not None else backend.cpu if on_cpu else backend.other
     if limits is None:
-        other = f"{request.device} is not an NVIDIA card that torch can use"
-        return Verdict("needs an NVIDIA card" if on_cpu else other, final=True)
+        other = f"{request.device} is not an NVIDIA GPU that torch can use"
+        return Verdict("needs an NVIDIA GPU" if on_cpu else other, final=True)
     fact = limits.refusal(request, sm)
     return Verdict(fact, final=True) if fact else None
 
@@ -147,8 +147,8 @@ class Attention:
         """
         if mask is not None and not self.masked:
             raise SettingError(
-                f"attention {self.name} was chosen for requests without a mask: choose it again "
-                "with masked=True"
+                f"attention {self.name} was chosen for requests without a mask: choose again with "
+                "masked=True"
             )
         return BACKENDS[self.name].attend(q, k, v, mask)
 
@@ -179,11 +179,11 @@ def choose_attention(request: AttentionRequest, name: str = "auto") -> Attention
     if asked not in ("auto", FAST):
         _check_asked(asked, request, refuse)
         by = " by the settings" if name == "auto" else ""
-        return Attention(asked, f"asked for{by}", request.masked)
+        return Attention(asked, f"requested{by}", request.masked)
     order = _order(sm)
     if not launches:
         runs = [key for key in order if not refuse(key, request) and not BACKENDS[key].package]
-        reason = "predicted: nothing is measured while torch compiles or captures a graph"
+        reason = "predicted, because nothing is measured while torch compiles or captures a graph"
         return Attention(runs[0], reason, request.masked)
     on_card, tried = sm is not None and request.device.type == "cuda", frozenset()
     if on_card and (known := load_attention(measurement_key(request))):
@@ -199,10 +199,10 @@ def choose_attention(request: AttentionRequest, name: str = "auto") -> Attention
     if not runs:
         raise UnavailableError(f"no attention runs on {request.device}: {'; '.join(not_here)}")
     if sm is None:
-        return Attention(runs[0], "no card to measure on: the first that runs", request.masked)
+        return Attention(runs[0], "no GPU to measure on: the first that runs", request.masked)
     if len(quick) < 2:
         only = "the only one that runs here without all scores in memory"
-        reason = only if quick else "every attention that runs here keeps all scores in memory"
+        reason = only if quick else "every attention here keeps all scores in memory"
         return Attention(runs[0], "; ".join([reason, *not_here]), request.masked)
     timings, without = measurement(request, quick)
     name, found = (timings.fastest, _figures(timings)) if timings else (quick[0], "predicted")
@@ -268,7 +268,7 @@ def _figures(timings: AttentionTimings) -> str:
     (_, best), *others = timings.ms.items()
     times = "".join(f", {name} {ms:.2f}" for name, ms in others)
     count = f"fastest exact of {len(others) + 1}" if others else "the only exact one measured"
-    return f"{count} on this card at {timings.tokens} tokens: {best:.2f} ms{times}"
+    return f"{count} on this GPU at {timings.tokens} tokens: {best:.2f} ms{times}"
 
 
 def _order(sm: tuple[int, int] | None) -> list[str]:
@@ -325,7 +325,7 @@ def measure(
     with on_card_of(flushed), torch.no_grad():
         for name in names:
             if times and time.monotonic() > end:
-                without.append(f"not {name}: the time to measure was up")
+                without.append(f"not {name}: the time for measuring was over")
                 continue
             try:
                 times[name] = _median_ms(BACKENDS[name].attend, inputs, flushed)
@@ -420,7 +420,7 @@ def trial(
         return "a trial gave values that are not finite"
     error = ((out - expected).norm() / expected.norm()).item()
     most = EXACT_ERROR[dtype] if backend.exact else LOSSY_ERROR
-    return "" if error <= most else f"a trial was off by {error:.2g} of the result"
+    return "" if error <= most else f"a trial had a relative error of {error:.2g}"
 
 
 def _trial_inputs(dtype: torch.dtype, tokens: int, head_dim: int, masked: bool) -> tuple:

@@ -171,7 +171,9 @@ def _unplanned(request: AttentionRequest, chosen: Attention) -> Attention:
     timings, _ = measurement(request, [chosen.name])
     for name in timings.ms if timings else ():
         if name in BACKENDS and not BACKENDS[name].plans:  # another version may have measured
-            reason = f"in one pass, for which {chosen.name} would make a plan ({chosen.reason})"
+            reason = (
+                f"in one forward pass, for which {chosen.name} would make a plan ({chosen.reason})"
+            )
             return replace(chosen, name=name, reason=reason)
     return chosen
 
@@ -224,7 +226,7 @@ class ChosenAttention:
         """Leaves the rest of the run to the host's own attention, after NaN or infinity."""
         names = sorted({attention.name for attention in self._found()}) or [self.name]
         self.fallback = Verdict(f"{' and '.join(names)} gave NaN or infinity", final=True)
-        self.fallback.log(f"{self.host} own attention runs from here")
+        self.fallback.log(f"{self.host} attention runs from here")
 
     def names(self) -> set[str]:
         """Names the backends that ran, and "fast" where measured errors decided."""
@@ -234,7 +236,7 @@ class ChosenAttention:
 
     def lines(self) -> list[str]:
         if self.fallback:
-            return [f"attention: {self.host} own: {self.fallback}"]
+            return [f"attention: {self.host} code: {self.fallback}"]
         found = {f"attention: {chosen}" for chosen in self._found()}
         return sorted(found) or [f"attention: {self.name}, chosen in the first step"]
 
@@ -298,10 +300,12 @@ class ChosenAttention:
     def _choose(self, request: AttentionRequest, exact: bool) -> Attention:
         if exact:  # not by the settings, which may name one that quantizes
             chosen = choose_attention(request, FAST)
-            return replace(chosen, reason=f"of prompts, references and guidance; {chosen.reason}")
+            return replace(chosen, reason=f"for prompts, references and guidance; {chosen.reason}")
         if self.measuring:
             chosen = choose_attention(request)
-            return replace(chosen, reason=f"in the first pass, to compare with; {chosen.reason}")
+            return replace(
+                chosen, reason=f"in the first forward pass, as the reference; {chosen.reason}"
+            )
         if self._errors.complete:
             return choose_fast(request, self._errors)
         try:

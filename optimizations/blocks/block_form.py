@@ -168,7 +168,7 @@ def query_layer(block: torch.nn.Module) -> torch.nn.Module:
 def unknown_modulation(blocks: Sequence[torch.nn.Module]) -> Verdict | None:
     """Why there is no modulation of all blocks; None where they agree."""
     if len({tuple(modulation_of(block)) for block in blocks}) > 1:
-        return Verdict("another extension has put a block of another form among the others")
+        return Verdict("another extension has replaced one of the blocks")
     return None
 
 
@@ -181,7 +181,7 @@ def unsupported_block(block: torch.nn.Module, dtype: torch.dtype) -> Verdict | N
     spec = spec_of(block)
     if spec is None:
         known = ", ".join(spec.told_by for spec in block_specs())
-        return Verdict(f"its form is unknown: it has none of {known}")
+        return Verdict(f"it has an unknown form, without any of {known}")
     try:
         norms = [part_of(block, name) for name in spec.norms]
         dim, heads = query_layer(block).in_features, heads_of(block)
@@ -189,24 +189,24 @@ def unsupported_block(block: torch.nn.Module, dtype: torch.dtype) -> Verdict | N
         if any(norm.weight is not None for norm in norms):
             return Verdict("its LayerNorms have weights")
         if any(norm.weight is None for norm in head_norms(block)):
-            return Verdict("its heads are not normalized")
+            return Verdict("its attention heads are not normalized")
         widths = {layer.out_features for layer in layers[8:10]}
         eps, head_eps = ({norm.eps for norm in found} for found in (norms, head_norms(block)))
         if None in eps | head_eps:
-            return Verdict("a norm of it takes its eps from the dtype")
+            return Verdict("the eps of one of its norms depends on the dtype")
         if len(eps) > 1 or len(head_eps) > 1 or len(widths) > 1:
             return Verdict("its streams differ in form")
         if any(part_of(block, name).approximate != "tanh" for name in spec.gelus):
             return Verdict("its GELU is not the tanh form")
     except AttributeError as error:
-        return Verdict(f"its form is unknown: {error}")
+        return Verdict(f"it has an unknown form: {error}")
     homes = set(map(_package_of, type(block).__mro__)) - {"torch"}
     for path, part in read_parts(block):
         if is_changed(part):
-            return Verdict(f"{path or 'it'} has been changed by another extension")
+            return Verdict(f"{path or 'it'} was changed by another extension")
         known = homes | OPERATIONS if path in (*spec.norms, *spec.head_norms) else homes
         if _package_of(type(part)) not in known and type(part) not in FROM_TORCH:
-            return Verdict(f"{path} is another extension's {type(part).__name__}")
+            return Verdict(f"{path} was replaced by another extension's {type(part).__name__}")
         if isinstance(part, torch.nn.Dropout) and part.p and part.training:
             return Verdict("its dropout is on")
     return _unsupported_shape(dim, dim // heads, dtype)
@@ -216,11 +216,14 @@ def _unsupported_shape(dim: int, head_dim: int, dtype: torch.dtype) -> Verdict |
     """Why the kernels do not take a model; None when they do."""
     if dtype not in (torch.bfloat16, torch.float32):
         # Residuals of Qwen-Image exceed what fp16 holds: both hosts clip or refuse it.
-        return Verdict(f"{dtype}", rule="the fused blocks take bf16 and fp32")
+        return Verdict(f"{dtype}", rule="fused kernels need bf16 or fp32")
     if dim > WIDEST_ROW:
-        return Verdict(f"a width of {dim}, more than {WIDEST_ROW}", final=True)
+        return Verdict(f"a width of {dim} is above the limit of {WIDEST_ROW}", final=True)
     if head_dim not in HEAD_DIMS:
-        return Verdict(f"heads of {head_dim}, not {', '.join(map(str, HEAD_DIMS))}", final=True)
+        return Verdict(
+            f"heads of {head_dim} are not supported, only {', '.join(map(str, HEAD_DIMS))}",
+            final=True,
+        )
     return None
 
 

@@ -123,9 +123,9 @@ class PassGraph:
             self._graph.reset()
 
 
-CARD = Verdict("the card, not the processor, sets the pace")
-FEW = Verdict("too few steps are left to repay a capture")
-FIRST = Verdict("the first passes of a shape launch kernel by kernel")
+CARD = Verdict("the GPU, not the CPU, limits the speed")
+FEW = Verdict("too few steps are left for a capture to save time")
+FIRST = Verdict("the first forward passes of a shape run without graphs")
 
 
 @dataclass
@@ -181,7 +181,7 @@ class GraphFigures:
         if not self.replayed:
             return []
         return [
-            f"CUDA graphs: {self.replayed} forward passes replay one, {self.captured} captured "
+            f"CUDA graphs: {self.replayed} forward passes replayed one, {self.captured} captured "
             f"in {self.seconds:.2f} s"
         ]
 
@@ -271,10 +271,10 @@ class PassMemory:
         except BufferMissingError:
             return FIRST
         except torch.OutOfMemoryError:
-            return Verdict("the card has no room for one")
+            return Verdict("too little VRAM is free for a graph")
         # Drivers, and what cannot be captured: of cudaMallocAsync Triton takes no new address.
         except (RuntimeError, ValueError) as error:
-            return Verdict(f"capturing one failed: {first_line(error)}")
+            return Verdict(f"capturing a graph failed: {first_line(error)}")
         finally:
             self.workspace.closed = False
         if [space.changes for space in spaces] != changes:
@@ -372,11 +372,11 @@ def pool_on(card: torch.device) -> torch.cuda.MemPool:
     """
     if torch.cuda.get_allocator_backend() != "native":
         raise RuntimeError(
-            "a graph over several cards needs PyTorch's own allocator: start ComfyUI with "
+            "a graph over several GPUs needs PyTorch's allocator: start ComfyUI with "
             "--disable-cuda-malloc"
         )
     if not hasattr(torch.cuda, "use_mem_pool"):
-        raise RuntimeError("a graph over several cards needs torch 2.6")
+        raise RuntimeError("a graph over several GPUs needs torch 2.6")
     with torch.cuda.device(card):
         return torch.cuda.MemPool()
 

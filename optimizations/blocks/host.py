@@ -34,7 +34,7 @@ from .block_form import (
 from .graphs import GraphFigures
 from .workspace import Prefix
 
-OTHER_CLASSES = Verdict("another extension has replaced modules of it")
+OTHER_CLASSES = Verdict("another extension has replaced some of its modules")
 Streams = tuple[torch.Tensor, torch.Tensor]  # text and image
 
 
@@ -289,8 +289,9 @@ class FirstBlockCheck:
             error = off / change
             if not error <= self._most + allowance:  # NaN fails too
                 self.fail(
-                    f"the fused block's {stream} stream differs by {error:.2g} of what the block "
-                    f"adds from the host's own, and {self._most} is allowed"
+                    f"the fused block's {stream} stream differs from the reference block's by "
+                    f"{error:.2g}, relative to what the block adds, but only {self._most} is "
+                    "allowed"
                 )
                 return False
             self.worst = max(self.worst or 0.0, off / max(size, 1e-30))
@@ -376,12 +377,12 @@ class SplitFigures:
             rows = " + ".join(map(str, self.plan.image_rows))
             host = 1e6 * self.seconds / max(self.blocks, 1)
             lines.append(
-                f"cards: {len(self.plan.image_rows)} share {self.passes} forward passes, image "
-                f"tokens {rows}; they exchange {EXCHANGED[self.plan.name]}; the processor takes "
+                f"GPUs: {len(self.plan.image_rows)} share {self.passes} forward passes, image "
+                f"tokens {rows}; they exchange {EXCHANGED[self.plan.name]}; the CPU takes "
                 f"{host:.0f} us a block"
             )
             if self.gain is not None:
-                lines[0] += f"; {self.gain:.2f} times as fast as one, measured"
+                lines[0] += f"; {self.gain:.2f}x as fast as one GPU, measured"
         return lines + self.verdicts.lines("cards")
 
 
@@ -493,7 +494,7 @@ class PreparedModel:
                 f"blocks: fused, {self.fused} of {total} in {self.passes} forward passes "
                 f"({self.ops.name}); {check}"
             )
-        lines += self.verdicts.lines("blocks", instead=f"{host} own", total=total)
+        lines += self.verdicts.lines("blocks", instead=f"{host} code", total=total)
         if not self.fused:
             return lines
         lines += [f"layers: {gemm}" for gemm in self._gemms]
@@ -503,7 +504,7 @@ class PreparedModel:
                 count = f"{self.kinds[format]} of {layers}"
                 lines.append(f"layers: {count} rotated, {format.rotation} columns at a time")
         if self.kinds[None]:
-            lines.append(f"layers: {self.kinds[None]} of {layers} run {host} own way")
+            lines.append(f"layers: {self.kinds[None]} of {layers} run {host} code")
         if split is not None:
             lines += split.lines()
         return lines + self.graphs.lines() + self.verdicts.lines("graphs") + self.modulation.lines()

@@ -26,12 +26,12 @@ from .block_form import heads_of
 from .graphs import FIRST, LAST_PART, Inputs, PassGraph, PassMemory, Seen, Work
 from .host import BlockInputs, HostPass, PreparedModel, Streams, is_finite
 
-WATCHED = Verdict("something reads or changes the streams between two blocks")
-NOT_OURS = Verdict("the attention is not this package's")
-MEASURES = Verdict("attention measures its error in this pass")
-THEMSELVES = Verdict("some layers run themselves, as with a LoKr beside them")
-RAN_OUT = Verdict("memory ran out with them")
-NOT_ALL = Verdict("some blocks do not run fused")
+WATCHED = Verdict("another node reads or changes the values between two blocks")
+NOT_OURS = Verdict("attention is not computed by this package")
+MEASURES = Verdict("attention measures its error in this forward pass")
+THEMSELVES = Verdict("some layers run their own code, as with a LoKr as a bypass")
+RAN_OUT = Verdict("memory ran out while they ran")
+NOT_ALL = Verdict("some blocks are not fused")
 
 
 class ForwardPass:
@@ -271,9 +271,9 @@ class ForwardPass:
                 result = split.run(*given, 0, len(host.blocks), self._watch and self._watch.after)
         except torch.OutOfMemoryError:
             self._team.release()
-            figures.refuse(Verdict("a card ran out of memory", final=True))
+            figures.refuse(Verdict("a GPU ran out of memory", final=True))
         except Exception as error:  # compilers, drivers and packages raise anything
-            self._end_sharing(Verdict(f"several cards raised {first_line(error)}", final=True))
+            self._end_sharing(Verdict(f"several GPUs raised {first_line(error)}", final=True))
         else:
             figures.seconds += (graph or split).issued - start
             figures.blocks += len(host.blocks)

@@ -29,9 +29,10 @@ AHEAD = 20_000_000  # cycles of a card, about 10 ms
 Given = tuple[torch.Tensor, torch.Tensor, Step, Entry]  # text, image, step, modulation
 
 NOT_MEASURED = Verdict(
-    "the link between the cards has not been measured: too little memory was free"
+    "the speed of the link between the GPUs is unknown, because too little VRAM was free to "
+    "measure it"
 )
-TOO_SMALL = Verdict("the image has fewer tokens than there are cards")
+TOO_SMALL = Verdict("the image has fewer tokens than there are GPUs")
 
 
 class CardPass(NamedTuple):
@@ -54,7 +55,7 @@ class CardPass(NamedTuple):
         if self.weights is None:
             return Verdict(f"{self.host.device}: {self.host.layers.moving}")
         found = next(filter(None, self.prepared.unsupported), None)
-        where = f"{self.host.device}: some blocks do not run fused"
+        where = f"{self.host.device}: some blocks are not fused"
         return found and Verdict(f"{where}: {found}")
 
     def card(self, attention: ChosenAttention) -> ShareCard:
@@ -126,7 +127,7 @@ class Team:
         changed = [it for it in members if it.prepared.kinds != members[0].prepared.kinds]
         if changed and not self.refusal:  # as a LoRA of another node that knows one model alone
             device = changed[0].host.device
-            self.refusal = Verdict(f"{device}: its layers are not those of the first card")
+            self.refusal = Verdict(f"{device}: its layers differ from those of the first GPU")
 
     def plan(self, executor: BlockExecutor, given: Given) -> Exchange | Verdict:
         """Says how a pass is split, or why it is not; measures some blocks on one card, once.
@@ -228,7 +229,7 @@ class Team:
         gain = alone / self._of_a_block(count, lambda: self._together(split, given))
         if gain < LEAST_GAIN:
             self._figures.plans[self._planned] = Verdict(
-                f"several are {gain:.2f} times as fast as one, and {LEAST_GAIN} is needed"
+                f"several are {gain:.2f}x as fast as one, but {LEAST_GAIN}x is needed"
             )
         return gain
 

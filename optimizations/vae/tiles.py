@@ -180,8 +180,8 @@ class Stages:
     def __post_init__(self) -> None:
         if len(self.outer) != (wanted := len(self.rest.steps)):
             raise SettingError(
-                f"this VAE's {self.direction}r has {len(self.outer)} layers besides its middle and "
-                f"Qwen-Image's has {wanted}: use Qwen-Image's VAE."
+                f"this VAE's {self.direction}r has {len(self.outer)} layers besides its middle, "
+                f"but Qwen-Image's has {wanted}: use Qwen-Image's VAE."
             )
 
     @property
@@ -234,7 +234,7 @@ def decode(
     height, width = (shape.pixels * side for side in plan.latent)
     wanted = (latents.shape[0], shape.image_channels, 1, height, width)
     if out is not None and tuple(out.shape) != wanted:
-        raise SettingError(f"the images are {wanted} and `out` is {tuple(out.shape)}.")
+        raise SettingError(f"the images are {wanted}, but `out` is {tuple(out.shape)}.")
     if plan.whole:
         layers = (*middle_layers(stages, plan), *stages.outer)
         return _in_batches(partial(_chain, layers), latents, plan, out, progress)
@@ -361,7 +361,7 @@ def _check_plan(
     wanted = (channels, 1, *(scale * side for side in plan.latent))
     if plan.direction != direction or source.ndim != 5 or tuple(source.shape[1:]) != wanted:
         raise SettingError(
-            f"the plan is to {plan.direction} {plan.latent[0]}x{plan.latent[1]} latent pixels, for "
-            f"which {direction} takes (batch, {', '.join(map(str, wanted))}), got "
+            f"the plan is to {plan.direction} {plan.latent[0]}x{plan.latent[1]} latent pixels, so "
+            f"{direction} takes (batch, {', '.join(map(str, wanted))}), not "
             f"{tuple(source.shape)}: make a plan for this size."
         )

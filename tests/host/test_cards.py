@@ -110,7 +110,7 @@ def test_cards_without_a_prompt_are_shared_out():
     }
     for (count, cfg), step in pairs.items():
         split, report = split_cards(model, count)
-        assert report.startswith("cards: cpu, cpu:1") and "\n" not in report, report
+        assert report.startswith("GPUs: cpu, cpu:1") and "\n" not in report, report
         with watched() as (passes, _):
             assert torch.equal(sample(split, cfg), expected[cfg]), (count, cfg)
         assert sorted(passes) == sorted(2 * step), (count, cfg)
@@ -187,7 +187,7 @@ def test_nodes_may_stand_in_any_order(pays):
         for node in nodes:
             made = node(made)
         found = sample(made)
-        assert "cards: 2 share 2 forward passes" in report(made), report(made)
+        assert "GPUs: 2 share 2 forward passes" in report(made), report(made)
         torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
 
 
@@ -214,7 +214,7 @@ def test_what_others_change_on_one_card_is_not_shared(pays):
     layer = model.model.diffusion_model.get_submodule(LAYER)
     layer.forward = lambda x: 2 * type(layer).forward(layer, x)
     expected, found = sample(model), sample(split)
-    assert "forward passes: cpu:1: its layers are not those of the first card" in report(split)
+    assert "forward passes: cpu:1: its layers differ from those of the first GPU" in report(split)
     assert torch.equal(found, expected)
     del layer.forward
     for change, reason in (
@@ -315,7 +315,7 @@ def test_a_card_without_room_leaves_the_run_to_the_first(caplog):
     with mock.patch.object(ComfyOptimization, "run_pass", fill):
         assert torch.equal(sample(split, 4.0), expected)
     assert sorted(ran) == [0] * 5 + [1]
-    assert "cards: CUDA out of memory. The run goes on with one card: close" in caplog.text
+    assert "GPUs: CUDA out of memory. The run continues on one GPU: close" in caplog.text
     full = mock.patch.object(ComfyOptimization, "run_pass", side_effect=torch.OutOfMemoryError)
     with full, pytest.raises(torch.OutOfMemoryError):
         sample(split)
@@ -329,7 +329,7 @@ def test_a_copy_that_nobody_needs_is_freed(pays):
     split = split_cards(model, 2)[0]
     sample(split)
     copy = weakref.ref(split.get_additional_models_with_key("multigpu")[0].model)
-    assert copy() is not None and "cards: 2 share" in report(split)
+    assert copy() is not None and "GPUs: 2 share" in report(split)
     again = split_cards(model, 2)[0]
     assert again.get_additional_models_with_key("multigpu")[0].model is copy()
     del split
@@ -353,12 +353,12 @@ def said(model: Patcher, count: int) -> str:
 
 def test_what_cannot_be_split_runs_on_one_card(machine, monkeypatch):
     model = optimize(load_model(PATH, "bf16")[0])
-    assert said(model, 1) == "cards: one, as asked for"
+    assert said(model, 1) == "GPUs: one, as requested"
     kinds = {card(0): "NVIDIA L40S"}
     with mock.patch.object(cards, "_kind", lambda device: kinds.get(device, "Tesla T4")):
         assert said(model, 2) == (
-            "cards: one, because cpu:1 (Tesla T4) is not like cpu (NVIDIA L40S), and the slower "
-            "card would hold up the faster"
+            "GPUs: one, because cpu:1 (Tesla T4) differs from cpu (NVIDIA L40S), and the faster "
+            "GPU would wait for the slower one"
         )
     with mock.patch.dict("sys.modules", {"comfy.multigpu": None}):
         assert said(model, 2).endswith("because this ComfyUI has no comfy.multigpu: update ComfyUI")
@@ -368,7 +368,7 @@ def test_what_cannot_be_split_runs_on_one_card(machine, monkeypatch):
     other.cached_patcher_init = (mock.Mock(side_effect=RuntimeError("no room\nat all")), ())
     assert said(other, 2).endswith("because the MODEL could not be loaded again: no room")
     machine(1)
-    assert said(model, 2) == "cards: one, which is all that ComfyUI sees"
+    assert said(model, 2) == "GPUs: one, which is all that ComfyUI sees"
     monkeypatch.setattr(cards, "ask_driver", lambda: ("590", ("a card",) * 4))
     assert "because ComfyUI sees one of 4: start it without CUDA_VISIBLE_DEVICES" in said(model, 2)
 
@@ -382,7 +382,7 @@ def test_what_is_split_with_a_note(machine):
     with mock.patch.object(cards, "_kind", lambda device: kinds.get(device, "NVIDIA L40S")):
         split, report = split_cards(model, 4)
     assert len(split.get_additional_models_with_key("multigpu")) == 2
-    assert "cards: 3 of 4, because cpu:3 (Tesla T4) is not like cpu" in report
+    assert "GPUs: 3 of 4, because cpu:3 (Tesla T4) differs from cpu" in report
 
     def free(device=None, torch_free_too=False):
         count = 1000 if device == card(1) else 10**9
@@ -391,8 +391,8 @@ def test_what_is_split_with_a_note(machine):
     machine(2)
     with mock.patch.object(comfy.model_management, "get_free_memory", free):
         notes = split_cards(model, 3)[1].splitlines()
-    assert notes[1].startswith("cards: cpu:1 has ") and "close what else uses this card" in notes[1]
-    assert notes[2] == "cards: 3 are asked for, and ComfyUI sees 2"
+    assert notes[1].startswith("GPUs: cpu:1 has ") and "this GPU" in notes[1]
+    assert notes[2] == "GPUs: 3 were requested, and ComfyUI sees 2"
 
 
 def test_cards_of_one_kind():
@@ -494,14 +494,14 @@ def test_two_real_cards(pays):
         for patcher in (model, changed):
             expected = {cfg: sample(patcher, cfg) for cfg in (1.0, 4.0)}
             split, said = split_cards(patcher, 2)
-            assert said.startswith("cards: cuda:0, cuda:1;")
+            assert said.startswith("GPUs: cuda:0, cuda:1;")
             for cfg in (4.0, 1.0, 1.0):
                 found = sample(split, cfg)
                 apart = (found - expected[cfg]).norm() / expected[cfg].norm()
                 assert apart <= 4e-3, (form, cfg, float(apart), report(split))
-            assert "cards: 2 share 2 forward passes" in report(split), report(split)
+            assert "GPUs: 2 share 2 forward passes" in report(split), report(split)
         (copy,) = split.get_additional_models_with_key("multigpu")
         comfy.model_management.unload_model_and_clones(copy)
         assert torch.equal(sample(split, 1.0), found)
-        assert "cards: 2 share 2 forward passes" in report(split), report(split)
+        assert "GPUs: 2 share 2 forward passes" in report(split), report(split)
         comfy.model_management.unload_all_models()

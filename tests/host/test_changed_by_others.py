@@ -457,7 +457,7 @@ def assert_vae_is_heeded(vae: comfy.sd.VAE, name: str, latent: torch.Tensor) -> 
     for tiles, fused in ((0, True), (4, False)):
         found, report = encode(vae, pixels, tiles, fused)
         assert torch.equal(found, known), (name, tiles, fused, report)
-        assert "ComfyUI's own, because " in report
+        assert "ComfyUI's code ran, because " in report
 
 
 @pytest.mark.parametrize("change", VAE_CHANGES)
@@ -490,7 +490,7 @@ def test_a_part_of_a_vae(build, way):
     for path, part in vae_parts(vae.first_stage_model).items():
         with way(*part):
             assert f"has changed {path}" in decode_report(vae, latent), path
-    assert "ComfyUI's own" not in decode(vae, latent, 0, True)[1]
+    assert "ComfyUI's code" not in decode(vae, latent, 0, True)[1]
 
 
 @pytest.mark.usefixtures("inference_mode")
@@ -501,7 +501,7 @@ def test_an_attribute_of_a_part_of_a_vae():
             other = [*value, 1] if isinstance(value, list) else "another"
             with attribute(module, name, other):
                 report = decode_report(vae, LATENT)
-                assert "ComfyUI's own, because" in report, (path, name)
+                assert "ComfyUI's code ran, because" in report, (path, name)
                 count += 1
     assert count > 500
 

@@ -208,7 +208,7 @@ def test_forms_that_comfyui_misreads():
     del scaled["scaled_fp8"]
     assert torch.equal(encoded(file("unmarked", scaled))[0], expected)
     rows, report = encoded(file("rows", narrow.fp8_rows(WEIGHTS)))
-    assert report.precision == "bf16" and "one scale for each row became bf16" in report.text()
+    assert report.precision == "bf16" and "a scale for each row became bf16" in report.text()
     assert 0 < relative_error(rows, exact) <= 0.05
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         cast = narrow.unscaled_fp8(WEIGHTS, dtype)
@@ -295,7 +295,7 @@ def test_the_published_7b_fits_as_it_is():
         os.truncate(path, 8 + len(text) + start)
         layout = read_layout(open_source(path, "text_encoder"))
         assert (layout.config, layout.vision) == ({}, True)
-        assert layout.notes == ("lm_head left out: prompts are encoded, not continued",)
+        assert layout.notes == ("lm_head left out, because prompts are encoded and not continued",)
         assert len(layout.names) == len(shapes) - 1
         path.unlink()
 

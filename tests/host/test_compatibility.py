@@ -287,9 +287,9 @@ def restores(run: Callable[[Model], torch.Tensor]) -> Callable[[Model], torch.Te
 # ---------------------------------------------------------------------------------------- the table
 
 FUSED = "fused"
-OTHERS = "another extension runs the transformer its own way"
+OTHERS = "another extension runs the transformer with its own code"
 COMPILED = "torch.compile runs the model"
-CHANGED = "attn has been changed by another extension"
+CHANGED = "attn was changed by another extension"
 
 
 @dataclass(frozen=True)
@@ -446,7 +446,7 @@ def check(name: str, order: str, kind: str, says: str) -> None:
     if says == FUSED:
         assert re.match(r"blocks: fused, (\d+) of \1 in ", report), report
     else:
-        assert re.search(f"^blocks: ComfyUI's own.*: {says}", report, re.M), report
+        assert re.search(f"^blocks: ComfyUI's code.*: {says}", report, re.M), report
 
 
 @pytest.mark.parametrize("order", ["before", "after"])

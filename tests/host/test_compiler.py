@@ -88,7 +88,7 @@ def test_no_more_breaks_and_rogues_than_without_our_node(
     report = report_of(optimized)
     assert "blocks: fused" in report
     assert "pin_count" not in caplog.text
-    assert ("replay one" in report) == graphs, report
+    assert ("replayed one" in report) == graphs, report
     assert all(mine <= theirs for mine, theirs in zip(ours, core, strict=True)), (ours, core)
     monkeypatch.setattr(args, "disable_comfy_compiler", True)
     uncompiled, line = prompt(optimize(model), caplog)

@@ -160,7 +160,7 @@ def test_nag_is_counted_by_its_tokens_or_as_the_model_has_it():
     assert found["step_ms"] >= plain["step_ms"]
     assert found["phases"]["sampling"]["peak_gib"] >= plain["phases"]["sampling"]["peak_gib"]
     assert run(model=aside, **wired)[3] == plain
-    words = "nag_tokens 60 contradicts the MODEL that is connected, which has 12: choose 0"
+    words = "nag_tokens is 60, but the connected MODEL has 12: choose 0"
     refused(SettingError, words, run=lambda: run(model=guided, nag_tokens=60, **wired))
 
 
@@ -398,7 +398,7 @@ def test_wires_replace_the_settings():
     parts = {"model": model, "clip": clip, "vae": vae, "latent": latent}
     _, report, fits, found = run(card="L40S", **parts)
     assert fits and "768x512" in report and "batch 2" in report, report
-    assert "Sizes are read from what is connected: MODEL, CLIP, VAE, LATENT." in found["notes"]
+    assert "Sizes are read from the connected inputs: MODEL, CLIP, VAE, LATENT." in found["notes"]
     plan = found["plan"][0]
     assert (plan["precision"], plan["text_encoder_place"]) == ("int8", "cpu")
     assert found["phases"]["sampling"]["parts"]["weights"] < 0.1
@@ -442,7 +442,7 @@ def test_own_prices_stand_over_the_list():
 
 
 def test_advice_refuses_what_has_no_answer():
-    words = ("this fits no card with a price above 0", "enter a price above 0")
+    words = ("enter a price above 0",)
     refused(UnavailableError, *words, run=lambda: advice(width=16384, height=16384))
     for load in (0.0, -1.0, float("nan")):
         refused(SettingError, "above 0", run=lambda load=load: advice(images_per_hour=load))

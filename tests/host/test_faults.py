@@ -216,7 +216,7 @@ def test_switches_of_torch_that_another_pack_changes_between_two_prompts():
         setattr(switches, name, value)
         try:
             assert torch.equal(paint(model, vae), known)  # the processor has neither
-            assert re.search("read .* times, [1-9].* computed in this run", report_of(model))
+            assert re.search("used .* times, [1-9].* computed in this run", report_of(model))
         finally:
             setattr(switches, name, "ieee" if before == "none" else before)
         assert torch.equal(paint(model, vae), known)

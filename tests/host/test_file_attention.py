@@ -110,7 +110,10 @@ def test_a_file_chooses_as_in_comfyuis_own_blocks(calls, settings, masked):
     known = forward(stock, calls, masked)
     assert known[1] == [0, 1]
     clone = optimize(stock, settings)
-    assert "comfy_kitchen_int8, lossy: chosen for 2 of 2 blocks by the file" in report_of(clone)
+    assert (
+        "comfy_kitchen_int8, lossy: chosen for 2 of 2 blocks by the model's or a LoRA's file"
+        in report_of(clone)
+    )
     found = forward(clone, calls, masked)
     assert found[1] == [0, 1]
     assert difference(found[0], known[0]) < 2e-6
@@ -128,8 +131,8 @@ def test_one_block_alone(calls):
     assert called == [1]
     assert difference(found, forward(stock, calls)[0]) < 2e-6
     report = report_of(clone)
-    assert "for 1 of 2 blocks by the file of the model or of a LoRA\nattention: Comfy" in report
-    assert report.endswith("ComfyUI's own in the other 1")
+    assert "for 1 of 2 blocks by the model's or a LoRA's file\nattention: Comfy" in report
+    assert report.endswith("ComfyUI's in the other 1")
 
 
 def test_a_named_attention_and_another_node_win_over_the_file(calls):
@@ -139,7 +142,7 @@ def test_a_named_attention_and_another_node_win_over_the_file(calls):
         found, called = forward(named, calls)
         assert not called
         assert difference(found, EXACT()[0]) < 2e-6
-        assert "attention: math: asked for" in report_of(named)
+        assert "attention: math: requested" in report_of(named)
         assert "file" not in report_of(named)
 
     # One that gave NaN leaves its place to exact attention, not to the file's.
@@ -156,7 +159,7 @@ def test_a_named_attention_and_another_node_win_over_the_file(calls):
     clone = optimize(stock)
     assert difference(forward(clone, calls)[0], known[0]) < 2e-6
     assert not calls
-    assert "or what another node has set" in report_of(clone)
+    assert "or another node's" in report_of(clone)
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -193,7 +196,7 @@ def test_each_run_reads_the_file_anew(calls):
     for patcher, blocks in ((clone, {1}), (behind, {0, 1}), (clone, {1})):
         called, report = run(patcher)
         assert called == blocks
-        assert f"for {len(blocks)} of 2 blocks by the file" in report
+        assert f"for {len(blocks)} of 2 blocks by the model's or a LoRA's file" in report
 
 
 def test_what_cannot_run_here_is_said(calls):
@@ -201,13 +204,13 @@ def test_what_cannot_run_here_is_said(calls):
     clone = optimize(stock)
     assert forward(clone, calls)[1] == [0]
     report = report_of(clone)
-    assert "attention: not comfy_kitchen_sol, which a file asks for in 2 of 2" in report
+    assert "attention: not comfy_kitchen_sol, which a file requests for 2 of 2" in report
     assert "blocks: the installed comfy-kitchen cannot run it on this device" in report
     assert "not sage9" in report
-    assert "this ComfyUI takes no attention of that name from a file" in report
+    assert "this ComfyUI does not let a file choose this attention" in report
     nothing = optimize(model(SOL, {}))
     assert difference(forward(nothing, calls)[0], EXACT()[0]) < 2e-6
-    assert "no card to measure on" in report_of(nothing)
+    assert "no GPU to measure on" in report_of(nothing)
     assert "not comfy_kitchen_sol" in report_of(nothing)
 
 

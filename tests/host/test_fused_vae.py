@@ -98,7 +98,7 @@ def test_images_of_21_are_the_host_s():
             assert_near(encode(vae, pixels, count, True)[0], known)
     images, report = decode(vae, latents)
     assert torch.equal(images, core_decode(vae, latents))
-    assert report.endswith("because it cuts the images of Qwen-Image-2.1 into exact strips")
+    assert report.endswith("because it decodes Qwen-Image-2.1 in exact strips")
     vae.first_stage_model.decoder.register_forward_hook(lambda *_: None)
     images, report = decode(vae, latents, 0, True)
     assert torch.equal(images, core_decode(vae, latents))

@@ -106,12 +106,12 @@ def test_few_bits_become_w4a8_where_int8_has_no_room(dtype, monkeypatch):
     save_file(weights := narrow.weights(ONE_BLOCK), FOLDER / "bf16.safetensors")
     path = gguf_of(FOLDER / "bf16.safetensors", FOLDER / f"small-{dtype}.gguf", dtype)
     if dtype == "Q5_1":
-        with pytest.raises(UnavailableError, match=r"int8 needs .* of host memory"):
+        with pytest.raises(UnavailableError, match=r"int8 needs .* of system RAM"):
             load_model(path)
         return
     patcher, report = load_model(path)
     count = len(ONE_BLOCK.quantizable_layers())
-    assert f"{count} layers are in w4a8, because host memory has no room" in report.text()
+    assert f"{count} layers stay in w4a8, because system RAM has no room" in report.text()
     blocks = map_gguf(read_gguf(path))
     for name, module in patcher.model.diffusion_model.named_modules():
         if not isinstance(getattr(module, "weight", None), QuantizedTensor):
@@ -123,7 +123,7 @@ def test_few_bits_become_w4a8_where_int8_has_no_room(dtype, monkeypatch):
         count -= 1
     assert count == 0
     monkeypatch.setattr(plan, "available_memory", lambda: 0)
-    with pytest.raises(UnavailableError, match=r"in w4a8 needs .* of host memory"):
+    with pytest.raises(UnavailableError, match=r"in w4a8 needs .* of system RAM"):
         load_model(path)
 
 

@@ -39,7 +39,7 @@ WEIGHTS = narrow.weights()
 LAYER = narrow.LAYER
 ADA = CardFacts("NVIDIA L40S", 48 * 2**30, (8, 9))
 KEEP = "*.img_mlp.net.2"
-TAKEN, BEING = "weights from the kept file", "is being written for the next load"
+TAKEN, BEING = "weights from the cached quantized file", "is being saved for the next load"
 
 
 @pytest.fixture
@@ -280,7 +280,7 @@ def test_a_file_of_damaged_scales_is_quantized_anew(models, original, folder_is_
         found, report = load()
     same(made, found)
     if folder_is_read_only:
-        assert "no file is kept: cannot write (Read-only)" in report
+        assert "no file is saved: cannot write (Read-only)" in report
     else:
         assert BEING in report and file.read_bytes() == whole
         taken()
@@ -290,7 +290,7 @@ def refused(models, *words):
     """A load that works, keeps nothing, leaves nothing and says why in one line."""
     _, report = load()
     (line,) = [line for line in report.splitlines() if "keep_quantized" in line]
-    assert "no file is kept" in line and all(word in line for word in words), line
+    assert "no file is saved" in line and all(word in line for word in words), line
     assert contents(models) == ["qwen.safetensors"]
 
 
@@ -325,7 +325,7 @@ def test_a_disk_with_too_little_room(models, original, monkeypatch):
     (models / "qwen.safetensors.int8.kept").unlink()
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(0, 0, size * 11 // 10 - 1))
-    refused(models, "are free and", "needed: free disk space", str(models))
+    refused(models, "needed and", "free disk space", str(models))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(0, 0, size * 11 // 10 + 2))
     load()
     taken()
@@ -342,7 +342,7 @@ def test_a_disk_that_is_full_in_the_middle(models, original, caplog, file_limit,
         _, report = load()
     assert BEING in report
     (line,) = [record.getMessage() for record in caplog.records if record.name == kept.__name__]
-    assert line.startswith(f"keep_quantized: {file.name} is not kept: cannot write (")
+    assert line.startswith(f"keep_quantized: {file.name} is not saved: cannot write (")
     assert contents(models) == ["qwen.safetensors"]
 
 
@@ -361,7 +361,7 @@ def test_an_original_that_changes_while_it_is_quantized(models, original, caplog
         load()
     with mock.patch.object(writer.TensorFile, "write", touching):
         load()
-    assert "is not kept: the original has changed meanwhile" in caplog.messages[-1]
+    assert "is not saved: the original file changed" in caplog.messages[-1]
     assert contents(models) == ["qwen.safetensors"]
 
 
@@ -374,7 +374,7 @@ def test_an_original_that_is_removed_while_it_is_written(models, original, caplo
 
     with mock.patch.object(writer.TensorFile, "write", removing):
         load()
-    assert "is not kept: " in caplog.messages[-1]
+    assert "is not saved: " in caplog.messages[-1]
     assert contents(models) == []
 
 
@@ -417,7 +417,7 @@ def test_two_loads_write_it_once(models, original):
         going.set()
         written()
     assert BEING in first
-    assert "no file is kept: another load is writing one" in second
+    assert "no file is saved: another load is already saving" in second
     assert contents(models) == ["qwen.safetensors", "qwen.safetensors.int8.kept"]
 
 
@@ -456,7 +456,7 @@ def test_of_two_processes_one_writes_and_what_a_killed_one_left_is_removed(model
     try:
         assert BEING in said
         refusal = load()[1]
-        assert "no file is kept: another load is writing one" in refusal
+        assert "no file is saved: another load is already saving" in refusal
         assert any(name.endswith(".part") for name in contents(models))
     finally:
         other.kill()

@@ -501,10 +501,10 @@ def test_what_is_not_applied_is_told() -> None:
     assert (report.applied, report.modules) == (MODULES, MODULES + 4)
     assert dict(report.not_applied) == {
         "text_encoder.layers.0.self_attn.q_proj": "text encoder",
-        block: "not in this model",
+        block: "this model has no such module",
         "transformer.proj_out": "its tensors are incomplete",
-        norm: "not in this model",
-        "something.else": "ComfyUI's loader does not read it",
+        norm: "this model has no such module",
+        "something.else": "ComfyUI's loader did not read it",
         said: "this ComfyUI's model has no such setting",
     }
     text = report.text()
@@ -609,7 +609,7 @@ def test_fp8_and_bf16_files() -> None:
 def test_another_model_of_the_same_blocks_is_refused() -> None:
     model = build()
     model.model.__class__ = type("MageFlow", (type(model.model),), {})
-    words = "The MODEL is MageFlow and this node changes Qwen-Image"
+    words = "The MODEL is MageFlow, but this node is for Qwen-Image"
     with pytest.raises(SettingError, match=words):
         applied(model, lora())
 

@@ -342,7 +342,7 @@ def test_with_cfg_the_positive_prompt_alone_is_guided(family):
         assert not close(found[-1], sample(family, model, **how), 1e-4)
         patched = guided(model, negative)
         sample(family, patched, **how)
-        assert "CFG is 3, so that each step has a second pass" in lines(patched)
+        assert "CFG is 3, so each step also computes" in lines(patched)
     # By hand: the guided prediction and the unguided one of one step.
     how = {"steps": 1, "positive": prompt(family)}
     own = sample(family, model, **how | {"positive": prompt(family, 7, seed=3)})
@@ -527,7 +527,7 @@ def test_it_steps_aside_for_combined_positive_prompts_and_several_cards(monkeypa
     run = SimpleNamespace(model_patcher=patched, conds={"positive": [{}]}, cfg=1.0)
     attachment = patched.get_attachment(NAG_KEY)
     attachment.outer_sample(Executor(run))
-    assert "several cards share the run" in lines(patched)
+    assert "several GPUs share the run" in lines(patched)
 
 
 class Executor:
@@ -541,7 +541,7 @@ class Executor:
 def test_another_models_text_and_settings_are_refused():
     model = model_1()
     wide = [[random(1, 5, One.width + 8), {}]]
-    words = "NAG's negative prompt is 72 wide and the MODEL takes text 64 wide"
+    words = "NAG's negative prompt is 72 wide, but the MODEL takes text 64 wide"
     refused(SettingError, words, run=lambda: sample(One, guided(model, wide)))
     words = "end_at_step is 3 and start_at_step 3"
     refused(SettingError, words, run=lambda: NagSettings(start=3, end=3))
@@ -551,14 +551,14 @@ def test_another_model_passes_through():
     other = SimpleNamespace(model=SimpleNamespace())
     found = QwenL40SNAG.execute(other, prompt(One), 5.0, 2.5, 0.25)
     assert found.result[0] is other
-    assert "passes through unchanged" in found.result[1]
+    assert "is left unchanged" in found.result[1]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_node_and_the_report(family):
     model, negative = family.make(), prompt(family, seed=5)
     found, report = QwenL40SNAG.execute(optimize(model), negative, 4.0, 1.2, 0.5).result
-    assert report == "NAG: guides the run; Report says how far."
+    assert report == "NAG: guides the run; the Report shows how much."
     with running():
         assert close(sample(family, found), both_ways(family, model, negative))
     text = reported(found, None, None).text

@@ -240,9 +240,9 @@ def test_optimized_blocks():
     same_off_card(known, model, cfg=2.5)
     report = report_of(model)
     assert "6 of 6" in report or "12 of 12" in report, report
-    assert "weights stay in host memory and passed through the card 1 times" in report, report
+    assert "weights stay in system RAM and were uploaded to the GPU 1 times" in report, report
     same_off_card(known, model, cfg=2.5)
-    assert "weights stay in host memory and were not needed in this run" in report_of(model)
+    assert "weights stay in system RAM and were not needed in this run" in report_of(model)
 
 
 def test_every_sampler():
@@ -533,7 +533,7 @@ def test_no_room_for_the_weights_on_their_way():
         assert torch.equal(sample(model), plain)
         assert asked[-1] == 2 * max(layer.nbytes for layer in off_card_layers(model.model))
         notes = figures(model).notes
-        assert len(notes) == 1 and "moved other models off it first" in notes[0]
+        assert len(notes) == 1 and "offloaded other models first" in notes[0]
         failures += [torch.OutOfMemoryError("no room")] * 2
         again = load()
         assert difference(sample(again), plain) < 1e-2

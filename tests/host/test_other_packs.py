@@ -155,16 +155,14 @@ def test_a_late_change_of_a_block_is_heeded(name):
     assert f"another extension has changed {name}" in report.replace("comfy.ldm.", ""), report
     # Of 2 blocks and 3 steps.
     own = 2 if name.endswith("of block 1") else 4
-    assert f"ComfyUI's own, {own} of 6" in report, report
+    assert f"ComfyUI's code, {own} of 6" in report, report
 
 
 EXCHANGES = {
-    "own, 2 of 6: another extension has changed attn of block 1": lambda blocks: of_another_class(
+    "code, 2 of 6: another extension has changed attn of block 1": lambda blocks: of_another_class(
         blocks[1].attn
     ),
-    "a block of another form among the others": lambda blocks: exchanged(
-        blocks, 0, Wrapped(blocks[0])
-    ),
+    "has replaced one of the blocks": lambda blocks: exchanged(blocks, 0, Wrapped(blocks[0])),
 }
 
 
@@ -187,7 +185,7 @@ def test_a_function_that_is_replaced_late_is_heeded_where_the_first_block_is_com
         known, _ = LateChange(model, change).sample(model)
         found, clone = LateChange(model, change).sample(optimize(model, HOST_ATTENTION))
     assert_same(known, found)
-    assert "own, 4 of 6: another extension has changed Attention.forward" in report_of(clone)
+    assert "code, 4 of 6: another extension has changed Attention.forward" in report_of(clone)
 
 
 def test_a_run_in_which_another_pack_runs_the_transformer_is_not_called_fused():
@@ -204,7 +202,7 @@ def test_a_run_in_which_another_pack_runs_the_transformer_is_not_called_fused():
     assert "blocks: fused, 4 of 4" in report_of(clone)
     clone.add_wrapper(WrappersMP.APPLY_MODEL, theirs)
     assert_same(sample(model), sample(clone))
-    line = "blocks: ComfyUI's own: another extension runs the transformer its own way"
+    line = "blocks: ComfyUI's code: another extension runs the transformer with its own code"
     assert line in report_of(clone) and "fused" not in report_of(clone)
 
 
@@ -214,7 +212,7 @@ def test_a_module_that_is_replaced_in_one_block_leaves_that_block_to_comfyui():
     with of_another_class(model.model.diffusion_model.transformer_blocks[1].attn):
         known = sample(model)
         assert_same(known, sample(clone))
-    assert "own, 2 of 4: attn is another extension's" in report_of(clone)
+    assert "code, 2 of 4: attn was replaced by another extension's" in report_of(clone)
     assert difference(known, plain) > 1e-4
 
 

@@ -46,11 +46,11 @@ def test_the_loader_decides_by_the_card(bits):
     """Blocks of 7.1 GiB in 4 bits, and 12.7 GiB in int8."""
     source, known = published(bits), FORMATS[bits] in QUANT_ALGOS
     for gib, room, packed, off_card in (
-        (10, 64, "in int8 they would not stay on the card", True),
-        (12, 64, "in int8 they would not stay on the card", True),
+        (10, 64, "in int8 they would not fit in VRAM", True),
+        (12, 64, "in int8 they would not fit in VRAM", True),
         (16, 64, "", True),
         (48, 64, "", False),
-        (48, 16, "host memory has no room for them in int8", False),
+        (48, 16, "system RAM has no room for them in int8", False),
     ):
         if not known and room == 16:
             continue

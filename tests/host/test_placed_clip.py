@@ -167,7 +167,7 @@ def test_host_memory_counts_the_copy_of_the_processor():
         mock.patch.object(load_plan, "available_memory", return_value=1000),
         mock.patch.object(text_encoder.comfy.memory_management, "aimdo_enabled", True),
     ):
-        words = ["text_encoder in auto", "of host memory"]
+        words = ["text_encoder in auto", "of system RAM"]
         refused(UnavailableError, *words, run=lambda: load_text_encoder(MICRO, "auto", "cpu"))
 
 

@@ -159,12 +159,13 @@ def test_videos_and_layers_are_the_host_s():
         assert_same(images, core_decode(vae, latents))
         assert images.shape[0] == 18
         assert report == (
-            "decode: ComfyUI's own, because the latent has 3 frames, as a video or layers have"
+            "decode: ComfyUI's code ran, because the latent has 3 frames, as of a video or of "
+            "layers"
         )
     video = random(1, 8, 16, 16, 3).sigmoid()
     latents, report = encode(VAES["micro"], video)
     assert_same(latents, core_encode(VAES["micro"], video))
-    assert report == "encode: ComfyUI's own, because the pixels are a video"
+    assert report == "encode: ComfyUI's code ran, because the pixels are a video"
 
 
 def test_encoding_is_the_host_s():
@@ -215,10 +216,10 @@ def test_other_vaes_are_the_host_s():
     latents, pixels = random(2, 4, 6, 6), random(2, 52, 48, 3).sigmoid()
     images, report = decode(vae, latents)
     assert_same(images, core_decode(vae, latents))
-    assert report == "decode: ComfyUI's own, because the VAE is a TAESD and not Qwen-Image's"
+    assert report == "decode: ComfyUI's code ran, because the VAE is a TAESD and not Qwen-Image's"
     encoded, report = encode(vae, pixels)
     assert_same(encoded, core_encode(vae, pixels))
-    assert report == "encode: ComfyUI's own, because the VAE is a TAESD and not Qwen-Image's"
+    assert report == "encode: ComfyUI's code ran, because the VAE is a TAESD and not Qwen-Image's"
 
     class Other:
         def decode(self, latents):
@@ -227,11 +228,11 @@ def test_other_vaes_are_the_host_s():
         def encode(self, pixels):
             return pixels.movedim(-1, 1)
 
-    why = "because the VAE, a Other, has its own way to decode"
+    why = "because the VAE, a Other, decodes its own way"
     images, report = decode(Other(), latents)
     assert_same(images, latents.movedim(1, -1))
-    assert report == f"decode: ComfyUI's own, {why}"
-    assert encode(Other(), pixels)[1] == f"encode: ComfyUI's own, {why}"
+    assert report == f"decode: ComfyUI's code ran, {why}"
+    assert encode(Other(), pixels)[1] == f"encode: ComfyUI's code ran, {why}"
 
 
 def test_a_wan_vae_that_is_not_qwen_image_s():
@@ -239,7 +240,7 @@ def test_a_wan_vae_that_is_not_qwen_image_s():
     upscaler = random_vae(gives=12)
     images, report = decode(upscaler, latents)
     assert_same(images, core_decode(upscaler, latents))
-    assert "ComfyUI's own, because the VAE takes 3 channels and gives 12" in report
+    assert "ComfyUI's code ran, because the VAE takes 3 channels and gives 12" in report
     altered = random_vae()
     altered.first_stage_model.attn_scales = [1.0]
     images, report = decode(altered, latents)
@@ -247,7 +248,7 @@ def test_a_wan_vae_that_is_not_qwen_image_s():
     assert "because the VAE is a WanVAE and its layers differ from Qwen-Image's" in report
     altered = random_vae()
     altered.encode = lambda pixels: pixels
-    assert "because the VAE, a VAE, has its own way to encode" in decode(altered, latents)[1]
+    assert "because the VAE, a VAE, encodes its own way" in decode(altered, latents)[1]
 
 
 # ---------------------------------------------------------------------------------- tiles and room
@@ -326,14 +327,18 @@ def test_other_models_leave_only_where_no_plan_fits():
     assert_close(images, core_decode(EXACT, latents))
     (plan,) = plans
     assert card.asked == [plan.peak_bytes] and plan.peak_bytes > 100_000
-    assert "where 0 MiB is free: ComfyUI moves other models off the card first" in report, report
-    assert "ComfyUI moved 3.0 GiB of other models off the card" in report, report
+    assert "of 0 MiB free: ComfyUI offloads other models first" in report, report
+    assert "ComfyUI offloaded 3.0 GiB of other models" in report, report
 
 
 def test_what_fits_nowhere_is_refused():
     latents = torch.zeros(1).expand(1, 16, 1, 512, 512)
     with as_on_a_card(free=0) as card:
-        words = ("too little memory to decode 4096x4096 pixels", "0 MiB is free", "smaller size")
+        words = (
+            "too little system RAM to decode 4096x4096 pixels",
+            "0 MiB is free",
+            "smaller size",
+        )
         refused(UnavailableError, *words, run=lambda: decode(EXACT, latents))
     assert not card.asked
 
@@ -415,7 +420,7 @@ def test_out_of_memory_once_is_done_again_in_tiles():
         images, report = decode(EXACT, latents)
     assert_close(images, known)
     assert torch.equal(latents, before)
-    assert "the card ran out of memory; repeated in half of the free memory: in " in report
+    assert "the GPU ran out of memory; repeated in half of the free VRAM: in " in report
     assert " exact tiles\n" in report, report
     warning.assert_called_once()
     pixels = random(2, 256, 192, 3).sigmoid()
@@ -423,7 +428,7 @@ def test_out_of_memory_once_is_done_again_in_tiles():
     with out_of_memory([1], "encode"):
         encoded, report = encode(EXACT, pixels)
     assert_close(encoded, known)
-    assert "the card ran out of memory" in report
+    assert "the GPU ran out of memory" in report
 
 
 def test_out_of_memory_late_in_a_batch_keeps_what_is_done():
@@ -470,9 +475,9 @@ def test_the_second_try_may_need_other_models_to_leave_too():
 def test_out_of_memory_twice_is_one_sentence():
     latents = random(1, 16, 1, 32, 24)
     words = (
-        "the card ran out of memory to decode 1 image of 192x256 in ",
+        "the GPU ran out of memory to decode 1 image of 192x256 in ",
         "was predicted",
-        "is free now, so choose a smaller size or batch, or free memory on the card",
+        "is free now. Free VRAM, or choose a smaller size or batch.",
     )
     with out_of_memory([0, 1]):
         refused(UnavailableError, *words, run=lambda: decode(EXACT, latents))
@@ -513,8 +518,8 @@ def test_more_than_host_memory_is_refused_before_anything_is_loaded():
     ):
         for run, source, what in refusals:
             words = (
-                f"memory to {what}: it takes",
-                "of host memory and 20.0 GiB is available",
+                f"system RAM to {what}: ",
+                "20.0 GiB is available",
                 "smaller",
             )
             refused(UnavailableError, *words, run=lambda run=run, s=source: run(EXACT, s))
@@ -530,7 +535,7 @@ def test_too_much_for_the_processor_goes_in_tiles():
     free = plans[0].peak_bytes
     with mock.patch.object(vae_batch, "available_memory", return_value=free), plans_run() as plans:
         images, report = decode(EXACT, latents)
-        words = ("memory to decode 1 image of 192x256 whole: it takes", "of host memory")
+        words = ("memory to decode 1 image of 192x256 whole: it takes", "system RAM")
         refused(UnavailableError, *words, run=lambda: decode(EXACT, latents, 1))
     assert_close(images, known)
     assert not any(plan.whole for plan in plans) and " exact tiles" in report

@@ -131,7 +131,7 @@ def test_a_file_that_lacks_a_tensor():
     comfyui_boot.refused(
         CheckpointError,
         "lacks the tensor 'model.layers.1.mlp.up_proj.weight'",
-        "ComfyUI's Qwen3-VL 8B has: download it again",
+        "ComfyUI's Qwen3-VL 8B: download it again",
         run=partial(load_text_encoder, path),
     )
 
@@ -201,7 +201,7 @@ def test_a_form_that_only_comfyui_knows(form, known, monkeypatch):
         )
         return
     clip, report = load_text_encoder(path, "int8", "cpu")
-    assert "ComfyUI's own loading" in report.summary() and report.precision == "as stored"
+    assert "ComfyUI loaded this file" in report.summary() and report.precision == "as stored"
     assert clip.placement == "cpu"
     for each in (clip, clip.clone(disable_dynamic=True)):
         assert torch.allclose(encoded(each)["cond"], core, rtol=0, atol=1e-5)
@@ -229,7 +229,7 @@ def test_a_small_one_with_a_tokenizer_of_its_own(monkeypatch):
     build_21().save(path)
     assert type(load_model(path)[0].model) is comfy.model_base.QwenImage21  # its MLP is narrower
     clip, report = load_text_encoder(path)
-    assert "vision tower left out: it is 32 wide" in report.text()
+    assert "vision tower left out, because it is 32 wide" in report.text()
     words = AutoTokenizer.from_pretrained(path / "processor")
     prompt = "a small red star at the top left"
     ids = words(

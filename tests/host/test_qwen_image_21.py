@@ -233,7 +233,7 @@ def of_another(lora_of, model, family):
     for how in ("merge", "bypass"):
         comfyui_boot.refused(
             CheckpointError,
-            f"and the MODEL is {family}: choose a LoRA for {family}, or load the model that",
+            f"but the MODEL is {family}: choose a LoRA for {family}",
             "lora.safetensors)",
             run=partial(apply_lora, model, lora(lora_of), 1.0, how=how),
         )
@@ -249,7 +249,7 @@ def test_a_lora_of_another_model_in_21():
     path = lora({"transformer_blocks.1.attn.to_q": (128, 128)})
     comfyui_boot.refused(
         CheckpointError,
-        "the shape (128, 128) and this model's (256, 256)",
+        "the shape (128, 128), but the model's has (256, 256)",
         run=partial(apply_lora, model_21(), path, 1.0, how="merge"),
     )
     path = FOLDER / "fun_acc.safetensors"
@@ -258,7 +258,7 @@ def test_a_lora_of_another_model_in_21():
     comfyui_boot.refused(
         CheckpointError,
         "holds whole tensors such as proj_out.weight",
-        "with the nodes of its publisher",
+        "use the nodes of the LoRA's publisher",
         run=partial(apply_lora, model_21(), path, 1.0, how="merge"),
     )
 
@@ -350,7 +350,7 @@ def test_a_module_inside_a_larger_weight_in_another_form():
             with mock.patch.object(comfy.lora, "model_lora_keys_unet", lambda model, _, k=keys: k):
                 refused(
                     f"This LoRA changes '{BLOCK}.attn.to_q'",
-                    "inside a larger weight in another form: load it with ComfyUI's Load LoRA",
+                    "inside a larger weight",
                     run=lambda how=how: apply_lora(model_1(), lora(OF_1), 1.0, how=how),
                 )
 
@@ -417,9 +417,9 @@ def test_an_estimate_reads_the_parts_of_21():
     request_from(settings, model=model, clip=clip)
     words = "the CLIP is Qwen3-VL 8B and qwen-image reads Qwen2.5-VL 7B"
     refused(words, run=lambda: request_from(settings, clip=clip))
-    words = "the VAE has 64 latent channels and qwen-image paints 16"
+    words = "the VAE has 64 latent channels, but qwen-image uses 16"
     refused(words, run=lambda: request_from(settings, vae=vae))
-    words = "the VAE has 16 latent channels and qwen-image-2.1 paints 64"
+    words = "the VAE has 16 latent channels, but qwen-image-2.1 uses 64"
     own = load_vae(MICRO)[0]
     refused(words, run=lambda: request_from(settings, model=model, vae=own))
     other = {**settings, "family": "qwen-image-2512"}
@@ -445,12 +445,12 @@ def test_text_and_latents_of_21_in_qwen_image():
         fixed = comfy.sample.fix_empty_latent_channels(model, torch.zeros(1, 64, 8, 8))
         sample(model, fixed, width)
         refused(
-            f"The prompt is {TEXT} wide and the MODEL takes text {width} wide: use the model's own",
+            f"The prompt is {TEXT} wide, but the MODEL takes text {width} wide",
             run=partial(sample, model, empty, TEXT),
         )
         negative = partial(sample, model, empty, width, negative=TEXT)
         refused(f"The prompt is {TEXT} wide", run=negative)
-        words = "A latent has 64 channels and the MODEL takes 16: use the model's own VAE"
+        words = "The latent has 64 channels, but the MODEL takes 16"
         refused(words, run=partial(sample, model, of_21, width))
         refused(words, run=partial(sample, model, empty, width, reference_latents=[of_21]))
         sample(model, empty, width, reference_latents=[empty + 1])
@@ -460,10 +460,10 @@ def test_text_and_latents_of_21_in_qwen_image():
 def test_text_and_latents_of_qwen_image_in_21():
     model = optimize(model_21())
     empty = torch.zeros(1, 64, 8, 8)
-    words = f"The prompt is {TEXT + 8} wide and the MODEL takes text {TEXT} wide"
+    words = f"The prompt is {TEXT + 8} wide, but the MODEL takes text {TEXT} wide"
     encoder = "Qwen3-VL 8B for Qwen-Image-2.1"
     refused(words, encoder, run=partial(sample, model, empty, TEXT + 8))
-    words = "A latent has 16 channels and the MODEL takes 64: use the model's own VAE"
+    words = "The latent has 16 channels, but the MODEL takes 64"
     run = partial(sample, model, empty, TEXT, reference_latents=[torch.ones(1, 16, 1, 8, 8)])
     refused(words, run=run)
 
@@ -475,8 +475,8 @@ def test_vaes_and_latents():
     assert decode(of_21, latent_21)[0].shape == (1, 64, 64, 4)
     latents, report = encode(of_21, torch.rand(1, 64, 64, 3))
     assert latents.shape == (1, 64, 4, 4)
-    assert "ComfyUI's own, because it cuts the images of Qwen-Image-2.1 into exact strips" in report
-    words = "connect the VAE of the model that painted them"
+    assert "ComfyUI's code ran, because it decodes Qwen-Image-2.1 in exact strips" in report
+    words = "connect the VAE of the model"
     for vae, wrong in ((of_21, latent), (of_21, latent[:, :, 0]), (own, latent_21)):
         refused(f"the latents are {tuple(wrong.shape)}", words, run=partial(decode, vae, wrong))
 

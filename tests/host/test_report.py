@@ -242,7 +242,7 @@ def test_clones_share_the_records():
     assert path == tuple(report_of(clone).splitlines()) and path[0].startswith("blocks: fused, ")
     sample(model, steps=4)
     assert asked(clone)["evaluations"] == 4
-    assert phases(clone)[0].path[0].startswith("blocks: ComfyUI's own")
+    assert phases(clone)[0].path[0].startswith("blocks: ComfyUI's code")
 
 
 def of_another_loader() -> comfy.model_patcher.ModelPatcher:
@@ -702,7 +702,7 @@ def test_a_card_s_run_is_counted():
     assert 0 < run.asked["step_seconds"] < 6
     report = reported(model)
     assert report.data["phases"]["sampling"]["measured"]["card_gib"] > 0
-    assert "Memory is not measured" not in report.text
+    assert "VRAM is not measured" not in report.text
 
 
 # --------------------------------------------------------------------------------------- the report
@@ -747,7 +747,7 @@ def test_all_phases_of_a_run():
     for line in ("text encode: on ", "blocks: ", "decode 1 image", "encode 1 image", "  a step "):
         assert f"\n{line}" in text, text
     if not CARD:
-        assert "Note: Memory is not measured on the CPU." in text
+        assert "Note: VRAM is not measured on the CPU." in text
         assert "Note: Nothing is predicted for a run on cpu." in text
 
 
@@ -760,7 +760,7 @@ def test_what_nothing_was_recorded_of():
     sample(model, prompt="a")
     with running("a"):
         text = report_run(model, clip, vae).text
-    assert "Note: No text encode in this run" in text, text
+    assert "Note: No text encoding was measured" in text, text
     assert "Note: No VAE decode was measured" in text, text
 
 
@@ -784,7 +784,7 @@ def test_a_run_that_only_decodes_again():
         report = report_run(model, clip, vae)
     found = report.data["phases"]
     assert not report.data["this_run"] and EARLIER in report.data["notes"]
-    assert "Note: Nothing was sampled" in report.text
+    assert "Note: ComfyUI reused an earlier result" in report.text
     runs = {name: phase["run"] for name, phase in found.items()}
     earlier = dict.fromkeys(("load", "text", "sampling"), "an earlier run")
     assert runs == {**earlier, "decode": "this run"}, runs
@@ -792,7 +792,7 @@ def test_a_run_that_only_decodes_again():
     assert found["decode"]["times"] == 1
     assert row(report, "VAE decode").startswith("VAE decode (this run) "), report.text
     assert row(report, "sampling").startswith("sampling (an earlier run) ")
-    assert "No VAE decode" not in report.text and "No text encode" not in report.text
+    assert "No VAE decode" not in report.text and "No text encoding" not in report.text
     with running("a"):
         assert all(phase["run"] is None for phase in report_run(model).data["phases"].values())
 
@@ -823,16 +823,16 @@ def test_predicted_beside_measured():
     lines = report.text.splitlines()
     assert " predicted (" in lines[0] and lines[4].startswith("Cost: $"), lines
     line = row(report, "Predicted: ")
-    assert " in all, " in line and " a step, " in line and " GiB of the card at the peak" in line
+    assert " in total, " in line and " a step, " in line and "peak VRAM " in line
     assert row(report, "time and GiB").split()[3:] == (
-        ["time", "card", "working"] if CARD else ["time"]
+        ["time", "VRAM", "working"] if CARD else ["time"]
     )
     for name in ("sampling", "  a step", "total"):
         assert " ms" in row(report, name) or " s" in row(report, name), lines
     assert "onnect clip and vae" not in report.text
     model.set_additional_models("multigpu", [model.clone()])
     text = predicted(model, clip=clip, vae=vae).text
-    assert "The MODEL ran on 2 cards; the prediction is for one." in text, text
+    assert "The MODEL ran on 2 GPUs; the prediction is for one GPU." in text, text
 
 
 def ran_in(seconds, name="sampling", **asked):
@@ -949,7 +949,7 @@ def test_the_request_of_a_run():
         "qwen-image",
     )
     assert request.parts.transformer == narrow.SHAPE
-    assert any("fused blocks, which did not run" in note for note in prediction.notes)
+    assert any("fused kernels, which did not run" in note for note in prediction.notes)
     sample(model)
     assert _prediction(model).estimate.request.cfg == "off"
     sample(optimize(model, HOST_ATTENTION), cfg=2.5, texts=(20, 20))

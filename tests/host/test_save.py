@@ -125,7 +125,7 @@ def test_a_bf16_model_is_rounded_once():
         assert is_rounded_once(tensors, precision, WEIGHTS) and others_are(tensors, WEIGHTS)
         assert f"24 layers in {precision}" in report, report
         assert report.splitlines()[1:] == [
-            "In models/diffusion_models: press R, then choose it in Load Qwen-Image Model"
+            "In models/diffusion_models: press R, then choose the file in Load Qwen-Image Model"
         ]
         reader = {"int8": "ComfyUI itself", "fp8": "this package only"}[precision]
         assert reader in report
@@ -159,7 +159,7 @@ def test_a_lora_is_added_and_rounded_once():
     for precision in QUANTIZED:
         tensors, report = save(with_lora(model()), precision)
         assert is_rounded_once(tensors, precision, merged) and others_are(tensors, merged)
-        assert report.endswith(f"\n{len(changes)} weights with LoRAs merged into them"), report
+        assert report.endswith(f"\n{len(changes)} weights have LoRAs merged into them"), report
 
 
 def test_a_lora_on_quantized_weights_starts_from_their_exact_values():
@@ -174,7 +174,7 @@ def test_a_lora_on_quantized_weights_starts_from_their_exact_values():
             tensors, report = save(with_lora(model(held)), precision)
             assert is_rounded_once(tensors, precision, merged) and others_are(tensors, merged)
             assert "24 layers were already quantized" in report, report
-            assert "28 weights with LoRAs" in report
+            assert "28 weights have LoRAs" in report
 
 
 def test_weights_on_the_device_are_not_merged_twice():
@@ -355,7 +355,7 @@ def test_modules_that_others_put_in_do_not_change_the_names():
 def test_where_a_file_may_go():
     loaded = model()
     for filename in ("../x", "/x", "a/../../x", "C:x", "a\\x", "", "  ", ".safetensors", ".."):
-        words = ("is not a name inside models/diffusion_models", "qwen_image_int8.safetensors")
+        words = ("is outside models/diffusion_models", "qwen_image_int8.safetensors")
         refused(SettingError, *words, saved=loaded, filename=filename)
     for suffix in ("ckpt", "PT", "gguf"):
         run = functools.partial(QwenL40SSaveQuantized.validate_inputs, f"x.{suffix}", False)
@@ -401,12 +401,12 @@ def test_other_models_and_settings():
     refused(CheckpointError, *words, saved=flux, filename="new_folder/flux")
     plain = model()
     refused(SettingError, "'int4' is unknown", "fp8 or int8", saved=plain, precision="int4")
-    for keep, sentence in (("*.to_z", "matches no layer"), ("*", "leaves no layer to quantize")):
+    for keep, sentence in (("*.to_z", "keep_in_bf16"), ("*", "leaves no layer to quantize")):
         refused(SettingError, sentence, saved=plain, keep=keep)
     bypassed, _ = comfy.sd.load_bypass_lora_for_models(
         model(), None, load_file(BASE / "models" / "loras" / lora()[0]), 1.0, 0
     )
-    refused(SettingError, "bypass LoRA", "Load LoRA", saved=bypassed)
+    refused(SettingError, "LoRA bypass", "Load LoRA", saved=bypassed)
     packed = model()
     module = packed.model.diffusion_model.get_submodule(LAYER)
     module.weight = torch.nn.Parameter(torch.zeros(3, dtype=torch.uint8), requires_grad=False)

@@ -54,14 +54,14 @@ def test_a_model_of_1x_gets_diffusers_schedule():
     assert sigmas.tolist() == pytest.approx(official_sigmas(20, 32 * 48), abs=1e-6)
     sigmas, report = run(model, "lightning 4")
     assert sigmas.tolist() == pytest.approx([1, 0.9, 0.75, 0.5, 0], abs=1e-6)
-    assert "is for a Lightning LoRA of 4 steps, which cannot be told from the model" in report
+    assert "is only for a Lightning LoRA of 4 steps" in report
 
 
 def test_schedules_that_do_not_fit_are_refused():
     model = model_1()
     needs = "'turbo 8' is of Qwen-Image-2.1, which needs ComfyUI 0.37 or newer"
     refused(needs, "choose official, lightning 4, lightning 8", run=lambda: run(model, "turbo 8"))
-    words = "steps is 8, and the schedule 'lightning 4' has 4 steps", "leave steps out"
+    words = "steps is 8, but the schedule 'lightning 4' has 4 steps", "leave steps out"
     refused(*words, run=lambda: run(model, "lightning 4", 8))
     refused("1000x1024", "multiples of 16", run=lambda: run(model, width=1000, height=1024))
     weights = narrow.weights() | {
@@ -87,7 +87,7 @@ def test_a_model_of_21_gets_its_schedules():
     refused("'lightning 8' is of Qwen-Image, and", run=lambda: run(model, "lightning 8"))
     refused("1040x1024", "multiples of 32", run=lambda: run(model, width=1040, height=1024))
     _, report = run(model, latent={"samples": torch.ones(1, 64, 65, 64)})
-    assert "multiples of 32, and the LATENT has 1024x1040" in report
+    assert "multiples of 32, but the LATENT is 1024x1040" in report
 
 
 @newer

@@ -460,12 +460,10 @@ def test_a_report_says_where_anothers_attention_meets_the_texts_mask():
         optimized.model_options["transformer_options"][SLOT] = drops
         sample(optimized)
         assert any(masks)
-        assert "the text's rows have a mask, which some nodes' attention drops" in report_of(
-            optimized
-        )
+        assert "the text has a mask, which some nodes' attention ignores" in report_of(optimized)
     clean = optimize(model)
     sample(clean)
-    assert "the text's rows have a mask" not in report_of(clean)
+    assert "the text has a mask" not in report_of(clean)
 
 
 def test_a_function_of_comfyuis_own_that_is_replaced_late_is_heeded(monkeypatch):

@@ -99,13 +99,15 @@ def test_what_does_not_share_says_why(machine):
     model = load_model(PATH, "bf16")[0]
     split = split_cards(optimize(model, OptimizeSettings(attention="comfyui")), 2)[0]
     sample(split)
-    assert "cards: one in 3 forward passes: the attention is not this package's" in report(split)
+    assert "GPUs: one in 3 forward passes: attention is not computed by this package" in report(
+        split
+    )
     split = split_cards(optimize(model), 2)[0]
     split.model_options["transformer_options"]["patches_replace"] = {
         "dit": {("double_block", 1): lambda args, extra: extra["original_block"](args)}
     }
     sample(split)
-    assert "something reads or changes the streams between two blocks" in report(split)
+    assert "another node reads or changes the values between two blocks" in report(split)
 
 
 @pytest.fixture

@@ -110,7 +110,7 @@ def test_a_lora_of_another_family_is_refused(file):
         f"{name}.lora_B.weight": torch.ones(128, 2),
     }
     save_file(pair, path)
-    with pytest.raises(CheckpointError, match="for Qwen-Image and the MODEL is Toy-Image"):
+    with pytest.raises(CheckpointError, match="for Qwen-Image, but the MODEL is Toy-Image"):
         apply_lora(load_model(file)[0], path, 1.0, how="merge")
 
 

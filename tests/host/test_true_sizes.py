@@ -114,13 +114,13 @@ def test_every_precision_is_known_by_its_weights():
             assert (found.modulation or "auto") == ("off card" if off_card else ON_CARD)
 
 
-MORE = "; activations and times are counted as in bf16, so expect more"
+MORE = "; activations and times assume bf16, so expect more"
 
 
 def form_notes(model, computed):
     with mock.patch.object(model.model, "get_dtype_inference", return_value=computed):
         wired, *notes = request(model).notes
-    assert wired == "Sizes are read from what is connected: MODEL."
+    assert wired == "Sizes are read from the connected inputs: MODEL."
     return notes
 
 
@@ -176,7 +176,7 @@ def test_loras_are_told():
             assert (found.count, found.mode) == (count, mode), found
             padded = RANKS_AT_ONCE // count  # of 3 or 6, in bf16 or fp32
             assert mode == "merge" or found.rank in (padded, 2 * padded), found
-        words = ("1 LoRAs are set", "LoRAs of its own", "set 0")
+        words = ("1 LoRAs are set", "already has LoRAs", "set 0")
         refused(*words, run=lambda one=one: request(one, loras=1))
 
 
@@ -200,7 +200,7 @@ def test_a_step_cache_is_told():
 
 def test_other_models_are_refused():
     other = SimpleNamespace(diffusion_model=torch.nn.Linear(2, 2))
-    words = ("MODEL is SimpleNamespace", "cover only Qwen-Image", "connect one of these, or none")
+    words = ("MODEL is SimpleNamespace", "only for Qwen-Image", "connect one of these, or none")
     refused(*words, run=lambda: request(SimpleNamespace(model=other)))
 
 
@@ -244,7 +244,9 @@ def test_vaes_tell_shape_and_bytes():
     assert found.vae == VaeShape(dim=vae.first_stage_model.dim)
     tiny = comfy.sd.VAE(sd=comfy.taesd.taesd.TAESD().state_dict())
     for other in (tiny, SimpleNamespace()):
-        refused("the VAE is a", "not Qwen-Image's", run=lambda other=other: vae_sizes(other))
+        refused(
+            "the VAE is a", "Qwen-Image needs its own VAE", run=lambda other=other: vae_sizes(other)
+        )
 
 
 def test_latents_tell_size_batch_and_layers():
@@ -313,7 +315,7 @@ def test_a_family_that_is_left_open_is_what_is_told():
     assert not any("family" in note or "Edit" in note for note in request(model).notes)
     with_reference = request(model, references=1)
     assert with_reference.request.family == "qwen-image-edit-2509"
-    assert "do not tell Edit from it" in with_reference.notes[-1]
+    assert "Edit has the same weights" in with_reference.notes[-1]
     refused("got 3", "paints no layers", run=lambda: request(model, layers=3))
 
 

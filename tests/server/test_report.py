@@ -42,14 +42,14 @@ def test_the_report_follows_each_run_of_a_server(server: Server):
     texts = {name: run.text("report") for name, run in runs.items()}
     for name, run in runs.items():
         assert "\nSampled: 64x64, batch 1, 2 steps, 4 forward passes, CFG 4" in texts[name]
-        assert "Nothing was sampled" not in texts[name], texts[name]
+        assert "so this run did not sample" not in texts[name], texts[name]
         assert ("report" in run.executed) == (name != "again")
     # Nothing ran, and the report of the run that made the image stays.
     assert texts["again"] == texts["seed"] != texts["first"]
     lines = {name: text.splitlines() for name, text in texts.items()}
     assert any(line.startswith("text encode (2 times) ") for line in lines["first"])
     assert not any(line.startswith("text encode ") for line in lines["seed"])
-    assert "No text encode in this run" in texts["seed"]
+    assert "No text encoding was measured" in texts["seed"]
     assert any(line.startswith("text encode ") for line in lines["prompt"])
     assert server.image(runs["first"], "save")
 
@@ -62,5 +62,5 @@ def test_a_report_that_is_added_after_the_run_asks_for_another(server: Server):
     nodes["report"] = graph(7)["report"]
     run = server.run(nodes)
     assert run.executed == ["report"]
-    assert "was not measured, because this node was not there" in run.text("report")
+    assert "was not measured: this node was missing" in run.text("report")
     assert "Sampled: 64x64" in server.run(graph(9)).text("report")

@@ -192,7 +192,7 @@ def test_a_model_that_the_server_is_too_old_for_is_left_to_other_servers(
         pytest.skip("this ComfyUI has Qwen-Image-2.1")
     (job,) = submit(server, MICRO.with_name("micro_qwen_image_21.json"), tmp_path / "out", code=1)
     assert UNABLE.search(job["error"]["type"]), job["error"]["type"]
-    assert "needs ComfyUI 0.37 or newer, and this one is older" in job["error"]["message"]
+    assert "needs ComfyUI 0.37 or newer, and this ComfyUI is older" in job["error"]["message"]
 
 
 def test_ctrl_c_stops_ours_and_leaves_the_jobs_of_others(

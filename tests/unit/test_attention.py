@@ -285,7 +285,7 @@ def test_the_trial_finds_every_kind_of_fault(monkeypatch):
     faults = {
         "a trial failed: no kernel image": no_image,
         "a trial gave values that are not finite": lambda *x: attend(*x) * torch.nan,
-        "a trial was off by": lambda *x: attend(*x) * 1.02,
+        "a trial had a relative error of": lambda *x: attend(*x) * 1.02,
         "a trial gave (2, 333, 2, 64)": lambda *x: attend(*x).unflatten(2, (2, 64)),
         "a trial gave (2, 333, 128) in torch.float32": lambda *x: attend(*x).float(),
     }
@@ -314,7 +314,7 @@ def test_a_trial_that_found_no_memory_is_made_again(monkeypatch):
     request = AttentionRequest(CPU, torch.bfloat16, 1, 2, 64, 100)
     with monkeypatch.context() as short:
         short.setitem(BACKENDS, "math", replace(BACKENDS["math"], attend=full))
-        assert choice.refusal("math", request).fact == "no memory is free for a trial"
+        assert choice.refusal("math", request).fact == "too little memory is free for a trial"
     assert choice.refusal("math", request) is None
 
 

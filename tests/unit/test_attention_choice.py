@@ -90,14 +90,14 @@ def test_without_a_card_the_first_that_runs_is_taken(monkeypatch):
     for dtype, masked in ((torch.bfloat16, False), (torch.float32, True)):
         attention = choose_attention(request(dtype=dtype, masked=masked))
         assert attention == Attention(
-            "sdpa_flash", "no card to measure on: the first that runs", masked
+            "sdpa_flash", "no GPU to measure on: the first that runs", masked
         )
     assert not store.cache_folder().exists()
 
 
 def test_a_device_that_torch_does_not_reach(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UnavailableError, match="cuda:7 is not an NVIDIA card that torch can use"):
+    with pytest.raises(UnavailableError, match="cuda:7 is not an NVIDIA GPU that torch can use"):
         choose_attention(AttentionRequest(torch.device("cuda", 7), torch.bfloat16, 1, 2, 64, 400))
 
 
@@ -109,20 +109,20 @@ def test_names_that_are_none():
 
 
 def test_a_backend_that_is_asked_for_runs_or_raises():
-    assert choose_attention(request(), "math") == Attention("math", "asked for")
+    assert choose_attention(request(), "math") == Attention("math", "requested")
     with pytest.raises(UnavailableError) as caught:
         choose_attention(request(), "sdpa_cudnn")
     assert str(caught.value).startswith(
-        "attention sdpa_cudnn cannot run on cpu: needs an NVIDIA card; "
+        "attention sdpa_cudnn cannot run on cpu: needs an NVIDIA GPU; "
         "use auto or sdpa_flash or int8 or int8_fp8 or math; "
-        "not sdpa_efficient: needs an NVIDIA card; "
+        "not sdpa_efficient: needs an NVIDIA GPU; "
     )
 
 
 def test_the_settings_ask_unless_the_caller_does(set_settings):
     set_settings(attention="math")
     attention = choose_attention(request())
-    assert (attention.name, attention.reason) == ("math", "asked for by the settings")
+    assert (attention.name, attention.reason) == ("math", "requested by the settings")
     assert choose_attention(request(), "int8").name == "int8"
     set_settings(attention="auto")
     assert choose_attention(request()).name == "sdpa_flash"
@@ -143,7 +143,7 @@ def test_what_is_chosen_once_serves_every_call_of_its_kind(monkeypatch):
     assert asked == AttentionRequest(CPU, torch.bfloat16, 2, 3, 64, 50)
     assert AttentionRequest.of(q, q) == replace(asked, masked=True)
     found = attention.choose(asked)
-    assert attention.used and attention.lines() == ["attention: math: asked for"]
+    assert attention.used and attention.lines() == ["attention: math: requested"]
     monkeypatch.setattr(chosen, "choose_attention", None)
     assert attention.choose(AttentionRequest.of(q, None)) is found
     assert torch.equal(attention.attend(q, k, v, None), found(q, k, v))
@@ -169,7 +169,7 @@ def test_the_fastest_exact_one_is_taken_and_told_with_its_times(card):
     attention = choose_attention(request(400))
     assert attention.name == "sdpa_cudnn"
     assert attention.reason == (
-        "fastest exact of 3 on this card at 400 tokens: 0.45 ms, "
+        "fastest exact of 3 on this GPU at 400 tokens: 0.45 ms, "
         "sdpa_flash 0.80, sdpa_efficient 1.41"
     )
 
@@ -179,7 +179,9 @@ def test_what_plans_each_length_is_not_taken_for_one_pass(card):
     attention = ChosenAttention("auto")
     assert attention.choose(request()).name == "sdpa_cudnn"
     once = attention.choose(request(), once=True)
-    assert str(once).startswith("sdpa_flash: in one pass, for which sdpa_cudnn would make a plan (")
+    assert str(once).startswith(
+        "sdpa_flash: in one forward pass, for which sdpa_cudnn would make a plan ("
+    )
     assert attention.choose(request()).name == "sdpa_cudnn"
     assert ChosenAttention("sdpa_cudnn").choose(request(), once=True).name == "sdpa_cudnn"
     card({"sdpa_cudnn": 0.5, "math": 9}, name="another")
@@ -219,9 +221,9 @@ def test_no_backend_is_begun_when_the_time_is_up(card, monkeypatch):
     assert set(timed) == {"sdpa_cudnn"}
     assert attention.name == "sdpa_cudnn"
     assert attention.reason == (
-        "the only exact one measured on this card at 400 tokens: 0.45 ms; "
-        "not sdpa_flash: the time to measure was up; "
-        "not sdpa_efficient: the time to measure was up"
+        "the only exact one measured on this GPU at 400 tokens: 0.45 ms; "
+        "not sdpa_flash: the time for measuring was over; "
+        "not sdpa_efficient: the time for measuring was over"
     )
 
 
@@ -242,9 +244,9 @@ def test_without_any_measurement_the_order_decides(card):
 
 def test_what_was_passed_over_is_told(card):
     ms = {name: SDPA[name] for name in ("sdpa_flash", "sdpa_efficient", "math")}
-    card(ms, refused={"sdpa_cudnn": "a trial was off by 0.4 of the result"})
+    card(ms, refused={"sdpa_cudnn": "a trial had a relative error of 0.4"})
     attention = choose_attention(request())
-    assert attention.reason.endswith("; not sdpa_cudnn: a trial was off by 0.4 of the result")
+    assert attention.reason.endswith("; not sdpa_cudnn: a trial had a relative error of 0.4")
 
 
 def test_a_mask_leaves_what_takes_one(card):
@@ -263,7 +265,7 @@ def test_a_mask_leaves_what_takes_one(card):
             (3, 7),
             torch.float32,
             "math",
-            "every attention that runs here keeps all scores in memory",
+            "every attention here keeps all scores in memory",
         ),
     ],
 )
@@ -287,7 +289,9 @@ def test_nothing_is_launched_while_torch_compiles_or_captures(card, monkeypatch,
     asked = replace(request(), device=device)
     attention = choose_attention(asked)
     assert (attention.name, timed) == ("sdpa_cudnn", [])
-    assert attention.reason.startswith("predicted: nothing is measured while torch compiles")
+    assert attention.reason.startswith(
+        "predicted, because nothing is measured while torch compiles"
+    )
     assert choose_attention(asked, "sdpa_flash").name == "sdpa_flash"
 
 
@@ -487,7 +491,7 @@ def test_fast_takes_the_fastest_within_its_bound(monkeypatch, most, name):
             for _ in range(7):
                 assert torch.equal(attention.attend(q, k, v, None), out)
         lines = "\n".join(attention.lines())
-        assert "in the first pass, to compare with" in lines
+        assert "in the first forward pass, as the reference" in lines
         assert re.search(r"int8 error 0\.0\d+; int8_fp8 error 0\.0\d+; at most", lines)
         assert (
             f"at most {most} allowed" in lines and f"attention: {name or 'sdpa_flash'}: " in lines

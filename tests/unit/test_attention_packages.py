@@ -92,7 +92,7 @@ def test_flash_attention_is_taken_where_it_is_fastest(
     assert choose_attention(request()).name != name
     card((9, 0))
     calls = published.install(monkeypatch, module, published.FLASH, change)
-    assert choose_attention(request(), name).reason == "asked for"
+    assert choose_attention(request(), name).reason == "requested"
     attention = choose_attention(request(tokens=1300))
     assert attention.name == name and attention.reason.startswith("fastest exact of ")
     calls.clear()
@@ -216,7 +216,7 @@ def test_a_package_that_computes_wrongly(monkeypatch, card, name):
     for change, reason in (
         (lambda out: 1 / 0, "a trial failed: division by zero"),
         (lambda out: scaled(out, torch.nan), "a trial gave values that are not finite"),
-        (lambda out: scaled(out, 0.7), "a trial was off by"),
+        (lambda out: scaled(out, 0.7), "a trial had a relative error of"),
     ):
         card(sm)
         published.install(monkeypatch, module, functions, change)
@@ -266,7 +266,7 @@ def test_nothing_of_a_package_is_imported_without_a_card(monkeypatch, tmp_path):
     assert list(checks) == [f"attention {name}" for name in BACKENDS]
     for name in PACKAGES:
         assert checks[f"attention {name}"] == State.NOT_USABLE.of(
-            f"attention {name}", "needs an NVIDIA card"
+            f"attention {name}", "needs an NVIDIA GPU"
         )
     assert checks["attention math"].why.fact == "exact; with and without a mask"
     for name in ("int8", "int8_fp8"):

@@ -612,14 +612,14 @@ def test_results_without_a_following_block_stay_as_they_are():
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda block: setattr(block.img_norm1, "forward", print), "img_norm1 has been changed"),
-        (lambda block: block.txt_norm2.register_forward_hook(print), "txt_norm2 has been changed"),
+        (lambda block: setattr(block.img_norm1, "forward", print), "img_norm1 was changed"),
+        (lambda block: block.txt_norm2.register_forward_hook(print), "txt_norm2 was changed"),
         (lambda block: setattr(block, "img_norm1", torch.nn.LayerNorm(DIM)), "have weights"),
         (lambda block: setattr(block.img_norm2, "eps", 1e-5), "differ in form"),
         (lambda block: setattr(block.txt_mlp.net[0], "approximate", "none"), "not the tanh form"),
-        (lambda block: setattr(block.attn, "norm_k", None), "its form is unknown"),
-        (lambda block: setattr(block.attn, "heads", 3), "heads of 21, not 16"),
-        (lambda block: delattr(block, "txt_mlp"), "its form is unknown"),
+        (lambda block: setattr(block.attn, "norm_k", None), "it has an unknown form"),
+        (lambda block: setattr(block.attn, "heads", 3), "heads of 21 are not supported"),
+        (lambda block: delattr(block, "txt_mlp"), "it has an unknown form"),
     ],
 )
 def test_block_of_another_form_is_told(change, reason):
@@ -630,7 +630,7 @@ def test_block_of_another_form_is_told(change, reason):
 
 
 def test_fp16_is_told():
-    assert "take bf16 and fp32" in str(unsupported_block(new_block(), torch.float16))
+    assert "need bf16 or fp32" in str(unsupported_block(new_block(), torch.float16))
 
 
 # --- the modulation table ---

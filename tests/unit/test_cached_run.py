@@ -114,7 +114,7 @@ def test_a_run_is_the_same_bit_for_bit_up_to_its_first_skip():
         latents = [x for _, x, *_ in calls] + [last]
         same = [torch.equal(*pair) for pair in zip(latents, expected, strict=True)]
         assert same == [i <= first for i in range(51)]
-    assert figures.lines() == ["step cache: custom has no effect: of 50 steps none may be skipped"]
+    assert figures.lines() == ["step cache: custom has no effect: no step of 50 may be skipped"]
     figures, calls, last = sample(PRESETS["fast"], refusal=Verdict("the model is no flow"))
     assert torch.equal(last, expected[-1])
     assert figures.lines() == ["step cache: fast has no effect: the model is no flow"]
@@ -170,12 +170,12 @@ def test_after_a_miss_the_next_row_that_can_know_is_computed():
     assert usual.skipped == skipped_steps(FIFTY, BALANCED)
     assert usual.skipped[: len(ROWS)] == ROWS
     assert max(usual.missed) < MOST_MISSED < max(figures.missed)
-    assert re.search(r" off by \d\d % on average, 1\d\d % at most$", figures.lines()[1])
+    assert re.search(r" off by \d\d % on average and 1\d\d % at most", figures.lines()[1])
     # Computed in step 18, the miss is read in step 22; that of 21 in step 25.
     assert set(usual.skipped) - set(figures.skipped) == {22, 23, 25, 26}
     assert (figures.refused, figures.reason) == (4, None)
     assert figures.lines()[-1] == (
-        "step cache: 4 more steps are computed, because a forecast is off by more than 15 %"
+        "step cache: 4 more steps are computed, because a forecast was off by more than 15 %"
     )
     # With a computed step to spare it is read before the row after it.
     kept = (18, 19)
@@ -199,7 +199,7 @@ def test_noise_between_steps_stops_it_before_the_first_skip():
         figures, _, _ = sample(PRESETS["fast"], sigmas, move=ancestral)
         assert figures.skipped == []
         (line,) = figures.lines()
-        assert "away from where the prediction leads: the sampler adds noise" in line
+        assert "away from the prediction: the sampler adds noise" in line
 
 
 def test_calls_that_the_schedule_lacks():
@@ -262,7 +262,7 @@ def test_another_size_type_or_guidance_shares_no_forecast():
         assert figures.skipped == [step for step in planned if step not in (19, 20)]
         assert (figures.forgotten, figures.reason) == (1, None)
         assert figures.lines()[-1] == (
-            "step cache: starts over: size, type, device or CFG change during the run"
+            "step cache: starts over: size, type, device or CFG changed during the run"
         )
     # Neither does a miss of before have a row computed.
     keys = [0] * 19 + [1] * 31
@@ -271,7 +271,7 @@ def test_another_size_type_or_guidance_shares_no_forecast():
     assert max(figures.missed) > MOST_MISSED
     figures, _, _ = sample(BALANCED, keys=range(50))
     assert figures.lines() == [
-        "step cache: balanced has no effect: size, type, device or CFG change during the run"
+        "step cache: balanced has no effect: size, type, device or CFG changed during the run"
     ]
 
 

@@ -225,10 +225,10 @@ def calibrate(*arguments):
     ("arguments", "words"),
     [
         (["forward"], "bench forward and --calibrate are two measurements"),
-        (["--size", "512x512"], "--size does not go with --calibrate"),
-        (["--repeats", "3"], "--repeats does not go"),
-        (["--only", "ours *"], "--only does not go"),
-        (["--models", "models"], "--models does not go"),
+        (["--size", "512x512"], "--size cannot be used with --calibrate"),
+        (["--repeats", "3"], "--repeats cannot be used"),
+        (["--only", "ours *"], "--only cannot be used"),
+        (["--models", "models"], "--models cannot be used"),
         (["--device", "tpu"], "device 'tpu' is unknown"),
         (["--device", "cpu"], "add --width small"),
         (["--json", "."], "name a file in it"),
@@ -244,7 +244,7 @@ def test_without_a_card_it_says_how_to_try_it(capsys, monkeypatch):
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert calibrate() == 2
-    assert "try it with --calibrate --device cpu --width small" in capsys.readouterr().err
+    assert "try bench with --calibrate --device cpu --width small" in capsys.readouterr().err
 
 
 def test_bench_without_anything_names_what_there_is(capsys):
@@ -259,7 +259,7 @@ def test_on_a_cpu_it_runs_and_keeps_nothing(folder, tmp_path, capsys):
     file = tmp_path / "out.json"
     assert calibrate("--device", "cpu", "--width", "small", "--json", file) == 0
     out = capsys.readouterr().out
-    assert "nothing is kept" in out
+    assert "nothing is saved" in out
     assert not folder.exists()
     found = json.loads(file.read_text())
     assert json.loads(out.splitlines()[-1]) == found
@@ -289,7 +289,7 @@ def on_card(monkeypatch):
 def test_what_was_measured_is_kept_for_estimates(on_card, folder, capsys):
     assert calibrate() == 0
     out = capsys.readouterr().out
-    assert f"kept in {folder / CALIBRATION}" in out
+    assert f"saved in {folder / CALIBRATION}" in out
     assert "int8 left out: sm_89 fails a trial" in out
     pasted = out[out.index("To paste into an issue:") :].splitlines()
     assert pasted[1].startswith(f"| {MINE.card}, driver {MINE.driver}, torch {MINE.torch}, ")

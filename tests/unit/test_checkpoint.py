@@ -119,7 +119,7 @@ def test_a_file_name_is_a_hint_and_no_evidence(tmp_path):
         tmp_path, micro_transformer(), name="qwen_image_edit_2509_bf16.safetensors"
     )
     assert part.family == "Qwen-Image"
-    assert part.hint == "the file name says 2509 edit, which nothing in the file confirms"
+    assert part.hint == "the file name says 2509 edit, which the file does not confirm"
 
 
 def test_a_full_checkpoint_is_reported_as_its_parts(tmp_path):
@@ -407,7 +407,7 @@ def test_unscaled_fp8_and_e5m2(tmp_path):
     assert part.quantization.formats == {"fp8 e4m3, unscaled": MATRICES}
     assert part.quantization.granularity == {"no scale": MATRICES}
     part = inspect_specs(tmp_path, quantized("F8_E5M2"))
-    assert "storage only" in part.cannot_run[0]
+    assert "only storage" in part.cannot_run[0]
     assert len(part.cannot_run) == 1
 
 
@@ -494,8 +494,8 @@ def test_what_a_file_says_of_attention_is_read(tmp_path):
     ("text", "reason"),
     [
         (b"\0" * 20, "Expecting value"),
-        (b'"comfy_kitchen_int8"', "it has a JSON str in the place of an object"),
-        (b"[3]", "it has a JSON int in the place of an object"),
+        (b'"comfy_kitchen_int8"', "it has a JSON str instead of an object"),
+        (b"[3]", "it has a JSON int instead of an object"),
         (b'{"attention": 3}', "its attention is 3, not a name"),
         (b'{"attention": "sol"}' + b" " * 4096, "4,116 bytes of U8"),
     ],
@@ -539,7 +539,7 @@ def test_nunchaku_and_bitsandbytes_are_named_and_not_run(tmp_path):
     part = inspect_specs(tmp_path, specs | awq)
     assert part.quantization.formats == {"SVDQuant (nunchaku)": 1, "AWQ int4 (nunchaku)": 1}
     (sentence,) = part.cannot_run
-    assert "in the order of its own compiled extension" in sentence
+    assert "nunchaku's compiled extension" in sentence
 
     layer = "transformer_blocks.0.attn.to_q.weight"
     full = micro_transformer()
@@ -553,7 +553,7 @@ def test_nunchaku_and_bitsandbytes_are_named_and_not_run(tmp_path):
     assert part.quantization.formats == {"bitsandbytes nf4": 1}
     assert part.quantization.granularity == {"blocks of 64": 1}
     assert part.parameters == inspect_specs(tmp_path, full).parameters
-    assert "bitsandbytes nf4 weights are not run by this package" in part.cannot_run[0]
+    assert "bitsandbytes nf4 weights cannot run in this package" in part.cannot_run[0]
 
 
 # --- anything
@@ -691,7 +691,7 @@ def test_an_index_that_points_outside_its_folder(tmp_path, name):
     index = tmp_path / "model.safetensors.index.json"
     write(tmp_path.parent / "x.safetensors", {"a": ("F16", (1,))})
     index.write_text(json.dumps({"weight_map": {"a": name}}))
-    refused(index, "is outside its folder", "from the model's own source")
+    refused(index, "is outside its folder", "from the model's publisher")
 
 
 def test_indexes_that_are_none(tmp_path):
@@ -703,7 +703,7 @@ def test_indexes_that_are_none(tmp_path):
         ('{"weight_map": {"a": 3}}', "is not a shard index", "download it again"),
         (
             '{"weight_map": {"a": "x.bin"}}',
-            "only .safetensors files are read",
+            "only .safetensors files can be read",
             "safetensors version",
         ),
     ):
@@ -720,7 +720,7 @@ def test_an_index_and_shards_that_disagree(tmp_path):
     refused(index, "lacks the tensor 'ghost'", "download index and shards again")
     del content["weight_map"]["ghost"], content["weight_map"]["img_in.weight"]
     index.write_text(json.dumps(content))
-    refused(index, "holds the tensor 'img_in.weight'", "download index and shards again")
+    refused(index, "has the tensor 'img_in.weight'", "download index and shards again")
 
 
 # --- diffusers folders
@@ -777,9 +777,9 @@ def test_a_diffusers_folder_tells_the_family_member(tmp_path, pipeline, kwargs, 
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        ({"num_layers": 60}, "num_layers is 60 but the tensors say 3"),
-        ({"attention_head_dim": 128}, "attention_head_dim is 128 but the tensors say 16"),
-        ({"use_additional_t_cond": True}, "use_additional_t_cond is True"),
+        ({"num_layers": 60}, "num_layers as 60, but the tensors give 3"),
+        ({"attention_head_dim": 128}, "attention_head_dim as 128, but the tensors give 16"),
+        ({"use_additional_t_cond": True}, "use_additional_t_cond as True"),
     ],
 )
 def test_a_config_that_contradicts_its_tensors_is_an_error_of_the_part(tmp_path, config, sentence):
@@ -792,7 +792,7 @@ def test_a_config_that_contradicts_its_tensors_is_an_error_of_the_part(tmp_path,
 def test_a_text_encoder_of_another_width_is_an_error(tmp_path):
     checkpoint = inspect_checkpoint(write_folder(tmp_path / "model", hidden=32))
     assert checkpoint.errors == (
-        "transformer: the transformer takes text 24 wide but text_encoder gives 32: take both from "
+        "transformer: the transformer takes text 24 wide, but text_encoder gives 32: use both from "
         "one model.",
     )
 
@@ -800,14 +800,14 @@ def test_a_text_encoder_of_another_width_is_an_error(tmp_path):
 def test_a_diffusers_folder_with_a_missing_component(tmp_path):
     folder = write_folder(tmp_path / "model")
     (folder / "tokenizer").rmdir()
-    refused(folder, "tokenizer/ is missing that model_index.json lists", "finish the download")
+    refused(folder, "tokenizer/ in model_index.json is missing", "finish the download")
 
 
 def test_a_model_index_that_is_none_or_points_outside(tmp_path):
     folder = write_folder(tmp_path / "model")
     (folder / "model_index.json").write_text("[1]")
     refused(folder, "is not readable JSON", "download it again")
-    remedy = "from the model's own source"
+    remedy = "from the model's publisher"
     (folder / "model_index.json").write_text('{"_class_name": ["QwenImagePipeline"]}')
     refused(folder, "does not name its pipeline", remedy)
     for name in ("../vae", "..", "a/b"):

@@ -60,7 +60,7 @@ def test_operations_are_measured_or_left_out_with_a_reason(without_comfyui, caps
     assert "tflops" not in rows["residual+norm+modulate ours"]
     assert rows["copy torch"]["gbs"] > 0
     assert rows["attention math"]["ms"] > 0
-    assert "needs an NVIDIA card" in rows["attention sdpa_cudnn"]["left_out"]
+    assert "needs an NVIDIA GPU" in rows["attention sdpa_cudnn"]["left_out"]
     assert all(("ms" in row) != ("left_out" in row) for row in rows.values())
 
 
@@ -86,13 +86,13 @@ def test_a_row_that_fails_is_one_line_and_the_others_go_on(without_comfyui, caps
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--layers", "61"], "--layers 61: the published models have 60"),
+        (["--layers", "61"], "--layers is 61"),
         (["--only", "ours fp4"], "--only 'ours fp4' names no row: choose from 'comfyui bf16', "),
         (["--json", "nowhere/results.json"], "(nowhere)"),
         (["--json", "."], "--json names a folder"),
         (["--device", "tpu"], "device 'tpu' is unknown"),
-        (["--models", "models"], "--models goes with `image` alone"),
-        (["--free-gib", "44.4"], "--free-gib goes with `image` alone"),
+        (["--models", "models"], "--models is only for `image`"),
+        (["--free-gib", "44.4"], "--free-gib is only for `image`"),
         (["--only", "comfyui bf16"], "nothing can be measured here: comfyui bf16 ("),
     ],
 )
@@ -133,9 +133,9 @@ def test_an_argument_out_of_range_is_one_sentence(capsys, arguments, sentence):
     ("what", "arguments", "sentence"),
     [
         ("ops", ["--only", "gemm 1x1"], "'gemm 128x128 bf16'"),
-        ("image", ["--references", "1"], "--references and --family need a card"),
-        ("forward", ["--family", "2.1"], "--family goes with `image` alone"),
-        ("image", ["--free-gib", "8"], "--free-gib is of a card's memory, and at least 1"),
+        ("image", ["--references", "1"], "--references and --family need a GPU"),
+        ("forward", ["--family", "2.1"], "--family is only for `image`"),
+        ("image", ["--free-gib", "8"], "--free-gib needs a GPU"),
     ],
 )
 def test_what_another_benchmark_takes_is_refused(capsys, what, arguments, sentence):
@@ -236,7 +236,7 @@ def test_more_than_is_free_cannot_stay_free(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (20 * GIB, 139 * GIB))
-    with pytest.raises(UnavailableError, match=r"44\.4 GiB are to stay free .* 20\.0 GiB free"):
+    with pytest.raises(UnavailableError, match=r"44\.4 GiB must stay free.* 20\.0 GiB free"):
         hold_all_but(44.4)
     assert hold_all_but(None) is None
     held = []

@@ -42,7 +42,7 @@ def test_a_contradiction_is_shown_and_is_exit_code_1(tmp_path, checkpoint, capsy
     (tmp_path / "model.safetensors").write_bytes(checkpoint.read_bytes())
     (tmp_path / "config.json").write_text('{"num_layers": 60}')
     assert main(["inspect", str(tmp_path)]) == 1
-    assert "config.json says num_layers is 60 but the tensors say 2" in capsys.readouterr().out
+    assert "config.json gives num_layers as 60, but the tensors give 2" in capsys.readouterr().out
 
 
 def test_another_model_is_a_successful_inspection(tmp_path, capsys):

@@ -134,7 +134,7 @@ def test_the_report_is_the_last_line(tmp_path, weights, capsys):
     assert len(report["kept"]) == 12 + 5
     assert LAYER in report["kept"]
     assert report["seconds"] > 0
-    assert report["readers"].startswith("this package only: ComfyUI's own fp8 has one scale")
+    assert report["readers"].startswith("this package only")
     errors = {
         layer: relative_error(weight, *quantize_rows(weight, "fp8"))
         for layer in layers_to_quantize(layers_of(weights)) - set(report["kept"])
@@ -270,8 +270,8 @@ def test_an_incomplete_source(tmp_path, capsys, weights):
 @pytest.mark.parametrize(
     ("name", "tensor", "rule"),
     [
-        (f"{LAYER}.weight", torch.ones(128, 128, dtype=torch.int32), "as I32, and the weights"),
-        ("proj_out.bias", torch.ones(64).to(torch.float8_e4m3fn), "as F8_E4M3, and the weights"),
+        (f"{LAYER}.weight", torch.ones(128, 128, dtype=torch.int32), "as I32, but the weights"),
+        ("proj_out.bias", torch.ones(64).to(torch.float8_e4m3fn), "as F8_E4M3, but the weights"),
         (f"{LAYER}.input_scale", torch.ones(()), "describes a quantized weight"),
         ("scaled_fp8", torch.ones(2), "describes a quantized weight"),
     ],
@@ -292,10 +292,7 @@ def test_nan_and_infinity(tmp_path, capsys, weights, name, value):
     source = tmp_path / "in.safetensors"
     save_file({**weights, name: tensor}, source)
     sentence = refused(capsys, tmp_path, source, tmp_path / "out.safetensors")
-    assert (
-        f"holds NaN or infinity in the tensor {name!r}" in sentence
-        and "in.safetensors)" in sentence
-    )
+    assert f"The tensor {name!r} has NaN or infinity" in sentence and "in.safetensors)" in sentence
 
 
 def test_destinations(tmp_path, capsys):
@@ -324,7 +321,7 @@ def test_settings(tmp_path, capsys):
     sentence = refused(capsys, tmp_path, MICRO, out, "fp4")
     assert "precision 'fp4' is unknown: choose fp8 or int8" in sentence
     sentence = refused(capsys, tmp_path, MICRO, out, "fp8", "--keep", "blocks.0.*")
-    assert "'blocks.0.*' matches no layer" in sentence
+    assert "'blocks.0.*' matches no" in sentence
     sentence = refused(capsys, tmp_path, MICRO, out, "fp8", "--keep", "*")
     assert "leaves no layer to quantize" in sentence
     sentence = refused(capsys, tmp_path, MICRO, out, "fp8", "--device", "tpu")
@@ -335,7 +332,7 @@ def test_a_disk_without_room(tmp_path, capsys, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(10**9, 10**9, 5_000_000))
     sentence = refused(capsys, tmp_path, MICRO, tmp_path / "out.safetensors")
-    assert "has 5 MiB free and the file takes 5 MiB: free disk space" in sentence
+    assert "The file takes 5 MiB, but the disk has 5 MiB free" in sentence
 
 
 # --- what is left behind
@@ -410,7 +407,7 @@ def test_a_disk_that_fills_up(tmp_path):
         preexec_fn=small_files,
     )
     assert done.returncode == 2, done.stderr
-    assert "cannot write (File too large): create the folder, free space" in done.stderr
+    assert "cannot write (File too large): create the folder" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 

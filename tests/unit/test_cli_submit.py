@@ -68,7 +68,7 @@ def test_one_json_object_and_nothing_else_on_stdout(workflow: Path, capsys):
         (["--header", "my token"], 'must be "Name: value"'),
         (["--header-file", "nowhere"], "--header-file cannot be read"),
         (["--server", "http://me:my token@x"], "is not an address"),
-        (["--server", "http://me:a@x", "--header", "authorization: b"], "Authorization: give one"),
+        (["--server", "http://me:a@x", "--header", "authorization: b"], "Authorization header"),
         (["--output", "/proc/nowhere"], "--output cannot be written"),
     ],
 )
@@ -83,7 +83,7 @@ def test_bad_input_is_exit_code_2_and_nothing_is_queued(workflow: Path, capsys, 
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [("prompt=@no.txt", "cannot read the file 'no.txt'"), ("", "holds no nodes")]
+    ("text", "words"), [("prompt=@no.txt", "cannot read the file 'no.txt'"), ("", "has no nodes")]
 )
 def test_what_is_no_setting_or_no_workflow_needs_no_server(workflow: Path, capsys, text, words):
     if not text:
@@ -154,14 +154,14 @@ def test_no_server_is_exit_code_3(workflow: Path, capsys):
     out, err = capsys.readouterr()
     assert out == ""
     assert "waiting up to 0.1 s for http://127.0.0.1:1" in err
-    assert "nothing listens at http://127.0.0.1:1 (connection refused): start ComfyUI" in err
+    assert "no server listens at http://127.0.0.1:1 (connection refused): start ComfyUI" in err
 
 
 def test_where_nothing_listens_nobody_waits_unless_told_to(workflow: Path, capsys):
     assert main(arguments(None, workflow, "--server", "127.0.0.1:1")) == 3
     assert capsys.readouterr().err == (
-        "qwen-l40s: error: nothing listens at http://127.0.0.1:1 (connection refused): start "
-        "ComfyUI there, name another --server, or wait for it with --wait SECONDS.\n"
+        "qwen-l40s: error: no server listens at http://127.0.0.1:1 (connection refused): start "
+        "ComfyUI there, name another --server, or wait with --wait SECONDS.\n"
     )
 
 
@@ -332,7 +332,7 @@ def test_resume_after_a_kill_runs_only_what_is_missing(workflow: Path, capsys):
         assert len(fake.posted) == 5
     out, err = capsys.readouterr()
     assert [job["status"] for job in json.loads(out)["jobs"]] == ["done"] * 4
-    assert "0 of 4 jobs are done, 2 may be on a server" in err
+    assert "0 of 4 jobs are done, 2 may still be on a server" in err
     assert len(list((workflow.parent / "out").glob("*.png"))) == 4
 
 
@@ -365,7 +365,7 @@ def test_a_replaced_lora_and_again_run_jobs_that_are_done(workflow: Path, capsys
         assert ran()[0] == ran("--resume")[0] == 0
         lora.write_bytes(b"replaced")
         count, log = ran("--resume")
-        assert count == 2 and f"replaced since an earlier run: {lora}; 2 jobs run again\n" in log
+        assert count == 2 and f"{lora} was replaced since an earlier run; 2 jobs run again\n" in log
         assert ran()[0] == 0
         assert ran("--again")[0] == 2
         assert ran("--resume")[0] == 0
@@ -433,4 +433,4 @@ def test_without_the_packages_it_says_what_to_install(workflow: Path, monkeypatc
     monkeypatch.setitem(sys.modules, "PIL", None)
     assert main(["submit", str(workflow)]) == 2
     err = capsys.readouterr().err
-    assert f'pillow, not installed here: run `pip install ".[client]"` in {ROOT}, or use' in err
+    assert f'pillow, which is not installed: run `pip install ".[client]"` in {ROOT}, or use' in err

@@ -60,7 +60,7 @@ def test_a_model_that_the_server_is_too_old_for_is_not_to_be_downloaded():
         Checker(stored(), "0.33.0").check(graph)
     assert str(caught.value) == (
         "Load Qwen-Image.model is 'qwen_image_2.1_int8_convrot.safetensors', which needs ComfyUI "
-        "0.37 or newer, and the server runs 0.33.0: update it first."
+        "0.37 or newer. The server runs 0.33.0: update ComfyUI there."
     )
     for version in ("0.37.1", "0.40", "unknown"):
         with pytest.raises(SettingError, match=r"download it from|is missing on the server"):
@@ -73,30 +73,30 @@ def test_a_model_that_the_server_is_too_old_for_is_not_to_be_downloaded():
         *(
             (
                 changed("sample", cfg=value),
-                "'cfg' of KSampler (id sample) is nan and must be a number.",
+                "'cfg' of KSampler (id sample) is nan: give a number.",
             )
             for value in (float("nan"), "nan")
         ),
         (
             changed("sample", latent_image=["nowhere", 0]),
-            "'latent_image' of KSampler (id sample) is wired to a node that is not "
-            "there (['nowhere', 0]): wire it again.",
+            "'latent_image' of KSampler (id sample) is connected to a missing "
+            "node (['nowhere', 0]): connect the input again.",
         ),
         (
             changed("sample", latent_image=[5, 0]),
-            "'latent_image' of KSampler (id sample) is wired to a node that is not "
-            "there ([5, 0]): wire it again.",
+            "'latent_image' of KSampler (id sample) is connected to a missing "
+            "node ([5, 0]): connect the input again.",
         ),
         (
             changed("save", sharper=True),
-            "'Save Image (fast PNG)' (QwenL40S_SaveImage, id save) has an input 'sharper' that the "
-            "server does not know: update Qwen-Image Accelerator there (the workflow was made with "
-            f"{__version__}).",
+            "'Save Image (fast PNG)' (QwenL40S_SaveImage, id save) has an input 'sharper' that is "
+            "unknown to the server: update Qwen-Image Accelerator there (the "
+            f"workflow was made with {__version__}).",
         ),
         (
             {**GRAPH, "10": {"class_type": "SomeoneElses", "inputs": {}}},
-            "SomeoneElses (id 10) is missing on the server: install the pack that has it, or "
-            "update ComfyUI there.",
+            "SomeoneElses (id 10) is missing on the server: install the node pack that has "
+            "this node, or update ComfyUI there.",
         ),
         (
             {
@@ -121,8 +121,8 @@ def test_all_problems_are_told_at_once():
 
 def test_a_missing_model_names_where_it_is_and_goes():
     assert problems({**GRAPH, "load": LOADER})[0] == (
-        "Model.model is 'qwen_image_bf16.safetensors', which the server does not have: download "
-        "it from https://example.org/qwen_image_bf16.safetensors to models/diffusion_models there."
+        "Model.model is 'qwen_image_bf16.safetensors', which the server lacks: download "
+        "https://example.org/qwen_image_bf16.safetensors to models/diffusion_models there."
     )
 
 
@@ -133,8 +133,8 @@ def test_a_missing_file_without_a_source_says_that_there_is_none():
     }
     graph = changed("sample", model=["lora", 0]) | {"lora": lora}
     assert problems(graph) == [
-        "QwenL40S_LoadLora.lora is 'x.safetensors', but the server has no file for it: put one "
-        "there."
+        "QwenL40S_LoadLora.lora is 'x.safetensors', but the server has no such file: put the "
+        "file there."
     ]
 
 
@@ -174,8 +174,8 @@ def test_a_model_is_found_by_its_whole_path_and_by_a_name_that_only_one_file_has
 def test_a_server_without_our_pack_is_told_apart_from_an_old_one():
     info = {name: each for name, each in stored().items() if not name.startswith("QwenL40S_")}
     assert problems(GRAPH, info)[0] == (
-        "'Load Qwen-Image' (QwenL40S_Load, id load) needs Qwen-Image Accelerator, which the server "
-        "lacks: install it there."
+        "'Load Qwen-Image' (QwenL40S_Load, id load) needs Qwen-Image Accelerator, which is missing "
+        "on the server: install it there."
     )
 
 
@@ -185,8 +185,8 @@ def test_a_released_workflow_is_not_called_newer(path):
     try:
         check(read_workflow(path))
     except SettingError as error:
-        assert "does not know" not in str(error)
-        assert "must be one of" not in str(error)
+        assert "is unknown to" not in str(error)
+        assert "is not a choice" not in str(error)
 
 
 def test_a_node_that_leads_to_no_output_is_not_judged():
@@ -241,9 +241,12 @@ def test_inputs_of_the_chosen_option_are_known():
     chosen = {"resize_type": "scale dimensions", "resize_type.width": 64}
     check(resized(**chosen))
     [nowhere] = problems(resized(**chosen | {"resize_type.width": ["nowhere", 0]}))
-    assert "'resize_type.width' of ResizeImageMaskNode (id resize) is wired" in nowhere
+    assert (
+        "'resize_type.width' of ResizeImageMaskNode (id resize) is connected to a missing node"
+        in nowhere
+    )
     [unknown] = problems(resized(resize_type="scale"))
-    assert "ResizeImageMaskNode.resize_type is 'scale' and must be one of scale" in unknown
+    assert "ResizeImageMaskNode.resize_type is 'scale', which is not a choice: use scale" in unknown
 
 
 def test_a_checker_takes_each_job_for_itself():
@@ -265,7 +268,10 @@ def test_inputs_that_grow_are_known():
     graph = changed("save", images=["batch", 0]) | {"image": image, "batch": batch}
     check(graph)
     batch["inputs"]["images.image1"] = ["nowhere", 0]
-    assert "'images.image1' of BatchImagesNode (id batch) is wired" in problems(graph)[0]
+    assert (
+        "'images.image1' of BatchImagesNode (id batch) is connected to a missing node"
+        in problems(graph)[0]
+    )
 
 
 def test_inputs_that_grow_by_names_are_known():

@@ -128,7 +128,7 @@ def test_a_file_is_synced_while_it_is_open_for_writing(tmp_path: Path, monkeypat
 
 
 def test_a_cut_download_leaves_nothing(tmp_path: Path):
-    with pytest.raises(ServerError, match=r"does not give a file \(connection lost\)"):
+    with pytest.raises(ServerError, match=r"does not send a file \(connection lost\)"):
         fetched(tmp_path, image(), data=bytes(1000), cut_file=1)
     assert names(tmp_path) == []
 

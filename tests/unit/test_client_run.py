@@ -127,7 +127,7 @@ def test_the_jobs_of_a_restarted_server_are_queued_again(tmp_path: Path):
         ran = Ran(fake, tmp_path, "a", "b", "c", meanwhile=restart)
         assert len(fake.posted) == 5
     assert ran.status == ["done"] * 3
-    assert "Its jobs wait again: 2." in ran.log
+    assert "Its jobs go to other servers or wait: 2." in ran.log
     assert f"{fake.url} is back" in ran.log
 
 
@@ -142,7 +142,10 @@ def test_so_are_those_of_one_that_restarted_between_two_looks_without_a_websocke
 
         ran = Ran(fake, tmp_path, "a", "b", "c", meanwhile=restart)
     assert ran.status == ["done"] * 3
-    assert "was restarted and has forgotten its jobs. Its jobs wait again: 2." in ran.log
+    assert (
+        "was restarted and has forgotten its jobs. Its jobs go to other servers or wait: 2."
+        in ran.log
+    )
 
 
 def test_a_job_that_takes_the_server_down_each_time_is_set_aside(tmp_path: Path):
@@ -152,7 +155,7 @@ def test_a_job_that_takes_the_server_down_each_time_is_set_aside(tmp_path: Path)
     assert ran.status == ["poison", "done"]
     assert ran.outcome.exit_code == 1
     assert ran.jobs[0].error["message"] == (
-        f"a server ended 3 times while it ran this job ({fake.url})."
+        f"servers ended 3 times while running this job ({fake.url})."
     )
 
 
@@ -168,7 +171,7 @@ def test_a_job_that_someone_takes_out_of_the_queue_stays_out(tmp_path: Path):
         ran = Ran(fake, tmp_path, "a", "b", "c", meanwhile=remove)
         assert len(fake.posted) == 3
     assert ran.status == ["done", "cancelled", "done"]
-    assert ran.jobs[1].error["message"] == "someone took it out of the server's queue."
+    assert ran.jobs[1].error["message"] == "someone removed the job from the server's queue."
     assert ran.outcome.exit_code == 1
 
 
@@ -220,7 +223,7 @@ def test_a_server_that_stays_away_ends_the_run_and_resume_continues(tmp_path: Pa
         again = Ran(fake, tmp_path, "a", "b", resume=True)
         assert len(fake.posted) == 2
     assert again.status == ["done", "done"]
-    assert "0 of 2 jobs are done, 2 may be on a server" in again.log
+    assert "0 of 2 jobs are done, 2 may still be on a server" in again.log
 
 
 @pytest.mark.parametrize("again", [True, False])
@@ -292,7 +295,7 @@ def test_equal_jobs_run_once(tmp_path: Path):
         ran = Ran(fake, tmp_path, "a", "b", "a", "a")
         assert len(fake.posted) == 2
     assert ran.status == ["done", "done"]
-    assert "equal jobs run once: 2 left out" in ran.log
+    assert "2 identical jobs are left out" in ran.log
 
 
 def test_the_journal_has_a_job_before_the_server_hears_of_it(tmp_path: Path):
@@ -340,7 +343,7 @@ def test_a_full_disk_ends_the_run_and_the_next_one_fetches_what_the_server_has(
             ran = Ran(fake, tmp_path, "a")
         assert ran.status == ["lost"]
         assert ran.outcome.exit_code == 3
-        words = "No space left on device): make room, then --resume fetches them"
+        words = "No space left on device): free disk space"
         assert words in str(ran.outcome.error)
         assert [path.name for path in (tmp_path / "out").iterdir()] == ["work.submit.jsonl"]
         again = Ran(fake, tmp_path, "a", resume=True)

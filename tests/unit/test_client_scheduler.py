@@ -154,7 +154,7 @@ def test_a_job_that_ends_servers_is_set_aside():
         made.lose(server)
         assert made.died(job, server, "boot") is (count == MOST_DEATHS)
     assert (job.status, made.open, made.waiting) == (POISON, 0, 0)
-    assert "ended 3 times while it ran this job (A, B, C)" in job.error["message"]
+    assert "ended 3 times while running this job (A, B, C)" in job.error["message"]
 
 
 def fail(made: Scheduler, job: Job, server: str) -> bool:

@@ -93,7 +93,7 @@ def test_a_file_gives_a_value_for_each_line(tmp_path):
 
 @pytest.mark.parametrize(
     ("data", "says"),
-    [(b"", "no line with text"), (b" \r\n\n", "no line"), (b"caf\xe9", "is not UTF-8")],
+    [(b"", "has no text"), (b" \r\n\n", "no text"), (b"caf\xe9", "is not UTF-8")],
 )
 def test_a_file_without_usable_lines_is_refused(tmp_path, data, says):
     file = tmp_path / "prompts.txt"
@@ -209,7 +209,7 @@ def test_titles_and_inputs_may_hold_dots():
 
 def test_a_title_of_several_inputs_lists_them():
     assert refused("size=512") == (
-        "'size' means several inputs: write one of Size.width, Size.height, Size.batch_size."
+        "'size' names several inputs: write one of Size.width, Size.height, Size.batch_size."
     )
 
 
@@ -264,48 +264,48 @@ def test_an_older_name_of_an_input_is_taken_with_its_older_values():
     [variation] = made("how=beside", graph={"lora": {**old["lora"], "inputs": held}}, info=info)
     held = variation.graph["lora"]["inputs"]
     assert held["how"] == "beside" and "lora_mode" not in held
-    assert "both mean" in refused("how=merge", "LoRA.lora_mode=bypass", graph=old, info=info)
-    assert "must be one of" in refused("how=never", graph=old, info=info)
+    assert "both set" in refused("how=merge", "LoRA.lora_mode=bypass", graph=old, info=info)
+    assert "is not a choice" in refused("how=never", graph=old, info=info)
 
 
 def test_a_key_that_means_nothing_lists_what_is_there_nearest_first():
     says = refused("sede=7")
-    assert says.startswith("there is no input 'sede' to set: take one of Sample.seed, ")
+    assert says.startswith("there is no input 'sede': choose one of Sample.seed, ")
     assert "Sample.positive" not in says
 
 
 def test_a_wrong_input_of_a_right_node_lists_that_node():
-    assert refused("Prompt.txt=7") == (
-        "there is no input 'Prompt.txt' to set: take one of Prompt.text."
-    )
+    assert refused("Prompt.txt=7") == ("there is no input 'Prompt.txt': choose one of Prompt.text.")
 
 
 def test_a_wired_input_names_what_feeds_it():
     assert refused("Sample.positive=x") == (
-        "Sample.positive cannot be set: 'Prompt' (CLIPTextEncode, id positive) feeds it, so set "
-        "Prompt.text instead."
+        "Sample.positive cannot be set: 'Prompt' (CLIPTextEncode, id positive) is connected to it, "
+        "so set Prompt.text instead."
     )
-    assert "'Sample' (KSampler, id sample) feeds it" in refused("images=x")
-    assert "a node that is not there" in refused("Prompt.clip=x")
+    assert "'Sample' (KSampler, id sample) is connected to it" in refused("images=x")
+    assert "a missing node" in refused("Prompt.clip=x")
 
 
 def test_a_node_without_values_says_so():
     graph = {"decode": node("VAEDecode", "Decode", samples=["sample", 0])}
     assert refused("decode=1", graph=graph) == (
-        "'Decode' (VAEDecode, id decode) has no input that can be set."
+        "'Decode' (VAEDecode, id decode) has no input to set."
     )
-    assert refused("seed=1", graph=graph) == "the workflow has no input that can be set."
+    assert refused("seed=1", graph=graph) == "the workflow has no input to set."
 
 
 def test_a_socket_cannot_be_typed():
-    assert refused("Negative prompt.clip=x").endswith("a node that is not there.")
+    assert refused("Negative prompt.clip=x").endswith("a missing node.")
     graph = {"lora": node("QwenL40S_LoadLora", "LoRA", strength=1.0)}
-    assert refused("LoRA.model=x", graph=graph).startswith("LoRA.model takes a link of type MODEL")
+    assert refused("LoRA.model=x", graph=graph).startswith(
+        "LoRA.model takes a connection of type MODEL"
+    )
 
 
 def test_two_keys_of_one_input_are_refused():
     assert refused("seed=1", "sample.seed=2") == (
-        "--set seed and --set sample.seed both mean Sample.seed: give one."
+        "--set seed and --set sample.seed both set Sample.seed: give one of them."
     )
 
 
@@ -348,22 +348,22 @@ def test_a_text_becomes_what_the_input_takes(text, expected):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("seed=", "Sample.seed is '' and must be a whole number"),
-        ("seed=1.5", "must be a whole number"),
-        ("seed=1_000", "must be a whole number"),
-        ("seed=" + "9" * 5000, "must be a whole number"),
-        ("seed=18446744073709551616", "is 18446744073709551616 and must be from 0 to"),
-        ("seed=-1", "is -1 and must be from 0"),
-        ("steps=0", "is 0 and must be from 1 to 10000"),
-        ("width=1000", "Size.width is 1000 and goes in steps of 16: take 992 or 1008."),
+        ("seed=", "Sample.seed is '', which is not a whole number"),
+        ("seed=1.5", "is not a whole number"),
+        ("seed=1_000", "is not a whole number"),
+        ("seed=" + "9" * 5000, "is not a whole number"),
+        ("seed=18446744073709551616", "is 18446744073709551616: give a number from 0 to"),
+        ("seed=-1", "is -1: give a number from 0"),
+        ("steps=0", "is 0: give a number from 1 to 10000"),
+        ("width=1000", "Size.width is 1000, but goes in steps of 16: use 992 or 1008."),
         ("width=17000", "must be from 16 to 16384"),
-        ("cfg=four", "is 'four' and must be a number"),
-        ("cfg=nan", "must be a number"),
-        ("cfg=inf", "must be a number"),
-        ("cfg=1e999", "must be a number"),
-        ("cfg=101", "is 101.0 and must be from 0.0 to 100.0"),
-        ("sampler_name=eulr", "is 'eulr' and must be one of euler, "),
-        ("precision=fp16", "must be one of"),
+        ("cfg=four", "is 'four', which is not a number"),
+        ("cfg=nan", "is not a number"),
+        ("cfg=inf", "is not a number"),
+        ("cfg=1e999", "is not a number"),
+        ("cfg=101", "is 101.0: give a number from 0.0 to 100.0"),
+        ("sampler_name=eulr", "is 'eulr', which is not a choice: use euler, "),
+        ("precision=fp16", "is not a choice"),
     ],
 )
 def test_a_text_that_the_input_does_not_take_is_refused(text, says):
@@ -383,16 +383,16 @@ def test_yes_and_no(text):
 
 
 def test_neither_yes_nor_no():
-    with pytest.raises(SettingError, match="x is 'maybe' and must be true or false"):
+    with pytest.raises(SettingError, match="x is 'maybe': give true or false"):
         value_of("maybe", NodeInput("BOOLEAN"), "x")
 
 
 @pytest.mark.parametrize(
     ("rules", "text", "says"),
     [
-        ({"min": 2}, "1", "x is 1 and must be 2 or more."),
-        ({"min": None, "max": 2}, "3", "x is 3 and must be 2 or less."),
-        ({"step": 8}, "9", "x is 9 and goes in steps of 8: take 8 or 16."),
+        ({"min": 2}, "1", "x is 1: give a number 2 or more."),
+        ({"min": None, "max": 2}, "3", "x is 3: give a number 2 or less."),
+        ({"step": 8}, "9", "x is 9, but goes in steps of 8: use 8 or 16."),
     ],
 )
 def test_a_rule_may_bound_one_side(rules, text, says):
@@ -409,7 +409,7 @@ def test_a_choice_that_is_a_number_stays_one():
 def test_two_choices_that_differ_in_case_must_be_written_exactly():
     spec = NodeInput("COMBO", choices=("A.pt", "a.pt"), closed=True)
     assert value_of("a.pt", spec, "x") == "a.pt"
-    with pytest.raises(SettingError, match="must be one of"):
+    with pytest.raises(SettingError, match="is not a choice"):
         value_of("a.PT", spec, "x")
 
 
@@ -470,14 +470,14 @@ def test_a_range_may_start_below_zero():
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("seed=5..1", "a range must go upwards: write 1..5."),
-        ("seed=1...4", "must be a whole number"),
-        ("seed=1..", "must be a whole number"),
-        ("seed=..4", "must be a whole number"),
-        ("seed=1..2..3", "must be a whole number"),
-        ("seed=1..2.5", "must be a whole number"),
-        ("seed=-1..1", "is -1 and must be from 0"),
-        (f"seed=1..{'9' * 5000}", "must be a whole number"),
+        ("seed=5..1", "a range goes upwards: write 1..5."),
+        ("seed=1...4", "is not a whole number"),
+        ("seed=1..", "is not a whole number"),
+        ("seed=..4", "is not a whole number"),
+        ("seed=1..2..3", "is not a whole number"),
+        ("seed=1..2.5", "is not a whole number"),
+        ("seed=-1..1", "is -1: give a number from 0"),
+        (f"seed=1..{'9' * 5000}", "is not a whole number"),
     ],
 )
 def test_a_range_that_is_none_is_refused(text, says):

@@ -103,7 +103,7 @@ def test_a_result_that_does_not_come_fails_as_a_download_and_runs_thrice_at_most
     else:
         assert (ran.status, asked) == ({"failed": 3}, 9)
     assert ran.errors == {"download"}
-    assert ran.log.count("its result does not come: ") >= 1
+    assert ran.log.count("its result could not be fetched: ") >= 1
     assert again.status == {"done": 3}
 
 
@@ -137,7 +137,7 @@ def test_a_file_larger_than_the_limit_is_refused(tmp_path: Path):
     with fake_comfyui(view="endless") as sick:
         ran = Ran(tmp_path, sick, jobs=1, most=1e6)
     assert ran.errors == {"download"}
-    assert "gives a file of more than 0.001 GB: raise --most-gb." in ran.jobs[0].error["message"]
+    assert "sends a file of more than 0.001 GB: raise --most-gb." in ran.jobs[0].error["message"]
 
 
 @beside
@@ -197,7 +197,10 @@ def test_a_server_that_fails_at_once_fails_no_job_of_seven_healthy_ones_and_rest
         ran = Ran(tmp_path, sick, *healthy, jobs=200)
         assert len(sick.posted) < 50
     assert ran.status == {"done": 200}
-    assert f"{sick.url} failed 3 jobs in a row, and another server none: it rests for" in ran.log
+    assert (
+        f"{sick.url} failed 3 jobs in a row, and other servers failed none: it pauses for"
+        in ran.log
+    )
 
 
 def test_a_server_that_has_rested_and_is_well_gets_jobs_again(tmp_path: Path):
@@ -228,7 +231,7 @@ def test_output_nodes_that_name_no_file_by_design_are_done_and_it_is_said_once(
     with fake_comfyui(entry=FAILURES["no files"], knows=knows) as one:
         ran = Ran(tmp_path, one, jobs=3, nodes={"socket": socket}, files=False)
     assert ran.status == {outcome: 3}
-    assert ran.log.count("no file is named by the output nodes") == (outcome == "done")
+    assert ran.log.count("the output nodes of these jobs report no files") == (outcome == "done")
 
 
 def test_a_run_that_is_killed_between_line_and_file_leaves_one_version(tmp_path: Path, monkeypatch):
@@ -299,7 +302,7 @@ def test_a_server_that_chooses_ids_itself_runs_a_job_three_times_at_most(tmp_pat
     with fake_comfyui(own_ids=True, job_seconds=0.05) as sick:
         ran = Ran(tmp_path, sick, jobs=1, wait=5.0)
     assert ran.status == {"failed": 1}
-    assert "chooses the ids of prompts itself" in ran.jobs[0].error["message"]
+    assert "replaces the ids of prompts" in ran.jobs[0].error["message"]
 
 
 def test_a_prompt_whose_result_is_collected_again_has_run_once(tmp_path: Path):

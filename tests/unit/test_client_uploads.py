@@ -118,7 +118,7 @@ def test_a_wired_image_an_empty_mask_and_unknown_classes_are_left(here):
 def test_an_image_that_is_nowhere_says_what_to_write(here):
     graph = loading("sub/cat.png", _meta={"title": "Image 1"})
     assert refused(graph, here) == (
-        "Image 1.image is 'sub/cat.png', a picture that neither the server nor this machine has: "
+        "Image 1.image is 'sub/cat.png', an image that neither the server nor this machine has: "
         'give one with --set "Image 1.image=photo.png", or write one in a subfolder of the server '
         "as 'subfolder/photo.png [input]'."
     )
@@ -174,7 +174,7 @@ def test_a_cut_off_file_is_refused(here, kind, share):
     data = path.read_bytes()
     path.write_bytes(data[: int(len(data) * share)])
     says = refused(loading("cat.bin"), here)
-    assert says.startswith("the picture for LoadImage (id 1) ") and says.endswith(f"({path}).")
+    assert says.startswith("the image for LoadImage (id 1) ") and says.endswith(f"({path}).")
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_a_cut_off_file_is_refused(here, kind, share):
         (b"not an image", "not a readable image: give a PNG, JPEG"),
         (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "not a readable image"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not a readable image"),
-        (b"\x89PNG\r\n\x1a\n", "the picture for "),
+        (b"\x89PNG\r\n\x1a\n", "the image for "),
     ],
 )
 def test_what_is_no_image_is_refused(here, data, says):
@@ -231,7 +231,7 @@ def test_a_file_outside_the_workflows_folder_that_the_workflow_names_is_said(tmp
     painted(tmp_path / "outside.png"), painted(tmp_path / "work" / "inside.png")
     graph, lines = loading("../outside.png", "inside.png"), []
     plan_jobs(graph, {}, server_with(), tmp_path / "work", lines.append)
-    assert len(lines) == 1 and lines[0].endswith(f"to be sent: {tmp_path / 'outside.png'}")
+    assert len(lines) == 1 and lines[0].endswith(f"will be uploaded: {tmp_path / 'outside.png'}")
     lines.clear()
     graph["1"]["inputs"]["seed"] = 1
     plan_jobs(graph, {"1.seed": ["7"]}, server_with(), tmp_path / "work", lines.append)

@@ -76,7 +76,7 @@ def test_the_workflow_in_a_body_of_a_service_is_read(tmp_path, body):
         ({"one": ENTRY, "two": {**ENTRY, "prompt": [4, "id", {"6": GRAPH["6"]}]}}, "2 workflows"),
         ({"input": {"workflow": PAGE_FORM}}, "UI form"),
         ({"workflow_api": {"3": {"inputs": {}}}}, "node '3' has no class_type"),
-        ({"input": {"prompt": "a kettle"}}, "holds no nodes"),
+        ({"input": {"prompt": "a kettle"}}, "has no nodes"),
     ],
 )
 def test_a_body_without_one_workflow_in_api_form_is_named(tmp_path, body, says):
@@ -115,7 +115,7 @@ def test_an_image_without_metadata_says_so(tmp_path):
 
 def test_a_cut_off_image_says_so(tmp_path):
     whole = png(tmp_path, prompt=json.dumps(GRAPH)).read_bytes()
-    with pytest.raises(SettingError, match="this PNG cannot be read"):
+    with pytest.raises(SettingError, match="this PNG is cut off"):
         read_workflow(written(tmp_path, whole[:60], "cut.png"))
 
 
@@ -145,11 +145,11 @@ def test_the_page_form_names_the_api_form_that_lies_beside_it(tmp_path):
         (b"9" * 5000, "is not JSON"),
         (json.dumps(GRAPH).encode("utf-16"), "neither UTF-8"),
         (b"\xff\xd8\xff\xe0 a photograph", "neither UTF-8"),
-        (b"[]", "holds no nodes"),
-        (b"{}", "holds no nodes"),
-        (b"null", "holds no nodes"),
-        (b'{"prompt": {}}', "holds no nodes"),
-        (b'{"a": 1}', "holds no nodes"),
+        (b"[]", "has no nodes"),
+        (b"{}", "has no nodes"),
+        (b"null", "has no nodes"),
+        (b'{"prompt": {}}', "has no nodes"),
+        (b'{"a": 1}', "has no nodes"),
         (b'{"a": {"inputs": {}}}', "node 'a' has no class_type"),
         (b'{"a": {"class_type": "X"}}', r"node 'a' \(X\) has no inputs"),
         (b'{"a": {"class_type": "X", "inputs": []}}', "no inputs"),

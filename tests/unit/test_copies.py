@@ -60,7 +60,7 @@ def test_without_pinned_memory():
     operations.pinned = CardOperations().pinned
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "empty", refuse)
-        with pytest.raises(UnavailableError, match="8 MiB of host memory cannot be pinned"):
+        with pytest.raises(UnavailableError, match="8 MiB of system RAM cannot be pinned"):
             Route(CPU, CPU, False, operations)
 
 

@@ -170,7 +170,7 @@ def test_no_state_goes_from_run_to_run(pipe):
         return {}
 
     with cache_steps(pipe, "balanced") as cached:
-        assert "no run has come to its end" in cached.report()
+        assert "no run has finished" in cached.report()
         star = painted(pipe)
         with pytest.raises(KeyboardInterrupt):
             painted(pipe, CIRCLE, callback_on_step_end=stop)

@@ -190,7 +190,7 @@ def test_generation_can_run_with_and_without_the_nodes(machine, capsys, monkeypa
     code, found, lines = verdict(capsys)
     assert (code, found["can_run_nodes"], found["can_generate"]) == (0, nodes, True)
     assert found["remedy"] == ""
-    cannot = "cannot run here: run this with ComfyUI's own Python."
+    cannot = "cannot run here: run this with ComfyUI's Python."
     assert lines[0] == f"The ComfyUI nodes {'can run here.' if nodes else cannot}"
     assert lines[1].startswith("`generate` and `demo` can run here, on the ")
 
@@ -227,7 +227,7 @@ def test_missing_files_are_told_with_what_to_do(models, capsys):
     ):
         assert check["state"] == "not usable"
         assert check["reason"] == f"no file in {models.folder / place}"
-        assert check["remedy"].startswith(f"download one into models/{place}: ")
+        assert check["remedy"].startswith(f"download one to models/{place}: ")
 
 
 def test_a_transformer_in_gguf_is_one_and_of_several_parts_the_first_stands_for_all(models, capsys):
@@ -260,7 +260,7 @@ def test_files_are_known_by_what_they_hold(models, capsys):
     assert vae["reason"].endswith(" MiB), 2 more")
     assert encoder["state"] == "limited"
     assert encoder["reason"].endswith("; refused: qwen half.safetensors")
-    assert encoder["remedy"] == f"`qwen-l40s inspect '{half}'` says why"
+    assert encoder["remedy"] == f"`qwen-l40s inspect '{half}'` shows the reason"
 
 
 def test_a_diffusers_folder_holds_every_part(models, capsys):

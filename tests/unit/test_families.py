@@ -455,7 +455,7 @@ def test_tensors_that_two_families_claim(role, tensors):
     found = identify(dict.fromkeys(tensors, SimpleNamespace(shape=(8, 8))))
     assert found.role == role
     (error,) = found.errors
-    assert f"The {role} has the tensors of Qwen-Image and Qwen-Image-2.1: " in error
+    assert f"The {role} has the tensors of Qwen-Image and Qwen-Image-2.1, " in error
 
 
 def test_what_a_newer_comfyui_has_renamed_leaves_the_others(monkeypatch, caplog):
@@ -472,7 +472,10 @@ def test_what_a_newer_comfyui_has_renamed_leaves_the_others(monkeypatch, caplog)
     try:
         assert comfyui.kinds() == (kind,) * (1 + len(others))
         assert comfyui.kind_of_family(known, ROOT) is kind
-        with pytest.raises(UnavailableError, match=f"{renamed.title} in a form that is unknown"):
+        with pytest.raises(
+            UnavailableError,
+            match=f"{renamed.title} code, and Qwen-Image Accelerator does not support it yet",
+        ):
             comfyui.kind_of_family(renamed, ROOT)
     finally:
         forget()
@@ -496,11 +499,11 @@ def test_a_size_that_a_header_leaves_open(family, lacks):
 def test_heads_that_do_not_make_up_the_width(family):
     with pytest.raises(CheckpointError) as error:
         shape_from_header(family.title, {**DIMS, "dim": 9}, 2)
-    assert f"the {family.title} transformer is 9 wide and its heads are 4" in str(error.value)
+    assert f"the {family.title} transformer is 9 wide with heads of 4" in str(error.value)
 
 
 def test_a_model_of_no_family_has_no_shape():
-    with pytest.raises(CheckpointError, match="This is FLUX, which has no transformer that runs"):
+    with pytest.raises(CheckpointError, match="This is FLUX, whose transformer cannot run"):
         shape_from_header("FLUX", DIMS, 2)
 
 

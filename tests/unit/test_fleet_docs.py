@@ -85,7 +85,7 @@ def test_kuberay_gets_a_cluster_with_cards():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the tests have Ray on Linux alone")
 def test_ray_start_has_the_options():
-    scripts = pytest.importorskip("ray.scripts.scripts", reason="Ray is not installed here")
+    scripts = pytest.importorskip("ray.scripts.scripts", reason="which is not installed")
     options = {option for each in scripts.start.params for option in each.opts}
     named = re.findall(r"ray start((?: [^`\n]*)?)", text_of(PAGE))
     assert {

@@ -266,7 +266,7 @@ def test_without_a_card_the_weights_are_expanded(format):
     gemm = choose_gemm(format, CPU)
     assert gemm.backend == "dequantize"
     assert gemm.weight_only
-    assert gemm.reason == f"no card: {format} saves memory here, not time"
+    assert gemm.reason == f"no GPU: {format} saves memory here, not time"
 
 
 @pytest.mark.parametrize(
@@ -305,14 +305,14 @@ def test_reason_tells_what_was_passed_over(card):
 
 def test_a_backend_that_is_asked_for_runs_or_raises(card):
     card((8, 9), failing=("triton",))
-    assert choose_gemm("int8", CARD, backend="int_mm") == Gemm("int8", "int_mm", "asked for")
+    assert choose_gemm("int8", CARD, backend="int_mm") == Gemm("int8", "int_mm", "requested")
     with pytest.raises(UnavailableError) as caught:
         choose_gemm("int8", CARD, backend="triton")
     assert str(caught.value) == (
         "the int8 GEMM triton cannot run on cuda:0: a trial failed: no kernel image; "
         "use kitchen or int_mm or dequantize"
     )
-    with pytest.raises(UnavailableError, match=r"needs an NVIDIA card; use .*dequantize"):
+    with pytest.raises(UnavailableError, match=r"needs an NVIDIA GPU; use .*dequantize"):
         choose_gemm("int8", CPU, backend="kitchen")
 
 
@@ -321,14 +321,14 @@ def test_a_device_that_torch_does_not_reach(monkeypatch, device):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     gemm = choose_gemm("fp8", torch.device(device))
     assert gemm.backend == "dequantize"
-    assert f"{device} is not an NVIDIA card that torch can use" in gemm.reason
+    assert f"{device} is not an NVIDIA GPU that torch can use" in gemm.reason
 
 
 def test_the_settings_ask_unless_the_caller_does(set_settings, card):
     card((8, 9))
     set_settings(gemm_int8="triton")
     gemm = choose_gemm("int8", CARD)
-    assert (gemm.backend, gemm.reason) == ("triton", "asked for by the settings")
+    assert (gemm.backend, gemm.reason) == ("triton", "requested by the settings")
     assert choose_gemm("int8", CARD, backend="int_mm").backend == "int_mm"
     assert choose_gemm("fp8", CARD).backend == "scaled_mm"
 
@@ -381,7 +381,9 @@ def test_a_full_card_refuses_no_gemm_for_good(monkeypatch):
         return multiply(*args)
 
     monkeypatch.setattr(torch, "_int_mm", multiply)
-    with pytest.raises(UnavailableError, match="int_mm cannot run on cpu: no memory is free for"):
+    with pytest.raises(
+        UnavailableError, match="int_mm cannot run on cpu: too little memory is free for"
+    ):
         choose_gemm("int8", CPU, backend="int_mm")
     full.clear()
     assert choose_gemm("int8", CPU, backend="int_mm").backend == "int_mm"

@@ -183,8 +183,8 @@ def test_a_machine_that_loses_copies_is_told(machine):
     machine.lost = 0, 1
     link = links.link_between(torch.device("cuda", 1), torch.device("cuda", 0))
     assert link.warning == (
-        "Copies between cuda:0 and cuda:1 lose data on this machine (IOMMU or ACS): ComfyUI's own "
-        "copies between these cards would be wrong too. This package copies through host memory. "
+        "Copies between cuda:0 and cuda:1 lose data on this machine (IOMMU or ACS): ComfyUI's "
+        "copies between these GPUs would be wrong too. This package copies through system RAM. "
         "Boot with `iommu=pt`, or turn ACS off in the BIOS."
     )
 
@@ -198,18 +198,18 @@ def test_doctor_has_a_line_for_each_pair(machine):
     (good,) = doctor._link_checks(InstalledCards(tuple(cards[:2])))
     assert (good.name, good.state, good.why.remedy) == ("cards 0 and 1", State.USABLE, "")
     assert good.why.fact == (
-        "peer copies arrive whole; "
+        "peer copies are correct; "
         "peer 0 to 1 24.0, 1 to 0 23.0, both at once 20.0 and 19.0 GB/s; "
-        "through host memory 0 to 1 12.0, 1 to 0 11.0, both at once 10.0 and 9.0 GB/s"
+        "through system RAM 0 to 1 12.0, 1 to 0 11.0, both at once 10.0 and 9.0 GB/s"
     )
     machine.lost = 0, 2
     _, bad, _ = doctor._link_checks(InstalledCards(tuple(cards)))
     assert (bad.name, bad.state) == ("cards 0 and 2", State.LIMITED)
     assert bad.why.remedy == "boot with `iommu=pt`, or turn ACS off in the BIOS"
     assert bad.why.fact == (
-        "peer copies arrived damaged; ComfyUI's own copies between these cards would be wrong too; "
-        "this package copies through host memory; "
-        "through host memory 0 to 2 12.0, 2 to 0 11.0, both at once 10.0 and 9.0 GB/s"
+        "peer copies changed the data; ComfyUI's copies between these GPUs would be wrong too; "
+        "this package copies through system RAM; "
+        "through system RAM 0 to 2 12.0, 2 to 0 11.0, both at once 10.0 and 9.0 GB/s"
     )
 
 
@@ -219,9 +219,9 @@ def test_doctor_goes_on_where_cards_do_not_answer(machine, monkeypatch):
     monkeypatch.setattr(links.Link, "measure", lambda self, peer: None)
     (found,) = doctor._link_checks(cards)
     assert found.why.fact == (
-        "copies go through host memory: too little card memory is free to verify peer copies"
+        "copies go through system RAM: too little VRAM is free to verify peer copies"
     )
-    assert found.why.remedy == "end other programs on the cards"
+    assert found.why.remedy == "end other programs on the GPUs"
     links._links.clear()
     machine.error = RuntimeError("CUDA error: an illegal memory access\nmore")
     (found,) = doctor._link_checks(cards)

@@ -106,7 +106,7 @@ def test_precisions_and_reasons(requested, card, stored, name, reasons):
     [
         ("auto", L40S, "bf16", "auto: int8, the fastest; 2.9 GiB to spare on NVIDIA L40S"),
         ("auto", T4, "bf16", "auto: bf16, no int8 products; "),
-        ("auto", RTX_3060, "bf16", "GiB streams to RTX 3060 in every pass"),
+        ("auto", RTX_3060, "bf16", "GiB is streamed to RTX 3060 in every forward pass"),
         ("auto", L40S, "fp8", "auto: the file holds fp8; "),
         ("int8", L40S, "bf16", "as requested; "),
         ("as stored", L40S, "bf16", "as stored; "),
@@ -240,7 +240,7 @@ def test_one_modulation_for_all_blocks_has_no_place_to_choose(card):
 def test_on_the_processor_there_is_no_card_to_leave():
     found = {place: decide("bf16", "bf16", None, place) for place in PLACES}
     assert not any(decision.off_card for decision in found.values())
-    assert "no NVIDIA card" in found["off card"].place_reason
+    assert "no NVIDIA GPU" in found["off card"].place_reason
     assert found["auto"].place_reason == ""
 
 

@@ -176,11 +176,11 @@ def test_layered_has_one_more_embedding():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"in_channels": None}, "do not tell the Qwen-Image transformer's in_channels"),
-        ({"dim": "3072"}, "do not tell the Qwen-Image transformer's dim"),
-        ({"joint_dim": 0}, "do not tell the Qwen-Image transformer's joint_dim"),
-        ({"blocks": None}, "do not tell the Qwen-Image transformer's blocks"),
-        ({"head_dim": 23}, "120 wide and its heads are 23: the width must be a whole number"),
+        ({"in_channels": None}, "do not show the Qwen-Image transformer's in_channels"),
+        ({"dim": "3072"}, "do not show the Qwen-Image transformer's dim"),
+        ({"joint_dim": 0}, "do not show the Qwen-Image transformer's joint_dim"),
+        ({"blocks": None}, "do not show the Qwen-Image transformer's blocks"),
+        ({"head_dim": 23}, "120 wide with heads of 23"),
     ],
 )
 def test_sizes_that_do_not_fix_the_tensors(change, message):

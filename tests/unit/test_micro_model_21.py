@@ -57,7 +57,7 @@ def test_a_turbo_folder_runs_the_sigmas_that_it_is_trained_for(turbo):
     made = generate(ours, "a red star", **asked, seed=7, progress=False)
     assert (made.settings.steps, made.settings.cfg) == (3, 1.0)  # as diffusers, without guidance
     assert np.array_equal(np.asarray(made.images[0]), np.asarray(expected))
-    with pytest.raises(SettingError, match=r"trained for the 3 sigmas .*: leave steps out, or use"):
+    with pytest.raises(SettingError, match=r"has the 3 sigmas .*: leave steps out, or use"):
         generate(ours, "a red star", **asked, steps=8, progress=False)
 
 

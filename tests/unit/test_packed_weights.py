@@ -145,7 +145,10 @@ BAD = {
     ),
     "NaN scale": (changed(name="weight_s_rel", part=spoiled(NAN)), "must be finite"),
     "no row scales": (changed(name="weight_s_channel"), "has no scale"),
-    "one row scale": (changed(name="weight_s_channel", part=torch.ones(1)), "one a row is needed"),
+    "one row scale": (
+        changed(name="weight_s_channel", part=torch.ones(1)),
+        "one for each row is needed",
+    ),
     "zero row scale": (changed(name="weight_s_channel", part=spoiled(0)), "scales are above 0"),
     "odd width": (changed(part=lambda it: it[:, 1:].contiguous()), "a multiple of 8 bytes a row"),
     "other bits": (changed(6, part=lambda it: it[:, :40].contiguous()), "of 12 bytes a row"),
@@ -175,7 +178,7 @@ def test_what_cannot_be_is_refused_by_name(tmp_path, case):
         read(tmp_path, tensors)
     sentence = str(error.value)
     assert rule in sentence and LAYER in sentence
-    assert sentence.endswith(", so download or save the file again.")
+    assert sentence.endswith("download or save the file again.")
 
 
 def packed_specs(bits):

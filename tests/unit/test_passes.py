@@ -443,8 +443,8 @@ def test_a_graph_over_two_cards_is_in_the_memory_of_both(graphs_here, monkeypatc
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
-        (torch.OutOfMemoryError("full"), "the card has no room for one"),
-        (RuntimeError("no capture\nof this"), "capturing one failed: no capture"),
+        (torch.OutOfMemoryError("full"), "too little VRAM is free for a graph"),
+        (RuntimeError("no capture\nof this"), "capturing a graph failed: no capture"),
         (ValueError("cannot be accessed from Triton"), "failed: cannot be accessed from Triton"),
     ],
 )
@@ -794,7 +794,7 @@ def test_a_replay_ends_where_another_extension_has_changed_a_block(graphs_here):
     assert_same(found, plainly(passes))
     assert not torch.equal(found[1], unchanged[1])
     lines = passes.optimization.report()
-    assert "own, 2 of 18: another extension has changed attn of block 1" in lines
+    assert "code, 2 of 18: another extension has changed attn of block 1" in lines
     (memory,) = passes.optimization._kept()
     assert not memory.has_graphs  # it was captured of the blocks as they were
     del attn.forward

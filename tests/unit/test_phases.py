@@ -125,7 +125,7 @@ def test_the_count_is_what_an_h200_allocated(conditions, row):
     latents = SAMPLER_LATENTS * 4 * request.transformer.in_channels * request.painted_tokens
     kept = 0 if ", 0 computed in this run" in row["paths"] else table_bytes(request)
     graphs = 0
-    if "forward passes replay one" in row["paths"]:
+    if "forward passes replay" in row["paths"]:
         graphs = graph_bytes(request, setting)
         assert graphs
         if row["name"] != FIRST_WITH_GRAPHS:  # cuBLAS keeps its workspaces

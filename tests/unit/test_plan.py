@@ -128,7 +128,7 @@ def test_what_is_left_decides_about_tiles():
 def test_nothing_is_moved_without_guidance_but_once():
     request = replace(USUAL, cfg="off")
     assert "in every step" in why(plan(card("8 GB"), request)[0])
-    assert "in every pass" not in why(plan(card("8 GB"), request)[0])
+    assert "in every forward pass" not in why(plan(card("8 GB"), request)[0])
 
 
 # --- properties ---

@@ -303,7 +303,7 @@ def test_the_diffusers_folder(tmp_path, diffusers_form, qwen3_vl, capsys):
     rows = capsys.readouterr().out
     assert rows.count("Qwen Research License") == 2
     (folder / "transformer" / "config.json").write_text(json.dumps(config | {"num_layers": 60}))
-    assert "num_layers is 60 but the tensors say 32" in inspect_checkpoint(folder).errors[0]
+    assert "num_layers as 60, but the tensors give 32" in inspect_checkpoint(folder).errors[0]
 
 
 CONFIG = {
@@ -392,8 +392,8 @@ def test_every_form_of_the_text_encoder(tmp_path, qwen3_vl, rename, form, tensor
     assert part.variant.startswith("8B, ")
     if form is w4a8:
         needed = "ComfyUI 0.33 and comfy-kitchen 0.2.27, or newer"
-        words = f"get the model in one of these, or load it with ComfyUI's own nodes ({needed})"
-        refused(path, "text_encoder", "int4 asymmetric (w4a8) weights are not run", words)
+        words = f"get the model in one of these, or load it with ComfyUI's nodes ({needed})"
+        refused(path, "text_encoder", "int4 asymmetric (w4a8) weights cannot run", words)
     else:
         assert part.cannot_run == ()
         assert open_source(path, "text_encoder").part == part
@@ -406,8 +406,8 @@ def test_another_size_of_qwen3_vl(tmp_path):
         "model.visual.deepstack_merger_list.0.norm.weight": ("BF16", (8,)),
     }
     path = write(tmp_path / "file.safetensors", specs)
-    words = "choose the 8B, 4096 wide, for Qwen-Image-2.1, or Qwen2.5-VL 7B for Qwen-Image"
-    refused(path, "text_encoder", f"This is the 4B of Qwen3-VL: {words}")
+    words = "Qwen-Image-2.1 needs the 8B"
+    refused(path, "text_encoder", f"This is the 4B of Qwen3-VL. {words}")
 
 
 def test_its_prompt_enhancer_is_not_taken_for_it(tmp_path):
@@ -506,7 +506,7 @@ def test_a_bundle_with_whole_tensors(tmp_path):
     }
     part = inspect_specs(tmp_path, specs)
     assert part.family == "LoRA for Qwen-Image-2.1"
-    assert part.cannot_run[0].endswith("load the file with the nodes of its publisher.")
+    assert part.cannot_run[0].endswith("use the nodes of the LoRA's publisher.")
 
 
 def test_the_turbo_lora(tmp_path):

@@ -133,7 +133,7 @@ def test_its_command_works_alone(pack):
     doctor = command(pack, "doctor")
     file = pack.parents[1] / "user" / "qwen-l40s.json"
     assert f"settings: all default (no {file})" in doctor.stdout
-    assert "limited     folder: qwen image.v2: the page can miss" in doctor.stdout
+    assert "limited     folder: qwen image.v2: the page may not find" in doctor.stdout
     assert command(pack, "quantize", "--help").returncode == 0
 
 
@@ -175,7 +175,10 @@ def test_comfyui_imports_it_alone_and_under_two_names(pack):
 def test_a_command_that_was_left_out_says_where_it_is(pack, name):
     done = command(pack, name, "--help")
     assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert f"{name} is not in what ComfyUI's manager installs: run `python FOLDER " in done.stderr
+    assert (
+        f"error: {name} is not in an install by ComfyUI's manager: run `python FOLDER "
+        in done.stderr
+    )
     listed = " ".join(command(pack, "--help").stdout.split())
     assert f"{name} " in listed and listed.count("(in a clone)") == 5
 

@@ -114,14 +114,14 @@ def test_every_schedule_says_where_it_is_published_and_falls():
 
 def test_steps_and_families_that_a_schedule_does_not_have():
     viggle = find_schedule("viggle 6", QWEN_IMAGE_21)
-    with pytest.raises(SettingError, match="steps is 8, and the schedule 'viggle 6' has 6 steps"):
+    with pytest.raises(SettingError, match="steps is 8, but the schedule 'viggle 6' has 6 steps"):
         viggle.steps(8, 40)
     assert (viggle.steps(6, 40), viggle.steps(0, 40), OFFICIAL.steps(0, 40)) == (6, 6, 40)
     assert OFFICIAL.steps(25, 40) == 25
-    words = "'viggle 6' is of Qwen-Image-2.1, which needs ComfyUI 0.37 or newer, and the model is"
+    words = "'viggle 6' is of Qwen-Image-2.1, which needs ComfyUI 0.37 or newer, but the model is"
     with pytest.raises(SettingError, match=rf"{words} .+: choose official, lightning 4, lightning"):
         find_schedule("viggle 6", QWEN_IMAGE)
-    with pytest.raises(SettingError, match="'lightning 8' is of Qwen-Image, and the model"):
+    with pytest.raises(SettingError, match="'lightning 8' is of Qwen-Image, but the model"):
         find_schedule("lightning 8", QWEN_IMAGE_21)
     with pytest.raises(SettingError, match="'karras' is unknown"):
         find_schedule("karras", QWEN_IMAGE)

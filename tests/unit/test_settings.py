@@ -36,9 +36,9 @@ BROKEN = {
     "text": ("{", "not readable JSON"),
     "list": ("[]", "one JSON object"),
     "no version": ('{"cache": "x"}', "one JSON object"),
-    "newer": ('{"version": 2, "colour": "red"}', "of version 2, this package reads 1: update"),
-    "unknown": ('{"version": 1, "atention": "fast"}', "no text called 'atention'"),
-    "number": ('{"version": 1, "cache": 7}', "no text called 'cache'"),
+    "newer": ('{"version": 2, "colour": "red"}', "version 2, but this package reads 1"),
+    "unknown": ('{"version": 1, "atention": "fast"}', "no text named 'atention'"),
+    "number": ('{"version": 1, "cache": 7}', "no text named 'cache'"),
     "bytes": (b"\xff\xfe", "not readable JSON"),
 }
 
@@ -61,7 +61,7 @@ def test_a_pipe_or_a_huge_file_in_a_shared_folder_holds_nobody_up(tmp_path, set_
         path.unlink(missing_ok=True)
         make(path)
         if name == "settings":
-            with pytest.raises(SettingError, match=r"it is (no file|larger than 16 MiB)"):
+            with pytest.raises(SettingError, match=r"it is (not a file|larger than 16 MiB)"):
                 read_settings(path)
         elif name == CARDS:
             with pytest.raises(SettingError, match=r"is a pipe|is larger than 1 MiB"):

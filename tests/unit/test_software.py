@@ -115,7 +115,7 @@ def test_triton_is_not_imported_without_a_card(package_folder):
     package_folder("triton", "raise AssertionError('imported')", "1.0")
     check = software.check_triton(InstalledCards())
     assert not check.usable
-    assert "there is no usable card" in check.why.fact
+    assert "there is no usable GPU" in check.why.fact
 
 
 @pytest.mark.parametrize(

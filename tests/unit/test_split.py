@@ -290,8 +290,8 @@ def test_a_pass_is_shared_and_says_so(monkeypatch, gbps, exchange):
         passes.gives_the_same()
     report = passes.optimization.report()
     assert "blocks: fused, 9 of 9 in 3 forward passes" in report
-    assert "cards: 2 share 3 forward passes, image tokens " in report
-    assert "2.00 times as fast as one, measured" in report
+    assert "GPUs: 2 share 3 forward passes, image tokens " in report
+    assert "2.00x as fast as one GPU, measured" in report
     assert f"they exchange {exchange}" in report
     assert not passes.reasons
     passes.gives_the_same(additions=[random(1, 1700, DIM, seed=8), random(1, 13, DIM, seed=9)])
@@ -316,12 +316,12 @@ def test_an_error_says_which_link_was_to_blame(monkeypatch):
     monkeypatch.setattr(Split, "run", fail)
     monkeypatch.setattr(Known, "verify", fail)  # of the same card
     passes.gives_the_same()
-    assert passes.reasons == ["several cards raised an illegal memory access"]
+    assert passes.reasons == ["several GPUs raised an illegal memory access"]
 
 
 def test_without_pinned_memory_a_lossy_link_is_not_used(monkeypatch):
     def refuse(size):
-        raise UnavailableError("8 MiB of host memory cannot be pinned")
+        raise UnavailableError("8 MiB of system RAM cannot be pinned")
 
     operations = Vanishing()
     operations.pinned = refuse
@@ -329,7 +329,7 @@ def test_without_pinned_memory_a_lossy_link_is_not_used(monkeypatch):
     passes.link.verify()
     passes.gives_the_same()
     passes.gives_the_same()
-    assert passes.reasons == ["8 MiB of host memory cannot be pinned"]
+    assert passes.reasons == ["8 MiB of system RAM cannot be pinned"]
 
 
 def test_the_second_card_runs_out_of_memory(monkeypatch):
@@ -345,7 +345,7 @@ def test_the_second_card_runs_out_of_memory(monkeypatch):
     passes.optimization.start_run()
     passes.gives_the_same()
     assert released
-    assert passes.reasons == ["a card ran out of memory"]
+    assert passes.reasons == ["a GPU ran out of memory"]
 
 
 def test_another_model_on_the_second_card_is_found(monkeypatch):
@@ -355,13 +355,13 @@ def test_another_model_on_the_second_card_is_found(monkeypatch):
             parameter.mul_(-3)
     passes.gives_the_same()
     (reason,) = passes.reasons
-    assert "of what the block adds from the host's own" in reason
+    assert "relative to what the block adds" in reason
     passes = Passes(monkeypatch)
     passes.other.chain = type(passes.other.chain)(*[MIXES["all fp8"]] * 3)
     passes.other.chain.blocks = list(passes.other.blocks)
     passes.gives_the_same()
     (reason,) = passes.reasons
-    assert reason.endswith("its layers are not those of the first card")
+    assert reason.endswith("its layers differ from those of the first GPU")
 
 
 @pytest.mark.parametrize("exchange", [KEYS, ROWS])
@@ -374,8 +374,8 @@ def test_one_graph_computes_the_shares_of_all_cards(monkeypatch, exchange):
     for _ in range(6):
         passes.gives_the_same()
     report = passes.optimization.report()
-    assert "cards: 2 share 6 forward passes" in report
-    assert "CUDA graphs: 4 forward passes replay one, 1 captured" in report
+    assert "GPUs: 2 share 6 forward passes" in report
+    assert "CUDA graphs: 4 forward passes replayed one, 1 captured" in report
     (graph,) = Graph.made
     lossy.start = lossy.copies
     passes.link.verify()  # as the next run does
@@ -392,14 +392,14 @@ def test_passes_on_one_card_say_why(monkeypatch):
     assert passes.reasons.pop().endswith("it moves")
     passes.optimization._last.verdicts.of("cards").clear()
     passes.gives_the_same(watched=True)
-    assert passes.reasons == ["something reads or changes the streams between two blocks"]
+    assert passes.reasons == ["another node reads or changes the values between two blocks"]
     passes.optimization._last.verdicts.of("cards").clear()
     passes(Tokens(1, 5, 1, 1))
-    assert passes.reasons == ["the image has fewer tokens than there are cards"]
+    assert passes.reasons == ["the image has fewer tokens than there are GPUs"]
     monkeypatch.setattr(PassHost, "attention", None)
     passes.optimization._last.verdicts.of("cards").clear()
     passes()
-    assert passes.reasons == ["the attention is not this package's"]
+    assert passes.reasons == ["attention is not computed by this package"]
 
 
 def test_shares_follow_what_the_text_takes(monkeypatch):
@@ -423,15 +423,15 @@ def test_a_small_gain_is_left_alone(monkeypatch):
     monkeypatch.setattr(team.Team, "_together", lambda *_: 2.0 / 1.1)
     passes.gives_the_same()
     passes.gives_the_same()
-    assert passes.reasons == ["several are 1.10 times as fast as one, and 1.25 is needed"]
+    assert passes.reasons == ["several are 1.10x as fast as one, but 1.25x is needed"]
     monkeypatch.undo()
     passes = Passes(monkeypatch, gbps=0.001)
     passes.gives_the_same()
     (reason,) = passes.reasons
-    assert reason.startswith("2 cards would compute a pass 0.0")
+    assert reason.startswith("2 GPUs would be 0.0")
     passes = Passes(monkeypatch, gbps=0.0)
     passes.gives_the_same()
-    assert passes.reasons[0].startswith("the link between the cards has not been measured")
+    assert passes.reasons[0].startswith("the speed of the link between the GPUs is unknown")
 
 
 def test_what_was_measured_is_kept_for_the_shapes_of_the_last_passes(monkeypatch):

@@ -116,7 +116,7 @@ def test_a_measured_block_decides():
     assert slow.pays
     assert not fast.pays
     assert slow.gain > LEAST_GAIN > fast.gain
-    assert fast.words.endswith(f"a split needs {LEAST_GAIN}: one card computes it.")
+    assert fast.words.endswith(f"a split needs {LEAST_GAIN}x: one GPU computes the forward pass.")
     # And so does a processor that launches both cards' blocks.
     assert not replace(slow, launch=sum(slow.block) / 2).pays
 

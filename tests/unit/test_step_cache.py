@@ -81,7 +81,7 @@ def test_runs_that_cannot_be_skipped_say_why():
         ([], "runs of 10 steps or fewer need every step"),
         ([1.0, 0.0], "runs of 10 steps or fewer need every step"),
         (official_sigmas(10), "runs of 10 steps or fewer need every step"),
-        (official_sigmas(11), "of 11 steps none may be skipped"),
+        (official_sigmas(11), "no step of 11 may be skipped"),
         (official_sigmas(20_000), "the run has 20000 steps, more than 250"),
         *(
             (odd, "the sigmas do not fall from step to step")

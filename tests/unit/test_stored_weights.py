@@ -345,7 +345,10 @@ BAD = {
     "zero scale": (spoiled(weight_scale=torch.zeros(ROWS)), "zero or a negative"),
     "negative scale": (spoiled(weight_scale=torch.tensor(-0.1)), "zero or a negative"),
     "empty scale": (spoiled(weight_scale=torch.empty(0)), "zero or a negative"),
-    "scales of groups": (spoiled(weight_scale=torch.ones(ROWS, 2)), "one value or one a row"),
+    "scales of groups": (
+        spoiled(weight_scale=torch.ones(ROWS, 2)),
+        "one value, or one for each row",
+    ),
     "two scales": (spoiled(scale_weight=torch.tensor(1.0)), "is a second scale"),
     "smoothing": (spoiled(pre_quant_scale=torch.ones(COLUMNS)), "in an unknown way"),
     "scaled bf16": (spoiled(torch.bfloat16), "is the scale of no quantized weight"),
@@ -378,7 +381,7 @@ def test_what_cannot_be_is_refused_by_name(tmp_path, case):
     sentence = str(error.value)
     assert rule in sentence
     assert LAYER in sentence
-    assert sentence.endswith((", so download or save the file again.", "in one of these."))
+    assert sentence.endswith(("download or save the file again.", "in one of these."))
 
 
 def test_scales_and_formats_are_checked_before_any_weight_is_read(tmp_path):

@@ -195,7 +195,7 @@ def test_without_pinned_memory(card, monkeypatch):
     for tensors, known in zip(stream, expected, strict=True):
         home.run()
         assert all(map(same, tensors, known))
-    assert stream.note == "No host memory could be pinned: uploads are slower without it."
+    assert stream.note == "No system RAM could be pinned, so uploads are slower."
 
 
 def test_what_lies_on_the_device_is_given_itself(device):

@@ -133,10 +133,10 @@ def test_what_the_command_refuses(capsys):
         (["--cards", "-2"], "cards must be at least 1, got -2"),
         (["--cards", "2.5"], "--cards 2.5 must be a whole number of cards"),
         (["--cards", "nan"], "--cards nan must be a whole number of cards"),
-        (["--cards", "2", "--link", "0"], "the link must be above 0 GB/s, got 0"),
-        (["--cards", "2", "--link", "-1"], "the link must be above 0 GB/s, got -1"),
-        (["--cards", "2", "--link", "nan"], "the link must be above 0 GB/s, got nan"),
-        (["--cards", "2", "--link", "inf"], "the link must be above 0 GB/s, got inf"),
+        (["--cards", "2", "--link", "0"], "the link is 0 GB/s"),
+        (["--cards", "2", "--link", "-1"], "the link is -1"),
+        (["--cards", "2", "--link", "nan"], "the link is nan"),
+        (["--cards", "2", "--link", "inf"], "the link is inf"),
         (["--link", "17"], "--link is for several cards"),
     ):
         code, output = printed(capsys, *argv)

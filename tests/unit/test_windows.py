@@ -45,9 +45,9 @@ def test_two_runs_never_write_one_journal(locks, tmp_path):
 @pytest.mark.parametrize(
     ("error", "length", "remedy"),
     [
-        (PermissionError(13, "Permission denied"), 10, "close what has the file open, or create"),
-        (FileNotFoundError(2, "No such file or directory"), 300, "takes paths of 259 characters"),
-        (OSError(28, "No space left on device"), 10, "create the folder, free space, or choose"),
+        (PermissionError(13, "Permission denied"), 10, "close the program, or create"),
+        (FileNotFoundError(2, "No such file or directory"), 300, "at most 259 characters"),
+        (OSError(28, "No space left on device"), 10, "create the folder"),
     ],
     ids=str,
 )
@@ -68,7 +68,7 @@ def test_a_file_that_another_program_has_open_stays(monkeypatch, tmp_path):
     file.write_bytes(b"old")
     monkeypatch.setattr(sys, "platform", "win32")
     monkeypatch.setattr("pathlib.Path.replace", refuse)
-    with pytest.raises(UnavailableError, match="close what has the file open"):
+    with pytest.raises(UnavailableError, match="close the program"):
         write_whole(file, b"new")
     assert [it.name for it in tmp_path.iterdir()] == ["a.json"] and file.read_bytes() == b"old"
 

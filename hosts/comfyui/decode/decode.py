@@ -37,7 +37,7 @@ from ..record import MeasuredPhase, phase
 from .fused import FusedLayers, OwnLayers, changed, decoder_stages, encoder_stages
 from .kept import KeptVAE
 
-UNREAD = "the VAE has a form that is unknown here"
+UNREAD = "the VAE has an unknown form"
 
 
 def decode(
@@ -62,7 +62,7 @@ def decode(
     latents = samples.unbind()[0] if samples.is_nested else samples
     other = read_or(UNREAD, _other_vae, vae, ours)
     if not other and latents.ndim == 5 and latents.shape[2] > 1:
-        other = f"the latent has {latents.shape[2]} frames, as a video or layers have"
+        other = f"the latent has {latents.shape[2]} frames, as of a video or of layers"
     if other:
         _check_channels(latents, getattr(vae, "latent_channels", None), other=True)
         images, report = _by_host(vae, "decode", latents, other)
@@ -101,7 +101,7 @@ def encode(
 def _by_host(
     vae: comfy.sd.VAE, what: str, source: torch.Tensor, why: str
 ) -> tuple[torch.Tensor, str]:
-    report = f"{what}: ComfyUI's own, because {why}"
+    report = f"{what}: ComfyUI's code ran, because {why}"
     # Another pack's VAE may be of any class.
     patcher, device = (getattr(vae, name, None) for name in ("patcher", "device"))
     with phase(what, patcher, device, (report,)):
@@ -113,7 +113,7 @@ def _other_vae(vae: comfy.sd.VAE, ours: bool) -> str:
     for name in ("decode", "encode"):
         known = (getattr(kind, name) for kind in (comfy.sd.VAE, KeptVAE))
         if getattr(getattr(vae, name), "__func__", None) not in known:
-            return f"the VAE, a {type(vae).__name__}, has its own way to {name}"
+            return f"the VAE, a {type(vae).__name__}, {name}s its own way"
     model = vae.first_stage_model
     kind = kind_of_vae(model)
     if kind is None:
@@ -144,8 +144,8 @@ def _check_channels(latents: torch.Tensor, channels: int | None, *, other: bool 
     if other and (found == channels or not {found, channels} <= vae_shapes().keys()):
         return
     raise SettingError(
-        f"the latents are {tuple(latents.shape)} and the VAE takes (batch, {channels}, height, "
-        "width): connect the VAE of the model that painted them."
+        f"the latents are {tuple(latents.shape)}, but the VAE takes (batch, {channels}, height, "
+        "width): connect the VAE of the model that made the latents."
     )
 
 
@@ -195,8 +195,8 @@ def _encode_images(
     shape = stages.shape
     if pixels.ndim != 4:
         raise SettingError(
-            f"the pixels are {tuple(pixels.shape)} and images are (batch, height, width, channels):"
-            " connect an IMAGE."
+            f"the pixels are {tuple(pixels.shape)}, but an IMAGE is (batch, height, width, "
+            "channels): connect an IMAGE."
         )
     pixels = vae.vae_encode_crop_pixels(pixels).movedim(-1, 1)
     height, width = pixels.shape[-2:]
@@ -291,7 +291,7 @@ class VaeBatch:
                     # Only here, where the exception with all its tensors is gone.
                     plan = self._smaller(plan)
                     lines.append(
-                        "the card ran out of memory; repeated in half of the free memory: "
+                        "the GPU ran out of memory; repeated in half of the free VRAM: "
                         f"{_form(plan)}"
                     )
                     logger.warning("%s: %s", self.what, lines[-1])
@@ -302,9 +302,9 @@ class VaeBatch:
             if run.working_bytes:
                 lines[-1] += f", {format_gib(run.working_bytes)} measured"
             if (moved := others - others_bytes(self.vae)) > 0:
-                lines.append(f"ComfyUI moved {format_gib(moved)} of other models off the card")
+                lines.append(f"ComfyUI offloaded {format_gib(moved)} of other models")
             if self._cleared:
-                lines.append("torch's cache was cleared to free memory")
+                lines.append("torch's cache was cleared to free VRAM")
             run.path = tuple(lines)
             run.asked |= {
                 "size": list(self.size),
@@ -364,10 +364,9 @@ class VaeBatch:
     ) -> UnavailableError:
         comfy.model_management.soft_empty_cache()
         return UnavailableError(
-            f"the card ran out of memory to {self.what} {_form(plan)}: "
-            f"{format_gib(plan.peak_bytes)} of working memory was predicted and "
-            f"{format_gib(free_bytes(self.vae))} is free now, so {remedy}, or free memory on the "
-            "card."
+            f"the GPU ran out of memory to {self.what} {_form(plan)}: "
+            f"{format_gib(plan.peak_bytes)} of working memory was predicted, and "
+            f"{format_gib(free_bytes(self.vae))} is free now. Free VRAM, or {remedy}."
         )
 
 
@@ -380,8 +379,8 @@ def _form(plan: VaePlan) -> str:
 def _how(plan: VaePlan, free: int, others: int) -> str:
     if plan.peak_bytes <= free:
         return plan.reason
-    text = f"{_form(plan)}, {format_gib(plan.peak_bytes)} where {format_gib(max(0, free))} is free"
-    return f"{text}: ComfyUI moves other models off the card first" if others else text
+    text = f"{_form(plan)}, {format_gib(plan.peak_bytes)} of {format_gib(max(0, free))} free"
+    return f"{text}: ComfyUI offloads other models first" if others else text
 
 
 def on_processor(vae: comfy.sd.VAE) -> bool:
@@ -439,7 +438,7 @@ def check_host_memory(what: str, needed: int) -> None:
     available = available_memory()
     if needed > available:
         raise UnavailableError(
-            f"too little memory to {what}: it takes {format_gib(needed)} of host memory and "
-            f"{format_gib(available)} is available, so choose a smaller size or batch, or close "
+            f"too little system RAM to {what}: {format_gib(needed)} is needed and "
+            f"{format_gib(available)} is available. Choose a smaller size or batch, or close "
             "other programs."
         )

@@ -43,8 +43,8 @@ def vae_shape(model: torch.nn.Module) -> VaeShape:
     kind = kind_of_vae(model)
     if kind is None or kind.other_layers(model):
         raise SettingError(
-            f"the VAE is a {type(model).__name__} and exact tiles exist only for Qwen-Image's (Wan "
-            "2.1's): load Qwen-Image's VAE."
+            f"the VAE is a {type(model).__name__}, but exact tiles need Qwen-Image's VAE (the "
+            "architecture of Wan 2.1's): load Qwen-Image's VAE."
         )
     return kind.shape(model)
 
@@ -332,5 +332,5 @@ WAN22 = VaeKind(
     other_layers=_wan22_differs,
     up=_up_of_wan22,
     layers=_layers(vae2_2, Up_ResidualBlock="up_stage", Down_ResidualBlock="down_stage"),
-    strips="it cuts the images of Qwen-Image-2.1 into exact strips",
+    strips="it decodes Qwen-Image-2.1 in exact strips",
 )

@@ -15,7 +15,7 @@ from ..contract import unsupported_host
 from ..encode import KEPT, ROOM, digest, listen, owner_of
 from .fused import changed
 
-UNREAD = "the VAE has a form that is unknown here"
+UNREAD = "the VAE has an unknown form"
 
 
 class KeptVAE(comfy.sd.VAE):

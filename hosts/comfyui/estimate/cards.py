@@ -46,7 +46,7 @@ def card_of(name: str = THIS_CARD, device: torch.device | None = None) -> tuple[
     """
     if not isinstance(name, str):
         raise SettingError(
-            f"the card is {name!r} and must be a name: choose {THIS_CARD!r}, or one of the list, "
+            f"the GPU is {name!r}, which is not a name: choose {THIS_CARD!r}, or one of the list, "
             f"such as {DEFAULT_CARD!r}."
         )
     cards = known_cards()
@@ -55,7 +55,7 @@ def card_of(name: str = THIS_CARD, device: torch.device | None = None) -> tuple[
     device = device or comfy.model_management.get_torch_device()
     facts = card_facts(device)
     if facts is None:
-        where = "the CPU" if device.type == "cpu" else f"{device.type}, not an NVIDIA card"
-        note = f"ComfyUI runs on {where} here, so this is for one {DEFAULT_CARD}."
+        where = "the CPU" if device.type == "cpu" else f"{device.type}, not an NVIDIA GPU"
+        note = f"ComfyUI runs on {where} here, so this estimate is for one {DEFAULT_CARD}."
         return find_card(DEFAULT_CARD, cards), note
     return card_by_driver(replace(facts, limit_watts=power_limit(facts.name)), cards), ""

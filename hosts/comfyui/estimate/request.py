@@ -74,7 +74,7 @@ def request_from(
         chosen |= latent_sizes(latent)
     wired = {"MODEL": model, "CLIP": clip, "VAE": vae, "LATENT": latent}
     if named := [name for name, part in wired.items() if part is not None]:
-        notes.insert(0, f"Sizes are read from what is connected: {', '.join(named)}.")
+        notes.insert(0, f"Sizes are read from the connected inputs: {', '.join(named)}.")
     chosen["family"] = _family(chosen, found, notes)
     _check_parts(find_member(chosen["family"]), encoder, sizes.get("vae"))
     request = RunRequest(**chosen, parts=Parts(**sizes))
@@ -96,7 +96,7 @@ def latent_sizes(latent: Mapping[str, Any]) -> dict[str, int]:
     if not image or not (empty or samples.shape[1] in vae_shapes()):
         what = "of several tensors" if samples.is_nested else f"{tuple(samples.shape)}"
         raise SettingError(
-            f"the LATENT is {what} and {known_latents()}: connect one of Qwen-Image's, or none."
+            f"the LATENT is {what}, but {known_latents()}: connect a latent of Qwen-Image, or none."
         )
     ratio = latent.get("downscale_ratio_spacial") if empty else None
     ratio = ratio or pixels_of(samples.shape[1])
@@ -127,12 +127,12 @@ def _check_parts(member: Member, clip: TrueClip | None, vae: VaeShape | None) ->
     wanted = member.text_encoder.name
     if clip is not None and clip.name != wanted:
         raise SettingError(
-            f"the CLIP is {clip.name} and {member.name} reads {wanted}: connect that, or none."
+            f"the CLIP is {clip.name}, but {member.name} needs {wanted}: connect that, or none."
         )
     if vae is not None and not member.family.vae.fits(vae):
         raise SettingError(
-            f"the VAE has {vae.latent_channels} latent channels and {member.name} paints "
-            f"{member.vae.latent_channels}: connect its own VAE, or none."
+            f"the VAE has {vae.latent_channels} latent channels, but {member.name} uses "
+            f"{member.vae.latent_channels}: connect the VAE of {member.name}, or none."
         )
 
 
@@ -149,8 +149,8 @@ def _take_model(chosen: dict[str, Any], found: TrueModel, notes: list[str]) -> d
     if found.loras.count:
         if chosen["loras"].count:
             raise SettingError(
-                f"{chosen['loras'].count} LoRAs are set and the connected MODEL has LoRAs of its "
-                "own: set 0, or disconnect the MODEL."
+                f"{chosen['loras'].count} LoRAs are set, but the connected MODEL already has "
+                "LoRAs: set 0, or disconnect the MODEL."
             )
         chosen["loras"] = found.loras
     return {
@@ -173,7 +173,7 @@ def _form_note(found: TrueModel) -> str:
     stored = found.stored or found.precision
     note = f"The MODEL's weights are stored in {stored} and computed in {found.computed}"
     if wide:
-        note += "; activations and times are counted as in bf16, so expect more"
+        note += "; activations and times assume bf16, so expect more"
     return f"{note}."
 
 
@@ -192,8 +192,8 @@ def _agreed(name: str, asked: Any, found: Any, part: str, left: Any = AUTO) -> A
     if asked == left:
         return found
     raise SettingError(
-        f"{name} {asked!r} contradicts the {part} that is connected, which has {found!r}: choose "
-        f"{left}, or disconnect the {part}."
+        f"{name} is {asked!r}, but the connected {part} has {found!r}: choose {left}, or "
+        f"disconnect the {part}."
     )
 
 

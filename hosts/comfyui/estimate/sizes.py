@@ -99,7 +99,7 @@ def model_sizes(model: ModelPatcher) -> TrueModel:
     """
     if unsupported_model(model):
         raise SettingError(
-            f"the MODEL is {type(model.model).__name__} and estimates cover only Qwen-Image "
+            f"the MODEL is {type(model.model).__name__}, but estimates are only for Qwen-Image "
             "(2512, Edit, Layered, 2.1): connect one of these, or none."
         )
     return read_sizes(_model_sizes, model)
@@ -151,8 +151,8 @@ def clip_sizes(clip: comfy.sd.CLIP) -> TrueClip:
     found = next(known, None)
     if found is None:
         raise SettingError(
-            f"the CLIP's text encoder is a {type(encoder).__name__} and Qwen-Image's is Qwen2.5-VL:"
-            " connect Qwen-Image's CLIP, or none."
+            f"the CLIP's text encoder is a {type(encoder).__name__}, but Qwen-Image's is "
+            "Qwen2.5-VL: connect Qwen-Image's CLIP, or none."
         )
     place = getattr(clip, "placement", "auto")  # of our loader's
     # On a machine without a card everything computes on the processor, which nobody has asked for.
@@ -180,8 +180,8 @@ def vae_sizes(vae: comfy.sd.VAE) -> tuple[VaeShape, int]:
         shape = counted_vae(kind.shape(model) if kind and kind.strips else vae_shape(model))
     except SettingError as error:
         raise SettingError(
-            f"the VAE is a {type(model).__name__} and not Qwen-Image's: connect Qwen-Image's VAE, "
-            "or none."
+            f"the VAE is a {type(model).__name__}, but Qwen-Image needs its own VAE: connect "
+            "Qwen-Image's VAE, or none."
         ) from error
     return shape, comfy.model_management.module_size(model)
 

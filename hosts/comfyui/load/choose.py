@@ -130,8 +130,8 @@ def resolve(name: str, role: str) -> Path:
     if path is None:
         place = "models/diffusers" if name.endswith("/") else PLACES[role][1]
         raise SettingError(
-            f"{WIDGETS[role]}: {name!r} is not among the files in {place}: put it there and press "
-            f"R to refresh, or choose {_some([*_ranked(role)[0], MICRO])}."
+            f"{WIDGETS[role]}: {name!r} is not in {place}: put the file there and press R to "
+            f"refresh, or choose {_some([*_ranked(role)[0], MICRO])}."
         )
     return path
 
@@ -223,9 +223,9 @@ def find_companion(model: Source, role: str, *, look: bool = True) -> Source:
     if not fitting:
         family = family_titled(model.part.family)
         raise CheckpointError(
-            f"{WIDGETS[role]}: {PLACES[role][1]} has no file that is {getattr(family, role).part} "
-            f"for {model.path.name}: download one from huggingface.co/{family.repository}, or "
-            "choose it by name."
+            f"{WIDGETS[role]}: {PLACES[role][1]} has no file with "
+            f"{getattr(family, role).part} for {model.path.name}: download one from "
+            f"huggingface.co/{family.repository}, or choose a file by name."
         )
     path, found = min(fitting, key=lambda it: _rank(it[1]))
     _companions[key] = files, path
@@ -237,8 +237,8 @@ def check_text_width(model: Source, text_encoder: Source) -> None:
     takes, gives = model.part.dims.get("joint_dim"), text_encoder.part.dims.get("hidden")
     if takes != gives:
         raise CheckpointError(
-            f"text_encoder: the model takes text {takes} wide and the text encoder gives {gives}: "
-            "choose the text encoder that belongs to the model.",
+            f"text_encoder: the model takes text {takes} wide, but the text encoder gives "
+            f"{gives}: choose the model's text encoder.",
             text_encoder.path,
         )
 

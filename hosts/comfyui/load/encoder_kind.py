@@ -67,9 +67,9 @@ def find_tokenizer(source: Source, vocabulary: int, fixed_prefix: bool) -> Folde
     folder = next((folder for folder in folders if holds_tokenizer(folder)), None)
     if folder is None:
         raise CheckpointError(
-            f"ComfyUI's own tokenizer does not fit this text encoder ({vocabulary} tokens), and it "
-            "has none of its own: put the model's tokenizer.json, or vocab.json with merges.txt, "
-            "into its tokenizer folder.",
+            f"ComfyUI's tokenizer does not fit this text encoder ({vocabulary} tokens), and the "
+            "folder has no tokenizer: put the model's tokenizer.json, or vocab.json with "
+            "merges.txt, into the tokenizer folder.",
             folders[0],
         )
     try:
@@ -81,8 +81,8 @@ def find_tokenizer(source: Source, vocabulary: int, fixed_prefix: bool) -> Folde
         ) from error
     if len(tokenizer) > vocabulary:
         raise CheckpointError(
-            f"The tokenizer has {len(tokenizer)} tokens and the text encoder {vocabulary}: take "
-            "both from one model.",
+            f"The tokenizer has {len(tokenizer)} tokens, but the text encoder has {vocabulary}: "
+            "use both from one model.",
             folder,
         )
     if fixed_prefix:
@@ -119,8 +119,8 @@ def is_token(token: object, expected: int) -> bool:
 def refuse_images() -> None:
     """Raises UnavailableError: the prompt has an image and nothing here can see it."""
     raise UnavailableError(
-        "This text encoder has no vision tower, which the image in the prompt needs: load the "
-        "text encoder of a Qwen-Image-Edit model (for Qwen-Image-2.1 Qwen3-VL 8B), or encode "
+        "This text encoder has no vision tower, so it cannot read the image in the prompt: load "
+        "the text encoder of a Qwen-Image-Edit model (for Qwen-Image-2.1, Qwen3-VL 8B), or encode "
         "without an image."
     )
 

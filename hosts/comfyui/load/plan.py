@@ -111,7 +111,7 @@ class LoadReport:
 
     @property
     def chosen(self) -> str:
-        """`bf16, 25.4 GiB, modulation off card (12.7 GiB in host memory)`."""
+        """`bf16, 25.4 GiB, modulation offloaded (12.7 GiB in system RAM)`."""
         return ", ".join(filter(None, (self.precision, format_gib(self.bytes), self.where)))
 
 
@@ -237,9 +237,9 @@ def check_host_memory(needed: int, what: str) -> None:
     available = available_memory()
     if needed > available:
         raise UnavailableError(
-            f"{what} needs {format_gib(needed)} of host memory and {format_gib(available)} is "
-            "available: close other programs, or load a file that is stored in fp8 or int8, which "
-            "takes about half of bf16."
+            f"{what} needs {format_gib(needed)} of system RAM, and {format_gib(available)} is "
+            "available: close other programs, or load an fp8 or int8 file, which takes about half "
+            "of bf16."
         )
 
 
@@ -267,8 +267,8 @@ def _knows_packed(source: Source) -> bool:
 def _why_packed(decision: LoadDecision, needed: int) -> str:
     """Says in one clause why weights stay in 4 or 6 bits; empty where they become int8."""
     if decision.option is not None and decision.option.setting.packed:
-        return "in int8 they would not stay on the card"
-    return "host memory has no room for them in int8" if needed > available_memory() else ""
+        return "in int8 they would not fit in VRAM"
+    return "system RAM has no room for them in int8" if needed > available_memory() else ""
 
 
 def _check_card(source: Source, decision: LoadDecision, card: CardFacts | None) -> None:
@@ -279,9 +279,9 @@ def _check_card(source: Source, decision: LoadDecision, card: CardFacts | None) 
     if stays and card is not None and option is not None and option.moved_bytes:
         needed = option.needs["sampling"]
         raise UnavailableError(
-            f"{source.path.name} in {name} needs {format_gib(needed)} and {card.name} has "
+            f"{source.path.name} in {name} needs {format_gib(needed)}, but {card.name} has "
             f"{format_gib(max(0, card.total_bytes - KEPT_FREE_BYTES))}: start ComfyUI without "
-            "--highvram and --gpu-only so that it can offload"
+            "--highvram and --gpu-only, so that it can offload"
             + (", or choose int8." if name not in QUANTIZED else ".")
         )
 

@@ -51,13 +51,13 @@ from .text_encoder_file import (
 from .weights import map_tensors
 
 SAME = "the CLIP is left unchanged."
-WHILE_THERE_IS_ROOM = "ComfyUI moves it to the card and leaves it there while there is room"
+WHILE_THERE_IS_ROOM = "stays in VRAM while there is room"
 # {placement, of `TEXT_ENCODER_PLACEMENTS`: what the report says of it}
 PLACEMENTS = {
     "auto": WHILE_THERE_IS_ROOM,
     ON_CARD: WHILE_THERE_IS_ROOM,
-    ON_PROCESSOR: "computes on the CPU and takes no room on the card",
-    DROPPED: "leaves the card after each encoding, so that the transformer has it alone",
+    ON_PROCESSOR: "runs on the CPU and takes no VRAM",
+    DROPPED: "leaves VRAM after each encoding, so that the transformer has all of it",
 }
 
 
@@ -168,7 +168,9 @@ def encode_with(clip: comfy.sd.CLIP, settings: EncodeSettings) -> tuple[comfy.sd
         return clip, f"The text encoder is a {type(encoder).__name__}, not Qwen-Image's: {SAME}"
     known = type(clip) in (comfy.sd.CLIP, PlacedClip)
     if not known or any(callable(getattr(type(clip), name, None)) for name in vars(clip)):
-        return clip, f"Another extension encodes with this {type(clip).__name__}: {SAME}"
+        return clip, (
+            f"Another extension has replaced how this {type(clip).__name__} encodes: {SAME}"
+        )
     check_arithmetic(encoder, settings.arithmetic)
     placement = getattr(clip, "placement", "auto")
     changed = PlacedClip.over(clip.clone(), placement, settings)
@@ -178,7 +180,7 @@ def encode_with(clip: comfy.sd.CLIP, settings: EncodeSettings) -> tuple[comfy.sd
 def words_of(settings: EncodeSettings) -> list[str]:
     """Says in sentences what settings do."""
     kept = (
-        f"Images, and the text before the instruction, are encoded once and kept in up to "
+        "Images, and the text before the instruction, are encoded once and kept in up to "
         f"{format_gib(settings.room)} of system RAM."
         if settings.room
         else "Every prompt is encoded as a whole."
@@ -269,13 +271,13 @@ def load_text_encoder(
 def _as_comfyui(
     clip: comfy.sd.CLIP, source: Source, placement: str, fault: CheckpointError
 ) -> tuple[PlacedClip, LoadReport]:
-    unknown = "ComfyUI's own loading took this file, whose form is not known here"
+    unknown = "ComfyUI loaded this file, because its form is unknown to this package"
     return PlacedClip.over(clip, placement), LoadReport(
         what="text encoder",
         path=source.path,
         family=source.part.family,
         precision=AS_STORED,
-        reason="precision and size are ComfyUI's",
+        reason="ComfyUI chose precision and size",
         bytes=clip.patcher.model_size(),
         why=_stays(placement, clip.patcher.load_device),
         hint=unknown,
@@ -286,7 +288,7 @@ def _as_comfyui(
 def _stays(placement: str, device: torch.device) -> str:
     if device.type == "cpu":
         return "on the CPU"
-    return "leaves the card after each encoding" if placement == DROPPED else "on the card"
+    return "leaves VRAM after each encoding" if placement == DROPPED else "on the GPU"
 
 
 def load_text_encoder_patcher(
@@ -364,8 +366,8 @@ def _build(
     if tokenizer is None:
         if comfy.sd.detect_te_model(tensors) is not comfy.sd.TEModel[kind.name.upper()]:
             raise CheckpointError(
-                "ComfyUI does not recognize this as the text encoder of Qwen-Image: get the "
-                "model's own.",
+                "ComfyUI does not recognize this file as the text encoder of Qwen-Image: download "
+                "it from the model's publisher.",
                 source.path,
             )
         return comfy.sd.load_text_encoder_state_dicts(

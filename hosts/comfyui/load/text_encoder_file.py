@@ -23,8 +23,8 @@ from .weights import FLOAT_NAMES, quantize_shown
 HEAD_DIM = 128  # fixed in ComfyUI's class
 HEAD = "model.lm_head."
 VISION = "visual."
-NO_HEAD = "lm_head left out: prompts are encoded, not continued"
-ONLY_7B = "Qwen-Image needs the 7B, which is 3584 wide: get the model's own text encoder."
+NO_HEAD = "lm_head left out, because prompts are encoded and not continued"
+ONLY_7B = "Qwen-Image needs the 7B, which is 3584 wide: download it from the model's publisher."
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,12 @@ def read_layout(source: Source) -> TextEncoderLayout:
     if not vision:
         found = dims.get("vision_dim")
         notes.append(
-            "no vision tower: Edit's text encode nodes cannot take images"
+            "no vision tower: the text encode nodes of Edit cannot take images"
             if found is None
-            else f"vision tower left out: it is {found} wide and ComfyUI's class has "
-            f"{kind.vision_width}, so Edit's text encode nodes cannot take images"
+            else (
+                f"vision tower left out, because it is {found} wide and ComfyUI's is "
+                f"{kind.vision_width}: the text encode nodes of Edit cannot take images"
+            )
         )
     model_class = kind.model if vision else kind.text_only
     expected = shapes_of(model_class(config, torch.bfloat16, "meta", torch.nn))
@@ -120,7 +122,8 @@ def _model_config(source: Source, kind: EncoderKind) -> dict[str, Any]:
     ]
     if missing:
         raise CheckpointError(
-            f"This file lacks the tensors that give its {missing[0]}: download it again.",
+            f"The tensors that give the text encoder's {missing[0]} are missing: download the "
+            "file again.",
             source.path,
         )
     published = kind.config()
@@ -136,8 +139,8 @@ def _heads(source: Source, dim: str, declared: object) -> int:
     heads, rest = divmod(width, HEAD_DIM)
     if rest or not heads or declared not in (None, heads):
         raise CheckpointError(
-            f"This file projects to {width} in {declared or 'an unknown number of'} heads and "
-            f"ComfyUI computes this encoder with heads of {HEAD_DIM}: {ONLY_7B}",
+            f"This text encoder projects to {width} in {declared or 'an unknown number of'} "
+            f"heads, but ComfyUI needs heads of {HEAD_DIM}: {ONLY_7B}",
             source.path,
         )
     return heads
@@ -270,22 +273,22 @@ def _notes(stored: Mapping[str, StoredLayer], rounded: list[str], target: str | 
     if rounded:
         scales = "one scale for each " + ("weight" if target == "fp8" else "row")
         notes.append(
-            f"{len(rounded)} layers quantized to {target}, {scales}; embedding, norms and vision "
-            "tower are not"
+            f"{len(rounded)} layers quantized to {target}, {scales}; not embedding, norms and "
+            "vision tower"
         )
     if twice := sum(layer in stored for layer in rounded):
-        notes.append(f"{twice} of them were quantized in the file: both errors add up")
+        notes.append(f"{twice} of them were already quantized in the file: both errors add up")
     if stored and target == "bf16":
         notes.append("dequantized, which does not restore what the file's format lost")
     elif odd := sum(not _fits_core(stored[layer]) for layer in stored.keys() - set(rounded)):
         notes.append(
-            f"{odd} layers in fp8 with one scale for each row became bf16: ComfyUI's layers take "
-            "one scale for the whole weight"
+            f"{odd} layers in fp8 with a scale for each row became bf16, because ComfyUI's layers "
+            "have one scale for the whole weight"
         )
     fp8 = [it.scale for it in stored.values() if it.format == "fp8" and it.scale.dim() == 0]
     if any(float(scale) == 1.0 for scale in fp8):
         notes.append(
-            "the file's fp8 has no scales, which loses small weights: a scaled or a bf16 file "
+            "the file's fp8 has no scales, which loses small weights: a scaled fp8 or a bf16 file "
             "follows prompts more closely"
         )
     return notes

@@ -51,7 +51,7 @@ from ..sample.run import FINITE_KEY, PARTS_KEY, FirstRun, check_parts
 from .plan import LoadPlan, LoadReport, plan_load, require_less_memory
 from .weights import FLOAT_NAMES, transformer_tensors
 
-NOT_KEPT = "keep_quantized would write what was quantized to a file for the next load."
+NOT_KEPT = "keep_quantized would save the quantized weights for the next load."
 KEEP_DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -111,8 +111,8 @@ def load_model(
 
 def _where(plan: LoadPlan, device: torch.device) -> str:
     if plan.off_card:
-        return f"modulation off card ({format_gib(plan.modulation_bytes)} in host memory)"
-    return "modulation on card" if plan.modulation_bytes and device.type != "cpu" else ""
+        return f"modulation offloaded ({format_gib(plan.modulation_bytes)} in system RAM)"
+    return "modulation in VRAM" if plan.modulation_bytes and device.type != "cpu" else ""
 
 
 def load_patcher(plan: LoadPlan, disable_dynamic: bool = False) -> ModelPatcher:
@@ -144,7 +144,7 @@ def _build(plan: LoadPlan, disable_dynamic: bool = False) -> tuple[ModelPatcher,
         plan.kept.damaged, taken = True, None
         tensors, notes = _read(plan, source, load_device)
     if taken:
-        notes.append(f"keep_quantized: weights from the kept file {taken.path.name}.")
+        notes.append(f"keep_quantized: weights from the cached quantized file {taken.path.name}.")
     elif plan.rounded:
         notes.append(plan.kept.write(tensors) if plan.kept else NOT_KEPT)
     if marker := marker_titled(source.part.family):
@@ -219,7 +219,8 @@ def _what_is_not_quantized(dtype: torch.dtype, kept: Sequence[torch.Tensor]) -> 
         notes.append(f"{len(kept)} layers kept in {name}, which takes {format_gib(more)} more.")
     if name != "bf16":
         notes.append(
-            f"Weights that are not quantized are held in {name}, which this device computes in."
+            f"Weights that are not quantized are stored in {name}, the format that this device "
+            "computes in."
         )
     return notes
 

@@ -99,7 +99,7 @@ def _check(source: Source, names: dict[str, str]) -> dict[str, tuple[int, ...]]:
     dim = source.part.dims.get("dim")
     if not dim:
         raise CheckpointError(
-            "This file lacks the norm before the decoder's last layer, which gives the VAE's "
+            "This file lacks the norm before the decoder's last layer, whose size is the VAE's "
             "width: download it again.",
             source.path,
         )
@@ -111,7 +111,7 @@ def _check(source: Source, names: dict[str, str]) -> dict[str, tuple[int, ...]]:
         # Quantized: its scales would be lost.
         if info.dtype not in PLAIN_DTYPES:
             raise CheckpointError(
-                f"This file holds {names[name]!r} as {info.dtype} and a VAE must be stored in "
+                f"This file has {names[name]!r} as {info.dtype}, but a VAE must be stored in "
                 f"{', '.join(PLAIN_DTYPES)}: use the unquantized file.",
                 source.path,
             )
@@ -128,7 +128,7 @@ def _notes(source: Source, names: dict[str, str], shapes: Container[str]) -> tup
     vae = vae_titled(source.part.family)
     notes = [*left_out([name for name in names if name not in shapes], vae.part)]
     if any(name != native for native, name in names.items()):
-        notes.append("diffusers names converted to ComfyUI's")
+        notes.append("diffusers names were converted to ComfyUI's")
     if source.part.licence:
         notes.append(source.part.licence)
     return (*notes, *vae.notes(source.part.dims))

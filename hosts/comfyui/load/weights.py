@@ -149,14 +149,14 @@ def transformer_tensors(
         ]
         ready |= _in_w4a8(source, packed, stored, device)
         to_round = sorted({*to_round} - {*packed})
-        notes.append(f"{len(packed)} layers are in w4a8, because {plan.packed}.")
+        notes.append(f"{len(packed)} layers stay in w4a8, because {plan.packed}.")
     if to_round:
         most = MOST_ERROR if plan.automatic and precision == "int8" else math.inf
         ready |= quantize_shown(source, to_round, weight_of, precision, device, most=most)
         left = [layer for layer in to_round if f"{layer}.comfy_quant" not in ready]
         form = "int8, rotated (ConvRot)" if precision == "int8" else precision
         count = len(to_round) - len(left)
-        notes.append(f"{count} layers quantized to {form}, one scale for each row.")
+        notes.append(f"{count} layers were quantized to {form}, with one scale for each row.")
         if left:
             more = f" and {len(left) - NAMED} more" if len(left) > NAMED else ""
             notes.append(
@@ -285,19 +285,19 @@ def _what_was_stored(source: Source, packed: str) -> list[str]:
     for name, count in formats.most_common():
         if name == "fp8 e4m3, unscaled":
             notes.append(
-                f"{count} layers are stored in e4m3 without scales. A fixed scale would spoil "
-                "their activations, which are scaled for each token here."
+                f"{count} layers are stored in e4m3 without scales. Their activations are scaled "
+                "for each token here, because a fixed scale would damage them."
             )
         elif name == "fp8 e4m3, scaled":
             notes.append(
-                f"{count} layers are stored in e4m3 with one scale each. Every row uses it, and "
-                "activations are scaled for each token, not by a stored scale."
+                f"{count} layers are stored in e4m3 with one scale for each weight. Activations "
+                "are scaled for each token, not by a stored scale."
             )
         elif name in PACKED:
             notes.append(
                 f"{count} layers stay in {name}, because {packed}."
                 if packed
-                else f"{count} layers stored in {name} were decoded to int8 ConvRot, exactly."
+                else f"{count} layers stored in {name} were decoded to int8 ConvRot without loss."
             )
         elif name in GGUF:
             notes.append(f"{count} layers stored in {name} were expanded.")
@@ -305,7 +305,7 @@ def _what_was_stored(source: Source, packed: str) -> list[str]:
             notes.append(f"{count} layers stored in {name} were converted to bf16.")
     for name, count in source.part.attention.items():
         notes.append(
-            f"The file asks for {name} attention in {count} of its blocks: ComfyUI before "
-            "0.40 ignores it."
+            f"The file asks for {name} attention in {count} blocks, which ComfyUI before 0.40 "
+            "ignores."
         )
     return notes

@@ -40,15 +40,15 @@ from .loss import MOST_LOSS, merge_loss, step_cost, told
 LISTED = 3  # names in a message
 # What the report says where `auto` has chosen for quantized weights.
 ROUNDED = (
-    "auto takes bypass because a merge would round the quantized weights once more; others report "
-    "grids from that."
+    "auto chose bypass, because a merge would round the quantized weights again, which others "
+    "report to cause grid patterns."
 )
-NO_BYPASS = "auto takes merge because this kind of LoRA has no bypass."
+NO_BYPASS = "auto chose merge, because this kind of LoRA has no bypass."
 UNTOLD = (
-    "What a merge rounds away cannot be told, because this LoRA is no sum of matrix products: "
-    "auto takes merge, the only way for it."
+    "The loss of a merge is unknown, because this LoRA is not a sum of matrix products: auto "
+    "chose merge, the only way to apply it."
 )
-NOT_READ = "ComfyUI's loader does not read it"
+NOT_READ = "ComfyUI's loader did not read it"
 TEXT_ENCODER_PREFIXES = ("text_encoder", "text_model", "lora_te", "te_", "clip", "cond_stage_model")
 # What `comfy.lora.load_lora` makes of a module: an adapter, or ("diff", (tensor,)).
 Patch = WeightAdapterBase | tuple[str, tuple[Any, ...]]
@@ -102,7 +102,7 @@ class LoraReport:
             low, high = self.ranks
             size.insert(0, f"rank {low}" if low == high else f"ranks {low} to {high}")
         if self.strength == 0:
-            return f"{self.path.name}: not applied, because its strength is 0 ({', '.join(size)})."
+            return f"{self.path.name}: not applied, because the strength is 0 ({', '.join(size)})."
         how = "merged into the weights" if self.how == "merge" else "as a bypass"
         line = (
             f"{self.path.name}: {self.applied} of {self.modules} keys applied at strength "
@@ -112,7 +112,7 @@ class LoraReport:
         if self.quantized and self.how == "merge":
             notes.append(
                 f"{self.quantized} of these weights are quantized and were rounded again with the "
-                'LoRA in them; "bypass" leaves them as they are and is exact.'
+                'LoRA merged in; "bypass" leaves them unchanged and is exact.'
             )
         if self.not_applied:
             notes.append(f"Not applied: {_list_names(self.not_applied)}.")
@@ -162,9 +162,9 @@ def apply_lora(
     modules = {*file.modules, *applied}
     if not patches:
         raise CheckpointError(
-            f"This LoRA changes nothing in this model, which has none of its {len(modules)} "
-            f"keys ({_list_names(not_applied)}): it looks like {part.family} with {part.variant}, "
-            "so choose a LoRA for this model.",
+            f"This LoRA changes nothing, because this model has none of its {len(modules)} keys "
+            f"({_list_names(not_applied)}). It looks like {part.family} with {part.variant}: "
+            "choose a LoRA for this model.",
             path,
         )
     weights = {key: comfy.utils.get_attr(model.model, _name(key)) for key in patches}
@@ -189,8 +189,8 @@ def apply_lora(
         name = _without_bypass(clone, patches, weights)
         if name and how == "bypass":
             raise SettingError(
-                f"This LoRA changes {name!r} by more than two matrices, which has no bypass: "
-                "choose merge.",
+                f"This LoRA changes {name!r} by more than two matrices, which a bypass does not "
+                "support: choose merge.",
                 path,
             )
         taken = "merge" if name else "bypass"
@@ -203,7 +203,7 @@ def apply_lora(
     elif how == "auto":
         why = UNTOLD if not quantized else NO_BYPASS if taken == "merge" else ROUNDED
     if whole and taken == "bypass":
-        why = f"{why} {whole} of its changes are of whole tensors and merged.".lstrip()
+        why = f"{why} {whole} of its changes are whole tensors and are merged.".lstrip()
     for patch in patches.values():
         if isinstance(patch, WeightAdapterBase):
             put(patch, **{MODE: taken, FILE: path})
@@ -242,14 +242,14 @@ def _merged_in(clone: ModelPatcher, key: Key) -> torch.dtype | None:
 def _check_family(model: ModelPatcher, part: CheckpointPart, path: Path) -> None:
     if unsupported_model(model):
         raise SettingError(
-            f"The MODEL is {type(model.model).__name__} and this node changes Qwen-Image: use "
+            f"The MODEL is {type(model.model).__name__}, but this node is for Qwen-Image: use "
             "ComfyUI's Load LoRA."
         )
     family = kind_of(model.model).family
     if adapts_other(part.family, family):  # of others the shapes tell
         raise CheckpointError(
-            f"This is a {part.family} and the MODEL is {family.label}: choose a LoRA for "
-            f"{family.label}, or load the model that this one is for.",
+            f"This is a {part.family}, but the MODEL is {family.label}: choose a LoRA for "
+            f"{family.label}, or load the model of this LoRA.",
             path,
         )
 
@@ -276,7 +276,8 @@ def _patches(
     ]
     if foreign:
         raise CheckpointError(
-            f"This LoRA is for another model, which has {foreign[0]!r}: choose one for Qwen-Image.",
+            f"This LoRA is for a model with {foreign[0]!r}, which Qwen-Image does not have: "
+            "choose a LoRA for Qwen-Image.",
             file.path,
         )
     targets = {module: known[module] for module in file.modules if module in known}
@@ -287,14 +288,14 @@ def _patches(
     ]
     if sliced:
         raise SettingError(
-            f"This LoRA changes {sliced[0]!r}, which this MODEL keeps inside a larger weight in "
-            "another form: load it with ComfyUI's Load LoRA.",
+            f"This LoRA changes {sliced[0]!r}, which this MODEL stores inside a larger weight: "
+            "use ComfyUI's Load LoRA.",
             file.path,
         )
     if len(set(targets.values())) < len(targets):
         raise CheckpointError(
-            "This LoRA changes a module of the model under two names: a LoRA names each once, so "
-            "split it into two files.",
+            "This LoRA changes one module of the model under two names, but may name it only "
+            "once: split the LoRA into two files.",
             file.path,
         )
     try:
@@ -303,7 +304,8 @@ def _patches(
         )
     except KeyError as error:
         raise CheckpointError(
-            f"This LoRA lacks the tensor {error} of a pair: download the file again.", file.path
+            f"A matrix of a pair is missing in this LoRA, {error}: download the file again.",
+            file.path,
         ) from error
     weights = model.model.state_dict()
     patches = {key: patch for key, patch in loaded.items() if _name(key) in weights}
@@ -329,7 +331,7 @@ def _patches(
         elif module in known and found.isdisjoint(id(file.tensors[name]) for name in own):
             others.append((file.modules[module], "its tensors are incomplete"))
         else:
-            others.append((file.modules[module], "not in this model"))
+            others.append((file.modules[module], "this model has no such module"))
     return patches, applied, others
 
 
@@ -350,14 +352,14 @@ def _check_shape(
             raise ValueError
     except Exception as error:  # whatever ComfyUI's code says of such tensors
         raise CheckpointError(
-            f"The matrices for {key!r} do not fit together or are incomplete: download the file "
+            f"The matrices for {key!r} are incomplete or their shapes differ: download the file "
             "again.",
             path,
         ) from error
     if changed != shape:
         raise CheckpointError(
-            f"This LoRA is for another model: its {key!r} has the shape {changed} and this model's "
-            f"{shape}, so choose one for this model.",
+            f"The LoRA's {key!r} has the shape {changed}, but the model's has {shape}: choose a "
+            "LoRA for this model.",
             path,
         )
 

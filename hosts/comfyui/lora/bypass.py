@@ -551,8 +551,8 @@ class BypassForward:
     ) -> torch.Tensor:
         if others:
             raise UnavailableError(
-                f"This ComfyUI calls linear layers with {', '.join(others)}, which a LoRA in "
-                "bypass does not know: apply the LoRA with lora_mode merge."
+                f"This ComfyUI calls linear layers with {', '.join(others)}, which a LoRA as a "
+                "bypass does not support: choose lora_mode merge."
             )
         around = AroundLinear(input_act, act_weight, residual, residual_scale)
         return around.run(lambda x: self._change(x, self.forward(x)), x)

@@ -62,8 +62,8 @@ class FewSteps:
         """Says what it is trained for, in a sentence."""
         if self.schedule is None:
             return (
-                f"{self.what} is for {self.steps} steps by its name, and its sigmas are not known "
-                "here: take those of its model card, in ManualSigmas."
+                f"{self.what} is for {self.steps} steps by its name, but its sigmas are unknown: "
+                "enter the sigmas of its model card in ManualSigmas."
             )
         return (
             f"{self.what} is for {self.schedule.name!r}, by {self.told_by}: {self.steps} steps, "
@@ -87,9 +87,11 @@ class FewStepParts:
         """Says in a sentence that there are several, or that the strength is another."""
         if len(self.parts) > 1:
             named = " and ".join(it.what for it in self.parts)
-            return [f"This MODEL has {named}, and each is distilled alone: keep one of them."]
+            return [
+                f"This MODEL has {named}, but each was distilled to run alone: keep one of them."
+            ]
         return [
-            f"{it.what} is published for strength 1, and its strength is {it.strength:g}."
+            f"{it.what} is published for strength 1, but its strength here is {it.strength:g}."
             for it in self.parts
             if it.strength != 1
         ]
@@ -190,7 +192,7 @@ def _differences(
 ) -> list[str]:
     lines, schedule = [], chosen.schedule
     if cfg is not None and cfg > 1:
-        lines.append(f"CFG is {cfg:g}, and {chosen.what} is distilled for CFG 1: set CFG to 1.")
+        lines.append(f"CFG is {cfg:g}, but {chosen.what} is distilled for CFG 1: set CFG to 1.")
     tokens = latent[-1] * latent[-2] * pixels_of(latent[1]) ** 2 // PIXELS_PER_TOKEN_SIDE**2
     # A second schedule of the same files has no names of its own.
     others = (it for it in family.schedules if it.source == schedule.source and not it.named)
@@ -199,8 +201,8 @@ def _differences(
     if len(given) > 1 and not any(_is_part(given, it) for it in known):
         values = ", ".join(f"{it:.3g}" for it in known[0])
         lines.append(
-            f"The sampler's sigmas are not those of {chosen.what} ({values}): take Qwen-Image "
-            "Scheduler with auto, behind the LoRA."
+            f"The sampler's sigmas differ from those of {chosen.what} ({values}): put Qwen-Image "
+            "Scheduler with auto after the LoRA."
         )
     return lines
 
@@ -218,6 +220,6 @@ def auto_schedule(patcher: ModelPatcher) -> tuple[Schedule, list[str]]:
     chosen = found.chosen
     if chosen is None:
         return OFFICIAL, [
-            "auto knows no few-step model or LoRA here: of one that is loaded, choose the schedule."
+            "auto found no few-step model or LoRA: if one is loaded, choose its schedule."
         ]
     return chosen.schedule or OFFICIAL, [chosen.words(), *found.faults()]

@@ -100,8 +100,8 @@ def read_lora(path: Path) -> LoraFile:
         normalized = normalize_name(name)
         if normalized in file.tensors:
             raise CheckpointError(
-                f"This LoRA holds {normalized!r} twice, once as {name!r}: a LoRA changes each "
-                "module once, so split it into two files.",
+                f"This LoRA has {normalized!r} twice, once as {name!r}, but may change it only "
+                "once: split the LoRA into two files.",
                 path,
             )
         file.tensors[normalized], file.names[normalized] = tensor, name
@@ -127,19 +127,19 @@ def module_of(name: str) -> str:
 def _fault(name: str, kind: str, tensor: torch.Tensor) -> str | None:
     shape = f"{name!r} has the shape {tuple(tensor.shape)}"
     if kind == "alpha" and tensor.numel() != 1:
-        return f"{shape} and must be one number: download the file again."
+        return f"{shape}, but must be one number: download the file again."
     if kind in DOWN and tensor.ndim < 2:
-        return f"{shape} and must be a matrix: download the file again."
+        return f"{shape}, but must be a matrix: download the file again."
     if tensor.numel() == 0:
-        return f"{shape}, and a LoRA of rank 0 changes nothing: download the file again."
+        return f"{shape}, but a LoRA of rank 0 changes nothing: download the file again."
     if kind == "lora_magnitude_vector":
         return (
-            f"This is a DoRA as PEFT writes it ({name!r}), which ComfyUI would apply without its "
+            f"This is a DoRA in PEFT's format ({name!r}), which ComfyUI would apply without its "
             "magnitudes: save it as a plain LoRA, or merge it into the model."
         )
     # fp8 has no isfinite.
     if not (tensor.float() if tensor.itemsize == 1 else tensor).isfinite().all():
-        return f"This file holds NaN or infinity in the tensor {name!r}: download it again."
+        return f"The tensor {name!r} has NaN or infinity: download the file again."
 
 
 def stored_alphas(
@@ -169,8 +169,8 @@ def stored_alphas(
             found[module] = scale * rank
     except (ArithmeticError, AttributeError, TypeError, ValueError, re.error) as e:
         raise CheckpointError(
-            f"The scale of this LoRA stands in its {ADAPTER_METADATA!r}, which cannot be used "
-            f"({e}): download the file again.",
+            f"The LoRA's scale in {ADAPTER_METADATA!r} cannot be used ({e}): download the file "
+            "again.",
             path,
         ) from e
     return found
@@ -183,7 +183,7 @@ def _patterns(
     found = (config.get(field) or {}).items()
     for key, _ in found:
         if _ways(key, modules) > MOST_WAYS:
-            raise ValueError(f"its {field} repeats too much: {key[:60]!r}")
+            raise ValueError(f"{field} repeats too often: {key[:60]!r}")
     return [(re.compile(rf"(.*\.)?({key})$"), it) for key, it in found]
 
 

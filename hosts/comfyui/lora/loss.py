@@ -91,8 +91,8 @@ def told(loss: float, asked: str, how: str, cost: str) -> str:
     share = f"{loss:.0%}" if loss >= 0.1 else f"{loss:.1%}"
     if how == "bypass":
         return (
-            f"A merge would round away {share} of this LoRA's change, more than {MOST_LOSS:.0%}, "
-            f"so auto takes bypass, which keeps it and makes {cost}; lora_mode merge does not."
+            f"A merge would round away {share} of this LoRA's change, more than {MOST_LOSS:.0%}. "
+            f"So auto chose bypass, which keeps it and makes {cost}; lora_mode merge adds no time."
         )
     chosen = f", at most {MOST_LOSS:.0%}, so auto merges" if asked == "auto" else ""
     return (

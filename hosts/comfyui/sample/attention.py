@@ -239,14 +239,14 @@ class FileAttention:
     def lines(self, otherwise: list[str]) -> list[str]:
         lines = [
             f"attention: {name}, {'exact' if name in EXACT else 'lossy'}: chosen for {count} of "
-            f"{self._blocks} blocks by the file of the model or of a LoRA"
+            f"{self._blocks} blocks by the model's or a LoRA's file"
             for name, count in self.runs.items()
         ]
         rest = self._blocks - self.runs.total()
         if lines and rest:
-            lines.append(f"attention: ComfyUI's own in the other {rest}")
+            lines.append(f"attention: ComfyUI's in the other {rest}")
         missing = [
-            f"attention: not {name}, which a file asks for in {count} of {self._blocks} blocks: "
+            f"attention: not {name}, which a file requests for {count} of {self._blocks} blocks: "
             f"{_why_missing(name)}"
             for name, count in self.missing.items()
         ]
@@ -267,4 +267,4 @@ def _why_missing(name: str) -> str:
     known = hasattr(comfy.ldm.modules.attention, f"attention_{name}")
     if known and name.startswith("comfy_kitchen_"):
         return "the installed comfy-kitchen cannot run it on this device"
-    return "this ComfyUI takes no attention of that name from a file"
+    return "this ComfyUI does not let a file choose this attention"

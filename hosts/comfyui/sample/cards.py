@@ -51,19 +51,21 @@ def split_cards(model: ModelPatcher, cards: int) -> tuple[ModelPatcher, str]:
     alike, notes = _cards_like(clone.load_device, cards)
     found = alike if isinstance(alike, Verdict) else _cloned(clone, 1 + len(alike))
     if isinstance(found, Verdict):
-        lines = [f"cards: one, {found}"]
+        lines = [f"GPUs: one, {found}"]
     else:
         clone = found
         clone.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, CARDS_KEY, share_idle_cards)
         names = ", ".join(map(str, (clone.load_device, *alike)))
         family = kind_of(model.model).family
-        rest = "and a card without a prompt takes a part of another's image rows"
+        rest = "and a GPU without a prompt computes part of another prompt's image tokens"
         if not family.split_rows:
-            rest = f"and {family.title}'s image rows are not shared: without CFG one card works"
-        lines = [f"cards: {names}; each prompt of a step goes to one, {rest}"]
+            rest = (
+                f"and {family.title}'s image tokens are not shared: without CFG, only one GPU works"
+            )
+        lines = [f"GPUs: {names}; each prompt of a step runs on one GPU, {rest}"]
         if family.split_rows and clone.get_attachment(OPTIMIZATION_KEY) is None:
             lines.append(
-                "cards: image rows are not shared without Qwen-Image Optimize: connect it before "
+                "GPUs: image tokens are not shared without Qwen-Image Optimize: connect it before "
                 "this node"
             )
         lines += [line for device in alike for line in _tight(clone, device)]
@@ -77,7 +79,7 @@ def _cards_like(
 ) -> tuple[Sequence[torch.device] | Verdict, list[str]]:
     """Finds the first other cards that ComfyUI takes, as many as are like `own`; and notes."""
     if cards < 2:
-        return Verdict("as asked for"), []
+        return Verdict("as requested"), []
     visible = management.get_all_torch_devices()
     others = [device for device in visible if device != own]
     if not others:
@@ -91,17 +93,17 @@ def _cards_like(
     taken, notes = others[: cards - 1], []
     alike = list(takewhile(lambda device: _are_alike(own, device), taken))
     if len(taken) < cards - 1:
-        notes.append(f"cards: {cards} are asked for, and ComfyUI sees {1 + len(others)}")
+        notes.append(f"GPUs: {cards} were requested, and ComfyUI sees {1 + len(others)}")
     if alike == taken:
         return alike, notes
     other = taken[len(alike)]
     reason = (
-        f"{other} ({_kind(other)}) is not like {own} ({_kind(own)}), and the slower card would "
-        "hold up the faster"
+        f"{other} ({_kind(other)}) differs from {own} ({_kind(own)}), and the faster GPU would "
+        "wait for the slower one"
     )
     if not alike:
         return Verdict(f"because {reason}"), notes
-    return alike, [*notes, f"cards: {len(alike) + 1} of {cards}, because {reason}"]
+    return alike, [*notes, f"GPUs: {len(alike) + 1} of {cards}, because {reason}"]
 
 
 def _kind(device: torch.device) -> InstalledCard | str:
@@ -148,8 +150,9 @@ def _tight(model: ModelPatcher, device: torch.device) -> list[str]:
     if free >= model.model_size():
         return []
     return [
-        f"cards: {device} has {format_gib(free)} for {format_gib(model.model_size())} of weights: "
-        "the rest waits in host memory, which slows every step; close what else uses this card"
+        f"GPUs: {device} has {format_gib(free)} free for {format_gib(model.model_size())} of "
+        "weights. The rest stays in system RAM, which slows every step: close other programs on "
+        "this GPU"
     ]
 
 
@@ -184,8 +187,8 @@ def share_idle_cards(
             return executor(model, conds, x, timestep, alone if unsafe else model_options)
     except torch.OutOfMemoryError as error:
         logger.warning(
-            "Qwen-Image Accelerator, cards: %s The run goes on with one card: close what else uses "
-            "the others.",
+            "Qwen-Image Accelerator, GPUs: %s The run continues on one GPU: close other programs "
+            "on the others.",
             first_line(error),
         )
     # The other cards' results still wait in the pool, where the next step would take them.

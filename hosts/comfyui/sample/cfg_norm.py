@@ -47,7 +47,8 @@ def rescale_by_token(model: ModelPatcher) -> ModelPatcher:
     kind = kind_of(model.model)
     if kind and not kind.family.norm_guided:
         logger.warning(
-            "Qwen-Image CFG Rescale: no effect on %s, which diffusers guides without it.",
+            "Qwen-Image CFG Rescale: no effect on %s, because diffusers does not rescale CFG "
+            "there.",
             kind.family.title,
         )
         return model

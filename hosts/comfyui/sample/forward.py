@@ -46,8 +46,8 @@ from .modulation import ModelModulation, weak_identity
 for module in imported_code():
     called_by(module)
 ARGUMENTS = set(BLOCK_ARGUMENTS)
-OTHER_ARGUMENTS = Verdict("ComfyUI passes its blocks arguments that are unknown here")
-COMPILED = Verdict("torch.compile runs the model; without it the fused blocks would")
+OTHER_ARGUMENTS = Verdict("ComfyUI passes its blocks unknown arguments")
+COMPILED = Verdict("torch.compile runs the model; without it, the fused kernels would run")
 SWITCHED_OFF = Verdict("ComfyUI runs with --disable-cuda-graphs")
 INPUT_PATCH = Verdict("another node changes what attention reads (attn1_patch)")
 # Of transformer_options: how many steps of a run call the model, where a step cache skips others.
@@ -77,8 +77,8 @@ def is_compiled(options: dict[str, Any]) -> bool:
 # break.
 
 COMPILER_FAILED = Verdict(
-    "ComfyUI's compiler stopped with an aimdo memory compile error: --disable-comfy-compiler "
-    "starts ComfyUI without it",
+    "ComfyUI's compiler stopped with an aimdo memory compile error: start ComfyUI with "
+    "--disable-comfy-compiler",
     final=True,
 )
 
@@ -235,7 +235,7 @@ class ComfyPass(DoubleStream):
         if is_compiled(self._options):
             return COMPILED
         if new := unknown_attention_arguments():
-            return Verdict(f"ComfyUI gives attention {', '.join(new)}, which is unknown here")
+            return Verdict(f"ComfyUI gives attention an unknown {', '.join(new)}")
         return INPUT_PATCH if self._options.get("patches", {}).get("attn1_patch") else None
 
     def inputs(

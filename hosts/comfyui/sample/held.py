@@ -33,14 +33,14 @@ NEEDED = (
     *("vbar_fault", "vbar_unpin", "vbar_signature_compare"),
     *("ModelVBAR.get_residency", "ModelVBAR.get_watermark", "ModelVBAR.prioritize"),
 )
-UNKNOWN = Verdict("this comfy_aimdo is unknown", final=True)
-PARTIAL = Verdict("some of the weights are in host memory")
+UNKNOWN = Verdict("this version of comfy_aimdo is unknown", final=True)
+PARTIAL = Verdict("some of the weights are in system RAM")
 HOOKS = Verdict("hooks change the weights between steps")
-OWN_WAY = Verdict("some layers run ComfyUI's own way")
-ON_THE_WAY = Verdict("weights are changed on their way to their layers")
-CAST = Verdict("weights are cast on their way to their layers")
-ROOM = Verdict("the first pass of a run may need the memory of weights")
-TIGHT = Verdict("with all weights held, memory ran out")
+OWN_WAY = Verdict("some layers run ComfyUI's code")
+ON_THE_WAY = Verdict("weights are changed when their layers run")
+CAST = Verdict("weights are cast when their layers run")
+ROOM = Verdict("the first forward pass of a run may need the weights' memory")
+TIGHT = Verdict("memory ran out while all weights were kept in VRAM")
 
 
 class Pages(NamedTuple):

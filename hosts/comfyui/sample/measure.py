@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 
 SAMPLING_KEY = "qwen_l40s_record"
 NOT_OPTIMIZED = Verdict(
-    "blocks: ComfyUI's own",
-    remedy="put Qwen-Image Optimize before the sampler, because fused blocks did not run",
+    "blocks: ComfyUI's code",
+    remedy="put Qwen-Image Optimize before the sampler: fused kernels did not run",
 )
 # ComfyUI's guiders that go another way than CFGGuider's own and still guide by its `cfg`.
 GUIDED_BY_CFG = ("Guider_PerpNeg", "Guider_DualModel")

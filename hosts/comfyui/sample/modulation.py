@@ -87,7 +87,7 @@ class _Layers:
         for index, name in product(range(len(blocks)), self._names):
             module = getattr(blocks[index], name, None)
             if other := _unlike(module, name, type(query_layer(blocks[index]))):
-                self.unknown = Verdict(f"{other} of block {index} is not as ComfyUI made it")
+                self.unknown = Verdict(f"another extension has changed {other} of block {index}")
                 return
             self._linears.append(module._modules["1"])
         given = dict(enumerate(blocks)), (), self._linears, is_foreign
@@ -290,12 +290,12 @@ class ModelModulation:
             size = format_gib(self._off_card_bytes)
             moved = "were not needed in this run"
             if passes.passes:
-                moved = f"passed through the card {passes.passes} times, in {passes.seconds:.2f} s"
-            lines.append(f"modulation: {size} of weights stay in host memory and {moved}")
+                moved = f"were uploaded to the GPU {passes.passes} times, in {passes.seconds:.2f} s"
+            lines.append(f"modulation: {size} of weights stay in system RAM and {moved}")
         elif self.figures.timesteps and on_card and not patcher.is_dynamic():
             lines.append(
-                "modulation: its weights stay on the card with the table; modulation off card in "
-                "Load Qwen-Image Model leaves them in host memory"
+                "modulation: its weights stay in VRAM with the table; offload_modulation on in "
+                "Load Qwen-Image Model keeps them in system RAM"
             )
         return lines + [f"modulation: {note}" for note in dict.fromkeys(passes.notes)]
 
@@ -310,7 +310,7 @@ class ModelModulation:
         if torch.is_grad_enabled():
             return Verdict("gradients are recorded")
         if layers.change_in_use(self.patcher):
-            return Verdict("another extension changes its weights as they are used")
+            return Verdict("another extension changes the weights when they are used")
         return layers.unknown
 
     def _layers(self) -> _Layers:

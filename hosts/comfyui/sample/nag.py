@@ -24,9 +24,9 @@ from .run import NAG_KEY, UNREAD
 
 EMPTY = Verdict("the negative prompt is empty")
 COMBINED = Verdict("prompts are combined, in regions or scheduled")
-CARDS = Verdict("several cards share the run")
-OTHER = Verdict("nothing is known of a negative prompt in this family")
-ONLY_NEGATIVE = Verdict("no pass of the run was one of the positive prompt in these steps")
+CARDS = Verdict("several GPUs share the run")
+OTHER = Verdict("this model has no known way to use a negative prompt")
+ONLY_NEGATIVE = Verdict("no forward pass in these steps had the positive prompt")
 LAST_STEP = 10_000
 # Of a conditioning, what says that it is for a part of the picture or of the run, and what for all.
 WHOLE = {"area": None, "mask": None, "default": None, "strength": 1.0} | {
@@ -56,8 +56,8 @@ class NagSettings:
     def __post_init__(self) -> None:
         if self.end <= self.start:
             raise SettingError(
-                f"end_at_step is {self.end} and start_at_step {self.start}: no step is between "
-                "them, so raise end_at_step."
+                f"end_at_step is {self.end} and start_at_step is {self.start}, so no step is "
+                "guided: raise end_at_step."
             )
 
 
@@ -157,8 +157,8 @@ class AttentionGuidance:
         ]
         if self._cfg is not None and self._cfg > 1:
             lines.append(
-                f"NAG: CFG is {self._cfg:g}, so that each step has a second pass, of the sampler's "
-                "own negative prompt; at CFG 1 it would take about half the time"
+                f"NAG: CFG is {self._cfg:g}, so each step also computes the sampler's negative "
+                "prompt; CFG 1 takes about half the time"
             )
         return lines
 
@@ -177,14 +177,14 @@ def guide_attention(
         clone.remove_wrappers_with_key(kind, NAG_KEY)
     clone.remove_attachments(NAG_KEY)
     if settings.scale == 1 or settings.alpha == 0:
-        return clone, "NAG: off, as scale is 1 or alpha 0."
+        return clone, "NAG: off, because nag_scale is 1 or nag_alpha is 0."
     guidance = AttentionGuidance(negative, settings)
     clone.set_attachments(NAG_KEY, guidance)
     record_runs(clone)
     clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, NAG_KEY, guidance.outer_sample)
     clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, NAG_KEY, guidance.forward)
     aside = _unusable(negative)
-    said = f"has no effect: {aside}" if aside else "guides the run; Report says how far."
+    said = f"has no effect: {aside}" if aside else "guides the run; the Report shows how much."
     return clone, f"NAG: {said}"
 
 
@@ -219,8 +219,8 @@ def _negative(guider: Any, negative: Sequence[Any]) -> NegativePrompt:
     width, _ = read_or((None, None), kind_of(model).takes, model.diffusion_model)
     if width and text.shape[-1] != width:
         raise SettingError(
-            f"NAG's negative prompt is {text.shape[-1]} wide and the MODEL takes text {width} "
-            "wide: use the model's own text encoder."
+            f"NAG's negative prompt is {text.shape[-1]} wide, but the MODEL takes text {width} "
+            "wide: use the model's text encoder."
         )
     references = [model.process_latent_in(it) for it in more.get("reference_latents") or ()]
     slots = list(more.get("image_slots") or ())

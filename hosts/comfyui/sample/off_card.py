@@ -286,16 +286,16 @@ def compute_off_card(
     needed = LAYERS_ON_CARD * max(layer.nbytes for layer in layers)
     _make_room(needed, device)
     figures.note(
-        f"the card had no room for {format_gib(needed)} of weights to upload, so ComfyUI moved "
-        "other models off it first"
+        f"the GPU had no room for {format_gib(needed)} of weights to upload, so ComfyUI offloaded "
+        "other models first"
     )
     try:
         return _streamed(blocks, layers, embeddings, batch, patcher, figures)
     except torch.OutOfMemoryError:
         pass
     figures.note(
-        "computed on the CPU, because the card has no room for one layer's weights; the CPU rounds "
-        "differently, so free card memory for an exact picture"
+        "computed on the CPU, because the GPU has no room for one layer's weights; the CPU rounds "
+        "differently, so free VRAM for an exact image"
     )
     figures.inexact = True
     on_cpu = [embedding.cpu() for embedding in embeddings]
@@ -325,8 +325,8 @@ def _streamed(
     if stream.note:
         figures.note(stream.note.removesuffix("."))
     logger.info(
-        "Qwen-Image Accelerator: the modulation of %d timesteps took %.2f s and moved %s of "
-        "weights to the card.",
+        "Qwen-Image Accelerator: the modulation of %d timesteps took %.2f s and uploaded %s of "
+        "weights to the GPU.",
         len(embeddings),
         seconds,
         format_gib(stream.bytes),

@@ -57,8 +57,8 @@ class OptimizeSettings:
     def __post_init__(self) -> None:
         if not 0 < self.attention_error <= 1:
             raise SettingError(
-                f"attention_error must be above 0 and at most 1, got {self.attention_error!r}: use "
-                f"{MOST_ERROR}."
+                f"max_8bit_error (attention_error) is {self.attention_error!r}, but must be "
+                f"above 0 and at most 1: use {MOST_ERROR}."
             )
 
 

@@ -45,16 +45,16 @@ CARDS_KEY = "qwen_l40s_cards"
 NAG_KEY = "qwen_l40s_nag"
 VERIFIED = {"cuda"}  # kinds of cards whose links are
 OTHER_NODES = "another node's, set after Qwen-Image Optimize"
-UNREAD = Verdict("the run's prompts have a form that is unknown here")
+UNREAD = Verdict("the run's prompts have an unknown form")
 MASKED = (
-    "attention: the text's rows have a mask, which some nodes' attention drops (Patch Sage "
-    "Attention KJ): if the picture misses the prompt, remove that node"
+    "attention: the text has a mask, which some nodes' attention ignores (Patch Sage Attention "
+    "KJ): if the image misses the prompt, remove that node"
 )
 
 
 ROUNDED = (
-    "LoRAs: {} quantized weights are rounded again with a patch that is merged into them, because "
-    "it has no bypass: with precision bf16 it loses less"
+    "LoRAs: {} quantized weights are rounded again with a merged patch that has no bypass: "
+    "precision bf16 loses less"
 )
 
 
@@ -145,7 +145,7 @@ class ComfyOptimization(Optimization):
                 self.confirm()
                 return output
             except NotFiniteError:
-                logger.warning("Qwen-Image Accelerator: the run begins again.")
+                logger.warning("Qwen-Image Accelerator: the run starts again.")
                 unsafe_copies(guider.model_patcher, again=True)  # lost ones may give NaN, too
             again = {name: [dict(prompt) for prompt in it] for name, it in prompts.items()}
             patches.put(guider, conds=again)
@@ -254,8 +254,8 @@ def _check_hooks(patcher: Any) -> None:
         if not hook_merges(comfy.utils.get_attr(patcher.model, layer), name):
             raise SettingError(
                 f"A LoRA hook changes {key!r} by more than products of small matrices, which "
-                "ComfyUI cannot merge into a quantized model during a run: load the MODEL with "
-                "precision bf16, or put the LoRA on all prompts with Load Qwen-Image LoRA."
+                "cannot be merged into a quantized model during a run. Load the MODEL with "
+                "precision bf16, or apply the LoRA to all prompts with Load Qwen-Image LoRA."
             )
 
 
@@ -264,7 +264,7 @@ def unsafe_copies(patcher: Any, again: bool = False) -> list[str]:
     clones = patcher.get_additional_models_with_key("multigpu")
     pairs = combinations([it.load_device for it in (patcher, *clones)], 2)
     warnings = [link_warning(*pair, again) for pair in pairs]
-    return [f"cards: {warning}" for warning in warnings if warning]
+    return [f"GPUs: {warning}" for warning in warnings if warning]
 
 
 def link_warning(first: torch.device, second: torch.device, again: bool = False) -> str:
@@ -295,15 +295,15 @@ def _check_parts(model: Any, guider: Any, noise: torch.Tensor) -> None:
     for text in _tensors(prompt.get("cross_attn") for prompt in prompts):
         if text.shape[-1] != width:
             raise SettingError(
-                f"The prompt is {text.shape[-1]} wide and the MODEL takes text {width} wide: use "
-                f"the model's own text encoder, {encoder}."
+                f"The prompt is {text.shape[-1]} wide, but the MODEL takes text {width} wide: use "
+                f"the model's text encoder, {encoder}."
             )
     references = (latent for it in prompts for latent in it.get("reference_latents") or ())
     for latent in _tensors((noise, *references)):
         if latent.ndim > 3 and latent.shape[1] != channels:
             raise SettingError(
-                f"A latent has {latent.shape[1]} channels and the MODEL takes {channels}: use the "
-                "model's own VAE."
+                f"The latent has {latent.shape[1]} channels, but the MODEL takes {channels}: use "
+                "the model's VAE."
             )
 
 
@@ -364,7 +364,7 @@ def _refuse(module: torch.nn.Module, path: Path) -> None:
         if not all(map(is_finite, stored)):
             raise not_finite(path, name)
     raise UnavailableError(
-        "The model gave NaN or infinity in its first run although its weights are finite: an "
-        "attention kernel, a LoRA or another node's patch is at fault, so run once without them.",
+        "The model gave NaN or infinity in its first run, although its weights are finite. An "
+        "attention kernel, a LoRA or another node's patch causes this: run once without them.",
         path,
     )

@@ -28,15 +28,13 @@ from .measure import record_runs
 from .run import STEP_CACHE_KEY, UNREAD
 
 NOT_A_FLOW = Verdict("the model is not a rectified flow")
-READS_MORE = Verdict(
-    "the sampler reads a step's branches as well as its prediction, as cfg_pp samplers do"
-)
+READS_MORE = Verdict("the sampler uses a step's prompts separately, as cfg_pp samplers do")
 # With APG's momentum of 0.8, forecasts of 14 of 20 steps miss by 0.5 % and the final latent by 53 %
 # (micro model, CFG 4): a step that is skipped does not come into its average.
-REMEMBERS = Verdict("guidance remembers earlier steps, as APG with momentum does")
+REMEMBERS = Verdict("guidance uses earlier steps, as APG with momentum does")
 COMBINED = Verdict("several prompts are combined")
 HOOKS = Verdict("hooks change the weights during the run")
-ALL_KEPT = Verdict("the mask has no area that is repainted in full")
+ALL_KEPT = Verdict("the mask has no area that is generated in full")
 # Where a sampler can put functions of its own around the guidance.
 AROUND_GUIDANCE = ("sampler_pre_cfg_function", "sampler_cfg_function", "sampler_post_cfg_function")
 
