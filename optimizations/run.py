@@ -1,5 +1,5 @@
 """What happens to an optimized model in a run, in whichever host: which blocks run fused, the check
-in the first step, what falls back and why, and the report. `blocks/passes.py` has one pass of it.
+in the first step, what falls back and why, and the report. `passes.py` has one pass of it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from ..verdict import Verdict, first_line
 from .attention import ChosenAttention
 from .blocks.graphs import PassMemory
 from .blocks.host import FirstBlockCheck, HostPass, PreparedModel, SplitFigures
-from .blocks.passes import ForwardPass, WatchedError
 from .cards.team import CardPass, ShapeFigures, Team
 from .inventory import is_changed
+from .passes import ForwardPass, WatchedError
 
 AS_ASKED = Verdict("as requested")
 NO_PASS = Verdict("no forward pass ran")

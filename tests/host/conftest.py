@@ -179,8 +179,8 @@ def played_graphs(monkeypatch):
     """Plays a CUDA graph of all blocks where one might be replayed; lists the steps of those."""
     import torch
 
-    from qwen_l40s.optimizations.blocks.passes import ForwardPass
     from qwen_l40s.optimizations.blocks.products import streams_of
+    from qwen_l40s.optimizations.passes import ForwardPass
 
     steps = []
 

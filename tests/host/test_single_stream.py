@@ -27,8 +27,8 @@ from qwen_l40s.optimizations.attention import BACKENDS
 from qwen_l40s.optimizations.attention.choice import TRIAL_TOKENS
 from qwen_l40s.optimizations.attention.chosen import ChosenAttention, attend_causal
 from qwen_l40s.optimizations.blocks.block import BlockExecutor
-from qwen_l40s.optimizations.blocks.passes import ForwardPass
 from qwen_l40s.optimizations.blocks.workspace import Program
+from qwen_l40s.optimizations.passes import ForwardPass
 
 pytestmark = [
     pytest.mark.usefixtures("inference_mode"),

@@ -18,9 +18,9 @@ from test_block import DIM, LAYERS, MIXES, Case, Layers, attend, new_block, rand
 
 from qwen_l40s.caches import forget
 from qwen_l40s.optimizations import fused, run
+from qwen_l40s.optimizations import passes as passes_module
 from qwen_l40s.optimizations.attention import AttentionRequest, ChosenAttention
 from qwen_l40s.optimizations.blocks import graphs, workspace
-from qwen_l40s.optimizations.blocks import passes as passes_module
 from qwen_l40s.optimizations.blocks.block import BlockExecutor
 from qwen_l40s.optimizations.blocks.block_form import (
     DENSE,

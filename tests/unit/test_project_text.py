@@ -7,6 +7,8 @@ from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 NOT_PACKAGE = {"tests", "docs", "build", "dist", "out"}
 FILES = sorted(
@@ -254,8 +256,9 @@ def test_rooms_import_one_way():
     assert circle_of_rooms(ROOT, known={("spec", "families")}) is None
 
 
-def test_rooms_of_comfyui_import_one_way():
-    assert circle_of_rooms(ROOT / "hosts" / "comfyui") is None
+@pytest.mark.parametrize("folder", ["hosts", "hosts/comfyui", "optimizations"])
+def test_rooms_of_a_folder_import_one_way(folder):
+    assert circle_of_rooms(ROOT / folder) is None
 
 
 def test_no_two_public_classes_have_one_name():

@@ -12,19 +12,19 @@ from typing import Any
 
 import torch
 
-from ...patches import patched
-from ...spec.sizes import MOST_GRAPH_ROWS
-from ...split_cost import Exchange
-from ...verdict import Verdict, first_line
-from ..attention import Attention, AttentionRequest, ChosenAttention
-from ..cards.team import Given, Team
-from ..modulation import Entry, compute_entry
-from ..reference import Modulation
-from .attend import Attend
-from .block import BlockExecutor
-from .block_form import heads_of
-from .graphs import FIRST, LAST_PART, Inputs, PassGraph, PassMemory, Seen, Work
-from .host import BlockInputs, HostPass, PreparedModel, Streams, is_finite
+from ..patches import patched
+from ..spec.sizes import MOST_GRAPH_ROWS
+from ..split_cost import Exchange
+from ..verdict import Verdict, first_line
+from .attention import Attention, AttentionRequest, ChosenAttention
+from .blocks.attend import Attend
+from .blocks.block import BlockExecutor
+from .blocks.block_form import heads_of
+from .blocks.graphs import FIRST, LAST_PART, Inputs, PassGraph, PassMemory, Seen, Work
+from .blocks.host import BlockInputs, HostPass, PreparedModel, Streams, is_finite
+from .cards.team import Given, Team
+from .modulation import Entry, compute_entry
+from .reference import Modulation
 
 WATCHED = Verdict("another node reads or changes the values between two blocks")
 NOT_OURS = Verdict("attention is not computed by this package")
