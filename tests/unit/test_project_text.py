@@ -44,7 +44,7 @@ MAY_IMPORT = {
     | {"optimizations", "planning"},
     "bench": {"charts", "hosts", "loaders", "machine", "measure", "micro", "optimizations"}
     | {"planning"},
-    "tools": {"charts", "client", "hosts", "loaders", "machine", "measure", "micro"}
+    "tools": {"charts", "cli", "client", "hosts", "loaders", "machine", "measure", "micro"}
     | {"optimizations", "planning"},
 }
 
