@@ -9,8 +9,7 @@ nodes are defined too, and its page finds what belongs to it in `WEB_DIRECTORY`.
 import sys
 
 from .errors import CheckpointError, QwenL40SError, SettingError, UnavailableError
-
-__version__ = "0.2.0"
+from .version import __version__
 
 __all__ = [
     "WEB_DIRECTORY",

@@ -81,8 +81,7 @@ OPTIONS = (
         "precision",
         AUTO,
         "Precision of the transformer. auto: int8 with rotation where the GPU has int8 products, "
-        "else bf16. bf16: the most accurate, 38 GiB of weights. int8, fp8: 25 GiB, of which the "
-        "modulation's 12.7 GiB may stay in system RAM. fp8 needs an Ada GPU or newer.",
+        "else bf16. bf16: 38 GiB of weights. int8, fp8: 25 GiB. fp8 needs an Ada GPU or newer.",
         choices=PRECISIONS,
         wired="With a MODEL connected, auto takes the MODEL's.",
     ),
@@ -90,8 +89,8 @@ OPTIONS = (
         Option(
             side,
             0,
-            "In pixels, a multiple of 16. Time grows faster than the area. 0: the template's, "
-            f"{TEXT_TO_IMAGE.default_side}; of 2.1 {find_member('qwen-image-2.1').default_side}.",
+            "In pixels, a multiple of 16. Time grows faster than the area. 0: the model's, "
+            f"{TEXT_TO_IMAGE.default_side}; for 2.1 {find_member('qwen-image-2.1').default_side}.",
             most=MOST_PIXELS,
             step=16,
             wired="A connected LATENT replaces it.",
@@ -102,22 +101,22 @@ OPTIONS = (
     Option(
         "batch",
         1,
-        "Images sampled together. Time and working memory grow with it; the weights do not.",
+        "Images sampled together. Time and working memory grow with the batch; the weights do not.",
         least=1,
         wired="A connected LATENT replaces it.",
     ),
     Option(
         "steps",
         0,
-        "Sampling steps. Time grows with them; memory does not. 0: as many as the family's model "
-        "card uses, 50 (Edit-2509, Edit-2511 and 2.1: 40). Lightning LoRAs use 4, 2.1 Turbo 8.",
+        "Sampling steps. Time grows with the steps; memory does not. 0: the model card's, 50 "
+        "(Edit-2509, Edit-2511 and 2.1: 40). Lightning LoRAs use 4, 2.1 Turbo 8.",
     ),
     Option(
         "cfg",
         AUTO,
         "auto: CFG 1 for 2.1, else above 1. two passes: CFG above 1, one prompt after the other, "
-        "in twice the time. one pass: both prompts at once, as ComfyUI does if they have the same "
-        "length; more memory. off: CFG 1, as with Lightning LoRAs.",
+        "in twice the time. one pass: both prompts at once, as ComfyUI does for equal lengths; "
+        "more memory. off: CFG 1, as with Lightning LoRAs.",
         choices=(AUTO, *CFG_MODES),
     ),
     Option(
@@ -130,8 +129,9 @@ OPTIONS = (
     Option(
         "layers",
         0,
-        "Layers of qwen-image-layered, which family auto then takes. Each adds as many tokens as "
-        f"the whole image. 0: the family's, {find_member('qwen-image-layered').layers} of Layered.",
+        "Layers of qwen-image-layered, which auto then chooses as the model. Each adds as many "
+        "tokens as the whole image. 0: the model's, "
+        f"{find_member('qwen-image-layered').layers} of Layered.",
         wired="A connected LATENT replaces it.",
         rare=True,
     ),
@@ -147,9 +147,8 @@ OPTIONS = (
     Option(
         "modulation",
         AUTO,
-        "Where the modulation weights stay (a third of the transformer, 12.7 GiB in bf16, which "
-        "see only the timestep). off card: in system RAM, with a small table of their results on "
-        "the GPU. auto: there if the GPU needs the room.",
+        "Where the modulation weights stay, a third of the transformer. off card: in system RAM, "
+        "with a small table of their results on the GPU. auto: in system RAM if VRAM is short.",
         choices=PLACES,
         wired="With a MODEL connected, auto takes the MODEL's.",
         rare=True,
@@ -166,8 +165,8 @@ OPTIONS = (
     Option(
         "text_encoder_placement",
         AUTO,
-        "Where the text encoder stays. auto: on the card if everything fits. cpu: runs on the CPU, "
-        "slowly. drop after encoding: leaves the card to the transformer and returns for each new "
+        "Where the text encoder stays. auto: on the GPU if everything fits. cpu: runs on the CPU, "
+        "slowly. drop after encoding: leaves the GPU to the transformer and returns for each new "
         "prompt.",
         choices=TEXT_ENCODER_PLACEMENTS,
         wired="With a CLIP connected, auto takes the CLIP's.",
@@ -191,14 +190,14 @@ OPTIONS = (
         "lora_mode",
         "auto",
         "auto: bypass on int8 and fp8 weights, else merge. merge: added to the weights; steps take "
-        "no longer. bypass: computed in each step; exact on quantized weights, but slower.",
+        "no longer. bypass: computed in each step; accurate on quantized weights, but slower.",
         choices=LORA_MODES,
         rare=True,
     ),
     Option(
         "controlnet_gib",
         0.0,
-        "Size of a ControlNet's file in GiB; its weights are on the card in each step. 0: no "
+        "Size of a ControlNet's file in GiB; its weights are in VRAM in each step. 0: no "
         "ControlNet.",
         most=1000.0,
         step=0.1,
@@ -214,8 +213,8 @@ OPTIONS = (
     Option(
         "cache",
         OFF,
-        "Qwen-Image Step Cache: skips some steps and changes the picture slightly. Of 50 steps "
-        "faithful computes 34, balanced 26, fast 20. No effect with Lightning LoRAs.",
+        "Skips some steps as Qwen-Image Step Cache; the image changes slightly. Computed steps of "
+        "50: faithful: 34, balanced: 26, fast: 20. No effect with Lightning LoRAs.",
         choices=CHOICES,
         wired="With a MODEL connected, off takes the MODEL's.",
         added=True,
@@ -223,8 +222,8 @@ OPTIONS = (
     Option(
         "attention",
         EXACT,
-        "Attention of Qwen-Image Optimize. int8, int8_fp8: in 8 bits, which changes the picture "
-        "slightly; predicted from instruction counts. fast: as int8, where that is faster.",
+        "Attention of Qwen-Image Optimize. int8, int8_fp8: in 8 bits, which changes the image "
+        "slightly; predicted from instruction counts. fast: as int8 if that is faster.",
         choices=ATTENTIONS,
         wired="With a MODEL connected, exact takes the MODEL's.",
         rare=True,
@@ -233,8 +232,8 @@ OPTIONS = (
     Option(
         "schedule",
         OFFICIAL.name,
-        "Of the sigmas. Others than official set the steps in their name, and CFG off unless cfg "
-        "says another: they are for models and LoRAs trained for them.",
+        "Schedule of the sigmas. All but official set the steps in their name, and CFG 1 unless "
+        "cfg is set: they are for models and LoRAs trained for them.",
         choices=schedule_names(),
         rare=True,
         added=True,

@@ -15,7 +15,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from .. import __version__
 from ..errors import SettingError, UnavailableError
 from ..families.qwen_image import FULL_SIZE, SMALL
 from ..files import check_target
@@ -25,6 +24,7 @@ from ..machine.packages import STANDALONE, check_comfyui, check_package
 from ..planning.bytes import weight_bytes
 from ..spec.formats import format_gib
 from ..verdict import first_line
+from ..version import __version__
 from .rows import COMFYUI, DIFFUSERS, FORWARD, IMAGE, BenchSetup, Inputs, Row, published, select
 from .server import comfyui_folder
 

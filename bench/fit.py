@@ -36,6 +36,7 @@ from typing import Any
 
 import torch
 from scipy.optimize import least_squares
+from torch.utils.benchmark import timer  # which waits for the card
 
 from ..errors import SettingError
 from ..families.protocol import StepTokens
@@ -145,8 +146,6 @@ def measured(call: Callable[[], Any], used: Callable[[], int]) -> Fields:
 
 def median_ms(call: Callable[[], Any]) -> Fields:
     """Measures calls as a node waits for them."""
-    from torch.utils.benchmark import timer  # which waits for the card
-
     seconds = timeit.repeat(call, timer=timer, repeat=REPEATS, number=1)
     return {"ms": 1e3 * statistics.median(seconds)}
 

@@ -15,6 +15,9 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.benchmark import timer  # which waits for the card
 
 from ..errors import UnavailableError
 from ..files import write_whole
@@ -40,7 +43,6 @@ def times_ms(call: Callable[[], Any], device: torch.device, repeats: int) -> lis
     calls it takes more than `repeats`. Where Triton is missing, and on a CPU, it is the time until
     the device has finished.
     """
-    from torch.utils.benchmark import timer  # which waits for the card
 
     def by_clock(count: int) -> list[float]:
         return [1e3 * s for s in timeit.repeat(call, timer=timer, repeat=count, number=1)]
@@ -57,9 +59,6 @@ def times_ms(call: Callable[[], Any], device: torch.device, repeats: int) -> lis
 
 def kernel_ms(call: Callable[[], Any], device: torch.device) -> float | None:
     """Returns what all kernels of a call take under torch's profiler; None where it sees none."""
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile
-
     if device.type != "cuda":
         return None
     with warnings.catch_warnings():

@@ -40,6 +40,7 @@ from ..errors import UnavailableError
 from ..families.registry import find_member
 from ..loaders.source import bundled_micro_folder, check_complete, open_source
 from .command import import_comfyui
+from .forward import write_models
 from .lora import write_lora
 from .measure import used_bytes
 from .rows import published
@@ -132,8 +133,6 @@ def micro_models(models: Path) -> list[Model]:
 def full_size_models(models: Path) -> list[Model]:
     """Writes random weights of Qwen-Image and a LoRA into a folder."""
     import_comfyui(cpu=False)
-    from .forward import write_models
-
     files, lora = published(None), "soak.safetensors"
     write_models(models, files)
     shape = find_member(files.member).transformer

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..planning.advise import Advice, Offer
 from ..planning.estimate import Estimate
 from ..planning.phases import Phase
 from ..planning.times import PROCESSOR
@@ -33,8 +34,6 @@ from .text import (
 
 if TYPE_CHECKING:
     from PIL import Image, ImageFont
-
-    from ..planning.advise import Advice, Offer
 
 WIDTH = 1280  # pixels
 # A picture brings its own ground and a frame, so that it stands on a light page and on a dark one.

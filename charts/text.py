@@ -6,17 +6,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..families.protocol import APACHE
 from ..families.schedules import official_sigmas
-from ..planning.advise import together
+from ..planning.advise import Advice, Offer, Together, together
 from ..planning.bytes import text_encoder_bytes
 from ..planning.cards import STARTING, Card, Price
-from ..planning.estimate import DOES_NOT_FIT, FITS
+from ..planning.estimate import DOES_NOT_FIT, FITS, Estimate
 from ..planning.files import SOFTWARE_BYTES, made_on_load
 from ..planning.phases import Phase, Range, figure, gib, transformer_bytes
-from ..planning.plan import auto_precision
+from ..planning.plan import PlanOption, auto_precision
 from ..planning.rates import attention_share, class_of
 from ..planning.request import (
     AS_STORED,
@@ -47,11 +47,6 @@ from .figures import (
     tenths_between,
     usd,
 )
-
-if TYPE_CHECKING:
-    from ..planning.advise import Advice, Offer, Together
-    from ..planning.estimate import Estimate
-    from ..planning.plan import PlanOption
 
 PHASE_NAMES = {
     "load": "load",

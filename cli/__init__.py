@@ -16,10 +16,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .. import __version__
 from ..errors import QwenL40SError, SettingError
 from ..files import print_text
 from ..machine.settings import read_settings, use_settings
+from ..version import __version__
 
 # {name, also of its module, with _ for -: its line of `--help`}, in that order.
 COMMANDS = {

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingError
 from ..files import print_text
+from ..planning.cards import Card, find_card
+from ..planning.phases import figure
 from .estimate import CARDS_HELP, add_request_arguments, request_of
 from .output import check_plot, write_plot
 
 if TYPE_CHECKING:
     from ..planning.advise import Advice, Offer
-    from ..planning.cards import Card
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,7 +81,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _chosen(only: Sequence[str] | None, cards: Mapping[str, Card]) -> list[Card]:
     from ..machine.store import own_cards_path
-    from ..planning.cards import find_card
 
     if only is None:
         return list(cards.values())
@@ -112,7 +112,6 @@ def _as_dict(found: Advice) -> dict[str, Any]:
 
 def _offer(offer: Offer, advice: Advice) -> dict[str, Any]:
     from ..charts.text import price_source, setting_text
-    from ..planning.phases import figure
 
     load, seconds = advice.images_per_hour, offer.found.image_seconds
     return {

@@ -14,7 +14,8 @@ from ..charts.figures import file_size, table
 from ..errors import SettingError
 from ..files import check_writable, print_text
 from ..hosts.diffusers.settings import GenerateSettings
-from ..loaders.source import MICRO_SIDE
+from ..loaders.source import MICRO_SIDE, bundled_micro_folder, open_source
+from ..micro.scene import gallery_prompts
 from .generate import MAKING, PACKAGES, make, side_of
 from .output import ImageTarget, parse_size, require_packages, write_sheet
 from .quantize import add_keep
@@ -65,8 +66,6 @@ def run(args: argparse.Namespace) -> int:
 def _settings(args: argparse.Namespace) -> list[GenerateSettings]:
     prompts = [*args.prompt, *(_read_prompts(Path(args.prompts)) if args.prompts else ())]
     if not prompts and args.model is None:
-        from ..micro.scene import gallery_prompts
-
         prompts = gallery_prompts(MICRO_PROMPTS)
     if not prompts:
         raise SettingError("there is no prompt: give --prompt TEXT or --prompts FILE.")
@@ -97,7 +96,6 @@ def audit(runs: Sequence[GenerateSettings], args: argparse.Namespace) -> Report:
     from ..hosts.diffusers.load import load_pipeline
     from ..hosts.diffusers.sample import settled
     from ..loaders.quantized_file import check_precision
-    from ..loaders.source import bundled_micro_folder, open_source
     from ..measure.fidelity import measured_layers
 
     check_precision(args.precision)

@@ -11,7 +11,8 @@ from ..errors import CheckpointError
 from ..families.registry import micro_folders
 from ..files import print_text
 from ..hosts.diffusers.settings import GenerateSettings
-from ..loaders.source import MICRO, MICRO_SIDE, MICRO_STEPS
+from ..loaders.source import MICRO, MICRO_SIDE, MICRO_STEPS, bundled_micro_folder
+from ..micro.scene import gallery_prompts, parse_prompt
 from .generate import (
     MAKING,
     PACKAGES,
@@ -67,8 +68,6 @@ def run(args: argparse.Namespace) -> int:
     target = ImageTarget(args.output, stem="demo")
     if args.grid:
         check_png("--grid", args.grid)
-    from ..loaders.source import bundled_micro_folder
-
     folder = bundled_micro_folder(args.family)
     if not folder.is_dir():
         raise CheckpointError(
@@ -103,7 +102,6 @@ def run(args: argparse.Namespace) -> int:
 def _adherence(image: Image.Image, prompt: str) -> dict[str, Any] | None:
     """Judges the image; returns None for a prompt outside the grammar."""
     from ..micro.judge import adherence
-    from ..micro.scene import parse_prompt
 
     scene = parse_prompt(prompt)
     return adherence(image, scene).as_dict() if scene else None
@@ -111,8 +109,6 @@ def _adherence(image: Image.Image, prompt: str) -> dict[str, Any] | None:
 
 def _write_gallery(path: Path, pipeline: LoadedPipeline, settings: GenerateSettings) -> None:
     from tqdm import tqdm
-
-    from ..micro.scene import gallery_prompts
 
     prompts = gallery_prompts(GALLERY, settings.seed)
     images = []

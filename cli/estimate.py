@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..charts.figures import folded, table
 from ..errors import DoesNotFitError, SettingError
@@ -18,15 +18,11 @@ from ..families.qwen_image import TEXT_TO_IMAGE
 from ..families.registry import find_member, likely_member
 from ..files import print_text
 from ..options import OLDER, OPTIONS, Option, request_settings, todays
-from ..planning.cards import DEFAULT_CARD, read_cards
+from ..planning.cards import DEFAULT_CARD, Card, card_by_driver, find_card, read_cards
 from ..planning.request import AUTO, CFG_MODES, OtherModel, Parts, RunRequest
-from ..spec.formats import GIB, MULTIPLIED
+from ..spec.formats import GIB, MULTIPLIED, CardFacts
 from ..split_cost import check_link
 from .output import check_plot, write_plot
-
-if TYPE_CHECKING:
-    from ..planning.cards import Card
-    from ..spec.formats import CardFacts
 
 CARDS_HELP = (
     "your own cards, as JSON; default: cards.json in the settings' cache folder, else in "
@@ -213,7 +209,6 @@ def _link(gbps: float | None, cards: int) -> float | None:
 
 def _card(name: str | None, cards: Mapping[str, Card]) -> Card:
     from ..machine.store import own_cards_path
-    from ..planning.cards import card_by_driver, find_card
 
     if name is not None:
         return find_card(name, cards, own_cards_path())

@@ -11,8 +11,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import __version__
 from ..errors import CheckpointError
+from ..families.protocol import Family
 from ..families.qwen_image import TEXT_TO_IMAGE
 from ..families.registry import (
     FAMILIES,
@@ -24,12 +24,14 @@ from ..families.registry import (
 )
 from ..files import print_text, write_whole
 from ..hosts.diffusers.settings import GenerateSettings
-from ..loaders.source import MICRO_ADVICE, MICRO_SIDE, MICRO_STEPS
+from ..loaders.checkpoint import read_index
+from ..loaders.header import read_object
+from ..loaders.source import MICRO_ADVICE, MICRO_SIDE, MICRO_STEPS, bundled_micro_folder
 from ..step_cache import CHOICES, OFF
+from ..version import __version__
 from .output import ImageTarget, check_png, parse_size, png_bytes, require_packages, write_sheet
 
 if TYPE_CHECKING:
-    from ..families.protocol import Family
     from ..hosts.diffusers.load import LoadedPipeline
     from ..hosts.diffusers.sample import Generation
     from ..optimizations.step_cache import CacheFigures
@@ -200,8 +202,6 @@ def side_of(model: str | Path) -> int:
 
 
 def _family_of(folder: Path) -> Family | None:
-    from ..loaders.checkpoint import read_index
-
     try:
         return pipeline_family(read_index(folder)[1])
     except CheckpointError:  # the loader says what is wrong with it
@@ -210,8 +210,6 @@ def _family_of(folder: Path) -> Family | None:
 
 def _is_micro(folder: Path) -> bool:
     """Knows a copy of it too, as in the clone from which the command was installed."""
-    from ..loaders.header import read_object
-    from ..loaders.source import bundled_micro_folder
 
     def config(folder: Path) -> dict[str, Any]:
         return read_object(folder / "transformer" / "config.json", "a transformer's sizes")

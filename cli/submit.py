@@ -12,12 +12,12 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..client.scheduler import Job
 from ..errors import SettingError
 from ..files import print_text
 from .output import require_packages
 
 if TYPE_CHECKING:
-    from ..client.scheduler import Job
     from ..client.submit import SubmitOutcome
 
 SERVER = "http://127.0.0.1:8188"

@@ -10,25 +10,33 @@ has an entry that it had before, or where the fleet's file gives it the same boo
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from ..errors import SettingError
-from .journal import Attempt, DiskError
+from .journal import Attempt, DiskError, Journal
 from .progress import Listener, RunningPrompt, within
 from .results import Collector, Fetched, place
-from .scheduler import CANCELLED, COLLECTING, FAILED, QUEUED, WAITING, Job
-from .server import Server, failure, of_validation
-from .servers import Admitted, Listed
+from .scheduler import (
+    CANCELLED,
+    COLLECTING,
+    DONE,
+    FAILED,
+    MOST_STRIKES,
+    QUEUED,
+    WAITING,
+    Job,
+    Scheduler,
+)
+from .server import Server, failure, fault, of_execution, of_validation
+from .servers import Admission, Admitted, Listed
 from .transport import AnswerError, AwayError, ForeignIdError, GoneError, ServerError
-from .workflow import OURS, renamed, shortened, with_job_id
-
-if TYPE_CHECKING:
-    from .run import Run
+from .workflow import OURS, always_names, renamed, with_job_id
 
 # Between two looks at the queue, with a websocket and without.
 POLL_SECONDS, POLL_SECONDS_ALONE = 5.0, 1.0
@@ -42,6 +50,29 @@ PAUSE_SECONDS, LONGEST_PAUSE = 1.0, 30.0
 HUNG_SECONDS, HUNG_TIMES = 1800.0, 20
 # A run that is stopped waits so long for the answer to a prompt on its way.
 ANSWER_SECONDS = 5.0
+# A server that fails jobs which others do rests so long; doubled each time.
+REST_SECONDS, LONGEST_REST = 30.0, 900.0
+# What a node raises where its machine is too small or too old, and another server's may not be.
+UNABLE = re.compile(r"OutOfMemory|\.(Unavailable|DoesNotFit)Error$")
+
+
+class Shared(Protocol):
+    """What the feeders of a run share; `run.Run` says what each is."""
+
+    scheduler: Scheduler
+    admission: Admission
+    journal: Journal | None
+    headers: Mapping[str, str]
+    wait: float
+    most: float
+    downloads: asyncio.Semaphore
+    all_asked: bool
+    say: Callable[[str], None]
+
+    def say_once(self, line: str) -> None: ...
+    def wake(self) -> None: ...
+    def watch(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]: ...
+    def job_ended(self, job: Job) -> None: ...
 
 
 @dataclass
@@ -71,7 +102,7 @@ class Feeder:
         leaving: it gets no more jobs; `go` returns when it has none.
     """
 
-    def __init__(self, listed: Listed, run: Run) -> None:
+    def __init__(self, listed: Listed, run: Shared) -> None:
         self.listed = listed
         self.name = str(listed.address)
         self.boot = listed.boot or uuid.uuid4().hex
@@ -91,7 +122,10 @@ class Feeder:
         self._witness: str | None = None  # a prompt in the history of the process we know
         self._uploaded: dict[str, str] = {}  # {what graphs call an image: what the server does}
         self._posting: asyncio.Task[Any] | None = None
-        self.results = Collector(self, run)
+        self._collector = Collector(self.server, run.most, run.downloads)
+        self._collecting: set[asyncio.Task[None]] = set()
+        self._longest = 0.0  # seconds that a job took
+        self._rest = 0.0
         self.task: asyncio.Task[None] | None = None  # of `go`
         self._doubts = 0  # prompts in a row that were answered wrongly: the server stays away
         self._unanswered = False  # the last prompt, by a server that answers all else
@@ -135,7 +169,7 @@ class Feeder:
                 except DiskError:
                     raise
                 except Exception as error:
-                    self._lose(self.fault(error))
+                    self._lose(fault(self.name, error))
                     if self.leaving:
                         return
                     await asyncio.sleep(pause)
@@ -143,9 +177,9 @@ class Feeder:
                     pause = PAUSE_SECONDS if gone else min(2 * pause, LONGEST_PAUSE)
         finally:
             self._scheduler.leave(self.name)
-            for task in (listening, *self.results.tasks):
+            for task in (listening, *self._collecting):
                 task.cancel()
-            await asyncio.gather(listening, *self.results.tasks, return_exceptions=True)
+            await asyncio.gather(listening, *self._collecting, return_exceptions=True)
             for posted in self.posted.values():
                 if posted.job.status == COLLECTING:  # nobody fetches it any more
                     self._scheduler.give_back(posted.job, self.name)
@@ -254,13 +288,13 @@ class Feeder:
             job.ran += foreign
             if not (foreign and job.worn):
                 raise
-            self.end(job, attempt.prompt_id, FAILED, failure("refused", str(error)))
+            self._end(job, attempt.prompt_id, FAILED, failure("refused", str(error)))
             return
         else:
             if not left_out:
                 return
             await self.server.withdraw([attempt.prompt_id])
-        self.refuse(job, attempt.prompt_id, of_validation(job.graph, wrong))
+        self._refuse(job, attempt.prompt_id, of_validation(job.graph, wrong))
 
     async def _upload(self, job: Job) -> None:
         for name, path in job.images.items():
@@ -275,10 +309,12 @@ class Feeder:
             except OSError as error:
                 raise SettingError(f"{path} cannot be read any more: {error.strerror}") from error
 
-    def refuse(self, job: Job, prompt_id: str, error: dict[str, Any], *, ran: bool = False) -> None:
+    def _refuse(
+        self, job: Job, prompt_id: str, error: dict[str, Any], *, ran: bool = False
+    ) -> None:
         """Leaves a job that the server does not take, or failed while it `ran`, to another."""
         self.posted.pop(prompt_id, None)
-        self.journal("refused", job, prompt_id)
+        self._journal("refused", job, prompt_id)
         words = f": {error['message']}"
         if ran:
             self._scheduler.pass_on(job, self.name, error)
@@ -330,7 +366,7 @@ class Feeder:
                 if boot != self.boot:
                     raise ServerError(f"{self.name} was restarted and has forgotten its jobs.")
                 message = "someone took it out of the server's queue."
-                self.end(job, prompt_id, CANCELLED, failure("removed", message))
+                self._end(job, prompt_id, CANCELLED, failure("removed", message))
         if not await self.server.withdraw(strays) and anew:
             raise ServerError(f"{self.name} still runs a job that another server has.")
         for prompt_id in strays:
@@ -346,7 +382,7 @@ class Feeder:
         if progress != posted.progress or not runs:
             posted.progress, posted.moved = progress, time.monotonic()
         silent = time.monotonic() - posted.moved
-        if silent > max(HUNG_SECONDS, HUNG_TIMES * self.results.longest):
+        if silent > max(HUNG_SECONDS, HUNG_TIMES * self._longest):
             posted.hung = True
             self._died(posted)
             raise ServerError(
@@ -363,21 +399,98 @@ class Feeder:
         posted.ended = True
         if not self._scheduler.collect(posted.job, self.name):
             del self.posted[prompt_id]
-            self.journal("late", posted.job, prompt_id)
+            self._journal("late", posted.job, prompt_id)
             return
         self.wake.set()  # there is room for another
-        self.results.start(posted.job, prompt_id, entry)
+        task = self._run.watch(self._bring(posted.job, prompt_id, entry))
+        self._collecting.add(task)
+        task.add_done_callback(self._collecting.discard)
+        task.add_done_callback(lambda _: self.wake.set())
 
-    def fault(self, error: Exception) -> ServerError:
-        """Whatever one server's answers raise is its fault, and ends its turn alone."""
-        if isinstance(error, ServerError):
-            return error
-        return ServerError(
-            f"{self.name} answers in another form than ComfyUI ({type(error).__name__}: "
-            f"{shortened(str(error), 100)}): update ComfyUI there, and see what stands before it."
-        )
+    async def _bring(self, job: Job, prompt_id: str, entry: Mapping[str, Any]) -> None:
+        def late(why: ServerError) -> None:
+            self._run.say(f"{job.label} is done, but its result does not come: {why}")
+            self._strike(job)
 
-    def end(
+        collect = self._collector.collect
+        found = await collect(job, prompt_id, entry, self._run.journal, late)
+        if isinstance(found, Fetched):
+            try:
+                self._accept(job, prompt_id, found)
+            finally:
+                found.discard()
+        elif found.last or job.worn:
+            message = f"{found.fault} It was asked {found.tries} times: try --resume."
+            self._end(job, prompt_id, FAILED, failure("download", message), kept=True)
+        else:
+            if found.lost:
+                self._run.say(f"{self.name} has lost the result of {job.label}: it runs again")
+            self._give_back(job, prompt_id if found.lost else "")
+
+    def _give_back(self, job: Job, dropped: str = "") -> None:
+        """Lets the job run again, without the result of the prompt that is `dropped`."""
+        if dropped:
+            self.posted.pop(dropped, None)
+            self._journal("late", job, dropped)
+        self._scheduler.give_back(job, self.name)
+        self._run.wake()
+
+    def _accept(self, job: Job, prompt_id: str, fetched: Fetched) -> None:
+        if not job.open:  # another server was first, and nothing was fetched
+            self._end(job, prompt_id, CANCELLED)
+            return
+        # A node that blocks the rest with a message is reported on the websocket alone.
+        told = self.listener.errors.pop(prompt_id, None)
+        error = fetched.error or (of_execution(job.graph, told) if told else None)
+        self._longest = max(self._longest, fetched.seconds or 0.0)
+        if fetched.interrupted:
+            message = "someone interrupted it on the server."
+            self._end(job, prompt_id, CANCELLED, failure("interrupted", message))
+            return
+        if fetched.doubtful:
+            self._scheduler.alone = True
+            self._run.say_once(
+                "a node of these jobs names its files by itself: the jobs run one at a time, and "
+                "the first ones once more, so that none gets the file of another"
+            )
+            self._give_back(job, prompt_id)
+            return
+        if error is None and not fetched.parts:
+            if saver := always_names(job.graph, self.admitted.info):
+                message = f"{saver} names no file on {self.name}: see its log."
+                error = failure("no output", message)
+            elif not fetched.texts:
+                self._run.say_once(
+                    "no file is named by the output nodes of these jobs, as by a websocket's and "
+                    "those that save models: what they made stays on the servers"
+                )
+        if error is None:
+            self._rest = 0.0
+            self._scheduler.wake(self.name, well=True)
+            self._end(job, prompt_id, DONE, None, fetched)
+        elif UNABLE.search(error["type"]):
+            self._refuse(job, prompt_id, error)
+        else:
+            self._strike(job)
+            if self._scheduler.another(job, self.name):
+                self._refuse(job, prompt_id, error, ran=True)
+            else:
+                self._end(job, prompt_id, FAILED, error, fetched)
+
+    def _strike(self, job: Job) -> None:
+        if self._scheduler.strike(job, self.name):
+            self._rest = min(max(REST_SECONDS, 2 * self._rest), LONGEST_REST)
+            self._run.say(
+                f"{self.name} failed {MOST_STRIKES} jobs in a row, and another server none: it "
+                f"rests for {self._rest:g} s, then gets one more. See its log, or restart it."
+            )
+            asyncio.get_running_loop().call_later(self._rest, self._rested)
+
+    def _rested(self) -> None:
+        self._scheduler.wake(self.name)
+        self.wake.set()
+
+    def _end(
         self,
         job: Job,
         prompt_id: str,
@@ -391,7 +504,7 @@ class Feeder:
         if not job.open:
             self._scheduler.give_back(job, self.name)
             if posted is not None:  # else it was noted while the download still ran
-                self.journal("late", job, prompt_id)
+                self._journal("late", job, prompt_id)
             return
         parts = fetched.parts if fetched is not None else []
 
@@ -399,7 +512,7 @@ class Feeder:
             facts = {"files": [path.name for path in paths], "kept": kept}
             facts |= {"sizes": [part.size for part in parts]}
             facts |= {"hashes": [part.sha256 for part in parts]}
-            self.journal(status, job, prompt_id, seconds=job.seconds, texts=job.texts, **facts)
+            self._journal(status, job, prompt_id, seconds=job.seconds, texts=job.texts, **facts)
 
         if fetched is not None:
             job.texts, job.seconds = fetched.texts, fetched.seconds
@@ -413,10 +526,10 @@ class Feeder:
     def _ended(self, job: Job, prompt_id: str) -> None:
         self.posted.pop(prompt_id, None)
         job.prompt_id = prompt_id
-        self.journal(job.status, job, prompt_id)
+        self._journal(job.status, job, prompt_id)
         self._run.job_ended(job)
 
-    def journal(self, event: str, job: Job, prompt_id: str, **facts: Any) -> None:
+    def _journal(self, event: str, job: Job, prompt_id: str, **facts: Any) -> None:
         self._run.journal.ended(
             event, job.key, prompt_id, server=self.name, boot=self.boot, **facts
         )

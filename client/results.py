@@ -15,18 +15,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ..files import name_file
-from .journal import DiskError
-from .scheduler import CANCELLED, DONE, FAILED, MOST_STRIKES, Job
-from .server import Server, failure, files_of, of_execution, seconds_of, texts_of
+from .journal import DiskError, Journal
+from .scheduler import Job
+from .server import Server, failure, fault, files_of, of_execution, seconds_of, texts_of
 from .transport import AwayError, GoneError, ServerError
-from .workflow import JOB_ID, Graph, always_names, job_id, key_of, png_texts
-
-if TYPE_CHECKING:
-    from .feeder import Feeder
-    from .run import Run
+from .workflow import JOB_ID, Graph, job_id, key_of, png_texts
 
 # What a suffix of a server's file may be; another is left out.
 FILE_SUFFIX = re.compile(r"\.[A-Za-z0-9]{1,8}")
@@ -62,10 +58,6 @@ TEXTS = (".txt", ".csv", ".md", ".json")
 FETCHES, FETCH_SECONDS, FETCH_PAUSE = 10, 600.0, 1.0
 # From one server at a time.
 DOWNLOADS = 2
-# A server that fails jobs which others do rests so long; doubled each time.
-REST_SECONDS, LONGEST_REST = 30.0, 900.0
-# What a node raises where its machine is too small or too old, and another server's may not be.
-UNABLE = re.compile(r"OutOfMemory|\.(Unavailable|DoesNotFit)Error$")
 # At its end; packs append some bytes of their own.
 TAIL_BYTES = 4096
 
@@ -264,146 +256,95 @@ def _sync(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-class Collector:
-    """Brings what the prompts of one server made, and says what became of their jobs, of which
-    the longest took `longest` seconds.
+@dataclass
+class Missing:
+    """Results that do not come.
+
+    Attributes:
+        fault: why, at the last of `tries`.
+        lost: whether the server has them no more; else it went away.
+        last: whether they were asked for often enough.
     """
 
-    def __init__(self, feeder: Feeder, run: Run) -> None:
-        self.tasks: set[asyncio.Task[None]] = set()
-        self.longest = 0.0
-        self._feeder, self._name = feeder, feeder.name
-        self._run, self._scheduler = run, run.scheduler
-        self._downloads = asyncio.Semaphore(DOWNLOADS)
-        self._rest = 0.0
+    fault: ServerError
+    tries: int
+    lost: bool
+    last: bool
 
-    def start(self, job: Job, prompt_id: str, entry: dict[str, Any]) -> None:
-        task = self._run.watch(self._fetch(job, prompt_id, entry))
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
-        task.add_done_callback(lambda _: self._feeder.wake.set())
 
-    async def _fetch(self, job: Job, prompt_id: str, entry: dict[str, Any]) -> None:
-        """Asks for the results until they are here or gone, or it was asked often enough."""
+class Collector:
+    """Brings what the prompts of one server made, at most `most` bytes a file; `downloads` limits
+    how many results of all servers are fetched at once.
+    """
+
+    def __init__(self, server: Server, most: float, downloads: asyncio.Semaphore) -> None:
+        self._server, self._most = server, most
+        self._here, self._everywhere = asyncio.Semaphore(DOWNLOADS), downloads
+
+    async def collect(
+        self,
+        job: Job,
+        prompt_id: str,
+        entry: Mapping[str, Any],
+        journal: Journal,
+        late: Callable[[ServerError], None],
+    ) -> Fetched | Missing:
+        """Asks for the results until they are here or gone, or it was asked often enough.
+
+        Args:
+            late: is told what went wrong the first time.
+
+        Returns:
+            What the prompt made, under temporary names; nothing of a job that another server ended.
+
+        Raises:
+            DiskError: the folder takes no more.
+        """
         pause, began = FETCH_PAUSE, time.monotonic()
-        for tries in range(1, FETCHES + 1):
-            fault = await self._try(job, prompt_id, entry)
-            if fault is None:
-                return
+        for tries in itertools.count(1):
+            found = await self._try(job, entry, journal)
+            if isinstance(found, Fetched):
+                return found
             if tries == 1:
-                self._run.say(f"{job.label} is done, but its result does not come: {fault}")
-                self.strike(job)
+                late(found)
             last = tries == FETCHES or time.monotonic() - began > FETCH_SECONDS
-            lost = getattr(fault, "lost", False) or getattr(fault, "status", 0) == 404
-            away = isinstance(fault, GoneError)
+            lost = getattr(found, "lost", False) or getattr(found, "status", 0) == 404
+            away = isinstance(found, GoneError)
             if not (last or lost or away):
                 await asyncio.sleep(pause)
                 pause *= 2
                 try:
-                    found = await self._feeder.server.history(prompt_id)
-                    lost = found is None and prompt_id not in await self._feeder.server.queue()
-                    entry = found or entry
+                    now = await self._server.history(prompt_id)
+                    lost = now is None and prompt_id not in await self._server.queue()
+                    entry = now or entry
                 except ServerError as error:  # if it answers, it does so wrongly, as before
                     away = isinstance(error, AwayError)
-            if last or ((lost or away) and job.worn):
-                error = failure("download", f"{fault} It was asked {tries} times: try --resume.")
-                self._feeder.end(job, prompt_id, FAILED, error, kept=True)
-                return
-            if lost or away:
-                if lost:
-                    self._run.say(f"{self._name} has lost the result of {job.label}: it runs again")
-                self._give_back(job, prompt_id if lost else "")
-                return
+            if last or lost or away:
+                return Missing(found, tries, lost, last)
 
-    def _give_back(self, job: Job, dropped: str = "") -> None:
-        """Lets the job run again, without the result of the prompt that is `dropped`."""
-        if dropped:
-            self._feeder.posted.pop(dropped, None)
-            self._feeder.journal("late", job, dropped)
-        self._scheduler.give_back(job, self._name)
-        self._run.wake()
-
-    def _owns(self, job: Job, item: Mapping[str, str], path: Path) -> bool | None:
-        # A preview may be that of an earlier job, which ComfyUI has not made again.
-        if item["type"] == "temp":
-            return True
-        name = f"{item['subfolder']}/{item['filename']}"
-        png = name.lower().endswith(".png")
-        own = owned(path, job.key, self._run.journal.records) if png else None
-        if job.alone or job_id(job.key) in name:
-            return own is not False
-        return own or None  # where that of another job was kept, the node runs again
-
-    async def _try(self, job: Job, prompt_id: str, entry: dict[str, Any]) -> ServerError | None:
-        """Fetches once; returns what went wrong."""
-        journal, fetched = self._run.journal, Fetched()
-        limits = {"most": self._run.most, "owns": partial(self._owns, job)}
+    async def _try(
+        self, job: Job, entry: Mapping[str, Any], journal: Journal
+    ) -> Fetched | ServerError:
+        fetched = Fetched()
+        limits = {"most": self._most, "owns": partial(_owns, job, journal.records)}
         try:
-            async with self._downloads, self._run.downloads:
+            async with self._here, self._everywhere:
                 if job.open:  # else another server was first
-                    server = self._feeder.server
-                    await fetch(server, job.graph, entry, journal.part, fetched, **limits)
-        except DiskError:
-            raise
-        except Exception as error:
-            return self._feeder.fault(error)
-        else:
-            self._accept(job, prompt_id, fetched)
-        finally:
+                    await fetch(self._server, job.graph, entry, journal.part, fetched, **limits)
+        except BaseException as error:
             fetched.discard()
-        return None
+            if isinstance(error, DiskError) or not isinstance(error, Exception):
+                raise
+            return fault(self._server.address, error)
+        return fetched
 
-    def _accept(self, job: Job, prompt_id: str, fetched: Fetched) -> None:
-        if not job.open:  # another server was first, and nothing was fetched
-            self._feeder.end(job, prompt_id, CANCELLED)
-            return
-        # A node that blocks the rest with a message is reported on the websocket alone.
-        told = self._feeder.listener.errors.pop(prompt_id, None)
-        error = fetched.error or (of_execution(job.graph, told) if told else None)
-        self.longest = max(self.longest, fetched.seconds or 0.0)
-        if fetched.interrupted:
-            message = "someone interrupted it on the server."
-            self._feeder.end(job, prompt_id, CANCELLED, failure("interrupted", message))
-            return
-        if fetched.doubtful:
-            self._scheduler.alone = True
-            self._run.say_once(
-                "a node of these jobs names its files by itself: the jobs run one at a time, and "
-                "the first ones once more, so that none gets the file of another"
-            )
-            self._give_back(job, prompt_id)
-            return
-        if error is None and not fetched.parts:
-            if saver := always_names(job.graph, self._feeder.admitted.info):
-                message = f"{saver} names no file on {self._name}: see its log."
-                error = failure("no output", message)
-            elif not fetched.texts:
-                self._run.say_once(
-                    "no file is named by the output nodes of these jobs, as by a websocket's and "
-                    "those that save models: what they made stays on the servers"
-                )
-        if error is None:
-            self._rest = 0.0
-            self._scheduler.wake(self._name, well=True)
-            self._feeder.end(job, prompt_id, DONE, None, fetched)
-        elif UNABLE.search(error["type"]):
-            self._feeder.refuse(job, prompt_id, error)
-        else:
-            self.strike(job)
-            if self._scheduler.another(job, self._name):
-                self._feeder.refuse(job, prompt_id, error, ran=True)
-            else:
-                self._feeder.end(job, prompt_id, FAILED, error, fetched)
 
-    def strike(self, job: Job) -> None:
-        if self._scheduler.strike(job, self._name):
-            self._rest = min(max(REST_SECONDS, 2 * self._rest), LONGEST_REST)
-            self._run.say(
-                f"{self._name} failed {MOST_STRIKES} jobs in a row, and another server none: it "
-                f"rests for {self._rest:g} s, then gets one more. See its log, or restart it."
-            )
-            asyncio.get_running_loop().call_later(self._rest, self._rested)
-
-    def _rested(self) -> None:
-        self._scheduler.wake(self._name)
-        self._feeder.wake.set()
+def _owns(job: Job, keys: Collection[str], item: Mapping[str, str], path: Path) -> bool | None:
+    # A preview may be that of an earlier job, which ComfyUI has not made again.
+    if item["type"] == "temp":
+        return True
+    name = f"{item['subfolder']}/{item['filename']}"
+    own = owned(path, job.key, keys) if name.lower().endswith(".png") else None
+    if job.alone or job_id(job.key) in name:
+        return own is not False
+    return own or None  # where that of another job was kept, the node runs again

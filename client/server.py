@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 
 from .transport import AbsentError, Answer, AnswerError, ForeignIdError, ServerError, Transport
-from .workflow import Graph, called, title
+from .workflow import Graph, called, shortened, title
 
 # Pings, whose missing answers tell of a connection that died without a word.
 HEARTBEAT_SECONDS = 20.0
@@ -58,6 +58,16 @@ def fits(value: Any, shape: Any) -> bool:
 def failure(kind: str, message: str) -> dict[str, Any]:
     """Describes a failure that no node caused."""
     return {"type": kind, "message": message, "nodes": []}
+
+
+def fault(address: object, error: Exception) -> ServerError:
+    """Gives whatever the answers of one server raise as its fault, which ends its turn alone."""
+    if isinstance(error, ServerError):
+        return error
+    return ServerError(
+        f"{address} answers in another form than ComfyUI ({type(error).__name__}: "
+        f"{shortened(str(error), 100)}): update ComfyUI there, and see what stands before it."
+    )
 
 
 def of_validation(graph: Mapping[str, Any], body: Any) -> dict[str, Any]:

@@ -38,7 +38,7 @@ class ModelKind:
         embed: Makes (transformer, timestep, like, additional_t_cond) what its blocks' modulation is
             made of; None where all blocks share one.
         add_negative: Adds a `sample.nag.NegativePrompt` to a call of a transformer; None where that
-            is unknown. Takes the transformer, its arguments by name, the prompt, the `nag.Guidance`
+            is unknown. Takes the transformer, its arguments by name, the prompt, the `Guidance`
             and what is kept in a run, and gives the arguments that change.
     """
 

@@ -22,10 +22,10 @@ from uuid import uuid4
 
 import torch
 
-from .. import __version__
 from ..errors import CheckpointError, QwenL40SError, UnavailableError, plain_write_errors
 from ..files import lock
 from ..spec.formats import FORMATS, METADATA_KEY, format_gib
+from ..version import __version__
 from .header import DTYPE_BITS, TensorInfo, fingerprint
 from .source import Source, open_source
 

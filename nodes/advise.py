@@ -6,11 +6,12 @@ from typing import Any
 
 from comfy_api.latest import io
 
+from ..charts.text import advise_summary, advise_text
 from ..errors import QwenL40SError, UnavailableError
 from ..hosts.comfyui.estimate.cards import own_files_changed_at
 from ..machine.store import known_cards, load_calibration
 from ..options import request_settings
-from ..planning.advise import EXAMPLE, read_prices
+from ..planning.advise import EXAMPLE, advise, read_prices
 from .common import (
     loader_settings,
     needs,
@@ -27,8 +28,8 @@ class QwenL40SAdviseGPU(io.ComfyNode):
         return schema(
             node_id="QwenL40S_AdviseGPU",
             display_name="Qwen-Image GPU Cost Comparison",
-            description="Ranks rented cards by the cost of an image at your load, each card in its "
-            "best settings. Needs no card and no model.",
+            description="Ranks rented GPUs by the cost of an image at your load, each GPU with its "
+            "best settings. Use it before you rent a GPU. Needs no GPU and no model.",
             search_aliases=[
                 "gpu cost",
                 "cheapest gpu",
@@ -46,7 +47,7 @@ class QwenL40SAdviseGPU(io.ComfyNode):
                     min=0.01,
                     max=1e9,
                     step=1.0,
-                    tooltip="Your load, around the clock. A rented card costs the same when idle.",
+                    tooltip="Your load, around the clock. A rented GPU costs the same when idle.",
                 ),
                 *request_inputs(sockets=False),
                 io.String.Input(
@@ -55,20 +56,20 @@ class QwenL40SAdviseGPU(io.ComfyNode):
                     multiline=True,
                     optional=True,
                     advanced=True,
-                    tooltip=f"Your own prices in USD an hour, one card a line: {EXAMPLE}. Other "
-                    "cards take the list's price; the report shows its date.",
+                    tooltip=f"Your own prices in USD an hour, one GPU a line: {EXAMPLE}. Other "
+                    "GPUs take the list's price; the report shows its date.",
                 ),
                 *request_inputs(added=True, sockets=False),
             ],
             outputs=[
                 io.Image.Output(
                     display_name="chart",
-                    tooltip="The cheapest card at three loads, and USD an image on the six "
-                    "cheapest at yours.",
+                    tooltip="The cheapest GPU at three loads, and USD an image on the six cheapest "
+                    "GPUs at your load.",
                 ),
                 io.String.Output(
                     display_name="report",
-                    tooltip="The ranking at your load, with the settings of each card.",
+                    tooltip="The ranking at your load, with the settings of each GPU.",
                 ),
                 *setting_outputs(),
             ],
@@ -92,9 +93,7 @@ class QwenL40SAdviseGPU(io.ComfyNode):
     @needs()
     def execute(cls, images_per_hour: float, prices: str = "", **settings: Any) -> io.NodeOutput:
         from ..charts.picture import cost_chart
-        from ..charts.text import advise_summary, advise_text
         from ..hosts.comfyui.estimate.request import request_from
-        from ..planning.advise import advise
 
         request = request_from(request_settings(**settings)).request
         cards = known_cards()

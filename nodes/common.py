@@ -1,25 +1,22 @@
-"""What nodes share: the check of the host, reports and pictures, and inputs of a request."""
+"""What nodes share: the check of the host, reports and charts, and inputs of a request."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from comfy_api.latest import io, ui
+from PIL import Image
 
 from ..errors import UnavailableError, restart_for
 from ..hosts.comfyui.contract import unsupported_host
 from ..hosts.comfyui.on_node import shown
 from ..options import CHOICE_LABELS, LABELS, OLDER, Option, options
-
-if TYPE_CHECKING:
-    from PIL import Image
-
-    from ..planning.estimate import Estimate
+from ..planning.estimate import Estimate
 
 CATEGORY = "Qwen-Image Accelerator"
 
@@ -74,7 +71,7 @@ def model_and_report() -> list[io.Output]:
         io.Model.Output(tooltip="To the sampler."),
         io.String.Output(
             display_name="report",
-            tooltip="What this node will do. Qwen-Image Run Report and ComfyUI's log say what a "
+            tooltip="What this node will do. Qwen-Image Run Report and ComfyUI's log show what a "
             "run did.",
         ),
     ]

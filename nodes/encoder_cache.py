@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from comfy_api.latest import io
 
+from ..spec.formats import GIB
 from .common import needs, schema, with_report
 
 ARITHMETIC_CHOICES = ["exact", "bf16", "int8"]
@@ -16,10 +17,10 @@ class QwenL40SEncoderCache(io.ComfyNode):
         return schema(
             node_id="QwenL40S_EncoderCache",
             display_name="Qwen-Image Text Encoder Cache",
-            description="Encodes reference images once: a new instruction, or the negative prompt, "
-            "reuses the text encoder's work on the images and the system text. The loaders of this "
-            "pack do so by default; this node sets how, or does so for a CLIP of another loader. "
-            "Other CLIPs are left unchanged.",
+            description="Encodes reference images once; a new instruction or a negative prompt "
+            "reuses the result. The loaders of this pack do so by default. Use the "
+            "node to change the settings, or with a CLIP from another loader. The kept "
+            "results take system RAM. Other CLIPs are left unchanged.",
             search_aliases=[
                 "text encoder cache",
                 "prompt cache",
@@ -37,8 +38,8 @@ class QwenL40SEncoderCache(io.ComfyNode):
                     "reuse",
                     default=True,
                     tooltip="On: images, and all text before the instruction, are encoded once. "
-                    "Prompts with images differ from ComfyUI's by rounding in fp32, the same in "
-                    "any order. Off: ComfyUI's encoding, bit for bit.",
+                    "Prompts with images differ from ComfyUI's by rounding in fp32, in any "
+                    "order. Off: ComfyUI's encoding, bit for bit.",
                 ),
                 io.Float.Input(
                     "memory",
@@ -46,16 +47,17 @@ class QwenL40SEncoderCache(io.ComfyNode):
                     min=0.0,
                     max=MOST_GIB,
                     step=0.5,
-                    tooltip="System RAM for what is kept, in GiB; the oldest leaves first. A "
-                    "reference of one megapixel takes 0.4 GiB in Qwen-Image-2.1. 0: as reuse off.",
+                    tooltip="System RAM for the kept results, in GiB; the oldest result leaves "
+                    "first. A reference of one megapixel takes 0.4 GiB in Qwen-Image-2.1. "
+                    "0: as reuse off.",
                 ),
                 io.Combo.Input(
                     "arithmetic",
                     options=ARITHMETIC_CHOICES,
                     default="exact",
                     tooltip="exact: matrix products in fp32, as ComfyUI. bf16: matrix products in "
-                    "bf16 and all else in fp32; faster, lossy. int8: also multiplies the layers of "
-                    "an int8 file in int8.",
+                    "bf16, the rest of the encoder in fp32; faster, lossy. int8: as bf16, "
+                    "and the layers of an int8 file in int8.",
                 ),
             ],
             outputs=[
@@ -73,7 +75,6 @@ class QwenL40SEncoderCache(io.ComfyNode):
     ) -> io.NodeOutput:
         from ..hosts.comfyui.encode import EncodeSettings
         from ..hosts.comfyui.load.text_encoder import encode_with
-        from ..spec.formats import GIB
 
         settings = EncodeSettings(int(memory * GIB) if reuse else 0, arithmetic)
         found, report = encode_with(clip, settings)

@@ -8,11 +8,18 @@ from typing import Any
 
 from comfy_api.latest import io
 
+from ..charts.text import Refusal, cards_answer, estimate_json, estimate_text, summary_lines
 from ..errors import DoesNotFitError, QwenL40SError
-from ..hosts.comfyui.estimate.cards import THIS_CARD, card_choices, own_files_changed_at
+from ..hosts.comfyui.estimate.cards import (
+    THIS_CARD,
+    card_choices,
+    card_of,
+    own_files_changed_at,
+)
 from ..hosts.comfyui.on_node import shown
 from ..machine.memory import total_memory
 from ..options import request_settings, todays
+from ..planning.estimate import DOES_NOT_FIT, FITS
 from .common import (
     loader_settings,
     needs,
@@ -35,9 +42,10 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
         return schema(
             node_id="QwenL40S_EstimateVRAM",
             display_name="Estimate Qwen-Image VRAM",
-            description="Predicts whether a run fits a card, what each phase takes, how long the "
-            "run lasts and what it costs, and recommends settings. Works alone, or with MODEL, "
-            "CLIP, VAE and LATENT connected for their true sizes. Loads and moves nothing itself.",
+            description="Predicts whether a run fits in VRAM, its time and its cost, and "
+            "recommends settings. Use it alone before you download a model, or connect "
+            "MODEL, CLIP, VAE and LATENT for their true sizes. The node loads and "
+            "moves nothing.",
             search_aliases=[
                 "vram",
                 "memory estimate",
@@ -57,8 +65,8 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
                     "card",
                     options=card_choices(),
                     default=THIS_CARD,
-                    tooltip="this card: the card ComfyUI runs on, with its actual memory, or an "
-                    "L40S if there is no card. Other cards: the figures of their data sheets.",
+                    tooltip="this card: the GPU of ComfyUI, with its actual memory, or an L40S if "
+                    "there is no GPU. Other GPUs: the figures of their data sheets.",
                 ),
                 *request_inputs(),
                 io.Model.Input(
@@ -66,7 +74,7 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
                     optional=True,
                     lazy=True,
                     tooltip="A Qwen-Image MODEL from any loader, for its true size, precision and "
-                    "LoRAs. Its weights stay where they are.",
+                    "LoRAs. Its weights are not moved.",
                 ),
                 io.Clip.Input(
                     "clip",
@@ -95,7 +103,7 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
                     step=0.01,
                     optional=True,
                     advanced=True,
-                    tooltip="USD for an hour of the card. 0: the lowest on-demand price in the "
+                    tooltip="USD for an hour of the GPU. 0: the lowest on-demand price in the "
                     "list; the report shows its date.",
                 ),
                 *request_inputs(rare=True),
@@ -104,15 +112,15 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
             outputs=[
                 io.Image.Output(
                     display_name="chart",
-                    tooltip="Memory on the card in each phase, against what it can hold.",
+                    tooltip="VRAM of each phase, and how much the GPU has.",
                 ),
                 io.String.Output(
                     display_name="report",
-                    tooltip="Whether it fits, and the phases, times, cost and plan in words.",
+                    tooltip="Whether the run fits, and the phases, times, cost and plan in words.",
                 ),
                 io.Boolean.Output(
                     display_name="fits",
-                    tooltip="True if all that a phase needs stays on the card.",
+                    tooltip="True if each phase fits in VRAM.",
                 ),
                 io.String.Output(
                     display_name="json",
@@ -121,7 +129,7 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
                 *setting_outputs(),
                 io.String.Output(
                     display_name="verdict",
-                    tooltip="fits, runs slowly (it fits with offloading), or does not fit.",
+                    tooltip="`fits`, `runs slowly` (fits with offloading) or `does not fit`.",
                 ),
             ],
         )
@@ -133,8 +141,6 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
             return True
         try:
             with needs("estimate"):
-                from ..hosts.comfyui.estimate.cards import card_of
-
                 card_of(card)
         except QwenL40SError as error:
             return str(error)
@@ -148,7 +154,6 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
     @needs("estimate")
     def check_lazy_status(cls, card: str, price_per_hour: float = 0.0, **inputs: Any) -> list[str]:
         """Refuses settings that contradict each other before anything is loaded."""
-        from ..hosts.comfyui.estimate.cards import card_of
         from ..hosts.comfyui.estimate.request import NO_LATENT, request_from
 
         card_of(card)
@@ -171,16 +176,7 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
         **settings: Any,
     ) -> io.NodeOutput:
         from ..charts.picture import memory_chart, refusal_chart
-        from ..charts.text import (
-            Refusal,
-            cards_answer,
-            estimate_json,
-            estimate_text,
-            summary_lines,
-        )
-        from ..hosts.comfyui.estimate.cards import card_of
         from ..hosts.comfyui.estimate.request import estimate_on, request_from
-        from ..planning.estimate import DOES_NOT_FIT, FITS
 
         chosen, note = card_of(card)
         parts = {"model": model, "clip": clip, "vae": vae}
@@ -223,9 +219,10 @@ class QwenL40SReport(io.ComfyNode):
         return schema(
             node_id="QwenL40S_Report",
             display_name="Qwen-Image Run Report",
-            description="After a run, reports the time and memory of each phase, what was "
-            "predicted of the run, and which code path each part took. Measures MODELs from this "
-            "pack's loaders, and any MODEL behind Qwen-Image Optimize.",
+            description="After a run, reports the measured time and memory of each phase, the "
+            "prediction and the code paths. Use it to check that a run is as fast as "
+            "predicted. It measures MODELs from this pack's loaders, and any MODEL "
+            "after Qwen-Image Optimize.",
             search_aliases=[
                 "benchmark",
                 "timing",
@@ -239,8 +236,8 @@ class QwenL40SReport(io.ComfyNode):
             inputs=[
                 io.Image.Input(
                     "images",
-                    tooltip="The decoded images. They pass through, so the report comes after the "
-                    "run.",
+                    tooltip="The decoded images. They are left unchanged; the report comes after "
+                    "them.",
                 ),
                 io.Model.Input("model", tooltip="The MODEL connected to the sampler."),
                 io.Clip.Input(
@@ -266,7 +263,7 @@ class QwenL40SReport(io.ComfyNode):
                 ),
                 io.Image.Output(
                     display_name="chart",
-                    tooltip="Measured and predicted figures in one picture, as shown on the node.",
+                    tooltip="Measured and predicted figures in one chart, as shown on the node.",
                 ),
             ],
         )

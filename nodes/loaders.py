@@ -18,6 +18,7 @@ from ..hosts.comfyui.load.choose import (
     offered,
     source_of,
 )
+from ..hosts.comfyui.load.plan import check_settings
 from ..hosts.loading import LOADER_PRECISIONS
 from ..loaders.source import Source
 from ..planning.request import TEXT_ENCODER_PLACEMENTS
@@ -50,8 +51,6 @@ def check_transformer(model: str | None, precision: str | None, keep: str | None
     source = wanted(model, "transformer")
     if keep or precision not in (None, "auto"):
         with needs("transformer"):
-            from ..hosts.comfyui.load.plan import check_settings
-
             check_settings(source, precision or "auto", keep_patterns(keep or ""))
 
 
@@ -90,7 +89,8 @@ def _model_input() -> io.Combo.Input:
         "model",
         **offered("transformer"),
         tooltip="A file in models/diffusion_models or models/checkpoints, a diffusers folder (its "
-        "name ends with /), or micro (bundled), a tiny model for 256x256 that needs no download.",
+        "name ends with /), or micro (bundled): a tiny model for 256x256 that needs no "
+        "download.",
     )
 
 
@@ -99,9 +99,9 @@ PRECISION = io.Combo.Input(
     options=list(LOADER_PRECISIONS),
     default="auto",
     tooltip="Precision of the transformer. auto: int8 with rotation where the GPU has int8 "
-    "products, else bf16; an fp8 file with scales stays fp8. bf16: the most accurate, 38 GiB, or "
-    "25 with the modulation weights offloaded. int8, fp8: 25 GiB, or 13. fp8 needs an Ada GPU or "
-    "newer.",
+    "products, else bf16; an fp8 file with scales stays fp8. bf16: 38 GiB. int8: closest "
+    "to bf16. fp8: needs an Ada GPU or newer. int8 and fp8 take 25 GiB. Offloaded "
+    "modulation weights take 12.7 GiB of each.",
 )
 MODULATION = io.Combo.Input(
     "modulation",
@@ -109,10 +109,9 @@ MODULATION = io.Combo.Input(
     default="auto",
     optional=True,
     advanced=True,
-    tooltip="Where the modulation weights stay (a third of the transformer, 12.7 GiB in bf16, "
-    "which see only the timestep). off card: in system RAM, with a small table of their results "
-    "on the GPU. They come to the GPU once for each new schedule, and once for each timestep "
-    "outside it. auto: there if transformer and text encoder do not both fit.",
+    tooltip="Where the modulation weights stay, a third of the transformer. off card: in system "
+    "RAM, with a small table of their results on the GPU; a new schedule loads them once. "
+    "auto: in system RAM if transformer and text encoder do not fit in VRAM together.",
 )
 KEEP = io.String.Input(  # `keep_patterns` reads what it holds
     "keep_in_bf16",
@@ -127,9 +126,9 @@ KEPT = io.Boolean.Input(
     default=False,
     optional=True,
     advanced=True,
-    tooltip="Writes weights that are quantized on load to a file beside the original, 25 GiB, "
-    "while the first images are made. The next start takes them from there: the same weights, "
-    "without quantizing. Needs 30 GB of free disk.",
+    tooltip="Writes weights that are quantized on load to a file beside the original. The next "
+    "start reads this file and does not quantize; the weights are the same. Takes 25 GiB "
+    "and needs 30 GB of free disk.",
 )
 
 
@@ -141,8 +140,8 @@ def _placement_input(*, advanced: bool | None) -> io.Combo.Input:
         optional=True,
         advanced=advanced,
         tooltip="Where the text encoder stays. auto: in VRAM while there is room. cpu: runs on the "
-        "CPU, slowly. drop after encoding: leaves the GPU right after encoding and makes room for "
-        "the transformer. An unchanged prompt is not encoded again.",
+        "CPU, slowly. drop after encoding: leaves the GPU right after encoding, so that "
+        "the transformer has room. An unchanged prompt is not encoded again.",
     )
 
 
@@ -170,8 +169,9 @@ class QwenL40SLoadModel(io.ComfyNode):
         return schema(
             node_id="QwenL40S_LoadModel",
             display_name="Load Qwen-Image Model",
-            description="Loads a Qwen-Image transformer (text to image, 2512, Edit or Layered) "
-            "from a bf16, fp8, int8 or GGUF file or a diffusers folder.",
+            description="Loads a Qwen-Image transformer from a bf16, fp8, int8 or GGUF file or a "
+            "diffusers folder: text to image, 2512, Edit, Layered or 2.1. Use it with "
+            "separate loaders for text encoder and VAE.",
             search_aliases=[
                 "load diffusion model",
                 "unet loader",
@@ -222,8 +222,9 @@ class QwenL40SLoadTextEncoder(io.ComfyNode):
         return schema(
             node_id="QwenL40S_LoadTextEncoder",
             display_name="Load Qwen-Image Text Encoder",
-            description="Loads Qwen2.5-VL, the text encoder of Qwen-Image. It turns prompts, and "
-            "for edits images, into conditioning.",
+            description="Loads the text encoder of Qwen-Image, Qwen2.5-VL, or Qwen3-VL for 2.1. It "
+            "turns prompts, and for edits images, into conditioning. Use it with Load "
+            "Qwen-Image Model, instead of Load CLIP.",
             search_aliases=[
                 "load clip",
                 "clip loader",
@@ -246,8 +247,8 @@ class QwenL40SLoadTextEncoder(io.ComfyNode):
                     "precision",
                     options=list(LOADER_PRECISIONS),
                     default="auto",
-                    tooltip="Precision of the stored weights; ComfyUI always computes this model "
-                    "in fp32. bf16: 14.4 GiB. fp8, int8: 8.4 GiB. auto: as in the file.",
+                    tooltip="Precision of the stored weights; ComfyUI always computes in fp32. "
+                    "bf16: 14.4 GiB. fp8, int8: 8.4 GiB. auto: as in the file.",
                 ),
                 _placement_input(advanced=None),
             ],
@@ -280,7 +281,8 @@ class QwenL40SLoadVAE(io.ComfyNode):
         return schema(
             node_id="QwenL40S_LoadVAE",
             display_name="Load Qwen-Image VAE",
-            description="Loads the Qwen-Image VAE from a file of ComfyUI or of diffusers.",
+            description="Loads the Qwen-Image VAE from a file of ComfyUI or of diffusers. Use it "
+            "with Load Qwen-Image Model, instead of Load VAE.",
             search_aliases=["load vae", "vae loader", "qwen image vae", "wan vae"],
             has_intermediate_output=True,
             inputs=[
@@ -294,7 +296,8 @@ class QwenL40SLoadVAE(io.ComfyNode):
                     "precision",
                     options=VAE_PRECISIONS,
                     default="auto",
-                    tooltip="auto: ComfyUI's choice for the card. fp32: twice the memory of bf16.",
+                    tooltip="auto: ComfyUI's choice for the GPU. fp32: the most accurate, twice "
+                    "the memory of bf16.",
                 ),
             ],
             outputs=[_vae_output(), _report_output()],
@@ -327,9 +330,10 @@ class QwenL40SLoad(io.ComfyNode):
         return schema(
             node_id="QwenL40S_Load",
             display_name="Load Qwen-Image",
-            description="Loads transformer, text encoder and VAE in one node: from a transformer "
-            "file, with the matching text encoder and VAE found in their folders, from a diffusers "
-            "folder, or from the bundled micro model.",
+            description="Loads transformer, text encoder and VAE in one node. Use it first in a "
+            "workflow. For a transformer file, the node finds the matching text "
+            "encoder and VAE in their folders. A diffusers folder or the bundled micro "
+            "model has all three.",
             search_aliases=[
                 "load checkpoint",
                 "checkpoint loader",

@@ -30,8 +30,10 @@ class QwenL40SLoadLora(io.ComfyNode):
         return schema(
             node_id="QwenL40S_LoadLora",
             display_name="Load Qwen-Image LoRA",
-            description="Applies a LoRA to a bf16, fp8 or int8 model and reports how many of its "
-            "keys were applied. Reads all common key formats.",
+            description="Applies a LoRA to a bf16, fp8 or int8 MODEL and reports how many of its "
+            "keys were applied. Use it instead of Load LoRA: it reads all common key "
+            "formats and keeps int8 and fp8 weights unrounded. A merge costs no time; "
+            "a bypass makes steps longer.",
             search_aliases=[
                 "load lora",
                 "lora loader",
@@ -63,17 +65,17 @@ class QwenL40SLoadLora(io.ComfyNode):
                     options=list(LORA_MODES),
                     default=LORA_MODES[0],
                     optional=True,
-                    tooltip="auto: bypass on int8 and fp8 weights, and on bf16 where a merge would "
-                    "round away over 20% of the LoRA; else merge. merge: added to the weights, "
-                    "which are rounded; steps take no longer. bypass: computed in bf16 in each "
-                    "step; exact, but slower.",
+                    tooltip="auto: bypass on int8 and fp8 weights, and on bf16 if a merge would "
+                    "round away over 20% of the LoRA; else merge. merge: added to the "
+                    "weights, which are rounded; steps take no longer. bypass: computed in "
+                    "bf16 in each step; accurate, but slower.",
                 ),
             ],
             outputs=[
                 io.Model.Output(
                     tooltip="To another LoRA loader, Qwen-Image Optimize or the sampler."
                 ),
-                io.String.Output("report", tooltip="Keys applied, and what a merge loses."),
+                io.String.Output("report", tooltip="Keys applied, and the loss of a merge."),
             ],
         )
 

@@ -27,9 +27,10 @@ class QwenL40SNAG(io.ComfyNode):
         return schema(
             node_id="QwenL40S_NAG",
             display_name="Qwen-Image NAG",
-            description="Gives Qwen-Image a negative prompt at CFG 1, as with Lightning and Turbo "
-            "(normalized attention guidance): the image's rows are pushed away from what they "
-            "would read with it. Each step stays one pass, which takes a little longer.",
+            description="Gives Qwen-Image a negative prompt at CFG 1, by normalized attention "
+            "guidance. Use it with Lightning, Turbo and Viggle, where the sampler's "
+            "negative prompt does nothing. Each step stays one forward pass and takes "
+            "a few percent longer.",
             search_aliases=[
                 "normalized attention guidance",
                 "nag guidance",
@@ -41,14 +42,16 @@ class QwenL40SNAG(io.ComfyNode):
                 io.Model.Input("model", tooltip="From any loader, LoRA loader or Optimize node."),
                 io.Conditioning.Input(
                     "negative",
-                    tooltip="What the picture is not to show. Of an edit, encoded with the same "
-                    "pictures. The sampler's own negative does nothing at CFG 1.",
+                    tooltip="What to keep out of the image. For an edit, encode it with the same "
+                    "images.",
                 ),
-                number("scale", 5.0, 100, 0.1, "How far from the negative prompt. 1: off."),
-                number("tau", 2.5, 100, 0.1, "How many times a row's norm may grow."),
+                number(
+                    "scale", 5.0, 100, 0.1, "How strongly the negative prompt is avoided. 1: off."
+                ),
+                number("tau", 2.5, 100, 0.1, "How many times the norm of a token may grow."),
                 number("alpha", 0.25, 1, 0.01, "The share of the result that is guided. 0: off."),
-                step("start_at_step", 0, "The first step that is guided; 0 is the run's first."),
-                step("end_at_step", LAST_STEP, "The first step that is not guided any more."),
+                step("start_at_step", 0, "The first guided step; 0 is the first step of the run."),
+                step("end_at_step", LAST_STEP, "The first step after it without guidance."),
             ],
             outputs=model_and_report(),
         )

@@ -17,10 +17,11 @@ class QwenL40SOptimize(io.ComfyNode):
         return schema(
             node_id="QwenL40S_Optimize",
             display_name="Qwen-Image Optimize",
-            description="Makes any Qwen-Image MODEL faster and keeps the picture: fused blocks, "
-            "modulation from a table, and the card's fastest exact attention. Place it after LoRA "
-            "loaders and before the sampler. The first step compares one block with ComfyUI's own, "
-            "and falls back to ComfyUI's if they disagree. Other models pass through unchanged.",
+            description="Makes any Qwen-Image MODEL faster; the image stays the same up to "
+            "rounding. Use it after LoRA loaders and before the sampler. It runs fused "
+            "kernels, a modulation table and the GPU's fastest exact attention. The "
+            "first run compiles for some seconds and compares one block with "
+            "ComfyUI's. Other models are left unchanged.",
             search_aliases=[
                 "qwen fast",
                 "qwen image fast",
@@ -46,23 +47,24 @@ class QwenL40SOptimize(io.ComfyNode):
                     "attention",
                     ATTENTION_CHOICES,
                     default="auto",
-                    tooltip="auto: measures the card's exact backends once and uses the fastest. "
-                    "fast: also allows attention in 8 bits, up to max_8bit_error. comfyui: "
-                    "ComfyUI's own. int8, int8_fp8, kitchen_int8: 8 bits, whatever the error.",
+                    tooltip="auto: measures the GPU's exact backends once and uses the fastest. "
+                    "fast: also allows 8-bit attention up to max_8bit_error. comfyui: "
+                    "ComfyUI's attention. int8, int8_fp8, kitchen_int8: 8 bits, with any "
+                    "error.",
                 ),
                 io.Boolean.Input(
                     "fused_blocks",
                     default=True,
-                    tooltip="Off: ComfyUI's own blocks. With attention comfyui as well, the "
-                    "picture is stock ComfyUI's, bit for bit.",
+                    tooltip="Off: ComfyUI's blocks. With attention ComfyUI default as well, the "
+                    "image is stock ComfyUI's, bit for bit.",
                 ),
                 io.Boolean.Input(
                     "tf32",
                     default=False,
                     optional=True,
                     advanced=True,
-                    tooltip="Rounds fp32 matrix products to TF32 during the run. A bf16 model has "
-                    "almost none.",
+                    tooltip="Rounds fp32 matrix products to TF32 during the run, for models that "
+                    "compute in fp32. A bf16 model has almost none.",
                 ),
                 io.Boolean.Input(
                     "cudnn_benchmark",
@@ -80,8 +82,8 @@ class QwenL40SOptimize(io.ComfyNode):
                     step=0.001,
                     optional=True,
                     advanced=True,
-                    tooltip="The largest relative error that attention fast allows, measured in "
-                    "the run. 0.02 allows int8, 0.045 also int8_fp8.",
+                    tooltip="The largest relative error that auto (allow 8-bit) allows, measured "
+                    "in the run. 0.02 allows int8, 0.045 also int8_fp8.",
                 ),
             ],
             outputs=model_and_report(),
@@ -112,10 +114,11 @@ class QwenL40SSplitCards(io.ComfyNode):
         return schema(
             node_id="QwenL40S_SplitCards",
             display_name="Qwen-Image MultiGPU Split",
-            description="Paints one image on several cards of one kind, without NVLink. With CFG "
-            "above 1, each prompt runs on a card of its own, as with MultiGPU CFG Split. At CFG "
-            "1, or with more cards than prompts, the cards share the image rows of each pass. "
-            "For many images, one ComfyUI for each card makes more of them in an hour.",
+            description="Generates one image on several GPUs of one kind, without NVLink. Use it "
+            "if one image takes too long; for many images, run one ComfyUI for each "
+            "GPU. With CFG above 1, each prompt runs on its own GPU. At CFG 1, or with "
+            "more GPUs than prompts, the GPUs share the image tokens. Each GPU holds "
+            "all weights.",
             search_aliases=[
                 "multi gpu",
                 "multigpu cfg split",
@@ -130,23 +133,24 @@ class QwenL40SSplitCards(io.ComfyNode):
             has_intermediate_output=True,
             inputs=[
                 io.Model.Input(
-                    "model", tooltip="From Qwen-Image Optimize, without which no rows are shared."
+                    "model",
+                    tooltip="From Qwen-Image Optimize; without it, the GPUs share no image tokens.",
                 ),
                 io.Int.Input(
                     "cards",
                     default=2,
                     min=1,
                     max=16,
-                    tooltip="How many cards to use, the MODEL's own with them. Each holds all "
-                    "weights. 1: as without this node.",
+                    tooltip="How many GPUs to use, with the MODEL's. Each GPU holds all weights. "
+                    "1: as without this node.",
                 ),
             ],
             outputs=[
                 io.Model.Output(tooltip="To the sampler."),
                 io.String.Output(
                     display_name="report",
-                    tooltip="Which cards are used, and why others are not. Qwen-Image Run Report "
-                    "and ComfyUI's log say what a run did.",
+                    tooltip="Which GPUs are used, and why others are not. Qwen-Image Run Report "
+                    "and ComfyUI's log show what a run did.",
                 ),
             ],
         )
@@ -166,9 +170,9 @@ class QwenL40SCFGNorm(io.ComfyNode):
         return schema(
             node_id="QwenL40S_CFGNorm",
             display_name="Qwen-Image CFG Rescale",
-            description="Guides a Qwen-Image MODEL as diffusers does: with CFG above 1, each token "
-            "of the guided prediction gets the norm it has in the positive prediction. No effect "
-            "at CFG 1.",
+            description="Applies CFG as diffusers does: with CFG above 1, each token of the guided "
+            "prediction gets the norm of the positive prediction. Use it to get the "
+            "image of diffusers. No effect at CFG 1.",
             search_aliases=[
                 "cfg norm",
                 "cfg rescale",

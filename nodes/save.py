@@ -55,9 +55,10 @@ class QwenL40SSaveQuantized(io.ComfyNode):
         return schema(
             node_id="QwenL40S_SaveQuantized",
             display_name="Save Quantized Model (Qwen-Image)",
-            description="Writes the model, with its merged LoRAs, to models/diffusion_models at "
-            "two thirds of its bf16 size. ComfyUI's own loader also reads the int8 files; the fp8 "
-            "files, with a scale for each row, need this pack.",
+            description="Writes a MODEL, with its merged LoRAs, in int8 or fp8 to "
+            "models/diffusion_models. Use it once for a bf16 model that you load "
+            "often. The file has two thirds of the bf16 size. ComfyUI's loader also "
+            "reads int8 files; fp8 files need this pack.",
             search_aliases=[
                 "quantize",
                 "save model",
@@ -76,8 +77,8 @@ class QwenL40SSaveQuantized(io.ComfyNode):
                     "precision",
                     options=["int8", "fp8"],
                     default="int8",
-                    tooltip="int8: closer to bf16, and ComfyUI's own loader reads it. fp8: fast on "
-                    "Ada cards and newer.",
+                    tooltip="int8: closer to bf16; ComfyUI's loader reads it too. fp8: fast on Ada "
+                    "GPUs and newer.",
                 ),
                 io.String.Input(
                     "filename",
@@ -190,8 +191,9 @@ class QwenL40SSaveImage(io.ComfyNode):
         return schema(
             node_id="QwenL40S_SaveImage",
             display_name="Save Image (fast PNG)",
-            description="Save Image in about a tenth of the time: PNG files with the same pixels, "
-            "names and workflow inside, a few percent larger. It replaces no file.",
+            description="Saves PNG files like Save Image, in about a tenth of its time. Use it "
+            "instead of Save Image: pixels, names and workflow are the same. Files are "
+            "a few percent larger. No file is replaced.",
             search_aliases=["save", "save image", "export image", "write image", "png", "download"],
             is_output_node=True,
             inputs=[
@@ -199,8 +201,9 @@ class QwenL40SSaveImage(io.ComfyNode):
                 io.String.Input(
                     "filename_prefix",
                     default="ComfyUI",
-                    tooltip="What the names begin with, as in Save Image: it may include folders, "
-                    "%date:yyyy-MM-dd%, %batch_num% or a value of a node, %KSampler.seed%.",
+                    tooltip="The beginning of the names, as in Save Image: it may include folders, "
+                    "%date:yyyy-MM-dd%, %batch_num% or a value of a node, "
+                    "%KSampler.seed%.",
                 ),
             ],
             outputs=[io.Image.Output(display_name="images", tooltip="The images, unchanged.")],

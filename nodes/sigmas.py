@@ -19,29 +19,28 @@ class QwenL40SSigmas(io.ComfyNode):
         return schema(
             node_id="QwenL40S_Sigmas",
             display_name="Qwen-Image Scheduler",
-            description="Gives SamplerCustomAdvanced and SamplerCustom diffusers' schedule for the "
-            "size, or that of a few-step model. ComfyUI's own of Qwen-Image-2.1 is the same at "
-            "every size, which paints grids and bands in large pictures.",
+            description="Gives SamplerCustomAdvanced and SamplerCustom the schedule of diffusers "
+            "for the size, or of a few-step model. Use it for Qwen-Image-2.1: "
+            "ComfyUI's schedule is the same at every size, which gives grids and bands "
+            "in large images.",
             search_aliases=["scheduler", "manual sigmas", "shift", "turbo", "viggle", "lightning"],
             has_intermediate_output=True,
             inputs=[
-                io.Model.Input(
-                    "model", tooltip="The MODEL that the sampler takes, behind its LoRAs."
-                ),
+                io.Model.Input("model", tooltip="The MODEL of the sampler, after its LoRAs."),
                 io.Combo.Input(
                     "preset",
                     options=[AUTO, *schedule_names()],
                     default=AUTO,
-                    tooltip="auto: that of the few-step LoRA or model in the MODEL, else official. "
-                    "official: as diffusers, for any number of steps. Others are for models and "
-                    "LoRAs trained for them, at CFG 1.",
+                    tooltip="auto: the schedule of the few-step LoRA or model in the MODEL, else "
+                    "official. official: as diffusers, for any number of steps. The others "
+                    "are for models and LoRAs trained for them, at CFG 1.",
                 ),
                 io.Int.Input(
                     "steps",
                     default=0,
                     min=0,
                     max=10_000,
-                    tooltip="0: the model card's, 40 or 50, or those in the schedule's name.",
+                    tooltip="0: the model card's, 40 or 50, or the steps in the schedule's name.",
                 ),
                 *(
                     io.Int.Input(
@@ -50,8 +49,8 @@ class QwenL40SSigmas(io.ComfyNode):
                         min=0,
                         max=MOST_PIXELS,
                         step=16,
-                        tooltip="In pixels; of 2.1 a multiple of 32. 0: what the model is trained "
-                        "for. A connected LATENT replaces it.",
+                        tooltip="In pixels; for 2.1 a multiple of 32. 0: the trained size. A "
+                        "connected LATENT replaces it.",
                     )
                     for side in ("width", "height")
                 ),
@@ -63,7 +62,7 @@ class QwenL40SSigmas(io.ComfyNode):
                 io.Sigmas.Output(tooltip="To sigmas of SamplerCustomAdvanced or SamplerCustom."),
                 io.String.Output(
                     display_name="report",
-                    tooltip="Steps and size, what decided, and what has to be loaded.",
+                    tooltip="Steps and size, which file decided, and what has to be loaded.",
                 ),
             ],
         )

@@ -28,11 +28,11 @@ class QwenL40SStepCache(io.ComfyNode):
         return schema(
             node_id="QwenL40S_StepCache",
             display_name="Qwen-Image Step Cache",
-            description="Calls the transformer in some of a sampler's steps and forecasts the "
-            "others from them: nearly the same picture, sooner. Off by default. For runs of 20 "
-            "steps and more. Runs of 10 steps or fewer, as with Lightning LoRAs, and samplers that "
-            "add noise compute every step. Qwen-Image Run Report and the log say how far the "
-            "forecasts are off.",
+            description="Calls the transformer in some of the sampler's steps and forecasts the "
+            "others: nearly the same image, sooner. Use it for runs of 20 steps and "
+            "more. Runs of 10 steps or fewer, and samplers that add noise, compute "
+            "every step. The image changes slightly; Qwen-Image Run Report and the log "
+            "show the error of the forecasts. Off by default.",
             search_aliases=[
                 "teacache",
                 "easycache",
@@ -98,7 +98,7 @@ def _custom_inputs() -> list[io.Input]:
         ),
         share(
             "gain",
-            "How a forecast goes on from the last two computed steps: 0 repeats the last one, 1 "
+            "How a forecast continues from the last two computed steps: 0 repeats the last one, 1 "
             "continues their change in full.",
         ),
     ]

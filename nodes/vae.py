@@ -16,9 +16,9 @@ TILES = io.Int.Input(
     max=MOST_TILES,
     optional=True,
     advanced=True,
-    tooltip="0: the whole image if it fits in free memory, else as few tiles as possible. 1: "
-    "always the whole image; ComfyUI may move other models off the card for it. More: at least "
-    "that many tiles.",
+    tooltip="0: the whole image if it fits in free VRAM, else as few tiles as possible. 1: always "
+    "the whole image; ComfyUI may offload other models for it. More: at least that many "
+    "tiles.",
 )
 FUSED = io.Boolean.Input(
     "fused",
@@ -26,13 +26,13 @@ FUSED = io.Boolean.Input(
     optional=True,
     advanced=True,
     tooltip="On: 2-D convolutions with fused kernels between them, in about half the time and "
-    "memory or less, the same up to rounding. Off: ComfyUI's own layers, bit for bit.",
+    "memory or less, the same up to rounding. Off: ComfyUI's layers, bit for bit.",
 )
 
 
 def _report_output() -> io.String.Output:
     return io.String.Output(
-        "report", tooltip="Whole or in how many tiles, why, and how much memory it took."
+        "report", tooltip="Whole or in how many tiles, why, and how much VRAM it took."
     )
 
 
@@ -42,9 +42,10 @@ class QwenL40SVAEDecode(io.ComfyNode):
         return schema(
             node_id="QwenL40S_VAEDecode",
             display_name="VAE Decode (Qwen-Image)",
-            description="VAE Decode that plans its memory: the transformer stays on the card, and "
-            "an image that does not fit whole is decoded in tiles, without seams. For other VAEs "
-            "and for videos, ComfyUI's own VAE Decode runs.",
+            description="Turns latents into images in the free VRAM; the transformer stays there. "
+            "Use it instead of VAE Decode. An image that does not fit whole is decoded "
+            "in tiles, without seams. For other VAEs and for videos, ComfyUI's VAE "
+            "Decode runs.",
             search_aliases=[
                 "vae decode",
                 "vae decode tiled",
@@ -83,9 +84,10 @@ class QwenL40SVAEEncode(io.ComfyNode):
         return schema(
             node_id="QwenL40S_VAEEncode",
             display_name="VAE Encode (Qwen-Image)",
-            description="VAE Encode that plans its memory: the transformer stays on the card, and "
-            "an image that does not fit whole is encoded in tiles, to the same latents. For other "
-            "VAEs and for videos, ComfyUI's own VAE Encode runs.",
+            description="Turns images into latents in the free VRAM; the transformer stays there. "
+            "Use it instead of VAE Encode. An image that does not fit whole is encoded "
+            "in tiles, to the same latents. For other VAEs and for videos, ComfyUI's "
+            "VAE Encode runs.",
             search_aliases=[
                 "vae encode",
                 "vae encode tiled",

@@ -11,9 +11,8 @@ import torch
 from ..caches import cached
 from ..spec.formats import RowFormat
 from ..verdict import Verdict, try_once
-from . import kernels, nag, reference
-from .attention import quantized
-from .reference import HEAD_DIMS, WIDEST_ROW, Modulation, QKNorm, QuantizedRows, Rotary, Tokens
+from . import kernels, reference
+from .reference import Modulation, QKNorm, QuantizedRows, Rotary, Tokens
 
 # Takes the tensors that differ from call to call, of the shapes and strides that it is for.
 Prepared = Callable[..., None]
@@ -33,7 +32,7 @@ class Ops(NamedTuple):
         low_rank_rows: (x, text_down, image_down, order, out); takes the first three.
         decode_weight: (codes, group_scale, codebook, bits, out); takes the first three.
         attention_8bit: (heads, v, mask, out); quantizes v where the form has it; takes the mask.
-        guided_rows: `nag.guided_rows` itself or its kernel, which nothing prepares.
+        guided_rows: `reference.guided_rows` itself or its kernel, which nothing prepares.
         scaled_gemm: (a, b, scale_a, scale_b, bias, out, beside=None, gelu=False, swiglu=False);
             takes b, scale_b, bias, up and a. None where cuBLAS alone multiplies.
     """
@@ -70,12 +69,12 @@ def _quantizer(
 
 
 def _attention_8bit(
-    heads: quantized.Heads, v: torch.Tensor, _: torch.Tensor | None, out: torch.Tensor
+    heads: reference.QuantizedHeads, v: torch.Tensor, _: torch.Tensor | None, out: torch.Tensor
 ) -> Prepared:
     def run(mask: torch.Tensor | None) -> None:
         if heads.v is not None:
-            quantized.quantize_values(v, heads)
-        quantized.attention_8bit(heads, v, mask, out)
+            reference.quantize_values(v, heads)
+        reference.attention_8bit(heads, v, mask, out)
 
     return run
 
@@ -88,7 +87,7 @@ TORCH = Ops(
         )
     ),
     lambda q, k, norm, rotary, *how: (
-        lambda norm, rotary: quantized.qk_norm_rope(q, k, norm, rotary, *how)
+        lambda norm, rotary: reference.qk_norm_rope(q, k, norm, rotary, *how)
     ),
     _quantizer(reference.gelu_quantize),
     _quantizer(reference.row_quantize),
@@ -102,7 +101,7 @@ TORCH = Ops(
         lambda *packed: out.copy_(reference.decode_weight(*packed, bits))
     ),
     _attention_8bit,
-    nag.guided_rows,
+    reference.guided_rows,
 )
 
 
@@ -122,18 +121,6 @@ def choose_ops(device: torch.device) -> Ops | Verdict:
 
     found = try_once((choose_ops, device), trial)
     return replace(found, fact=f"Triton: {found}") if found else ops
-
-
-def unsupported_shape(dim: int, head_dim: int, dtype: torch.dtype) -> Verdict | None:
-    """Why the kernels do not take a model; None when they do."""
-    if dtype not in (torch.bfloat16, torch.float32):
-        # Residuals of Qwen-Image exceed what fp16 holds: both hosts clip or refuse it.
-        return Verdict(f"{dtype}", rule="the fused blocks take bf16 and fp32")
-    if dim > WIDEST_ROW:
-        return Verdict(f"a width of {dim}, more than {WIDEST_ROW}", final=True)
-    if head_dim not in HEAD_DIMS:
-        return Verdict(f"heads of {head_dim}, not {', '.join(map(str, HEAD_DIMS))}", final=True)
-    return None
 
 
 @cached  # equal in each run: what a run keeps is for these kernels
@@ -184,7 +171,7 @@ def _compare(ops: Ops, device: torch.device) -> str:
     rotary = Rotary(random(1, 8, 16), random(1, 8, 16))
     twins = q.clone(), k.clone()
     ops.qk_norm_rope(q, k, weights, rotary, tokens, 1e-6)(weights, rotary)
-    quantized.qk_norm_rope(*twins, weights, rotary, tokens, 1e-6)
+    reference.qk_norm_rope(*twins, weights, rotary, tokens, 1e-6)
     pairs = ((x, twin), (h, expected), (q, twins[0]), (k, twins[1]))
     right = meta or all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in pairs)
     return "" if right else "a trial gave a wrong result"

@@ -13,14 +13,27 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Literal, NamedTuple
 
 import torch
 
+from ..families.registry import modulation_of
 from ..spec.formats import format_gib
 from ..spec.sizes import MOST_TABLE_BYTES
 from ..verdict import Verdict
-from .blocks.block_form import ModulationLayer, modulation_layers
 from .reference import Modulation
+
+
+class ModulationLayer(NamedTuple):
+    block: int
+    stream: Literal["image", "text"]
+    module: torch.nn.Module
+
+
+def modulation_layers(blocks: Sequence[torch.nn.Module]) -> Iterator[ModulationLayer]:
+    for index, block in enumerate(blocks):
+        for stream, name in modulation_of(block).items():
+            yield ModulationLayer(index, stream, getattr(block, name))
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,63 +4,20 @@ image reads is pushed away from what it reads with a negative prompt in the prom
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .blocks.attend import Attend
-from .reference import wide_dtype
-
-
-class Guidance(NamedTuple):
-    """How far the image's rows are pushed.
-
-    Attributes:
-        scale: How far from the negative prompt; at 1 nothing changes.
-        tau: How many times the norm of a row may grow.
-        alpha: The share of the result that is guided.
-        on: For each item of a batch, whether it is guided; empty for all.
-    """
-
-    scale: float
-    tau: float
-    alpha: float
-    on: tuple[bool, ...] = ()
-
-    def guide(self, positive: Tensor, negative: Tensor) -> Tensor:
-        """Pushes rows, with the norms that are the sums of their magnitudes.
-
-            g = negative + scale * (positive - negative)
-            g = g * tau * |positive| / (|g| + 1e-7) where |g| > tau * |positive|
-            out = alpha * g + (1 - alpha) * positive
-
-        Args:
-            positive: What attention gives, (batch, rows, heads * head_dim).
-            negative: The same of the negative prompt, written over with the result.
-        """
-        guided = torch.lerp(negative, positive, self.scale, out=negative)
-        was, grown = (
-            torch.linalg.vector_norm(it, 1, -1, keepdim=True, dtype=wide_dtype(it))
-            for it in (positive, guided)
-        )
-        guided.mul_(torch.where(grown > self.tau * was, self.tau * was / (grown + 1e-7), 1.0))
-        out = torch.lerp(positive, guided, self.alpha, out=guided)
-        for item, on in enumerate(self.on):
-            if not on:
-                out[item] = positive[item]
-        return out
-
+from .reference import AttentionPart, Guidance, guided_rows
 
 # Keys, values, and the mask of these keys.
 Keys = tuple[Tensor, Tensor, "Tensor | None"]
-# What attention gives, (batch, tokens, heads * head_dim), and the logarithms of the sums of
-# exp(scores), (batch, heads, tokens), where it is to a part of the keys.
-Part = tuple[Tensor, "Tensor | None"]
 
 
-def attend_both(attend: Attend, q: Tensor, image: Keys, *texts: Keys) -> list[Part]:
+def attend_both(attend: Attend, q: Tensor, image: Keys, *texts: Keys) -> list[AttentionPart]:
     """Attends to the image with each of two texts beside it; to the image once where `attend` gives
     log-sum-exps, by which parts of the keys are merged.
 
@@ -80,40 +37,6 @@ def attend_both(attend: Attend, q: Tensor, image: Keys, *texts: Keys) -> list[Pa
         mask = None if image[2] is None else torch.cat([text[2], image[2]], -1)
         found.append((attend(q, k, v, mask), None))
     return found
-
-
-def merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> Tensor:
-    """Merges attention to two parts of the keys into that to both, in fp32.
-
-        out = (out1 * exp(lse1) + out2 * exp(lse2)) / (exp(lse1) + exp(lse2))
-
-    Args:
-        first, second: A `Part` each, of which the second is written over with the result.
-    """
-    (out, lse), (other, lse_2) = first, second
-    share = (lse - lse_2).sigmoid().transpose(1, 2).unsqueeze(-1)
-    part, into = (it.unflatten(2, (lse.shape[1], -1)) for it in (out, other))
-    torch.addcmul(part * share, into, 1 - share, out=into)
-    return other
-
-
-def guided_rows(
-    guidance: Guidance, parts: Sequence[Part], first: int = 0, second: int = 0
-) -> Tensor:
-    """Merges what `attend_both` gives and guides it; the plain-torch twin of `kernels.guided_rows`.
-
-    Args:
-        parts: Of the prompt, of the negative prompt, which is written over, and of the image.
-        first: How many of the rows are the prompt's: they stay as they are with it.
-        second: Up to where rows are the negative prompt's: they stay as they are with that.
-    """
-    (positive, _), (out, _), *shared = parts
-    for image in shared:
-        for text in parts[:2]:
-            merge(image, text)
-    guidance.guide(positive[:, second:], out[:, second:])
-    out[:, :first] = positive[:, :first]
-    return out
 
 
 class JointGuidance(NamedTuple):

@@ -11,7 +11,8 @@ side, in joint order: text, then image. With a batch of one the two orders are t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 
 from ..errors import SettingError
 from ..spec.formats import FORMATS, RowFormat, is_rotation
+from ..spec.sizes import HEAD_TOKENS_AT_ONCE
 
 # What the kernels take: they hold a row in registers, and wider ones would spill.
 HEAD_DIMS, WIDEST_ROW = (16, 32, 64, 128, 256), 16384
@@ -371,6 +373,303 @@ def low_rank_rows(
     for rows, written, down in zip(x.split(lengths), out.split(lengths), downs, strict=True):
         if down is not None:
             written[:, : len(down)] = rows @ down.t()
+
+
+HEAD_DIMS_8BIT = (32, 64, 128)  # that the kernels of 8-bit attention take
+# Keys that their mean is taken of; any vector near it does.
+SAMPLED_KEYS = 128
+# Weights of e4m3, 1 at most, are multiplied by this: below 2**-9 nothing is left of them.
+WEIGHT_SCALE = 256.0
+LARGEST_VALUE = FORMATS["fp8"].largest
+
+
+class QuantizedHeads(NamedTuple):
+    """Queries, keys and values of (batch, heads) in 8 bits; P is `padded(tokens)`, and Q that of
+    the queries, where there are fewer.
+
+    Attributes:
+        q: (batch, heads, Q, head_dim), int8.
+        k: (batch, heads, P, head_dim), int8; less `mean`.
+        q_scale: (batch, heads, Q), fp32, with log2(e) / sqrt(head_dim) in it.
+        k_scale: (batch, heads, P), fp32.
+        mean: (batch, heads, head_dim), fp32: of `SAMPLED_KEYS` keys.
+        v: (batch, heads, head_dim, P), float8_e4m3fn, zero past the last token; None for "int8".
+        v_scale: (batch, heads, head_dim), fp32; None for "int8".
+        v_largest: (batch, heads, P / HEAD_TOKENS_AT_ONCE, head_dim), fp32: of so many tokens each.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    q_scale: torch.Tensor
+    k_scale: torch.Tensor
+    mean: torch.Tensor
+    v: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+    v_largest: torch.Tensor | None = None
+
+    @classmethod
+    def empty(cls, form: str, keys: torch.Tensor, queries: int | None = None) -> QuantizedHeads:
+        """Makes room for keys like these, (batch, tokens, heads, head_dim), and as many queries, or
+        `queries` of them, in one piece of memory.
+        """
+        size = sum(cls.sizes(form, keys.shape, queries))
+        return cls.of(form, keys.shape, keys.new_empty(size, dtype=torch.uint8), queries)
+
+    @classmethod
+    def of(
+        cls,
+        form: str,
+        shape: tuple[int, ...],
+        memory: torch.Tensor,
+        queries: int | None = None,
+    ) -> QuantizedHeads:
+        """Lays them out in memory of `sum(sizes(form, shape, queries))` bytes, (bytes,), uint8."""
+        parts = memory.split(cls.sizes(form, shape, queries))
+        tensors = zip(parts, _head_tensors(form, shape, queries), strict=True)
+        return cls(*(part.view(dtype).view(size) for part, (dtype, size) in tensors))
+
+    @staticmethod
+    def sizes(form: str, shape: tuple[int, ...], queries: int | None = None) -> list[int]:
+        """Counts each tensor's bytes, for keys of this shape, (batch, tokens, heads, head_dim)."""
+        tensors = _head_tensors(form, shape, queries)
+        return [dtype.itemsize * math.prod(size) for dtype, size in tensors]
+
+
+def _head_tensors(
+    form: str, shape: tuple[int, ...], queries: int | None
+) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+    batch, tokens, heads, head_dim = shape
+    pair, length = (batch, heads), padded(tokens)
+    channels = (*pair, head_dim)
+    lengths = padded(tokens if queries is None else queries), length
+    found = [(torch.int8, (*pair, it, head_dim)) for it in lengths]
+    found += [(torch.float32, (*pair, it)) for it in lengths] + [(torch.float32, channels)]
+    if form == "int8_fp8":
+        found += [(torch.float8_e4m3fn, (*channels, length)), (torch.float32, channels)]
+        found += [(torch.float32, (*pair, length // HEAD_TOKENS_AT_ONCE, head_dim))]
+    return found
+
+
+def padded(tokens: int) -> int:
+    return -(-tokens // HEAD_TOKENS_AT_ONCE) * HEAD_TOKENS_AT_ONCE
+
+
+def qk_norm_rope(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    norm: QKNorm | None,
+    rotary: Rotary | None,
+    tokens: Tokens,
+    eps: float,
+    into: QuantizedHeads | None = None,
+    first: int = 0,
+) -> None:
+    """Normalizes the heads of queries and keys and turns them by their position, in place or into
+    8 bits.
+
+        n = x / sqrt(mean(x * x) + eps) * weight;  (a, b) = (a cos - b sin, a sin + b cos)
+
+    with a and b the elements 2 i and 2 i + 1 of a head. Computed in fp32, or float64 for a float64
+    q, and rounded once.
+
+    Args:
+        q: (B, queries, heads, head_dim), in joint order from token `first` on; batch and tokens
+            with any stride.
+        k: (B, joint, heads, head_dim), likewise.
+        norm: Weights of both streams.
+        rotary: Cosines and sines of every token; both None where q and k are normalized and
+            rotated, for int8.
+        tokens: How many of the tokens are text.
+        eps: Added to the mean square.
+        into: Is written, and q and k stay as they are; None changes them in place.
+    """
+    if norm is not None:
+        if into is not None:
+            q, k = (part.to(torch.float32, copy=True) for part in (q, k))
+        wide = wide_dtype(q)
+        cos, sin = (part.to(wide).unsqueeze(2) for part in rotary)
+        for x, start, weights in (
+            (q, first, (norm.text_query, norm.query)),
+            (k, 0, (norm.text_key, norm.key)),
+        ):
+            stop = start + x.shape[1]
+            cut = min(max(tokens.text, start), stop)
+            for begin, end, weight in ((start, cut, weights[0]), (cut, stop, weights[1])):
+                here = slice(begin - start, end - start)
+                part = x[:, here].to(wide)
+                part = part * (part.square().mean(-1, keepdim=True) + eps).rsqrt()
+                a, b = (part * weight.to(wide)).unflatten(-1, (-1, 2)).unbind(-1)
+                c, s = cos[:, begin:end], sin[:, begin:end]
+                x[:, here] = torch.stack((a * c - b * s, a * s + b * c), dim=-1).flatten(-2)
+    if into is not None:
+        quantize_heads(q, k, into)
+
+
+def score_scale(head_dim: int) -> float:
+    """Gives what queries are multiplied by, for weights that are powers of two."""
+    return math.log2(math.e) / math.sqrt(head_dim)
+
+
+def quantize_heads(q: torch.Tensor, k: torch.Tensor, into: QuantizedHeads) -> None:
+    """Quantizes queries and keys to int8, by the largest magnitude of each head of each token.
+
+        scale = max(|row|) / 127, or 1 for a zero row;  q = round_to_even(row / scale)
+
+    Args:
+        q, k: (batch, tokens, heads, head_dim), normalized and rotated; q may have fewer tokens.
+        into: Is written, of as many.
+    """
+    tokens, head_dim = k.shape[1], k.shape[3]
+    q, k = (part.transpose(1, 2).float() for part in (q, k))
+    into.mean.copy_(k[:, :, sampled_keys(tokens, k.device)].mean(2))
+    k = k - into.mean.unsqueeze(2)
+    for x, values, scales, factor in (
+        (q, into.q, into.q_scale, score_scale(head_dim)),
+        (k, into.k, into.k_scale, 1.0),
+    ):
+        largest = x.abs().amax(-1)
+        scale = _step_of(largest, 127.0)
+        steps = (x * scale.reciprocal().unsqueeze(-1)).clamp(-127, 127).round()
+        values[:, :, : x.shape[2]] = steps.to(torch.int8)
+        scales[:, :, : x.shape[2]] = scale * factor
+
+
+def sampled_keys(tokens: int, device: torch.device | None = None) -> torch.Tensor:
+    """Gives the tokens that the mean of the keys is taken of, (SAMPLED_KEYS,), int64."""
+    return torch.arange(SAMPLED_KEYS, device=device) * tokens // SAMPLED_KEYS
+
+
+def quantize_values(v: torch.Tensor, into: QuantizedHeads) -> None:
+    """Quantizes values to e4m3, transposed, by the largest magnitude of each channel.
+
+    Args:
+        v: (batch, tokens, heads, head_dim).
+    """
+    tokens = v.shape[1]
+    v = v.permute(0, 2, 3, 1).float()
+    largest = v.abs().amax(-1)
+    scale = _step_of(largest, LARGEST_VALUE)
+    into.v.zero_()
+    into.v[..., :tokens] = (v * scale.reciprocal().unsqueeze(-1)).to(into.v.dtype)
+    into.v_scale.copy_(scale)
+
+
+def _step_of(largest: torch.Tensor, steps: float) -> torch.Tensor:
+    # By a tensor: by a number, a card multiplies with the reciprocal, which is not the same.
+    exact = largest / torch.full((), steps, device=largest.device)
+    return torch.where(largest < SMALLEST_ROW, 1.0, exact)
+
+
+def attention_8bit(
+    heads: QuantizedHeads, v: torch.Tensor, mask: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    """Computes softmax(q @ k.T + mask) @ v of heads in 8 bits; some queries at a time.
+
+    Args:
+        heads: With values in e4m3 where weights are to be multiplied in it.
+        v: (batch, tokens, heads, head_dim), any strides.
+        mask: (batch, 1, 1, tokens), added to the scores, or None.
+        out: (batch, queries, heads, head_dim), is written.
+    """
+    tokens = v.shape[1]
+    k = (heads.k * heads.k_scale.unsqueeze(-1))[:, :, :tokens]
+    if heads.v is None:
+        values = v.transpose(1, 2).float()
+    else:
+        values = heads.v[..., :tokens].float().transpose(2, 3)
+    queries = out.shape[1]
+    for start in range(0, queries, HEAD_TOKENS_AT_ONCE):
+        some = slice(start, min(start + HEAD_TOKENS_AT_ONCE, queries))
+        q = heads.q[:, :, some] * heads.q_scale[:, :, some].unsqueeze(-1)
+        scores = q @ k.transpose(2, 3)
+        if mask is not None:
+            scores = scores + mask.float() * math.log2(math.e)
+        weights = torch.exp2(scores - scores.amax(-1, keepdim=True))
+        sums = weights.sum(-1, keepdim=True)
+        if heads.v is None:
+            mixed = weights.to(v.dtype).float() @ values / sums
+        else:
+            weights = (weights * WEIGHT_SCALE).to(heads.v.dtype).float()
+            mixed = weights @ values / (sums * WEIGHT_SCALE) * heads.v_scale.unsqueeze(2)
+        out[:, some] = mixed.transpose(1, 2).to(out.dtype)
+
+
+class Guidance(NamedTuple):
+    """How far the image's rows are pushed.
+
+    Attributes:
+        scale: How far from the negative prompt; at 1 nothing changes.
+        tau: How many times the norm of a row may grow.
+        alpha: The share of the result that is guided.
+        on: For each item of a batch, whether it is guided; empty for all.
+    """
+
+    scale: float
+    tau: float
+    alpha: float
+    on: tuple[bool, ...] = ()
+
+    def guide(self, positive: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
+        """Pushes rows, with the norms that are the sums of their magnitudes.
+
+            g = negative + scale * (positive - negative)
+            g = g * tau * |positive| / (|g| + 1e-7) where |g| > tau * |positive|
+            out = alpha * g + (1 - alpha) * positive
+
+        Args:
+            positive: What attention gives, (batch, rows, heads * head_dim).
+            negative: The same of the negative prompt, written over with the result.
+        """
+        guided = torch.lerp(negative, positive, self.scale, out=negative)
+        was, grown = (
+            torch.linalg.vector_norm(it, 1, -1, keepdim=True, dtype=wide_dtype(it))
+            for it in (positive, guided)
+        )
+        guided.mul_(torch.where(grown > self.tau * was, self.tau * was / (grown + 1e-7), 1.0))
+        out = torch.lerp(positive, guided, self.alpha, out=guided)
+        for item, on in enumerate(self.on):
+            if not on:
+                out[item] = positive[item]
+        return out
+
+
+# What attention gives, (batch, tokens, heads * head_dim), and the logarithms of the sums of
+# exp(scores), (batch, heads, tokens), where it is to a part of the keys.
+AttentionPart = tuple[torch.Tensor, "torch.Tensor | None"]
+
+
+def merge_attention(first: AttentionPart, second: AttentionPart) -> torch.Tensor:
+    """Merges attention to two parts of the keys into that to both, in fp32.
+
+        out = (out1 * exp(lse1) + out2 * exp(lse2)) / (exp(lse1) + exp(lse2))
+
+    Args:
+        first, second: With log-sum-exps; the second is written over with the result.
+    """
+    (out, lse), (other, lse_2) = first, second
+    share = (lse - lse_2).sigmoid().transpose(1, 2).unsqueeze(-1)
+    part, into = (it.unflatten(2, (lse.shape[1], -1)) for it in (out, other))
+    torch.addcmul(part * share, into, 1 - share, out=into)
+    return other
+
+
+def guided_rows(
+    guidance: Guidance, parts: Sequence[AttentionPart], first: int = 0, second: int = 0
+) -> torch.Tensor:
+    """Merges what `nag.attend_both` gives and guides it.
+
+    Args:
+        parts: Of the prompt, of the negative prompt, which is written over, and of the image.
+        first: How many of the rows are the prompt's: they stay as they are with it.
+        second: Up to where rows are the negative prompt's: they stay as they are with that.
+    """
+    (positive, _), (out, _), *shared = parts
+    for image in shared:
+        for text in parts[:2]:
+            merge_attention(image, text)
+    guidance.guide(positive[:, second:], out[:, second:])
+    out[:, :first] = positive[:, :first]
+    return out
 
 
 def largest_of(format: str) -> float:

@@ -21,9 +21,9 @@ from ..patches import switched
 from ..verdict import Verdict, first_line
 from .attention import ChosenAttention
 from .blocks.graphs import PassMemory
-from .blocks.host import FirstBlockCheck, HostPass, PreparedModel
+from .blocks.host import FirstBlockCheck, HostPass, PreparedModel, SplitFigures
 from .blocks.passes import ForwardPass, WatchedError
-from .cards.team import CardPass, ShapeFigures, SplitFigures, Team
+from .cards.team import CardPass, ShapeFigures, Team
 from .inventory import is_changed
 
 AS_ASKED = Verdict("as asked for")

@@ -7,10 +7,15 @@ the twin in float64, which tests/unit/test_block_kernels.py compares with publis
 import torch
 
 from qwen_l40s.optimizations import reference
-from qwen_l40s.optimizations.attention import quantized
-from qwen_l40s.optimizations.attention.quantized import Heads
-from qwen_l40s.optimizations.nag import Guidance, guided_rows
-from qwen_l40s.optimizations.reference import Modulation, QKNorm, QuantizedRows, Rotary, Tokens
+from qwen_l40s.optimizations.reference import (
+    Guidance,
+    Modulation,
+    QKNorm,
+    QuantizedHeads,
+    QuantizedRows,
+    Rotary,
+    Tokens,
+)
 from qwen_l40s.spec.formats import RowFormat
 
 EPS = 1e-6
@@ -214,7 +219,7 @@ def check_qk_norm_rope(
     rotary = rotation(items, tokens.joint, head_dim, angles or torch.float32, device)
     norm = norm_weights(head_dim, dtype, device)
     exact_q, exact_k, values = q.double(), k.double(), v.clone()
-    quantized.qk_norm_rope(exact_q, exact_k, doubled(norm), doubled(rotary), tokens, EPS)
+    reference.qk_norm_rope(exact_q, exact_k, doubled(norm), doubled(rotary), tokens, EPS)
     function(q, k, norm, rotary, tokens, EPS)
     assert_rounded(q, exact_q, 1e-5, truncated=truncated)
     assert_rounded(k, exact_k, 1e-5, truncated=truncated)
@@ -293,8 +298,8 @@ def check_attention_8bit(
     rotary = rotation(1, tokens.joint, head_dim, device=device)
     norm = norm_weights(head_dim, dtype, device)
     before = buffer.clone()
-    twin, ours = (Heads.empty(form, q) for _ in range(2))
-    quantized.qk_norm_rope(q, k, norm, rotary, tokens, EPS, twin)
+    twin, ours = (QuantizedHeads.empty(form, q) for _ in range(2))
+    reference.qk_norm_rope(q, k, norm, rotary, tokens, EPS, twin)
     ops.qk_norm_rope(q, k, norm, rotary, tokens, EPS, ours)
     rows = tokens.joint
     for name in ("q", "k"):
@@ -304,14 +309,14 @@ def check_attention_8bit(
         torch.testing.assert_close(*scales, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(ours.mean, twin.mean, rtol=1e-5, atol=1e-5)
     if form == "int8_fp8":
-        quantized.quantize_values(v, twin)
+        reference.quantize_values(v, twin)
         ops.attention_8bit(ours, v, None, torch.empty_like(q))
         assert torch.equal(ours.v_scale, twin.v_scale)
         apart = (ours.v.float() - twin.v.float()).abs() / twin.v.float().abs().clamp(min=2.0**-9)
         assert apart.max() <= 1  # e4m3's own step, where a reciprocal put it beyond a middle
         assert (apart > 0).float().mean() < 1e-3
     exact_q, exact_k = q.double(), k.double()
-    quantized.qk_norm_rope(exact_q, exact_k, doubled(norm), doubled(rotary), tokens, EPS)
+    reference.qk_norm_rope(exact_q, exact_k, doubled(norm), doubled(rotary), tokens, EPS)
     mask = torch.zeros(batch, 1, 1, rows, dtype=dtype, device=device)
     mask[-1, ..., : rows // 3] = -torch.inf
     mask[0, ..., rows // 2 :: 5] = -1
@@ -325,7 +330,7 @@ def check_attention_8bit(
         ops.attention_8bit(ours, v, added, out)
         assert relative(out, exact) <= (most or MOST_ERROR_OF_FEW[form])
         expected = torch.empty_like(out)
-        quantized.attention_8bit(ours, v, added, expected)
+        reference.attention_8bit(ours, v, added, expected)
         # Weights are rounded beside the largest score so far, in the twin beside the largest.
         assert relative(out, expected.double()) <= (most or {"int8": 4e-3, "int8_fp8": 0.04}[form])
         assert_surrounded(around)
@@ -337,7 +342,7 @@ def check_attention_of_nan(ops, form, device="cpu"):
     for part, value in ((0, torch.nan), (1, torch.nan), (1, torch.inf), (2, torch.nan)):
         q, k, v = random(3, 1, 40, 2, 64, dtype=torch.float16, device=device)
         (q, k, v)[part][0, 20, 1, 3] = value
-        heads, out = Heads.empty(form, q), torch.zeros_like(q)
+        heads, out = QuantizedHeads.empty(form, q), torch.zeros_like(q)
         ops.qk_norm_rope(q, k, None, None, Tokens(1, 0, 40, 40), 0.0, heads)
         ops.attention_8bit(heads, v, None, out)
         assert out[0, :, 0].isfinite().all()
@@ -351,14 +356,14 @@ def check_some_queries(ops, form, *, dtype=torch.bfloat16, device="cpu", spans=(
     q, k, v = random(3, batch, tokens.joint, heads, head_dim, dtype=dtype, device=device)
     rotary = rotation(1, tokens.joint, head_dim, device=device)
     norm = norm_weights(head_dim, dtype, device)
-    whole, out = Heads.empty(form, k), torch.empty_like(q)
+    whole, out = QuantizedHeads.empty(form, k), torch.empty_like(q)
     ops.qk_norm_rope(q, k, norm, rotary, tokens, EPS, whole)
     turned = q.clone(), k.clone()
     ops.qk_norm_rope(*turned, norm, rotary, tokens, EPS)
     ops.attention_8bit(whole, v, None, out)
     for first, stop in spans:
         some = q[:, first:stop].contiguous()
-        ours, mixed = Heads.empty(form, k, stop - first), torch.empty_like(some)
+        ours, mixed = QuantizedHeads.empty(form, k, stop - first), torch.empty_like(some)
         ops.qk_norm_rope(some, k, norm, rotary, tokens, EPS, ours, first)
         joint = tokens.joint
         assert torch.equal(ours.q[:, :, : stop - first], whole.q[:, :, first:stop])
@@ -387,7 +392,7 @@ def check_guided_rows(function, shape, cuts, dtype, *, on=(), merged=True, devic
     parts = list(zip(outs, sums, strict=True)) if merged else [(it, None) for it in outs[:2]]
     exact = [(out.double(), lse if lse is None else lse.double()) for out, lse in parts]
     guidance = Guidance(4.0, 1.2, 0.5, on)
-    expected = guided_rows(guidance, exact, *cuts)
+    expected = reference.guided_rows(guidance, exact, *cuts)
     found = function(guidance, parts, *cuts)
     assert found.data_ptr() == outs[1].data_ptr()
     assert_rounded(found, expected, 2e-5, **how)

@@ -234,7 +234,7 @@ def test_attention_of_some_queries(form):
 
 def test_attention_in_8_bits_refuses_what_it_does_not_take():
     q, v = cases.random(2, 1, 5, 2, 64)
-    heads = cases.Heads.empty("int8", q)
+    heads = cases.QuantizedHeads.empty("int8", q)
     with pytest.raises(ValueError, match="padded to 128 and 256 tokens"):
         KERNELS.attention_8bit(heads, cases.random(1, 129, 2, 64), None, q)
     with pytest.raises(ValueError, match="lie side by side in the result"):

@@ -20,8 +20,8 @@ from ...optimizations.blocks.block import Step
 from ...optimizations.blocks.host import BlockInputs, PrefixedStream, Streams
 from ...optimizations.blocks.workspace import Prefix
 from ...optimizations.modulation import Entry
-from ...optimizations.nag import Guidance, JointGuidance, PrefixGuidance
-from ...optimizations.reference import Rotary, Tokens
+from ...optimizations.nag import JointGuidance, PrefixGuidance
+from ...optimizations.reference import Guidance, Rotary, Tokens
 from ...verdict import Verdict
 from . import contract
 from .sample.attention import SLOT, GuidedAttention

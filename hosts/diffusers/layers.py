@@ -22,13 +22,18 @@ from ...optimizations.blocks.block import LayerTensors
 from ...optimizations.blocks.block_form import (
     DENSE,
     head_norms,
-    modulation_layers,
     part_of,
     token_layers,
 )
 from ...optimizations.inventory import is_changed
 from ...optimizations.linear import Gemm
-from ...optimizations.modulation import Entry, ModulationTable, TableFigures, compute_entry
+from ...optimizations.modulation import (
+    Entry,
+    ModulationTable,
+    TableFigures,
+    compute_entry,
+    modulation_layers,
+)
 from ...spec.formats import RowFormat
 from ...verdict import Verdict
 from .quantized import QuantizedLinear

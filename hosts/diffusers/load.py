@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import init_empty_weights
@@ -27,53 +26,25 @@ from transformers import PreTrainedModel, Qwen2Tokenizer
 from transformers.processing_utils import ProcessorMixin
 
 from ...errors import CheckpointError, SettingError, UnavailableError
-from ...families.protocol import Member
 from ...families.registry import in_diffusers, is_related
 from ...loaders.checkpoint import sample_sigmas
 from ...loaders.header import PLAIN_DTYPES, read_object
 from ...loaders.quantize import check_finite
 from ...loaders.shards import Shards, read_shards
-from ...loaders.source import (
-    TEMPLATE_PREFIX,
-    check_names,
-    check_prefix,
-    holds_tokenizer,
-    shapes_of,
-)
+from ...loaders.source import check_names, shapes_of
 from ...machine.device import available_bytes, choose_device
 from ...machine.memory import available_memory
 from ...patches import put
 from ...spec.formats import BYTES_PER_WEIGHT
 from ...spec.transformer import USUAL_SIDE
 from ..loading import PrecisionChoice, choose_precision
+from .parts import PipelineParts
 from .patch import Optimized, is_lossy_attention, optimize
 from .settings import OffloadChoice, choose_offload
 
 logger = logging.getLogger(__name__)
 
 PRECISION_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
-
-@dataclass(frozen=True)
-class PipelineParts:
-    """Tells what differs between the pipelines that run here.
-
-    Attributes:
-        models: {part: class} of what diffusers itself defines.
-        words: The part that cuts prompts into tokens, which `load_words` reads from its folder.
-        arguments: Of a call of this pipeline alone; of a Turbo the sigmas that it is trained for.
-        member: The published model, with its steps and guidance.
-    """
-
-    pipeline: type[DiffusionPipeline]
-    models: Mapping[str, type[ModelMixin]]
-    text_encoder: type[PreTrainedModel]
-    words: str
-    load_words: Callable[[Path], Qwen2Tokenizer | ProcessorMixin]
-    arguments: Mapping[str, Any]
-    member: Member
-
-
 # What decoding takes for a pixel in bf16, more than the other parts take for activations;
 # measured on an H200 from 1024x1024 to 3072x3072 as allocated memory.
 DECODE_BYTES_PER_PIXEL = 1259
@@ -354,59 +325,3 @@ def _quiet_report() -> Iterator[None]:
 def _is_no_report(record: logging.LogRecord) -> bool:
     message = record.getMessage()
     return "LOAD REPORT" not in message and "checkpoint seem corrupted" not in message
-
-
-def load_tokenizer(folder: Path) -> Qwen2Tokenizer:
-    """Loads tokenizer.json, or vocab.json with merges.txt.
-
-    Raises:
-        CheckpointError: neither is there, or Qwen-Image's chat template before the prompt is not 34
-            tokens long, which is what the pipeline cuts off.
-    """
-    _check_tokenizer(folder)
-    tokenizer = Qwen2Tokenizer.from_pretrained(folder, local_files_only=True)
-    check_prefix(folder, len(tokenizer(TEMPLATE_PREFIX).input_ids))
-    return tokenizer
-
-
-SPECIAL_TOKENS = {
-    "image": "<|image_pad|>",
-    "video": "<|video_pad|>",
-    "vision_start": "<|vision_start|>",
-    "vision_end": "<|vision_end|>",
-}
-
-
-def load_processor(folder: Path) -> ProcessorMixin:
-    """Loads what Qwen-Image-2.1 reads prompts and references with: Qwen3-VL's processor without
-    that of videos, which needs torchvision.
-
-    Raises:
-        CheckpointError: the tokenizer or another file is missing.
-    """
-    from transformers import Qwen3VLProcessor  # since 4.57
-
-    class ImageProcessor(Qwen3VLProcessor):
-        def __init__(self, image_processor=None, tokenizer=None, chat_template=None) -> None:
-            for name, token in SPECIAL_TOKENS.items():
-                setattr(self, f"{name}_token", token)
-                setattr(self, f"{name}_token_id", tokenizer.convert_tokens_to_ids(token))
-            ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
-
-    _check_tokenizer(folder)
-    try:
-        return ImageProcessor.from_pretrained(folder, local_files_only=True)
-    except OSError as error:
-        reason = str(error).partition("\n")[0]
-        raise CheckpointError(
-            f"The processor cannot be read ({reason}): download the folder again.", folder
-        ) from error
-
-
-def _check_tokenizer(folder: Path) -> None:
-    if not holds_tokenizer(folder):
-        raise CheckpointError(
-            "The tokenizer is missing (tokenizer.json, or vocab.json and merges.txt): download the "
-            "folder again.",
-            folder,
-        )

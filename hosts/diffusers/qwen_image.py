@@ -26,6 +26,7 @@ from ...optimizations.reference import Rotary, Tokens
 from ...spec.vae import VaeShape
 from ...verdict import Verdict
 from .layers import DiffusersLayers, TransformerModulation
+from .parts import PipelineParts, load_tokenizer
 
 # What a block is called with besides its streams, from diffusers 0.36 to 0.42.
 SHARED = (
@@ -248,12 +249,10 @@ MAX_PROMPT_TOKENS = 512  # the default of its pipeline
 FRAMES = 3  # a kernel's reach over time; the class pads an image to it
 
 
-def parts() -> Any:
-    """Lists the classes of its text-to-image pipeline, as a `load.PipelineParts`."""
+def parts() -> PipelineParts:
+    """Lists the classes of its text-to-image pipeline, as a `PipelineParts`."""
     from diffusers import QwenImagePipeline
     from transformers import Qwen2_5_VLForConditionalGeneration
-
-    from .load import PipelineParts, load_tokenizer
 
     return PipelineParts(
         pipeline=QwenImagePipeline,

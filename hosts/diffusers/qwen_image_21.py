@@ -23,6 +23,7 @@ from ...optimizations.reference import Rotary, Tokens
 from ...optimizations.vae.tiles import Layer, stage
 from ...spec.vae import VaeShape
 from ...verdict import Verdict
+from .parts import PipelineParts, load_processor
 from .qwen_image import OTHER_ARGUMENTS, TransformerPass
 
 PIPELINE, PUBLISHED = "QwenImage21Pipeline", QWEN_IMAGE_21.vae.shape
@@ -88,16 +89,14 @@ if code is not None:
     PASSES[code.QwenImage21Transformer2DModel] = PrefixedTransformerPass
 
 
-def parts() -> Any:
-    """Lists the classes of its pipeline, as a `load.PipelineParts`.
+def parts() -> PipelineParts:
+    """Lists the classes of its pipeline, as a `PipelineParts`.
 
     Raises:
         ImportError: diffusers or transformers is older.
     """
     from diffusers import QwenImage21Pipeline, QwenImage21Transformer2DModel
     from transformers import Qwen3VLForConditionalGeneration
-
-    from .load import PipelineParts, load_processor
 
     return PipelineParts(
         pipeline=QwenImage21Pipeline,

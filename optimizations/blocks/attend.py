@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-
-if TYPE_CHECKING:
-    from ..fused import Ops
-    from .block import Step
 
 # (q, k, v, mask) -> (batch, queries, heads * head_dim), of q, k and v, (batch, tokens, heads,
 # head_dim), and a mask that is added to the scores, or None; a mask of (1, 1, queries, keys) in
@@ -38,28 +34,31 @@ class Segment(NamedTuple):
 
 def attend_parts(
     attend: Attend,
-    step: Step,
-    ops: Ops,
+    guidance: Any,
+    segments: Sequence[Segment],
+    guided_rows: Callable[..., torch.Tensor],
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     mask: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attends with q, k and v of a block, guided and segment by segment where the step says so;
-    segments have no mask, but for causal ones.
+    """Attends with q, k and v of a block, guided and segment by segment; segments have no mask,
+    but for causal ones.
 
     Args:
+        guidance, segments: As of a `Step`.
+        guided_rows: As of `Ops`.
         q, k, v: (batch, tokens, heads, head_dim).
 
     Returns:
         (batch, tokens, heads * head_dim).
     """
-    if step.guidance is not None:
-        attend = partial(step.guidance.attend, attend, mix=ops.guided_rows)
-    if not step.segments:
+    if guidance is not None:
+        attend = partial(guidance.attend, attend, mix=guided_rows)
+    if not segments:
         return attend(q, k, v, mask)
     found = []
-    for start, stop, first, last, causal in step.segments:
+    for start, stop, first, last, causal in segments:
         mask = None
         queries, keys = stop - start, last - first
         if causal and queries > 1:

@@ -326,7 +326,10 @@ class BlockExecutor:
             program.rotate(norms, step.rotary)
             if step.keep is not None:
                 step.keep(*program.heads[1:])
-            attend = partial(attend_parts, self._attend, step, program.ops) if cut else self._attend
+            attend = self._attend
+            if cut:
+                how = step.guidance, step.segments, program.ops.guided_rows
+                attend = partial(attend_parts, attend, *how)
             program.mix(attend(*program.heads, step.mask))
         self._multiply(program, here, 6, 8)
         program.middle(x, attention, mlp)

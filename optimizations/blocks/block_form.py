@@ -7,8 +7,8 @@ families that both have; `BlockForm` is what `workspace.Program` is compiled of.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -16,9 +16,9 @@ from ...families.registry import block_specs, modulation_of, spec_of
 from ...spec.formats import RowFormat
 from ...spec.transformer import SPLIT_SWIGLU, SWIGLU, BlockSpec
 from ...verdict import Verdict
-from ..fused import unsupported_shape
 from ..inventory import is_changed, parts_of
 from ..linear import Gemm
+from ..reference import HEAD_DIMS, WIDEST_ROW
 
 DENSE = "dense"
 STREAMS = ("text", "image")
@@ -117,12 +117,6 @@ class BlockForm(NamedTuple):
         )
 
 
-class ModulationLayer(NamedTuple):
-    block: int
-    stream: Literal["image", "text"]
-    module: torch.nn.Module
-
-
 def token_layers(block: torch.nn.Module) -> list[torch.nn.Module]:
     """The linear layers of a block that see tokens; none of a block of another form."""
     spec = spec_of(block)
@@ -171,12 +165,6 @@ def query_layer(block: torch.nn.Module) -> torch.nn.Module:
     return part_of(block, spec_of(block).places[0])
 
 
-def modulation_layers(blocks: Sequence[torch.nn.Module]) -> Iterator[ModulationLayer]:
-    for index, block in enumerate(blocks):
-        for stream, name in modulation_of(block).items():
-            yield ModulationLayer(index, stream, getattr(block, name))
-
-
 def unknown_modulation(blocks: Sequence[torch.nn.Module]) -> Verdict | None:
     """Why there is no modulation of all blocks; None where they agree."""
     if len({tuple(modulation_of(block)) for block in blocks}) > 1:
@@ -221,7 +209,19 @@ def unsupported_block(block: torch.nn.Module, dtype: torch.dtype) -> Verdict | N
             return Verdict(f"{path} is another extension's {type(part).__name__}")
         if isinstance(part, torch.nn.Dropout) and part.p and part.training:
             return Verdict("its dropout is on")
-    return unsupported_shape(dim, dim // heads, dtype)
+    return _unsupported_shape(dim, dim // heads, dtype)
+
+
+def _unsupported_shape(dim: int, head_dim: int, dtype: torch.dtype) -> Verdict | None:
+    """Why the kernels do not take a model; None when they do."""
+    if dtype not in (torch.bfloat16, torch.float32):
+        # Residuals of Qwen-Image exceed what fp16 holds: both hosts clip or refuse it.
+        return Verdict(f"{dtype}", rule="the fused blocks take bf16 and fp32")
+    if dim > WIDEST_ROW:
+        return Verdict(f"a width of {dim}, more than {WIDEST_ROW}", final=True)
+    if head_dim not in HEAD_DIMS:
+        return Verdict(f"heads of {head_dim}, not {', '.join(map(str, HEAD_DIMS))}", final=True)
+    return None
 
 
 # What blocks hold besides norms and linear layers: an activation, what holds others, and what

@@ -6,25 +6,26 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from operator import is_
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ...spec.formats import RowFormat
 from ...spec.sizes import COMPARED_AT_ONCE
+from ...split_cost import KEYS, ROWS, Exchange
 from ...verdict import Verdict, Verdicts
 from ..attention import ChosenAttention
 from ..fused import choose_ops
 from ..inventory import Inventory
-from ..modulation import Entry, shared_entry
+from ..modulation import Entry, modulation_layers, shared_entry
 from ..reference import Tokens
 from .block import KnownBlock, Layers, Step
 from .block_form import (
     DENSE,
-    modulation_layers,
     read_parts,
     token_layers,
     unknown_modulation,
@@ -32,9 +33,6 @@ from .block_form import (
 )
 from .graphs import GraphFigures
 from .workspace import Prefix
-
-if TYPE_CHECKING:
-    from ..cards.team import SplitFigures
 
 OTHER_CLASSES = Verdict("another extension has replaced modules of it")
 Streams = tuple[torch.Tensor, torch.Tensor]  # text and image
@@ -336,6 +334,55 @@ def _unsupported(host: HostPass) -> list[Verdict | None]:
         unsupported_block(block, host.dtype) or (None if form == usual[0][0] else OTHER_CLASSES)
         for block, form in zip(host.blocks, forms, strict=True)
     ]
+
+
+EXCHANGED = {KEYS: "keys and values", ROWS: "normalized rows"}
+
+
+@dataclass
+class SplitFigures:
+    """What one run had of several cards.
+
+    Attributes:
+        check: Of a block on all cards against the host's own.
+        plan: Of the last pass that was split.
+        passes: That were.
+        blocks, seconds: What the processor issued of them, and took for it.
+        gain: How many times as fast as one card they are; None where nobody measured.
+        verdicts: Of the run.
+        refusal: Why the passes that come run on one card.
+        sent: Whether normalized rows can be, and whether in 8 bits; None before anybody looked.
+    """
+
+    check: FirstBlockCheck
+    verdicts: Verdicts
+    plan: Exchange | None = None
+    passes: int = 0
+    blocks: int = 0
+    seconds: float = 0.0
+    gain: float | None = None
+    refusal: Verdict | None = None
+    sent: tuple[bool, bool] | None = None
+
+    def refuse(self, reason: Verdict) -> None:
+        """Counts a pass on one card, and the rest of the run where that is final."""
+        self.verdicts.add("cards", reason)
+        if reason.final:
+            self.refusal = reason
+
+    def lines(self) -> list[str]:
+        lines = []
+        if self.passes:
+            rows = " + ".join(map(str, self.plan.image_rows))
+            host = 1e6 * self.seconds / max(self.blocks, 1)
+            lines.append(
+                f"cards: {len(self.plan.image_rows)} share {self.passes} forward passes, image "
+                f"tokens {rows}; they exchange {EXCHANGED[self.plan.name]}; the processor takes "
+                f"{host:.0f} us a block"
+            )
+            if self.gain is not None:
+                lines[0] += f"; {self.gain:.2f} times as fast as one, measured"
+        return lines + self.verdicts.lines("cards")
 
 
 class PreparedModel:

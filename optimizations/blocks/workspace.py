@@ -14,9 +14,17 @@ import torch
 from ...spec.formats import RowFormat
 from ...spec.sizes import ROWS_AT_ONCE
 from ...spec.transformer import GELU, SPLIT_SWIGLU, SWIGLU
-from ..attention.quantized import Heads
 from ..fused import Ops
-from ..reference import Modulation, QKNorm, QuantizedRows, Rotary, RowOrder, Tokens, storage_of
+from ..reference import (
+    Modulation,
+    QKNorm,
+    QuantizedHeads,
+    QuantizedRows,
+    Rotary,
+    RowOrder,
+    Tokens,
+    storage_of,
+)
 from .block_form import PLACES, STREAMS, BlockForm, LayerForm, common_format
 from .products import (
     Operand,
@@ -171,7 +179,7 @@ class Program:
         self._norms: dict[tuple, Callable[..., None]] = {}
         self._lows: dict[int, Callable[..., None]] = {}
         self._rotations: dict[tuple, Callable[[QKNorm, Rotary], None]] = {}
-        self._heads_8bit: dict[str, Heads] = {}
+        self._heads_8bit: dict[str, QuantizedHeads] = {}
         self._attentions: dict[tuple, Callable[[torch.Tensor | None], None]] = {}
         self._decoders: dict[tuple, tuple[torch.Tensor, Callable[..., None]]] = {}
         self.kept: dict[Hashable, Any] = {}
@@ -266,7 +274,7 @@ class Program:
         self._norm(x, None, norms, self.first_format, self.first_plain)
         self._quantize_first()
 
-    def rotate(self, norms: QKNorm, rotary: Rotary, into: Heads | None = None) -> None:
+    def rotate(self, norms: QKNorm, rotary: Rotary, into: QuantizedHeads | None = None) -> None:
         """Normalizes and rotates q and k, in place or into 8 bits."""
         cos = rotary.cos
         key = norms.query.dtype, cos.dtype, cos.shape[0], into and id(into)
@@ -304,16 +312,16 @@ class Program:
         attend(mask)
         return q.flatten(2)
 
-    def heads_8bit(self, form: str) -> Heads:
+    def heads_8bit(self, form: str) -> QuantizedHeads:
         found = self._heads_8bit.get(form)
         if found is None:
             keys, queries = self.heads[1].shape, self.tokens.joint
-            size = sum(Heads.sizes(form, keys, queries))
+            size = sum(QuantizedHeads.sizes(form, keys, queries))
             memory = self._workspace.take(form, (size,), self._of(torch.uint8))
-            found = self._heads_8bit[form] = Heads.of(form, keys, memory, queries)
+            found = self._heads_8bit[form] = QuantizedHeads.of(form, keys, memory, queries)
         return found
 
-    def _quantize_heads(self, into: Heads) -> None:
+    def _quantize_heads(self, into: QuantizedHeads) -> None:
         quantize = self._rotations.get(id(into))
         if quantize is None:
             (q, k, _), whole = self.heads, self.share.whole

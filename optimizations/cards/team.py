@@ -11,19 +11,18 @@ import torch
 
 from ...families.protocol import StepTokens
 from ...machine.links import Link, Route
-from ...split_cost import KEYS, LEAST_GAIN, ROWS, BlockSeconds, Exchange, SplitCost, row_bytes
-from ...verdict import Verdict, Verdicts
+from ...split_cost import LEAST_GAIN, BlockSeconds, Exchange, SplitCost, row_bytes
+from ...verdict import Verdict
 from ..attention import Attention, AttentionRequest, ChosenAttention
 from ..blocks.block import BlockExecutor, Step
 from ..blocks.block_form import PLACES
 from ..blocks.graphs import Inputs, PassMemory, Work, recent
-from ..blocks.host import FirstBlockCheck, HostPass, PreparedModel
+from ..blocks.host import HostPass, PreparedModel
 from ..blocks.products import Share
 from ..modulation import Entry
 from .parts import ShareCard
 from .split import Split, Timed, shares_of
 
-EXCHANGED = {KEYS: "keys and values", ROWS: "normalized rows"}
 TRIED = 3  # blocks, to find out
 TEXT_PLACES = tuple(place for place, stream in enumerate(PLACES) if stream == "text")
 AHEAD = 20_000_000  # cycles of a card, about 10 ms
@@ -79,52 +78,6 @@ class CardPass(NamedTuple):
         ops, layers = self.prepared.ops, self.host.layers
         executor = BlockExecutor(layers, ops, attend, workspace, known, form)
         return ShareCard(executor, workspace, self.host.blocks, self.host.device)
-
-
-@dataclass
-class SplitFigures:
-    """What one run had of several cards.
-
-    Attributes:
-        check: Of a block on all cards against the host's own.
-        plan: Of the last pass that was split.
-        passes: That were.
-        blocks, seconds: What the processor issued of them, and took for it.
-        gain: How many times as fast as one card they are; None where nobody measured.
-        verdicts: Of the run.
-        refusal: Why the passes that come run on one card.
-        sent: Whether normalized rows can be, and whether in 8 bits; None before anybody looked.
-    """
-
-    check: FirstBlockCheck
-    verdicts: Verdicts
-    plan: Exchange | None = None
-    passes: int = 0
-    blocks: int = 0
-    seconds: float = 0.0
-    gain: float | None = None
-    refusal: Verdict | None = None
-    sent: tuple[bool, bool] | None = None
-
-    def refuse(self, reason: Verdict) -> None:
-        """Counts a pass on one card, and the rest of the run where that is final."""
-        self.verdicts.add("cards", reason)
-        if reason.final:
-            self.refusal = reason
-
-    def lines(self) -> list[str]:
-        lines = []
-        if self.passes:
-            rows = " + ".join(map(str, self.plan.image_rows))
-            host = 1e6 * self.seconds / max(self.blocks, 1)
-            lines.append(
-                f"cards: {len(self.plan.image_rows)} share {self.passes} forward passes, image "
-                f"tokens {rows}; they exchange {EXCHANGED[self.plan.name]}; the processor takes "
-                f"{host:.0f} us a block"
-            )
-            if self.gain is not None:
-                lines[0] += f"; {self.gain:.2f} times as fast as one, measured"
-        return lines + self.verdicts.lines("cards")
 
 
 @dataclass

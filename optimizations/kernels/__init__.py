@@ -1,5 +1,4 @@
-"""Triton kernels; their plain-torch twins are in `reference.py`, `attention/quantized.py` (of
-attention), `nag.py` and `vae/flat.py`.
+"""Triton kernels; their plain-torch twins are in `reference.py` and `vae/flat.py`.
 
 A function under a twin's name gives the `Launch` of its kernel, or launches in their order; one
 that begins with `prepare_` prepares them. Triton is optional: import a kernel's module only where

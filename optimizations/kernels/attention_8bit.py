@@ -9,8 +9,14 @@ import triton
 import triton.language as tl
 
 from ...spec.sizes import HEAD_TOKENS_AT_ONCE
-from ..attention.quantized import HEAD_DIMS, LARGEST_VALUE, WEIGHT_SCALE, Heads, padded
-from ..reference import SMALLEST_ROW
+from ..reference import (
+    HEAD_DIMS_8BIT,
+    LARGEST_VALUE,
+    SMALLEST_ROW,
+    WEIGHT_SCALE,
+    QuantizedHeads,
+    padded,
+)
 from .launch import Launch, PreparedLaunch
 from .rows import magnitude, round_to_step
 from .scaled_gemm import capability
@@ -258,7 +264,7 @@ def _values_kernel(
     tl.store(q_ptrs, tl.trans(v.to(q_ptr.dtype.element_ty)))
 
 
-def _quantize_values(v: torch.Tensor, into: Heads) -> list[Launch]:
+def _quantize_values(v: torch.Tensor, into: QuantizedHeads) -> list[Launch]:
     batch, tokens, heads, head_dim = v.shape
     length = padded(tokens)
     chunks = length // HEAD_TOKENS_AT_ONCE
@@ -273,7 +279,7 @@ def _quantize_values(v: torch.Tensor, into: Heads) -> list[Launch]:
 
 
 def prepare_attention_8bit(
-    heads: Heads, v: torch.Tensor, mask: torch.Tensor | None, out: torch.Tensor
+    heads: QuantizedHeads, v: torch.Tensor, mask: torch.Tensor | None, out: torch.Tensor
 ) -> PreparedLaunch:
     """`attention_8bit` of these tensors; takes a mask like this one, or None without one."""
     *values, attend = (each.prepared() for each in attention_8bit(heads, v, mask, out))
@@ -287,9 +293,9 @@ def prepare_attention_8bit(
 
 
 def attention_8bit(
-    heads: Heads, v: torch.Tensor, mask: torch.Tensor | None, out: torch.Tensor
+    heads: QuantizedHeads, v: torch.Tensor, mask: torch.Tensor | None, out: torch.Tensor
 ) -> list[Launch]:
-    """As `quantized.attention_8bit`, after `quantize_values` where the form has them; v, mask
+    """As `reference.attention_8bit`, after `quantize_values` where the form has them; v, mask
     and out have a contiguous last dimension.
     """
     batch, tokens, count, head_dim = v.shape
@@ -297,9 +303,9 @@ def attention_8bit(
     length, q_length = padded(tokens), padded(queries)
     fits = heads.k.shape == (batch, count, length, head_dim)
     fits = fits and heads.q.shape == (batch, count, q_length, head_dim)
-    if head_dim not in HEAD_DIMS or not fits:
+    if head_dim not in HEAD_DIMS_8BIT or not fits:
         raise ValueError(
-            f"attention_8bit takes heads of {HEAD_DIMS} elements, padded to {q_length} and "
+            f"attention_8bit takes heads of {HEAD_DIMS_8BIT} elements, padded to {q_length} and "
             f"{length} tokens, got {tuple(heads.q.shape)} and {tuple(heads.k.shape)} for values "
             f"{tuple(v.shape)}"
         )

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .. import nag
+from .. import reference
 from .launch import Launch
 
 WIDEST = 4096  # of which a program holds three rows in registers
@@ -77,12 +77,12 @@ def _guided_rows_kernel(
 
 
 def guided_rows(
-    guidance: nag.Guidance,
-    parts: Sequence[nag.Part],
+    guidance: reference.Guidance,
+    parts: Sequence[reference.AttentionPart],
     first: int = 0,
     second: int = 0,
 ) -> torch.Tensor:
-    """As `nag.guided_rows`, of rows of at most `WIDEST`; others go to it."""
+    """As `reference.guided_rows`, of rows of at most `WIDEST`; others go to it."""
     (positive, of_positive), (negative, of_negative), *rest = parts
     shared, lse = rest[0] if rest else (None, None)
     rows = [it for it in (positive, negative, shared) if it is not None]
@@ -95,7 +95,7 @@ def guided_rows(
         or not all(it.is_contiguous() for it in rows)
         or any(it.stride() != sums[0].stride() for it in sums)
     ):
-        return nag.guided_rows(guidance, parts, first, second)
+        return reference.guided_rows(guidance, parts, first, second)
     heads = 1 if lse is None else lse.shape[1]
     head_dim = dim // heads
     on = sum(1 << item for item in range(batch) if not guidance.on or guidance.on[item])

@@ -9,8 +9,17 @@ import torch
 import triton
 import triton.language as tl
 
-from ..attention.quantized import SAMPLED, Heads, padded, score_scale
-from ..reference import HEAD_DIMS, SMALLEST_ROW, QKNorm, Rotary, Tokens
+from ..reference import (
+    HEAD_DIMS,
+    SAMPLED_KEYS,
+    SMALLEST_ROW,
+    QKNorm,
+    QuantizedHeads,
+    Rotary,
+    Tokens,
+    padded,
+    score_scale,
+)
 from .launch import Launch
 from .rows import magnitude, round_to_step
 
@@ -190,10 +199,10 @@ def qk_norm_rope(
     rotary: Rotary | None,
     tokens: Tokens,
     eps: float,
-    into: Heads | None = None,
+    into: QuantizedHeads | None = None,
     first: int = 0,
 ) -> list[Launch]:
-    """As `quantized.qk_norm_rope`: the mean of the keys, which int8 needs, and the rest;
+    """As `reference.qk_norm_rope`: the mean of the keys, which int8 needs, and the rest;
     head_dim is one of `HEAD_DIMS`, heads lie side by side.
     """
     batch, joint, heads, _ = k.shape
@@ -238,7 +247,7 @@ def qk_norm_rope(
         return [main]
     varying = (None,) * 4 if norm is None else (norm.key, norm.text_key, *rotary)
     fixed = (k, into.mean, k_item, k_token, joint, tokens.text)
-    constants = {**shared, "samples": SAMPLED}
+    constants = {**shared, "samples": SAMPLED_KEYS}
     mean = Launch(_key_mean_kernel, batch * heads, varying, fixed, constants, num_warps=8)
     return [mean, main]
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from waiting import SECONDS, until
 
 from qwen_l40s.bench import server as bench_server
-from qwen_l40s.client.results import UNABLE
+from qwen_l40s.client.feeder import UNABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 MICRO = ROOT / "workflows" / "api" / "micro_text_to_image.json"

@@ -21,7 +21,7 @@ from qwen_l40s.optimizations.attention import (
     choose_attention,
 )
 from qwen_l40s.optimizations.attention.backends import FLOATS, SDPA_FLASH
-from qwen_l40s.optimizations.nag import merge
+from qwen_l40s.optimizations.reference import merge_attention
 
 CPU = torch.device("cpu")
 CARD = torch.device("cuda", 0)
@@ -238,7 +238,7 @@ def test_parts_of_the_keys_add_up_by_their_log_sum_exps(name, device, dtype):
             assert torch.equal(out, BACKENDS[name].attend(*given))
             assert (lse.shape, lse.dtype) == ((2, 3, 333), torch.float32)
             parts.append((out, lse))
-        merged = merge(*parts)
+        merged = merge_attention(*parts)
         assert (merged.shape, merged.dtype) == (parts[0][0].shape, dtype)
         found = distance(merged, q, k, v, mask)
         assert found < (1e-5 if (dtype, device) == (torch.float32, CPU) else EXACT[dtype])

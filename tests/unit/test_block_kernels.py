@@ -12,7 +12,6 @@ import torch.nn.functional as F
 
 from qwen_l40s import SettingError
 from qwen_l40s.optimizations import kernels, reference
-from qwen_l40s.optimizations.attention import quantized
 from qwen_l40s.optimizations.fused import TORCH, choose_ops
 from qwen_l40s.optimizations.reference import Tokens
 from qwen_l40s.spec.formats import EIGHT_BIT, RowFormat
@@ -73,7 +72,7 @@ def test_qk_norm_rope_is_what_diffusers_computes():
     q, k = cases.random(*shape, seed=1), cases.random(*shape, seed=2)
     expected_q = published(q, weights.text_query, weights.query)
     expected_k = published(k, weights.text_key, weights.key)
-    quantized.qk_norm_rope(q, k, weights, rotary, tokens, cases.EPS)
+    reference.qk_norm_rope(q, k, weights, rotary, tokens, cases.EPS)
     torch.testing.assert_close(q, expected_q)
     torch.testing.assert_close(k, expected_k)
 
@@ -125,7 +124,7 @@ def check_gaussian_heads(ops, shape, form, device="cpu"):
         shifted = k.float()
         shifted[..., :10] += offset
         shifted = shifted.to(k.dtype)
-        out, heads = torch.empty_like(q), cases.Heads.empty(form, q)
+        out, heads = torch.empty_like(q), cases.QuantizedHeads.empty(form, q)
         ops.qk_norm_rope(q, shifted, None, None, tokens, 0.0, heads)
         ops.attention_8bit(heads, v, None, out)
         exact = F.scaled_dot_product_attention(
@@ -261,7 +260,7 @@ def test_rows_past_2_to_the_31_elements():
     norm = type(norm)(*(weight.to("cuda") for weight in norm))
     end = type(rotary)(*(part[:, -8:] for part in rotary))
     exact_q, exact_k = (x[-1:, -8:].double() for x in (q, k))
-    quantized.qk_norm_rope(exact_q, exact_k, norm, end, Tokens(1, 0, 8, 0), cases.EPS)
+    reference.qk_norm_rope(exact_q, exact_k, norm, end, Tokens(1, 0, 8, 0), cases.EPS)
     on_the_card().qk_norm_rope(q, k, norm, rotary, tokens, cases.EPS)
     cases.assert_rounded(q[-1:, -8:], exact_q, 1e-5)
     cases.assert_rounded(k[-1:, -8:], exact_k, 1e-5)

@@ -29,7 +29,7 @@ def toy_demo(in_tmp, tiny_folder, monkeypatch):
 
 
 def demo_of(monkeypatch, folder):
-    monkeypatch.setattr("qwen_l40s.loaders.source.bundled_micro_folder", lambda _: folder)
+    monkeypatch.setattr("qwen_l40s.cli.demo.bundled_micro_folder", lambda _: folder)
 
     def run(*arguments: str, plain: bool = False) -> int:
         fixed = ["--steps", "1", "--cfg", "1", "--device", "cpu", *([] if plain else ["--json"])]

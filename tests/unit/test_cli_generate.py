@@ -255,7 +255,7 @@ def test_wrong_argument_is_one_sentence_that_names_the_help(generate, capsys, ar
 )
 def test_micro_has_its_own_size(tiny_folder, tmp_path, monkeypatch, capsys, size, expected):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("qwen_l40s.loaders.source.bundled_micro_folder", lambda _: tiny_folder)
+    monkeypatch.setattr("qwen_l40s.cli.generate.bundled_micro_folder", lambda _: tiny_folder)
     monkeypatch.setattr("qwen_l40s.cli.generate.MICRO_SIDE", 32)
     fixed = ["a star", "--json", "--model", str(tiny_folder), "--steps", "1", "--device", "cpu"]
     assert main(["generate", *fixed, *size]) == 0

@@ -60,7 +60,7 @@ def quick(monkeypatch):
     hurry(monkeypatch)
     monkeypatch.setattr(feeder, "LONGEST_PAUSE", 0.05)
     monkeypatch.setattr(results, "FETCHES", 3)
-    monkeypatch.setattr(results, "REST_SECONDS", 0.2)
+    monkeypatch.setattr(feeder, "REST_SECONDS", 0.2)
     monkeypatch.setattr(transport, "STALL_SECONDS", 0.1)
 
 

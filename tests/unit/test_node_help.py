@@ -12,6 +12,7 @@ import qwen_l40s
 from qwen_l40s.bench.rows import BASELINE
 from qwen_l40s.charts.figures import duration
 from qwen_l40s.machine.store import known_cards
+from qwen_l40s.options import CHOICE_LABELS
 from qwen_l40s.planning.cards import BUNDLED, find_card
 from qwen_l40s.planning.estimate import estimate
 from qwen_l40s.planning.request import LORA_MODES, Loras, RunRequest
@@ -149,10 +150,11 @@ def test_steps_that_a_cache_computes_are_the_plans():
     whole = (ROOT / "docs" / "few_steps.md").read_text(encoding="utf-8")
     for name in PRESETS:
         computed = [computed_steps(count, name) for count in counts]
-        row = f"| `{name}` | {' | '.join(map(str, computed))} |"
-        assert row in PAGES["QwenL40S_StepCache"]
+        cells = " | ".join(map(str, computed))
+        label = CHOICE_LABELS["cache"].get(name, name)
+        assert f"| `{label}` | {cells} |" in PAGES["QwenL40S_StepCache"]
         gains = (f"{count / each:.3g}" for count, each in zip(counts, computed, strict=True))
-        assert f"{row} {', '.join(gains)} times" in whole
+        assert f"| `{name}` | {cells} | {', '.join(gains)} times" in whole
 
 
 def test_measured_figures_are_those_of_the_results():

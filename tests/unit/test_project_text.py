@@ -48,6 +48,20 @@ MAY_IMPORT = {
     | {"optimizations", "planning"},
 }
 
+# Why an import may be late: the package runs without, or with another version that lacks a name;
+OPTIONAL = {"PIL", "accelerate", "aiohttp", "diffusers", "huggingface_hub", "isal", "lpips"}
+OPTIONAL |= {"numpy", "psutil", "pynvml", "ray", "safetensors", "scipy", "torchvision", "tqdm"}
+OPTIONAL |= {"transformers", "triton", "yaml"}
+# outside ComfyUI it is not there, and a ComfyUI that lacks a name of it loses one node, not all;
+OF_COMFYUI = {"comfy", "comfy_aimdo", "comfy_execution", "comfy_extras", "comfy_kitchen"}
+OF_COMFYUI |= {"folder_paths", "nodes", "server"}
+# other systems have none;
+OF_ONE_SYSTEM = {"fcntl", "msvcrt"}
+# it takes seconds;
+SLOW = {"torch"}
+# or these start sooner, whatever a command or a node imports once it runs.
+STARTED = {"cli", "nodes"}
+
 
 @functools.cache
 def tree_of(file):
@@ -150,24 +164,67 @@ def test_every_layer_has_its_rule():
     assert {layer_of(file) for file in FILES} - {""} == set(MAY_IMPORT)
 
 
-def modules_imported(file):
-    """The package's files that a file imports as it is imported itself."""
-    for node in tree_of(file).body:
-        if isinstance(node, ast.ImportFrom) and node.level:
-            folder = file.parents[node.level - 1]
-            base = folder.joinpath(*node.module.split(".")) if node.module else folder
-            for alias in node.names:
-                places = base / f"{alias.name}.py", base.with_suffix(".py"), base / "__init__.py"
-                yield next((place for place in places if place.is_file()), base)
+@functools.cache
+def imported(file):
+    """(line, whether late, what) of each import: late in a function or for types alone; a file of
+    the package, or the first name of another module.
+    """
+
+    def within(node, late):
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.ImportFrom) and child.level:
+                base = file.parents[child.level - 1].joinpath(*(child.module or "").split("."))
+                for alias in child.names:
+                    places = (
+                        base / f"{alias.name}.py",
+                        base.with_suffix(".py"),
+                        base / "__init__.py",
+                    )
+                    yield child.lineno, late, next(place for place in places if place.is_file())
+            elif isinstance(child, ast.Import | ast.ImportFrom):
+                for alias in child.names:
+                    name = alias.name if isinstance(child, ast.Import) else child.module
+                    yield child.lineno, late, name.partition(".")[0]
+            function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
+            types = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+            yield from within(child, late or function or types)
+
+    return list(within(tree_of(file), False))
+
+
+@functools.cache
+def brought(file):
+    """All files and modules that come with the import of a file."""
+    found, waiting = set(), [file]
+    while waiting:
+        one = waiting.pop()
+        if one not in found and isinstance(one, Path):
+            waiting += [target for _, late, target in imported(one) if not late]
+        found.add(one)
+    return found
 
 
 def test_imports_go_in_no_circle():
-    graph = {file: set(modules_imported(file)) for file in FILES}
+    graph = {file: {to for *_, to in imported(file) if isinstance(to, Path)} for file in FILES}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         circle = " -> ".join(str(file.relative_to(ROOT)) for file in error.args[1])
         raise AssertionError(circle) from None
+
+
+def test_only_what_has_a_reason_is_imported_late():
+    reasons = OPTIONAL | OF_COMFYUI | OF_ONE_SYSTEM | SLOW
+
+    def late_without_reason(file):
+        here = brought(file)
+        for line, late, target in imported(file):
+            ours = isinstance(target, Path)
+            new = brought(target) - here if ours else {target} - (here & SLOW)
+            if late and not (new & reasons or (ours and new and layer_of(file) in STARTED)):
+                yield f"line {line}: {target}"
+
+    assert offences(late_without_reason) == {}
 
 
 def circle_of_rooms(root, known=frozenset()):

@@ -55,6 +55,33 @@ def test_links_lead_to_files_of_the_repository(page):
             assert anchor in anchors(target), f"{page.name} links to {path}#{anchor}"
 
 
+def defined(path):
+    """The names of a module, and those of its classes as `Class.name`."""
+
+    def names(body, before=""):
+        for node in body:
+            targets = node.targets if isinstance(node, ast.Assign) else [node]
+            for target in targets:
+                name = getattr(target, "name", getattr(target, "id", None))
+                yield before + str(name)
+            if isinstance(node, ast.ClassDef):
+                yield from names(node.body, f"{node.name}.")
+
+    return set(names(ast.parse((ROOT / path).read_text(encoding="utf-8")).body))
+
+
+def test_each_function_of_the_paths_through_the_code_exists():
+    steps = re.findall(r"^\d+\. (.*):", section("Four paths through the code", PAGES[2]), re.M)
+    assert len(steps) > 20
+    for step in steps:
+        path, *found = re.findall(r"`([^`]+)`", step)
+        for name in found:
+            if name.endswith(".py"):
+                path = name
+            else:
+                assert name in defined(path), f"{path} has no {name}"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_addresses_are_of_models_and_of_comfyui_alone(page):
     found = re.findall(r"https?://([\w.-]+)", page.read_text(encoding="utf-8"))

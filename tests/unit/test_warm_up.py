@@ -281,6 +281,19 @@ def test_an_error_of_the_compiler_shows_where_the_kernel_is_needed(launch, monke
         launch("cpu")
 
 
+def test_threads_take_short_turns_while_kernels_are_compiled(launch, monkeypatch):
+    kernel, turns = SimpleNamespace(src=None, metadata=None), []
+
+    def compile_kernel(*_, **__):
+        turns.append(sys.getswitchinterval())
+        return kernel
+
+    monkeypatch.setattr("triton.compiler.compile", compile_kernel)
+    usual = sys.getswitchinterval()
+    warm_up.warm_up(CARD, lambda: launch("meta")).result()
+    assert turns[0] < usual == sys.getswitchinterval()
+
+
 def test_nothing_is_compiled_without_a_card():
     assert warm_up.warm_up(torch.device("cpu"), None) is None
 

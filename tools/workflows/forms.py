@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from ... import __version__
+from ...version import __version__
 from .definitions import Definition, definitions, widgets
 from .notes import published
 

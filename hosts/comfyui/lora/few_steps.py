@@ -14,6 +14,7 @@ import torch
 
 from ....families.comfyui import kind_of
 from ....families.identify import normalize_name
+from ....families.protocol import Family
 from ....families.registry import pixels_of
 from ....families.schedules import (
     OFFICIAL,
@@ -29,8 +30,6 @@ from ..on_node import show_run
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
-
-    from ....families.protocol import Family
 
 # What a patch of ours has as an attribute: its file.
 FILE = "qwen_l40s_lora_file"

@@ -15,7 +15,7 @@ from comfy.patcher_extension import WrappersMP
 
 from ....errors import SettingError
 from ....families.comfyui import kind_of, kind_of_transformer
-from ....optimizations.nag import Guidance
+from ....optimizations.reference import Guidance
 from ....verdict import Verdict, read_or
 from ..contract import unsupported_model
 from ..on_node import show_run

@@ -21,8 +21,12 @@ from comfy.quant_ops import QuantizedTensor
 
 from ....families.comfyui import kind_of
 from ....families.registry import blocks_of, modulation_of
-from ....optimizations.blocks.block_form import ModulationLayer, modulation_layers
-from ....optimizations.modulation import Entry, compute_entries
+from ....optimizations.modulation import (
+    Entry,
+    ModulationLayer,
+    compute_entries,
+    modulation_layers,
+)
 from ....optimizations.stream import WeightStream
 from ....patches import patched, put
 from ....planning.phases import LAYERS_ON_CARD
