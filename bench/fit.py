@@ -132,13 +132,22 @@ def start_run() -> int:
     return torch.cuda.memory_allocated()
 
 
-def peaks(used: Callable[[], int]) -> Fields:
-    """Reads those since `start_run`; reserved blocks stay, so that the driver shows the most."""
+def measured(call: Callable[[], Any], used: Callable[[], int]) -> Fields:
+    """Measures the memory of one call; reserved blocks stay, so that the driver shows the most."""
+    weights_bytes = start_run()
+    call()
     return {
+        "weights_bytes": weights_bytes,
         "allocated_bytes": torch.cuda.max_memory_allocated(),
         "reserved_bytes": torch.cuda.max_memory_reserved(),
         "card_bytes": used(),
     }
+
+
+def median_ms(call: Callable[[], Any]) -> Fields:
+    """Measures calls as a node waits for them."""
+    seconds = timeit.repeat(call, timer=timer, repeat=REPEATS, number=1)
+    return {"ms": 1e3 * statistics.median(seconds)}
 
 
 def sample(patcher: Any, case: Fields, used: Callable[[], int]) -> Fields:
@@ -149,38 +158,26 @@ def sample(patcher: Any, case: Fields, used: Callable[[], int]) -> Fields:
 
     latents = torch.randn(case["batch"], 16, 1, case["height"] // 8, case["width"] // 8)
     extra: Fields = {}
-    if case["references"]:
-        extra["reference_latents"] = [
-            torch.randn(1, 16, 1, 128, 128) for _ in range(case["references"])
-        ]
+    if references := case["references"]:
+        extra["reference_latents"] = [*torch.randn(references, 1, 16, 1, 128, 128)]
         extra["reference_latents_method"] = "index_timestep_zero"
     positive = [[torch.randn(1, case["text_tokens"], TEXT_WIDTH), extra]]
     negative = [[torch.randn(1, NEGATIVE_TOKENS, TEXT_WIDTH), dict(extra)]]
     steps = STEPS_OF_LARGE if tokens_of(case) > LARGE else STEPS
     cfg = 1.0 if case["cfg"] == "off" else CFG
     ModelModulation.of(patcher.model).table.drop()
-    weights_bytes = start_run()
-    moments = [time.perf_counter()]
+    moments: list[float] = []
 
     def note(*_: Any) -> None:
         torch.cuda.synchronize()
         moments.append(time.perf_counter())
 
-    comfy.sample.sample(
-        *(patcher, latents, steps, cfg, "euler", "simple", positive, negative),
-        torch.zeros_like(latents),
-        callback=note,
-        disable_pbar=True,
-        seed=0,
-    )
+    given = patcher, latents, steps, cfg, "euler", "simple", positive, negative
+    about = {"callback": note, "disable_pbar": True, "seed": 0}
+    run = partial(comfy.sample.sample, *given, torch.zeros_like(latents), **about)
+    found = measured(run, used)
     samples = [(end - begin) * 1e3 for begin, end in pairwise(moments)]
-    return {
-        "weights_bytes": weights_bytes,
-        **peaks(used),
-        "steps": steps,
-        "step_ms": statistics.median(samples[1:]),
-        "samples_ms": samples[1:],
-    }
+    return found | {"steps": steps, "step_ms": statistics.median(samples), "samples_ms": samples}
 
 
 @torch.inference_mode()  # as execution.py runs every prompt
@@ -193,9 +190,8 @@ def measure_sampling(folder: Path, add: Add, used: Callable[[], int]) -> None:
 
     for precision, place in itertools.product(PRECISIONS, PLACES):
         wanted = cases(precision, place)
-        patcher, _ = load_model(
-            folder / "diffusion_models" / FILES.transformer, precision, (), place
-        )
+        file = folder / "diffusion_models" / FILES.transformer
+        patcher, _ = load_model(file, precision, (), place)
         optimized = optimize(patcher, OptimizeSettings())
         comfy.model_management.load_models_gpu([optimized])
         warm_until = time.perf_counter() + WARM_SECONDS
@@ -211,15 +207,6 @@ def measure_sampling(folder: Path, add: Add, used: Callable[[], int]) -> None:
         comfy.model_management.unload_all_models()
         del patcher, optimized
         start_run()
-
-
-def measured(call: Callable[[], Any], used: Callable[[], int]) -> Fields:
-    """Measures the peaks of one call, and the median of more, as a node waits for it."""
-    weights_bytes = start_run()
-    call()
-    found = {"weights_bytes": weights_bytes, **peaks(used)}
-    seconds = timeit.repeat(call, timer=timer, repeat=REPEATS, number=1)
-    return found | {"ms": 1e3 * statistics.median(seconds)}
 
 
 @torch.inference_mode()
@@ -240,7 +227,7 @@ def measure_vae(add: Add, used: Callable[[], int]) -> None:
         call = partial(getattr(planned_vae, direction), vae, given, tiles)
         for _ in range(WARM_UP):
             call()
-        add(about | measured(call, used))
+        add(about | measured(call, used) | median_ms(call))
     comfy.model_management.unload_all_models()
 
 
@@ -253,9 +240,8 @@ def measure_text(folder: Path, add: Add, used: Callable[[], int]) -> None:
     from ..hosts.comfyui.load.text_encoder import load_text_encoder
 
     for precision in ("bf16", "fp8"):
-        clip, _ = load_text_encoder(
-            folder / "text_encoders" / FILES.text_encoder, precision, "auto"
-        )
+        file = folder / "text_encoders" / FILES.text_encoder
+        clip, _ = load_text_encoder(file, precision, "auto")
         comfy.model_management.load_models_gpu([clip.patcher])
         for references in (0, 1, 3):
             images = [torch.rand(1, 384, 384, 3) for _ in range(references)]
@@ -265,7 +251,7 @@ def measure_text(folder: Path, add: Add, used: Callable[[], int]) -> None:
             call = partial(comfy.sd.CLIP.encode_from_tokens, clip, tokens)
             about = {"kind": "text", "precision": precision, "references": references}
             about["text_tokens"] = call().shape[1]
-            add(about | measured(call, used))
+            add(about | measured(call, used) | median_ms(call))
         comfy.model_management.unload_all_models()
         del clip, call
         start_run()

@@ -70,11 +70,20 @@ def random_tensor(name: str, size: tuple[int, ...], device: torch.device) -> tor
     return tensor.normal_(0.0, deviation, generator=generator)
 
 
-def rope_axes(head_dim: int) -> tuple[int, int, int]:
-    """Splits a head into frame, height and width: 16, 56 and 56 of the published 128."""
-    frame = head_dim // 8
-    side = (head_dim - frame) // 2
-    return frame, side, side
+def sizes_of(shape: TransformerShape) -> dict[str, Any]:
+    """Names the sizes as ComfyUI and diffusers both do."""
+    # A head's frame, height and width: 16, 56 and 56 of the published 128.
+    frame = shape.head_dim // 8
+    side = (shape.head_dim - frame) // 2
+    return {
+        "in_channels": shape.in_channels,
+        "out_channels": shape.packed_out_channels // 4,
+        "num_layers": shape.blocks,
+        "num_attention_heads": shape.heads,
+        "attention_head_dim": shape.head_dim,
+        "joint_attention_dim": shape.joint_dim,
+        "axes_dims_rope": (frame, side, side),
+    }
 
 
 @torch.inference_mode()  # as loader nodes run: quantized tensors cannot enter it later
@@ -116,17 +125,13 @@ def _quantized(weight: torch.Tensor, form: RowFormat) -> StoredLayer:
 
 
 def _core_quantized(weight: torch.Tensor, form: RowFormat) -> StoredLayer:
+    from comfy.quant_ops import QuantizedTensor
+
     if form.storage == "fp8":  # what the published scaled files hold
         scale = weight.abs().amax().float() / FORMATS["fp8"].largest
         return StoredLayer((weight.float() / scale).to(torch.float8_e4m3fn), scale, "fp8")
-    import comfy.quant_ops
-
-    stored = comfy.quant_ops.QuantizedTensor.from_float(
-        *(weight, FORMATS["int8"].layout),
-        per_channel=True,
-        convrot=True,
-        convrot_groupsize=form.rotation,
-    )
+    how = {"per_channel": True, "convrot": True, "convrot_groupsize": form.rotation}
+    stored = QuantizedTensor.from_float(weight, FORMATS["int8"].layout, **how)
     return StoredLayer.rounded(stored._qdata, stored._params.scale, form)
 
 
@@ -149,16 +154,7 @@ def random_model(
     import comfy.utils
     from comfy.model_patcher import CoreModelPatcher
 
-    about: dict[str, Any] = {
-        "image_model": "qwen_image",
-        "in_channels": shape.in_channels,
-        "out_channels": shape.packed_out_channels // 4,
-        "num_layers": shape.blocks,
-        "num_attention_heads": shape.heads,
-        "attention_head_dim": shape.head_dim,
-        "joint_attention_dim": shape.joint_dim,
-        "axes_dims_rope": rope_axes(shape.head_dim),
-    }
+    about = {"image_model": "qwen_image", **sizes_of(shape)}
     if edit:
         about["default_ref_method"] = "index_timestep_zero"
         tensors[MARKER_2511] = torch.empty(0)
@@ -416,21 +412,12 @@ def build_transformer(
     """
     from diffusers import QwenImageTransformer2DModel
 
-    axes = rope_axes(shape.head_dim)
+    sizes = sizes_of(shape)
     with torch.device("meta"):
-        model = QwenImageTransformer2DModel(
-            patch_size=PATCH,
-            in_channels=shape.in_channels,
-            out_channels=shape.packed_out_channels // PATCH**2,
-            num_layers=shape.blocks,
-            attention_head_dim=shape.head_dim,
-            num_attention_heads=shape.heads,
-            joint_attention_dim=shape.joint_dim,
-            axes_dims_rope=axes,
-            zero_cond_t=edit,
-        )
+        model = QwenImageTransformer2DModel(patch_size=PATCH, **sizes, zero_cond_t=edit)
     # Its complex tables are plain attributes, which no weights fill.
-    model.pos_embed = type(model.pos_embed)(THETA, list(axes), scale_rope=True)
+    axes = list(sizes["axes_dims_rope"])
+    model.pos_embed = type(model.pos_embed)(THETA, axes, scale_rope=True)
     model.load_state_dict(weights, assign=True)
     if compiled:
         model.set_attention_backend("_native_cudnn")
