@@ -95,7 +95,7 @@ def kind_of_family(family: Family, path: Path) -> ModelKind:
             return kind
     raise UnavailableError(
         f"This ComfyUI version changed its {family.title} code, and Qwen-Image Accelerator does "
-        "not support it yet: update Qwen-Image Accelerator. Until then, use ComfyUI's loaders.",
+        "not support it yet: update Qwen-Image Accelerator, or use ComfyUI's loaders until then.",
         path,
     )
 

@@ -179,9 +179,7 @@ def _in_few_words(
     if option is None:
         return f"{words}; no NVIDIA GPU"
     if moved := option.moved_bytes:
-        return (
-            f"{words}; {format_gib(moved)} is streamed to {option.card.name} in every forward pass"
-        )
+        return f"{words}; {format_gib(moved)} streamed to {option.card.name} per forward pass"
     spare = max(0, option.headroom_bytes)
     side = option.request.width
     return f"{words}; {format_gib(spare)} to spare on {option.card.name} at {side}x{side}"

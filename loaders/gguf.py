@@ -275,8 +275,8 @@ class _Reader:
                 )
             if start + info.end > self.size:
                 raise CheckpointError(
-                    f"This file is truncated: the tensor {name!r} ends at byte "
-                    f"{start + info.end:,}, but the file ends at {self.size:,}. Download it again.",
+                    f"This file is truncated (the tensor {name!r} ends at byte "
+                    f"{start + info.end:,}, but the file at {self.size:,}): download it again.",
                     self.path,
                 )
             expected = -(-info.end // alignment) * alignment
@@ -322,8 +322,8 @@ class _Reader:
     def _go_on(self, length: int) -> None:
         if length > self.size - self.position:
             raise CheckpointError(
-                f"This file is truncated: its header continues after byte {self.size:,}, where "
-                "the file ends. Download it again.",
+                f"This file is truncated (its header continues after byte {self.size:,}, where "
+                "the file ends): download it again.",
                 self.path,
             )
         self.position += length

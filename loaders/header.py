@@ -250,8 +250,8 @@ def _header_json(file: BinaryIO, path: Path, file_bytes: int) -> bytes:
         )
     if length > file_bytes - 8:
         raise CheckpointError(
-            f"This file is truncated: its header needs {length:,} bytes, but {file_bytes - 8:,} "
-            "are there. Download it again.",
+            f"This file is truncated (its header needs {length:,} bytes, but {file_bytes - 8:,} "
+            "are there): download it again.",
             path,
         )
     file.seek(8)
@@ -316,8 +316,8 @@ def _check_coverage(path: Path, tensors: Mapping[str, TensorInfo], data_bytes: i
         position = info.end
     if position > data_bytes:
         raise CheckpointError(
-            f"This file is truncated: its header describes {position:,} bytes of weights, but "
-            f"{data_bytes:,} are there. Download it again.",
+            f"This file is truncated (its header describes {position:,} bytes of weights, but "
+            f"{data_bytes:,} are there): download it again.",
             path,
         )
     if position < data_bytes:

@@ -146,7 +146,7 @@ class Quantization:
         for name in sorted(self.formats):
             if name in STORAGE_ONLY:
                 sentences.append(
-                    f"{name} weights are only storage: they are converted to bf16 to compute."
+                    f"{name} weights are storage only: they are converted to bf16 to compute."
                 )
             elif name in REFUSALS:
                 sentences.append(REFUSALS[name])

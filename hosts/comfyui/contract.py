@@ -211,7 +211,7 @@ def unsupported_host(capabilities: tuple[str, ...] = tuple(CAPABILITIES)) -> Ver
                 if fault := _fault(module, name, parameters):
                     return Verdict(
                         f"ComfyUI {found} {fault}, which Qwen-Image Accelerator uses",
-                        remedy="update Qwen-Image Accelerator. Until then, use ComfyUI's loaders.",
+                        remedy="update Qwen-Image Accelerator; until then, use ComfyUI's loaders.",
                         final=True,
                     )
     return None

@@ -404,7 +404,7 @@ def test_wires_replace_the_settings():
     assert found["phases"]["sampling"]["parts"]["weights"] < 0.1
     assert found["phases"]["decode"]["parts"]["weights"] < 0.1
     assert management.current_loaded_models == before
-    words = ("precision 'bf16' contradicts the MODEL", "has 'int8'")
+    words = ("precision is 'bf16'", "has 'int8'")
     refused(SettingError, *words, run=lambda: run(**parts, precision="bf16"))
 
 

@@ -486,7 +486,9 @@ def test_kept_layers_are_what_the_file_holds():
     ]
     assert len(kept) == 13
     dtype = weights.FLOAT_NAMES[loaded.model.get_dtype()]
-    assert f"13 layers kept in {dtype}" in report and "11 layers quantized to fp8" in report, report
+    assert f"13 layers kept in {dtype}" in report and "11 layers were quantized to fp8" in report, (
+        report
+    )
     assert (f"Weights that are not quantized are stored in {dtype}" in report) == (dtype != "bf16")
     for layer in narrow.layers(WEIGHTS):
         held = weight(loaded, f"{layer}.weight")

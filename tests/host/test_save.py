@@ -359,7 +359,7 @@ def test_where_a_file_may_go():
         refused(SettingError, *words, saved=loaded, filename=filename)
     for suffix in ("ckpt", "PT", "gguf"):
         run = functools.partial(QwenL40SSaveQuantized.validate_inputs, f"x.{suffix}", False)
-        refused(SettingError, f"ends in .{suffix}", "name it x.safetensors", run=run)
+        refused(SettingError, f"ends in .{suffix}", "x.safetensors", run=run)
     assert QwenL40SSaveQuantized.validate_inputs("qwen_v1.0", False) is True
     _, report = save(loaded, "int8", filename="deeper/and_deeper")
     assert report.startswith("deeper/and_deeper.safetensors: "), report

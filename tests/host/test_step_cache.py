@@ -155,7 +155,7 @@ def test_off_and_with_no_step_to_skip_nothing_changes():
     for other in (cache_steps(model(), None), cache_steps(cached(), None), cached(idle, cached())):
         assert same(sample(other), plain)
     assert sample(cached(idle)).lines == [
-        f"step cache: custom has no effect: of {STEPS} may be skipped"
+        f"step cache: custom has no effect: no step of {STEPS} may be skipped"
     ]
     assert not cache_steps(cached(), None).wrappers[WrappersMP.PREDICT_NOISE].get("qwen_l40s_steps")
 

@@ -356,7 +356,7 @@ def test_a_text_becomes_what_the_input_takes(text, expected):
         ("seed=-1", "is -1: give a number from 0"),
         ("steps=0", "is 0: give a number from 1 to 10000"),
         ("width=1000", "Size.width is 1000, but goes in steps of 16: use 992 or 1008."),
-        ("width=17000", "must be from 16 to 16384"),
+        ("width=17000", "give a number from 16 to 16384"),
         ("cfg=four", "is 'four', which is not a number"),
         ("cfg=nan", "is not a number"),
         ("cfg=inf", "is not a number"),

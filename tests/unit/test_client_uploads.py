@@ -119,8 +119,8 @@ def test_an_image_that_is_nowhere_says_what_to_write(here):
     graph = loading("sub/cat.png", _meta={"title": "Image 1"})
     assert refused(graph, here) == (
         "Image 1.image is 'sub/cat.png', an image that neither the server nor this machine has: "
-        'give one with --set "Image 1.image=photo.png", or write one in a subfolder of the server '
-        "as 'subfolder/photo.png [input]'."
+        'give one with --set "Image 1.image=photo.png". For an image in a subfolder of the server, '
+        "write 'subfolder/photo.png [input]'."
     )
     assert "/photo.png [output]'" in refused(loading("x.png", kind="LoadImageOutput"), here)
 

@@ -284,7 +284,7 @@ E4M3, TO_Q, NORM = torch.float8_e4m3fn, "transformer_blocks.1.attn.to_q.weight",
             copied(f"vae/{WEIGHTS}", f"transformer/{WEIGHTS}"),
             r"lacks the tensor 'img_in.bias' .*transformer\)",
         ),
-        (copied("vae/config.json", "transformer/config.json"), "describes a AutoencoderKLQwen"),
+        (copied("vae/config.json", "transformer/config.json"), "is a AutoencoderKLQwen"),
         (truncate, "is truncated"),
         (edited("transformer", cast("img_in.weight", E4M3)), "'img_in.weight' is F8_E4M3"),
         (
@@ -297,7 +297,7 @@ E4M3, TO_Q, NORM = torch.float8_e4m3fn, "transformer_blocks.1.attn.to_q.weight",
         ),
         (
             lambda folder: edit_json(folder / "transformer" / "config.json", in_channels=32),
-            r"'img_in.weight' has the shape \(128, 64\) where the transformer of its config.json "
+            r"'img_in.weight' has the shape \(128, 64\), but the transformer of its config.json "
             r"has \(128, 32\)",
         ),
         (
@@ -321,13 +321,13 @@ E4M3, TO_Q, NORM = torch.float8_e4m3fn, "transformer_blocks.1.attn.to_q.weight",
         (removed("scheduler/scheduler_config.json"), "scheduler"),
         (
             edited("transformer", cast(TO_Q, torch.float32, torch.nan)),
-            f"has NaN or infinity .*{TO_Q}.*{WEIGHTS}",
+            f"{TO_Q}.* has NaN or infinity.*{WEIGHTS}",
         ),
         (edited("transformer", cast(TO_Q, torch.bfloat16, torch.inf)), "has NaN or infinity"),
         (edited("transformer", cast(TO_Q, torch.float16, -torch.inf)), "has NaN or infinity"),
         (
             edited("text_encoder", cast(NORM, torch.float32, torch.nan)),
-            r"holds NaN .*norm\.weight.*text_encoder",
+            r"norm\.weight.* has NaN .*text_encoder",
         ),
     ],
 )

@@ -565,8 +565,7 @@ def test_attention_that_gives_nan_is_given_up(lossy, fused, monkeypatch, caplog)
     )
     assert "blocks: fused, 6 of 6" in optimized.report()
     assert [record.getMessage() for record in caplog.records] == [
-        "Qwen-Image Accelerator: broken gave NaN or infinity: diffusers' own attention runs from "
-        "here."
+        "Qwen-Image Accelerator: broken gave NaN or infinity: diffusers' attention runs from here."
     ]
 
 
@@ -709,7 +708,7 @@ def test_schedule_of_a_run_fills_the_table_at_once(zero_cond_t):
         for count, time in enumerate([*schedule, schedule[0]], start=1):
             model(**step(time))
             report = optimized.report()
-            assert f"4 timesteps in a table of 0 MiB, read {count - 1} times, 4 co" in report
+            assert f"4 timesteps in a table of 0 MiB, used {count - 1} times, 4 co" in report
             assert f"{3 * count} of {3 * count} in {count} forward passes" in report
     with optimized.run():
         model(**step(schedule[0]))
@@ -783,7 +782,7 @@ def test_modules_and_blocks_that_are_exchanged_between_runs(fused):
     assert "diffusers' code, 1 of 3: its LayerNorms have weights" in optimized.report()
     blocks[0].attn = Own()
     same(2)
-    assert "its form is unknown" in optimized.report()
+    assert "it has an unknown form" in optimized.report()
     other = new_model()
     for weight in other.parameters():
         weight.mul_(0.7)
@@ -948,7 +947,7 @@ def test_models_that_the_kernels_do_not_take(fused, monkeypatch, caplog):
     )
     model = new_model(torch.float16)
     assert_host(model, given, fused, reason)
-    assert_host(new_model(head_dim=24), inputs(), fused, "heads of 24, not 16, 32, 64, 128, 256")
+    assert_host(new_model(head_dim=24), inputs(), fused, "heads of 24 are not supported")
     caplog.clear()
     optimize(model)
     for _ in range(3):

@@ -360,7 +360,7 @@ def test_a_scheduler_gives_a_fleet_its_cards(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-7a")
     assert supervisor.find_cards("all") == ["2", "GPU-7a"]
     assert supervisor.find_cards("GPU-7a") == ["GPU-7a"]
-    with pytest.raises(UnavailableError, match="no card 0: CUDA_VISIBLE_DEVICES lists 2, GPU-7a"):
+    with pytest.raises(UnavailableError, match="no GPU 0: CUDA_VISIBLE_DEVICES lists 2, GPU-7a"):
         supervisor.find_cards("0")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(UnavailableError, match="CUDA_VISIBLE_DEVICES lists no GPU"):

@@ -79,7 +79,7 @@ INFO = text("a.weight") + struct.pack("<I", 2) + struct.pack("<QQ", 64, 4)
 BROKEN = {
     "empty": (b"", "empty|truncated"),
     "cut in the header": (header(TENSORS, WORDS)[:-10], "truncated"),
-    "no weights": (header(TENSORS, WORDS), "truncated: the tensor 'a.weight' ends at byte"),
+    "no weights": (header(TENSORS, WORDS), "truncated \\(the tensor 'a.weight' ends at byte"),
     "big endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big endian"),
     "version 1": (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "version 1 of GGUF"),
     "2^60 tensors": (b"GGUF" + struct.pack("<IQQ", 3, 2**60, 0), "announces 1,152,921"),

@@ -196,7 +196,7 @@ def test_doctor_has_a_line_for_each_pair(machine):
     assert machine.tried == []
 
     (good,) = doctor._link_checks(InstalledCards(tuple(cards[:2])))
-    assert (good.name, good.state, good.why.remedy) == ("cards 0 and 1", State.USABLE, "")
+    assert (good.name, good.state, good.why.remedy) == ("GPUs 0 and 1", State.USABLE, "")
     assert good.why.fact == (
         "peer copies are correct; "
         "peer 0 to 1 24.0, 1 to 0 23.0, both at once 20.0 and 19.0 GB/s; "
@@ -204,7 +204,7 @@ def test_doctor_has_a_line_for_each_pair(machine):
     )
     machine.lost = 0, 2
     _, bad, _ = doctor._link_checks(InstalledCards(tuple(cards)))
-    assert (bad.name, bad.state) == ("cards 0 and 2", State.LIMITED)
+    assert (bad.name, bad.state) == ("GPUs 0 and 2", State.LIMITED)
     assert bad.why.remedy == "boot with `iommu=pt`, or turn ACS off in the BIOS"
     assert bad.why.fact == (
         "peer copies changed the data; ComfyUI's copies between these GPUs would be wrong too; "

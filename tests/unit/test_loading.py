@@ -106,7 +106,7 @@ def test_precisions_and_reasons(requested, card, stored, name, reasons):
     [
         ("auto", L40S, "bf16", "auto: int8, the fastest; 2.9 GiB to spare on NVIDIA L40S"),
         ("auto", T4, "bf16", "auto: bf16, no int8 products; "),
-        ("auto", RTX_3060, "bf16", "GiB is streamed to RTX 3060 in every forward pass"),
+        ("auto", RTX_3060, "bf16", "GiB streamed to RTX 3060 per forward pass"),
         ("auto", L40S, "fp8", "auto: the file holds fp8; "),
         ("int8", L40S, "bf16", "as requested; "),
         ("as stored", L40S, "bf16", "as stored; "),

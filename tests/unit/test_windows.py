@@ -45,7 +45,11 @@ def test_two_runs_never_write_one_journal(locks, tmp_path):
 @pytest.mark.parametrize(
     ("error", "length", "remedy"),
     [
-        (PermissionError(13, "Permission denied"), 10, "close the program, or create"),
+        (
+            PermissionError(13, "Permission denied"),
+            10,
+            "close the program that has the file open, or create",
+        ),
         (FileNotFoundError(2, "No such file or directory"), 300, "at most 259 characters"),
         (OSError(28, "No space left on device"), 10, "create the folder"),
     ],

@@ -165,7 +165,7 @@ class ComfyOptimization(Optimization):
         model, (given, options) = executor.class_obj, by_name(args, kwargs)
         file = self.read_file(model, options)
         others = not isinstance(options.get(SLOT), SlotAttention | None)
-        self._instead = OTHER_NODES if others else "ComfyUI's own"
+        self._instead = OTHER_NODES if others else "ComfyUI's code"
         own = patches.ABSENT
         if file is not None and file.runs:
             own = patches.swap(options, SLOT, patches.ABSENT)
