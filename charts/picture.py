@@ -29,7 +29,6 @@ from .text import (
     remedy,
     request_text,
     rests_on,
-    saved_otherwise,
 )
 
 if TYPE_CHECKING:
@@ -119,7 +118,7 @@ class RunPicture:
 
 def memory_chart(estimate: Estimate) -> Image.Image:
     """Draws whether an estimate fits, how long an image takes and what it costs, and a bar for each
-    phase: amber is what has no room on the card and waits in host memory.
+    phase: amber is what has no room on the card and waits in system RAM.
     """
     peak, usable = fullest(estimate).needed_bytes, estimate.option.usable_bytes
     ram = f"{tenths(estimate.host_ram_bytes)} GiB system RAM"
@@ -140,7 +139,6 @@ def memory_chart(estimate: Estimate) -> Image.Image:
                 f"A step is {BOUND}." if estimate.bound == PROCESSOR else "",
                 "" if estimate.fits else f"{moves(estimate)}.",
                 remedy(estimate),
-                saved_otherwise(estimate),
             ],
             about=heading(estimate),
             figures=figures,

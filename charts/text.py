@@ -77,10 +77,7 @@ WORKS = {"text": "text encoder", "decode": "VAE"}
 WORKING = "working memory"
 PARTS = ("transformer", "text encoder", "VAE", WORKING, "CUDA")
 # Of a step that waits for its launches; that the card bounds it is not worth a word.
-BOUND = "bound by the processor"
-OTHER_PICTURES = (
-    "The cache changes the image slightly; fewer steps or Lightning give another image."
-)
+BOUND = "bound by the CPU"
 NOTHING_SAFER = "No safer setting stays on the card: choose a smaller size or batch."
 # Of each precision, where people see it.
 SHOWN = {"bf16": "bf16 (most accurate)"}
@@ -294,32 +291,20 @@ def stock_text(estimate: Estimate) -> str:
 
 
 def step_cache_lines(estimate: Estimate) -> list[str]:
-    """Says what a step cache saves, beside what else saves that time; nothing without one."""
+    """Says what a step cache computes, or why it skips no step; nothing without one."""
     request = estimate.request
     if request.cache == OFF:
         return []
-    if not estimate.beside:
+    if request.computed_steps == request.steps:
         why = f"of {request.steps} steps none may be skipped"
         if request.cache != CUSTOM:
             settings = cache_settings(request.cache)
             why = plan_steps(official_sigmas(request.steps), settings).reason or why
         return [f"Step cache: {request.cache} has no effect: {why}."]
-    lines = [f"Step cache: {steps_text(request)}{_image_time(estimate.image_seconds)}."]
-    return [*lines, *filter(None, [saved_otherwise(estimate)]), OTHER_PICTURES]
-
-
-def saved_otherwise(estimate: Estimate) -> str:
-    """Says how long an image takes that saves time by other means than a step cache; empty where
-    that is not known, or the cache saves none.
-    """
-    if not estimate.beside or estimate.image_seconds is None:
-        return ""
-    fewer, lightning = estimate.beside
-    return (
-        f"Without a cache, {fewer.request.steps} steps take {duration(fewer.image_seconds)}; "
-        f"{lightning.request.steps} steps with a Lightning LoRA and CFG off take "
-        f"{duration(lightning.image_seconds)}."
-    )
+    return [
+        f"Step cache: {steps_text(request)}{_image_time(estimate.image_seconds)}.",
+        "The cache changes the image slightly.",
+    ]
 
 
 # The tables behind it.
@@ -433,7 +418,7 @@ def _other_notes(found: Estimate) -> Iterator[str]:
         if request.controlnet_bytes:
             yield "The ControlNet's time is computed from its size, not measured."
         if request.layers:
-            yield f"One image here is the whole picture and its {request.layers} layers."
+            yield f"One image here is the whole image and its {request.layers} layers."
     if request.member.licence != APACHE:
         yield f"The licence of the weights: {request.member.licence}."
 
@@ -675,18 +660,7 @@ def _step_cache(estimate: Estimate) -> dict[str, Any] | None:
     request = estimate.request
     if request.cache == OFF:
         return None
-    beside = zip(("fewer_steps", "lightning"), estimate.beside, strict=False)
-    return {
-        "name": request.cache,
-        "computed_steps": request.computed_steps,
-        "beside": {
-            name: {
-                **_named(each.request, "steps", "cfg"),
-                "image_seconds": each.image_seconds and figure(each.image_seconds.middle),
-            }
-            for name, each in beside
-        },
-    }
+    return {"name": request.cache, **_named(request, "computed_steps")}
 
 
 def phase_json(phase: Phase) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from ..errors import SettingError
 from ..families.protocol import File, Template
 from ..families.registry import find_member
 from ..spec.transformer import ON_CARD
-from ..step_cache import OFF
 from .bytes import table_timesteps, text_encoder_bytes
 from .cards import Card, UnlistedCard, is_named
 from .files import SOFTWARE_BYTES, START, host_memory, load_of, load_seconds, model_files
@@ -49,9 +48,6 @@ SECONDS_PER_HOUR = 3600
 
 # The model whose files take the least system RAM.
 SMALLEST = "qwen-image-2.1"
-
-# Of the Lightning LoRA that is closest to the model without it.
-LIGHTNING_STEPS = 8
 
 # What the measured runs cover. Of the matrix in `measured.json`: sides in pixels, and images in one
 # forward pass.
@@ -311,19 +307,6 @@ class Estimate:
         if not self.tight:
             return None
         return plan_with_room(self.option.card, self.request, TIGHT_BYTES)
-
-    @cached_property
-    def beside(self) -> tuple[Estimate, ...]:
-        """Estimates what else saves the time of a step cache: as many steps without one, and a
-        Lightning LoRA. Empty where it skips none.
-        """
-        request = self.request
-        if request.computed_steps == request.steps:
-            return ()
-        fewer = replace(request, steps=request.computed_steps, cache=OFF, computed=0)
-        lightning = replace(fewer, steps=LIGHTNING_STEPS, cfg="off")
-        how = {"calibration": self.calibration, "usd_per_hour": self.own_usd_per_hour}
-        return tuple(estimate(other, self.card, **how) for other in (fewer, lightning))
 
     @cached_property
     def step_seconds(self) -> Range | None:

@@ -120,7 +120,7 @@ def test_the_memory_chart_is_whole_and_legible(texts, found):
 def test_the_picture_says_that_the_processor_bounds_a_step(texts):
     request = RunRequest(precision="int8", width=256, height=256, steps=4)
     check_texts(texts, memory_chart(estimate_of(139, request, like="H200")))
-    assert any(text == "A step is bound by the processor." for text, *_ in texts)
+    assert any(text == "A step is bound by the CPU." for text, *_ in texts)
 
 
 @pytest.mark.slow
