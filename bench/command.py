@@ -87,10 +87,13 @@ def _setup(args: argparse.Namespace) -> BenchSetup:
     image = args.what == "image"
     for option in ("models", "free_gib", "family") if not image else ():
         if getattr(args, option):
-            raise SettingError(f"--{option.replace('_', '-')} goes with `image` alone.")
+            raise SettingError(f"--{option.replace('_', '-')} is only for `image`: leave it out.")
     layers = MOST_LAYERS if args.layers is None else args.layers
     if layers > MOST_LAYERS:
-        raise SettingError(f"--layers {layers}: the published models have {MOST_LAYERS}.")
+        raise SettingError(
+            f"--layers is {layers}, but the published models have {MOST_LAYERS}: use "
+            f"{MOST_LAYERS} or fewer."
+        )
     sizes = dict.fromkeys(args.size or [(1024, 1024)])
     rows = ROWS[args.what]
     names = select([row.name for row in rows], args.only) if rows else ()
@@ -106,11 +109,11 @@ def _setup(args: argparse.Namespace) -> BenchSetup:
         )
     if image and device.type == "cpu" and (args.references or args.family):
         raise SettingError(
-            "--references and --family need a card: the bundled model, which a CPU runs, sees no "
-            "images."
+            "--references and --family need a GPU, because the bundled model for the CPU takes no "
+            "images: leave them out."
         )
     if args.free_gib is not None and (device.type == "cpu" or not args.free_gib >= 1):
-        raise SettingError("--free-gib is of a card's memory, and at least 1.")
+        raise SettingError("--free-gib needs a GPU and a value of at least 1.")
     shape = replace(SMALL if args.width == "small" else FULL_SIZE, blocks=layers)
     inputs = tuple(
         Inputs(width, height, args.batch, args.text, args.references) for width, height in sizes
@@ -223,7 +226,7 @@ def import_comfyui(*, cpu: bool, keep_on_card: bool = True) -> str:
         found_version = str(importlib.import_module("comfyui_version").__version__)
     except (ImportError, RuntimeError) as error:
         raise UnavailableError(
-            f"ComfyUI cannot be imported here ({first_line(error)}): use its own Python"
+            f"ComfyUI cannot be imported here ({first_line(error)}): use ComfyUI's Python"
         ) from error
     if fallback := unsupported_host():
         raise UnavailableError(str(fallback))
