@@ -196,7 +196,7 @@ def test_retry_after_is_honoured():
 def test_a_server_that_stays_busy_is_given_up():
     with (
         fake_comfyui(busy=10**6, retry_after="100") as fake,
-        pytest.raises(ServerError, match=r"gave no answer for 0.2 s \(it answers 503\)"),
+        pytest.raises(ServerError, match=r"gave no answer for 0.2 s .*503"),
     ):
         ask(fake.url, lambda server: server.object_info(), wait=0.2)
 

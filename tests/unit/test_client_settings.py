@@ -249,7 +249,7 @@ def test_a_zeroed_prompt_is_no_negative_prompt():
         }
     )
     assert place("prompt", graph) == ("3", "text")
-    assert "there is no input 'negative prompt' to set" in refused("negative prompt=x", graph=graph)
+    assert "no input 'negative prompt'" in refused("negative prompt=x", graph=graph)
 
 
 def test_an_older_name_of_an_input_is_taken_with_its_older_values():
@@ -372,7 +372,7 @@ def test_a_text_that_the_input_does_not_take_is_refused(text, says):
 
 def test_of_many_choices_the_nearest_are_listed():
     says = refused("sampler_name=dpm_2m")
-    assert len(says.split(", ")) == 8
+    assert len(says.partition(" use ")[2].split(", ")) == 8
     assert re.search(r" and 3\d more\.$", says)
 
 

@@ -264,7 +264,7 @@ def test_whole_pipeline_of_every_kind_of_run(tiny_folder, fused):
         assert f"in {passes} forward passes" in report
         # A first pass fills in the table for the whole schedule.
         assert "modulation: 4 timesteps in a table" in report
-        assert f"read {passes - 1} times, 4 computed in this run" in report
+        assert f"used {passes - 1} times, 4 computed in this run" in report
         del fused[:]
 
 
