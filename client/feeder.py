@@ -318,7 +318,7 @@ class Feeder:
         words = f": {error['message']}"
         if ran:
             self._scheduler.pass_on(job, self.name, error)
-            words = f"{job.label} failed, and another server tries it{words}"
+            words = f"failed {job.label}, and another server tries it{words}"
         elif self._scheduler.refuse(job, self.name, error):
             self._ended(job, prompt_id)
             return
@@ -409,7 +409,7 @@ class Feeder:
 
     async def _bring(self, job: Job, prompt_id: str, entry: Mapping[str, Any]) -> None:
         def late(why: ServerError) -> None:
-            self._run.say(f"{job.label} is done, but its result could not be fetched: {why}")
+            self._run.say(f"{job.label} is done, but its result could not be fetched yet: {why}")
             self._strike(job)
 
         collect = self._collector.collect

@@ -379,7 +379,7 @@ def _in_bounds(value: Any, spec: NodeInput, where: str) -> Any:
         return value
     between = f"from {least} to {most}"
     if least is None or most is None:
-        between = f"{most} or less" if least is None else f"{least} or more"
+        between = f"of {most} or less" if least is None else f"of {least} or more"
     raise SettingError(f"{where} is {value}: give a number {between}.")
 
 

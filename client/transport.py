@@ -292,7 +292,9 @@ class Transport:
             if answer.status in EITHER_STATUS and not OWN_WORDS.match(text):
                 own = answer.status in (400, 500) and isinstance(body, dict) and "error" in body
                 if not own and (ours or answer.status == 500):
-                    raise LostError(f"the server answers {answer.status}, which ComfyUI does not")
+                    raise LostError(
+                        f"the server answers {answer.status}, but not in ComfyUI's form"
+                    )
                 await self._check_scheme()
             message = f"{self.address} answered {answer.status} to {call}"
             if answer.status in (401, 403):

@@ -104,7 +104,8 @@ class StateFile:
             for each in servers:
                 place = f" on {each.machine}" if each.machine != socket.gethostname() else ""
                 error = f": {each.error}" if each.state in (RESTARTING, FAILED) else ""
-                words = f"{each.url}{place} (GPU {each.card}) {each.state}{error}"
+                card = "CPU" if each.card == "cpu" else f"GPU {each.card}"
+                words = f"{each.url}{place} ({card}) {each.state}{error}"
                 if self._said.get(each.url) != words:
                     self._said[each.url] = words
                     self._notify(words)

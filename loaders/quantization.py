@@ -88,8 +88,8 @@ DECODING = (".weight_s_rel", ".weight_codebook")
 # What to take on an L40S instead of formats of which nothing is gained there.
 BETTER = "get the model in int8 ConvRot or fp8"
 _BLACKWELL = (
-    "weights run in ComfyUI's layers, which multiply them on Blackwell and expand them on Ada: "
-    f"for an L40S {BETTER}, or use ComfyUI's loader."
+    "weights do not run in this package; ComfyUI's layers multiply them on Blackwell and expand "
+    f"them on Ada: for an L40S {BETTER}, or use ComfyUI's loader."
 )
 _NUNCHAKU = (
     "SVDQuant and AWQ weights of nunchaku need nunchaku's compiled extension, which this package "

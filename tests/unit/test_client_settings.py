@@ -390,8 +390,8 @@ def test_neither_yes_nor_no():
 @pytest.mark.parametrize(
     ("rules", "text", "says"),
     [
-        ({"min": 2}, "1", "x is 1: give a number 2 or more."),
-        ({"min": None, "max": 2}, "3", "x is 3: give a number 2 or less."),
+        ({"min": 2}, "1", "x is 1: give a number of 2 or more."),
+        ({"min": None, "max": 2}, "3", "x is 3: give a number of 2 or less."),
         ({"step": 8}, "9", "x is 9, but goes in steps of 8: use 8 or 16."),
     ],
 )

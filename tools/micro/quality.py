@@ -19,6 +19,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -93,21 +94,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--model", type=Path, default=bundled_micro_folder(), metavar="DIR")
+    parser.add_argument("--seed", type=int, default=1, help="of the prompts; noise i has seed i")
     parser.add_argument("--count", type=int, default=200, help="prompts, default 200")
     parser.add_argument("--precision", default="auto", help="auto, bf16, fp32, fp8 or int8")
     parser.add_argument("--attention", help="of the optimized transformer, compared with bf16")
     args = parser.parse_args()
-    prompts = sample_prompts(args.count, 1, HELD_OUT_PAIRS)
+    prompts = sample_prompts(args.count, args.seed, HELD_OUT_PAIRS)
     compared = args.precision in QUANTIZED or args.attention is not None
     precision = "bf16" if compared else args.precision
-    pipeline = load_pipeline(bundled_micro_folder(), precision=precision)
+    pipeline = load_pipeline(args.model, precision=precision)
     if compared:
         quality = compare(pipeline, prompts, args.precision, args.attention)
     else:
         _, quality = judged(pipeline, prompts)
     about = {"precision": pipeline.precision.name, "device": pipeline.device}
     about |= {"precision": args.precision} if args.precision in QUANTIZED else {}
-    quality |= {**vars(args), **about, "passed": passes(quality)}
+    quality |= {**vars(args), "model": str(args.model), **about, "passed": passes(quality)}
     print(json.dumps(quality))
     return 0 if quality["passed"] else 1
 

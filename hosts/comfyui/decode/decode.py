@@ -379,7 +379,8 @@ def _form(plan: VaePlan) -> str:
 def _how(plan: VaePlan, free: int, others: int) -> str:
     if plan.peak_bytes <= free:
         return plan.reason
-    text = f"{_form(plan)}, {format_gib(plan.peak_bytes)} of {format_gib(max(0, free))} free"
+    needs = f"needs {format_gib(plan.peak_bytes)}, {format_gib(max(0, free))} is free"
+    text = f"{_form(plan)}, {needs}"
     return f"{text}: ComfyUI offloads other models first" if others else text
 
 
