@@ -169,7 +169,7 @@ def test_what_others_add_is_on_every_card_that_shares_rows(pays):
         for count in (2, 3):
             split = split_cards(patcher, count)[0]
             found = sample(split)
-            assert f"cards: {count} share 2 forward passes" in report(split), report(split)
+            assert f"GPUs: {count} share 2 forward passes" in report(split), report(split)
             torch.testing.assert_close(found, expected, rtol=0, atol=2e-5, msg=name)
 
 
@@ -431,11 +431,11 @@ def test_copies_that_lose_data_are_told():
     with mock.patch.object(run, "link_between", link):
         assert run.unsafe_copies(model) == []
         model.load_device, model.additional_models["multigpu"] = own, clones
-        assert run.unsafe_copies(model) == ["cards: Peer copies lose data."]
+        assert run.unsafe_copies(model) == ["GPUs: Peer copies lose data."]
         assert asked == [(*pair, False) for pair in pairs]
-        assert "cards: Peer copies lose data." in path_of(model)
+        assert "GPUs: Peer copies lose data." in path_of(model)
         asked.clear()
-        assert run.unsafe_copies(model, again=True) == ["cards: Peer copies lose data."]
+        assert run.unsafe_copies(model, again=True) == ["GPUs: Peer copies lose data."]
         assert asked == [(*pair, True) for pair in pairs]
     intel = torch.device("xpu", 0), torch.device("xpu", 1)
     assert run.link_warning(*intel) == ""
@@ -451,7 +451,7 @@ def test_where_copies_lose_data_prompts_stay_on_one_card(pays):
             with watched() as (passes, _):
                 found = sample(split, 4.0)
             assert passes == 4 * [(0, list(range(1, count)))]
-            assert f"cards: {count} share 4 forward passes" in report(split), report(split)
+            assert f"GPUs: {count} share 4 forward passes" in report(split), report(split)
             torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
     with mock.patch.object(run, "link_between", side_effect=RuntimeError("CUDA error: 1\nmore")):
         pair = torch.device("cuda", 0), torch.device("cuda", 1)

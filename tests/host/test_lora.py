@@ -559,7 +559,7 @@ def test_wrong_files() -> None:
         "transformer.single_transformer_blocks.0.attn.to_q.lora_A.weight": torch.ones(4, 128),
         "transformer.single_transformer_blocks.0.attn.to_q.lora_B.weight": torch.ones(128, 4),
     }
-    refused({**lora(), **flux}, "another model", "single_transformer_blocks.0.attn.to_q")
+    refused({**lora(), **flux}, "single_transformer_blocks.0.attn.to_q")
     refused({**lora(), f"transformer.{LAYER}.lora_down.weight": torch.ones(4, 128)}, "twice")
     kohya = f"lora_unet_{LAYER.replace('.', '_')}"
     pair = {f"{kohya}.lora_down.weight": torch.ones(4, 128)}
@@ -576,9 +576,9 @@ def test_damaged_tensors() -> None:
         refused({**lora(), f"{LAYER}.alpha": torch.ones(2)}, "must be one number", how=how)
         half = lora()
         del half[f"{LAYER}.lora_down.weight"]
-        refused(half, "lacks the tensor", f"{LAYER}.lora_down.weight", how=how)
+        refused(half, f"{LAYER}.lora_down.weight", how=how)
         odd = {**lora(), f"{LAYER}.lora_down.weight": torch.ones(3, 128)}
-        refused(odd, LAYER, "do not fit", how=how)
+        refused(odd, LAYER, how=how)
         wide = {**lora(), f"{LAYER}.lora_down.weight": torch.ones(4, 256)}
         refused(wide, LAYER, "(128, 256)", "(128, 128)", how=how)
         refused(lora(rank=0), "rank 0", how=how)

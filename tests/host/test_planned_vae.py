@@ -327,7 +327,7 @@ def test_other_models_leave_only_where_no_plan_fits():
     assert_close(images, core_decode(EXACT, latents))
     (plan,) = plans
     assert card.asked == [plan.peak_bytes] and plan.peak_bytes > 100_000
-    assert "of 0 MiB free: ComfyUI offloads other models first" in report, report
+    assert "0 MiB is free: ComfyUI offloads other models first" in report, report
     assert "ComfyUI offloaded 3.0 GiB of other models" in report, report
 
 
@@ -350,7 +350,7 @@ def test_whole_on_request():
     assert_close(images, core_decode(EXACT, latents))
     assert [plan.whole for plan in plans] == [True, True]
     assert card.asked == [plans[0].peak_bytes]
-    assert "whole, " in report and "where 0 MiB is free\n" in report, report
+    assert "whole, " in report and "0 MiB is free\n" in report, report
 
 
 def test_a_result_that_stays_on_the_card_takes_room():

@@ -81,7 +81,7 @@ def test_images_are_those_of_one_card(machine, precision):
                 error = (found - expected).norm() / expected.norm()
                 assert error < 0.004, (cards, exchange, how, error)
                 said = report(split)
-                assert f"cards: {cards} share 3 forward passes" in said, said
+                assert f"GPUs: {cards} share 3 forward passes" in said, said
                 assert exchange in said, said
 
 
@@ -128,7 +128,7 @@ def test_a_link_that_loses_copies_is_found_at_the_start_of_a_run(machine, operat
     def same(cfg, passes):
         apart = (sample(split, cfg) - expected[cfg]).norm() / expected[cfg].norm()
         assert apart < 0.004, (cfg, apart)
-        return f"cards: 2 share {passes} forward passes" in report(split)
+        return f"GPUs: 2 share {passes} forward passes" in report(split)
 
     assert same(1.0, 3)
     assert not same(4.0, 6)  # a prompt each
@@ -137,7 +137,7 @@ def test_a_link_that_loses_copies_is_found_at_the_start_of_a_run(machine, operat
         assert same(1.0, 3) and same(4.0, 6)
     lost = "Copies between cpu and cpu:1 lose data on this machine (IOMMU or ACS)"
     assert caplog.text.count(lost) == 1
-    assert f"cards: {lost}" in report(split)
+    assert f"GPUs: {lost}" in report(split)
 
 
 def test_a_link_is_verified_at_the_start_of_each_run_and_after_an_error(

@@ -217,9 +217,9 @@ def test_clips_tell_bytes_and_place():
     quantized = load_text_encoder(MICRO, "int8")[0]
     assert request(clip=quantized).request.text_encoder == "int8"
     assert clip_sizes(quantized).bytes < clip_sizes(clip).bytes
-    words = ("text_encoder_placement 'cpu'", "has 'drop after encoding'", "choose auto")
+    words = ("text_encoder_placement is 'cpu'", "has 'drop after encoding'", "choose auto")
     refused(*words, run=lambda: request(clip=clip, text_encoder_placement="cpu"))
-    words = ("text_encoder_precision 'fp8'", "CLIP", "has 'int8'")
+    words = ("text_encoder_precision is 'fp8'", "CLIP", "has 'int8'")
     refused(*words, run=lambda: request(clip=quantized, text_encoder_precision="fp8"))
 
 

@@ -87,7 +87,7 @@ class _Layers:
         for index, name in product(range(len(blocks)), self._names):
             module = getattr(blocks[index], name, None)
             if other := _unlike(module, name, type(query_layer(blocks[index]))):
-                self.unknown = Verdict(f"another extension has changed {other} of block {index}")
+                self.unknown = Verdict(f"{other} of block {index} differs from ComfyUI's own")
                 return
             self._linears.append(module._modules["1"])
         given = dict(enumerate(blocks)), (), self._linears, is_foreign
