@@ -415,7 +415,7 @@ def test_an_estimate_reads_the_parts_of_21():
     patcher = SimpleNamespace(load_device=torch.device("cpu"))
     clip = SimpleNamespace(cond_stage_model=encoder, patcher=patcher)
     request_from(settings, model=model, clip=clip)
-    words = "the CLIP is Qwen3-VL 8B and qwen-image reads Qwen2.5-VL 7B"
+    words = "the CLIP is Qwen3-VL 8B, but qwen-image needs Qwen2.5-VL 7B"
     refused(words, run=lambda: request_from(settings, clip=clip))
     words = "the VAE has 64 latent channels, but qwen-image uses 16"
     refused(words, run=lambda: request_from(settings, vae=vae))

@@ -103,7 +103,7 @@ def test_a_result_that_does_not_come_fails_as_a_download_and_runs_thrice_at_most
     else:
         assert (ran.status, asked) == ({"failed": 3}, 9)
     assert ran.errors == {"download"}
-    assert ran.log.count("its result could not be fetched: ") >= 1
+    assert ran.log.count("its result could not be fetched yet: ") >= 1
     assert again.status == {"done": 3}
 
 
