@@ -144,7 +144,7 @@ def random_model(
     build_on: torch.device | str = "meta",
     operations: type | None = None,
 ) -> Any:
-    """Does as `load_diffusion_model_state_dict` in comfy/sd.py, but not over host memory.
+    """Does as `load_diffusion_model_state_dict` in comfy/sd.py, but not through system RAM.
 
     Args:
         tensors: emptied, so that none is held twice.

@@ -294,7 +294,7 @@ class Collector:
         """Asks for the results until they are here or gone, or it was asked often enough.
 
         Args:
-            late: is told what went wrong the first time.
+            late: takes what went wrong the first time.
 
         Returns:
             What the prompt made, under temporary names; nothing of a job that another server ended.

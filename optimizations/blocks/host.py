@@ -342,13 +342,13 @@ EXCHANGED = {KEYS: "keys and values", ROWS: "normalized rows"}
 
 @dataclass
 class SplitFigures:
-    """What one run had of several cards.
+    """Counts what several GPUs did in one run.
 
     Attributes:
-        check: Of a block on all cards against the host's own.
+        check: Compares a block on all GPUs with that of ComfyUI or diffusers.
         plan: Of the last pass that was split.
-        passes: That were.
-        blocks, seconds: What the processor issued of them, and took for it.
+        passes: How many were split.
+        blocks, seconds: What the CPU launched of them, and the time that it took.
         gain: How many times as fast as one card they are; None where nobody measured.
         verdicts: Of the run.
         refusal: Why the passes that come run on one card.
