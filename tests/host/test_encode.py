@@ -103,7 +103,8 @@ def file(kind):
 
 
 def load(kind, precision="auto"):
-    return load_text_encoder(file(kind), precision)[0]
+    """A CLIP that multiplies as ComfyUI does."""
+    return with_settings(load_text_encoder(file(kind), precision)[0])
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -497,6 +498,33 @@ def test_the_arithmetic(kind):
         words = ["arithmetic", "exact"]
         run = partial(with_settings, load(kind), arithmetic=arithmetic)
         refused(SettingError, *words, run=run)
+
+
+@EACH
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "int8"])
+def test_two_bf16_numbers_for_an_input(kind, precision):
+    clip = load(kind, precision)
+    for asked in (prompts(kind)["no image"], prompts(kind)["two"]):
+        exact = encode(stock_of(clip), **asked)
+        found = encode(with_settings(clip, arithmetic="bf16x2"), **asked)
+        # TF32 would lose 2**-11 of an input, bf16 2**-8.
+        assert 1e-8 < error(found, exact) < 3e-5
+        default = encode(with_settings(clip, arithmetic="auto"), **asked)
+        on_card = comfy.model_management.get_torch_device().type == "cuda"
+        assert is_same(default, found if on_card else encode(clip, **asked))
+
+
+@EACH
+def test_a_lora_of_the_encoder_with_two_bf16_numbers(kind):
+    clip, asked = load(kind).clone(), prompts(kind)["two"]
+    name = f"{NAMED[kind]}.transformer.model.layers.0.self_attn.o_proj.weight"
+    plain = encode(clip, **asked)
+    clip.add_patches(
+        {name: ("diff", (torch.ones(clip.cond_stage_model.state_dict()[name].shape),))}, 0.1
+    )
+    exact = encode(stock_of(clip), **asked)
+    assert error(exact, plain) > 1e-3
+    assert error(encode(with_settings(clip, arithmetic="bf16x2"), **asked), exact) < 3e-5
 
 
 MICRO = pytest.mark.parametrize("name", [MICRO_NAME, pytest.param("2.1", marks=NEWER)])
