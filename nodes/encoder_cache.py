@@ -56,10 +56,10 @@ class QwenL40SEncoderCache(io.ComfyNode):
                     "arithmetic",
                     options=ARITHMETIC_CHOICES,
                     default="auto",
-                    tooltip="exact: matrix products in fp32, as ComfyUI. bf16x2: each fp32 input as "
-                    "the sum of two bf16 numbers, which loses 2**-17 of it; faster. auto: bf16x2, "
-                    "exact on a CPU or an older GPU. bf16: products in bf16, the rest in fp32; "
-                    "lossy. int8: as bf16, and the layers of an int8 file in int8.",
+                    tooltip="exact: matrix products in fp32, as ComfyUI. bf16x2: each fp32 input "
+                    "as the sum of two bf16 numbers, which loses 2**-17 of it; faster. auto: "
+                    "bf16x2, or exact on a CPU or an older GPU. bf16: products in bf16, the rest "
+                    "in fp32; lossy. int8: as bf16, and the layers of an int8 file in int8.",
                 ),
             ],
             outputs=[

@@ -98,7 +98,7 @@ class Kept:
 
     def put(self, key: tuple[Hashable, ...], value: Any, room: int) -> None:
         """Keeps a tree of tensors in system RAM, where it and others fit in `room` bytes."""
-        size = sum(it.nbytes for it in tree.tree_leaves(value) if torch.is_tensor(it))
+        size = sum(_bytes(it) for it in tree.tree_leaves(value) if torch.is_tensor(it))
         with self._lock:
             self._drop(key)
             if size > room:
@@ -229,7 +229,8 @@ def _trial(language: Any) -> str:
     config = dataclasses.replace(language.config, **small, **heads)
     generator = torch.Generator().manual_seed(0)
     with torch.inference_mode():
-        model = type(language)(config, device="cpu", dtype=torch.float32, ops=comfy.ops.manual_cast)
+        # ComfyUI's own layers have no weights until some are loaded, with dynamic VRAM.
+        model = type(language)(config, device="cpu", dtype=torch.float32, ops=torch.nn)
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
         embeds = torch.randn(1, 7, 64, generator=generator)
@@ -256,7 +257,22 @@ def shadow(module: torch.nn.Module, **own: Any) -> Any:
 
 
 def _ram(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True).contiguous()
+    """Copies to system RAM; from a card, where ComfyUI pins memory, it is there after `_copied`."""
+    tensor = tensor.detach()
+    if not tensor.is_cuda or getattr(management, "MAX_PINNED_MEMORY", 0) <= 0:
+        return tensor.to("cpu", copy=True).contiguous()
+    found = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return found.copy_(tensor, non_blocking=True)
+
+
+def _copied(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    # torch takes pinned memory in powers of two.
+    return 1 << (tensor.nbytes - 1).bit_length() if tensor.is_pinned() else tensor.nbytes
 
 
 class _Call(NamedTuple):
@@ -306,7 +322,7 @@ def _other_part(call: _Call, length: int, pairs: Sequence[Any]) -> torch.Tensor:
 
     def around(layer: Any, pair: tuple[torch.Tensor, torch.Tensor]) -> Any:
         def forward(attention_mask: torch.Tensor, **given: Any) -> tuple[torch.Tensor, None]:
-            key, value = (it.to(attention_mask.device) for it in pair)
+            key, value = (it.to(attention_mask.device, non_blocking=True) for it in pair)
             # ComfyUI's forward makes a square one, of no use to several rows behind others.
             mask = pad(attention_mask, (length, 0))
             given["past_key_value"] = key, value, length
@@ -351,6 +367,7 @@ class _Encoding:
         found = KEPT.get(key)
         if found is None:
             found = run()
+            _copied(self._device)
             KEPT.put(key, found, self._room)
         return found
 
@@ -384,7 +401,9 @@ class _Encoding:
             return tree.tree_map_only(torch.Tensor, _ram, found)
 
         image = self._images.get(id(embed))
-        return run() if image is None else self._kept(image, run)
+        if image is not None:
+            return self._kept(image, run)
+        return type(self._model).preprocess_embed(self._model, embed, device)
 
     def _forward(
         self,
@@ -440,14 +459,17 @@ def digest(fields: Mapping[str, Any]) -> bytes:
     return found.digest()
 
 
-def _multiplying(module: torch.nn.Module, arithmetic: str) -> Any:
+def _multiplying(module: torch.nn.Module, arithmetic: str, shared: _Split | None = None) -> Any:
     """A model whose linear layers multiply in another arithmetic, around the same layers."""
     if arithmetic == EXACT:
         return module
     if hasattr(module, "in_features"):
-        return _SplitProduct(module) if arithmetic == BF16X2 else _Product(module, arithmetic)
+        return _SplitProduct(module, shared) if shared else _Product(module, arithmetic)
+    shared = _Split() if arithmetic == BF16X2 else None
     parts = {
-        name: _multiplying(it, arithmetic) for name, it in module._modules.items() if it is not None
+        name: _multiplying(it, arithmetic, shared)
+        for name, it in module._modules.items()
+        if it is not None
     }
     if isinstance(module, torch.nn.ModuleList):
         return list(parts.values())
@@ -457,7 +479,16 @@ def _multiplying(module: torch.nn.Module, arithmetic: str) -> Any:
     return shadow(module, **changed) if changed else module
 
 
-class _Product:
+class _Around:
+    """Stands for a linear layer, in all but how it multiplies."""
+
+    _layer: torch.nn.Module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+
+class _Product(_Around):
     """A linear layer whose product is in bf16 or int8, between fp32 and fp32."""
 
     def __init__(self, layer: torch.nn.Module, arithmetic: str) -> None:
@@ -471,7 +502,14 @@ class _Product:
         return self._layer(rows.to(torch.bfloat16), *more, **named).to(rows.dtype)
 
 
-class _SplitProduct:
+class _Split:
+    """The last input of layers that stand side by side, which they may share, in two parts."""
+
+    rows: torch.Tensor | None = None
+    parts: torch.Tensor
+
+
+class _SplitProduct(_Around):
     """A linear layer that multiplies bf16 numbers and loses 2**-17 of an input.
 
     An fp32 input is nearly the sum of two bf16 numbers, and weights in bf16, fp8 or int8 are bf16
@@ -480,23 +518,28 @@ class _SplitProduct:
     bfloat16 Artificial Intelligence Datatype for Higher-Precision Computations, ARITH 2019).
     """
 
-    def __init__(self, layer: torch.nn.Module) -> None:
-        self._layer = layer
+    def __init__(self, layer: torch.nn.Module, shared: _Split) -> None:
+        self._layer, self._shared = layer, shared
 
     def __call__(self, rows: torch.Tensor, *more: Any, **named: Any) -> torch.Tensor:
-        layer = self._layer
+        layer, shared = self._layer, self._shared
         if more or named or rows.dtype != torch.float32 or not is_split(layer):
             return layer(rows, *more, **named)
         comfy.ops.run_every_op()
         given = {"dtype": layer.weight.dtype, "bias_dtype": torch.float32, "device": rows.device}
         with comfy.ops.CastBiasWeightContext(layer, **given, offloadable=True) as (weight, bias):
-            scale, x = None, rows.flatten(0, -2)
-            if isinstance(weight, QuantizedTensor):
+            scale, quantized = None, isinstance(weight, QuantizedTensor)
+            if quantized:
                 params, weight = weight._params, weight._qdata
                 scale = params.scale.to(rows.device).flatten()
-                if getattr(params, "convrot", False):
-                    x = rotate(x, params.convrot_groupsize)
-            out = split_product(x, weight.to(torch.bfloat16))
+            if quantized and getattr(params, "convrot", False):
+                parts = split(rotate(rows.flatten(0, -2), params.convrot_groupsize))
+            elif rows is shared.rows:
+                parts = shared.parts
+            else:
+                parts = split(rows.flatten(0, -2))
+                shared.rows, shared.parts = rows, parts
+            out = split_product(parts, weight.to(torch.bfloat16))
             if scale is not None:
                 out *= scale
             if bias is not None:
@@ -504,26 +547,37 @@ class _SplitProduct:
         return out.unflatten(0, rows.shape[:-1])
 
 
-def split_product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Multiplies fp32 rows, each number as the sum of two in bf16, by a bf16 matrix.
+def split(rows: torch.Tensor) -> torch.Tensor:
+    """Writes fp32 numbers as sums of two bf16 numbers, with a relative error of at most 2**-17.
 
     Args:
         rows: (M, K), fp32.
+
+    Returns:
+        (2 M, K), bf16: the larger ones, then what is left.
+    """
+    parts = rows.new_empty((2 * len(rows), rows.shape[1]), dtype=torch.bfloat16)
+    high = parts[: len(rows)]
+    torch.sub(rows, high.copy_(rows), out=parts[len(rows) :])
+    return parts
+
+
+def split_product(parts: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Multiplies rows in two parts by a bf16 matrix, with sums in fp32.
+
+    Args:
+        parts: (2 M, K), bf16, as `split` makes them.
         weight: (N, K), bf16.
 
     Returns:
-        (M, N), fp32; the sum of products with a relative error of 2**-17 of each input.
+        (M, N), fp32.
     """
-    parts = torch.empty(2, *rows.shape, dtype=torch.bfloat16, device=rows.device)
-    parts[0] = rows
-    torch.sub(rows, parts[0], out=parts[1])
-    both = parts.flatten(0, 1)
-    if rows.is_cuda:
-        out = torch.mm(both, weight.t(), out_dtype=torch.float32)
+    if parts.is_cuda:
+        out = torch.mm(parts, weight.t(), out_dtype=torch.float32)
     else:
-        out = both.float() @ weight.t().float()
-    high, low = out.unflatten(0, (2, -1))
-    return high.add_(low)
+        out = parts.float() @ weight.t().float()
+    rows = len(parts) // 2
+    return out[:rows].add_(out[rows:])
 
 
 # Formats whose numbers are bf16 numbers too, and have one scale a tensor or a row.
@@ -532,16 +586,14 @@ SPLIT = {"float8_e4m3fn", "float8_e5m2", "int8_tensorwise"}
 
 def is_split(layer: torch.nn.Module) -> bool:
     """Tells whether a linear layer's weights are bf16 numbers as they are stored."""
-    names = ("weight_lowvram_function", "bias_lowvram_function", "pre_quant_scale")
-    if (
-        layer.weight_function
-        or layer.bias_function
-        or any(getattr(layer, it, None) is not None for it in names)
-    ):
+    state, weight = vars(layer), layer.weight
+    if layer.weight_function or layer.bias_function:
         return False
-    weight = layer.weight
+    if state.get("weight_lowvram_function") or state.get("bias_lowvram_function"):
+        return False
     if isinstance(weight, QuantizedTensor):
-        return layer.quant_format in SPLIT and not getattr(weight._params, "transposed", False)
+        known = layer.quant_format in SPLIT and not getattr(weight._params, "transposed", False)
+        return known and getattr(layer, "pre_quant_scale", None) is None
     return weight.dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -562,7 +614,7 @@ def _split_trial(device: torch.device) -> str:
     with torch.inference_mode():
         rows = torch.linspace(-1, 1, 16 * 64, device=device).view(16, 64)
         exact = rows.double() @ rows.bfloat16().double().t()
-        error = (split_product(rows, rows.bfloat16()) - exact).norm() / exact.norm()
+        error = (split_product(split(rows), rows.bfloat16()) - exact).norm() / exact.norm()
     return "" if error < 1e-4 else f"products in two parts differ by {error:.1g}"
 
 

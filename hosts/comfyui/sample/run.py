@@ -35,6 +35,7 @@ from .forward import IDLE, is_compiled, is_skipped
 from .held import HeldWeights, drop_row_scales
 from .modulation import Call, ModelModulation, by_name
 from .off_card import named_weights
+from .prompts import Prompts, alone
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +89,7 @@ class ComfyOptimization(Optimization):
         # Models on cards that share a pass, whose weights a run has asked for; None outside of one.
         self._brought: WeakSet[Any] | None = None
         self._weights: WeakKeyDictionary[Any, HeldWeights] = WeakKeyDictionary()  # where they are
+        self._prompts: WeakKeyDictionary[Any, Prompts] = WeakKeyDictionary()  # of the run
 
     @property
     def lossy_attention(self) -> bool:
@@ -127,6 +129,7 @@ class ComfyOptimization(Optimization):
                 output = self._sample(executor, noise, args, kwargs)
         finally:
             self._brought = before
+            self._prompts.clear()
             self.begins_again = before is not None
             if before is None:
                 self.end_run()
@@ -171,7 +174,11 @@ class ComfyOptimization(Optimization):
             own = patches.swap(options, SLOT, patches.ABSENT)
         weights = None if self._brought is None else self._weights
         idle = options.get(IDLE, {}).get(model, ()) if self._blocks else ()
-        control = given.get("control")
+        control, prompts = given.get("control"), Prompts()
+        if self._brought is not None and alone(options):
+            prompts = self._prompts.setdefault(model, prompts)
+            device = model.current_patcher.load_device
+            args, kwargs = (), prompts.bring(given, device, model.get_dtype_inference())
         host = kind_of(model).passes(model, self.attention, x, options, control, weights, idle)
         self._masked = others and host.masked
         try:
@@ -186,7 +193,8 @@ class ComfyOptimization(Optimization):
                 # Compiled, it would trace what stands there; 2.1's may be gone in a newer ComfyUI.
                 if not is_compiled(options) and hasattr(model.diffusion_model, "_forward"):
                     run = functools.partial(self.run_pass, host)
-                    runs = stack.enter_context(_inside(model.diffusion_model, run))
+                    inner = stack.enter_context(prompts.lookups(model.diffusion_model))
+                    runs = stack.enter_context(_inside(model.diffusion_model, inner, run))
                     output = executor(x, t, *args, **kwargs)
                     if not (runs or is_skipped(options)):
                         self.pass_by(model)
@@ -208,12 +216,14 @@ class ComfyOptimization(Optimization):
 
 @contextmanager
 def _inside(
-    transformer: torch.nn.Module, run: Callable[[Callable[[], Any]], Any]
+    transformer: torch.nn.Module,
+    inner: Callable[..., Any],
+    run: Callable[[Callable[[], Any]], Any],
 ) -> Iterator[list[bool]]:
-    """Has `run` make the calls of the transformer, inside of all wrappers: a pass that it makes
-    twice is one step to other packs. Gives a list that has an item for each call.
+    """Has `run` make the calls of the transformer's forward, inside of all wrappers: a pass that it
+    makes twice is one step to other packs. Gives a list that has an item for each call.
     """
-    inner, going, runs = transformer._forward, True, []
+    going, runs = True, []
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         call = functools.partial(inner, *args, **kwargs)
