@@ -115,7 +115,7 @@ def summary_lines(estimate: Estimate) -> list[str]:
         verdict(estimate),
         f"{estimate.card_note} {heading(estimate)}".strip(),
         f"Time: {_time(estimate)}.",
-        f"Set: {settings_text(estimate.option.setting)}.",
+        f"Set: {settings_text(estimate.option)}.",
         *filter(None, [downloads_text(estimate), remedy(estimate), stock_text(estimate)]),
     ]
 
@@ -213,14 +213,15 @@ def price_of(found: Estimate) -> str:
     return f"${dollars(usd)} an hour{starting}"
 
 
-def settings_text(setting: Setting) -> str:
-    """Says how a setting is set in the loaders."""
+def settings_text(option: PlanOption) -> str:
+    """Says how an option is set in the loaders."""
+    setting = option.setting
     encoder = f"precision {setting.text_encoder}, placement {setting.placement}"
     encoder = f"Load Qwen-Image Text Encoder: {encoder}"
     if setting.text_encoder == W4A8:
         encoder = "Load CLIP: a text encoder in w4a8"
     return (
-        f"Load Qwen-Image Model: precision {setting.precision}, modulation {setting.modulation}; "
+        f"Load Qwen-Image Model: precision {option.loads_as}, modulation {setting.modulation}; "
         f"{encoder}"
     )
 
@@ -551,6 +552,8 @@ def _conversion(stored: str, name: str) -> str:
 
 def _precision_reason(option: PlanOption) -> str:
     asked = option.asked
+    if asked.why:
+        return asked.why
     requested = AS_STORED if asked.as_stored else AUTO if asked.kept else asked.request.precision
     stored, gguf = asked.kept or asked.stored, asked.request.parts.gguf
     return precision_reason(option.setting.precision, option.card, requested, stored, gguf=gguf)
@@ -871,7 +874,7 @@ def advise_summary(advice: Advice) -> list[str]:
     elif others:
         costs = (f"{_counted(it, load)} ${dollars(it.usd_for(load))}" for it in others[:2])
         lines.append(f"Next cheapest: {', '.join(costs)}.")
-    lines.append(f"Set: {settings_text(best.found.option.setting)}.")
+    lines.append(f"Set: {settings_text(best.found.option)}.")
     if advice.unpriced:
         lines.append(f"{len(advice.unpriced)} cards have no price: enter yours to rank them.")
     return lines

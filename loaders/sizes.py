@@ -186,10 +186,9 @@ def _text_encoder(part: CheckpointPart, requested: str) -> tuple[str, int]:
         return stored, part.bytes
     precision = "bf16" if requested == "auto" else requested
     parameters = part.parameters
-    if part.variant and ", with lm_head" in part.variant:
-        vocabulary, hidden = part.dims.get("vocabulary"), part.dims.get("hidden")
-        if isinstance(vocabulary, int) and isinstance(hidden, int):
-            parameters -= vocabulary * hidden
+    rows, hidden = part.dims.get("lm_head"), part.dims.get("hidden")
+    if isinstance(rows, int) and isinstance(hidden, int):
+        parameters -= rows * hidden
     # Without scales, of fp8 and int8.
     return precision, BYTES_PER_WEIGHT[precision] * parameters
 

@@ -221,8 +221,7 @@ def _part_of(path: Path, role: str, shards: Shards, checkpoint: Checkpoint) -> S
     if len(parts) != 1:
         raise CheckpointError(_wrong(role, checkpoint.parts, len(parts)), path)
     (part,) = parts
-    # Storage formats are converted, and say so; the rest would compute nonsense.
-    for fault in (*part.errors, *(it for it in part.cannot_run if "storage only" not in it)):
+    for fault in (*part.errors, *part.cannot_run):
         raise CheckpointError(fault, path)
     settings = _settings(path, shards)
     if family := family_titled(part.family):

@@ -116,7 +116,7 @@ def setting_outputs() -> list[io.Output]:
 
 def loader_settings(estimate: Estimate) -> tuple[str, str, str]:
     setting = estimate.option.setting
-    return setting.precision, setting.modulation, setting.placement
+    return estimate.option.loads_as, setting.modulation, setting.placement
 
 
 def request_inputs(

@@ -45,6 +45,14 @@ def made_on_load(request: RunRequest, setting: Setting) -> bool:
     return setting.precision in QUANTIZED and not ready
 
 
+def stored_precision(request: RunRequest, precision: str) -> str:
+    """Names what the file holds of which a load makes a precision."""
+    files, file = request.member.files, request.member.file(precision)
+    return next(
+        (name for name in files if files[name] == file and not request.parts.at_hand), "bf16"
+    )
+
+
 def _transformer_file(request: RunRequest, precision: str, known: Mapping[str, int]) -> int:
     # Of the file that is read: as stored, as loaded, or as published.
     loaded, file = request.parts.transformer_bytes, request.member.file(precision)

@@ -96,6 +96,11 @@ class Parts:
     kept: str = ""
     cast: bool = False
 
+    @property
+    def at_hand(self) -> bool:
+        """Tells whether a transformer is, so that none is downloaded."""
+        return bool(self.transformer or self.file_bytes or self.transformer_bytes is not None)
+
 
 class OtherModel(NamedTuple):
     """A model that stays on the card beside the one that runs, with its text encoder and VAE.

@@ -101,7 +101,7 @@ def test_a_card_that_is_too_small_fits_with_offloading(capsys, card):
 
 
 def test_too_little_system_ram_is_exit_code_1(capsys):
-    output = found(capsys, "--card", "RTX 4090", "--ram", "16", code=1)
+    output = found(capsys, "--card", "RTX 4090", "--ram", "16", "--precision", "int8", code=1)
     assert output["verdict"] == "does not fit" and output["fits"] is False
     assert output["host_ram_gib"] > output["ram_gib"] == 16
     assert "qwen-image-2.1" in output["with_less_ram_gib"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from ....optimizations.linear import why_not_int8
 from ....patches import put
 from ....planning.bytes import TransformerBytes, WeightBytes, weight_bytes
 from ....planning.phases import KEPT_FREE_BYTES
-from ....planning.plan import check_tensor_cores
+from ....planning.plan import check_tensor_cores, left_as_stored
 from ....planning.request import AUTO
 from ....spec.formats import BYTES_PER_WEIGHT, QUANTIZED, CardFacts, format_gib
 from ....spec.sizes import STAGING_BYTES
@@ -167,12 +167,10 @@ def plan_load(
         there = (found := KeptFile(source, name, keep)).open()
         needed = 0 if there else needed  # a mapped file
         kept = found if there or keep_quantized else None
-    if requested == AUTO and rounded and not gguf and needed > (free := available_memory()):
-        asked = AS_STORED if stored in QUANTIZED else "bf16"
+    if rounded and not gguf and left_as_stored(requested, needed, free := available_memory()):
         why = f"auto: {name} takes {format_gib(needed)} of system RAM, {format_gib(free)} is free"
-        decision = decide_load(asked, modulation, **about, sizes=sizes)
-        rest = {name: getattr(decision, name).partition("; ")[2] for name in ("reason", "why")}
-        decision = replace(decision, **{name: f"{why}; {it}" for name, it in rest.items()})
+        asked = AS_STORED if stored in QUANTIZED else "bf16"
+        decision = decide_load(asked, modulation, **about, sizes=sizes, because=why)
         name, rounded, kept = decision.precision, False, None
         needed = _host_bytes(source, stored, decision, sizes, card)
     check_host_memory(needed, f"{source.path.name} in {'w4a8' if packed else name}")
