@@ -106,7 +106,7 @@ CAPTION = {
     "stock bf16.",
     "zh": "{model}，{size}：int8 每步 {ours:.0f} ms，速度是原版最快的格式（{name}，"
     "{fastest:.0f} ms）的 {speed:.1f} 倍，是原版 bf16（{stock:.0f} ms）的 {bf16:.1f} 倍。"
-    "bf16 模型只加优化节点：{alone:.0f} ms，是原版 bf16 的 {gain:.1f} 倍。",
+    "bf16 模型只加“Qwen-Image 优化”：{alone:.0f} ms，是原版 bf16 的 {gain:.1f} 倍。",
 }
 CONDITIONS = {
     "en": " Measured on one {card}: random full-size weights, batch 1, CFG 1, ComfyUI {comfyui}, "
