@@ -97,7 +97,7 @@ class SplitCost:
         cards: at least 2, and at most the image rows of an item.
         link: bytes a second from card to card, both ways at once.
         outside: seconds before and after the blocks, on the first card alone.
-        launch: seconds of the processor for a block on one card; one thread launches all cards'.
+        launch: seconds of the CPU for a block on one card; one thread launches all cards'.
     """
 
     tokens: StepTokens

@@ -19,7 +19,7 @@ from .families.schedules import official_sigmas
 OFF, CUSTOM = "off", "custom"
 # A run of fewer steps, such as one with a Lightning LoRA, has none to spare.
 FEWEST_STEPS = 11
-# Nor does a preset compute fewer, whose picture nobody has measured.
+# Nor does a preset compute fewer, whose image nobody has measured.
 FEWEST_COMPUTED = 12
 MOST_STEPS = 250
 # Computed at both ends, whatever the shares. The forecast needs two steps. The third call finds a
@@ -110,7 +110,7 @@ class StepPlan:
 def plan_steps(
     sigmas: Sequence[float], settings: CacheSettings, kept: Collection[int] = ()
 ) -> StepPlan:
-    """Chooses the steps of a run that cost the picture least.
+    """Chooses the steps of a run that cost the image least.
 
     The cost of a skipped step is its length times how far the velocity has moved since the last
     computed step (`_moved`); of all sets with as many steps as the budget has, or as many as the

@@ -161,7 +161,7 @@ def _normal(*size: int, on: torch.device) -> torch.Tensor:
 
 
 def run_ops(setup: BenchSetup, add: Callable[[Fields], None]) -> None:
-    """Measures the chosen cases, those of one task by turns."""
+    """Measures the chosen cases, those of one task alternately."""
     for inputs in setup.inputs:
         cases = op_cases(setup.shape, inputs, setup.device)
         chosen = [case for case in cases if case.name in setup.names]

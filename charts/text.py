@@ -226,7 +226,7 @@ def settings_text(setting: Setting) -> str:
 
 
 def downloads_text(estimate: Estimate) -> str:
-    """Names the template and its files; empty where files are at hand."""
+    """Names the template and its files; empty where the user has files."""
     if not estimate.downloads:
         return ""
     files = ", ".join(f"{file.name} ({format_gib(file.bytes)})" for file in estimate.downloads)

@@ -1,4 +1,4 @@
-"""`qwen-l40s advise`: which card paints a load of images for the least."""
+"""`qwen-l40s advise`: finds the card that generates a load of images for the least money."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _count_and_file(given: Sequence[str]) -> tuple[int, Path | None]:
-    """(how many cards paint an image, the file of the user's own cards) of --cards, which takes
+    """(how many cards generate an image, the file of the user's own cards) of --cards, which takes
     either; of each the last.
     """
     count, file = 1, None

@@ -248,7 +248,7 @@ def local_images(
     """
     found: dict[tuple[str, str], Path] = {}
     for node, name, spec, value in image_inputs(graph, object_info, {}):
-        # A text that may name an image, as a painted mask's does, may also be empty.
+        # A text that may name an image, as a drawn mask's does, may also be empty.
         empty = spec.kind == "STRING" and not value
         if value in spec.choices or value.endswith(SERVER_FOLDERS) or empty:
             continue
@@ -303,7 +303,7 @@ def _local_file(value: str, folder: Path) -> Path | None:
 
 
 def check_image(path: Path, used_by: str) -> None:
-    """Reads the first picture of a file, for the node `used_by`, to its end.
+    """Reads the first image of a file, for the node `used_by`, to its end.
 
     Raises:
         SettingError: the file is missing, empty, no image, damaged, cut off or too large.

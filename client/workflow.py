@@ -22,7 +22,7 @@ from ..files import read_bytes
 OURS = "QwenL40S_"
 Graph = dict[str, dict[str, Any]]  # {node id: {class_type, inputs, _meta?}}
 
-LARGEST = 2**28  # bytes of a picture that holds a workflow
+LARGEST = 2**28  # bytes of an image that holds a workflow
 PNG_START, PNG_END = b"\x89PNG\r\n\x1a\n", b"IEND\xaeB`\x82"
 PNG_TEXTS = (b"tEXt", b"zTXt", b"iTXt", b"comf")  # the last of ComfyUI's SaveAnimatedPNG
 LONGEST_TEXT = 2**26  # bytes of a text that a PNG holds compressed
@@ -44,7 +44,7 @@ JOIN = "StringConcatenate"  # of ComfyUI
 # An input that no node has: ComfyUI runs the node again where its value changes.
 FRESH = "qwen_l40s_job"
 EXPORT = "export it on ComfyUI's page with File > Export (API)"
-# Load3D, LoadImageMask, VHS_LoadVideo: what is painted on, which differs from job to job.
+# Load3D, LoadImageMask, VHS_LoadVideo: what is drawn on, which differs from job to job.
 LOADS_DATA = re.compile(r"Load(3D|Audio|Image|Latent|Mask|TrainingDataset|Video)")
 # Inputs whose list the server does not hold them to: their class checks by itself (ComfyUI 0.33).
 UNLISTED = {

@@ -260,7 +260,7 @@ _WRAPPERS = (
     "transformer.",
     "_orig_mod.",
 )
-# Names with "_" for ".", which only the list of the model's own modules can undo.
+# Names with "_" for ".", which only the list of the model's modules can undo.
 _FLAT = ("lora_transformer_", "lycoris_")
 # PEFT writes the adapter's own name into the middle.
 _ADAPTER = re.compile(r"\.lora_([AB])\.[^.]+\.weight$")

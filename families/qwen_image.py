@@ -39,7 +39,7 @@ SAME_TENSORS = (
 SECOND_TIME_EMBEDDING = "time_text_embed.addition_t_embedding.weight"
 
 # The layers in the order in which they run, those of the image first: their products run long
-# enough for the processor to get ahead of the card.
+# enough for the CPU to get ahead of the card.
 PLACES = (
     *("attn.to_q", "attn.to_k", "attn.to_v", "attn.add_q_proj", "attn.add_k_proj"),
     *("attn.add_v_proj", "attn.to_out.0", "attn.to_add_out"),

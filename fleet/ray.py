@@ -40,7 +40,7 @@ class ServerActor:
     ) -> None:
         import ray
 
-        # Ray sets one thread, in which ComfyUI would quantize and encode on the processor.
+        # Ray sets one thread, in which ComfyUI would quantize and encode on the CPU.
         os.environ.pop("OMP_NUM_THREADS", None)
         if threads:
             os.environ["OMP_NUM_THREADS"] = threads

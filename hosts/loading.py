@@ -43,7 +43,7 @@ class LoadDecision:
     Args:
         precision: a key of `BYTES_PER_WEIGHT`.
         reason: why in that precision.
-        off_card: whether the modulation waits in host memory.
+        off_card: whether the modulation waits in system RAM.
         place_reason: why there; empty where there is nothing to say.
         why: both reasons in a few words.
         option: of the plan that it follows; None without an NVIDIA card.
@@ -108,7 +108,7 @@ def decide_load(
     """Decides how a transformer is loaded.
 
     `auto` is what `plan` recommends for one image of the family's size next to a text encoder
-    in bf16. Weights that do not stay on the card are no error, because the host moves them to it
+    in bf16. Weights that do not stay in VRAM are no error, because the host moves them to it
     in every step; the reason then says so.
 
     Args:

@@ -1,6 +1,6 @@
 """The quantizer: weights in fp8 or int8 with one scale for each output row, and which layers get
 them. A row's largest magnitude becomes 448 (e4m3) or 127 (int8), every value the nearest that the
-format has; in float32, in pieces of a few rows, which stay in the processor's cache.
+format has; in float32, in pieces of a few rows, which stay in the CPU's cache.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..families.registry import is_quantizable
 from ..spec.formats import FORMATS, MIB, QUANTIZED, SMALLEST_SCALE, RowFormat
 from .gguf_blocks import BlockRows
 
-# Values in a piece: small enough for a processor's cache, large enough to fill a card.
+# Values in a piece: small enough for a CPU's cache, large enough to fill a card.
 PIECE = {"cpu": 2**19, "cuda": 2**24}
 VALUE_DTYPES = {name: getattr(torch, form.dtype) for name, form in FORMATS.items()}
 IN_BF16 = "bf16"  # what `quantize_layers` makes of GGUF's blocks that are not quantized anew
@@ -82,7 +82,7 @@ def quantize_rows(
     """
     limit = FORMATS[_known(format)].largest
     # Divided by a tensor: by a number, a card multiplies with the reciprocal, and its scales would
-    # differ from the processor's in the last bit.
+    # differ from the CPU's in the last bit.
     largest = torch.full((), limit, device=weight.device)
     scale = torch.ones((len(weight), 1), device=weight.device)
     values = torch.empty(weight.shape, dtype=VALUE_DTYPES[format], device=weight.device)
@@ -165,7 +165,7 @@ def _ratio(squares: torch.Tensor) -> float:
 def check_finite(path: Path, name: str, tensor: torch.Tensor) -> None:
     """Raises CheckpointError when a tensor of any dtype holds NaN or infinity.
 
-    Attention can swallow NaN and paint a plausible wrong image, so the image does not show it.
+    Attention can swallow NaN and generate a plausible wrong image, so the image does not show it.
     """
     if not is_finite(tensor):
         raise not_finite(path, name)
@@ -329,7 +329,7 @@ def quantize_layers(
     """Rounds layers and hands out each as it is ready, in the caller's thread.
 
     A mapped bf16 weight is read from its file, goes to a card in slabs of rows, is rounded there
-    and comes back in half the bytes: host memory holds the results and the slabs, never the model.
+    and comes back in half the bytes: system RAM holds the results and the slabs, never the model.
 
     Args:
         weight_of: returns a layer's weight [N, K] of any floating dtype, of which fp8 is cast on
@@ -450,7 +450,7 @@ class _Slab:
 
 
 def _new(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """Host memory in huge pages where there are some: it is filled at 29 GB/s in place of 18."""
+    """System RAM in huge pages where there are some: it is filled at 29 GB/s in place of 18."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape, dtype=dtype)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS

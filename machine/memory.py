@@ -1,4 +1,4 @@
-"""Host memory and disk in bytes: how much there is, how much the full-size Qwen-Image asks for."""
+"""System RAM and disk in bytes: how much there is, how much the full-size Qwen-Image asks for."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def cgroup_limit() -> int | None:
 
 
 def available_memory() -> int:
-    """Asks for the host memory in bytes that can be had now: the machine's, or what a container's
+    """Asks for the system RAM in bytes that can be had now: the machine's, or what a container's
     limit leaves. psutil reports the memory of the machine, inside a container too.
     """
     import psutil

@@ -1,4 +1,4 @@
-"""Measures what the estimates need to know of the card at hand, in under a minute.
+"""Measures what the estimates need to know of this card, in under a minute.
 
 A product alone runs faster than among others, because a card at its power limit slows its clock
 down: what a block consists of is run together.

@@ -238,7 +238,7 @@ class Inventory:
     def changed_in(self, index: int) -> Verdict | None:
         """Says what another extension has changed in one block; None for nothing.
 
-        Takes 10 us of a block that has left the processor's caches since the last look.
+        Takes 10 us of a block that has left the CPU's caches since the last look.
         """
         look = self._looks.get(index)
         name = look and look.changed()

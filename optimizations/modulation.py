@@ -2,7 +2,7 @@
 
 Two linears of each block see the timestep embedding alone, and hold a third of the model's
 parameters: 13.6 GB in bf16. Their outputs for a timestep, 4.42 MB, are the same in every forward
-pass. An entry is what the host's own modules give, bit for bit, under all bits of the embedding:
+pass. An entry is what the host's modules give, bit for bit, under all bits of the embedding:
 whatever a sampler, an additional condition or another person's patch does to it is in there.
 """
 
@@ -54,7 +54,7 @@ class Entry:
 
     @cached_property
     def _halves(self) -> list[tuple[Modulation, Modulation]]:
-        # Of all blocks at once: cut out one by one they take 8 us of the processor a block.
+        # Of all blocks at once: cut out one by one they take 8 us of the CPU a block.
         text, image = (
             [half.unbind() for half in rows.chunk(2, -1)] for rows in (self.text, self.image)
         )
@@ -174,7 +174,7 @@ class ModulationTable:
             state: What the weights are; entries are found again under the same state only, and
                 dropped once an object that it references weakly is gone.
             schedule: Asked where the entry is not there: the embeddings of the run's schedule, in
-                order. Where this one is among them, all are computed while each layer is at hand.
+                order. Where this one is among them, all are computed while each layer is in memory.
         """
         (key,) = _keys(embedding.unsqueeze(0), batch, state)
         found = self._entries.get(key)

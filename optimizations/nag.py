@@ -71,8 +71,7 @@ class JointGuidance(NamedTuple):
 
 
 class PrefixGuidance(NamedTuple):
-    """Guidance of an image that reads keys and values of a prompt beside its own, and in its place
-    those of a negative prompt.
+    """Guides an image that reads a prompt's keys and values, then those of a negative prompt.
 
     Attributes:
         guidance: How far.

@@ -1,6 +1,6 @@
 """One forward pass of an optimized model, in whichever host: for one call of the transformer each
 block's `forward` is replaced by one that runs the executor, replays a graph of all blocks, or hands
-its arguments to the host's own. What others do between two blocks or around one stays.
+its arguments to the host's. What others do between two blocks or around one stays.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class ForwardPass:
         return self._changed
 
     def _free_buffers(self) -> None:
-        """The host's own block takes more than ours: the buffers make room for it."""
+        """The host's block takes more than ours: the buffers make room for it."""
         self._memory.free_buffers()
         self._executor = self._new_executor(self._attend, self._form)
 
@@ -429,7 +429,7 @@ class WatchedError(Exception):
 
 
 class _Watch:
-    """Finds out whether the card waits for the processor, and tells `seen`."""
+    """Finds out whether the card waits for the CPU, and tells `seen`."""
 
     def __init__(self, seen: Seen, blocks: int) -> None:
         self._seen, self._blocks = seen, blocks
@@ -451,7 +451,7 @@ class _BoundForward:
         self._index, self.block = index, block
 
     def leave(self) -> None:
-        """Runs the host's own from here on, for an extension that has wrapped this one."""
+        """Runs the host's from here on, for an extension that has wrapped this one."""
         self._pass = None
 
     def __call__(self, *positional: Any, **arguments: Any) -> Any:

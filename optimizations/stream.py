@@ -27,7 +27,7 @@ class WeightStream:
     """The tensors of each layer on a device, in order, until the next layer is asked for.
 
     Args:
-        layers: The tensors of each, such as a weight and a bias. What is not in host memory is
+        layers: The tensors of each, such as a weight and a bias. What is not in system RAM is
             given as it is.
         device: A CUDA card, or the CPU, where all tensors are given as they are.
 
@@ -88,7 +88,7 @@ class WeightStream:
 
 @contextmanager
 def uploads_to(device: torch.device) -> Iterator[Callable[[torch.Tensor, torch.Tensor], None]]:
-    """Gives what copies tensors of host memory into memory of a device; what is queued on its
+    """Gives what copies tensors of system RAM into memory of a device; what is queued on its
     current stream afterwards finds them there.
     """
     if device.type == "cpu":

@@ -1,4 +1,4 @@
-"""The whole answer before a run: memory of each phase, times, disk, host memory and cost."""
+"""The whole answer before a run: memory of each phase, times, disk, system RAM and cost."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ class Estimate:
 
     @property
     def template(self) -> Template | None:
-        """Finds the workflow of this package for the run; None where files are at hand."""
+        """Finds the workflow of this package for the run; None where the user has files."""
         request = self.request
         if request.parts != Parts():
             return None
@@ -238,7 +238,7 @@ class Estimate:
 
     @property
     def downloads(self) -> tuple[File, ...]:
-        """Lists the published files of the run; empty where files are at hand."""
+        """Lists the published files of the run; empty where the user has files."""
         if self.template is None:
             return ()
         member, setting = self.request.member, self.option.setting
@@ -301,7 +301,7 @@ class Estimate:
 
     @cached_property
     def safer(self) -> PlanOption | None:
-        """Finds, where it is tight, the setting nearest to bf16 that stays on the card and leaves
+        """Finds, where it is tight, the setting nearest to bf16 that stays in VRAM and leaves
         `TIGHT_BYTES`; None where nothing does, or nothing is tight.
         """
         if not self.tight:
@@ -366,7 +366,7 @@ class Estimate:
 
     @property
     def usd_per_image(self) -> Range | None:
-        """Gives the cost on a card that paints all the time; None without a price or times."""
+        """Gives the cost on a card that generates all the time; None without a price or times."""
         usd, price = self.own_usd_per_hour, self.card.price()
         if usd is None and price is not None:
             usd = price.usd_per_hour
@@ -412,7 +412,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def usd_range(usd_per_hour: float, seconds_per_image: Range) -> Range:
-    """Gives US dollars for an image of a range of times, on a card that paints all the time."""
+    """Gives US dollars for an image of a range of times, on a card that generates all the time."""
     return Range(*(usd_per_hour * seconds / SECONDS_PER_HOUR for seconds in seconds_per_image))
 
 

@@ -1,4 +1,4 @@
-"""The disk space (in decimal GB, as disks are sold) and host memory of a run, and the time to bring
+"""The disk space (in decimal GB, as disks are sold) and system RAM of a run, and the time to bring
 its weights to the card.
 """
 
@@ -55,7 +55,7 @@ def _transformer_file(request: RunRequest, precision: str, known: Mapping[str, i
     return count
 
 
-# What waits in host memory.
+# What waits in system RAM.
 
 # Python, torch with CUDA, ComfyUI and its nodes. Predicted.
 PROGRAM_BYTES = 3 * GIB
@@ -64,14 +64,14 @@ IMAGE_COPIES = 2
 
 
 def host_memory(request: RunRequest, setting: Setting, *, moved_bytes: int = 0) -> dict[str, int]:
-    """Counts {what it is for: bytes of host memory}.
+    """Counts {what it is for: bytes of system RAM}.
 
     Weights stay in their files, which ComfyUI maps, wherever they wait: the system caches what
     memory is left for. Counted are copies, and what streams to the card in each forward pass.
 
     Args:
         moved_bytes: of the transformer, what the plan's option brings to the card in each forward
-            pass; it waits in host memory, where a copy that was quantized on load is already.
+            pass; it waits in system RAM, where a copy that was quantized on load is already.
     """
     weights = transformer_bytes(request, setting)
     parts = {"ComfyUI, torch and CUDA": PROGRAM_BYTES}

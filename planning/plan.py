@@ -124,7 +124,7 @@ class PlanOption:
 
     @property
     def peak_bytes(self) -> int:
-        """Counts what this phase needs for everything to stay on the card."""
+        """Counts what this phase needs for everything to stay in VRAM."""
         return self.needs[self.peak_phase]
 
     @property
@@ -174,7 +174,7 @@ def plan(
 ) -> tuple[PlanOption, ...]:
     """Lists the ways to run a request on a card, what was asked for first.
 
-    What the request names is kept. Else `auto_precision` comes first, whether it stays on the card
+    What the request names is kept. Else `auto_precision` comes first, whether it stays in VRAM
     or not; a quantized file stays as it is, because dequantizing brings nothing back, but fp8 that
     was cast without scales, or whose products do not run, becomes int8. One in 4 or 6 bits becomes
     int8 where that stays.
@@ -309,7 +309,7 @@ class Question:
 
 
 def plan_with_room(card: CardFacts, request: RunRequest, spare: int) -> PlanOption | None:
-    """Finds the first setting of a plan that stays on the card and leaves so many bytes free.
+    """Finds the first setting of a plan that stays in VRAM and leaves so many bytes free.
 
     What the request names is kept if it can be; None where even free choice leaves less.
     """
@@ -356,7 +356,7 @@ def encoder_precisions(request: RunRequest) -> tuple[str, ...]:
 
 def published_bytes(request: RunRequest, precision: str) -> TransformerBytes | None:
     """Counts the published file in a quantized precision, whose modulation is quantized too; None
-    where none is published, or a file is at hand.
+    where none is published, or the user has a file.
     """
     file, parts = request.member.files.get(precision), request.parts
     at_hand = parts.transformer or parts.file_bytes or parts.transformer_bytes is not None

@@ -101,7 +101,7 @@ def plan_vae(
 
     Args:
         height, width: latent pixels.
-        image_on_card: whether the image is kept on the card, or goes to host memory in tiles.
+        image_on_card: whether the image is kept on the card, or goes to system RAM in tiles.
         batch: items; those that do not fit together run one after another.
         itemsize: bytes of a number in the VAE's dtype.
         budget: bytes that are free for activations; None where memory is no concern.

@@ -274,7 +274,7 @@ def read_sizes(look: Callable[..., Any], *given: Any) -> Any:
     """Looks at the sizes of a Qwen-Image MODEL.
 
     Raises:
-        SettingError: another node has put something else in the place of a part that tells them.
+        SettingError: another node has put something else instead of a part that tells them.
     """
     found = read_or(None, look, *given)
     if found is None:

@@ -126,7 +126,7 @@ def _kind_of(layer: torch.nn.Module) -> str | RowFormat | None:
 
 
 def _is_plain(layer: torch.nn.Module) -> bool:
-    # torchao and tensor parallelism put weights of their own classes in its place.
+    # torchao and tensor parallelism replace it by weights of their own classes.
     return type(layer) is torch.nn.Linear and type(layer.weight) is torch.nn.Parameter
 
 

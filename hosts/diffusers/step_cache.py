@@ -30,7 +30,7 @@ def cache_steps(
     pipeline: DiffusionPipeline, cache: str | CacheSettings
 ) -> Iterator[PipelineStepCache]:
     """Until the end of the `with` block, skips the transformer in steps that can be forecast from
-    the steps before: the same picture sooner, with small differences.
+    the steps before: the same image sooner, with small differences.
 
     Each call of the pipeline is a run of its own. One of ten steps or fewer computes all of them.
 

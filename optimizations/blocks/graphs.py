@@ -31,7 +31,7 @@ MOST_GRAPHS = 3
 MOST_SEEN = 64
 # What buffers may take between two runs for the sake of their graphs: those of 1024x1024.
 KEPT_BYTES = 256 * 2**20
-# Of a pass, before whose last fifth an event is recorded: once the processor has launched the last
+# Of a pass, before whose last fifth an event is recorded: once the CPU has launched the last
 # block, a card that has come past it was waiting, or soon will.
 LAST_PART = 5
 
@@ -88,7 +88,7 @@ class PassGraph:
 
     Attributes:
         pool: What it allocated comes from.
-        issued: When the processor had issued the last replay, by `time.perf_counter`.
+        issued: When the CPU had issued the last replay, by `time.perf_counter`.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Seen:
     Attributes:
         passes: In this run.
         runs: Before this one.
-        waited: Whether the card waited for the processor in the last pass that was looked at; None
+        waited: Whether the card waited for the CPU in the last pass that was looked at; None
             before.
         refusal: Why no graph is captured in this run.
     """

@@ -103,7 +103,7 @@ class HostPass:
     _kept: Mapping[Hashable, tuple[tuple, Step]] = MappingProxyType({})
 
     def fallback(self) -> Verdict | None:
-        """Why the host's own blocks run in this pass; None when the executor's do."""
+        """Why the host's blocks run in this pass; None when the executor's do."""
 
     def unsupported(self, block: torch.nn.Module) -> Verdict | None:
         """Why the executor does not compute a block, beyond its form."""
@@ -112,7 +112,7 @@ class HostPass:
         self, block: torch.nn.Module, positional: tuple, arguments: dict[str, Any]
     ) -> BlockInputs | Verdict | None:
         """What a block was called with, or why the executor cannot take it; None where the call is
-        beside the pass and the host's own.
+        beside the pass and the host's.
         """
         raise NotImplementedError
 
@@ -159,11 +159,11 @@ class HostPass:
     def host_attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """The host's own attention of the block that runs, as `block.Attend`."""
+        """The host's attention of the block that runs, as `block.Attend`."""
         raise NotImplementedError
 
     def host_block(self, block: torch.nn.Module, arguments: dict[str, Any]) -> Streams:
-        """The block's own forward with the host's own attention."""
+        """The block's own forward with the host's attention."""
         raise NotImplementedError
 
     def kept_step(self, given: tuple, form: Hashable, make: Callable[[], Step]) -> Step:
@@ -249,10 +249,10 @@ ROUNDING_TOLERANCE = 0.15
 
 
 class FirstBlockCheck:
-    """Compares one block by the executor with the host's own, for each shape.
+    """Compares one block by the executor with the host's, for each shape.
 
     A change of the host, of a weight's layout or of another extension that the executor misses
-    would otherwise be a wrong picture without a word.
+    would otherwise be a wrong image without a word.
 
     Args:
         rounds: Whether weights are quantized or attention is lossy, so that host and executor round
@@ -282,7 +282,7 @@ class FirstBlockCheck:
         |ours - host| <= most * |host - before| + eps / 2 * |host|, as Euclidean norms.
         """
         norms = torch.stack([_norms(*streams) for streams in zip(before, ours, host, strict=True)])
-        # Read at once: each time, the card waits for the processor afterwards.
+        # Read at once: each time, the card waits for the CPU afterwards.
         for stream, (change, off, size) in zip(("text", "image"), norms.tolist(), strict=True):
             change = max(change, 1e-30)
             allowance = torch.finfo(before[0].dtype).eps / 2 * size / change

@@ -155,7 +155,7 @@ def clip_sizes(clip: comfy.sd.CLIP) -> TrueClip:
             "Qwen2.5-VL: connect Qwen-Image's CLIP, or none."
         )
     place = getattr(clip, "placement", "auto")  # of our loader's
-    # On a machine without a card everything computes on the processor, which nobody has asked for.
+    # On a machine without a card everything computes on the CPU, which nobody has asked for.
     has_card = not comfy.model_management.is_device_cpu(comfy.model_management.get_torch_device())
     if has_card and comfy.model_management.is_device_cpu(clip.patcher.load_device):
         place = ON_PROCESSOR

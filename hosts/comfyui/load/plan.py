@@ -225,10 +225,10 @@ def host_shape(source: Source) -> TransformerShape:
 
 
 def check_host_memory(needed: int, what: str) -> None:
-    """Refuses before reading what host memory cannot hold.
+    """Refuses before reading what system RAM cannot hold.
 
     Args:
-        needed: the peak in bytes of host memory that is not a mapped file.
+        needed: the peak in bytes of system RAM that is not a mapped file.
         what: the subject of the sentence, such as `qwen_image_bf16.safetensors in int8`.
 
     Raises:

@@ -221,7 +221,7 @@ def load_text_encoder(
         CheckpointError: the file is not a text encoder of Qwen-Image that ComfyUI can run, is
             damaged, or its tokenizer is missing.
         SettingError: the precision or the placement is unknown.
-        UnavailableError: host memory does not suffice, or this ComfyUI is older than the model.
+        UnavailableError: system RAM does not suffice, or this ComfyUI is older than the model.
     """
     check_known("text encoder precision", precision, LOADER_PRECISIONS)
     devices = device_options(placement)
@@ -236,7 +236,7 @@ def load_text_encoder(
         if clip is None:
             raise
         return _as_comfyui(clip, source, placement, fault)
-    # ComfyUI has no dynamic VRAM for what computes on the processor.
+    # ComfyUI has no dynamic VRAM for what computes on the CPU.
     mapped = (
         comfy.memory_management.aimdo_enabled and not disable_dynamic and placement != ON_PROCESSOR
     )

@@ -195,7 +195,7 @@ def _fast_disk(
     """What ComfyUI's own loader tells a patcher about the disk; nothing where it takes nothing.
 
     With a fast one dynamic VRAM reads weights from the file again rather than hold a pinned copy
-    of them in host memory.
+    of them in system RAM.
     """
     find = getattr(getattr(comfy, "storage", None), "state_dict_fast_disk", None)
     if find is None or "fast_disk" not in inspect.signature(patcher_class.__init__).parameters:
@@ -211,7 +211,7 @@ def _fast_disk(
 
 
 def _what_is_not_quantized(dtype: torch.dtype, kept: Sequence[torch.Tensor]) -> list[str]:
-    # ComfyUI holds it in the dtype that the device computes in, on most processors fp32.
+    # ComfyUI holds it in the dtype that the device computes in, on most CPUs fp32.
     notes = []
     name = FLOAT_NAMES.get(dtype, str(dtype))
     if kept:

@@ -32,7 +32,7 @@ HARMLESS = {"transformer_options", "_inside_attn_wrapper"}
 
 
 class SlotAttention(ChosenAttention):
-    """Attention by the backend that is chosen for the shapes at hand; fills the slot."""
+    """Attention by the backend that is chosen for the shapes of the call; fills the slot."""
 
     host = "ComfyUI's"
 

@@ -32,7 +32,7 @@ from .run import CARDS_KEY, OPTIMIZATION_KEY, link_warning
 
 logger = logging.getLogger(__name__)
 
-CLONES = "multigpu_clones"  # of model_options: {card: patcher}, the MODEL's own first
+CLONES = "multigpu_clones"  # of model_options: {card: patcher}, the MODEL's first
 # Cards of one kind tell nearly the same memory: error correction and faulty rows take some.
 LIKE_MEMORY = 0.1
 

@@ -64,7 +64,7 @@ def is_skipped(options: Mapping[str, Any]) -> bool:
 
 
 def is_compiled(options: dict[str, Any]) -> bool:
-    """Whether TorchCompileModel puts a compiled model in the place of the one that is called."""
+    """Whether TorchCompileModel puts a compiled model instead of the one that is called."""
     # The key of comfy_api.torch_helpers.
     return bool(options.get("wrappers", {}).get("apply_model", {}).get("torch.compile"))
 

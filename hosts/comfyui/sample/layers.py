@@ -1,6 +1,6 @@
 """ComfyUI's linear layers as the block executor takes them.
 
-A weight may be on the card, in host memory, or faulted in under dynamic VRAM; it may be quantized,
+A weight may be on the card, in system RAM, or faulted in under dynamic VRAM; it may be quantized,
 patched on its way by a LoRA, or wrapped by another extension. What is known is read through
 ComfyUI's own cast context; everything else runs itself.
 """

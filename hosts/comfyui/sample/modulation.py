@@ -1,6 +1,6 @@
 """The modulation table of one ComfyUI model: what its entries hold for, and what fills it.
 
-The table stays on the card between runs, so that a second image of the same schedule computes
+The table stays in VRAM between runs, so that a second image of the same schedule computes
 nothing; it leaves when ComfyUI moves a patcher with `on_detach` off the card.
 """
 
@@ -181,7 +181,7 @@ class ModelModulation:
 
     @classmethod
     def of(cls, model: Any) -> ModelModulation:
-        """The model's own, made on first use."""
+        """The model's, made on first use."""
         found = model.__dict__.get(MODULATION_KEY)
         if found is None:
             found = cls(model)
@@ -254,7 +254,7 @@ class ModelModulation:
             return None
         known, entry, copy = self._current
         rows = getattr(entry, layer.stream)[layer.block]
-        # The embedding or its first half; another node may have put another one in its place.
+        # The embedding or its first half; another node may have replaced it.
         same = embedding.data_ptr() == known.data_ptr() and embedding.dtype == known.dtype
         if copy is not None:  # or may have written to it
             same = same and torch.equal(embedding, copy[: len(embedding)])

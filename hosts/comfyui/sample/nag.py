@@ -28,7 +28,7 @@ CARDS = Verdict("several GPUs share the run")
 OTHER = Verdict("this model has no known way to use a negative prompt")
 ONLY_NEGATIVE = Verdict("no forward pass in these steps had the positive prompt")
 LAST_STEP = 10_000
-# Of a conditioning, what says that it is for a part of the picture or of the run, and what for all.
+# Of a conditioning, what says that it is for a part of the image or of the run, and what for all.
 WHOLE = {"area": None, "mask": None, "default": None, "strength": 1.0} | {
     "start_percent": 0.0,
     "end_percent": 1.0,

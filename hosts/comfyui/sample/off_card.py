@@ -1,4 +1,4 @@
-"""Modulation layers whose weights stay in host memory while the model runs.
+"""Modulation layers whose weights stay in system RAM while the model runs.
 
 They hold a third of the parameters and see nothing but the timestep, so that a table of their
 outputs stands in for them on the card. ComfyUI moves and counts what a module has as parameters:
@@ -38,7 +38,7 @@ FUNCTIONS = ("weight_function", "bias_function")
 
 
 class OffCardLinear(torch.nn.Module):
-    """Stands in the place of one of the host's Linear layers and runs it."""
+    """Stands instead of one of the host's Linear layers and runs it."""
 
     # By this ComfyUI knows that it has to merge patches while it saves.
     comfy_cast_weights = True
@@ -166,7 +166,7 @@ class OffCardDynamicPatcher(_OffCard, ModelPatcherDynamic):
     """The same under dynamic VRAM."""
 
     def __new__(cls, model: Any = None, load_device: Any = None, *args: Any, **kwargs: Any) -> Any:
-        # ComfyUI has no dynamic VRAM on the processor.
+        # ComfyUI has no dynamic VRAM on the CPU.
         if load_device is not None and comfy.model_management.is_device_cpu(load_device):
             return OffCardPatcher(model, load_device, *args, **kwargs)
         return super().__new__(cls, model, load_device, *args, **kwargs)
@@ -236,7 +236,7 @@ def _patched(patcher: ModelPatcher, key: str, tensor: torch.Tensor | None) -> to
     return patcher.patch_weight_to_device(key, device_to=tensor.device, return_weight=True)
 
 
-# Brings weights that wait in host memory past the card, and computes the modulation on the way.
+# Brings weights that wait in system RAM past the card, and computes the modulation on the way.
 
 logger = logging.getLogger(__name__)
 
@@ -265,7 +265,7 @@ def compute_off_card(
     """`compute_entries` of blocks whose modulation is of OffCardLinear layers.
 
     Where the card has no room for the layers on their way, ComfyUI is asked to make some; where
-    that does not help, the processor computes.
+    that does not help, the CPU computes.
 
     Args:
         patcher: Whose patches are on the weights; None for none.

@@ -200,7 +200,7 @@ class ComfyOptimization(Optimization):
         if self._brought is None or host.owner in self._brought:
             return
         self._brought.add(host.owner)
-        # Without room for them they wait in host memory, and the pass runs on one card.
+        # Without room for them they wait in system RAM, and the pass runs on one card.
         context = comfy.model_management.cuda_device_context(host.device)
         with context, suppress(torch.OutOfMemoryError):
             host.layers.bring(host.blocks, torch.empty(0, dtype=host.dtype, device=host.device))
@@ -314,7 +314,7 @@ def _tensors(values: Iterable[Any]) -> Iterable[torch.Tensor]:
 # Notices NaN and infinity in a model's first run, and names where they come from.
 #
 # Reading 40 GB only to look for them would cost a load's time again, and under dynamic VRAM weights
-# are not read before they are used. A look in a step would keep the card waiting for the processor:
+# are not read before they are used. A look in a step would keep the card waiting for the CPU:
 # what each pass gives is looked at when the run is over.
 
 FINITE_KEY = "qwen_l40s_finite"
