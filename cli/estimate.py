@@ -170,8 +170,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _count_and_file(given: Sequence[str]) -> tuple[int, Path | None]:
-    """(how many cards generate an image, the file of the user's own cards) of --cards, which takes
-    either; of each the last.
+    """Returns (how many cards generate an image, the file of the user's own cards) of --cards,
+    which takes either; of each the last.
     """
     count, file = 1, None
     for text in given:
@@ -306,7 +306,7 @@ def _add(group: argparse._ArgumentGroup, option: Option) -> None:
 
 
 def request_of(args: argparse.Namespace) -> RunRequest:
-    """What the options ask for.
+    """Returns what the options ask for.
 
     Raises:
         SettingError: an option breaks its rule or contradicts another.
@@ -344,7 +344,7 @@ def _values(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _choice(option: Option, text: str) -> str:
-    """The choice of that name, whose words may be joined by hyphens.
+    """Returns the choice of that name, whose words may be joined by hyphens.
 
     A flag that kept its name takes the older names of its choices too.
     """

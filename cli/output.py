@@ -59,7 +59,7 @@ def parse_size(text: str) -> tuple[int, int]:
 
 
 def check_png(option: str, path: str) -> None:
-    """Refuses, before a long computation, a picture that could not be written.
+    """Refuses, before a long computation, an image that could not be written.
 
     Raises:
         SettingError: the name does not end in .png, or is a folder.

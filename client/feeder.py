@@ -195,7 +195,7 @@ class Feeder:
         return await self.server.withdraw(list(self.posted))
 
     def running(self) -> tuple[Job, RunningPrompt] | None:
-        """The job that runs, and how far it is."""
+        """Returns the job that runs, and how far it is."""
         here = self.listener.running.keys() & self.posted.keys()
         return next(((self.posted[i].job, self.listener.running[i]) for i in here), None)
 

@@ -181,8 +181,8 @@ def fault_of(path: Path, suffix: str, size: int) -> str | None:
 
 
 def owned(path: Path, key: str, keys: Collection[str]) -> bool | None:
-    """Whether a PNG is that of a job among those of all `keys`, by its text `prompt`; None where
-    the text does not tell.
+    """Returns whether a PNG is that of a job among those of all `keys`, by its text `prompt`; None
+    where the text does not tell.
 
     The ids of jobs in its graph decide. Without one, as where a pack rewrites the text, the graph
     does, where it is a job's.

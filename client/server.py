@@ -39,7 +39,7 @@ class ShapeError(ServerError):
 
 
 def fits(value: Any, shape: Any) -> bool:
-    """Whether JSON has at least the parts of a shape."""
+    """Returns whether JSON has at least the parts of a shape."""
     if isinstance(shape, dict):
         return isinstance(value, dict) and all(
             all(fits(some, each) for some in value.values())
@@ -135,7 +135,9 @@ class Server(Transport):
     """Every method raises ServerError when the server stays away."""
 
     async def object_info(self) -> bytes:
-        """The JSON of every node class with its inputs; AbsentError where this is no ComfyUI."""
+        """Returns the JSON of every node class with its inputs; AbsentError where this is no
+        ComfyUI.
+        """
         try:
             _, found = await self.call("GET", "object_info")
         except AnswerError as error:
@@ -292,7 +294,7 @@ class Server(Transport):
 
 
 def files_of(entry: Mapping[str, Any], graph: Graph) -> list[dict[str, str]]:
-    """What /view takes, for each file of a history entry, once.
+    """Returns what /view takes, for each file of a history entry, once.
 
     Files that the server deletes at its next start (type temp) count only where there are no
     others: they are the previews of a workflow that also saves.

@@ -56,7 +56,7 @@ def plan_jobs(
     folder: Path,
     say: Callable[[str], None] = lambda line: None,
 ) -> tuple[list[Job], int]:
-    """The jobs of a workflow, each graph once, and how many equal ones were left out.
+    """Returns the jobs of a workflow, each graph once, and how many equal ones were left out.
 
     Args:
         folder: of the workflow file.

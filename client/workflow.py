@@ -162,7 +162,7 @@ def always_names(graph: Graph, object_info: Mapping[str, Any]) -> str | None:
 
 
 def read_workflow(path: Path) -> Graph:
-    """The graph of a workflow file.
+    """Returns the graph of a workflow file.
 
     Args:
         path: a .json in API form, or a body or an entry of a history that holds one; or a PNG that
@@ -247,7 +247,7 @@ def png_texts(file: BinaryIO) -> dict[str, str]:
 
 
 def graph_of(data: Any, path: Path | None = None) -> Graph:
-    """The graph in JSON that was read from a file, `path`, or made by a program.
+    """Returns the graph in JSON that was read from a file, `path`, or made by a program.
 
     The JSON may be the graph, or hold it: the body of a POST /prompt or of another service, or an
     entry of a history.
@@ -286,7 +286,7 @@ def _dicts(data: Any, depth: int = 5) -> Iterator[dict[str, Any]]:
 
 
 def _is_graph(data: Any) -> bool:
-    """Whether a value of an object is a node, at least a damaged one."""
+    """Returns whether a value of an object is a node, at least a damaged one."""
     nodes = data.values() if isinstance(data, dict) else ()
     return any(
         isinstance(node, dict)
@@ -322,7 +322,7 @@ def _linked(graph: Mapping[str, Any], value: Any) -> Any:
 
 
 def is_link(value: Any) -> bool:
-    """Whether an input is wired: ComfyUI takes every list for a link."""
+    """Returns whether an input is wired: ComfyUI takes every list for a link."""
     return isinstance(value, list)
 
 
@@ -340,8 +340,8 @@ def meta(node: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def title(graph: Mapping[str, Any], node: str) -> str:
-    """The node's title on the page, such as `Prompt`; its class where the file names none, and its
-    id where the graph has no such node, as a server may tell of one.
+    """Returns the node's title on the page, such as `Prompt`; its class where the file names none,
+    and its id where the graph has no such node, as a server may tell of one.
     """
     if node not in graph:
         return node
@@ -369,7 +369,7 @@ def plain(name: str) -> str:
 
 
 def nodes_called(graph: Graph, name: str) -> list[str]:
-    """The ids of the nodes that a person means by `name`.
+    """Returns the ids of the nodes that a person means by `name`.
 
     An id written exactly is that node alone. Else every node whose title or id is `name` but for
     case, spaces, dashes and underscores. Else `prompt` and `negative prompt` are the nodes whose
@@ -410,15 +410,15 @@ def _texts_at(graph: Graph, name: str) -> list[str]:
 
 
 def input_called(graph: Graph, node: str, name: str) -> str:
-    """What to type for this node's input: `Prompt.text`, or `6.text` where the title is not the
-    node's alone.
+    """Returns what to type for this node's input: `Prompt.text`, or `6.text` where the title is not
+    the node's alone.
     """
     text = title(graph, node)
     return f"{text if nodes_called(graph, text) == [node] else node}.{name}"
 
 
 def loaders_key(graph: Graph) -> str:
-    """A short hash of the models that a graph loads, equal in every process.
+    """Returns a short hash of the models that a graph loads, equal in every process.
 
     Every node counts that loads models or LoRAs by the name of its class, with all its values, so
     jobs of one key share what a ComfyUI keeps loaded. Node ids, wires and titles do not count, nor
@@ -470,7 +470,8 @@ class NodeInput:
 def node_inputs(
     object_info: Mapping[str, Any], node: Mapping[str, Any]
 ) -> dict[str, NodeInput] | None:
-    """The inputs that a node of a graph can have, by name; None for a class the server lacks.
+    """Returns the inputs that a node of a graph can have, by name; None for a class the server
+    lacks.
 
     Those that come with what is chosen (`resize_type.width`) or wired (`images.image0`) are among
     them under their whole names.

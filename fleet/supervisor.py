@@ -57,7 +57,8 @@ def check_plan(plan: ServerPlan) -> None:
 
 
 def find_cards(text: str) -> list[str]:
-    """The cards that `--cards` means: "all", "0,1", or "cpu:2" for two servers without a card.
+    """Returns the cards that `--cards` means: "all", "0,1", or "cpu:2" for two servers without a
+    card.
 
     Raises:
         SettingError: it means none.

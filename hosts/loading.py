@@ -218,7 +218,7 @@ def _on_processor(requested: str, modulation: str, stored: str, gguf: bool) -> L
 def round_weight(
     weight: torch.Tensor, format: str, *, rotation: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `quantize_rows`: 60 blocks pass an H200 in 2.0 s, and in 3.1 in torch's operations."""
+    """Rounds as `quantize_rows`: 60 blocks take 2.0 s on an H200, and 3.1 in torch's operations."""
     form = RowFormat(format, rotation)
     kernel = _kernel(weight.device, weight.dtype, form, weight.shape[1]) if len(weight) else None
     return kernel(weight, form) if kernel else quantize_rows(weight, format, rotation=rotation)

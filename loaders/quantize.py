@@ -27,7 +27,7 @@ IN_BF16 = "bf16"  # what `quantize_layers` makes of GGUF's blocks that are not q
 
 
 def row_format(format: str, columns: int) -> RowFormat:
-    """How attention and MLP of the blocks are rounded: int8 after a rotation, as ConvRot.
+    """Returns how attention and MLP of the blocks are rounded: int8 after a rotation, as ConvRot.
 
     Large channels, which would take most of the steps of a row, are spread over a group first. The
     steps of e4m3 follow the size of each value, and need none.
@@ -435,7 +435,7 @@ class _Slab:
                 self._sums = self._squares(there, values, self._scale, form.rotation)
 
     def finish(self) -> RoundedLayer | None:
-        """The layer whose last rows these are."""
+        """Returns the layer whose last rows these are."""
         if self._target is None:
             return None
         (rows, rounded, sums), self._target = self._target, None
@@ -450,7 +450,7 @@ class _Slab:
 
 
 def _new(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """System RAM in huge pages where there are some: it is filled at 29 GB/s in place of 18."""
+    """Allocates system RAM, in huge pages where there are some: filled at 29 GB/s, else at 18."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape, dtype=dtype)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS

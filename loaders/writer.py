@@ -199,7 +199,9 @@ class KeptFile:
         self._made_from = self._now()
 
     def open(self) -> Source | None:
-        """The file's headers; None where there is none of this original and these settings."""
+        """Opens the file and returns its headers; None where none is of this original and these
+        settings.
+        """
         with suppress(CheckpointError):
             found = open_source(self.path, "transformer")
             if found.shards.headers[0].metadata.get(MADE_FROM) == self._made_from:

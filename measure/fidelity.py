@@ -55,7 +55,8 @@ def _ratio(pieces: Sequence[torch.Tensor]) -> float:
 def measured_layers(
     transformer: torch.nn.Module, precision: str, keep: Sequence[str] = ()
 ) -> Iterator[list[LayerError]]:
-    """Inside it, every activation of every layer is multiplied in the format too, and compared.
+    """Measures inside of it: every activation of every layer is multiplied in the format too, and
+    compared.
 
     Yields:
         A list that holds the layers afterwards. Weights are rounded anew in each pass, which takes

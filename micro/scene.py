@@ -86,13 +86,17 @@ class Scene:
 
 
 def held_out(thing: SceneObject) -> bool:
-    """Whether training never shows this shape in this colour: (i + j) mod 5 = 0 in table order."""
+    """Returns whether training never shows this shape in this colour: (i + j) mod 5 = 0 in table
+    order.
+    """
     i, j = SHAPES.index(thing.shape), list(COLOURS).index(thing.colour)
     return (i + j) % HELD_OUT_MODULUS == 0
 
 
 def far_apart(a: str, b: str) -> bool:
-    """Whether two places are two grid steps apart in x or y: objects of any size do not touch."""
+    """Returns whether two places are two grid steps apart in x or y: objects of any size do not
+    touch.
+    """
     return any(abs(p - q) > 0.5 for p, q in zip(POSITIONS[a], POSITIONS[b], strict=True))
 
 

@@ -100,8 +100,8 @@ def called_by(name: str) -> tuple[Function, ...]:
 
 
 def _own(function: FunctionType, module: str) -> FunctionType | None:
-    """A function that a module has defined; None where a pack that was imported before this one has
-    replaced it.
+    """Returns a function that a module has defined; None where a pack that was imported before this
+    one has replaced it.
     """
     home = getattr(sys.modules[module], "__file__", None) if module in sys.modules else None
     file = function.__code__.co_filename
@@ -287,7 +287,7 @@ class _Look:
         self._sizes = self._measure()
 
     def _measure(self) -> list[int]:
-        """Whatever is put into an instance makes its __dict__ longer."""
+        """Measures an instance's __dict__, which grows with whatever is put into it."""
         sizes = list(map(len, self._owns))
         for place in self._roots:
             sizes[place] -= sum(name in self._owns[place] for name in self._bound)

@@ -69,7 +69,7 @@ class Entry:
 def shared_entry(
     scales: Sequence[torch.Tensor], gates: Sequence[torch.Tensor], blocks: int, batch: int
 ) -> Entry:
-    """The modulation of Qwen-Image-2.1, which all blocks share, without shifts.
+    """Makes the modulation of Qwen-Image-2.1, which all blocks share, without shifts.
 
     Args:
         scales, gates: Of attention and of the MLP, each (1 or batch, D), or (2 batch, D) where the
@@ -163,7 +163,7 @@ class ModulationTable:
         state: Hashable = None,
         schedule: Callable[[], Sequence[torch.Tensor]] = tuple,
     ) -> Entry:
-        """The entry of a timestep embedding; computed when it is not there.
+        """Returns the entry of a timestep embedding, and computes it when it is not there.
 
         Reading the key waits for the card once, which costs some microseconds of a forward pass.
 
@@ -220,8 +220,8 @@ def compute_entries(
     batch: int,
     layers: Iterator[ModulationLayer] | None = None,
 ) -> list[Entry]:
-    """What the modules give for several embeddings of one shape, each of which goes alone: a GEMM
-    of more rows may add up in another order, for any weight, device and torch.
+    """Computes what the modules give for several embeddings of one shape, one by one:
+    a GEMM of more rows may add up in another order, for any weight, device and torch.
 
     Args:
         embeddings: As of `ModulationTable.entry`.
@@ -240,7 +240,7 @@ def compute_entries(
 
 
 def compute_entry(blocks: Sequence[torch.nn.Module], embedding: torch.Tensor, batch: int) -> Entry:
-    """What the modules of some blocks give; arguments as of `ModulationTable.entry`."""
+    """Computes what the modules of some blocks give; arguments as of `ModulationTable.entry`."""
     return compute_entries(blocks, [embedding], batch)[0]
 
 

@@ -180,7 +180,7 @@ class ForwardPass:
         return self._changed
 
     def _free_buffers(self) -> None:
-        """The host's block takes more than ours: the buffers make room for it."""
+        """Frees the buffers: the host's block takes more room than ours."""
         self._memory.free_buffers()
         self._executor = self._new_executor(self._attend, self._form)
 
@@ -332,7 +332,7 @@ class ForwardPass:
         return Work(key, self._weights, parts, beside, lambda: launch, borrowed=prefixes)
 
     def _key(self, given: Given) -> tuple[Hashable, ...]:
-        """What two passes have in common that one graph can compute."""
+        """Returns what two passes have in common that one graph can compute."""
         text, _, step, entry = given
         heads, tokens = heads_of(self._host.blocks[0]), step.tokens
         joint = step.before + tokens.joint
@@ -349,7 +349,8 @@ class ForwardPass:
     def _graph(
         self, work_of: Callable[[], Work], given: Given, compared: bool, clear: bool
     ) -> PassGraph | None:
-        """What computes this pass in one launch; None where kernels are launched one by one.
+        """Returns what computes this pass in one launch; None where kernels are launched one by
+        one.
 
         Args:
             work_of: Says what it computes.

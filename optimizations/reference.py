@@ -357,7 +357,7 @@ def low_rank_rows(
     order: RowOrder,
     out: torch.Tensor,
 ) -> None:
-    """What LoRAs make of the rows of both streams before their second matrix.
+    """Returns what LoRAs make of the rows of both streams before their second matrix.
 
         t = x @ down.T
 

@@ -140,7 +140,7 @@ class _Uploads:
 
 
 def _layout(layer: Sequence[torch.Tensor]) -> list[int]:
-    """Where each tensor of a layer starts in its memory on the card; the last is its size."""
+    """Returns where each tensor of a layer starts in its memory on the card, and the size."""
     starts = [0]
     for tensor in layer:
         starts.append(-(-(starts[-1] + tensor.nbytes) // ALIGNMENT) * ALIGNMENT)

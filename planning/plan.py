@@ -328,7 +328,7 @@ def sized(
     stored: str | None = None,
     known_sizes: Mapping[str, TransformerBytes] | None = None,
 ) -> RunRequest:
-    """A request whose parts have the transformer's sizes in a precision.
+    """Returns a request whose parts have the transformer's sizes in a precision.
 
     Args:
         stored: the precision that the sizes in `request.parts` are of; None for the request's.
@@ -369,7 +369,7 @@ def published_bytes(request: RunRequest, precision: str) -> TransformerBytes | N
 
 
 def check_tensor_cores(name: str, card: CardFacts, choices: tuple[str, ...]) -> None:
-    """Only demands are refused: weights that are quantized already save memory on any card.
+    """Refuses a demand alone: weights that are quantized already save memory on any card.
 
     Args:
         name: a precision that was asked for by name.

@@ -218,7 +218,7 @@ def unsupported_host(capabilities: tuple[str, ...] = tuple(CAPABILITIES)) -> Ver
 
 
 def news_of_host() -> list[str]:
-    """What to tell once about a ComfyUI that runs but is newer than this package knows.
+    """Returns what to tell once about a ComfyUI that runs but is newer than this package knows.
 
     Returns:
         Sentences: a version above the tested ones, parameters that are new in `KNOWN`, and what
@@ -253,7 +253,8 @@ def news_of_host() -> list[str]:
 
 
 def is_known(replaced: tuple[str, str], block: tuple[str, str], arguments: tuple[str, ...]) -> bool:
-    """Whether ComfyUI has what is replaced in a transformer, and calls its block as is known here.
+    """Returns whether ComfyUI has what is replaced in a transformer, and calls its block as is
+    known here.
 
     Args:
         replaced, block: Modules, and the methods in them.

@@ -49,7 +49,7 @@ def join_negative(
 
 
 def _mask(mask: torch.Tensor | None, text: torch.Tensor) -> torch.Tensor:
-    """As ComfyUI adds it to the scores, (batch, tokens)."""
+    """Gives the mask as ComfyUI adds it to the scores, (batch, tokens)."""
     if mask is None:
         return text.new_zeros(text.shape[:2])
     mask = utils.repeat_to_batch_size(mask.to(text.device), len(text))

@@ -146,7 +146,7 @@ class Seen:
     refusal: Verdict | None = None
 
     def not_worth(self, steps: int | None, beside: bool) -> Verdict | None:
-        """Why no graph is captured for the pass that is coming; None when one is.
+        """Returns why no graph is captured for the pass that is coming; None when one is.
 
         Args:
             steps: Of the run; None where nobody tells.
@@ -365,7 +365,7 @@ def capture(
 
 
 def pool_on(card: torch.device) -> torch.cuda.MemPool:
-    """Memory of a card for the graphs of another.
+    """Returns memory of a card for the graphs of another.
 
     Raises:
         RuntimeError: This torch, or its allocator, has none.

@@ -204,7 +204,7 @@ def check_settings(source: Source, requested: str, keep: Sequence[str]) -> None:
 
 
 def card_facts(device: torch.device) -> CardFacts | None:
-    """The NVIDIA card that a MODEL is loaded for; None for everything else."""
+    """Returns the NVIDIA card that a MODEL is loaded for; None for everything else."""
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     properties = torch.cuda.get_device_properties(device)
@@ -213,7 +213,7 @@ def card_facts(device: torch.device) -> CardFacts | None:
 
 
 def host_shape(source: Source) -> TransformerShape:
-    """A transformer's sizes as ComfyUI builds it.
+    """Returns a transformer's sizes as ComfyUI builds it.
 
     Raises:
         CheckpointError: a tensor is missing or has another shape.
@@ -253,7 +253,9 @@ def _stored_precision(source: Source) -> str:
 
 
 def _knows_packed(source: Source) -> bool:
-    """Whether the file has weights in 4 or 6 bits, and this ComfyUI's layers take all of them."""
+    """Returns whether the file has weights in 4 or 6 bits, and this ComfyUI's layers take all of
+    them.
+    """
     quantization = source.part.quantization
     if joined_bytes(source):  # each has a codebook of its own: together they become int8
         return False

@@ -62,7 +62,7 @@ PLACEMENTS = {
 
 
 def device_options(placement: str) -> dict[str, torch.device]:
-    """What ComfyUI takes in `model_options` for a placement.
+    """Returns what ComfyUI takes in `model_options` for a placement.
 
     Raises:
         SettingError: the placement is unknown.

@@ -51,7 +51,8 @@ class LoraFile:
 
 
 def inspect_lora(path: Path) -> CheckpointPart:
-    """What a LoRA file is, from its header: a model in the wrong slot has tens of gigabytes.
+    """Returns what a LoRA file is, from its header: a model in the wrong slot has tens of
+    gigabytes.
 
     Raises:
         CheckpointError: it is no LoRA, or more than one, and belongs elsewhere.

@@ -164,7 +164,7 @@ def share_idle_cards(
     timestep: torch.Tensor,
     model_options: dict[str, Any],
 ) -> Any:
-    """CALC_COND_BATCH wrapper: tells the passes of one step of the cards that have none.
+    """Offers the passes of one step the cards that have none (CALC_COND_BATCH).
 
     Where copies between cards lose data, as ComfyUI's own would, all prompts stay on one card. Once
     a card has run out of memory, the rest of the run does without the others.

@@ -86,7 +86,7 @@ class AttentionGuidance:
         self._cfg: float | None = None
 
     def outer_sample(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
-        """OUTER_SAMPLE wrapper: one run."""
+        """Runs one sampling run (OUTER_SAMPLE)."""
         guider = executor.class_obj
         self._guided = self._passes = 0
         self._aside = read_or(UNREAD, _refusal, guider, self._conditioning)
@@ -105,7 +105,7 @@ class AttentionGuidance:
         return output
 
     def forward(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
-        """DIFFUSION_MODEL wrapper: one call of the transformer."""
+        """Runs one call of the transformer (DIFFUSION_MODEL)."""
         transformer = executor.class_obj
         names = list(inspect.signature(type(transformer).forward).parameters)[1:]
         given = dict(zip(names, args, strict=False)) | kwargs

@@ -108,7 +108,7 @@ class OffCardLinear(torch.nn.Module):
             return self._linear(x, *args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """That of the host's layer, which names the parts of a quantized weight."""
+        """Returns the state dict of ComfyUI's layer, which names parts of a quantized weight."""
         return self._linear.state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
@@ -146,12 +146,12 @@ class OffCardModulation(torch.nn.Sequential):
 
 class _OffCard:
     def _load_list(self, *args: Any, **kwargs: Any) -> list[tuple[Any, ...]]:
-        """The layers that ComfyUI moves, without those that stay off the card."""
+        """Returns the layers that ComfyUI moves, without those that stay off the card."""
         found = super()._load_list(*args, **kwargs)
         return [entry for entry in found if not any(isinstance(x, OffCardLinear) for x in entry)]
 
     def clone(self, *args: Any, **kwargs: Any) -> ModelPatcher:
-        """A clone without dynamic VRAM, for torch.compile or hooks, is one of these too."""
+        """Clones; a clone without dynamic VRAM, for torch.compile or hooks, is one of these too."""
         made = super().clone(*args, **kwargs)
         if type(made) is ModelPatcher:
             put(made, __class__=OffCardPatcher)
@@ -184,12 +184,12 @@ def take_off_card(model: Any) -> None:
 
 
 def off_card_layers(model: torch.nn.Module) -> list[OffCardLinear]:
-    """The OffCardLinear layers of a BaseModel or a transformer, in the order of its blocks."""
+    """Returns the OffCardLinear layers of a BaseModel or a transformer, in the order of blocks."""
     return [module for module in model.modules() if isinstance(module, OffCardLinear)]
 
 
 def named_weights(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """`named_parameters`, with the weights that are off the card."""
+    """Returns `named_parameters`, with the weights that are off the card."""
     yield from module.named_parameters()
     for name, layer in module.named_modules():
         if isinstance(layer, OffCardLinear):
@@ -200,7 +200,7 @@ def named_weights(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def plain_tensors(layer: torch.nn.Module) -> list[torch.Tensor]:
-    """The tensors of a linear layer, those that a quantized weight is made of one by one."""
+    """Returns the tensors of a linear layer, and each one that a quantized weight is made of."""
     tensors = (getattr(layer, name) for name in TENSORS)
     return [part for tensor in tensors if tensor is not None for part in _parts(tensor)]
 
@@ -229,7 +229,7 @@ def _scales(tensor: QuantizedTensor) -> list[str]:
 
 
 def _patched(patcher: ModelPatcher, key: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """As ComfyUI patches a weight that it loads to a card, bit for bit."""
+    """Patches a weight as ComfyUI does while it loads one to a card, bit for bit."""
     # The patches of hooks are in the weight already.
     if tensor is None or key not in patcher.patches:
         return tensor
@@ -262,7 +262,7 @@ def compute_off_card(
     patcher: ModelPatcher | None,
     figures: PassFigures,
 ) -> list[Entry]:
-    """`compute_entries` of blocks whose modulation is of OffCardLinear layers.
+    """Computes `compute_entries` of blocks whose modulation is of OffCardLinear layers.
 
     Where the card has no room for the layers on their way, ComfyUI is asked to make some; where
     that does not help, the CPU computes.
