@@ -1,4 +1,4 @@
-"""The options that describe a run: one table behind the nodes and the command line."""
+"""Lists the options that describe a run, in one table for the nodes and the command line."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The step cache's presets, and which steps of a schedule they leave to a forecast: steps in the
-middle of a run, between which the transformer's velocity hardly changes. They are chosen before the
-run from its sigmas alone, so that the same workflow always skips the same steps.
+"""Chooses the steps of a schedule that a step cache forecasts: steps in the middle of a run,
+between which the transformer's velocity hardly changes. The choice depends on the sigmas alone and
+is made before the run, so that the same workflow always skips the same steps.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The operations of a block, each through everything that computes it, and a copy on the card."""
+"""Times the operations of a block, each through everything that computes it, and a copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rows of `qwen-l40s bench`: what each one runs, and at which sizes."""
+"""Lists the rows of `qwen-l40s bench`: what each one runs, and at which sizes."""
 
 from __future__ import annotations
 

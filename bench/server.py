@@ -1,4 +1,4 @@
-"""A real ComfyUI server in a process of its own, for benchmarks and tests."""
+"""Runs a real ComfyUI server in a process of its own, for benchmarks and tests."""
 
 from __future__ import annotations
 

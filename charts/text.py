@@ -1,5 +1,5 @@
-"""An estimate in words and for programs: the answer, the tables behind it, why a plan is as it is,
-what several cards do, and which card is the cheapest.
+"""Writes an estimate in words and for programs: the answer, the tables behind it, the reasons for a
+plan, what several cards do, and which card is the cheapest.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The `qwen-l40s` command: one module per subcommand, each with `add_arguments(parser)` and
+"""Runs the `qwen-l40s` command. Each subcommand is a module with `add_arguments(parser)` and
 `run(args) -> int`; only the one that is asked for is imported.
 """
 

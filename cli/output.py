@@ -1,4 +1,4 @@
-"""What commands need besides their own: packages, and pictures that are written whole or not at
+"""Holds what commands share: packages that they need, and images that are written whole or not at
 all.
 """
 

@@ -1,4 +1,4 @@
-"""Feeds one server: keeps two jobs there, follows them, fetches what they made, and outlasts its
+"""Feeds one server: keeps two jobs there, follows them, fetches their results, and outlasts
 restarts.
 
 What the server's queue and history say decides. A job in neither of them was taken out by someone,

@@ -1,5 +1,5 @@
-"""What a prompt made: the files that its history names, looked at before they count, and what they
-are called here.
+"""Fetches what a prompt made: the files that its history names, checked before they count, and
+named for this machine.
 """
 
 from __future__ import annotations

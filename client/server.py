@@ -1,5 +1,5 @@
-"""A ComfyUI server: what a client asks of it, one method a call, and what its answers say: the
-files and texts of a prompt, and why it failed.
+"""Talks to one ComfyUI server, one method a call, and reads its answers: the files and texts of a
+prompt, and why it failed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The servers of a run: their addresses, a file that lists them, and what each of them can run.
+"""Knows the servers of a run: their addresses, a file that lists them, and what each can run.
 
 What POST /prompt refuses with the input's name is left to it: missing inputs, numbers out of their
 bounds, values of a list, links of the wrong type.

@@ -1,4 +1,4 @@
-"""`--set KEY=VALUE`: which input a key means, which value a text is, and one graph for each
+"""Reads `--set KEY=VALUE`: which input a key means, which value a text is, and one graph for each
 combination of values.
 """
 

@@ -1,5 +1,5 @@
-"""`qwen-l40s submit`: from a workflow file and the images that it names, found, read once and named
-for the server before anything is queued, to the results.
+"""Runs `qwen-l40s submit`: reads a workflow and its images before anything is queued, runs the jobs
+and places their results.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""HTTP requests that outlast a server which is busy, down or restarting.
+"""Sends HTTP requests that outlast a server which is busy, down or restarting.
 
 A request is tried again until `wait` seconds after its first failure: after a lost connection, and
 after the answers that a proxy gives by itself, while the server behind it is busy or not there.

@@ -1,5 +1,5 @@
-"""Workflow files in ComfyUI's API form: reading them, what people call their nodes, what inputs
-these have by GET /object_info, and which load the same models.
+"""Reads workflow files in ComfyUI's API form: what people call their nodes, which inputs the nodes
+have by GET /object_info, and which load the same models.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Says what the tensors of a file are: its parts, adapters (LoRA and its kin), the families'
-models, and by name the other models that people take for one of them.
+"""Identifies the tensors of a file: parts and adapters (LoRA and its kin) of the families' models,
+and by name the other models that people take for one of them.
 """
 
 from __future__ import annotations

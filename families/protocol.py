@@ -1,4 +1,4 @@
-"""What a family of models tells: `Family`, its published models, and what it runs with."""
+"""Defines what a family of models has: `Family`, its published models, and what it runs with."""
 
 from __future__ import annotations
 

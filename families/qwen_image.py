@@ -1,6 +1,7 @@
-"""Qwen-Image, 2512, Edit and Layered: a stream of text and one of the image, each modulated by
-layers of its own, in the names of diffusers and ComfyUI. Sizes come from first dimensions, norms
-and biases, because 4-bit formats pack the second dimension and flatten the weight.
+"""Describes Qwen-Image, 2512, Edit and Layered: a stream of text and one of the image, each
+modulated by its own layers, in the names of diffusers and ComfyUI. Sizes come from first
+dimensions, norms and biases, because 4-bit formats pack the second dimension and flatten the
+weight.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One ComfyUI server of a fleet: started, warmed up, watched, started again, and drained.
+"""Runs one ComfyUI server of a fleet: starts, warms up, watches, restarts and drains it.
 
 The process never outlives the fleet: the kernel kills it when the thread that started it ends,
 however that ends, so no orphan holds the card. It is in a process group of its own, so that Ctrl-C

@@ -1,5 +1,5 @@
-"""servers.json: what a fleet's servers are and how they fare, for `submit` and for people; and what
-they do now, by their own answers.
+"""Writes and reads servers.json: which servers a fleet has and their states, for `submit` and for
+people; and asks servers what they do now.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The fleet of one machine: a server for each card, until a signal drains them."""
+"""Runs the fleet of one machine: a server for each card, until a signal drains them."""
 
 from __future__ import annotations
 

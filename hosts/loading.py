@@ -1,5 +1,5 @@
-"""What a load decides before weights are read, their precision and where a transformer's modulation
-waits, and what rounds them then.
+"""Decides a load before weights are read, their precision and where a transformer's modulation
+waits, and rounds them then.
 """
 
 from __future__ import annotations

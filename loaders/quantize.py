@@ -1,6 +1,6 @@
-"""The quantizer: weights in fp8 or int8 with one scale for each output row, and which layers get
-them. A row's largest magnitude becomes 448 (e4m3) or 127 (int8), every value the nearest that the
-format has; in float32, in pieces of a few rows, which stay in the CPU's cache.
+"""Quantizes weights in fp8 or int8 with one scale for each output row, and chooses the layers. A
+row's largest magnitude becomes 448 (e4m3) or 127 (int8), every value the nearest that the format
+has; in float32, in pieces of a few rows, which stay in the CPU's cache.
 """
 
 from __future__ import annotations

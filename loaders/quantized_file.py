@@ -1,5 +1,5 @@
-"""Writes a transformer file in fp8 or int8: planned from headers alone, then one tensor at a time
-from the mapped source through the card or the CPU to the file.
+"""Writes a transformer file in fp8 or int8: plans it from headers alone, then writes one tensor at
+a time from the mapped source through the card or the CPU.
 """
 
 from __future__ import annotations

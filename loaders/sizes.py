@@ -1,4 +1,4 @@
-"""What the parts of a checkpoint take in memory, from its headers: for estimates."""
+"""Counts what the parts of a checkpoint take in memory, from its headers, for estimates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What joins two cards of this machine: copies between them, whether these arrive, and how fast.
+"""Copies between two cards of this machine, and measures whether copies arrive and how fast.
 
 Copies go on streams of their own, card to card or through system RAM; copy engines do them, so
 that they take nothing of the tensor cores. With an IOMMU that translates, or ACS that redirects,

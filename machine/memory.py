@@ -1,4 +1,4 @@
-"""System RAM and disk in bytes: how much there is, how much the full-size Qwen-Image asks for."""
+"""Reads system RAM and disk in bytes: what there is, and what full-size Qwen-Image needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cache folder: what this package measured, and what the user writes of cards."""
+"""Keeps the cache folder: what this package measured, and the user's own list of cards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the micro model generates: one or two flat objects on a flat background, in 3 x 3 places.
+"""Describes what the micro model generates: one or two flat objects on a flat background, in 3 x 3
+places.
 
 Lengths are fractions of the image side, colours are sRGB bytes. Standard library only.
 """

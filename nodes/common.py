@@ -1,4 +1,4 @@
-"""What nodes share: the check of the host, reports and charts, and inputs of a request."""
+"""Holds what nodes share: the check of ComfyUI, reports and charts, and inputs of a request."""
 
 from __future__ import annotations
 

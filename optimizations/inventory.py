@@ -1,4 +1,4 @@
-"""Watches the modules of a host in whose place this package computes.
+"""Watches the modules of ComfyUI or diffusers that this package computes instead of them.
 
 The block executor, the modulation table and the fused VAE read the weights of a module instead of
 calling it. Another extension may change the module at any time: in its class, in one block, inside

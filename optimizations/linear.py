@@ -1,4 +1,4 @@
-"""Linear layers with fp8 or int8 weights: which GEMM runs them, why, and the call itself.
+"""Computes linear layers with fp8 or int8 weights: which GEMM runs them, why, and the call itself.
 
 A weight has one scale per output row. The tensor-core backends quantize the activations too, one
 dynamic scale per token; `dequantize` expands the weight instead and runs on any device.

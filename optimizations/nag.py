@@ -1,5 +1,5 @@
-"""Normalized attention guidance (https://arxiv.org/abs/2505.21179, as diffusers#13089): what the
-image reads is pushed away from what it reads with a negative prompt in the prompt's place.
+"""Computes normalized attention guidance (https://arxiv.org/abs/2505.21179, as diffusers#13089):
+what the image reads is pushed away from what it reads with a negative prompt.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""One forward pass of an optimized model, in whichever host: for one call of the transformer each
-block's `forward` is replaced by one that runs the executor, replays a graph of all blocks, or hands
-its arguments to the host's. What others do between two blocks or around one stays.
+"""Runs one forward pass of an optimized model, in ComfyUI or diffusers. For one call of the
+transformer each block's `forward` is replaced: by one that runs the executor, replays a graph of
+all blocks, or hands its arguments to the host's block. What others do between two blocks or around
+one stays.
 """
 
 from __future__ import annotations

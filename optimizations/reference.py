@@ -1,4 +1,4 @@
-"""The kernels in plain torch, and what they are given of a block's two streams.
+"""Computes the kernels in plain torch, and describes what they are given of a block's two streams.
 
 A function with the name of a Triton kernel in `kernels/` defines what that computes, and runs where
 Triton does not.

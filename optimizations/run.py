@@ -1,5 +1,5 @@
-"""What happens to an optimized model in a run, in whichever host: which blocks run fused, the check
-in the first step, what falls back and why, and the report. `passes.py` has one pass of it.
+"""Follows an optimized model through a run, in ComfyUI or diffusers: which blocks run fused, the
+check in the first step, what falls back and why, and the report. `passes.py` has one pass of it.
 """
 
 from __future__ import annotations

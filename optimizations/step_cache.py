@@ -1,4 +1,4 @@
-"""A sampling run whose transformer is not called at every step.
+"""Runs a sampling run whose transformer is not called at every step.
 
 What is forecast is the guided velocity in latent space, v = (x - x0) / sigma of a rectified flow:
 both branches of CFG, ControlNets, references and weights that move are skipped together, and the

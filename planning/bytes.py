@@ -1,4 +1,4 @@
-"""What weights and one forward pass take in bytes, counted from sizes alone: without torch, and
+"""Counts what weights and one forward pass take in bytes, from sizes alone: without torch, and
 before gigabytes are read.
 """
 

@@ -1,4 +1,4 @@
-"""The cards that estimates are made for: what each has and costs, and the lists that say so."""
+"""Describes the cards that estimates are made for: what each has and costs, and their lists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The whole answer before a run: memory of each phase, times, disk, system RAM and cost."""
+"""Computes the answer before a run: memory of each phase, times, disk, system RAM and cost."""
 
 from __future__ import annotations
 

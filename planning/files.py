@@ -1,5 +1,5 @@
-"""The disk space (in decimal GB, as disks are sold) and system RAM of a run, and the time to bring
-its weights to the card.
+"""Counts the disk space (in decimal GB, as disks are sold) and system RAM of a run, and the time to
+bring its weights to the card.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The card's memory in each phase of a request."""
+"""Counts the card's memory in each phase of a request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ways to run a request on a card: the recommended one, and the alternatives."""
+"""Lists the ways to run a request on a card: the recommended one, and the alternatives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""How fast a card computes and moves bytes: measured on it, or a range from its data sheet.
+"""Gives the rates at which a card computes and moves bytes: measured, or a range from its data
+sheet.
 
 Eight numbers of the estimates are fitted, all from what a card measured.
 

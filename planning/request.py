@@ -1,4 +1,4 @@
-"""A run request: the settings that memory, time and cost follow from."""
+"""Defines a run request: the settings that memory, time and cost follow from."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""How an image goes through the VAE in the memory that is free: whole, or in the fewest tiles. The
-attention in its middle sees all latent pixels and runs on the whole, in slices if need be; tiles
-with a margin run through the rest, and make the whole's image up to rounding.
+"""Plans how an image goes through the VAE in the memory that is free: whole, or in the fewest
+tiles. The attention in its middle sees all latent pixels and runs on the whole, in slices if need
+be; tiles with a margin run through the other layers, and make the whole's image up to rounding.
 """
 
 from __future__ import annotations

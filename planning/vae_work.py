@@ -1,5 +1,5 @@
-"""What decoding and encoding hold on the card and how long they take, whole or in tiles: so much
-for a pixel, by what an implementation's largest layer holds and all layers compute.
+"""Predicts what decoding and encoding hold on the card and how long they take, whole or in tiles:
+so much for a pixel, by what an implementation's largest layer holds and all layers compute.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sizes that the executor keeps to and the planner counts with."""
+"""Defines sizes that the executor keeps to and the planner counts with."""
 
 from __future__ import annotations
 

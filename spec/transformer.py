@@ -1,4 +1,4 @@
-"""The sizes and layers of a transformer, block by block."""
+"""Describes the sizes and layers of a transformer, block by block."""
 
 from __future__ import annotations
 

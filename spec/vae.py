@@ -1,4 +1,6 @@
-"""The sizes and layers of the VAEs, and which rows a layer reads for the rows that it gives."""
+"""Describes the sizes and layers of the VAEs, and which rows a layer reads for the rows that it
+gives.
+"""
 
 from __future__ import annotations
 

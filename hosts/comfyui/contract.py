@@ -1,7 +1,7 @@
-"""Whether the running ComfyUI is one that this package knows, and whether a MODEL is. Where a name
-or parameter of `HOOKS` is gone, the nodes that need it refuse to run and the others do not; where
-what ComfyUI calls here has a new parameter, a call that uses it runs ComfyUI's own code. Tests hold
-the list to every name and every call, and each node to what it needs.
+"""Checks whether this package knows the running ComfyUI, and a MODEL. Where a name or parameter of
+`HOOKS` is gone, the nodes that need it refuse to run and the others do not; where what ComfyUI
+calls here has a new parameter, a call that uses it runs ComfyUI's own code. Tests hold the list to
+every name and every call, and each node to what it needs.
 """
 
 from __future__ import annotations

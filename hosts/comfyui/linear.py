@@ -1,6 +1,6 @@
-"""Quantized linear layers in ComfyUI: the fp8 layout with a scale for each row, where core's has
-one for the weight, and the Linear. A layout is how ComfyUI moves, pins, casts, patches and saves a
-quantized weight; the multiplication is `operations.Linear`'s.
+"""Defines quantized linear layers in ComfyUI: the fp8 layout with a scale for each row, where
+ComfyUI's has one for the weight, and the Linear. A layout is how ComfyUI moves, pins, casts,
+patches and saves a quantized weight; `operations.Linear` multiplies it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a node shows on itself: what it made, and when a run is over, what it did in that run."""
+"""Shows on a node what it made and, when a run is over, what it did in that run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs of Qwen-Image in ComfyUI: 1.x, and 2.1, which it has since 0.37."""
+"""Runs Qwen-Image in ComfyUI: 1.x, and 2.1, which ComfyUI has since 0.37."""
 
 from __future__ import annotations
 

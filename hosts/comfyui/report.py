@@ -1,5 +1,5 @@
-"""The report after a run: six lines with the answer first, what was measured of each phase, which
-path its code took, and one line of what was predicted; a chart, and the same for programs.
+"""Writes the report after a run: six lines with the answer first, what was measured of each phase,
+which path its code took, and one line of the prediction; a chart, and the same for programs.
 """
 
 from __future__ import annotations

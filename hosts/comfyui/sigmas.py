@@ -1,4 +1,4 @@
-"""The sigmas of a schedule for a MODEL and the size that it is to generate."""
+"""Computes the sigmas of a schedule for a MODEL and the size of its image."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""diffusers' linear layers and modulation as the block executor takes them.
+"""Reads diffusers' linear layers and modulation for the block executor.
 
 Plain layers and this package's quantized ones are read. Everything else runs itself: what PEFT,
 bitsandbytes, torchao or a hook made of a layer keeps its own way.

@@ -1,4 +1,4 @@
-"""Loads a Qwen-Image diffusers folder: our streaming where it can be, theirs elsewhere.
+"""Loads a Qwen-Image diffusers folder: by our streaming where it can, else by diffusers.
 
 A model is built empty and compared with the file headers, so that a folder that does not fit is
 refused in milliseconds; then system RAM never holds more than the model itself and one tensor.

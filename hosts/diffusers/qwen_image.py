@@ -1,4 +1,4 @@
-"""Qwen-Image 1.x in diffusers: its parts, and one call of it as an optimized run sees it.
+"""Runs Qwen-Image 1.x in diffusers: its parts, and one call of it for an optimized run.
 
 diffusers' own loop over the blocks stays, and a backend of attention that was chosen there is used.
 """

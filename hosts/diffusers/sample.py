@@ -1,4 +1,4 @@
-"""Prompts to latents with diffusers' own sampler, then to images."""
+"""Turns prompts into latents with diffusers' sampler, then into images."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The settings of one generation and of its place, checked before anything heavy is loaded."""
+"""Checks the settings of one generation and of its place before anything heavy is loaded."""
 
 from __future__ import annotations
 

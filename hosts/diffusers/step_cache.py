@@ -1,4 +1,4 @@
-"""The step cache in diffusers: around a transformer's `forward` and a scheduler's `step`.
+"""Runs the step cache in diffusers: around a transformer's `forward` and a scheduler's `step`.
 
 A pipeline calls the transformer once or twice a step and hands the guided velocity to the
 scheduler. In a skipped step no call runs, and the scheduler gets the forecast itself, whatever the

@@ -1,5 +1,5 @@
-"""What a transformer block is: whether the executor computes a module, how it computes its layers,
-and whether the module still is the host's.
+"""Describes a transformer block: whether the executor computes a module, how it computes its
+layers, and whether the module still is the host's.
 
 `BlockSpec` lists the names of its modules, which are the same in ComfyUI and diffusers for the
 families that both have; `BlockForm` is what `workspace.Program` is compiled of.

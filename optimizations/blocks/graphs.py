@@ -1,5 +1,5 @@
-"""CUDA graphs of all blocks of a pass: one launch of the executor's own kernels in place of a
-thousand, with inputs copied into tensors of its own, held weights and one workspace's buffers.
+"""Captures CUDA graphs of all blocks of a pass: one launch of the executor's kernels instead of a
+thousand, with inputs copied into tensors of the graph, held weights and one workspace's buffers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a host gives a forward pass, and what is known of its model in a run."""
+"""Defines what a host gives a forward pass, and remembers what is known of its model in a run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What the blocks of a forward pass need for one shape: buffers, which take what a block takes at
-its peak, and launches that read and write them. A workspace serves one pass at a time.
+"""Prepares what the blocks of a forward pass need for one shape: buffers, which take what a block
+takes at its peak, and launches that read and write them. A workspace serves one pass at a time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One card's share of a pass, block by block."""
+"""Computes one card's share of a pass, block by block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The blocks of one forward pass on several cards, each with a share of the rows.
+"""Runs the blocks of one forward pass on several cards, each with a share of the tokens.
 
 Attention alone needs the others' keys and values. They come in one of two ways, each once a block:
 

@@ -1,4 +1,4 @@
-"""Which cards share a forward pass, in which way, and whether that gains anything."""
+"""Decides which cards share a forward pass, in which way, and whether that gains anything."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Parts of a VAE's layers on one image, in 2 dimensions and with channels last, as cuDNN computes a
-convolution where it lies; a causal 3-D one is a 2-D one with the last frame of its kernel.
+"""Computes parts of a VAE's layers on one image, in 2 dimensions and with channels last, as cuDNN
+computes a convolution where it lies; a causal 3-D one is a 2-D one with the last frame of its
+kernel.
 
 `norm` and `add` are Triton kernels on a card, and the functions here define what these compute.
 """

@@ -1,4 +1,4 @@
-"""What is fuzzed: what valid files hold, how they are made of it, and who reads them."""
+"""Lists what is fuzzed: what valid files hold, how they are made of it, and who reads them."""
 
 import contextlib
 import io

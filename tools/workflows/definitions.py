@@ -1,4 +1,4 @@
-"""Reads what nodes take and give, as GET /object_info of a ComfyUI says it.
+"""Reads what nodes take and give from GET /object_info of a ComfyUI.
 
 A part of that answer lies in `definitions.json`, so that workflows are checked without a ComfyUI:
 

@@ -1,4 +1,6 @@
-"""A request from a node's settings and from what is wired into it, which wins; and its estimate."""
+"""Makes a request from a node's settings and from what is wired into it, which wins; and its
+estimate.
+"""
 
 from __future__ import annotations
 

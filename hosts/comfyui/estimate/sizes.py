@@ -1,4 +1,4 @@
-"""The true sizes of a MODEL, CLIP and VAE, read where they lie without moving them."""
+"""Reads the true sizes of a MODEL, CLIP and VAE where they lie, without moving them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What the loader nodes offer: files and folders in ComfyUI's model folders, whose names end with
-"/", and the micro model. Names never hold a machine's paths, so that a workflow opens on the next.
-What its header says is Qwen-Image comes first, and a new node has it chosen.
+"""Lists what the loader nodes offer: files and folders in ComfyUI's model folders, whose names end
+with "/", and the micro model. Names never hold a machine's paths, so that a workflow opens on
+another machine. Files whose header is Qwen-Image's come first, and a new node chooses the first.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What of ComfyUI the text encoders are built with. Sizes can be set; the vision tower is built
-whole. A model folder's own tokenizer takes the place of the published one's, and the end of the
-chat template is found by its ids.
+"""Builds text encoders of ComfyUI's classes. Sizes can be set; the vision tower is built whole. A
+model folder's own tokenizer replaces the published one, and the end of the chat template is found
+by its ids.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ def text_only_class(
     base: type[comfy.sd1_clip.SDClipModel] = comfy.sd1_clip.SDClipModel,
     **more: Any,
 ) -> type[comfy.sd1_clip.SDClipModel]:
-    """Returns the class that replaces ComfyUI's around a model; `pad` is the tokenizer's padding."""
+    """Returns the class that replaces ComfyUI's around a model; `pad` pads the tokenizer's ids."""
 
     class TextOnlyModel(base):
         def __init__(

@@ -1,5 +1,5 @@
-"""What is decided of a transformer before its weights are read, one `LoadPlan` from the headers,
-the card and the memory, and what a loader reports when they are.
+"""Decides all about a transformer before its weights are read, as one `LoadPlan` from the headers,
+the card and the memory, and writes a loader's report.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Applies a LoRA file to a MODEL by ComfyUI's own protocol, and tells what came of it.
+"""Applies a LoRA file to a MODEL by ComfyUI's protocol, and reports what came of it.
 
 Everything that is wrong with the file is found here, before sampling: ComfyUI itself logs a line
 for each tensor that it skips or cannot add, and samples on.

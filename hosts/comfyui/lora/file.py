@@ -1,4 +1,4 @@
-"""A LoRA file: what it is, its tensors by ComfyUI's names, and the scale that its metadata tell.
+"""Reads a LoRA file: what it is, its tensors by ComfyUI's names, and the scale in its metadata.
 
 Which tensors make a LoRA is ComfyUI's to say: `families.identify` names the forms that are known
 without it, and of others its own loader is asked.

@@ -1,4 +1,4 @@
-"""What a merge of a LoRA rounds away, what a bypass costs, and which of both `auto` takes."""
+"""Predicts what a LoRA's merge rounds away and what a bypass costs, and chooses for `auto`."""
 
 from __future__ import annotations
 

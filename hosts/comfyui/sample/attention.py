@@ -1,4 +1,4 @@
-"""The attention of a MODEL: a backend of this package in ComfyUI's one slot for it.
+"""Puts a backend of this package into ComfyUI's one slot for a MODEL's attention.
 
 The slot is `transformer_options["optimized_attention_override"]`. Whoever writes it last is heard:
 a node after this one replaces this choice, and a choice that was there before stays where this one

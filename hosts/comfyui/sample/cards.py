@@ -1,4 +1,4 @@
-"""Several cards for one MODEL: ComfyUI's clones of it, and who works on which forward pass.
+"""Uses several cards for one MODEL: ComfyUI's clones of it, and who works on which forward pass.
 
 ComfyUI gives every conditioning of a step to one card. At CFG 1, or with more cards than
 conditionings, some get none: these are shared out among the cards that work, as evenly as it goes.

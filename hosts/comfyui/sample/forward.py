@@ -1,4 +1,4 @@
-"""One call of ComfyUI's Qwen-Image, as the run of an optimized model sees it.
+"""Describes one call of ComfyUI's Qwen-Image for the run of an optimized model.
 
 ComfyUI's own loop over the blocks stays: it calls each block, and what other nodes do between two
 blocks or around one happens as ever.

@@ -1,4 +1,4 @@
-"""Whether the weights of a model's blocks stay where they are, for the length of a forward pass.
+"""Finds out whether the weights of a model's blocks stay in place for the length of a forward pass.
 
 Without dynamic VRAM ComfyUI moves weights between two passes, and each way in which it does leaves
 a mark on the model. Under dynamic VRAM the weights lie in pages that the driver may take away at

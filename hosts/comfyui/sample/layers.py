@@ -1,4 +1,4 @@
-"""ComfyUI's linear layers as the block executor takes them.
+"""Reads ComfyUI's linear layers for the block executor.
 
 A weight may be on the card, in system RAM, or faulted in under dynamic VRAM; it may be quantized,
 patched on its way by a LoRA, or wrapped by another extension. What is known is read through

@@ -1,4 +1,4 @@
-"""The modulation table of one ComfyUI model: what its entries hold for, and what fills it.
+"""Fills the modulation table of one ComfyUI model, and knows what its entries hold for.
 
 The table stays in VRAM between runs, so that a second image of the same schedule computes
 nothing; it leaves when ComfyUI moves a patcher with `on_detach` off the card.

@@ -1,5 +1,6 @@
-"""Normalized attention guidance of a MODEL: a negative prompt where the sampler drops its own, as
-at CFG 1. A wrapper around each call of the transformer adds it, and `GuidedAttention` reads it.
+"""Guides a MODEL's attention away from a negative prompt (NAG) where the sampler drops its own, as
+at CFG 1. A wrapper around each call of the transformer adds the prompt, and `GuidedAttention` reads
+it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Modulation layers whose weights stay in system RAM while the model runs.
+"""Keeps the weights of modulation layers in system RAM while the model runs.
 
 They hold a third of the parameters and see nothing but the timestep, so that a table of their
 outputs stands in for them on the card. ComfyUI moves and counts what a module has as parameters:

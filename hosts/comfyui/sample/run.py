@@ -1,4 +1,4 @@
-"""An optimized MODEL's sampling runs and forward passes, on ComfyUI's hooks."""
+"""Runs an optimized MODEL's sampling runs and forward passes, on ComfyUI's hooks."""
 
 from __future__ import annotations
 

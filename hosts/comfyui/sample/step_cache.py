@@ -1,4 +1,4 @@
-"""The step cache on ComfyUI's hooks: one wrapper around a run, one around a step's prediction.
+"""Runs the step cache on ComfyUI's hooks: one wrapper around a run, one around a step's prediction.
 
 Both branches of CFG, with their ControlNets and patches, are inside of PREDICT_NOISE, so that a
 skipped step calls nothing of the model.
