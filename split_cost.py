@@ -1,5 +1,4 @@
-"""Predicts what one forward pass costs when its tokens are split over several cards, and whether
-that pays.
+"""Predicts the time of one forward pass whose tokens are split over several cards.
 
 Every card computes the blocks for its own rows; only K and V are needed of all rows. The first card
 has the text rows and fewer image rows for that, so that all end together. Two exchanges bring K and

@@ -1,6 +1,4 @@
-"""Holds what commands share: packages that they need, and images that are written whole or not at
-all.
-"""
+"""Holds what commands share: packages, and images that are written whole or not at all."""
 
 from __future__ import annotations
 

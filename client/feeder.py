@@ -1,5 +1,4 @@
-"""Feeds one server: keeps two jobs there, follows them, fetches their results, and outlasts
-restarts.
+"""Feeds one server: keeps two jobs there, fetches their results, and outlasts restarts.
 
 What the server's queue and history say decides. A job in neither of them was taken out by someone,
 or forgotten by a process that ended. While the websocket stays open, and no connection was lost

@@ -1,6 +1,4 @@
-"""Fetches what a prompt made: the files that its history names, checked before they count, and
-named for this machine.
-"""
+"""Fetches the files that a prompt's history names, checks them and names them here."""
 
 from __future__ import annotations
 

@@ -260,9 +260,7 @@ class Scheduler:
             self._wait(job, first=True)
 
     def refuse(self, job: Job, server: str, error: dict[str, Any]) -> bool:
-        """Records that a server does not take the job, and returns whether none does, so that it
-        has ended.
-        """
+        """Records that a server refuses the job; returns whether all do, so that it has ended."""
         lane = self._lane(server)
         job.refused = {**job.refused, server: error}
         if job.loads not in lane.taken:
@@ -302,9 +300,7 @@ class Scheduler:
             lane.strikes.clear()
 
     def died(self, job: Job, server: str, boot: str) -> bool:
-        """Records that the server ended while it ran the job, and returns whether the job is set
-        aside.
-        """
+        """Records that the server ended in this job; returns whether the job is set aside."""
         job.deaths |= {(server, boot)}
         if len(job.deaths) < MOST_DEATHS:
             return False

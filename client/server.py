@@ -1,6 +1,4 @@
-"""Talks to one ComfyUI server, one method a call, and reads its answers: the files and texts of a
-prompt, and why it failed.
-"""
+"""Talks to one ComfyUI server, and reads a prompt's files and texts, or why it failed."""
 
 from __future__ import annotations
 
@@ -135,9 +133,7 @@ class Server(Transport):
     """Every method raises ServerError when the server stays away."""
 
     async def object_info(self) -> bytes:
-        """Returns the JSON of every node class with its inputs; AbsentError where this is no
-        ComfyUI.
-        """
+        """Returns every node class with its inputs; AbsentError where this is no ComfyUI."""
         try:
             _, found = await self.call("GET", "object_info")
         except AnswerError as error:

@@ -1,6 +1,4 @@
-"""Reads `--set KEY=VALUE`: which input a key means, which value a text is, and one graph for each
-combination of values.
-"""
+"""Reads `--set KEY=VALUE`, and makes one graph for each combination of values."""
 
 from __future__ import annotations
 
@@ -255,8 +253,7 @@ def _key_end(text: str, titles: set[str]) -> int:
 def variations(
     graph: Graph, settings: Mapping[str, Sequence[str]], object_info: Mapping[str, Any]
 ) -> list[Variation]:
-    """Returns a graph for each combination of the settings' values; the last setting varies
-    fastest.
+    """Returns a graph for each combination of values; the last setting varies fastest.
 
     The graphs share every node that no setting changes.
 

@@ -1,6 +1,4 @@
-"""Runs `qwen-l40s submit`: reads a workflow and its images before anything is queued, runs the jobs
-and places their results.
-"""
+"""Runs `qwen-l40s submit`: reads workflow and images first, then queues and fetches."""
 
 from __future__ import annotations
 

@@ -470,8 +470,7 @@ class NodeInput:
 def node_inputs(
     object_info: Mapping[str, Any], node: Mapping[str, Any]
 ) -> dict[str, NodeInput] | None:
-    """Returns the inputs that a node of a graph can have, by name; None for a class the server
-    lacks.
+    """Returns the inputs that a node can have, by name; None for a class the server lacks.
 
     Those that come with what is chosen (`resize_type.width`) or wired (`images.image0`) are among
     them under their whole names.

@@ -57,8 +57,7 @@ def check_plan(plan: ServerPlan) -> None:
 
 
 def find_cards(text: str) -> list[str]:
-    """Returns the cards that `--cards` means: "all", "0,1", or "cpu:2" for two servers without a
-    card.
+    """Returns the cards of `--cards`: "all", "0,1", or "cpu:2" for two servers without one.
 
     Raises:
         SettingError: it means none.

@@ -1,6 +1,4 @@
-"""Decides a load before weights are read, their precision and where a transformer's modulation
-waits, and rounds them then.
-"""
+"""Decides precision and place of weights before they are read, and rounds them then."""
 
 from __future__ import annotations
 

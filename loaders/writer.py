@@ -199,9 +199,7 @@ class KeptFile:
         self._made_from = self._now()
 
     def open(self) -> Source | None:
-        """Opens the file and returns its headers; None where none is of this original and these
-        settings.
-        """
+        """Returns the file's headers; None where it is not of this original and settings."""
         with suppress(CheckpointError):
             found = open_source(self.path, "transformer")
             if found.shards.headers[0].metadata.get(MADE_FROM) == self._made_from:

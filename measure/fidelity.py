@@ -1,5 +1,4 @@
-"""Measures what quantizing loses, at each layer's output and in images, and which layers to keep in
-bf16.
+"""Measures what quantizing loses, at layers' outputs and in images, and what to keep in bf16.
 
 Errors of layers are taken as independent, so that they add in squares: with all 72 layers of the
 micro model in fp8 the noise prediction is off by 0.0940, and the root of the summed squares is
@@ -56,8 +55,7 @@ def _ratio(pieces: Sequence[torch.Tensor]) -> float:
 def measured_layers(
     transformer: torch.nn.Module, precision: str, keep: Sequence[str] = ()
 ) -> Iterator[list[LayerError]]:
-    """Measures inside of it: every activation of every layer is multiplied in the format too, and
-    compared.
+    """Multiplies every activation in the format too, inside of it, and compares.
 
     Yields:
         A list that holds the layers afterwards. Weights are rounded anew in each pass, which takes

@@ -100,9 +100,7 @@ def called_by(name: str) -> tuple[Function, ...]:
 
 
 def _own(function: FunctionType, module: str) -> FunctionType | None:
-    """Returns a function that a module has defined; None where a pack that was imported before this
-    one has replaced it.
-    """
+    """Returns a function that a module has defined; None where another pack has replaced it."""
     home = getattr(sys.modules[module], "__file__", None) if module in sys.modules else None
     file = function.__code__.co_filename
     # torch decorates.

@@ -366,9 +366,7 @@ def prepare_trial(format: str) -> None:
 
 
 def _operands(format: str, device: torch.device) -> tuple[Any, ...]:
-    """Makes operands with columns and rotation of Qwen-Image, so that nothing is compiled for a
-    trial alone.
-    """
+    """Makes operands of Qwen-Image's columns and rotation: a trial compiles nothing extra."""
     small = device.type == "cpu"
     columns, rotation = (64, 0) if small else (3072, next(iter(FORMATS[format].rotations), 0))
     # Rotated, ones are ones. Of more than 64 an e4m3 sum may be rounded.

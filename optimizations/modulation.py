@@ -1,5 +1,4 @@
-"""Keeps the modulation of every block in a table on the card, one entry for each timestep that was
-seen.
+"""Keeps the modulation of all blocks in a table on the card, one entry for each timestep.
 
 Two linears of each block see the timestep embedding alone, and hold a third of the model's
 parameters: 13.6 GB in bf16. Their outputs for a timestep, 4.42 MB, are the same in every forward

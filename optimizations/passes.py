@@ -350,8 +350,7 @@ class ForwardPass:
     def _graph(
         self, work_of: Callable[[], Work], given: Given, compared: bool, clear: bool
     ) -> PassGraph | None:
-        """Returns what computes this pass in one launch; None where kernels are launched one by
-        one.
+        """Returns the graph of this pass; None where kernels are launched one by one.
 
         Args:
             work_of: Says what it computes.

@@ -1,5 +1,4 @@
-"""Streams weights of many layers to a CUDA card, one layer after the other, through a few pinned
-buffers.
+"""Streams weights of many layers to a CUDA card through a few pinned buffers.
 
 The consumer's thread copies a piece into the next pinned buffer, with torch's own threads, and
 queues its upload on one side stream; what is queued there and on the consumer's stream goes on

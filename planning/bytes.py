@@ -1,6 +1,4 @@
-"""Counts what weights and one forward pass take in bytes, from sizes alone: without torch, and
-before gigabytes are read.
-"""
+"""Counts bytes of weights and of a forward pass, from sizes alone and without torch."""
 
 from __future__ import annotations
 

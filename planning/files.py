@@ -1,6 +1,4 @@
-"""Counts the disk space (in decimal GB, as disks are sold) and system RAM of a run, and the time to
-bring its weights to the card.
-"""
+"""Counts a run's disk space (in decimal GB), its system RAM and the time of its load."""
 
 from __future__ import annotations
 

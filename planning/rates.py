@@ -1,5 +1,4 @@
-"""Gives the rates at which a card computes and moves bytes: measured, or a range from its data
-sheet.
+"""Gives the rates of a card, for products and bytes: measured, or a range by data sheet.
 
 Eight numbers of the estimates are fitted, all from what a card measured.
 

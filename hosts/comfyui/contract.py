@@ -253,8 +253,7 @@ def news_of_host() -> list[str]:
 
 
 def is_known(replaced: tuple[str, str], block: tuple[str, str], arguments: tuple[str, ...]) -> bool:
-    """Returns whether ComfyUI has what is replaced in a transformer, and calls its block as is
-    known here.
+    """Returns whether ComfyUI has what is replaced, and calls a block as is known here.
 
     Args:
         replaced, block: Modules, and the methods in them.

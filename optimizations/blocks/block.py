@@ -385,9 +385,7 @@ class BlockExecutor:
         return self._held and len(self._blocks) >= len(blocks)
 
     def replayable(self, blocks: Sequence[torch.nn.Module]) -> bool:
-        """Returns whether no layer of these blocks is known to run itself, or to be read anew each
-        time.
-        """
+        """Returns whether no layer of these blocks runs itself, or is read anew each time."""
         known = filter(None, map(self._blocks.get, blocks))
         return not any(
             block.operands is None or any(layer.kind is None for layer in block.form.layers)

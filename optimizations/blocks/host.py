@@ -319,8 +319,7 @@ def _norms(start: torch.Tensor, ours: torch.Tensor, host: torch.Tensor) -> torch
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Returns whether it holds neither NaN nor infinity; some rows at a time, which take little
-    memory.
+    """Returns whether all is finite, looking at some rows at a time, for little memory.
 
     Args:
         tensor: (..., rows, columns).

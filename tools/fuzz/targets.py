@@ -62,9 +62,7 @@ def as_text(value: Any) -> str:
 
 
 def framed(entries: Any) -> tuple[bytes, int]:
-    """Returns a safetensors file of {name: {"dtype", "shape"}} or {name: {"text": what its bytes
-    say}}.
-    """
+    """Returns a safetensors file of {name: {"dtype", "shape"}} or {name: {"text": bytes}}."""
     made, body, zeros = entries, b"", {}
     if isinstance(entries, dict):
         made = {**entries}

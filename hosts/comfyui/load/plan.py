@@ -253,9 +253,7 @@ def _stored_precision(source: Source) -> str:
 
 
 def _knows_packed(source: Source) -> bool:
-    """Returns whether the file has weights in 4 or 6 bits, and this ComfyUI's layers take all of
-    them.
-    """
+    """Returns whether weights are in 4 or 6 bits, and this ComfyUI's layers take all."""
     quantization = source.part.quantization
     if joined_bytes(source):  # each has a codebook of its own: together they become int8
         return False

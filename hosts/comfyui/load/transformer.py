@@ -192,8 +192,7 @@ def _build(plan: LoadPlan, disable_dynamic: bool = False) -> tuple[ModelPatcher,
 def _fast_disk(
     patcher_class: type[ModelPatcher], tensors: dict[str, torch.Tensor]
 ) -> dict[str, bool]:
-    """Returns what ComfyUI's own loader tells a patcher about the disk; nothing where it takes
-    nothing.
+    """Returns what ComfyUI's loader tells a patcher about the disk, if it takes that.
 
     With a fast one dynamic VRAM reads weights from the file again rather than hold a pinned copy
     of them in system RAM.

@@ -150,9 +150,7 @@ def scale_of(alpha: float | None, rank: int | None) -> float:
 
 
 def in_rows(change: Matrices | Kronecker, start: int, rows: int) -> Matrices | Kronecker:
-    """Returns a change of some rows of a layer as one of all its `rows`: those before `start` and
-    behind it stay as they are.
-    """
+    """Returns a change of some rows, from `start` on, as one of all `rows` of the layer."""
     if isinstance(change, Matrices):
         return change._replace(up=_padded(change.up, start, rows))
     # A row of `outer` makes as many rows as `inner` has.
@@ -439,9 +437,7 @@ class BypassLayers(torch.nn.Module):
         self._placed: tuple[Any, list[weakref.ref]] | None = None
 
     def of(self, model: torch.nn.Module) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
-        """Returns (layer of the model, change) of each; finding the layers takes 5 ms the first
-        time.
-        """
+        """Returns (layer, change) of each; finding the layers takes 5 ms the first time."""
         if self._placed is None or self._placed[0]() is not model:
             # Weakly: the model has to go when it goes.
             layers = [weakref.ref(model.get_submodule(name)) for name in self.names]

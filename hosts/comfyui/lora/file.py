@@ -51,8 +51,7 @@ class LoraFile:
 
 
 def inspect_lora(path: Path) -> CheckpointPart:
-    """Returns what a LoRA file is, from its header: a model in the wrong slot has tens of
-    gigabytes.
+    """Identifies a LoRA file by its header: a model in the wrong slot has gigabytes.
 
     Raises:
         CheckpointError: it is no LoRA, or more than one, and belongs elsewhere.

@@ -152,9 +152,7 @@ def unguided(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_choice(options: dict[str, Any]) -> dict[str, Any]:
-    """Returns transformer_options whose slot is empty where a `SlotAttention` fills it; still
-    guided.
-    """
+    """Returns transformer_options without a `SlotAttention` in the slot; still guided."""
     filled, inner = options.get(SLOT), unguided(options)
     if isinstance(inner.get(SLOT), SlotAttention):
         inner = _with_slot(options, None)
@@ -176,8 +174,7 @@ def host_attention(
     options: dict[str, Any],
     preferred: torch.nn.Module | None = None,
 ) -> torch.Tensor:
-    """Attends with ComfyUI's attention, what other nodes have put into the slot, or what the file
-    says.
+    """Attends with ComfyUI's attention, or what other nodes or the file have chosen.
 
     Args:
         q, k, v: (batch, joint, heads, head_dim).

@@ -268,9 +268,7 @@ class ComfyPass(DoubleStream):
     def host_attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """Attends with ComfyUI's attention, what other nodes have put into the slot, or what the
-        file says.
-        """
+        """Attends with ComfyUI's attention, or what other nodes or the file have chosen."""
         # What is in the slot wins over the file, even where it has failed.
         options = unguided(self._options)
         said = None if SLOT in options else file_choice(self._block)

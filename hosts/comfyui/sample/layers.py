@@ -229,9 +229,7 @@ def _tensors(
 
 
 def _waits_as_it_is(layer: torch.nn.Module) -> bool:
-    """Returns whether a layer in pages has no copy that ComfyUI has pinned, and goes there
-    unchanged.
-    """
+    """Returns whether a layer in pages has no pinned copy, and goes there unchanged."""
     own = layer.__dict__
     changes = (f"{name}{end}" for name in TENSORS for end in ("_function", "_lowvram_function"))
     if "_v" not in own or any(map(own.get, changes)):

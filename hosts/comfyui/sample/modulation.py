@@ -45,9 +45,7 @@ CALL_ARGUMENTS = ("c_concat", "c_crossattn", "control", "transformer_options")
 def by_name(
     args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns what an APPLY_MODEL wrapper gets behind x and t, and the transformer_options among
-    it.
-    """
+    """Returns an APPLY_MODEL wrapper's arguments behind x and t, by name."""
     given = {**dict(zip(CALL_ARGUMENTS, args, strict=False)), **kwargs}
     return given, given.get("transformer_options") or {}
 
@@ -102,9 +100,7 @@ class _Layers:
         return self.unknown is not None or self._inventory.changed() is not None
 
     def change_in_use(self, patcher: ModelPatcher) -> bool:
-        """Returns whether somebody changes the weights as they are used, by the sigma for all we
-        know.
-        """
+        """Returns whether somebody changes the weights in use, perhaps by the sigma."""
         for layer in self._linears:
             own = layer.__dict__.get("_linear", layer).__dict__
             functions = *own.get("weight_function", ()), *own.get("bias_function", ())
@@ -245,8 +241,7 @@ class ModelModulation:
         return entry
 
     def rows(self, layer: OffCardLinear, embedding: torch.Tensor) -> torch.Tensor | None:
-        """Returns the output of an off-card layer from the table; None where the table is not for
-        it.
+        """Returns an off-card layer's output from the table; None where it has none.
 
         ComfyUI's own blocks ask for the image stream with the whole embedding, then for the text
         stream with it or with its first half.

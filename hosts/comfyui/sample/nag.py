@@ -1,6 +1,5 @@
-"""Guides a MODEL's attention away from a negative prompt (NAG) where the sampler drops its own, as
-at CFG 1. A wrapper around each call of the transformer adds the prompt, and `GuidedAttention` reads
-it.
+"""Guides a MODEL's attention away from a negative prompt (NAG), as at CFG 1. A wrapper around each
+call of the transformer adds the prompt, and `GuidedAttention` reads it.
 """
 
 from __future__ import annotations
