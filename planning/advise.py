@@ -193,7 +193,7 @@ def _split(line: str) -> tuple[str, float]:
         price = math.nan
     if not name.strip() or math.isnan(price):
         raise SettingError(
-            f"{line!r} is not a card and its price in USD per hour: write {EXAMPLE!r}."
+            f"{line!r} is not a GPU and its price in USD per hour: write {EXAMPLE!r}."
         )
     if not 0 <= price < math.inf:
         raise SettingError(f"a price must be at least 0 USD per hour, got {price:g}.")

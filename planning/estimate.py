@@ -390,7 +390,7 @@ def check_price(usd_per_hour: Any) -> None:
     """
     if not _is_finite(usd_per_hour) or usd_per_hour < 0:
         raise SettingError(
-            f"usd_per_hour is {usd_per_hour!r}: give the price of one card in USD per hour, 0 or "
+            f"usd_per_hour is {usd_per_hour!r}: give the price of one GPU in USD per hour, 0 or "
             "more."
         )
 

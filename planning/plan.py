@@ -395,7 +395,7 @@ def check_attention(name: str, card: CardFacts) -> None:
 
 def _too_old(what: str, needs: str, card: CardFacts, choices: Sequence[str]) -> UnavailableError:
     return UnavailableError(
-        f"{what} needs a card of {sm(FORMATS[needs].oldest)} or newer and {card.name} is "
+        f"{what} needs a GPU of {sm(FORMATS[needs].oldest)} or newer and {card.name} is "
         f"{sm(card.capability)}: choose {', '.join(choices)}."
     )
 
@@ -452,7 +452,7 @@ def _refusal(case: Question, least: int) -> str:
         f"references ({request.references})": (request.references, "give fewer references"),
         f"other models ({len(request.others)})": (
             request.others,
-            "keep no other model on the card",
+            "keep no other model in VRAM",
         ),
         f"layers ({request.layers})": (request.layers, "paint fewer layers"),
     }

@@ -179,7 +179,7 @@ class RunRequest:
             find_member(other.family)
             if other.precision not in MULTIPLIED:
                 raise SettingError(
-                    f"{other.precision!r} is no precision of a model that stays on the card: "
+                    f"{other.precision!r} is no precision of a model that stays in VRAM: "
                     f"choose {', '.join(MULTIPLIED)}."
                 )
 
@@ -309,7 +309,7 @@ class RunRequest:
             )
         if self.layers and not family.layers:
             raise SettingError(
-                f"family {family.name!r} paints no layers, got {self.layers}: choose "
+                f"family {family.name!r} generates no layers, got {self.layers}: choose "
                 "qwen-image-layered, or 0 layers."
             )
 

@@ -149,7 +149,7 @@ def plan_vae(
             f"too little memory to {direction} "
             f"{shape.pixels * width}x{shape.pixels * height} pixels: the smallest tiles "
             f"need {lacking:,} MiB and {max(0, budget or 0) // MIB:,} MiB is free, so choose a "
-            "smaller size or batch, or free memory on the card."
+            "smaller size or batch, or free memory on the GPU."
         )
         return VaePlan(direction, latent, most, rows, 1, kept + bytes_of(most), text, fits=False)
     tall, wide = largest_tile(latent, grid)
@@ -232,7 +232,7 @@ def decode_plan(request: RunRequest, free: int | None, others: int = 0) -> VaePl
     if most is not None and whole.peak_bytes > most:
         raise DoesNotFitError(
             f"to decode {request.width}x{request.height} whole takes "
-            f"{format_gib(whole.peak_bytes)} and the card has {format_gib(most)} with all other "
+            f"{format_gib(whole.peak_bytes)} and the GPU has {format_gib(most)} with all other "
             f"models off it: {remedy}."
         )
     return whole
