@@ -96,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--free-gib",
         type=float,
         metavar="N",
-        help="of `image`: hold all but so much of the GPU, such as 44.4 as on an L40S",
+        help="of `image`: leave only N GiB of VRAM free; 44.4 imitates an L40S",
     )
     parser.add_argument(
         "--device", default="auto", metavar="NAME", help="auto (default), cpu, cuda or cuda:N"

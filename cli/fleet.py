@@ -94,8 +94,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "rest",
         nargs="*",
         metavar="status | -- ARGUMENTS",
-        help="show what the servers do, on a terminal until Ctrl-C; or more of ComfyUI's command "
-        "line",
+        help="`status`: show what the servers do, on a terminal until Ctrl-C; `-- ARGUMENTS`: more "
+        "arguments for each ComfyUI",
     )
 
 

@@ -39,7 +39,7 @@ def check_memory() -> Capability:
     if total >= BF16_PARTS:
         return State.USABLE.of("system RAM", reason)
     reason += f": less than the full model in bf16 ({BF16_PARTS / GIB:.1f} GiB)"
-    remedy = "choose int8 or fp8, which need two thirds"
+    remedy = "use int8 or fp8 files; `qwen-l40s estimate` counts what they need"
     return State.LIMITED.of("system RAM", reason, remedy)
 
 
