@@ -174,8 +174,8 @@ def load_of(option: PlanOption) -> Load:
 def load_seconds(load: Load, rates: Rates, *, cold: bool = False) -> Range:
     """Predicts the time of weights from their files to where they stay, by loads on an H200's host.
 
-    A file that is read for the first time takes at least as long as its disk, at most that in the
-    order of its use and then the way from memory: without dynamic VRAM the two do not overlap.
+    A file that is read for the first time takes at least the disk's time. At most it takes the
+    disk's time, then the way from memory: without dynamic VRAM the two do not overlap.
 
     Args:
         cold: whether the files are on an NVMe disk, and not in memory already.

@@ -1,18 +1,18 @@
-"""Bypass: computes a LoRA next to the layers that it changes and leaves their weights alone.
+"""Computes a LoRA next to the layers that it changes, and leaves their weights alone (bypass).
 
 A LoRA is one of the MODEL's patches, as any node adds it: nodes that save, merge or extract read
-patches. For the length of a run the patches that a merge would damage are taken out of the patcher
-that samples, and computed: those on quantized weights, and those that were asked for as bypass.
+patches. During a run, patches that a merge would damage are taken out of the patcher that samples,
+and are computed: patches of quantized weights, and patches that were asked for as bypass.
 
-Core has another "bypass". It is not used, because in ComfyUI 0.33 a second LoRA takes the first
-one's place, or with a key of its own recurses without end after a reload (injections are removed in
-the order in which they were made); it stays with the modules of the first model when `clone` makes
-another one (torch.compile under dynamic VRAM, MultiGPU); it ignores `dora_scale`; its copies on the
-card are not counted as memory; and no node that saves or merges knows of it.
+ComfyUI has another "bypass". It is not used, for five reasons (ComfyUI 0.33). A second LoRA
+replaces the first, or with its own key recurses without end after a reload, because injections are
+removed in the order of their making. The bypass stays with the modules of the first model when
+`clone` makes another one (torch.compile under dynamic VRAM, MultiGPU). It ignores `dora_scale`.
+Its copies on the card are not counted as memory. No node that saves or merges knows it.
 
-Here the small matrices of all LoRAs are an additional model, which the host counts, loads, moves
-and frees, and an APPLY_MODEL wrapper wraps the layers' `forward` for the length of one call only.
-The block executor does not call these: it reads the matrices (`Beside`).
+Here the small matrices of all LoRAs are an additional model, which ComfyUI counts, loads, moves and
+frees. An APPLY_MODEL wrapper wraps the layers' `forward` for one call. The block executor does not
+call these: it reads the matrices (`Beside`).
 """
 
 from __future__ import annotations
