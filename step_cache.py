@@ -112,9 +112,9 @@ def plan_steps(
 ) -> StepPlan:
     """Chooses the steps of a run that cost the image least.
 
-    The cost of a skipped step is its length times how far the velocity has moved since the last
-    computed step (`_moved`); of all sets with as many steps as the budget has, or as many as the
-    other limits leave, the cheapest is taken.
+    The cost of a skipped step is its length times the way of the velocity since the last computed
+    step (`_moved`). The cheapest set is taken of all that have as many steps as the budget, or as
+    the other limits leave.
 
     Args:
         sigmas: Of the run, one more than it has steps.

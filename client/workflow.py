@@ -85,8 +85,8 @@ def job_id(key: str) -> str:
 def with_job_id(
     graph: Graph, object_info: Mapping[str, Any], key: str, ran: int = 0, fresh: str = ""
 ) -> Graph:
-    """Copies the graph with names of its own, by the job's key and how often it ran before, for the
-    files that its nodes save on a server: two jobs never share one, in whatever folder servers
+    """Copies the graph with its own names for the files that its nodes save on a server, by the
+    job's key and how often it ran before. Two jobs never share a name, in whatever folder servers
     write.
 
     Args:

@@ -40,8 +40,8 @@ def rotate(weight: torch.Tensor, size: int) -> torch.Tensor:
     """Rotates a weight [N, K] of a floating dtype in groups of `size`, as ConvRot does.
 
     Each group is multiplied by comfy-kitchen's Hadamard matrix, which spreads outliers before they
-    are rounded to int8: the Kronecker power of a symmetric 4 x 4 matrix with rows of equal sum,
-    divided by the square root of its size. It is its own inverse.
+    are rounded to int8. The matrix is the Kronecker power of a symmetric 4 x 4 matrix with rows of
+    equal sum, divided by the square root of its size. It is its own inverse.
 
     Sums are taken in one order on every device, so that files are the same.
     """

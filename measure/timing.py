@@ -1,5 +1,5 @@
-"""Times calls that run in turns until the card's clocks have settled, and what the CPU needs
-to launch a block and to replay all: on few tokens, so that the card never holds it up.
+"""Times calls that run in turns until the card's clocks have settled, and the CPU's time to launch
+a block and to replay all. Few tokens are used for that, so that the CPU never waits for the card.
 """
 
 from __future__ import annotations

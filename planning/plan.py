@@ -174,13 +174,12 @@ def plan(
 ) -> tuple[PlanOption, ...]:
     """Lists the ways to run a request on a card, what was asked for first.
 
-    What the request names is kept. Else `auto_precision` comes first, whether it stays in VRAM
-    or not; a quantized file stays as it is, because dequantizing brings nothing back, but fp8 that
-    was cast without scales, or whose products do not run, becomes int8. One in 4 or 6 bits becomes
-    int8 where that stays.
-    The text encoder's file and place are those of the shortest new prompt. Where a named setting
-    does not stay, it comes first with that said, and then what would stay if nothing were named, of
-    which the first is the recommended one.
+    What the request names is kept. Else `auto_precision` comes first, whether it stays in VRAM or
+    not. A quantized file stays as it is, because dequantizing brings nothing back. But fp8 that was
+    cast without scales, or whose products do not run, becomes int8. One in 4 or 6 bits becomes int8
+    where that stays. The text encoder's file and place are those of the shortest new prompt. Where
+    a named setting does not stay, it comes first with that said, and then what would stay if
+    nothing were named, of which the first is the recommended one.
 
     Args:
         stored: what the transformer's file holds, a key of `BYTES_PER_WEIGHT`; None for any.

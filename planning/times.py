@@ -67,9 +67,9 @@ def block_bytes(
     """Counts the bytes that the kernels between the products of one block read and write.
 
     Of a token of width D: gate, residual, norm and modulation, twice, read two rows and write two,
-    the second in the precision of what reads it; the norm of q and k and their rotation read and
-    write both; in fp8 and int8 the attention's output and the MLP's hidden rows, four times as
-    wide, are quantized, the latter with the GELU, which in bf16 is in the product's epilogue. For
+    the second in the precision of what reads it. The norm of q and k and their rotation read and
+    write both. In fp8 and int8 the attention's output and the MLP's hidden rows, four times as
+    wide, are quantized. The GELU is part of that; in bf16 it is in the product's epilogue. For
     attention in 8 bits q and k are written in int8; values are read twice and written in e4m3.
 
     Args:

@@ -1,5 +1,5 @@
-"""Predicts what decoding and encoding hold on the card and how long they take, whole or in tiles:
-so much for a pixel, by what an implementation's largest layer holds and all layers compute.
+"""Predicts the memory and time of decoding and encoding on the card, whole or in tiles. Memory
+follows an implementation's largest layer for each pixel, time the arithmetic of all layers.
 """
 
 from __future__ import annotations

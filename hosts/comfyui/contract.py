@@ -1,7 +1,7 @@
 """Checks whether this package knows the running ComfyUI, and a MODEL. Where a name or parameter of
-`HOOKS` is gone, the nodes that need it refuse to run and the others do not; where what ComfyUI
-calls here has a new parameter, a call that uses it runs ComfyUI's own code. Tests hold the list to
-every name and every call, and each node to what it needs.
+`HOOKS` is gone, only the nodes that need it refuse to run. Where ComfyUI calls a function of this
+package with a new parameter, ComfyUI's own code runs. Tests hold the list to every name and every
+call, and each node to what it needs.
 """
 
 from __future__ import annotations

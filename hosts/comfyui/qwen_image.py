@@ -311,8 +311,8 @@ class _Kept:
 def keep_negative(
     transformer: Any, given: dict, negative: Any, guidance: Guidance, kept: dict
 ) -> dict[str, Any]:
-    """Has the image read keys and values of a negative prompt, which are computed once in a run;
-    in each pass where ComfyUI keeps none, as hooks may change the weights between two steps.
+    """Has the image read keys and values of a negative prompt, which are computed once in a run.
+    Where ComfyUI keeps none, because hooks may change the weights, they are computed in each pass.
     """
     x, context, options = map(given.get, ("x", "context", "transformer_options"))
     form = x.shape[-2:], x.dtype, x.device

@@ -1,6 +1,6 @@
-"""Loads a text encoder of Qwen-Image into a ComfyUI CLIP with a choice of its place: by default
-ComfyUI moves it to the card before each encoding, 15 GiB of the full-size one, and leaves it there
-until something else needs the room.
+"""Loads a text encoder of Qwen-Image into a ComfyUI CLIP, with a choice of its place. By default
+ComfyUI moves it to the card before each encoding, and leaves it there until something else needs
+the room.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Without dynamic VRAM ComfyUI moves weights between two passes, and each way in which it does leaves
 a mark on the model. Under dynamic VRAM the weights lie in pages that the driver may take away at
-any time: pages that are all there are pinned for the pass, as ComfyUI does for its own graphs.
+any time. If all pages are there, they are pinned for the pass, as ComfyUI does for its graphs.
 """
 
 from __future__ import annotations
