@@ -1,5 +1,5 @@
-"""What a transformer runs with: the text encoders Qwen2.5-VL and Qwen3-VL, and the VAEs of 1.x and
-2.1 in native and diffusers names, and the tiny ones that stand in for the first.
+"""Describes what a transformer runs with: the text encoders Qwen2.5-VL and Qwen3-VL, the VAEs of
+1.x and 2.1 in native and diffusers names, and the tiny ones that replace the first of each.
 """
 
 from __future__ import annotations

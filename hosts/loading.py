@@ -1,6 +1,4 @@
-"""What a load decides before weights are read, their precision and where a transformer's modulation
-waits, and what rounds them then.
-"""
+"""Decides precision and place of weights before they are read, and rounds them then."""
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ class LoadDecision:
     Args:
         precision: a key of `BYTES_PER_WEIGHT`.
         reason: why in that precision.
-        off_card: whether the modulation waits in host memory.
+        off_card: whether the modulation waits in system RAM.
         place_reason: why there; empty where there is nothing to say.
         why: both reasons in a few words.
         option: of the plan that it follows; None without an NVIDIA card.
@@ -109,7 +107,7 @@ def decide_load(
     """Decides how a transformer is loaded.
 
     `auto` is what `plan` recommends for one image of the family's size next to a text encoder
-    in bf16. Weights that do not stay on the card are no error, because the host moves them to it
+    in bf16. Weights that do not stay in VRAM are no error, because the host moves them to it
     in every step; the reason then says so.
 
     Args:
@@ -226,7 +224,7 @@ def _on_processor(
 def round_weight(
     weight: torch.Tensor, format: str, *, rotation: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `quantize_rows`: 60 blocks pass an H200 in 2.0 s, and in 3.1 in torch's operations."""
+    """Rounds as `quantize_rows`: 60 blocks take 2.0 s on an H200, and 3.1 in torch's operations."""
     form = RowFormat(format, rotation)
     kernel = _kernel(weight.device, weight.dtype, form, weight.shape[1]) if len(weight) else None
     return kernel(weight, form) if kernel else quantize_rows(weight, format, rotation=rotation)

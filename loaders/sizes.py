@@ -1,4 +1,4 @@
-"""What the parts of a checkpoint take in memory, from its headers: for estimates."""
+"""Counts what the parts of a checkpoint take in memory, from its headers, for estimates."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def loaded_bytes(source: Source, packed: bool = False) -> TransformerBytes:
 
 
 def converted_bytes(source: Source) -> int:
-    """Counts what a load as stored makes anew in host memory, of a file that is not GGUF."""
+    """Counts what a load as stored makes anew in system RAM, of a file that is not GGUF."""
     quantization, count = source.part.quantization, joined_bytes(source)
     for name, info in source.tensors.items():
         form = quantization.layers.get(name.removesuffix(".weight"))

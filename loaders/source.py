@@ -317,7 +317,7 @@ def native_names(source: Source, to_native: Callable[[str], str]) -> dict[str, s
 
 
 def left_out(names: Collection[str], what: str) -> tuple[str, ...]:
-    """Says, if there are any, that tensors are left out as ComfyUI's own loader leaves them out."""
+    """Names the tensors, if any, that are left out as ComfyUI's loader leaves them out."""
     first, count = next(iter(names), ""), len(names)
     told = f"{first!r}" if count == 1 else f"{count} tensors such as {first!r}"
     return (f"{told} left out, because {what} does not have it",) if names else ()

@@ -1,4 +1,4 @@
-"""The cards that estimates are made for: what each has and costs, and the lists that say so."""
+"""Describes the cards that estimates are made for: what each has and costs, and their lists."""
 
 from __future__ import annotations
 
@@ -109,9 +109,9 @@ def find_card(name: str, cards: Mapping[str, Card], own_list: object = "cards.js
         return cards[found[0]]
     if found:
         several = ", ".join(found)
-        raise SettingError(f"{name!r} matches several cards: choose {several}.")
+        raise SettingError(f"{name!r} matches several GPUs: choose {several}.")
     raise SettingError(
-        f"no card is named {name!r}{_nearest(wanted, cards)}: choose one of the {len(cards)} that "
+        f"no GPU is named {name!r}{_nearest(wanted, cards)}: choose one of the {len(cards)} that "
         f"`qwen-l40s estimate --list-cards` prints, or describe yours in {own_list}."
     )
 
@@ -167,8 +167,8 @@ def _all_names(
             own = _without_size(_words_of(name))
             if any(_without_size(_words_of(it)) != own for it in known):
                 raise SettingError(
-                    f"{where}the cards {known[0]!r} and {name!r} are both named {other!r}: a name "
-                    "must mean one card, so change it or 'also' in your list."
+                    f"{where}the GPUs {known[0]!r} and {name!r} are both named {other!r}: a name "
+                    "must mean one GPU, so change it or 'also' in your list."
                 )
             if name not in known:
                 known.append(name)
@@ -349,7 +349,7 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "prices": (lambda value: isinstance(value, list), "a list of prices, which may be empty"),
 }
 PRICE_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "usd_per_hour": (_is_number, "US dollars for an hour of one card, a number above 0"),
+    "usd_per_hour": (_is_number, "US dollars for an hour of one GPU, a number above 0"),
     "provider": (_text, "a text"),
     "kind": (_one_of(KINDS), f"one of {', '.join(KINDS)}"),
     "date": (
@@ -377,13 +377,13 @@ def _listed(
 def _merged(
     content: Mapping, below: Fields, known: Mapping[Words, list[str]]
 ) -> tuple[dict[str, str], Fields]:
-    _refuse_unknown(content, ("notes", "cards"), "the list of cards")
+    _refuse_unknown(content, ("notes", "cards"), "the list of GPUs")
     notes, listed = content.get("notes", {}), content.get("cards")
     if not isinstance(notes, dict) or not all(map(_text, notes.values())):
         raise SettingError("'notes' must be an object of texts: correct or remove it.")
     if not isinstance(listed, dict):
         raise SettingError(
-            "the list of cards has no object 'cards': give the cards by name, as in "
+            "the list of GPUs has no object 'cards': give the GPUs by name, as in "
             '{"cards": {"L40S": {"prices": [{"usd_per_hour": 0.9}]}}}.'
         )
     cards = dict(below)
@@ -395,13 +395,13 @@ def _merged(
             )
         names = known.get(_words_of(given), [given])
         if len(names) > 1:
-            raise SettingError(f"{given!r} names several cards: name one of {', '.join(names)}.")
+            raise SettingError(f"{given!r} names several GPUs: name one of {', '.join(names)}.")
         name = names[0]
         if name in seen:
             raise SettingError(f"{seen[name]!r} and {given!r} are the same card: name it once.")
         seen[name] = given
-        cards[name] = {**cards.get(name, {}), **_checked(entry, f"card {given!r}")}
-        _refuse_missing(cards[name], FIELDS, f"card {given!r}")
+        cards[name] = {**cards.get(name, {}), **_checked(entry, f"GPU {given!r}")}
+        _refuse_missing(cards[name], FIELDS, f"GPU {given!r}")
     return notes, cards
 
 
@@ -444,7 +444,7 @@ def _refuse_unknown(entry: Mapping, known: Collection[str], where: str) -> None:
 def _refuse_missing(entry: Mapping, fields: Mapping, where: str) -> None:
     for name, (_, rule) in fields.items():
         if name not in entry:
-            needs = "a card of your own needs" if fields is FIELDS else "every price needs"
+            needs = "a GPU of your own needs" if fields is FIELDS else "every price needs"
             raise SettingError(f"{where}: {name!r} is missing, which {needs}: give {rule}.")
 
 
@@ -472,9 +472,9 @@ def _parse(path: Path) -> dict[str, Any]:
         return parse_object(read_bytes(path, MOST_BYTES).removeprefix(codecs.BOM_UTF8))
     except OSError as error:
         raise SettingError(
-            f"cannot read the list of cards ({error.strerror}): give a JSON file.", path
+            f"cannot read the list of GPUs ({error.strerror}): give a JSON file.", path
         ) from error
     except ValueError as error:
         raise SettingError(
-            f"the list of cards must be one JSON object ({error}): correct the file.", path
+            f"the list of GPUs must be one JSON object ({error}): correct the file.", path
         ) from error

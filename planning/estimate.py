@@ -1,4 +1,4 @@
-"""The whole answer before a run: memory of each phase, times, disk, host memory and cost."""
+"""Computes the answer before a run: memory of each phase, times, disk, system RAM and cost."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ class Estimate:
 
     @property
     def template(self) -> Template | None:
-        """Finds the workflow of this package for the run; None where files are at hand."""
+        """Finds the workflow of this package for the run; None where the user has files."""
         request = self.request
         if request.parts != Parts():
             return None
@@ -255,7 +255,7 @@ class Estimate:
 
     @property
     def downloads(self) -> tuple[File, ...]:
-        """Lists the published files of the run; empty where files are at hand."""
+        """Lists the published files of the run; empty where the user has files."""
         if self.template is None:
             return ()
         member, setting = self.request.member, self.option.setting
@@ -324,7 +324,7 @@ class Estimate:
 
     @cached_property
     def safer(self) -> PlanOption | None:
-        """Finds, where it is tight, the setting nearest to bf16 that stays on the card and leaves
+        """Finds, where it is tight, the setting nearest to bf16 that stays in VRAM and leaves
         `TIGHT_BYTES`; None where nothing does, or nothing is tight.
         """
         if not self.tight:
@@ -390,7 +390,7 @@ class Estimate:
 
     @property
     def usd_per_image(self) -> Range | None:
-        """Gives the cost on a card that paints all the time; None without a price or times."""
+        """Gives the cost on a card that generates all the time; None without a price or times."""
         usd, price = self.own_usd_per_hour, self.card.price()
         if usd is None and price is not None:
             usd = price.usd_per_hour
@@ -414,7 +414,7 @@ def check_price(usd_per_hour: Any) -> None:
     """
     if not _is_finite(usd_per_hour) or usd_per_hour < 0:
         raise SettingError(
-            f"usd_per_hour is {usd_per_hour!r}: give the price of one card in USD per hour, 0 or "
+            f"usd_per_hour is {usd_per_hour!r}: give the price of one GPU in USD per hour, 0 or "
             "more."
         )
 
@@ -436,7 +436,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def usd_range(usd_per_hour: float, seconds_per_image: Range) -> Range:
-    """Gives US dollars for an image of a range of times, on a card that paints all the time."""
+    """Gives US dollars for an image of a range of times, on a card that generates all the time."""
     return Range(*(usd_per_hour * seconds / SECONDS_PER_HOUR for seconds in seconds_per_image))
 
 

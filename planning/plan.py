@@ -1,4 +1,4 @@
-"""The ways to run a request on a card: the recommended one, and the alternatives."""
+"""Lists the ways to run a request on a card: the recommended one, and the alternatives."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class PlanOption:
 
     @property
     def peak_bytes(self) -> int:
-        """Counts what this phase needs for everything to stay on the card."""
+        """Counts what this phase needs for everything to stay in VRAM."""
         return self.needs[self.peak_phase]
 
     @property
@@ -194,13 +194,12 @@ def plan(
 ) -> tuple[PlanOption, ...]:
     """Lists the ways to run a request on a card, what was asked for first.
 
-    What the request names is kept. Else `auto_precision` comes first, whether it stays on the card
-    or not; a quantized file stays as it is, because dequantizing brings nothing back, but fp8 that
-    was cast without scales, or whose products do not run, becomes int8. One in 4 or 6 bits becomes
-    int8 where that stays.
-    The text encoder's file and place are those of the shortest new prompt. Where a named setting
-    does not stay, it comes first with that said, and then what would stay if nothing were named, of
-    which the first is the recommended one.
+    What the request names is kept. Else `auto_precision` comes first, whether it stays in VRAM or
+    not. A quantized file stays as it is, because dequantizing brings nothing back. But fp8 that was
+    cast without scales, or whose products do not run, becomes int8. One in 4 or 6 bits becomes int8
+    where that stays. The text encoder's file and place are those of the shortest new prompt. Where
+    a named setting does not stay, it comes first with that said, and then what would stay if
+    nothing were named, of which the first is the recommended one.
 
     Args:
         stored: what the transformer's file holds, a key of `BYTES_PER_WEIGHT`; None for any.
@@ -333,7 +332,7 @@ class Question:
 def plan_with_room(
     asked: Question, spare: int, runs: Callable[[PlanOption], bool]
 ) -> PlanOption | None:
-    """Finds the first setting that stays on the card, leaves so many bytes free and runs.
+    """Finds the first setting that stays in VRAM, leaves so many bytes free and runs.
 
     What the question names is kept if it can be; None where even free choice leaves less.
     """
@@ -351,7 +350,7 @@ def sized(
     stored: str | None = None,
     known_sizes: Mapping[str, TransformerBytes] | None = None,
 ) -> RunRequest:
-    """A request whose parts have the transformer's sizes in a precision.
+    """Returns a request whose parts have the transformer's sizes in a precision.
 
     Args:
         stored: the precision that the sizes in `request.parts` are of; None for the request's.
@@ -379,7 +378,7 @@ def encoder_precisions(request: RunRequest) -> tuple[str, ...]:
 
 def published_bytes(request: RunRequest, precision: str) -> TransformerBytes | None:
     """Counts the published file in a quantized precision, whose modulation is quantized too; None
-    where none is published, or a file is at hand.
+    where none is published, or the user has a file.
     """
     file = request.member.files.get(precision)
     if request.parts.at_hand or file is None or precision not in QUANTIZED:
@@ -390,7 +389,7 @@ def published_bytes(request: RunRequest, precision: str) -> TransformerBytes | N
 
 
 def check_tensor_cores(name: str, card: CardFacts, choices: tuple[str, ...]) -> None:
-    """Only demands are refused: weights that are quantized already save memory on any card.
+    """Refuses a demand alone: weights that are quantized already save memory on any card.
 
     Args:
         name: a precision that was asked for by name.
@@ -416,7 +415,7 @@ def check_attention(name: str, card: CardFacts) -> None:
 
 def _too_old(what: str, needs: str, card: CardFacts, choices: Sequence[str]) -> UnavailableError:
     return UnavailableError(
-        f"{what} needs a card of {sm(FORMATS[needs].oldest)} or newer and {card.name} is "
+        f"{what} needs a GPU of {sm(FORMATS[needs].oldest)} or newer and {card.name} is "
         f"{sm(card.capability)}: choose {', '.join(choices)}."
     )
 
@@ -473,7 +472,7 @@ def _refusal(case: Question, least: int) -> str:
         f"references ({request.references})": (request.references, "give fewer references"),
         f"other models ({len(request.others)})": (
             request.others,
-            "keep no other model on the card",
+            "keep no other model in VRAM",
         ),
         f"layers ({request.layers})": (request.layers, "paint fewer layers"),
     }

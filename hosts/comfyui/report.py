@@ -1,5 +1,5 @@
-"""The report after a run: six lines with the answer first, what was measured of each phase, which
-path its code took, and one line of what was predicted; a picture, and the same for programs.
+"""Writes the report after a run: six lines with the answer first, what was measured of each phase,
+which path its code took, and one line of the prediction; a chart, and the same for programs.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ LIKE_THE_PASSES = 0.25
 
 @dataclass(frozen=True)
 class RunReport:
-    """Holds the report in words, its first lines, its picture, and the same for JSON."""
+    """Holds the report in words, its first lines, its chart, and the same for JSON."""
 
     text: str
     summary: str

@@ -446,7 +446,7 @@ def test_every_listed_card_gets_a_sensible_answer(name, family):
     request = RunRequest(family=family, references=min(1, member.most_references), **size)
     for precision in ("auto", "bf16", "int8", "fp8"):
         if not listed.facts().multiplies(precision) and precision != "auto":
-            with pytest.raises(UnavailableError, match=f"{precision} needs a card of sm_"):
+            with pytest.raises(UnavailableError, match=f"{precision} needs a GPU of sm_"):
                 estimate(replace(request, precision=precision), listed)
             continue
         found = estimate(replace(request, precision=precision), listed)

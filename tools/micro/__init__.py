@@ -1,4 +1,4 @@
-"""How the bundled micro models are made and judged.
+"""Makes and judges the bundled micro models.
 
 `train` makes one from the configs, words and classes of its folder in models/; `quality` judges it.
 """

@@ -1,5 +1,5 @@
-"""What is decided of a transformer before its weights are read, one `LoadPlan` from the headers,
-the card and the memory, and what a loader reports when they are.
+"""Decides all about a transformer before its weights are read, as one `LoadPlan` from the headers,
+the card and the memory, and writes a loader's report.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def check_settings(source: Source, requested: str, keep: Sequence[str]) -> None:
 
 
 def card_facts(device: torch.device) -> CardFacts | None:
-    """The NVIDIA card that a MODEL is loaded for; None for everything else."""
+    """Returns the NVIDIA card that a MODEL is loaded for; None for everything else."""
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     properties = torch.cuda.get_device_properties(device)
@@ -211,7 +211,7 @@ def card_facts(device: torch.device) -> CardFacts | None:
 
 
 def host_shape(source: Source) -> TransformerShape:
-    """A transformer's sizes as ComfyUI builds it.
+    """Returns a transformer's sizes as ComfyUI builds it.
 
     Raises:
         CheckpointError: a tensor is missing or has another shape.
@@ -223,10 +223,10 @@ def host_shape(source: Source) -> TransformerShape:
 
 
 def check_host_memory(needed: int, what: str) -> None:
-    """Refuses before reading what host memory cannot hold.
+    """Refuses before reading what system RAM cannot hold.
 
     Args:
-        needed: the peak in bytes of host memory that is not a mapped file.
+        needed: the peak in bytes of system RAM that is not a mapped file.
         what: the subject of the sentence, such as `qwen_image_bf16.safetensors in int8`.
 
     Raises:
@@ -251,7 +251,7 @@ def _stored_precision(source: Source) -> str:
 
 
 def _knows_packed(source: Source) -> bool:
-    """Whether the file has weights in 4 or 6 bits, and this ComfyUI's layers take all of them."""
+    """Returns whether weights are in 4 or 6 bits, and this ComfyUI's layers take all."""
     quantization = source.part.quantization
     if joined_bytes(source):  # each has a codebook of its own: together they become int8
         return False

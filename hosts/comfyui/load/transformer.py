@@ -192,10 +192,10 @@ def _build(plan: LoadPlan, disable_dynamic: bool = False) -> tuple[ModelPatcher,
 def _fast_disk(
     patcher_class: type[ModelPatcher], tensors: dict[str, torch.Tensor]
 ) -> dict[str, bool]:
-    """What ComfyUI's own loader tells a patcher about the disk; nothing where it takes nothing.
+    """Returns what ComfyUI's loader tells a patcher about the disk, if it takes that.
 
     With a fast one dynamic VRAM reads weights from the file again rather than hold a pinned copy
-    of them in host memory.
+    of them in system RAM.
     """
     find = getattr(getattr(comfy, "storage", None), "state_dict_fast_disk", None)
     if find is None or "fast_disk" not in inspect.signature(patcher_class.__init__).parameters:
@@ -211,7 +211,7 @@ def _fast_disk(
 
 
 def _what_is_not_quantized(dtype: torch.dtype, kept: Sequence[torch.Tensor]) -> list[str]:
-    # ComfyUI holds it in the dtype that the device computes in, on most processors fp32.
+    # ComfyUI holds it in the dtype that the device computes in, on most CPUs fp32.
     notes = []
     name = FLOAT_NAMES.get(dtype, str(dtype))
     if kept:
@@ -243,7 +243,7 @@ def _keep_off_card(patcher: ModelPatcher, quantized: bool) -> None:
 def _model_config(
     plan: LoadPlan, tensors: dict[str, torch.Tensor], device: torch.device
 ) -> comfy.supported_models.BASE:
-    """ComfyUI's configuration of the model, with the dtypes that its own loader would choose."""
+    """Returns ComfyUI's configuration of the model, with the dtypes that its loader chooses."""
     kind = kind_of_family(plan.shape.family, plan.source.path)
     sizes: dict[str, Any] = comfy.model_detection.detect_unet_config(tensors, "")
     try:
