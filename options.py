@@ -31,7 +31,7 @@ from .planning.request import (
     TEXT_ENCODER_PRECISIONS,
     Loras,
 )
-from .spec.formats import GIB
+from .spec.formats import GIB, KITCHEN_INT8
 from .spec.transformer import OFF_CARD, ON_CARD, PLACES
 from .step_cache import CHOICES, OFF
 
@@ -222,8 +222,8 @@ OPTIONS = (
     Option(
         "attention",
         EXACT,
-        "Attention of Qwen-Image Optimize. int8, int8_fp8: in 8 bits, which changes the image "
-        "slightly; predicted from instruction counts. fast: as int8 if that is faster.",
+        "Attention of Qwen-Image Optimize. kitchen_int8: in 8 bits, which changes the image "
+        "slightly; predicted from instruction counts. fast: as kitchen_int8 if that is faster.",
         choices=ATTENTIONS,
         wired="With a MODEL connected, exact takes the MODEL's.",
         rare=True,
@@ -268,7 +268,14 @@ class Older:
 # {name of today: what it was before}, for nodes, command line and page. A node that has one of them
 # accepts all inputs: ComfyUI drops those that are not declared.
 OLDER = {
-    "attention": Older("attention", {"flash_attn_2": "auto", "sliced": "auto", "sage_2": FAST}),
+    "attention": Older(
+        "attention",
+        {
+            **dict.fromkeys(("flash_attn_2", "sliced"), "auto"),
+            **dict.fromkeys(("int8", "int8_fp8"), KITCHEN_INT8),
+            "sage_2": FAST,
+        },
+    ),
 }
 
 

@@ -434,7 +434,7 @@ def attention_notes(found: Estimate) -> Iterator[str]:
             f"Attention {fast}{form}: predicted at {share} of the time of exact attention, not "
             "measured in a run."
         )
-    elif asked == FAST:
+    elif asked == FAST and not found.request.nag_tokens:
         yield "Attention fast counts as exact, which is predicted to be faster on this GPU."
 
 

@@ -10,7 +10,7 @@ from ..charts.text import advise_summary, advise_text
 from ..errors import QwenL40SError, UnavailableError
 from ..hosts.comfyui.estimate.cards import own_files_changed_at
 from ..machine.store import known_cards, load_calibration
-from ..options import request_settings
+from ..options import request_settings, todays
 from ..planning.advise import EXAMPLE, advise, read_prices
 from .common import (
     loader_settings,
@@ -95,7 +95,7 @@ class QwenL40SAdviseGPU(io.ComfyNode):
         from ..charts.picture import cost_chart
         from ..hosts.comfyui.estimate.request import request_from
 
-        request = request_from(request_settings(**settings)).request
+        request = request_from(request_settings(**todays(settings))).request
         cards = known_cards()
         own_prices = read_prices(prices, cards)
         found = advise(images_per_hour, request, cards.values(), own_prices, load_calibration)

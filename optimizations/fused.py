@@ -25,13 +25,12 @@ class Ops(NamedTuple):
     Attributes:
         residual_norm: (x, branch, gates, norms, tokens, eps, format, out, plain=None); what it
             makes takes x, gates and norms, and writes h into `out`.
-        qk_norm_rope: (q, k, norm, rotary, tokens, eps, into=None, first=0); takes norm and rotary.
+        qk_norm_rope: (q, k, norm, rotary, tokens, eps, first=0); takes norm and rotary.
         gelu_quantize: (x, format, out, keep=False); takes x.
         row_quantize: (x, format, out); takes x.
         swiglu_quantize: (gate, up, format, out, keep=False); takes nothing.
         low_rank_rows: (x, text_down, image_down, order, out); takes the first three.
         decode_weight: (codes, group_scale, codebook, bits, out); takes the first three.
-        attention_8bit: (heads, v, mask, out); quantizes v where the form has it; takes the mask.
         guided_rows: `reference.guided_rows` itself or its kernel, which nothing prepares.
         scaled_gemm: (a, b, scale_a, scale_b, bias, out, beside=None, gelu=False, swiglu=False);
             takes b, scale_b, bias, up and a. None where cuBLAS alone multiplies.
@@ -45,7 +44,6 @@ class Ops(NamedTuple):
     swiglu_quantize: Callable[..., Prepared]
     low_rank_rows: Callable[..., Prepared]
     decode_weight: Callable[..., Prepared]
-    attention_8bit: Callable[..., Prepared]
     guided_rows: Callable[..., torch.Tensor]
     scaled_gemm: Callable[..., Prepared] | None = None
 
@@ -66,17 +64,6 @@ def _quantizer(
         return lambda x: out.write(*quantize(x, format, **how))
 
     return prepare
-
-
-def _attention_8bit(
-    heads: reference.QuantizedHeads, v: torch.Tensor, _: torch.Tensor | None, out: torch.Tensor
-) -> Prepared:
-    def run(mask: torch.Tensor | None) -> None:
-        if heads.v is not None:
-            reference.quantize_values(v, heads)
-        reference.attention_8bit(heads, v, mask, out)
-
-    return run
 
 
 TORCH = Ops(
@@ -100,7 +87,6 @@ TORCH = Ops(
     lambda codes, scale, codebook, bits, out: (
         lambda *packed: out.copy_(reference.decode_weight(*packed, bits))
     ),
-    _attention_8bit,
     reference.guided_rows,
 )
 
@@ -125,7 +111,6 @@ def choose_ops(device: torch.device) -> Ops | Verdict:
 
 @cached  # equal in each run: what a run keeps is for these kernels
 def _triton() -> Ops:
-    from .kernels import attention_8bit as attention
     from .kernels import guided_rows, low_rank, qk_norm_rope, residual_norm, rows, scaled_gemm
     from .kernels.launch import not_direct
 
@@ -141,7 +126,6 @@ def _triton() -> Ops:
         prepared(rows.swiglu_quantize),
         prepared(low_rank.low_rank_rows),
         prepared(scaled_gemm.decode_weight),
-        attention.prepare_attention_8bit,
         guided_rows.guided_rows,
         prepared(scaled_gemm.scaled_gemm),
     )

@@ -120,7 +120,7 @@ class ForwardPass:
         check, unsupported = self._prepared.check, self._prepared.unsupported
         if self._executor is None:
             self._weights = self._hold()
-            self._executor = self._new_executor(self._attend, self._form)
+            self._executor = self._new_executor(self._attend)
         clear = not watched and not self._host.additions
         counted = step.keep is None  # else the host calls the block once more
         self._once = not counted
@@ -183,7 +183,7 @@ class ForwardPass:
     def _free_buffers(self) -> None:
         """Frees the buffers: the host's block takes more room than ours."""
         self._memory.free_buffers()
-        self._executor = self._new_executor(self._attend, self._form)
+        self._executor = self._new_executor(self._attend)
 
     def _compared(self, expected: Streams, *operands: Any) -> Streams:
         """Compares a block; where it gives NaN, once more with the host's attention."""
@@ -202,13 +202,11 @@ class ForwardPass:
             check.passes((text, image), result, expected, step)
         return result
 
-    def _new_executor(
-        self, attend: Attend, form: Callable[..., str | None] | None = None
-    ) -> BlockExecutor:
+    def _new_executor(self, attend: Attend) -> BlockExecutor:
         prepared = self._prepared
         known = prepared.known(self._weights)
         workspace = self._memory.workspace
-        return BlockExecutor(self._host.layers, prepared.ops, attend, workspace, known, form)
+        return BlockExecutor(self._host.layers, prepared.ops, attend, workspace, known)
 
     def _attend(self, *given: torch.Tensor | None, lse: bool = False) -> Any:
         attention, (q, k, _, mask) = self._host.attention, given
@@ -223,13 +221,6 @@ class ForwardPass:
             attention.look(*given, out)
             self._keys = 0  # a negative prompt of the same length is no other block
         return out
-
-    def _form(self, k: torch.Tensor, mask: torch.Tensor | None) -> str | None:
-        attention = self._host.attention
-        if attention is None:
-            return None
-        chosen = self._choice(attention, AttentionRequest.of, k, mask)
-        return chosen.name if chosen.quantizes else None
 
     def _choice(
         self, attention: ChosenAttention, request: Callable, *given: Any, exact: bool = False

@@ -11,7 +11,6 @@ side, in joint order: text, then image. With a batch of one the two orders are t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -20,7 +19,6 @@ import torch.nn.functional as F
 
 from ..errors import SettingError
 from ..spec.formats import FORMATS, RowFormat, is_rotation
-from ..spec.sizes import HEAD_TOKENS_AT_ONCE
 
 # What the kernels take: they hold a row in registers, and wider ones would spill.
 HEAD_DIMS, WIDEST_ROW = (16, 32, 64, 128, 256), 16384
@@ -375,97 +373,16 @@ def low_rank_rows(
             written[:, : len(down)] = rows @ down.t()
 
 
-HEAD_DIMS_8BIT = (32, 64, 128)  # that the kernels of 8-bit attention take
-# Keys that their mean is taken of; any vector near it does.
-SAMPLED_KEYS = 128
-# Weights of e4m3, 1 at most, are multiplied by this: below 2**-9 nothing is left of them.
-WEIGHT_SCALE = 256.0
-LARGEST_VALUE = FORMATS["fp8"].largest
-
-
-class QuantizedHeads(NamedTuple):
-    """Queries, keys and values of (batch, heads) in 8 bits; P is `padded(tokens)`, and Q that of
-    the queries, where there are fewer.
-
-    Attributes:
-        q: (batch, heads, Q, head_dim), int8.
-        k: (batch, heads, P, head_dim), int8; less `mean`.
-        q_scale: (batch, heads, Q), fp32, with log2(e) / sqrt(head_dim) in it.
-        k_scale: (batch, heads, P), fp32.
-        mean: (batch, heads, head_dim), fp32: of `SAMPLED_KEYS` keys.
-        v: (batch, heads, head_dim, P), float8_e4m3fn, zero past the last token; None for "int8".
-        v_scale: (batch, heads, head_dim), fp32; None for "int8".
-        v_largest: (batch, heads, P / HEAD_TOKENS_AT_ONCE, head_dim), fp32: of so many tokens each.
-    """
-
-    q: torch.Tensor
-    k: torch.Tensor
-    q_scale: torch.Tensor
-    k_scale: torch.Tensor
-    mean: torch.Tensor
-    v: torch.Tensor | None = None
-    v_scale: torch.Tensor | None = None
-    v_largest: torch.Tensor | None = None
-
-    @classmethod
-    def empty(cls, form: str, keys: torch.Tensor, queries: int | None = None) -> QuantizedHeads:
-        """Makes room for keys like these, (batch, tokens, heads, head_dim), and as many queries, or
-        `queries` of them, in one piece of memory.
-        """
-        size = sum(cls.sizes(form, keys.shape, queries))
-        return cls.of(form, keys.shape, keys.new_empty(size, dtype=torch.uint8), queries)
-
-    @classmethod
-    def of(
-        cls,
-        form: str,
-        shape: tuple[int, ...],
-        memory: torch.Tensor,
-        queries: int | None = None,
-    ) -> QuantizedHeads:
-        """Lays them out in memory of `sum(sizes(form, shape, queries))` bytes, (bytes,), uint8."""
-        parts = memory.split(cls.sizes(form, shape, queries))
-        tensors = zip(parts, _head_tensors(form, shape, queries), strict=True)
-        return cls(*(part.view(dtype).view(size) for part, (dtype, size) in tensors))
-
-    @staticmethod
-    def sizes(form: str, shape: tuple[int, ...], queries: int | None = None) -> list[int]:
-        """Counts each tensor's bytes, for keys of this shape, (batch, tokens, heads, head_dim)."""
-        tensors = _head_tensors(form, shape, queries)
-        return [dtype.itemsize * math.prod(size) for dtype, size in tensors]
-
-
-def _head_tensors(
-    form: str, shape: tuple[int, ...], queries: int | None
-) -> list[tuple[torch.dtype, tuple[int, ...]]]:
-    batch, tokens, heads, head_dim = shape
-    pair, length = (batch, heads), padded(tokens)
-    channels = (*pair, head_dim)
-    lengths = padded(tokens if queries is None else queries), length
-    found = [(torch.int8, (*pair, it, head_dim)) for it in lengths]
-    found += [(torch.float32, (*pair, it)) for it in lengths] + [(torch.float32, channels)]
-    if form == "int8_fp8":
-        found += [(torch.float8_e4m3fn, (*channels, length)), (torch.float32, channels)]
-        found += [(torch.float32, (*pair, length // HEAD_TOKENS_AT_ONCE, head_dim))]
-    return found
-
-
-def padded(tokens: int) -> int:
-    return -(-tokens // HEAD_TOKENS_AT_ONCE) * HEAD_TOKENS_AT_ONCE
-
-
 def qk_norm_rope(
     q: torch.Tensor,
     k: torch.Tensor,
-    norm: QKNorm | None,
-    rotary: Rotary | None,
+    norm: QKNorm,
+    rotary: Rotary,
     tokens: Tokens,
     eps: float,
-    into: QuantizedHeads | None = None,
     first: int = 0,
 ) -> None:
-    """Normalizes the heads of queries and keys and turns them by their position, in place or into
-    8 bits.
+    """Normalizes the heads of queries and keys and turns them by their position, in place.
 
         n = x / sqrt(mean(x * x) + eps) * weight;  (a, b) = (a cos - b sin, a sin + b cos)
 
@@ -477,121 +394,25 @@ def qk_norm_rope(
             with any stride.
         k: (B, joint, heads, head_dim), likewise.
         norm: Weights of both streams.
-        rotary: Cosines and sines of every token; both None where q and k are normalized and
-            rotated, for int8.
+        rotary: Cosines and sines of every token.
         tokens: How many of the tokens are text.
         eps: Added to the mean square.
-        into: Is written, and q and k stay as they are; None changes them in place.
     """
-    if norm is not None:
-        if into is not None:
-            q, k = (part.to(torch.float32, copy=True) for part in (q, k))
-        wide = wide_dtype(q)
-        cos, sin = (part.to(wide).unsqueeze(2) for part in rotary)
-        for x, start, weights in (
-            (q, first, (norm.text_query, norm.query)),
-            (k, 0, (norm.text_key, norm.key)),
-        ):
-            stop = start + x.shape[1]
-            cut = min(max(tokens.text, start), stop)
-            for begin, end, weight in ((start, cut, weights[0]), (cut, stop, weights[1])):
-                here = slice(begin - start, end - start)
-                part = x[:, here].to(wide)
-                part = part * (part.square().mean(-1, keepdim=True) + eps).rsqrt()
-                a, b = (part * weight.to(wide)).unflatten(-1, (-1, 2)).unbind(-1)
-                c, s = cos[:, begin:end], sin[:, begin:end]
-                x[:, here] = torch.stack((a * c - b * s, a * s + b * c), dim=-1).flatten(-2)
-    if into is not None:
-        quantize_heads(q, k, into)
-
-
-def score_scale(head_dim: int) -> float:
-    """Gives what queries are multiplied by, for weights that are powers of two."""
-    return math.log2(math.e) / math.sqrt(head_dim)
-
-
-def quantize_heads(q: torch.Tensor, k: torch.Tensor, into: QuantizedHeads) -> None:
-    """Quantizes queries and keys to int8, by the largest magnitude of each head of each token.
-
-        scale = max(|row|) / 127, or 1 for a zero row;  q = round_to_even(row / scale)
-
-    Args:
-        q, k: (batch, tokens, heads, head_dim), normalized and rotated; q may have fewer tokens.
-        into: Is written, of as many.
-    """
-    tokens, head_dim = k.shape[1], k.shape[3]
-    q, k = (part.transpose(1, 2).float() for part in (q, k))
-    into.mean.copy_(k[:, :, sampled_keys(tokens, k.device)].mean(2))
-    k = k - into.mean.unsqueeze(2)
-    for x, values, scales, factor in (
-        (q, into.q, into.q_scale, score_scale(head_dim)),
-        (k, into.k, into.k_scale, 1.0),
+    wide = wide_dtype(q)
+    cos, sin = (part.to(wide).unsqueeze(2) for part in rotary)
+    for x, start, weights in (
+        (q, first, (norm.text_query, norm.query)),
+        (k, 0, (norm.text_key, norm.key)),
     ):
-        largest = x.abs().amax(-1)
-        scale = _step_of(largest, 127.0)
-        steps = (x * scale.reciprocal().unsqueeze(-1)).clamp(-127, 127).round()
-        values[:, :, : x.shape[2]] = steps.to(torch.int8)
-        scales[:, :, : x.shape[2]] = scale * factor
-
-
-def sampled_keys(tokens: int, device: torch.device | None = None) -> torch.Tensor:
-    """Gives the tokens that the mean of the keys is taken of, (SAMPLED_KEYS,), int64."""
-    return torch.arange(SAMPLED_KEYS, device=device) * tokens // SAMPLED_KEYS
-
-
-def quantize_values(v: torch.Tensor, into: QuantizedHeads) -> None:
-    """Quantizes values to e4m3, transposed, by the largest magnitude of each channel.
-
-    Args:
-        v: (batch, tokens, heads, head_dim).
-    """
-    tokens = v.shape[1]
-    v = v.permute(0, 2, 3, 1).float()
-    largest = v.abs().amax(-1)
-    scale = _step_of(largest, LARGEST_VALUE)
-    into.v.zero_()
-    into.v[..., :tokens] = (v * scale.reciprocal().unsqueeze(-1)).to(into.v.dtype)
-    into.v_scale.copy_(scale)
-
-
-def _step_of(largest: torch.Tensor, steps: float) -> torch.Tensor:
-    # By a tensor: by a number, a card multiplies with the reciprocal, which is not the same.
-    exact = largest / torch.full((), steps, device=largest.device)
-    return torch.where(largest < SMALLEST_ROW, 1.0, exact)
-
-
-def attention_8bit(
-    heads: QuantizedHeads, v: torch.Tensor, mask: torch.Tensor | None, out: torch.Tensor
-) -> None:
-    """Computes softmax(q @ k.T + mask) @ v of heads in 8 bits; some queries at a time.
-
-    Args:
-        heads: With values in e4m3 where weights are to be multiplied in it.
-        v: (batch, tokens, heads, head_dim), any strides.
-        mask: (batch, 1, 1, tokens), added to the scores, or None.
-        out: (batch, queries, heads, head_dim), is written.
-    """
-    tokens = v.shape[1]
-    k = (heads.k * heads.k_scale.unsqueeze(-1))[:, :, :tokens]
-    if heads.v is None:
-        values = v.transpose(1, 2).float()
-    else:
-        values = heads.v[..., :tokens].float().transpose(2, 3)
-    queries = out.shape[1]
-    for start in range(0, queries, HEAD_TOKENS_AT_ONCE):
-        some = slice(start, min(start + HEAD_TOKENS_AT_ONCE, queries))
-        q = heads.q[:, :, some] * heads.q_scale[:, :, some].unsqueeze(-1)
-        scores = q @ k.transpose(2, 3)
-        if mask is not None:
-            scores = scores + mask.float() * math.log2(math.e)
-        weights = torch.exp2(scores - scores.amax(-1, keepdim=True))
-        sums = weights.sum(-1, keepdim=True)
-        if heads.v is None:
-            mixed = weights.to(v.dtype).float() @ values / sums
-        else:
-            weights = (weights * WEIGHT_SCALE).to(heads.v.dtype).float()
-            mixed = weights @ values / (sums * WEIGHT_SCALE) * heads.v_scale.unsqueeze(2)
-        out[:, some] = mixed.transpose(1, 2).to(out.dtype)
+        stop = start + x.shape[1]
+        cut = min(max(tokens.text, start), stop)
+        for begin, end, weight in ((start, cut, weights[0]), (cut, stop, weights[1])):
+            here = slice(begin - start, end - start)
+            part = x[:, here].to(wide)
+            part = part * (part.square().mean(-1, keepdim=True) + eps).rsqrt()
+            a, b = (part * weight.to(wide)).unflatten(-1, (-1, 2)).unbind(-1)
+            c, s = cos[:, begin:end], sin[:, begin:end]
+            x[:, here] = torch.stack((a * c - b * s, a * s + b * c), dim=-1).flatten(-2)
 
 
 class Guidance(NamedTuple):

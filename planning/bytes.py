@@ -10,14 +10,8 @@ from ..caches import cached
 from ..errors import SettingError
 from ..families.parts import QWEN25_VL
 from ..families.protocol import StepTokens, TextEncoder
-from ..spec.formats import BYTES_PER_SCALE, BYTES_PER_WEIGHT, INT8_FP8, MIB, QUANTIZED
-from ..spec.sizes import (
-    COMPARED_AT_ONCE,
-    HEAD_TOKENS_AT_ONCE,
-    MOST_TABLE_BYTES,
-    RANKS_AT_ONCE,
-    ROWS_AT_ONCE,
-)
+from ..spec.formats import BYTES_PER_SCALE, BYTES_PER_WEIGHT, MIB, QUANTIZED
+from ..spec.sizes import COMPARED_AT_ONCE, MOST_TABLE_BYTES, RANKS_AT_ONCE, ROWS_AT_ONCE
 from ..spec.transformer import REFERENCE_TOKENS, TransformerShape
 from ..step_cache import OFF
 from .request import EXACT, FAST, W4A8, RunRequest, Setting, replays_graph
@@ -106,8 +100,7 @@ def _parameters(shape: TransformerShape) -> tuple[int, int]:
 #     bf16        1 + 1 + 4 + 1 + 1     = 8 streams of n
 #     fp8, int8   1 + 1 + 4 + 1 + 2 + 1 = 10, and an fp32 scale a row
 #
-# The int32 and fp32 sums of 8-bit products stay in the kernels' registers. Attention in 8 bits has
-# q and k (and v) in a buffer of its own and writes its result where q was. The first step also runs
+# The int32 and fp32 sums of 8-bit products stay in the kernels' registers. The first step also runs
 # one block of ComfyUI's own for the self-check, whose MLP holds 9 i + 2 n, before there are
 # buffers, and keeps its result; both results are compared in fp32, some tokens at a time.
 
@@ -215,13 +208,13 @@ def _row_bytes(request: RunRequest) -> int:
 def graph_bytes(request: RunRequest, setting: Setting) -> int:
     """Counts CUDA graphs of the blocks, beside a pass without them; 0 where none is predicted.
 
-    They share one pool: the rows of the streams and of exact attention, which stay where they are
-    from replay to replay, and the modulation of one timestep.
+    They share one pool: the rows of the streams and of attention, which stay where they are from
+    replay to replay, and the modulation of one timestep.
     """
     if not replays_graph(request, setting):
         return 0
-    streams = 2 if setting.attention == EXACT else 1
-    rows = streams * request.step_tokens.rows * request.transformer.dim * BF16
+    rows = 2 * request.step_tokens.rows * request.transformer.dim * BF16
+    rows += heads_bytes(request, setting.attention)
     return rows + _row_bytes(request) * sum(embedding_rows(request)) + GRAPH_WORKSPACES
 
 
@@ -268,28 +261,27 @@ def buffer_bytes(request: RunRequest, setting: Setting) -> int:
     count += rows * 3 * _ranks_beside(request, setting) * BF16
     if setting.precision in QUANTIZED and not setting.weight_only:
         count += rows * (block.inner * dim + BYTES_PER_SCALE)
-    count += -(-heads_bytes(request, setting.attention) // ROWS_AT_ONCE) * ROWS_AT_ONCE
     # One weight of each stream is decoded at a time, which may be the MLP's.
     streams = 2 if block.text_layers else 1
     return count + (streams * block.hidden * dim * dim if setting.packed else 0)
 
 
+# comfy-kitchen pads keys to a multiple of this, and has so many scales for as many of them.
+KEYS_AT_ONCE, SCALES_OF_QUERIES, SCALES_OF_KEYS = 128, 32, 4
+
+
 def heads_bytes(request: RunRequest, attention: str) -> int:
-    """Counts what attention in 8 bits reads: q, k and their scales, the mean of k, and values in
-    e4m3 with scales and largest magnitudes; 0 for exact attention.
+    """Counts what attention in 8 bits makes beside its result: q, k and v in int8, and their
+    scales; 0 for exact attention.
     """
     if attention == EXACT:
         return 0
-    head_dim = request.transformer.head_dim
-    tokens = request.step_tokens
-    queries, keys = (
-        -(-count // (tokens.items * HEAD_TOKENS_AT_ONCE)) * HEAD_TOKENS_AT_ONCE
-        for count in (tokens.rows, tokens.rows + tokens.prefix_rows)
-    )
-    head = (queries + keys) * (head_dim + FP32) + FP32 * head_dim
-    if attention == INT8_FP8:
-        head += keys * head_dim + FP32 * head_dim * (1 + keys // HEAD_TOKENS_AT_ONCE)
-    return request.items * request.transformer.heads * head
+    head_dim, tokens = request.transformer.head_dim, request.step_tokens
+    queries, keys = tokens.joint, tokens.joint + tokens.prefix
+    tiles_of_queries, tiles_of_keys = (-(-it // KEYS_AT_ONCE) for it in (queries, keys))
+    values = (queries + keys + KEYS_AT_ONCE * tiles_of_keys) * head_dim
+    scales = SCALES_OF_QUERIES * tiles_of_queries + SCALES_OF_KEYS * tiles_of_keys + head_dim
+    return request.items * request.transformer.heads * (values + FP32 * scales)
 
 
 def _beside_buffers(
@@ -298,7 +290,8 @@ def _beside_buffers(
     # The most that a block takes at once beside its input, the residual stream and buffers.
     stream = BF16 * shape.dim
     most = max(tokens.image_rows, tokens.text_rows)
-    found = tokens.rows * stream if setting.attention == EXACT else 0  # what attention gives
+    # What attention gives, and reads.
+    found = tokens.rows * stream + heads_bytes(request, setting.attention)
     if request.nag_tokens:  # to the image and to each text, and a product of these in fp32
         found = (1 + 2 + FP32 // BF16) * tokens.rows * stream
     if setting.weight_only:

@@ -11,10 +11,9 @@ from functools import cached_property
 from ..errors import CheckpointError, DoesNotFitError, UnavailableError
 from ..spec.formats import (
     BYTES_PER_WEIGHT,
-    EIGHT_BIT,
     FORMATS,
     GIB,
-    INT8,
+    KITCHEN_INT8,
     QUANTIZED,
     CardFacts,
     format_gib,
@@ -272,7 +271,10 @@ class Question:
         request = sized(self.request, precision, self.stored, self.known_sizes)
         others = {
             "weight_only": not self.card.runs(precision),
-            "attention": attention_form(request.attention, self.card),
+            # Beside a guided text all attention is exact.
+            "attention": EXACT
+            if request.nag_tokens
+            else attention_form(request.attention, self.card),
         }
         packs = (False, True) if precision == "int8" and request.parts.packed else (False,)
         found = []
@@ -405,12 +407,9 @@ def check_tensor_cores(name: str, card: CardFacts, choices: tuple[str, ...]) -> 
 
 
 def check_attention(name: str, card: CardFacts) -> None:
-    """Raises UnavailableError for a form of attention in 8 bits that a card does not multiply."""
-    needs = EIGHT_BIT.get(name)
-    if needs is None or card.multiplies(needs):
-        return
-    others = [form for form, other in EIGHT_BIT.items() if card.multiplies(other)]
-    raise _too_old(f"attention {name}", needs, card, [EXACT, *others])
+    """Raises UnavailableError for attention in 8 bits on a card that does not multiply int8."""
+    if name == KITCHEN_INT8 and not card.multiplies("int8"):
+        raise _too_old(f"attention {name}", "int8", card, [EXACT])
 
 
 def _too_old(what: str, needs: str, card: CardFacts, choices: Sequence[str]) -> UnavailableError:
@@ -424,8 +423,8 @@ def attention_form(name: str, card: CardFacts) -> str:
     """Predicts the form in which an attention of `ATTENTIONS` runs."""
     if name != FAST:
         return name
-    slower = card.capability[0] in CUDNN_GENERATIONS or not card.multiplies(EIGHT_BIT[INT8])
-    return EXACT if slower else INT8
+    slower = card.capability[0] in CUDNN_GENERATIONS or not card.multiplies("int8")
+    return EXACT if slower else KITCHEN_INT8
 
 
 def check_stored(stored: str) -> None:

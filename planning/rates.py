@@ -20,7 +20,7 @@ from typing import Any
 
 from ..caches import cached
 from ..errors import SettingError, UnavailableError
-from ..spec.formats import INT8, INT8_FP8, MULTIPLIED
+from ..spec.formats import KITCHEN_INT8, MULTIPLIED
 from .cards import Card, is_named
 from .request import EXACT
 
@@ -149,31 +149,30 @@ def class_of(card: Card) -> CardClass:
 
 
 # Attention in 8 bits, predicted: its time in that of exact attention. What warps execute for 128
-# queries and 64 keys of 128 channels, counted in the code for sm_89 (Triton 3.9) of our kernels and
-# of FlashAttention-2's algorithm:
+# queries and 64 keys of 128 channels, counted in the code for sm_89 of FlashAttention-2's algorithm
+# (Triton 3.9) and of comfy-kitchen 0.2.40:
 #
-#                                         bf16   int8   int8_fp8
-#     in bf16 (HMMA.16816)                1024    512          0
-#     in int8 (IMMA.16832)                   0    256        256
-#     in e4m3 (QMMA.16832)                   0      0        256
-#     cycles of an L40S's tensor cores    4096   3072       2048
-#     exponentials (MUFU.EX2)              272    272        272
-#     conversions (I2FP, F2FP)             128    384        384
-#     FMUL, FFMA, FADD, FMNMX             1376   1632       1888
-#     read from shared memory (LDSM, LDS)  576    480        352
-#     instructions besides products       2672   3512       3624
-#     cycles to issue these                668    878        906
+#                                         bf16   kitchen_int8
+#     in bf16 (HMMA.16816)                1024              0
+#     in int8 (IMMA.16832)                   0            512
+#     cycles of an L40S's tensor cores    4096           2048
+#     exponentials (MUFU.EX2)              272            264
+#     conversions (I2FP, F2FP, F2IP)       128            712
+#     FMUL, FFMA, FADD, FMNMX             1376            904
+#     IMNMX                                  0            248
+#     read from shared memory (LDSM, LDS)  576            280
+#     instructions besides products       2672           2840
+#     cycles to issue these                668            710
 #
-# No other unit is as busy as the tensor cores: shared memory takes 2304, 1792 and 1280 cycles,
-# exponentials 544. At best products hide all the rest, at worst nothing of it; our kernels are
-# taken to reach the same share of that as FlashAttention-2.
-BESIDE_PRODUCTS = {EXACT: 668 / 4096, INT8: 878 / 4096, INT8_FP8: 906 / 4096}
-# Which products run in which precision.
-PRODUCTS = {INT8: ("int8", "bf16"), INT8_FP8: ("int8", "fp8")}
-# Where cuDNN has a faster exact attention for the card's instructions: the middle of what an
-# H200 measured against it at 4,296 and 16,584 tokens (1.26 and 1.10; 0.95 and 0.87).
+# No other unit is as busy as the tensor cores. At best products hide all the rest, at worst nothing
+# of it; kitchen_int8 is taken to reach the same share of that as FlashAttention-2. What it reads
+# and writes before and after is in `times.heads_moved`. Both together are 0.36 to 0.57 of exact
+# attention on an RTX 4090 at 1024x1024, where ComfyUI's step took 0.51 of it.
+BESIDE_PRODUCTS = {EXACT: 668 / 4096, KITCHEN_INT8: 710 / 4096}
+# Where cuDNN has a faster exact attention for the card's own instructions: the middle of 1.56 and
+# 1.22, by which int8 steps of 2.1 took 11 and 60 ms longer on an H200 (1024x1024, 2048x2048).
 CUDNN_GENERATIONS = (9, 10)
-BESIDE_CUDNN = {INT8: 1.18, INT8_FP8: 0.91}
+BESIDE_CUDNN = 1.4
 # Around what was measured on one card.
 LINK = (0.75, 0.95)
 # ComfyUI copies and casts a layer's weights in streams of their own, ahead of the card, where it
@@ -320,10 +319,10 @@ def attention_share(card: Card, form: str) -> tuple[float, float]:
     if form == EXACT:
         return 1.0, 1.0
     if card.capability[0] in CUDNN_GENERATIONS:
-        return BESIDE_CUDNN[form], BESIDE_CUDNN[form]
+        return BESIDE_CUDNN, BESIDE_CUDNN
     # Nobody has listed the peaks of a card that is only calibrated.
-    peaks = card.dense_flops or {"bf16": 1, "fp8": 2, "int8": 2}
-    products = sum(peaks["bf16"] / peaks.get(name, peaks["bf16"]) for name in PRODUCTS[form]) / 2
+    peaks = card.dense_flops or {"bf16": 1, "int8": 2}
+    products = peaks["bf16"] / peaks.get("int8", peaks["bf16"])
     worst = (products + BESIDE_PRODUCTS[form]) / (1 + BESIDE_PRODUCTS[EXACT])
     return products, worst
 

@@ -10,7 +10,7 @@ from ..errors import SettingError
 from ..families.protocol import Member, StepTokens
 from ..families.qwen_image import EDIT_2511 as NEWEST_EDIT
 from ..families.registry import find_member
-from ..spec.formats import EIGHT_BIT, MULTIPLIED, QUANTIZED
+from ..spec.formats import KITCHEN_INT8, MULTIPLIED, QUANTIZED
 from ..spec.sizes import MOST_GRAPH_ROWS, REPAID_BY
 from ..spec.transformer import (
     OFF_CARD,
@@ -37,7 +37,7 @@ TEXT_ENCODER_PLACEMENTS = (AUTO, ON_CARD, ON_PROCESSOR, DROPPED)
 CFG_MODES = ("two passes", "one pass", "off")
 LORA_MODES = ("auto", "merge", "bypass")
 EXACT, FAST = "exact", "fast"
-ATTENTIONS = (EXACT, *EIGHT_BIT, FAST)
+ATTENTIONS = (EXACT, KITCHEN_INT8, FAST)
 # Parts of a model, as `Parts.file_bytes` names them.
 TRANSFORMER, TEXT_ENCODER, VAE = "transformer", "text encoder", "VAE"
 MOST_TOKENS = 2**20
@@ -139,7 +139,7 @@ class RunRequest:
         tiles: of the VAE: 0 leaves it to the plan, 1 is whole, more are at least so many.
         cache: the step cache, one of `step_cache.CHOICES`; "custom" needs `computed`.
         computed: of the steps, those that call the transformer; 0 counts them from `cache`.
-        attention: one of `ATTENTIONS`; "fast" with its default bound, which allows "int8".
+        attention: one of `ATTENTIONS`; "fast" with its default bound, which allows "kitchen_int8".
         parts: true sizes of the user's files.
 
     Raises:
@@ -337,7 +337,7 @@ class Setting:
         weight_only: whether products in the precision do not run, so that weights are expanded to
             bf16 one by one.
         packed: whether weights stay in 4 or 6 bits, as `Parts.packed`, and are decoded one by one.
-        attention: "exact", or a form of attention in 8 bits.
+        attention: "exact" or "kitchen_int8".
     """
 
     precision: str = "bf16"

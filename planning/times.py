@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ..families.parts import QWEN25_VL
 from ..families.protocol import StepTokens, TextEncoder
-from ..spec.formats import BYTES_PER_SCALE, BYTES_PER_WEIGHT, INT8, INT8_FP8, QUANTIZED
+from ..spec.formats import BYTES_PER_SCALE, BYTES_PER_WEIGHT, KITCHEN_INT8, QUANTIZED
 from ..spec.transformer import OFF_CARD, ON_CARD, TransformerShape
 from ..split_cost import BlockSeconds
 from .bytes import PATCHES_PER_TOKEN, table_timesteps, weight_bytes
@@ -69,8 +69,7 @@ def block_bytes(
     Of a token of width D: gate, residual, norm and modulation, twice, read two rows and write two,
     the second in the precision of what reads it. The norm of q and k and their rotation read and
     write both. In fp8 and int8 the attention's output and the MLP's hidden rows, four times as
-    wide, are quantized. The GELU is part of that; in bf16 it is in the product's epilogue. For
-    attention in 8 bits q and k are written in int8; values are read twice and written in e4m3.
+    wide, are quantized. The GELU is part of that; in bf16 it is in the product's epilogue.
 
     Args:
         expanded: whether the card does not multiply the precision, so that activations stay bf16
@@ -79,10 +78,7 @@ def block_bytes(
     """
     dim, block = work.shape.dim, work.shape.block
     narrow = precision in QUANTIZED and not expanded
-    each = 2 * norm_bytes(dim, narrow) + 2 * WIDE * dim + ROTATION * work.shape.head_dim
-    each += 2 * (WIDE * dim if attention == EXACT else dim + BYTES_PER_SCALE * work.shape.heads)
-    if attention == INT8_FP8:
-        each += (2 * WIDE + 1) * dim
+    each = 2 * norm_bytes(dim, narrow) + 4 * WIDE * dim + ROTATION * work.shape.head_dim
     if narrow:
         each += (WIDE + 1) * dim + (WIDE * block.hidden + block.inner) * dim + 2 * BYTES_PER_SCALE
     elif expanded:
@@ -93,7 +89,18 @@ def block_bytes(
         each += WIDE * (block.hidden + block.inner) * dim
     guided = work.nag * GUIDED * dim * work.tokens.image_rows
     # Cached keys and values are copied to those of the pass.
-    return guided + work.tokens.rows * each + 2 * 2 * WIDE * dim * work.tokens.prefix_rows
+    copied = 2 * 2 * WIDE * dim * work.tokens.prefix_rows
+    return guided + copied + work.tokens.rows * each + heads_moved(work, attention)
+
+
+def heads_moved(work: Pass, attention: str) -> int:
+    """Counts the bytes that attention in 8 bits moves around its products: q, k and v are read and
+    written in int8, and the result is copied.
+    """
+    if attention == EXACT:
+        return 0
+    read = 3 * work.tokens.rows + 2 * work.tokens.prefix_rows
+    return ((WIDE + 1) * read + 2 * WIDE * work.tokens.rows) * work.shape.dim
 
 
 def norm_bytes(dim: int, narrow: bool) -> int:
@@ -257,8 +264,6 @@ def block_seconds(work: Pass, precision: str, rates: Rates, attention: str = EXA
             seconds += count * EXPAND * n * k / rates.bandwidth
         products[layer.startswith(shape.block.text_layers)] += seconds
     joint = attention_seconds(work, rates) + moved / rates.bandwidth
-    if work.nag and attention != EXACT:  # which gives no log-sum-exps: once for each prompt
-        joint += attention_seconds(work, rates)
     return BlockSeconds(image=products[False], text=products[True], joint=joint)
 
 
@@ -327,12 +332,12 @@ class StockFormat(NamedTuple):
     Attributes:
         weights: The precision of all its weights, modulation among them.
         products: The precision of its products.
-        attends_in_int8: Whether attention is ComfyUI's own in int8.
+        attention: As of `Setting`.
     """
 
     weights: str
     products: str
-    attends_in_int8: bool = False
+    attention: str = EXACT
 
 
 # As ComfyUI and its templates call it; the template of 2512 runs an fp8 file in bf16.
@@ -341,7 +346,7 @@ STOCK_FORMATS = {
     "fp8, products in bf16": StockFormat("fp8", "bf16"),
     "fp8 fast": StockFormat("fp8", "fp8"),
     "int8 ConvRot": StockFormat("int8", "int8"),
-    "int8 ConvRot, --use-ck-attention": StockFormat("int8", "int8", attends_in_int8=True),
+    "int8 ConvRot, --use-ck-attention": StockFormat("int8", "int8", KITCHEN_INT8),
 }
 
 
@@ -369,18 +374,13 @@ def stock_steps(
         return found
     for name, how in STOCK_FORMATS.items():
         if card.facts().multiplies(how.products):
-            ends = _with_stock_attention(card, slow, fast) if how.attends_in_int8 else (slow, fast)
+            ends = slow, fast
+            # On an H200 it takes as long as ComfyUI's exact attention.
+            if how.attention != EXACT and "attention" not in class_of(card).stock:
+                ends = attending(card, how.attention, slow, fast)
             high, low = (request.passes * stock_pass(request, how, it, card, room) for it in ends)
             found[name] = Range(low, high)
     return found
-
-
-def _with_stock_attention(card: Card, slow: Rates, fast: Rates) -> tuple[Rates, Rates]:
-    # It took 0.51 of exact attention's time on an RTX 4090, as ours in int8 and fp8 at worst, and
-    # 1.0 of FlashAttention-2's on an H200.
-    if "attention" in class_of(card).stock:
-        return slow, fast
-    return attending(card, INT8_FP8 if card.facts().multiplies("fp8") else INT8, slow, fast)
 
 
 def stock_pass(request: RunRequest, how: StockFormat, rates: Rates, card: Card, room: int) -> float:
@@ -389,7 +389,7 @@ def stock_pass(request: RunRequest, how: StockFormat, rates: Rates, card: Card, 
     traffic, launches = TWO_STREAMS if work.shape.block.text_layers else ONE_STREAM
     image, text, _ = block_seconds(work, how.products, rates)
     wide, size = weight_bytes(work.shape, "bf16"), BYTES_PER_WEIGHT[how.weights]
-    moved = traffic * block_bytes(work, "bf16")
+    moved = traffic * block_bytes(work, "bf16") + heads_moved(work, how.attention)
     moved += size * wide.modulation / WIDE / work.shape.blocks
     each = stock.get(how.products, 1.0) * (image + text) + moved / rates.bandwidth
     each += stock.get("attention", 1.0) * attention_seconds(work, rates)

@@ -71,9 +71,8 @@ QUANTIZED = tuple(FORMATS)
 MULTIPLIED = ("bf16", *QUANTIZED)  # the precisions that a transformer computes its products in
 BYTES_PER_WEIGHT = {"bf16": 2, "fp16": 2, "fp32": 4, **dict.fromkeys(QUANTIZED, 1)}
 BYTES_PER_SCALE = 4  # fp32, one for each output row
-# The forms of attention in 8 bits, and the format that a card has to multiply for each.
-INT8, INT8_FP8 = "int8", "int8_fp8"
-EIGHT_BIT = {INT8: "int8", INT8_FP8: "fp8"}
+# Attention in 8 bits, which multiplies int8: the backend of comfy-kitchen.
+KITCHEN_INT8 = "kitchen_int8"
 # Of a row of weights: for less than any model has, the scale would be subnormal.
 SMALLEST_SCALE = 1e-30
 

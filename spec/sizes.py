@@ -11,8 +11,6 @@ ROWS_AT_ONCE = 256
 RANKS_AT_ONCE = 8
 # Tokens of each item that a check compares at a time.
 COMPARED_AT_ONCE = 512
-# The tokens of a head in 8 bits are padded to a multiple of this, the longest step over keys.
-HEAD_TOKENS_AT_ONCE = 128
 # What the entries of one table of modulation may take; the oldest leave. 120 timesteps of the
 # full-size model, or 60 of a batch of two.
 MOST_TABLE_BYTES = 512 * MIB

@@ -14,7 +14,7 @@ from qwen_l40s.optimizations.fused import choose_ops
 from qwen_l40s.optimizations.kernels.qk_norm_rope import launch_shape
 from qwen_l40s.optimizations.kernels.rows import WIDEST_ROW
 from qwen_l40s.optimizations.reference import QKNorm, Tokens
-from qwen_l40s.spec.formats import EIGHT_BIT, RowFormat
+from qwen_l40s.spec.formats import RowFormat
 
 KERNELS = cases.Calls(choose_ops(torch.device("cpu")))
 FEW = cases.TOKENS["batch of two with a reference"]
@@ -208,39 +208,8 @@ def test_gelu_quantize_refuses_rows_that_it_cannot_hold():
         KERNELS.gelu_quantize(torch.zeros(1, WIDEST_ROW + 1), RowFormat("int8"))
 
 
-# It multiplies bf16 as the integers of its bits, and its cast to e4m3 truncates.
-HALF = {"dtype": torch.float16}
-TRUNCATED = {"int8": None, "int8_fp8": 0.12}
-
-
-@quiet
-@pytest.mark.parametrize("form", EIGHT_BIT)
-def test_attention_in_8_bits(form):
-    for tokens, heads in cases.FEW_ATTENTION:
-        cases.check_attention_8bit(KERNELS, tokens, *heads, form, **HALF, most=TRUNCATED[form])
-
-
-@quiet
-@pytest.mark.parametrize("form", EIGHT_BIT)
-def test_attention_in_8_bits_shows_what_is_not_finite(form):
-    cases.check_attention_of_nan(KERNELS, form)
-
-
-@quiet
-@pytest.mark.parametrize("form", EIGHT_BIT)
-def test_attention_of_some_queries(form):
-    cases.check_some_queries(KERNELS, form, **HALF)
-
-
-def test_attention_in_8_bits_refuses_what_it_does_not_take():
-    q, v = cases.random(2, 1, 5, 2, 64)
-    heads = cases.QuantizedHeads.empty("int8", q)
-    with pytest.raises(ValueError, match="padded to 128 and 256 tokens"):
-        KERNELS.attention_8bit(heads, cases.random(1, 129, 2, 64), None, q)
-    with pytest.raises(ValueError, match="lie side by side in the result"):
-        KERNELS.attention_8bit(heads, v, None, torch.zeros(1, 2, 5, 64).transpose(1, 2))
-    with pytest.raises(ValueError, match="a mask of 1 x 1 x 1 x 5"):
-        KERNELS.attention_8bit(heads, v, torch.zeros(1, 1, 5, 5), q)
+def test_rotation_of_some_queries():
+    cases.check_some_queries(KERNELS, dtype=torch.float16)
 
 
 GUIDED = {

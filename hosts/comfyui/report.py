@@ -23,7 +23,7 @@ from ...planning.estimate import Estimate, usd_range
 from ...planning.phases import Range, figure, gib
 from ...planning.plan import attention_form
 from ...planning.request import EXACT, FAST
-from ...spec.formats import EIGHT_BIT, GIB, CardFacts
+from ...spec.formats import GIB, KITCHEN_INT8, CardFacts
 from ...spec.transformer import whole_pixels
 from .contract import unsupported_model
 from .estimate.cards import THIS_CARD, card_of
@@ -361,7 +361,7 @@ def _run_settings(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 def _attention(names: Collection[str], card: CardFacts) -> str:
     """Names the attention that ran: "fast" where it chose what is predicted of it."""
-    ran = next((form for form in EIGHT_BIT if form in names), EXACT)
+    ran = KITCHEN_INT8 if KITCHEN_INT8 in names else EXACT
     return FAST if FAST in names and attention_form(FAST, card) == ran else ran
 
 

@@ -20,6 +20,7 @@ from diffusers import QwenImageTransformer2DModel
 from ...families.registry import blocks_of, pass_of
 from ...optimizations.attention import is_lossy
 from ...optimizations.run import Optimization
+from ...options import todays
 from ...patches import ABSENT, swap
 from ...verdict import Verdict
 from .layers import DiffusersLayers, Timesteps, TransformerModulation
@@ -57,6 +58,7 @@ def optimize(transformer: QwenImageTransformer2DModel, *, attention: str = "auto
     device = parameter.device
     if device.type == "cpu" and torch.cuda.is_available():
         device = torch.device("cuda")  # where it will run: not moved yet, or offloaded between runs
+    attention = todays({"attention": attention})["attention"]
     lossy = is_lossy_attention(transformer, attention, device, parameter.dtype)
     before = _installed(transformer)
     if before is not None:
@@ -74,7 +76,7 @@ def is_lossy_attention(
     """Tells whether the attention asked for differs from exact attention by more than rounding."""
     if name == HOST_ATTENTION:
         return False
-    config = transformer.config
+    config, name = transformer.config, todays({"attention": name})["attention"]
     return is_lossy(name, device, dtype, config.num_attention_heads, config.attention_head_dim)
 
 

@@ -1,5 +1,5 @@
-"""Joint attention over text and image tokens: `backends` and `quantized` compute it, `choice` lists
-these and picks one, `chosen` keeps it for a run.
+"""Joint attention over text and image tokens: `backends` compute it, `choice` lists these and picks
+one, `chosen` keeps it for a run.
 """
 
 from __future__ import annotations

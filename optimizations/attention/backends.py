@@ -1,8 +1,7 @@
-"""What a backend of attention is, and those of PyTorch: its kernels one at a time.
+"""What a backend of attention is; those of PyTorch, its kernels one at a time, and of packages.
 
 Left alone, PyTorch takes the first kernel that fits. On an H200 that is FlashAttention-2, 0.800 ms
-for 24 heads x 128 and 4296 tokens in bf16, where cuDNN takes 0.454. The package of
-FlashAttention 3 is here as well.
+for 24 heads x 128 and 4296 tokens in bf16, where cuDNN takes 0.454.
 """
 
 from __future__ import annotations
@@ -17,7 +16,9 @@ import torch
 import torch.nn.functional as F
 
 from ...caches import cached
-from ...machine.packages import FLASH_ATTENTION_3, Package
+from ...machine.packages import FLASH_ATTENTION_3, KITCHEN_ATTENTION, Package
+from ...spec.formats import FORMATS
+from ...spec.formats import KITCHEN_INT8 as KITCHEN_NAME
 from ..kernels import on_card_of
 
 HALVES = frozenset({torch.bfloat16, torch.float16})
@@ -112,7 +113,6 @@ class Backend:
         package: What has to be installed; None for PyTorch's own.
         whole_scores: Whether it writes the matrix of scores to memory: never the fastest.
         further: Gives what else speaks against a request.
-        quantizes: Whether the fused blocks make its operands where they normalize q and k.
         gives_lse: Whether `attend` takes `lse=True`, and then gives the logarithms of the sums of
             exp(scores) besides, (B, heads, tokens of q) in fp32.
         plans: Whether its first call of each length takes long. H100, 24 heads x 128, any length:
@@ -129,7 +129,6 @@ class Backend:
     package: Package | None = None
     whole_scores: bool = False
     further: Callable[[AttentionRequest], str] | None = None
-    quantizes: bool = False
     gives_lse: bool = False
     plans: bool = False
 
@@ -284,4 +283,35 @@ FLASH_ATTN_3 = Backend(
     _version_3,
     card=Limits(cards=((9, 0),), dtypes=HALVES, widest=256, head_bytes=16, masks=False),
     package=FLASH_ATTENTION_3,
+)
+
+
+def kitchen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Attends by comfy-kitchen, q, k, v and the softmax's weights in int8; as `Backend.attend`.
+
+    The package rotates q and k by a Hadamard matrix before it rounds them. It takes other kernels
+    for keys up to 256 and 1,024, pads heads of other sizes, and reads masks. `KITCHEN_INT8` takes
+    none of these, so that one path is tried and measured.
+    """
+    from comfy_kitchen import int8_attention
+
+    with on_card_of(q):
+        out = int8_attention(*(x.transpose(1, 2) for x in (q, k, v)))
+    return out.transpose(1, 2).flatten(2)
+
+
+KITCHEN_INT8 = Backend(
+    KITCHEN_NAME,
+    kitchen,
+    exact=False,
+    card=Limits(
+        FORMATS["int8"].oldest,
+        dtypes=HALVES,
+        heads=(64, 128, 256),
+        fewest=1025,
+        masks=False,
+    ),
+    package=KITCHEN_ATTENTION,
 )

@@ -20,6 +20,7 @@ from ...verdict import Verdict, first_line, try_once
 from ..kernels import on_card_of, sm_of
 from .backends import (
     FLASH_ATTN_3,
+    KITCHEN_INT8,
     MATH,
     SDPA_CUDNN,
     SDPA_EFFICIENT,
@@ -29,13 +30,12 @@ from .backends import (
     lower_right,
     sm_name,
 )
-from .quantized import INT8, INT8_FP8, KITCHEN_INT8
 
 BACKENDS = {
     backend.name: backend
     for backend in (
         *(SDPA_FLASH, SDPA_CUDNN, SDPA_EFFICIENT, FLASH_ATTN_3),
-        *(INT8, INT8_FP8, KITCHEN_INT8, MATH),
+        *(KITCHEN_INT8, MATH),
     )
 }
 
@@ -48,9 +48,7 @@ ORDER: dict[tuple[int, int] | None, tuple[str, ...]] = {
     None: ("sdpa_flash", "sdpa_cudnn", "sdpa_efficient"),
 }
 # The quantized backends that "fast" measures on a card, and may take.
-TRIED_BY_FAST: dict[tuple[int, int] | None, tuple[str, ...]] = {
-    None: ("int8", "int8_fp8"),
-}
+TRIED_BY_FAST = (KITCHEN_INT8.name,)
 # What is measured for one length serves all up to this or the same power of two: on an H200 the
 # order is one from 4,300 to 16,600 tokens, and a measurement takes 0.09 s of a new size's run.
 BUCKET = 512
@@ -69,8 +67,8 @@ TRIAL_TOKENS = 333
 # How far from the result in float64, relative. PyTorch's CPU kernels come to 0.0022, 0.0003 and
 # 5e-7 on the trial's inputs; a card may compute fp32 in TF32.
 EXACT_ERROR = {torch.bfloat16: 0.01, torch.float16: 0.002, torch.float32: 0.002}
-# int8_fp8 is off by 0.038 on an H200, kitchen_int8 by 0.016. A tail of 77 in 333 keys that is left
-# out or counted twice is off by 0.3 and more.
+# kitchen_int8 is off by 0.017 on an H200, with offset keys by 0.031. A tail of 77 in 333 keys that
+# is left out or counted twice is off by 0.3 and more.
 LOSSY_ERROR = 0.08
 
 
@@ -120,11 +118,6 @@ class Attention:
     name: str
     reason: str
     masked: bool = False
-
-    @property
-    def quantizes(self) -> bool:
-        """Whether the fused blocks make its operands where they normalize q and k."""
-        return BACKENDS[self.name].quantizes
 
     def __str__(self) -> str:
         return f"{self.name}: {self.reason}"

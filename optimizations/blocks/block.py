@@ -193,8 +193,6 @@ class BlockExecutor:
         workspace: Whose buffers no other pass uses meanwhile; None for one of its own.
         known: What was found of blocks whose tensors stay where they are, by block; is added to.
             None where they may move.
-        form: Gives, for queries and a mask, the form of 8-bit attention that takes the place of
-            `attend` (of `spec.formats.EIGHT_BIT`), or None.
     """
 
     def __init__(
@@ -204,11 +202,9 @@ class BlockExecutor:
         attend: Attend,
         workspace: Workspace | None = None,
         known: dict[torch.nn.Module, KnownBlock] | None = None,
-        form: Callable[[torch.Tensor, torch.Tensor | None], str | None] | None = None,
     ) -> None:
         self._layers = layers
         self._attend = attend
-        self._attention_form = form or (lambda *_: None)
         self._workspace = workspace or Workspace(ops)
         self._held = known is not None
         self._blocks = {} if known is None else known
@@ -320,18 +316,14 @@ class BlockExecutor:
             program.place(step.prefix)
         norms = here.norms or self._norms(here.modules, x)
         cut = step.segments or step.guidance
-        form = None if cut else self._attention_form(program.heads[1], step.mask)
-        if form:
-            program.mix(program.attend(form, norms, step.rotary, step.mask))
-        else:
-            program.rotate(norms, step.rotary)
-            if step.keep is not None:
-                step.keep(*program.heads[1:])
-            attend = self._attend
-            if cut:
-                how = step.guidance, step.segments, program.ops.guided_rows
-                attend = partial(attend_parts, attend, *how)
-            program.mix(attend(*program.heads, step.mask))
+        program.rotate(norms, step.rotary)
+        if step.keep is not None:
+            step.keep(*program.heads[1:])
+        attend = self._attend
+        if cut:
+            how = step.guidance, step.segments, program.ops.guided_rows
+            attend = partial(attend_parts, attend, *how)
+        program.mix(attend(*program.heads, step.mask))
         self._multiply(program, here, 6, 8)
         program.middle(x, attention, mlp)
         self._multiply(program, here, 8, 10)

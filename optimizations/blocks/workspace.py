@@ -18,11 +18,9 @@ from ..fused import Ops
 from ..reference import (
     Modulation,
     QKNorm,
-    QuantizedHeads,
     QuantizedRows,
     Rotary,
     RowOrder,
-    Tokens,
     storage_of,
 )
 from .block_form import PLACES, STREAMS, BlockForm, LayerForm, common_format
@@ -179,8 +177,6 @@ class Program:
         self._norms: dict[tuple, Callable[..., None]] = {}
         self._lows: dict[int, Callable[..., None]] = {}
         self._rotations: dict[tuple, Callable[[QKNorm, Rotary], None]] = {}
-        self._heads_8bit: dict[str, QuantizedHeads] = {}
-        self._attentions: dict[tuple, Callable[[torch.Tensor | None], None]] = {}
         self._decoders: dict[tuple, tuple[torch.Tensor, Callable[..., None]]] = {}
         self.kept: dict[Hashable, Any] = {}
         streams, joint = in_stream_order(tokens), in_joint_order(tokens)
@@ -274,10 +270,10 @@ class Program:
         self._norm(x, None, norms, self.first_format, self.first_plain)
         self._quantize_first()
 
-    def rotate(self, norms: QKNorm, rotary: Rotary, into: QuantizedHeads | None = None) -> None:
-        """Normalizes and rotates q and k, in place or into 8 bits."""
+    def rotate(self, norms: QKNorm, rotary: Rotary) -> None:
+        """Normalizes and rotates q and k, in place."""
         cos = rotary.cos
-        key = norms.query.dtype, cos.dtype, cos.shape[0], into and id(into)
+        key = norms.query.dtype, cos.dtype, cos.shape[0]
         rotate = self._rotations.get(key)
         if rotate is None:
             share, eps = self.share, self.form.head_eps
@@ -285,7 +281,7 @@ class Program:
             tokens, first = share.whole, share.first
             if share.cached:  # the keys before are normalized and rotated
                 k, tokens, first = k[:, tokens.text :], share.tokens, 0
-            rotate = self.ops.qk_norm_rope(q, k, norms, rotary, tokens, eps, into, first)
+            rotate = self.ops.qk_norm_rope(q, k, norms, rotary, tokens, eps, first)
             self._rotations[key] = rotate
         rotate(norms, rotary)
 
@@ -293,42 +289,6 @@ class Program:
         """Takes the keys and values of the tokens before those of the pass."""
         cut = self.share.whole.text
         torch._foreach_copy_([part[:, :cut] for part in self.heads[1:]], list(prefix))
-
-    def attend(
-        self, form: str, norms: QKNorm, rotary: Rotary, mask: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Normalizes, rotates and attends in 8 bits; returns (batch, tokens, D), where q was."""
-        q, _, v = self.heads
-        into = self._heads_8bit.get(form) or self.heads_8bit(form)
-        if self.share.cached:
-            self.rotate(norms, rotary)
-            self._quantize_heads(into)
-        else:
-            self.rotate(norms, rotary, into)
-        key = form, mask if mask is None else (mask.dtype, mask.stride(), len(mask))
-        attend = self._attentions.get(key)
-        if attend is None:
-            attend = self._attentions[key] = self.ops.attention_8bit(into, v, mask, q)
-        attend(mask)
-        return q.flatten(2)
-
-    def heads_8bit(self, form: str) -> QuantizedHeads:
-        found = self._heads_8bit.get(form)
-        if found is None:
-            keys, queries = self.heads[1].shape, self.tokens.joint
-            size = sum(QuantizedHeads.sizes(form, keys, queries))
-            memory = self._workspace.take(form, (size,), self._of(torch.uint8))
-            found = self._heads_8bit[form] = QuantizedHeads.of(form, keys, memory, queries)
-        return found
-
-    def _quantize_heads(self, into: QuantizedHeads) -> None:
-        quantize = self._rotations.get(id(into))
-        if quantize is None:
-            (q, k, _), whole = self.heads, self.share.whole
-            tokens = Tokens(whole.batch, 0, whole.joint, whole.joint)
-            quantize = self.ops.qk_norm_rope(q, k, None, None, tokens, 0.0, into, 0)
-            self._rotations[id(into)] = quantize
-        quantize(None, None)
 
     def mix(self, mixed: torch.Tensor) -> None:
         """Takes what attention gives, (batch, tokens, D)."""

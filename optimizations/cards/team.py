@@ -62,22 +62,15 @@ class CardPass(NamedTuple):
         """Makes what computes its share, with attention that is chosen once in a pass."""
         found: list[Attention] = []
 
-        def choice(k: torch.Tensor, mask: torch.Tensor | None) -> Attention:
-            if not found:
-                found.append(attention.choose(AttentionRequest.of(k, mask)))
-            return found[0]
-
         def attend(q: torch.Tensor, *operands: torch.Tensor | None) -> torch.Tensor:
             k, _, mask = operands  # there may be more of them than queries
-            return choice(k, mask)(q, *operands)
-
-        def form(k: torch.Tensor, mask: torch.Tensor | None) -> str | None:
-            chosen = choice(k, mask)
-            return chosen.name if chosen.quantizes else None
+            if not found:
+                found.append(attention.choose(AttentionRequest.of(k, mask)))
+            return found[0](q, *operands)
 
         known, workspace = self.prepared.known(self.weights), self.memory.workspace
         ops, layers = self.prepared.ops, self.host.layers
-        executor = BlockExecutor(layers, ops, attend, workspace, known, form)
+        executor = BlockExecutor(layers, ops, attend, workspace, known)
         return ShareCard(executor, workspace, self.host.blocks, self.host.device)
 
 

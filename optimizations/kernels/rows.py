@@ -156,12 +156,6 @@ def _magnitude_bits(x):
 
 
 @triton.jit
-def magnitude(x, axis: tl.constexpr):
-    """Finds the largest |x| along an axis; NaN where there is one."""
-    return tl.max(_magnitude_bits(x), axis=axis).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def round_to_step(x, largest: tl.constexpr, to_integer: tl.constexpr, signed: tl.constexpr = False):
     """To even: an int32 whose low byte is the whole number, or fp32 that e4m3 holds.
 

@@ -75,7 +75,7 @@ def test_ours_ran_fused_with_tables(in_comfyui):
         else:
             # Two calls before, the measured one, and the one whose output is read.
             assert "blocks: fused, 8 of 8 in 4 forward passes" in row["paths"]
-    assert "attention: int8_fp8" in rows["ours int8, attention int8_fp8"]["paths"]
+    assert "attention: sdpa_flash" in rows["ours int8, attention sdpa_flash"]["paths"]
     table = r"modulation: (\d+) timesteps in a table .*, (\d+) computed in this run"
     known, computed = map(int, re.search(table, rows["ours bf16"]["paths"]).groups())
     assert known >= 20 and computed >= 19

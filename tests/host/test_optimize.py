@@ -16,6 +16,7 @@ import comfy.sample
 import comfy.samplers
 import comfy.sd
 import narrow_transformer as narrow
+import published_attention
 import pytest
 import torch
 from comfy.ldm.qwen_image.model import Attention, QwenImageTransformerBlock
@@ -45,6 +46,7 @@ from qwen_l40s.nodes.optimize import QwenL40SOptimize
 from qwen_l40s.optimizations import fused
 from qwen_l40s.optimizations.attention import BACKENDS, chosen
 from qwen_l40s.optimizations.attention import Attention as ChosenBackend
+from qwen_l40s.optimizations.attention.choice import TRIAL_TOKENS
 from qwen_l40s.optimizations.run import Later
 from qwen_l40s.options import OLDER
 
@@ -880,10 +882,11 @@ def test_every_attention_that_runs_here():
         assert_same(known, forward(clone), 0.05 if lossy else SAME)
         assert f"attention: {name}" in report_of(clone)
         ran.append(name)
-    assert {"int8", "int8_fp8", "math"} <= set(ran)
+    assert {"sdpa_flash", "math"} <= set(ran)
 
 
-def test_attention_that_is_gone_runs_as_what_stands_for_it_today():
+def test_attention_that_is_gone_runs_as_what_stands_for_it_today(monkeypatch):
+    published_attention.on_every_device(monkeypatch)
     (known,) = (it for it in QwenL40SOptimize.define_schema().inputs if it.id == "attention")
     model = stock()
     for gone, today in OLDER["attention"].values.items():
@@ -894,37 +897,33 @@ def test_attention_that_is_gone_runs_as_what_stands_for_it_today():
 
 # ------------------------------------------------------------------------------ attention in 8 bits
 
-IN_8_BITS = {"int8": 0.02, "int8_fp8": 0.06}
+IN_8_BITS = 0.03
 ON_A_CARD = 0 if MODE == "cpu" else 0.02  # bf16, and rows in int8
 
 
-def test_attention_in_8_bits_runs_inside_the_blocks():
-    """The executor makes its operands: the backend, which takes q, k and v in 16 bits, is not
-    called.
-    """
+def test_attention_in_8_bits_runs_inside_the_blocks(monkeypatch):
+    """And exact attention where the text has a mask."""
+    published_attention.on_every_device(monkeypatch)
     references = [random(2, 16, 1, 8, 8, seed=3), random(2, 16, 1, 4, 6, seed=4)]
     edit = {"ref_latents": references, "ref_latents_method": "index_timestep_zero"}
     mask = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]])
-    for form, (name, most) in itertools.product(("bf16", "int8"), IN_8_BITS.items()):
+    settings = OptimizeSettings(attention="kitchen_int8")
+    for form in ("bf16", "int8"):
         model = stock(form)
-        with mock.patch.object(ChosenBackend, "__call__", side_effect=AssertionError):
-            for case in (
-                {},
-                {"batch": 2, "text": 6, "attention_mask": mask},
-                {"text": 300, "side": 7},
-                {"batch": 2, **edit},
-            ):
-                settings = OptimizeSettings(attention=name)
-                clone = compare(model, settings, most=most + ON_A_CARD, **case)
-                assert f"attention: {name}: requested" in report_of(clone)
-            # Two prompts of different lengths.
-            assert_same(sample(model, 2.5), sample(clone, 2.5), most + ON_A_CARD)
+        for case in ({}, {"text": 300, "side": 7}, {"batch": 2, **edit}):
+            clone = compare(model, settings, most=IN_8_BITS + ON_A_CARD, **case)
+            assert "attention: kitchen_int8: requested" in report_of(clone)
+        clone = compare(model, settings, batch=2, text=6, attention_mask=mask)
+        assert "attention kitchen_int8 cannot run on" in report_of(clone)
+        # Two prompts of different lengths.
+        assert_same(sample(model, 2.5), sample(clone, 2.5), IN_8_BITS + ON_A_CARD)
         assert "8 of 8 in 4 forward passes" in report_of(clone), report_of(clone)
-    apart = optimize(model, OptimizeSettings(blocks=False, attention="int8"))
-    assert_same(forward(model), forward(apart), 0.02)
+    apart = optimize(model, replace(settings, blocks=False))
+    assert_same(forward(model), forward(apart), IN_8_BITS)
 
 
-def test_fast_measures_in_the_first_pass_and_says_what_it_found():
+def test_fast_measures_in_the_first_pass_and_says_what_it_found(monkeypatch):
+    published_attention.on_every_device(monkeypatch)
     model = stock()
     known = sample(model, steps=3)
     clone = optimize(model, OptimizeSettings(attention="fast"))
@@ -932,45 +931,43 @@ def test_fast_measures_in_the_first_pass_and_says_what_it_found():
     assert "; at most 0.02 allowed" in report_of(clone), report_of(clone)
     if MODE != "cpu":  # where it is timed
         return
-    times = AttentionTimings(300, {"int8_fp8": 0.5, "int8": 0.6, "sdpa_flash": 0.8})
+    times = AttentionTimings(300, {"kitchen_int8": 0.6, "sdpa_flash": 0.8})
     with (
         mock.patch.object(chosen, "sm_of", lambda device: (8, 9)),
         mock.patch.object(chosen, "measurement", lambda *_: (times, [])),
     ):
-        for most, name in ((0.001, "sdpa_flash"), (0.02, "int8"), (0.1, "int8_fp8")):
+        for most, name in ((0.001, "sdpa_flash"), (0.02, "kitchen_int8")):
             clone = optimize(model, OptimizeSettings(attention="fast", attention_error=most))
-            assert_same(known, sample(clone, steps=3), IN_8_BITS.get(name, SAME))
+            most_of_all = IN_8_BITS if name == "kitchen_int8" else SAME
+            assert_same(known, sample(clone, steps=3), most_of_all)
             lines = report_of(clone)
             assert f"attention: {name}: " in lines and "as the reference; " in lines, lines
-            found = re.search(r"int8 error (.*); int8_fp8 error (.*); at", lines)
-            assert 0.001 < float(found[1]) < 0.02 < float(found[2]) < 0.06, lines
+            found = re.search(r"kitchen_int8 error (.*); at", lines)
+            assert 0.001 < float(found[1]) < 0.02, lines
             assert f"; at most {most} allowed" in lines, lines
             assert fused_in(clone)
 
 
-def test_attention_in_8_bits_that_gives_nan_leaves_the_run_to_comfyui(caplog):
-    model, right = stock(), fused.choose_ops(DEVICE)
-    for at in (1, 4):  # blocks: of the first and of the second step
+def test_attention_in_8_bits_that_gives_nan_leaves_the_run_to_comfyui(caplog, monkeypatch):
+    for at in (1, 4):  # calls: of the first and of the second step
         calls = []
 
-        def broken(heads, v, mask, out, at=at, calls=calls):
-            attend = right.attention_8bit(heads, v, mask, out)
-
-            def run(mask):
-                attend(mask)
+        def broken(out, q, _, at=at, calls=calls):
+            if q.shape[1] != TRIAL_TOKENS:
                 calls.append(1)
                 if len(calls) == at:
                     out[0, -1] = torch.nan
+            return out
 
-            return run
-
-        clone = optimize(model, OptimizeSettings(attention="int8"))
+        published_attention.on_every_device(monkeypatch, broken)
+        model = stock()
+        clone = optimize(model, OptimizeSettings(attention="kitchen_int8"))
         caplog.clear()
         # Seen before the pass ends: where a card tells it later, the run begins again.
-        with kernels(attention_8bit=broken), mock.patch.object(Later, "ready", True):
+        with mock.patch.object(Later, "ready", True):
             found = sample(clone, steps=4)
-        assert_same(sample(model, steps=4), found, SAME if at == 1 else 0.02 + ON_A_CARD)
-        assert "attention: ComfyUI's code: int8 gave NaN or infinity" in report_of(clone)
+        assert_same(sample(model, steps=4), found, SAME if at == 1 else IN_8_BITS + ON_A_CARD)
+        assert "attention: ComfyUI's code: kitchen_int8 gave NaN or infinity" in report_of(clone)
         assert fused_in(clone) and len(calls) == at
         (line,) = [it.getMessage() for it in caplog.records if it.name.startswith("qwen_l40s")]
         assert line.endswith("gave NaN or infinity: ComfyUI's attention runs from here.")

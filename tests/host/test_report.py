@@ -7,6 +7,7 @@ import math
 import threading
 import weakref
 from contextlib import ExitStack
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
@@ -16,6 +17,7 @@ import comfy.sample
 import comfy.samplers
 import comfy.sd
 import narrow_transformer as narrow
+import published_attention
 import pytest
 import torch
 from comfy.patcher_extension import WrappersMP
@@ -959,21 +961,22 @@ def test_the_request_of_a_run():
     assert not any("fused" in note for note in prediction.notes)
 
 
-def test_attention_is_predicted_as_it_ran():
+def test_attention_is_predicted_as_it_ran(monkeypatch):
+    published_attention.on_every_device(monkeypatch)
     base = load()
     for name, counted in (
         ("comfyui", "exact"),
         ("math", "exact"),
-        ("int8", "int8"),
-        ("int8_fp8", "int8_fp8"),
+        ("kitchen_int8", "kitchen_int8"),
     ):
         prediction = _run_attention(base, name)
         assert prediction.estimate.request.attention == counted, (name, phases(base)[0].path)
     # On the CPU errors are measured too, and exact attention then stays.
     prediction = _run_attention(base, "fast")
     assert prediction.estimate.request.attention == "exact", phases(base)[0].path
-    assert reporting._attention({"sdpa_flash", "int8", "fast"}, L40S) == "fast"
-    assert reporting._attention({"int8_fp8", "fast"}, L40S) == "int8_fp8"
+    assert reporting._attention({"sdpa_flash", "kitchen_int8", "fast"}, L40S) == "fast"
+    hopper = replace(L40S, capability=(9, 0))
+    assert reporting._attention({"kitchen_int8", "fast"}, hopper) == "kitchen_int8"
 
 
 def _run_attention(model, name):

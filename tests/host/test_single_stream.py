@@ -2,13 +2,13 @@
 and without it.
 """
 
-from dataclasses import replace
 from importlib import import_module
 
 import comfy.ldm.modules.attention
 import comfy.model_base
 import comfy.sample
 import comfy.sd
+import published_attention
 import pytest
 import torch
 from comfy.patcher_extension import WrappersMP
@@ -23,7 +23,6 @@ from qwen_l40s.hosts.comfyui.sample.attention import SLOT
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of
 from qwen_l40s.hosts.comfyui.sample.run import ComfyOptimization
 from qwen_l40s.optimizations import inventory
-from qwen_l40s.optimizations.attention import BACKENDS
 from qwen_l40s.optimizations.attention.choice import TRIAL_TOKENS
 from qwen_l40s.optimizations.attention.chosen import ChosenAttention, attend_causal
 from qwen_l40s.optimizations.blocks.block import BlockExecutor
@@ -226,15 +225,15 @@ def test_text_is_causal_where_comfyuis_attention_is(how):
 @pytest.mark.parametrize("cached", [True, False])
 def test_8_bits_are_for_the_images_tokens_alone(cached, monkeypatch):
     """Keys and values of text and references are kept for a whole run."""
-    called, backend = set(), BACKENDS["int8"]
+    called = set()
 
-    def attend(q, k, *more):
+    def attended(out, q, k):
         called.add((q.shape[1], k.shape[1]))
-        return backend.attend(q, k, *more)
+        return out
 
-    monkeypatch.setitem(BACKENDS, "int8", replace(backend, attend=attend, quantizes=False))
+    published_attention.on_every_device(monkeypatch, attended)
     model = model_21() if cached else without_cache(model_21())
-    sample(optimize(model, OptimizeSettings(attention="int8")), steps=2, **TWO)
+    sample(optimize(model, OptimizeSettings(attention="kitchen_int8")), steps=2, **TWO)
     assert called - {(TRIAL_TOKENS, TRIAL_TOKENS)} == {(64, 7 + 24 + 4 + 64)}
 
 

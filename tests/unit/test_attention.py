@@ -46,11 +46,17 @@ def chosen(name, device, dtype=torch.bfloat16, *, shape, masked=False):
     request = AttentionRequest(device, dtype, batch, heads, head_dim, tokens, masked)
     refusal = choice.refusal(name, request)
     reason = str(refusal or "")
-    if "not installed" in reason:
+    # An older comfy-kitchen lacks the function, and another build its kernel.
+    lacks = "not installed", "has no attribute", "INT8 attention requires"
+    if any(part in reason for part in lacks):
         pytest.skip(reason)
-    if reason and device == CPU and not reason.startswith("takes heads of 32, 64, 128"):
-        raise AssertionError(reason)
+    assert not reason or device != CPU
     return None if reason else choose_attention(request, name)
+
+
+def enough(name, tokens):
+    """As many tokens as a backend needs on a card, at least."""
+    return max(tokens, BACKENDS[name].card.fewest)
 
 
 def random(*shape, device=CPU, dtype=torch.bfloat16):
@@ -81,9 +87,12 @@ def most(attention, dtype=torch.bfloat16):
 
 @on_each
 def test_result_is_the_softmax_of_the_scores_times_the_values(name, device):
-    cases = [(dtype, masked, (2, 300, 3, 64)) for dtype in FLOATS for masked in (False, True)]
-    cases += [(torch.bfloat16, False, (1, tokens, 2, 128)) for tokens in (1, 2, 17, 127, 129, 640)]
-    cases += [(torch.bfloat16, False, (1, 150, 2, width)) for width in (8, 20, 96, 256)]
+    usual = 2, enough(name, 300), 3, 64
+    cases = [(dtype, masked, usual) for dtype in FLOATS for masked in (False, True)]
+    lengths = {enough(name, tokens) for tokens in (1, 2, 17, 127, 129, 640, 1280, 1301)}
+    cases += [(torch.bfloat16, False, (1, tokens, 2, 128)) for tokens in sorted(lengths)]
+    widths = (8, 20, 96, 256)
+    cases += [(torch.bfloat16, False, (1, enough(name, 150), 2, width)) for width in widths]
     ran = 0
     for dtype, masked, shape in cases:
         attention = chosen(name, device, dtype, shape=shape, masked=masked)
@@ -122,16 +131,17 @@ def test_causal_segments_are_the_hosts_where_flash_is_wrong(monkeypatch):
 
 @on_each
 def test_strides_do_not_matter(name, device):
-    shape = (2, 256, 2, 64)
+    tokens = enough(name, 256)
+    shape = (2, tokens, 2, 64)
     attention = chosen(name, device, shape=shape)
     q, k, v = random(*shape, device=device)
     packed = attention(*(x.contiguous() for x in (q, k, v)))
-    longer = torch.zeros(2, 300, 3, 2, 64, device=device, dtype=torch.bfloat16)
-    longer[:, 20:276] = torch.stack((q, k, v), dim=2)
+    longer = torch.zeros(2, tokens + 44, 3, 2, 64, device=device, dtype=torch.bfloat16)
+    longer[:, 20:-24] = torch.stack((q, k, v), dim=2)
     views = [
         (q, k, v),
         [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)],
-        longer[:, 20:276].unbind(2),
+        longer[:, 20:-24].unbind(2),
     ]
     for view in views:
         torch.testing.assert_close(attention(*view), packed, rtol=1e-2, atol=1e-2)

@@ -156,8 +156,9 @@ def test_prompts_references_and_guidance_stay_exact(monkeypatch, card, set_setti
     assert named.choose(request(), exact=True).name == "math"
 
 
-def test_fast_measures_those_of_its_table_alone(monkeypatch, card):
-    """One row of it decides whether comfy-kitchen is among them."""
+def test_fast_takes_it_and_nothing_else_in_8_bits(monkeypatch, card):
+    assert [name for name, it in BACKENDS.items() if not it.exact] == ["kitchen_int8"]
+    assert choice.TRIED_BY_FAST == ("kitchen_int8",)
     card((8, 9))
     calls = published.install(monkeypatch, "comfy_kitchen", published.KITCHEN)
     monkeypatch.setattr(chosen, "sm_of", lambda device: (8, 9))
@@ -165,16 +166,13 @@ def test_fast_measures_those_of_its_table_alone(monkeypatch, card):
     times = AttentionTimings(1300, {"kitchen_int8": 0.5, "math": 0.8})
     monkeypatch.setattr(chosen, "measurement", lambda *_: (times, []))
     q, k, v = random(1300)
-    for names, expected in (
-        (("int8_fp8",), "math"),
-        (("int8_fp8", "kitchen_int8"), "kitchen_int8"),
-    ):
-        monkeypatch.setitem(choice.TRIED_BY_FAST, (8, 9), names)
-        attention = ChosenAttention("fast", True)
-        attention.start_blocks(1)
-        attention.attend(q, k, v, None)
-        found = attention.choose(AttentionRequest.of(q, None))
-        assert (found.name, bool(calls)) == (expected, "kitchen_int8" in names)
+    attention = ChosenAttention("fast", True)
+    attention.start_blocks(1)
+    attention.attend(q, k, v, None)
+    found = attention.choose(AttentionRequest.of(q, None))
+    assert found.name == "kitchen_int8" and calls
+    short = request(tokens=1024)  # in the middle of a run: exact, with the reason
+    assert attention.choose(short).name == "math"
 
 
 # --------------------------------------------------------------------------- missing and broken
@@ -269,10 +267,6 @@ def test_nothing_of_a_package_is_imported_without_a_card(monkeypatch, tmp_path):
             f"attention {name}", "needs an NVIDIA GPU"
         )
     assert checks["attention math"].why.fact == "exact; with and without a mask"
-    for name in ("int8", "int8_fp8"):
-        found = checks[f"attention {name}"]
-        assert found.state is State.USABLE
-        assert found.why.fact == "quantized, by name or with fast; with and without a mask"
 
 
 def test_each_backend_has_its_state_and_reason(monkeypatch, card):
@@ -287,3 +281,5 @@ def test_each_backend_has_its_state_and_reason(monkeypatch, card):
     assert checks["sdpa_flash"].state is State.LIMITED
     assert checks["sdpa_cudnn"].why.fact.startswith("a trial failed: ")
     assert checks["math"].state is State.USABLE
+    assert checks["kitchen_int8"].state is State.LIMITED
+    assert "quantized, by name or with fast; not with a mask" in checks["kitchen_int8"].why.fact

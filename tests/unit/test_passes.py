@@ -23,10 +23,6 @@ from qwen_l40s.optimizations.attention import AttentionRequest, ChosenAttention
 from qwen_l40s.optimizations.blocks import graphs, workspace
 from qwen_l40s.optimizations.blocks.block import BlockExecutor
 from qwen_l40s.optimizations.blocks.block_form import (
-    DENSE,
-    PLACES,
-    BlockForm,
-    LayerForm,
     part_of,
 )
 from qwen_l40s.optimizations.blocks.graphs import MOST_GRAPHS, GraphFigures, PassMemory, Seen, Work
@@ -36,9 +32,8 @@ from qwen_l40s.optimizations.blocks.workspace import Workspace
 from qwen_l40s.optimizations.inventory import Inventory
 from qwen_l40s.optimizations.modulation import compute_entry
 from qwen_l40s.optimizations.reference import Tokens
-from qwen_l40s.planning.bytes import buffer_bytes, heads_bytes, step_bytes
+from qwen_l40s.planning.bytes import heads_bytes, step_bytes
 from qwen_l40s.planning.request import RunRequest, Setting
-from qwen_l40s.spec.formats import EIGHT_BIT
 from qwen_l40s.spec.sizes import REPAID_BY
 from qwen_l40s.verdict import Verdict
 
@@ -133,23 +128,16 @@ def test_prompts_of_many_lengths_take_what_the_longest_takes():
     assert spaces[1].bytes == 512 * (4 * DIM * 4 + DIM * 4 + 4 * DIM + 4)
 
 
-def test_attention_in_8_bits_takes_what_planning_counts():
-    for name, batch, text in itertools.product(EIGHT_BIT, (1, 3), (7, 300)):
+def test_attention_in_8_bits_takes_its_operands_besides():
+    for batch, text, taken in ((1, 7, 3 * 263 + 121), (3, 300, 3 * 556 + 84)):
         request = RunRequest(width=256, height=256, batch=batch, cfg="off", text_tokens=text)
-        width, heads = request.transformer.dim, request.transformer.heads
-        tokens, space = Tokens(batch, text, 256, 256), Workspace(fused.TORCH)
-        x = torch.empty(tokens.rows, width, dtype=torch.bfloat16)
-        layers = (LayerForm(DENSE),) * len(PLACES)
-        form = BlockForm(request.transformer.block, layers, heads, 4 * width, 1e-6, 1e-6)
-        program = space.program(form, Share.all(tokens), x)
-        assert space.bytes == buffer_bytes(request, Setting())
-        found = program.heads_8bit(name)
-        assert space.bytes == buffer_bytes(request, Setting(attention=name))
-        taken = sum(part.nbytes for part in found if part is not None)
-        assert heads_bytes(request, name) == taken
-        # No copy of the result, which is where q was.
-        exact, ours = (step_bytes(request, Setting(attention=it)).later for it in ("exact", name))
-        assert exact - 2 * width * tokens.rows <= ours <= exact + taken
+        shape, tiles = request.transformer, -(-(text + 256) // 128)
+        bytes_of_head = taken * shape.head_dim + 4 * (36 * tiles + shape.head_dim)
+        assert heads_bytes(request, "kitchen_int8") == batch * shape.heads * bytes_of_head
+        exact, ours = (
+            step_bytes(request, Setting(attention=it)).later for it in ("exact", "kitchen_int8")
+        )
+        assert ours - exact == heads_bytes(request, "kitchen_int8")
 
 
 def test_a_workspace_that_inference_mode_made_serves_outside_of_it():
@@ -542,9 +530,6 @@ class Attention(ChosenAttention):
     def choose(self, request, *_):
         assert isinstance(request, AttentionRequest)
         return attend
-
-
-attend.quantizes = False
 
 
 class Host(DoubleStream):

@@ -93,12 +93,6 @@ def test_nag_adds_less_than_a_second_pass_and_to_the_positive_prompt_alone(preci
             assert added == pytest.approx(in_both)
             assert tokens == 0 or added > 8 * (times[tokens] - times[0]) * 0.999
         assert times[0] < times[60] < 1.3 * times[0] and times[60] < times[1000]
-        eight_bits = (
-            forward_seconds(replace(off, nag_tokens=it), precision, H200, attention="int8")
-            for it in (60, 0)
-        )
-        once = times[60] - times[0]
-        assert next(eight_bits) - next(eight_bits) > once  # attention is whole for each prompt
         text = (encode_text_seconds(replace(off, nag_tokens=it), H200) for it in (60, 0))
         assert next(text) > 1.4 * next(text)
 

@@ -22,7 +22,7 @@ from ....families.registry import (
 )
 from ....optimizations.attention.choice import asked_name
 from ....planning.request import FAST, ON_PROCESSOR, Loras
-from ....spec.formats import EIGHT_BIT, FORMATS, QUANTIZED
+from ....spec.formats import FORMATS, KITCHEN_INT8, QUANTIZED
 from ....spec.transformer import OFF_CARD, ON_CARD, TransformerShape
 from ....spec.vae import VaeShape
 from ....step_cache import CacheSettings
@@ -54,7 +54,7 @@ class TrueModel:
         loras: On it; of bypass LoRAs the rank that takes as many bytes.
         timestep_zero: Whether references are modulated as at timestep zero.
         cache: Settings of its step cache; None without one.
-        attention: "fast" or a form of attention in 8 bits, where one is to run; else None.
+        attention: "fast" or "kitchen_int8", where one is to run; else None.
         cards: That each have a copy of it.
         nag_tokens: Of NAG's negative prompt; 0 without NAG.
     """
@@ -137,7 +137,7 @@ def _model_sizes(model: ModelPatcher) -> TrueModel:
 def _attention(model: ModelPatcher) -> str | None:
     filled = model.model_options["transformer_options"].get(SLOT)
     name = asked_name(filled.name) if isinstance(filled, SlotAttention) else None
-    return name if name in (FAST, *EIGHT_BIT) else None
+    return name if name in (FAST, KITCHEN_INT8) else None
 
 
 def clip_sizes(clip: comfy.sd.CLIP) -> TrueClip:
