@@ -49,7 +49,7 @@ class QwenL40SEncoderCache(io.ComfyNode):
                     max=MOST_GIB,
                     step=0.5,
                     tooltip="System RAM for the kept results, in GiB; the oldest result leaves "
-                    "first. A reference of one megapixel takes 0.4 GiB in Qwen-Image-2.1. "
+                    "first. A reference of one megapixel takes 0.7 GiB in Qwen-Image-2.1. "
                     "0: as reuse off.",
                 ),
                 io.Combo.Input(
