@@ -210,7 +210,7 @@ def test_a_text_encoder_keeps_its_place(total, place):
     there = found["sampling"].resident.get("text encoder", 0)
     assert there <= whole * (place == ON_CARD)
     waits = "transformer" in found["text"].resident
-    assert waits == (place == "cpu" or place == ON_CARD and total not in (8, 16))
+    assert waits == (place == "cpu" or (place == ON_CARD and total not in (8, 16)))
     if total is None:
         weights = {"cpu": 0, "stream": 2 * -(-whole // 28)}.get(place, whole)
         assert found["text"].weights == weights and there == whole * (place == ON_CARD)
