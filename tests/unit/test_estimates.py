@@ -489,6 +489,12 @@ def test_every_named_setting_comes_first_and_none_is_faster_than_auto(name):
                 )  # with a GiB to spare
 
 
+def test_fast_attention_is_int8_where_that_is_faster():
+    for name, form in (("L40S", "int8"), ("RTX 3090", "int8"), ("H200", "exact"), ("T4", "exact")):
+        (option, *_) = plan(CARDS[name].facts(), RunRequest(attention="fast"))
+        assert option.setting.attention == form
+
+
 @pytest.mark.parametrize("name", CARDS)
 def test_every_listed_card_answers_for_every_model(name):
     """With weights that move where they do not stay, and never a refusal."""

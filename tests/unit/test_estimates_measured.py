@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from qwen_l40s.charts.text import estimate_json
 from qwen_l40s.errors import UnavailableError
+from qwen_l40s.families.parts import QWEN25_VL
 from qwen_l40s.families.protocol import StepTokens
 from qwen_l40s.families.qwen_image import FULL_SIZE
 from qwen_l40s.machine.store import known_cards
@@ -17,6 +18,7 @@ from qwen_l40s.planning import files
 from qwen_l40s.planning import phases as phases_module
 from qwen_l40s.planning.bytes import (
     GRAPH_WORKSPACES,
+    PATCHES_PER_TOKEN,
     SAMPLER_LATENTS,
     embedding_rows,
     encoding_bytes,
@@ -33,6 +35,7 @@ from qwen_l40s.planning.phases import KEPT_FREE_BYTES, phases, vae_bytes
 from qwen_l40s.planning.rates import Launches, Rates, constants, measured, rates_by, rates_of
 from qwen_l40s.planning.request import TEXT_PLACES, Loras, Parts, RunRequest, Setting
 from qwen_l40s.planning.times import (
+    PROCESSOR_FLOPS,
     Pass,
     block_bytes,
     encode_text_seconds,
@@ -440,6 +443,9 @@ def test_prompts_are_encoded_in_fp32_each_by_itself():
     assert encode_text_seconds(edit, H200) > 5 * one
     assert encode_text_seconds(USUAL, H200, "cpu") > encode_text_seconds(USUAL, H200)
     assert prompt_seconds(100, H200) < prompt_seconds(200, H200)
+    seen, unseen = (prompt_seconds(200, H200, "cpu", vision_tokens=it) for it in (196, 0))
+    vision = 2 * QWEN25_VL.vision * PATCHES_PER_TOKEN * 196
+    assert seen - unseen == pytest.approx(vision / PROCESSOR_FLOPS)
     request = RunRequest(precision="int8")
     bf16, fp8 = (
         estimate(replace(request, text_encoder=it), CARDS["H200"]).phases["text"].seconds.low
@@ -474,6 +480,7 @@ def test_tiles_cost_their_margins(tiles, latent):
     shape = VaeShape()
     for direction in ("decode", "encode"):
         whole = vae_seconds(direction, shape, latent, 1, H200)
+        assert whole > 0
         assert vae_seconds(direction, shape, latent, tiles, H200) >= whole
         assert vae_seconds(direction, shape, latent, (1, 1), H200) == whole
     whole, two, four = (vae_seconds("decode", shape, (166, 166), it, H200) for it in (1, 2, 4))

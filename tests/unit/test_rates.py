@@ -144,7 +144,8 @@ def test_a_measured_card_with_other_figures_is_predicted(fitted, cards, changed,
     own.write_text(json.dumps({"cards": {"H200": changed}}))
     slow, fast, basis = rates_of(known_cards(own)["H200"])
     assert slow.attention < fast.attention
-    assert (basis.kind, basis.origin) == ("predicted", "")
+    assert (basis.kind, basis.origin) == ("predicted", "") and "your list" in basis.text
+    assert "your list" not in rates_of(replace(cards["L40S"], changed=True))[2].text
     part = replace(cards["H200"], memory_bytes=30 * 2**30)
     assert rates_of(part)[2].kind == "measured"
 
