@@ -445,6 +445,8 @@ def test_prompts_are_encoded_in_fp32_each_by_itself():
     assert prompt_seconds(100, H200) < prompt_seconds(200, H200)
     seen, unseen = (prompt_seconds(200, H200, "cpu", vision_tokens=it) for it in (196, 0))
     vision = 2 * QWEN25_VL.vision * PATCHES_PER_TOKEN * 196
+    words = 2 * QWEN25_VL.layer_parameters * (200 + QWEN25_VL.template)
+    assert unseen == pytest.approx(words / PROCESSOR_FLOPS)
     assert seen - unseen == pytest.approx(vision / PROCESSOR_FLOPS)
     request = RunRequest(precision="int8")
     bf16, fp8 = (
