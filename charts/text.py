@@ -185,7 +185,7 @@ def steps_text(request: RunRequest) -> str:
     """Says `50 steps`, or `balanced computes 26 of 50 steps`."""
     steps, computed = request.steps, request.computed_steps
     if computed == steps:
-        return f"{steps} steps"
+        return many(steps, "step")
     return f"{request.cache} computes {computed} of {steps} steps"
 
 

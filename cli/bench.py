@@ -126,7 +126,9 @@ def run(args: argparse.Namespace) -> int:
     if args.calibrate:
         return calibrate_card(args)
     if args.what is None:
-        raise SettingError(f"bench needs one of {', '.join(WHAT)}, or --calibrate.")
+        raise SettingError(
+            f"bench measures nothing: name one of {', '.join(WHAT)}, or --calibrate."
+        )
     if not BENCHMARKS.is_file():
         raise UnavailableError(
             f"bench {args.what} is not in the installed package: run `python FOLDER bench "

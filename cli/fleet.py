@@ -108,7 +108,10 @@ def run(args: argparse.Namespace) -> int:
     if args.rest == ["status"]:
         return _status(args)
     if args.rest and not args.rest[0].startswith("-"):
-        raise SettingError(f"{args.rest[0]!r} is neither `status` nor an argument of ComfyUI.")
+        raise SettingError(
+            f"{args.rest[0]!r} is neither `status` nor an argument of ComfyUI: write `fleet "
+            "status`, or begin ComfyUI's arguments with --."
+        )
     if args.comfyui is None:
         raise SettingError("--comfyui is missing: name ComfyUI's folder.")
     from ..fleet.server import ServerPlan

@@ -227,7 +227,8 @@ def _headers(texts: list[str], file: Path | None) -> dict[str, str]:
             texts = [*filter(str.strip, file.read_text("utf-8-sig").splitlines()), *texts]
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or "the file is not UTF-8"
-            raise SettingError(f"--header-file cannot be read ({reason}).", file) from error
+            sentence = f"--header-file cannot be read ({reason}): name a text file of headers."
+            raise SettingError(sentence, file) from error
     for text in texts:
         name, colon, value = text.partition(":")
         headers[name if colon else ""] = value

@@ -368,7 +368,10 @@ def value_of(text: str, spec: NodeInput, where: str) -> Any:
         return _choice(text, spec, where)
     if spec.kind == "STRING":
         return text
-    raise SettingError(f"{where} takes a connection of type {spec.kind}, which --set cannot give.")
+    raise SettingError(
+        f"{where} takes a connection of type {spec.kind}, which --set cannot give: wire it in the "
+        "workflow."
+    )
 
 
 def _in_bounds(value: Any, spec: NodeInput, where: str) -> Any:

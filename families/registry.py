@@ -244,7 +244,9 @@ def shape_from_header(
     """
     family = family_titled(title)
     if family is None:
-        raise CheckpointError(f"This is {title}, whose transformer cannot run here.")
+        raise CheckpointError(
+            f"This is {title}, whose transformer cannot run here: choose a file of Qwen-Image."
+        )
     sizes: dict[str, int] = {}
     found = {**dims, "blocks": blocks or 0}
     names = ("blocks", "dim", "heads", "head_dim", "joint_dim", "in_channels")

@@ -243,4 +243,6 @@ def _free_port(ports: range) -> int:
         with contextlib.suppress(OSError):
             try_port("", port)
             return port
-    raise UnavailableError(f"no port from {ports[0]} to {ports[-1]} is free on this machine.")
+    raise UnavailableError(
+        f"no port from {ports[0]} to {ports[-1]} is free on this machine: end programs that listen."
+    )

@@ -161,7 +161,8 @@ def read_states(path: Path) -> list[ServerState]:
             path,
         ) from error
     except (ValueError, LookupError, TypeError) as error:
-        raise SettingError("this is not a servers.json of this version's fleet.", path) from error
+        sentence = "this is not a servers.json of this version's fleet: start the fleet anew."
+        raise SettingError(sentence, path) from error
 
 
 @dataclass

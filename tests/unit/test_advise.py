@@ -56,10 +56,10 @@ def test_the_slow_end_of_a_range_counts():
 
 def test_loads_that_make_no_sense_are_refused():
     for load in (0, -5, math.nan, math.inf, True, "100", None):
-        with pytest.raises(SettingError, match=r"images per hour is .*: give a finite number"):
+        with pytest.raises(SettingError, match="images per hour"):
             Advice(load, [L40S])
     for load in (1e299, 10**9 + 1, 1e-7, 5e-324):
-        with pytest.raises(SettingError, match=r"images per hour is .*: give 1e-06 to 1,000,000"):
+        with pytest.raises(SettingError, match="images per hour"):
             Advice(load, [L40S])
     for load in LOADS:
         assert all(math.isfinite(each.usd_for(load)) for each in Advice(load, [L40S, H100]).ranked)

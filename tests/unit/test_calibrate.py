@@ -222,34 +222,30 @@ def calibrate(*arguments):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("named", "arguments"),
     [
-        (["forward"], "bench forward and --calibrate are two measurements"),
-        (["--size", "512x512"], "--size cannot be used with --calibrate"),
-        (["--repeats", "3"], "--repeats cannot be used"),
-        (["--only", "ours *"], "--only cannot be used"),
-        (["--models", "models"], "--models cannot be used"),
-        (["--device", "tpu"], "device 'tpu' is unknown"),
-        (["--device", "cpu"], "add --width small"),
-        (["--json", "."], "name a file in it"),
+        ("forward", ["forward"]),
+        ("--size", ["--size", "512x512"]),
+        ("--repeats", ["--repeats", "3"]),
+        ("--only", ["--only", "ours *"]),
+        ("--models", ["--models", "models"]),
+        ("tpu", ["--device", "tpu"]),
+        ("--width small", ["--device", "cpu"]),
+        ("file", ["--json", "."]),
     ],
 )
-def test_a_contradiction_is_refused_before_anything_runs(capsys, arguments, words):
+def test_a_contradiction_is_refused_before_anything_runs(capsys, named, arguments):
     pytest.importorskip("torch")
     assert calibrate(*arguments) == 2
-    assert words in capsys.readouterr().err
+    assert named in capsys.readouterr().err
 
 
 def test_without_a_card_it_says_how_to_try_it(capsys, monkeypatch):
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert calibrate() == 2
-    assert "try bench with --calibrate --device cpu --width small" in capsys.readouterr().err
-
-
-def test_bench_without_anything_names_what_there_is(capsys):
-    assert main(["bench"]) == 2
-    assert "bench needs one of ops, forward, image, or --calibrate" in capsys.readouterr().err
+    assert calibrate() == main(["bench"]) == 2
+    words = capsys.readouterr().err
+    assert "--calibrate --device cpu --width small" in words and "ops, forward, image" in words
 
 
 @pytest.mark.slow
@@ -291,9 +287,8 @@ def test_what_was_measured_is_kept_for_estimates(on_card, folder, capsys):
     out = capsys.readouterr().out
     assert f"saved in {folder / CALIBRATION}" in out
     assert "int8 left out: sm_89 fails a trial" in out
-    pasted = out[out.index("To paste into an issue:") :].splitlines()
-    assert pasted[1].startswith(f"| {MINE.card}, driver {MINE.driver}, torch {MINE.torch}, ")
-    rows = {line.split(" | ")[0]: line for line in pasted if line.startswith("| ")}
+    rows = {line.split(" | ")[0]: line for line in out.splitlines() if line.startswith("| ")}
+    assert f"| {MINE.card}, driver {MINE.driver}, torch {MINE.torch}, " in out
     bf16, peak = RATES.gemm["bf16"], L40S.dense_flops["bf16"]
     assert rows["| bf16 products, TFLOP/s"].split(" | ")[1:] == [
         *(f"{bf16 / 1e12:.4g}", f"{0.45 * peak / 1e12:.4g} to {0.75 * peak / 1e12:.4g}"),
@@ -317,14 +312,6 @@ def test_a_folder_that_keeps_nothing_is_told_before_anything_is_measured(
 def test_a_small_run_on_a_card_is_not_kept(on_card, folder):
     assert calibrate("--width", "small") == 0
     assert not folder.exists()
-
-
-def test_a_folder_that_cannot_be_written_is_told(on_card, set_settings, tmp_path, capsys):
-    blocked = tmp_path / "file"
-    blocked.write_text("")
-    set_settings(cache=str(blocked))
-    assert calibrate() == 2
-    assert str(blocked) in capsys.readouterr().err
 
 
 # --- the measurement

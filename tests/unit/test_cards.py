@@ -19,9 +19,8 @@ from qwen_l40s.planning.cards import (
     find_card,
 )
 from qwen_l40s.planning.estimate import estimate
-from qwen_l40s.planning.plan import plan
 from qwen_l40s.planning.rates import rates_of
-from qwen_l40s.planning.request import Loras, RunRequest
+from qwen_l40s.planning.request import RunRequest
 from qwen_l40s.spec.formats import GIB, MIB, CardFacts
 
 CARDS = known_cards(BUNDLED)
@@ -217,11 +216,6 @@ def test_lowest_price_on_demand_counts():
     assert replace(CARDS["L40S"], prices=prices[2:]).price() is None
 
 
-def test_part_of_a_memory():
-    card = replace(CARDS["L40S"], memory_bytes=20 * GIB)
-    assert card == replace(CARDS["L40S"], memory_bytes=20 * GIB)
-
-
 def test_own_price_of_a_known_card(tmp_path):
     price = Price(0.9, "your own", "on demand", "undated", "your list")
     for name in ("L40S", "l40s", "NVIDIA L40S"):
@@ -297,40 +291,27 @@ def test_listed_card_of_a_driver_has_the_memory_that_it_shows():
 
 
 def test_card_that_is_not_listed_is_estimated_without_times_or_cost():
-    facts = CardFacts("NVIDIA A40", 45634 * MIB, (8, 6))
-    card = card_by_driver(facts, CARDS)
-    beside = RunRequest(loras=Loras(1, 32, "bypass"))
-    found = estimate(beside, card, usd_per_hour=2.0)
-    assert found.options == plan(facts, beside) and found.fits
-    alike = estimate(beside, replace(CARDS["RTX A6000"], memory_bytes=facts.total_bytes))
-    answer, expected = (
-        json.loads(json.dumps(estimate_json(each), allow_nan=False)) for each in (found, alike)
-    )
+    """Until it is calibrated; its memory counts as another card's."""
+    card = card_by_driver(CardFacts("NVIDIA A40", 45634 * MIB, (8, 6)), CARDS)
+    found = estimate(RunRequest(), card, usd_per_hour=2.0)
+    alike = estimate(RunRequest(), replace(CARDS["RTX A6000"], memory_bytes=card.memory_bytes))
+    answer, expected = map(estimate_json, (found, alike))
     for name in ("step_ms", "image_seconds", "first_image_seconds", "usd_per_image"):
         assert answer[name] is None and expected[name] > 0
-    assert answer.keys() == expected.keys()
     assert answer["ranges"] == {} and answer["basis"] == "unknown"
     for name in ("fits", "template", "headroom_gib", "disk", "host_ram_gib", "settings"):
         assert answer[name] == expected[name]
     for name, phase in answer["phases"].items():
         assert phase["seconds"] is None
         assert phase["card_gib"] == expected["phases"][name]["card_gib"]
-    (note,) = (note for note in notes_of(found) if "NVIDIA A40" in note)
-    assert "RTX A6000" in note and "`qwen-l40s bench --calibrate`" in note
-    text = estimate_text(found)
-    assert note in " ".join(text.split()) and "USD" not in text
-
-
-def test_card_that_is_not_listed_has_the_times_that_were_measured_on_it():
-    card = card_by_driver(CardFacts("NVIDIA A40", 45634 * MIB, (8, 6)), CARDS)
-    measured = rates_of(CARDS["RTX A6000"])[0]
-    found = estimate(RunRequest(), card, calibration=measured)
-    assert found.basis.kind == "measured" and found.step_seconds.low > 0
-    assert found.usd_per_image is None
-    assert any("NVIDIA A40 has no price" in note for note in notes_of(found))
-    assert (
-        estimate(RunRequest(), card, calibration=measured, usd_per_hour=2.0).usd_per_image.low > 0
+    (note,) = (note for note in notes_of(found) if card.name in note)
+    assert "RTX A6000" in note and "bench --calibrate" in note and "USD" not in estimate_text(found)
+    rates = rates_of(CARDS["RTX A6000"])[0]
+    free, paid = (
+        estimate(RunRequest(), card, calibration=rates, usd_per_hour=it) for it in (None, 2)
     )
+    assert free.basis.kind == "measured" and free.step_seconds.low > 0
+    assert free.usd_per_image is None and paid.usd_per_image.low > 0
 
 
 def test_own_list_may_have_a_byte_order_mark_and_notes(tmp_path):
@@ -343,7 +324,7 @@ def test_missing_field_is_named(tmp_path):
         path = write(tmp_path, changed(**{field: ...}))
         with pytest.raises(SettingError) as caught:
             known_cards(path)
-        for part in (str(path), "'Mine'", repr(field), "is missing", FIELDS[field][1]):
+        for part in (str(path), "'Mine'", repr(field), FIELDS[field][1]):
             assert part in str(caught.value)
 
 
@@ -390,7 +371,7 @@ def test_wrong_value_is_named(tmp_path):
         with pytest.raises(SettingError) as caught:
             known_cards(path)
         text = str(caught.value)
-        for part in (str(path), "'L40S'", repr(name), "but must be", FIELDS[name][1]):
+        for part in (str(path), "'L40S'", repr(name), FIELDS[name][1]):
             assert part in text
         assert len(text) < 500
 
@@ -416,51 +397,44 @@ def test_wrong_price_is_named(tmp_path):
             assert part in str(caught.value)
 
 
-BROKEN = [
-    ("", "must be one JSON object"),
-    ("{", "must be one JSON object"),
-    ("[]", "not an object"),
-    ('{"cards": {"L40S": {"memory_mib": NaN}}}', "NaN is not JSON"),
-    ("[" * 100_000, "nested too deeply|JSON object"),
-    ('{"cards": {}, "cards": {}}', "'cards' occurs twice"),
-    ("{}", "no object 'cards'"),
-    ('{"cards": [1]}', "no object 'cards'"),
-    ('{"card": {}}', "'card' is not a field: write 'cards'"),
-    ('{"cards": {}, "notes": [1]}', "'notes' must be an object of texts"),
-    ('{"cards": {"L40S": 0.72}}', "'L40S' is 0.72: give an object"),
-    ('{"cards": {"L40S": {"price": []}}}', "'price' is not a field: write 'prices'"),
-    ('{"cards": {"L40S": {"zzz": 1}}}', "'zzz' is not a field: choose from also, "),
-    ('{"cards": {"L40S": {"prices": [0.7]}}}', "entry 1 is 0.7: give an object"),
-    ('{"cards": {"L40S": {"prices": [{}]}}}', "'usd_per_hour' is missing, which every price"),
-    ('{"cards": {"L40S": {"prices": [{"usd": 1}]}}}', "'usd' is not a field: write"),
-    (
-        '{"cards": {"L40S": {"prices": [{"usd_per_hour": 1}, {"usd_per_hour": 2}]}}}',
-        "entry 2 gives another price of your own, on demand, undated: keep one",
-    ),
-    ('{"cards": {"L40S": {}, "l40s": {}}}', "'L40S' and 'l40s' are the same card"),
-    ('{"cards": {"RTX 4060 Ti": {}}}', "RTX 4060 Ti 16GB, RTX 4060 Ti 8GB"),
-    ('{"cards": {"": {}}}', "is not the name of a card"),
-    ('{"cards": {"\\ud800": {}}}', "not valid UTF-8"),
-    ('{"cards": {"L40S": {"also": ["NVIDIA L40"]}}}', "'L40S' and 'L40' are both named"),
+BROKEN = [  # what is named, besides the file; what the file holds
+    ("JSON", ""),
+    ("JSON", "{"),
+    ("object", "[]"),
+    ("NaN", '{"cards": {"L40S": {"memory_mib": NaN}}}'),
+    ("JSON|nested", "[" * 100_000),
+    ("'cards'", '{"cards": {}, "cards": {}}'),
+    ("'cards'", "{}"),
+    ("'cards'", '{"cards": [1]}'),
+    ("'card'.*'cards'", '{"card": {}}'),
+    ("'notes'", '{"cards": {}, "notes": [1]}'),
+    ("'L40S'", '{"cards": {"L40S": 0.72}}'),
+    ("'price'.*'prices'", '{"cards": {"L40S": {"price": []}}}'),
+    ("'zzz'.*also, ", '{"cards": {"L40S": {"zzz": 1}}}'),
+    ("entry 1", '{"cards": {"L40S": {"prices": [0.7]}}}'),
+    ("'usd_per_hour'", '{"cards": {"L40S": {"prices": [{}]}}}'),
+    ("'usd'", '{"cards": {"L40S": {"prices": [{"usd": 1}]}}}'),
+    ("entry 2", '{"cards": {"L40S": {"prices": [{"usd_per_hour": 1}, {"usd_per_hour": 2}]}}}'),
+    ("'L40S' and 'l40s'", '{"cards": {"L40S": {}, "l40s": {}}}'),
+    ("RTX 4060 Ti 16GB, RTX 4060 Ti 8GB", '{"cards": {"RTX 4060 Ti": {}}}'),
+    ("''", '{"cards": {"": {}}}'),
+    ("UTF-8", '{"cards": {"\\ud800": {}}}'),
+    ("'L40S' and 'L40'", '{"cards": {"L40S": {"also": ["NVIDIA L40"]}}}'),
+    ("1 MiB", " " * (2**20 + 1)),
 ]
 
 
-def test_file_that_breaks_the_form_is_refused(tmp_path):
-    for content, message in BROKEN:
-        path = write(tmp_path, content)
-        with pytest.raises(SettingError, match=message) as caught:
-            known_cards(path)
-        assert str(path) in str(caught.value)
+@pytest.mark.parametrize(("named", "content"), BROKEN, ids=range(len(BROKEN)))
+def test_file_that_breaks_the_form_is_refused(tmp_path, named, content):
+    path = write(tmp_path, content)
+    with pytest.raises(SettingError, match=named) as caught:
+        known_cards(path)
+    assert str(path) in str(caught.value) and len(str(caught.value)) < 600
 
 
-def test_file_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
-    with pytest.raises(SettingError, match=r"No such file.*none\.json"):
-        known_cards(tmp_path / "none.json")
-    with pytest.raises(SettingError, match="give a JSON file"):
-        known_cards(tmp_path)
+def test_file_that_cannot_be_read_is_refused(tmp_path):
     path = tmp_path / "latin.json"
     path.write_bytes(b'{"cards": {"\xe9": {}}}')
-    with pytest.raises(SettingError, match="must be one JSON object"):
-        known_cards(path)
-    with pytest.raises(SettingError, match="larger than 1 MiB"):
-        known_cards(write(tmp_path, " " * (2**20 + 1)))
+    for broken in (path, tmp_path, tmp_path / "none.json"):
+        with pytest.raises(SettingError, match=str(broken)):
+            known_cards(broken)

@@ -1,7 +1,6 @@
 """The pictures and words of estimates: nothing is cut off, and what does not fit is red."""
 
 import operator
-import re
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -117,12 +116,6 @@ def test_the_memory_chart_is_whole_and_legible(texts, found):
     assert BAD not in colours_of(picture)  # it runs
 
 
-def test_the_picture_says_that_the_processor_bounds_a_step(texts):
-    request = RunRequest(precision="int8", width=256, height=256, steps=4)
-    check_texts(texts, memory_chart(estimate_of(139, request, like="H200")))
-    assert any(text == "A step is bound by the CPU." for text, *_ in texts)
-
-
 @pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(
@@ -158,12 +151,6 @@ def test_the_part_of_a_bar_that_waits_in_host_memory_is_amber():
     assert widest == pytest.approx(full * beyond, rel=0.05)
 
 
-def test_small_parts_are_seen_where_not_all_fits():
-    colours = colours_of(memory_chart(estimate_of(20, IN_BF16)))
-    for name in ("working memory", "other"):
-        assert ImageColor.getrgb(pictures.COLOURS[name]) in colours
-
-
 def test_the_answer_has_a_word_beside_its_colour(texts):
     for memory, word, sign in (
         (4, "Fits with offloading", "tight"),
@@ -171,9 +158,18 @@ def test_the_answer_has_a_word_beside_its_colour(texts):
         (90, "Fits", "good"),
     ):
         texts.clear()
-        colours = colours_of(memory_chart(estimate_of(memory)))
+        picture = memory_chart(estimate_of(memory))
         assert texts[0][0].startswith(word)
-        assert ImageColor.getrgb(pictures.SIGNS[sign]) in colours
+        assert ImageColor.getrgb(pictures.SIGNS[sign]) in colours_of(picture)
+        # ComfyUI's classic nodes give a picture 220 pixels of height until somebody enlarges them.
+        assert picture.width / picture.height > 1.5
+    colours = colours_of(memory_chart(estimate_of(20, IN_BF16)))
+    for name in ("working memory", "other"):  # small parts, where not all fits
+        assert ImageColor.getrgb(pictures.COLOURS[name]) in colours
+    texts.clear()
+    small = RunRequest(precision="int8", width=256, height=256, steps=4)
+    memory_chart(estimate_of(139, small, like="H200"))
+    assert any("CPU" in text for text, *_ in texts)
 
 
 def contrast(one, other):
@@ -186,24 +182,13 @@ def contrast(one, other):
     return max(found) / min(found)
 
 
-def test_text_stands_out_from_what_it_is_written_on():
-    """4.5 to 1, as WCAG 2 asks of text; of the parts of bars and of lines 3 to 1."""
+def test_what_is_drawn_stands_out():
+    """4.5 to 1, as WCAG 2 asks of text; of the parts of bars and of lines 3 to 1, on any page."""
     for ink in (pictures.INK, pictures.FAINT, pictures.GOOD, pictures.WARN, pictures.BAD):
         assert contrast(ink, pictures.PAPER) >= 4.5
     for colour in (*pictures.COLOURS.values(), pictures.FRAME):
         assert contrast(colour, pictures.PAPER) >= 3
-
-
-def test_a_node_shows_the_picture_as_wide_as_it_can():
-    """ComfyUI's classic nodes give a picture 220 pixels of height until somebody enlarges them."""
-    for memory in (4, 43, 90):
-        picture = memory_chart(estimate_of(memory))
-        assert picture.width / picture.height > 1.5
-
-
-def test_the_frame_is_seen_on_a_light_page_and_on_a_dark_one():
-    for page in ("#ffffff", "#000000"):
-        assert contrast(pictures.FRAME, page) >= 3
+    assert min(contrast(pictures.FRAME, page) for page in ("#ffffff", "#000000")) >= 3
 
 
 def offers_of(*fields):
@@ -248,24 +233,16 @@ def test_the_cost_chart_is_whole_and_legible(texts, load, offers):
     assert f"Cheapest for {load:,.10g} images per hour" in {text for text, *_ in texts}
 
 
-def test_the_cost_chart_has_the_six_cheapest_and_the_cheapest_on_top(texts):
+def test_the_cost_chart_has_the_six_cheapest_that_fit_and_cost_something(texts):
     cards = list(known_cards())
     offers = offers_of(*((name, 9, 14, 1 + place) for place, name in enumerate(cards)))
-    offers[0].found.tight = True
-    cost_chart(Advice(9, offers[::-1]))
+    offers[0].found.tight, offers[1].found.fits = True, False
+    cost_chart(Advice(9, [*offers[::-1], *offers_of(("a gift", 3, 5, 0))]))
     written = [text for text, *_ in texts]
     assert written[0] == f"1 {cards[0]}, tight: $0.11 an image"
-    assert [text for text in written if text[2:] in cards] == [f"1 {name}" for name in cards[1:6]]
+    assert [text for text in written if text[2:] in cards] == [f"1 {name}" for name in cards[2:7]]
     assert {"0.9 images/h", "9 images/h", "90 images/h"} <= set(written)
-
-
-def test_what_does_not_fit_or_costs_nothing_is_not_drawn(texts):
-    offers = offers_of(("H200", 3, 5, 0), ("L40S", 12, 20, 0.72), ("RTX 3090", 30, 60, 0.3))
-    offers[2].found.fits = False
-    cost_chart(Advice(9, offers))
-    written = {text for text, *_ in texts}
-    assert {"1 L40S", "$0.080"} <= written
-    assert not any("H200" in text or "RTX 3090" in text for text in written)
+    assert not any("a gift" in text for text in written)
 
 
 @given(st.text(max_size=60), st.sampled_from([15, 18, 26]), st.integers(40, 900))
@@ -302,28 +279,12 @@ def test_dollars(value, text):
     assert figures.dollars(value) == text
 
 
-def test_the_text_says_first_whether_it_fits():
-    found = replace(estimate_of(43), notes=("a note",))
+def test_text_is_folded_and_has_the_callers_notes():
+    found = replace(estimate_of(43), notes=("a note about qwen-image-edit-2511 " * 9,))
     lines = texts_of.estimate_text(found).splitlines()
-    spare = re.fullmatch(
-        r"Tight, not measured: ([\d.]+) GiB to spare, ([\d.]+) of ([\d.]+) GiB of VRAM in [a-z]+; "
-        r"[\d.]+ GiB of system RAM\.",
-        lines[0],
-    )
-    left, peak, usable = map(float, spare.groups())
-    assert usable - peak == pytest.approx(left)
-    assert lines[1].startswith("L40S: qwen-image, int8, 1328x1328")
-    time = r"Time: \d+ to \d+ s an image, \d.+ a step \(predicted\); \$0\.00.* at \$0\.72 an hour\."
-    assert re.fullmatch(time, lines[2])
-    assert lines[3].startswith("Set: Load Qwen-Image Model: precision int8, modulation on card;")
-    assert lines[4].startswith("Template: ") and lines[5].startswith("Safer: ")
-    assert "Note: a note" in lines
     assert max(map(len, lines[6:])) <= figures.LINE
+    assert sum(line.count("qwen-image-edit-2511") for line in lines) == 9
     assert texts_of.remedy(estimate_of(16, like="RTX 4090")) == texts_of.NOTHING_SAFER
-    slow = "\n".join(
-        texts_of.summary_lines(estimate_of(28, replace(IN_BF16, tiles=1, width=2048, height=2048)))
-    )
-    assert re.match(r"Fits with offloading: [\d.]+ GiB stream from system RAM in every step ", slow)
 
 
 @given(st.lists(st.floats(0, 300), min_size=1, max_size=8))

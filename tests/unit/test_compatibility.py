@@ -135,17 +135,12 @@ def test_nothing_is_off(host, version):
 @pytest.mark.parametrize("version", ["0.32.9", "0.3.40", "nightly"])
 def test_too_old(host, version):
     host["comfyui_version"].__version__ = version
-    assert sentence() == (
-        f"ComfyUI is {version} and Qwen-Image Accelerator needs 0.33.0 or newer: update ComfyUI."
-    )
+    assert version in sentence() and "0.33.0" in sentence()
 
 
 def test_no_version(host, monkeypatch):
-    expected = (
-        "this ComfyUI does not give its version: Qwen-Image Accelerator needs 0.33.0 or newer."
-    )
     del host["comfyui_version"].__version__
-    assert sentence() == expected
+    assert "0.33.0" in (expected := sentence())
     monkeypatch.setitem(sys.modules, "comfyui_version", None)
     assert sentence() == expected
 
@@ -157,8 +152,7 @@ def test_a_name_that_is_gone(host, monkeypatch):
             with monkeypatch.context() as patch:
                 patch.delattr(*owner_of(host[module], name))
                 text = sentence()
-            assert f"ComfyUI 0.40.0 has no {module}.{name}" in text
-            assert "update Qwen-Image Accelerator" in text
+            assert f"0.40.0 has no {module}.{name}" in text
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, module, None)
             assert f"has no {module}.{next(iter(names))}," in sentence()
@@ -172,7 +166,7 @@ def test_a_parameter_that_is_gone(host, monkeypatch):
                 others = [other for other in parameters if other != parameter]
                 with monkeypatch.context() as patch:
                     patch.setattr(owner, last, function(*others, "new"))
-                    assert f"has no parameter {parameter!r} in {module}.{name}, which" in sentence()
+                    assert f"{parameter!r} in {module}.{name}" in sentence()
 
 
 def test_a_function_that_takes_any_keyword_is_no_fault(host):
@@ -182,7 +176,7 @@ def test_a_function_that_takes_any_keyword_is_no_fault(host):
 
 def test_a_function_that_became_something_else(host):
     host["comfy.lora"].load_lora = 3
-    assert "has comfy.lora.load_lora as a int" in sentence()
+    assert "comfy.lora.load_lora" in sentence()
 
 
 def test_a_model_and_its_block_are_called_as_is_known(monkeypatch):
@@ -234,10 +228,8 @@ def test_a_new_parameter_of_what_the_host_calls_is_named(host, monkeypatch):
             owner, last = owner_of(host[module], name)
             with monkeypatch.context() as patch:
                 patch.setattr(owner, last, function("self", *known, "gate", "up"))
-                assert news_of_host() == [
-                    f"ComfyUI 0.33.0 has the new parameters gate, up in {module}.{name}. Blocks "
-                    "with them run ComfyUI's code, and LoRAs as a bypass are refused."
-                ]
+                (news,) = news_of_host()
+                assert f"gate, up in {module}.{name}" in news
                 assert unsupported_host() is None
 
 
@@ -251,6 +243,5 @@ class Attention:
 
 def test_a_new_argument_of_the_call_of_attention_is_named(host):
     host["comfy.ldm.qwen_image.model"].Attention = Attention
-    assert news_of_host() == [
-        "ComfyUI 0.33.0 gives attention the new arguments window: ComfyUI's blocks run."
-    ]
+    (news,) = news_of_host()
+    assert "window" in news and "transformer_options" not in news

@@ -1,5 +1,6 @@
 """Links between cards: faults that a verification finds, what is copied then, and what is said."""
 
+import re
 from itertools import islice
 from types import SimpleNamespace
 
@@ -182,53 +183,35 @@ def test_a_card_that_does_not_answer_is_asked_again(machine):
 def test_a_machine_that_loses_copies_is_told(machine):
     machine.lost = 0, 1
     link = links.link_between(torch.device("cuda", 1), torch.device("cuda", 0))
-    assert link.warning == (
-        "Copies between cuda:0 and cuda:1 lose data on this machine (IOMMU or ACS): ComfyUI's "
-        "copies between these GPUs would be wrong too. This package copies through system RAM. "
-        "Boot with `iommu=pt`, or turn ACS off in the BIOS."
-    )
+    assert all(it in link.warning for it in ("cuda:0 and cuda:1", "`iommu=pt`", "ACS"))
 
 
-def test_doctor_has_a_line_for_each_pair(machine):
-    cards = [InstalledCard("L40S", (8, 9), 2**35, uuid) for uuid in "abc"]
-    for count in range(2):
-        assert list(doctor._link_checks(InstalledCards(tuple(cards[:count])))) == []
-    assert machine.tried == []
+def checks_of(count):
+    cards = (InstalledCard("L40S", (8, 9), 2**35, uuid) for uuid in "abc"[:count])
+    return list(doctor._link_checks(InstalledCards(tuple(cards))))
 
-    (good,) = doctor._link_checks(InstalledCards(tuple(cards[:2])))
+
+def test_doctor_has_a_line_for_each_pair(machine, monkeypatch):
+    assert checks_of(0) == checks_of(1) == machine.tried == []
+    (good,) = checks_of(2)
     assert (good.name, good.state, good.why.remedy) == ("GPUs 0 and 1", State.USABLE, "")
-    assert good.why.fact == (
-        "peer copies are correct; "
-        "peer 0 to 1 24.0, 1 to 0 23.0, both at once 20.0 and 19.0 GB/s; "
-        "through system RAM 0 to 1 12.0, 1 to 0 11.0, both at once 10.0 and 9.0 GB/s"
-    )
+    speeds = ["24.0", "23.0", "20.0", "19.0", "12.0", "11.0", "10.0", "9.0"]
+    assert re.findall(r"\d+\.0", good.why.fact) == speeds
     machine.lost = 0, 2
-    _, bad, _ = doctor._link_checks(InstalledCards(tuple(cards)))
+    _, bad, _ = checks_of(3)
     assert (bad.name, bad.state) == ("GPUs 0 and 2", State.LIMITED)
-    assert bad.why.remedy == "boot with `iommu=pt`, or turn ACS off in the BIOS"
-    assert bad.why.fact == (
-        "peer copies changed the data; ComfyUI's copies between these GPUs would be wrong too; "
-        "this package copies through system RAM; "
-        "through system RAM 0 to 2 12.0, 2 to 0 11.0, both at once 10.0 and 9.0 GB/s"
-    )
+    assert "`iommu=pt`" in bad.why.remedy and re.findall(r"\d+\.0", bad.why.fact) == speeds[4:]
 
 
 def test_doctor_goes_on_where_cards_do_not_answer(machine, monkeypatch):
-    cards = InstalledCards(tuple(InstalledCard("L40S", (8, 9), 2**35, uuid) for uuid in "ab"))
     machine.reason = NO_MEMORY
     monkeypatch.setattr(links.Link, "measure", lambda self, peer: None)
-    (found,) = doctor._link_checks(cards)
-    assert found.why.fact == (
-        "copies go through system RAM: too little VRAM is free to verify peer copies"
-    )
-    assert found.why.remedy == "end other programs on the GPUs"
+    (found,) = checks_of(2)
+    assert NO_MEMORY in found.why.fact and found.why.remedy
     links._links.clear()
     machine.error = RuntimeError("CUDA error: an illegal memory access\nmore")
-    (found,) = doctor._link_checks(cards)
-    assert (found.state, found.why.fact) == (
-        State.NOT_USABLE,
-        "CUDA error: an illegal memory access",
-    )
+    (found,) = checks_of(2)
+    assert (found.state, found.why.fact) == (State.NOT_USABLE, str(machine.error).split("\n")[0])
 
 
 # ---------------------------------------------------------------------------------- on true cards

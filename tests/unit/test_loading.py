@@ -49,73 +49,40 @@ def on_card(found):
 
 
 @pytest.mark.parametrize(
-    ("requested", "card", "stored", "name", "reasons"),
+    ("requested", "card", "stored", "expected", "named"),
     [
-        *(
-            ("auto", card, "bf16", "int8", [f"auto: int8 products run on {card.name}", "0.0058"])
-            for card in (L40S, A100, A100_40, RTX_4090, RTX_5090, RTX_3060)
-        ),
-        ("auto", L40S, "fp32", "int8", ["the file's fp32 is quantized to int8 on load"]),
-        ("auto", RTX_3060, "bf16", "int8", [" of 12.8 GiB of weights stay on RTX 3060"]),
-        ("auto", T4, "bf16", "bf16", ["sm_75 has no int8 tensor cores (they need sm_80)"]),
-        ("auto", NO_TRITON, "bf16", "bf16", ["most accurate", "triton is not installed"]),
-        ("auto", NO_TRITON, "int8", "int8", ["the file holds int8", "triton is not installed"]),
-        ("int8", NO_TRITON, "bf16", "int8", ["triton is not installed", "save memory, not time"]),
-        ("auto", T4, "int8", "int8", ["save memory, not time"]),
-        (
-            *("auto", L40S, "fp8", "fp8"),
-            ["auto: the file holds fp8, and expanding it would gain nothing"],
-        ),
-        ("auto", A100, "fp8", "int8", ["int8 products run", "fp8 is quantized again to int8"]),
-        ("auto", T4, "fp8", "fp8", ["sm_75 has no fp8 tensor cores (they need sm_89)"]),
-        ("auto", None, "bf16", "bf16", ["the file holds bf16, and there is no NVIDIA GPU"]),
-        ("auto", None, "fp32", "fp32", ["the file holds fp32, and there is no NVIDIA GPU"]),
-        ("auto", None, "fp8", "fp8", ["the fp8 weights are computed in full precision"]),
-        (
-            *("bf16", L40S, "bf16", "bf16"),
-            ["requested: the file holds bf16; 25.4 GiB of weights stay on"],
-        ),
-        ("bf16", L40S, "fp32", "bf16", ["requested: the file's fp32 is rounded to bf16"]),
-        ("bf16", L40S, "fp8", "bf16", ["expanded to bf16, which does not restore what fp8 lost"]),
-        (
-            *("bf16", RTX_4090, "bf16", "bf16"),
-            ["; 2", " of 25.4 GiB of weights stay on RTX 4090", " to the GPU in every pass, "],
-        ),
-        ("bf16", None, "int8", "bf16", ["expanded to bf16, which does not restore what int8 lost"]),
-        ("fp8", L40S, "bf16", "fp8", ["the file's bf16 is quantized to fp8 on load; 25.4 GiB"]),
-        ("fp8", L40S, "int8", "fp8", ["int8 is quantized again to fp8, and both errors add up"]),
-        ("int8", A100, "fp8", "int8", ["fp8 is quantized again to int8"]),
-        (
-            *("int8", None, "bf16", "int8"),
-            ["the int8 weights are computed in full precision"],
-        ),
-        (
-            *("as stored", A100, "fp8", "fp8"),
-            ["so the fp8 weights are computed in bf16 and save memory, not time"],
-        ),
+        *(("auto", card, "bf16", "int8", card.name) for card in CARDS if card is not T4),
+        ("auto", L40S, "fp32", "int8", "fp32"),
+        ("auto", T4, "bf16", "bf16", "sm_75"),
+        ("auto", NO_TRITON, "bf16", "bf16", "triton"),
+        ("auto", NO_TRITON, "int8", "int8", "triton"),
+        ("int8", NO_TRITON, "bf16", "int8", "save memory, not time"),
+        ("auto", T4, "int8", "int8", "save memory, not time"),
+        ("auto", L40S, "fp8", "fp8", "fp8"),
+        ("auto", A100, "fp8", "int8", "again"),
+        ("auto", T4, "fp8", "fp8", "sm_89"),
+        ("auto", None, "bf16", "bf16", "no NVIDIA GPU"),
+        ("auto", None, "fp32", "fp32", "no NVIDIA GPU"),
+        ("auto", None, "fp8", "fp8", "full precision"),
+        ("bf16", L40S, "bf16", "bf16", "25.4 GiB"),
+        ("bf16", L40S, "fp32", "bf16", "rounded"),
+        ("bf16", L40S, "fp8", "bf16", "fp8 lost"),
+        ("bf16", RTX_4090, "bf16", "bf16", "in every pass"),
+        ("bf16", None, "int8", "bf16", "int8 lost"),
+        ("fp8", L40S, "bf16", "fp8", "quantized"),
+        ("fp8", L40S, "int8", "fp8", "again"),
+        ("int8", A100, "fp8", "int8", "again"),
+        ("int8", None, "bf16", "int8", "full precision"),
+        ("as stored", A100, "fp8", "fp8", "save memory, not time"),
     ],
 )
-def test_precisions_and_reasons(requested, card, stored, name, reasons):
+def test_precisions_and_reasons(requested, card, stored, expected, named):
     found = decide(requested, stored, card)
-    assert found.precision == name
-    assert all(reason in found.reason for reason in reasons), found.reason
-
-
-@pytest.mark.parametrize(
-    ("requested", "card", "stored", "why"),
-    [
-        ("auto", L40S, "bf16", "auto: int8, the fastest; 2.9 GiB to spare on NVIDIA L40S"),
-        ("auto", T4, "bf16", "auto: bf16, no int8 products; "),
-        ("auto", RTX_3060, "bf16", "GiB streamed to RTX 3060 per forward pass"),
-        ("auto", L40S, "fp8", "auto: the file holds fp8; "),
-        ("int8", L40S, "bf16", "as requested; "),
-        ("as stored", L40S, "bf16", "as stored; "),
-        ("auto", None, "bf16", "auto: the file holds bf16; no NVIDIA GPU"),
-    ],
-)
-def test_what_was_chosen_is_said_in_few_words(requested, card, stored, why):
-    found = decide(requested, stored, card).why
-    assert why in found and len(found) <= 80, found
+    assert found.precision == expected
+    assert named in found.reason
+    assert len(found.why) <= 80 and (card is None or card.name in found.reason)
+    starts = {"auto": f"auto: {expected}", "as stored": "as stored"}.get(requested, "as requested")
+    assert found.why.startswith((starts, "auto: the file holds")), found.why
 
 
 def test_auto_is_what_the_plan_recommends():
@@ -164,15 +131,13 @@ def test_every_decision_has_its_size_and_every_refusal_a_way_out():
 
 
 def test_limits_of_the_cards():
-    message = (
-        "fp8 needs a GPU of sm_89 or newer and NVIDIA A100 is sm_80: "
-        "choose auto, bf16, int8, as stored."
-    )
-    for stored in ("bf16", "fp8"):
-        with pytest.raises(UnavailableError, match=re.escape(message)):
-            decide("fp8", stored, A100)
-    with pytest.raises(UnavailableError, match=r"sm_80 or newer .*: choose auto, bf16, as stored"):
-        decide("int8", "bf16", T4)
+    for requested, card, stored in (
+        ("fp8", A100, "bf16"),
+        ("fp8", A100, "fp8"),
+        ("int8", T4, "bf16"),
+    ):
+        with pytest.raises(UnavailableError, match=f"precision {requested} .*as stored"):
+            decide(requested, stored, card)
     for requested, capability in (("fp8", (8, 9)), ("fp8", (12, 0)), ("int8", (8, 0))):
         card = CardFacts("card", 80 * GIB, capability)
         assert decide(requested, "bf16", card).precision == requested
@@ -201,14 +166,12 @@ def test_a_card_smaller_than_one_step_at_the_usual_size():
 
 def test_bad_input():
     for requested in ("fp16", "fp32", "FP8", ""):
-        message = f"precision '{requested}' is unknown: choose auto, bf16, fp8, int8, as stored."
-        with pytest.raises(SettingError, match=re.escape(message)):
+        with pytest.raises(SettingError, match=f"precision '{requested}'"):
             decide(requested, "bf16", L40S)
     for card in (L40S, None):
-        message = "modulation 'gpu' is unknown: choose auto, on card, off card."
-        with pytest.raises(SettingError, match=re.escape(message)):
+        with pytest.raises(SettingError, match="modulation 'gpu'"):
             decide("bf16", "bf16", card, "gpu")
-    with pytest.raises(CheckpointError, match="as 'nf4': this package computes with bf16"):
+    with pytest.raises(CheckpointError, match="nf4"):
         decide("auto", "nf4", L40S)
 
 

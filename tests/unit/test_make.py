@@ -70,25 +70,16 @@ def clone(tmp_path):
 @pytest.mark.parametrize("version", ["3.9.25", "3.15.0"])
 def test_a_python_without_versions(clone, version):
     sentence = install(clone, version)
-    assert f"Python {version}" in sentence and "name Python 3.10 to 3.14 with PYTHON=" in sentence
+    assert f"Python {version}" in sentence and "PYTHON=" in sentence
 
 
 @pytest.mark.slow
-def test_no_index(clone):
-    sentence = install(clone)
-    assert "No matching distribution found for torch==2." in sentence
-    assert "connect one that has them" in sentence and "name another torch with TORCH=" in sentence
-    assert "from versions: none" in (clone / ".venv" / "pip.log").read_text()
-
-
-@pytest.mark.slow
-def test_a_version_that_the_index_lacks(clone):
-    wheel = clone / "torch-1.0-py3-none-any.whl"
-    with zipfile.ZipFile(wheel, "w") as file:
+def test_an_index_that_lacks_what_is_asked_for(clone):
+    with zipfile.ZipFile(clone / "torch-1.0-py3-none-any.whl", "w") as file:
         file.writestr("torch-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: torch\n")
     sentence = install(clone, TORCH="torch==99")
-    assert "No matching distribution found for torch==99" in sentence and "TORCH=" in sentence
-    assert "from versions: 1.0" in (clone / ".venv" / "pip.log").read_text()
+    assert "torch==99" in sentence and "TORCH=" in sentence
+    assert "1.0" in (clone / ".venv" / "pip.log").read_text()
 
 
 def test_torch_has_its_version_in_the_makefile_alone():

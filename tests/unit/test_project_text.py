@@ -276,6 +276,6 @@ def test_no_two_public_classes_have_one_name():
 
 def test_nothing_that_a_user_reads_has_a_placeholder():
     files = [*ROOT.glob("web/**/*.*"), *ROOT.glob("*.py"), *ROOT.glob("[a-z]*/**/*.py")]
-    read = [file for file in files if file.suffix != ".png" and "tests" not in file.parts]
+    read = [it for it in files if it.suffix != ".png" and it.relative_to(ROOT).parts[0] != "tests"]
     assert len(read) > 200
     assert [file for file in read if "OWNER/" in file.read_text(encoding="utf-8")] == []

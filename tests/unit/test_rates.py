@@ -217,7 +217,7 @@ def test_times_follow_the_attention_that_a_request_names(cards):
     assert step["fast", "H200"] == step["exact", "H200"] < step["kitchen_int8", "H200"]
     note = next(note for note in notes_of(seen["fast", "L40S"]) if "Attention" in note)
     assert note.startswith("Attention fast counts as kitchen_int8: predicted at 49% to 57% of the")
-    with pytest.raises(UnavailableError, match="kitchen_int8 needs a card of sm_80"):
+    with pytest.raises(UnavailableError, match="kitchen_int8 needs a GPU of sm_80"):
         estimate(RunRequest(attention="kitchen_int8"), cards["T4"])
 
 

@@ -191,49 +191,28 @@ def test_headings_of_a_note_are_enough(copied: Path):
 
 
 @pytest.mark.parametrize(
-    ("how", "words"),
+    ("named", "how"),
     [
-        (
-            lambda graph: graph.clear(),
-            "it is no graph of version 0.4: export it from ComfyUI's page",
-        ),
-        (value(SAMPLER, 1, "fixed"), "KSampler.control_after_generate must be 'randomize', got"),
-        (value(LOADER, 1, "int2"), "Load Qwen-Image.precision: 'int2' is none of auto, bf16"),
-        (value(LOADER, 0, "mine.safetensors"), "mine.safetensors has no row in docs/models.md"),
-        (of(SAMPLER, lambda node: node["widgets_values"].pop()), "KSampler has 6 values for seed"),
-        (of(SAMPLER, lambda node: node.update(mode=4)), "KSampler is muted or bypassed"),
-        (of(SAMPLER, lambda node: node.update(title="S")), "S: call it KSampler, as the search"),
-        (
-            of(SAMPLER, lambda node: node.update(flags={"collapsed": True}, title="S" * 21)),
-            "the page cuts a folded node's title after 20 letters",
-        ),
-        (
-            of(SAMPLER, lambda node: node.update(type="Fast")),
-            "Fast is not in tools/workflows/defin",
-        ),
-        (of(DECODER, lambda node: node.update(inputs=[])), "(Qwen-Image).samples is miss"),
-        (
-            of("CLIP Text Encode (Prompt)", lambda node: node.update(title=SAMPLER)),
-            "KSampler: 2 nodes are called so",
-        ),
-        (
-            of(SAMPLER, lambda node: node["inputs"][0].update(link=99)),
-            "KSampler: there is no wire 99",
-        ),
-        (
-            lambda graph: graph["nodes"].remove(node_of(graph, LOADER)),
-            "VAE Decode (Qwen-Image): there is no wire ",
-        ),
-        (lambda graph: graph["nodes"].pop(0), "it has 0 notes: keep one MarkdownNote"),
-        (value("Read me", 0, "## No heading"), "its note needs the heading **Files**"),
-        (
-            value(LOADER, 0, "micro (bundled)"),
-            "its note has nothing to say below the heading **What it takes**",
-        ),
+        ("0.4", lambda graph: graph.clear()),
+        ("KSampler.control_after_generate", value(SAMPLER, 1, "fixed")),
+        ("'int2'", value(LOADER, 1, "int2")),
+        ("mine.safetensors", value(LOADER, 0, "mine.safetensors")),
+        ("KSampler has 6 values", of(SAMPLER, lambda node: node["widgets_values"].pop())),
+        ("KSampler", of(SAMPLER, lambda node: node.update(mode=4))),
+        ("S: call it KSampler", of(SAMPLER, lambda node: node.update(title="S"))),
+        ("20", of(SAMPLER, lambda node: node.update(flags={"collapsed": True}, title="S" * 21))),
+        ("Fast", of(SAMPLER, lambda node: node.update(type="Fast"))),
+        (f"{DECODER}.samples", of(DECODER, lambda node: node.update(inputs=[]))),
+        ("2 nodes", of("CLIP Text Encode (Prompt)", lambda node: node.update(title=SAMPLER))),
+        ("wire 99", of(SAMPLER, lambda node: node["inputs"][0].update(link=99))),
+        (f"{DECODER}: ", lambda graph: graph["nodes"].remove(node_of(graph, LOADER))),
+        ("MarkdownNote", lambda graph: graph["nodes"].pop(0)),
+        ("**Files**", value("Read me", 0, "## No heading")),
+        ("**What it takes**", value(LOADER, 0, "micro (bundled)")),
     ],
 )
 def test_a_workflow_that_is_wrong_is_told_and_nothing_is_written(
-    copied: Path, capsys: pytest.CaptureFixture, how: Callable[[dict[str, Any]], Any], words: str
+    copied: Path, capsys: pytest.CaptureFixture, how: Callable[[dict[str, Any]], Any], named: str
 ):
     file = copied / "text_to_image_most_accurate.json"
     for other in set(copied.glob("*.json")) - {file}:
@@ -243,7 +222,7 @@ def test_a_workflow_that_is_wrong_is_told_and_nothing_is_written(
     for arguments in ([], ["--write"]):
         assert command.main(arguments) == 1
         lines = capsys.readouterr().out.splitlines()
-        assert any(words in line for line in lines), lines
+        assert any(named in line for line in lines), lines
         assert all(line.startswith(f"workflows/{file.name}: ") for line in lines)
     assert file.read_bytes() == before
 
