@@ -21,8 +21,8 @@ from ..spec.sizes import (
     ROWS_AT_ONCE,
 )
 from ..spec.transformer import REFERENCE_TOKENS, TransformerShape
-from ..step_cache import OFF
 from .request import EXACT, FAST, W4A8, RunRequest, Setting, replays_graph
+from .step_cache import OFF
 
 BF16, FP32 = 2, 4
 

@@ -22,8 +22,8 @@ from ..charts.picture import COLOURS, GOOD, LINE, SIDE, WIDTH, Page, text_width
 from ..machine.store import known_cards
 from ..planning.cards import BUNDLED, Card, find_card
 from ..planning.estimate import Estimate, estimate
+from ..planning.step_cache import CHOICES
 from ..spec.formats import GIB
-from ..step_cache import CHOICES
 from .workflows.notes import run_request
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ from ...loaders.shards import Shards, read_shards
 from ...loaders.source import check_names, shapes_of
 from ...machine.device import available_bytes, choose_device
 from ...machine.memory import available_memory
-from ...patches import put
+from ...optimizations.patches import put
 from ...spec.formats import BYTES_PER_WEIGHT
 from ...spec.transformer import USUAL_SIDE
 from ..loading import PrecisionChoice, choose_precision

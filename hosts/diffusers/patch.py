@@ -19,8 +19,8 @@ from diffusers import QwenImageTransformer2DModel
 
 from ...families.registry import blocks_of, pass_of
 from ...optimizations.attention import is_lossy
+from ...optimizations.patches import ABSENT, swap
 from ...optimizations.run import Optimization
-from ...patches import ABSENT, swap
 from ...verdict import Verdict
 from .layers import DiffusersLayers, Timesteps, TransformerModulation
 from .qwen_image import HOST_ATTENTION, TransformerAttention

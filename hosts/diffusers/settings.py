@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from ...errors import SettingError, UnavailableError
 from ...families.registry import schedule_names
+from ...planning.step_cache import OFF, cache_settings
 from ...spec.formats import format_gib
-from ...step_cache import OFF, cache_settings
 
 OFFLOADS = ("auto", "none", "model")
 SIZE_STEP = 16  # 8 from the VAE times 2 from the transformer's patches

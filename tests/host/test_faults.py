@@ -24,7 +24,7 @@ from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, 
 from qwen_l40s.hosts.comfyui.sample.step_cache import cache_steps
 from qwen_l40s.optimizations import fused
 from qwen_l40s.optimizations.run import Later
-from qwen_l40s.step_cache import cache_settings
+from qwen_l40s.planning.step_cache import cache_settings
 from qwen_l40s.verdict import first_line
 
 FOLDER = folder("faults")

@@ -46,7 +46,7 @@ from qwen_l40s.optimizations import fused
 from qwen_l40s.optimizations.attention import BACKENDS, chosen
 from qwen_l40s.optimizations.attention import Attention as ChosenBackend
 from qwen_l40s.optimizations.run import Later
-from qwen_l40s.options import OLDER
+from qwen_l40s.planning.options import OLDER
 
 pytestmark = pytest.mark.each_device
 FOLDER = folder("optimize")

@@ -22,10 +22,10 @@ from ....families.registry import (
 )
 from ....optimizations.attention.choice import asked_name
 from ....planning.request import FAST, ON_PROCESSOR, Loras
+from ....planning.step_cache import CacheSettings
 from ....spec.formats import EIGHT_BIT, FORMATS, QUANTIZED
 from ....spec.transformer import OFF_CARD, ON_CARD, TransformerShape
 from ....spec.vae import VaeShape
-from ....step_cache import CacheSettings
 from ..contract import read_sizes, transformer_of, unsupported_model
 from ..decode.fused import vae_shape
 from ..linear import LAYOUTS

@@ -27,7 +27,7 @@ from ....loaders.stored import PACKED_NAMES
 from ....loaders.writer import KeptFile
 from ....machine.memory import available_memory
 from ....optimizations.linear import why_not_int8
-from ....patches import put
+from ....optimizations.patches import put
 from ....planning.bytes import TransformerBytes, WeightBytes, weight_bytes
 from ....planning.phases import KEPT_FREE_BYTES
 from ....planning.plan import check_tensor_cores

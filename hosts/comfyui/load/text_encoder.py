@@ -23,7 +23,7 @@ from ....errors import CheckpointError
 from ....families import registry
 from ....families.registry import text_encoder_titled, text_encoders
 from ....loaders.source import Source, open_source
-from ....patches import put, switched
+from ....optimizations.patches import put, switched
 from ....planning.request import DROPPED, ON_PROCESSOR
 from ....spec.formats import MULTIPLIED, QUANTIZED, format_gib
 from ....spec.sizes import STAGING_BYTES

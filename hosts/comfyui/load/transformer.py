@@ -34,7 +34,7 @@ from ....loaders.source import (
     open_source,
 )
 from ....optimizations import fused, linear
-from ....patches import put
+from ....optimizations.patches import put
 from ....spec.formats import QUANTIZED, format_gib
 from ...loading import compile_rounding
 from ..linear import quantized_operations

@@ -15,7 +15,7 @@ from ....families.registry import family_with, load, vae_titled
 from ....loaders.header import PLAIN_DTYPES
 from ....loaders.quantize import check_finite
 from ....loaders.source import Source, check_names, left_out, native_names, open_source, shapes_of
-from ....patches import put
+from ....optimizations.patches import put
 from ...loading import check_known
 from ..decode.kept import KeptVAE
 from .plan import LoadReport

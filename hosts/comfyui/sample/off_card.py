@@ -27,8 +27,8 @@ from ....optimizations.modulation import (
     compute_entries,
     modulation_layers,
 )
+from ....optimizations.patches import patched, put
 from ....optimizations.stream import WeightStream
-from ....patches import patched, put
 from ....planning.phases import LAYERS_ON_CARD
 from ....spec.formats import format_gib
 from ..record import running
