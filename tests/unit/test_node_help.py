@@ -12,7 +12,8 @@ import qwen_l40s
 from qwen_l40s.bench.rows import BASELINE
 from qwen_l40s.charts.figures import duration
 from qwen_l40s.machine.store import known_cards
-from qwen_l40s.planning.cards import BUNDLED, find_card
+from qwen_l40s.planning.card_list import BUNDLED
+from qwen_l40s.planning.cards import find_card
 from qwen_l40s.planning.estimate import estimate
 from qwen_l40s.planning.options import CHOICE_LABELS
 from qwen_l40s.planning.request import LORA_MODES, Loras, RunRequest

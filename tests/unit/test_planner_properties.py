@@ -10,7 +10,7 @@ from qwen_l40s.charts.text import Refusal, estimate_json, estimate_text
 from qwen_l40s.errors import DoesNotFitError
 from qwen_l40s.families.registry import find_member, members
 from qwen_l40s.machine.store import known_cards
-from qwen_l40s.planning.cards import BUNDLED
+from qwen_l40s.planning.card_list import BUNDLED
 from qwen_l40s.planning.estimate import DOES_NOT_FIT, FITS, RUNS_SLOWLY, estimate
 from qwen_l40s.planning.phases import GRAPHS, KEPT_FREE_BYTES, least_weights, transformer_bytes
 from qwen_l40s.planning.plan import LEAST_SIDE

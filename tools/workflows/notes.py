@@ -19,7 +19,7 @@ from ...errors import DoesNotFitError
 from ...families.registry import member_of_file
 from ...machine.store import known_cards
 from ...planning.bytes import weight_bytes
-from ...planning.cards import BUNDLED
+from ...planning.card_list import BUNDLED
 from ...planning.estimate import estimate
 from ...planning.request import AUTO, Loras, Parts, RunRequest
 from ...planning.step_cache import OFF
