@@ -37,10 +37,9 @@ from ...machine.memory import available_memory
 from ...optimizations.patches import put
 from ...spec.formats import BYTES_PER_WEIGHT
 from ...spec.transformer import USUAL_SIDE
-from ..loading import PrecisionChoice, choose_precision
 from .parts import PipelineParts
 from .patch import Optimized, is_lossy_attention, optimize
-from .settings import OffloadChoice, choose_offload
+from .settings import OffloadChoice, PrecisionChoice, choose_offload, choose_precision
 
 logger = logging.getLogger(__name__)
 

@@ -22,8 +22,7 @@ from qwen_l40s.hosts.diffusers.load import (
     load_pipeline,
 )
 from qwen_l40s.hosts.diffusers.sample import decode, generate, sample
-from qwen_l40s.hosts.diffusers.settings import GenerateSettings
-from qwen_l40s.hosts.loading import choose_precision
+from qwen_l40s.hosts.diffusers.settings import GenerateSettings, choose_precision
 from qwen_l40s.loaders.source import TEMPLATE_PREFIX, TEMPLATE_PREFIX_TOKENS
 from qwen_l40s.spec.formats import MIB
 

@@ -26,6 +26,7 @@ from ....errors import CheckpointError
 from ....families.comfyui import kind_of_family
 from ....families.registry import marker_titled
 from ....loaders.quantize import row_format
+from ....loaders.rounding import compile_rounding
 from ....loaders.source import (
     MICRO_ADVICE,
     MICRO_TRANSFORMER,
@@ -36,7 +37,6 @@ from ....loaders.source import (
 from ....optimizations import fused, linear
 from ....optimizations.patches import put
 from ....spec.formats import QUANTIZED, format_gib
-from ...loading import compile_rounding
 from ..linear import quantized_operations
 from ..lora.bypass import compute_loras
 from ..sample.measure import SAMPLING_KEY, measure_sampling

@@ -20,14 +20,8 @@ from safetensors.torch import load_file
 
 from ....loaders.gguf_blocks import BlockRows, map_gguf
 from ....loaders.quantization import GGUF, PACKED, W4A8_GROUP, W4A8_ROTATION
-from ....loaders.quantize import (
-    IN_BF16,
-    RoundedLayer,
-    cast_fp8,
-    expected_squares,
-    not_finite,
-    quantize_layers,
-)
+from ....loaders.quantize import cast_fp8, expected_squares, not_finite
+from ....loaders.slabs import IN_BF16, RoundedLayer, quantize_layers
 from ....loaders.source import Source, check_unchanged
 from ....loaders.stored import PackedLayer, StoredLayer, canonical_tensors
 from ....loaders.writer import SUFFIX
@@ -35,7 +29,6 @@ from ....machine.memory import MappedPages
 from ....optimizations.reference import decode_weight
 from ....spec.formats import QUANTIZED
 from ....spec.sizes import STAGING_BYTES
-from ...loading import round_weight
 from .plan import LoadPlan
 
 
@@ -228,7 +221,7 @@ def quantize_shown(
         progress.update(1)  # raises when the user cancels the prompt
 
     refuse = functools.partial(not_finite, source.path)
-    how = {"per_row": per_row, "rounding": round_weight, "forget": forget}
+    how = {"per_row": per_row, "forget": forget}
     how["squares"] = expected_squares if most < math.inf else None
     quantize_layers(layers, weight_of, precision, device, take, refuse, **how)
     return tensors
