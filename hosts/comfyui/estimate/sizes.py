@@ -29,7 +29,7 @@ from ....spec.vae import VaeShape
 from ..contract import read_sizes, transformer_of, unsupported_model
 from ..decode.fused import vae_shape
 from ..linear import LAYOUTS
-from ..load.weights import FLOAT_NAMES
+from ..load.report import FLOAT_NAMES
 from ..lora.bypass import lower
 from ..sample.attention import SLOT, SlotAttention
 from ..sample.off_card import named_weights, off_card_layers

@@ -39,7 +39,8 @@ from ..encode import (
 )
 from ..record import MeasuredPhase, harmless, phase, running
 from .encoder_kind import EncoderKind, FolderTokenizer, find_tokenizer, tokenizer_class
-from .plan import LoadReport, check_host_memory
+from .plan import check_host_memory
+from .report import LoadReport
 from .text_encoder_file import (
     LANGUAGE_LINEAR,
     VISION,

@@ -18,8 +18,8 @@ from ....loaders.source import Source, check_names, left_out, native_names, open
 from ....optimizations.patches import put
 from ...loading import check_known
 from ..decode.kept import KeptVAE
-from .plan import LoadReport
-from .weights import FLOAT_NAMES, map_tensors
+from .report import FLOAT_NAMES, LoadReport
+from .weights import map_tensors
 
 VAE_DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32}
 NATIVE = "decoder.middle.0.residual.0.gamma"
