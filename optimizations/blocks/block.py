@@ -29,7 +29,7 @@ from ..fused import Ops
 from ..linear import Gemm
 from ..modulation import Entry
 from ..reference import Modulation, QKNorm, Rotary, Tokens
-from .attend import Attend, Segment, attend_parts
+from .attend import Attend, BlockGuidance, Segment, attend_parts
 from .block_form import (
     ATTENTION_OUT,
     DENSE,
@@ -146,7 +146,7 @@ class Step(NamedTuple):
     prefix: Prefix | None = None
     segments: tuple[Segment, ...] = ()
     keep: Callable[[torch.Tensor, torch.Tensor], None] | None = None
-    guidance: Any = None
+    guidance: BlockGuidance | None = None
 
     @property
     def before(self) -> int:

@@ -9,6 +9,7 @@ import comfy.model_management
 import narrow_transformer as narrow
 import pytest
 import torch
+from block_kernel_cases import with_kernels
 from comfy.quant_ops import QuantizedTensor
 from comfyui_boot import ROOT, folder
 from narrow_21 import TEXT, strong_21
@@ -188,7 +189,7 @@ def test_nan_of_attention_in_any_call_of_21(whole_run):
 
         return run
 
-    ops = right._replace(attention_8bit=broken)
+    ops = with_kernels(right, attention_8bit=broken)
     with (
         mock.patch("qwen_l40s.optimizations.blocks.host.choose_ops", lambda device: ops),
         mock.patch.object(Later, "ready", not whole_run),
@@ -244,7 +245,7 @@ def test_a_kernel_that_does_not_compile(kernel, error):
     def fails(*_, **__):
         raise FAILS[error]
 
-    ops = fused.choose_ops(torch.device("cpu"))._replace(**{kernel: fails})
+    ops = with_kernels(fused.choose_ops(torch.device("cpu")), **{kernel: fails})
     with mock.patch("qwen_l40s.optimizations.blocks.host.choose_ops", lambda device: ops):
         assert narrow.difference(one(clone), known) < 1e-5
         assert f"the fused block raised {first_line(FAILS[error])}" in report_of(clone)

@@ -18,6 +18,7 @@ import comfy.sd
 import narrow_transformer as narrow
 import pytest
 import torch
+from block_kernel_cases import with_kernels
 from comfy.ldm.qwen_image.model import Attention, QwenImageTransformerBlock
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 from comfy_api.torch_helpers import set_torch_compile_wrapper
@@ -114,7 +115,7 @@ def by_core(tensors, **sizes):
 
 def kernels(**others):
     """Has blocks run with these in place of the device's."""
-    ops = fused.choose_ops(DEVICE)._replace(**others)
+    ops = with_kernels(fused.choose_ops(DEVICE), **others)
     return mock.patch("qwen_l40s.optimizations.blocks.host.choose_ops", lambda device: ops)
 
 
