@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from ..caches import cached
 from ..spec.formats import RowFormat
@@ -33,7 +34,7 @@ class GuidedRows(Protocol):
 
     def __call__(
         self, guidance: Guidance, parts: Sequence[AttentionPart], first: int = 0, second: int = 0
-    ) -> torch.Tensor: ...
+    ) -> Tensor: ...
 
 
 class ScaledGemm(Protocol):
@@ -41,13 +42,13 @@ class ScaledGemm(Protocol):
 
     def __call__(
         self,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        scale_a: torch.Tensor | None,
-        scale_b: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        out: torch.Tensor,
-        beside: tuple[torch.Tensor, torch.Tensor] | None = None,
+        a: Tensor,
+        b: Tensor,
+        scale_a: Tensor | None,
+        scale_b: Tensor | None,
+        bias: Tensor | None,
+        out: Tensor,
+        beside: tuple[Tensor, Tensor] | None = None,
         gelu: bool = False,
         swiglu: bool = False,
     ) -> Prepared:
@@ -65,22 +66,22 @@ class Ops(Protocol):
 
     def residual_norm(
         self,
-        x: torch.Tensor,
-        branch: torch.Tensor | None,
+        x: Tensor,
+        branch: Tensor | None,
         gates: Modulation | None,
         norms: Modulation | None,
         tokens: Tokens,
         eps: float,
         format: RowFormat | None,
-        out: torch.Tensor | QuantizedRows | None,
-        plain: torch.Tensor | None = None,
-    ) -> Callable[[torch.Tensor, Modulation | None, Modulation | None], None]:
+        out: Tensor | QuantizedRows | None,
+        plain: Tensor | None = None,
+    ) -> Callable[[Tensor, Modulation | None, Modulation | None], None]:
         """Takes x, gates and norms, and writes h into `out`."""
 
     def qk_norm_rope(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
+        q: Tensor,
+        k: Tensor,
         norm: QKNorm | None,
         rotary: Rotary | None,
         tokens: Tokens,
@@ -91,19 +92,19 @@ class Ops(Protocol):
         """Takes norm and rotary."""
 
     def gelu_quantize(
-        self, x: torch.Tensor, format: RowFormat, out: QuantizedRows, keep: bool = False
-    ) -> Callable[[torch.Tensor], None]:
+        self, x: Tensor, format: RowFormat, out: QuantizedRows, keep: bool = False
+    ) -> Callable[[Tensor], None]:
         """Takes x."""
 
     def row_quantize(
-        self, x: torch.Tensor, format: RowFormat, out: QuantizedRows
-    ) -> Callable[[torch.Tensor], None]:
+        self, x: Tensor, format: RowFormat, out: QuantizedRows
+    ) -> Callable[[Tensor], None]:
         """Takes x."""
 
     def swiglu_quantize(
         self,
-        gate: torch.Tensor,
-        up: torch.Tensor,
+        gate: Tensor,
+        up: Tensor,
         format: RowFormat | None,
         out: QuantizedRows | None,
         keep: bool = False,
@@ -112,37 +113,26 @@ class Ops(Protocol):
 
     def low_rank_rows(
         self,
-        x: torch.Tensor,
-        text_down: torch.Tensor | None,
-        image_down: torch.Tensor | None,
+        x: Tensor,
+        text_down: Tensor | None,
+        image_down: Tensor | None,
         order: RowOrder,
-        out: torch.Tensor,
+        out: Tensor,
     ) -> Prepared:
         """Takes x, text_down and image_down."""
 
     def decode_weight(
-        self,
-        codes: torch.Tensor,
-        group_scale: torch.Tensor,
-        codebook: torch.Tensor | None,
-        bits: int,
-        out: torch.Tensor,
+        self, codes: Tensor, group_scale: Tensor, codebook: Tensor | None, bits: int, out: Tensor
     ) -> Prepared:
         """Takes codes, group_scale and codebook."""
 
     def attention_8bit(
-        self,
-        heads: QuantizedHeads,
-        v: torch.Tensor,
-        mask: torch.Tensor | None,
-        out: torch.Tensor,
-    ) -> Callable[[torch.Tensor | None], None]:
+        self, heads: QuantizedHeads, v: Tensor, mask: Tensor | None, out: Tensor
+    ) -> Callable[[Tensor | None], None]:
         """Takes the mask; quantizes v where the form of the heads has it."""
 
 
-def _write(
-    out: torch.Tensor | QuantizedRows | None, h: torch.Tensor | None, scale: torch.Tensor | None
-) -> None:
+def _write(out: Tensor | QuantizedRows | None, h: Tensor | None, scale: Tensor | None) -> None:
     if isinstance(out, QuantizedRows):
         out.write(h, scale)
     elif out is not None:
@@ -248,7 +238,7 @@ def _compare(ops: Ops, device: torch.device) -> str:
     meta = device.type == "meta"  # nothing is launched there
     generator = None if meta else torch.Generator(device).manual_seed(0)
 
-    def random(*shape: int) -> torch.Tensor:
+    def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device)
 
     tokens = Tokens(1, 3, 5, 4)

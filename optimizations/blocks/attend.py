@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from ..fused import GuidedRows
 
@@ -15,13 +16,7 @@ class Attend(Protocol):
     """Attends with q, k and v of a block, (batch, tokens, heads, head_dim)."""
 
     def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: torch.Tensor | None,
-        *,
-        lse: bool = False,
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, lse: bool = False
     ) -> Any:
         """Gives (batch, queries, heads * head_dim); with `lse`, for guidance, what
         `Backend.gives_lse` says, or None where it cannot.
@@ -34,18 +29,12 @@ class Attend(Protocol):
 class BlockGuidance(Protocol):
     """Guides the attention of one block, as the classes of `nag`."""
 
-    def guides(self, q: torch.Tensor, k: torch.Tensor) -> bool:
+    def guides(self, q: Tensor, k: Tensor) -> bool:
         """Whether attention with such queries and keys is guided."""
 
     def attend(
-        self,
-        attend: Attend,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: torch.Tensor | None,
-        mix: GuidedRows,
-    ) -> torch.Tensor:
+        self, attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, mix: GuidedRows
+    ) -> Tensor:
         """Attends as `Attend`, by calls of another."""
 
 
@@ -71,11 +60,11 @@ def attend_parts(
     guidance: BlockGuidance | None,
     segments: Sequence[Segment],
     guided_rows: GuidedRows,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-) -> torch.Tensor:
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+) -> Tensor:
     """Attends with q, k and v of a block, guided and segment by segment; segments have no mask,
     but for causal ones.
 
