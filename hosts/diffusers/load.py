@@ -157,11 +157,6 @@ def load_pipeline(
     choice = choose_precision(
         precision, where, parameters=sum(parameters.values()), available_bytes=free
     )
-    if choice.name not in PRECISION_DTYPES:
-        raise SettingError(
-            f"precision {choice.name!r} is not available in diffusers: choose auto, "
-            f"{', '.join(PRECISION_DTYPES)}."
-        )
     size = BYTES_PER_WEIGHT[choice.name]
 
     chosen = choose_offload(

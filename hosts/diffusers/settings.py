@@ -11,13 +11,13 @@ from ...errors import SettingError, UnavailableError
 from ...families.registry import schedule_names
 from ...planning.request import AUTO
 from ...planning.step_cache import OFF, cache_settings
-from ...spec.formats import BYTES_PER_WEIGHT, QUANTIZED, format_gib
+from ...spec.formats import BYTES_PER_WEIGHT, format_gib
 from ..loading import check_known
 
 OFFLOADS = ("auto", "none", "model")
 SIZE_STEP = 16  # 8 from the VAE times 2 from the transformer's patches
 MAX_SEED = 2**63 - 1
-PIPELINE_PRECISIONS = (AUTO, "bf16", "fp32", *QUANTIZED)
+PIPELINE_PRECISIONS = (AUTO, "bf16", "fp32")
 
 
 @dataclass(frozen=True, kw_only=True)
