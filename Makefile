@@ -105,8 +105,9 @@ cuda-unit: WORKERS = 6
 cuda-unit: DIST = load
 cuda-unit:
 	@$(PYTEST) tests/unit -m cuda $(ARGS)
+cuda-card cuda-dynamic: WORKERS = 4
 cuda-card cuda-dynamic: cuda-%:
-	@$(RUN) tests/host --mode $* $(ARGS)
+	@$(PYTEST) tests/host --mode $* $(ARGS)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""Qwen-Image Accelerator: faster, in less memory, and with time and cost known beforehand.
+"""Makes Qwen-Image faster in less memory, and predicts time and cost before a run.
 
 The repository root is this package, so that one folder serves as a ComfyUI custom node pack and as
 an installed distribution. Importing it defines names only: it reads no file, touches no GPU and

@@ -1,5 +1,5 @@
-"""What a process remembers, and the call that forgets it all, for tests and for whoever exchanges a
-package in a process that runs.
+"""Remembers values for a process, and forgets all of them in one call, for tests and for whoever
+exchanges a package in a process that runs.
 """
 
 from __future__ import annotations

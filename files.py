@@ -1,5 +1,5 @@
-"""Files and texts between this package and others: files get their name when they are whole, are
-locked, JSON is parsed strictly, and a terminal shows text without being steered by it.
+"""Handles files and texts between this package and others. Files get their name when they are
+whole, and are locked. JSON is parsed strictly. A terminal shows text without being steered by it.
 """
 
 from __future__ import annotations

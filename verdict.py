@@ -1,4 +1,4 @@
-"""Why something of this package does not run, and what runs in its place.
+"""Says why something of this package does not run, and what runs instead of it.
 
 What builds of torch, compilers, drivers and packages can is declared nowhere: it is tried once.
 """

@@ -81,7 +81,7 @@ LARGE = 16_000  # tokens of one item
 WARM_UP, REPEATS = 2, 5
 SPREAD = 1.25
 CFG = 4.0
-# Steps in the first seconds after a load took a seventh longer where the processor is the limit.
+# Steps in the first seconds after a load took a seventh longer where the CPU is the limit.
 WARM_SECONDS = 10
 
 
@@ -211,7 +211,7 @@ def measure_sampling(folder: Path, add: Add, used: Callable[[], int]) -> None:
 
 @torch.inference_mode()
 def measure_vae(add: Add, used: Callable[[], int]) -> None:
-    """Decodes and encodes, from and to host memory as the nodes do."""
+    """Decodes and encodes, from and to system RAM as the nodes do."""
     import comfy.model_management
 
     from ..hosts.comfyui.decode import decode as planned_vae
@@ -325,7 +325,7 @@ def counted_bytes(run: MeasuredRun) -> int:
 
 
 def counted_weights(run: MeasuredRun) -> int:
-    """Counts the bytes of the transformer that stay on the card."""
+    """Counts the bytes of the transformer that stay in VRAM."""
     found = weight_bytes(find_member(run["family"]).transformer, run["precision"])
     return found.total - (found.modulation if run["modulation"] == "off card" else 0)
 

@@ -1,4 +1,4 @@
-"""Times a forward pass in bf16 with a LoRA beside the weights, by rank.
+"""Times a forward pass in bf16 with a LoRA in addition to the weights, by rank.
 
     python -m qwen_l40s.bench.lora [--side 1328] [--blocks 60] [--device cuda] [--repeats 10]
 

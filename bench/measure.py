@@ -1,4 +1,4 @@
-"""Times and kernels of a call, a card's memory as the driver has it, and the writer of rows."""
+"""Measures times and kernels of a call and a GPU's memory by the driver, and writes rows."""
 
 from __future__ import annotations
 

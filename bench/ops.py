@@ -1,4 +1,4 @@
-"""The operations of a block, each through everything that computes it, and a copy on the card."""
+"""Times the operations of a block, each through everything that computes it, and a copy."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def _normal(*size: int, on: torch.device) -> torch.Tensor:
 
 
 def run_ops(setup: BenchSetup, add: Callable[[Fields], None]) -> None:
-    """Measures the chosen cases, those of one task by turns."""
+    """Measures the chosen cases, those of one task alternately."""
     for inputs in setup.inputs:
         cases = op_cases(setup.shape, inputs, setup.device)
         chosen = [case for case in cases if case.name in setup.names]
@@ -184,6 +184,5 @@ def _time_op(
         try:
             made[case.name] = case.make()
         except UnavailableError as error:
-            # Without the advice what to use instead.
-            return {"left_out": str(error).partition("; use ")[0]}
+            return {"left_out": str(error)}
     return {"samples_ms": times_ms(made[case.name], setup.device, repeats)}

@@ -1,4 +1,4 @@
-"""From a prompt to its file in a real ComfyUI server, stock nodes beside ours.
+"""Times a prompt, from its start to its file, in a real ComfyUI server: stock nodes and ours.
 
 `bench image --models FOLDER` gives each row a fresh server in each of `TURNS`, one at a time: its
 first prompt, prompts of the same text, and a new text. References are pictures that the prompt

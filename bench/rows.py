@@ -1,4 +1,4 @@
-"""The rows of `qwen-l40s bench`: what each one runs, and at which sizes."""
+"""Lists the rows of `qwen-l40s bench`: what each one runs, and at which sizes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Row:
     @property
     def weights(self) -> str:
         """Which random model it needs: "bf16", of all programs, or such as "comfyui fp8". Rows of
-        one model stand together, so that it is built once and its rows are timed by turns.
+        one model stand together, so that it is built once and its rows are timed alternately.
         """
         of_all = self.precision == "bf16"
         return self.precision if of_all else f"{self.name.split()[0]} {self.precision}"

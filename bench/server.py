@@ -1,4 +1,4 @@
-"""A real ComfyUI server in a process of its own, for benchmarks and tests."""
+"""Runs a real ComfyUI server in a process of its own, for benchmarks and tests."""
 
 from __future__ import annotations
 
@@ -147,8 +147,8 @@ class ComfyUIServer:
 
 
 def _free_port() -> int:
-    """Not one that the system gives to whoever asks for any: until the server takes it, seconds
-    pass in which another could get it.
+    """Finds a port outside of those that the system hands out: until the server takes the port,
+    seconds pass in which another program could get it.
     """
     for port in random.SystemRandom().sample(range(10_000, 32_000), 100):
         with contextlib.suppress(OSError), socket.socket() as probe:
@@ -160,6 +160,6 @@ def _free_port() -> int:
 
 
 def seconds_of(entry: dict[str, Any]) -> float:
-    """From a prompt's first node to its last, as the server tells them."""
+    """Returns the seconds from a prompt's first node to its last, as the server reports them."""
     told = dict(entry["status"]["messages"])
     return (told["execution_success"]["timestamp"] - told["execution_start"]["timestamp"]) / 1e3

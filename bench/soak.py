@@ -1,12 +1,12 @@
-"""Paints settings in turn through one ComfyUI server: nothing grows, and no picture changes.
+"""Generates settings in turn through one ComfyUI server: nothing grows, and no image changes.
 
     python -m qwen_l40s.bench.soak [--pictures 600] [--settings 40] [--fresh 8]
     python -m qwen_l40s.bench.soak --full-size FOLDER --minutes 8 --settings 6 --fresh 1
 
-The settings are drawn from a fixed seed, of the bundled micro models in turn. Each round paints
+The settings are drawn from a fixed seed, of the bundled micro models in turn. Each round generates
 every setting once, in another order, with prompts between that are interrupted at any place. The
-first round is the warm-up. Each picture has to be its setting's first, pixel for pixel, and then
-that of another server: each of `--fresh` servers paints its share of the settings, in another
+first round is the warm-up. Each image has to be its setting's first, pixel for pixel, and then
+that of another server: each of `--fresh` servers generates its share of the settings, in another
 order.
 
 On a card it needs ComfyUI's Python and nvidia-ml-py. FOLDER gets random weights as of `bench
@@ -154,7 +154,7 @@ class Soak:
         self.cancelled, self._card = 0, card
 
     def round(self, server: ComfyUIServer) -> None:
-        """Paints every setting once; behind the first round some prompts are interrupted."""
+        """Generates every setting once; behind the first round some prompts are interrupted."""
         seconds, host, card = [], 0, 0
         for setting in self.draw.sample(self.settings, len(self.settings)):
             if self.rounds and self.draw.random() < CANCELLED:
@@ -188,13 +188,13 @@ class Soak:
 
 
 def resident(pid: int) -> int:
-    """Bytes of host memory that a process has, as Linux tells them."""
+    """Bytes of system RAM that a process has, as Linux tells them."""
     found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     return int(found[1]) * 1024
 
 
 def soak(args: argparse.Namespace) -> int:
-    """Paints, prints what came of it, and returns 0, or 1 where something grew or changed."""
+    """Generates, prints what came of it, and returns 0, or 1 where something grew or changed."""
     began, comfyui = time.monotonic(), comfyui_folder()
     if comfyui is None:
         raise UnavailableError("COMFYUI_PATH names no ComfyUI: set it to ComfyUI's folder.")

@@ -1,4 +1,4 @@
-"""Figures as people read them: units, ranges, columns and lines."""
+"""Writes figures as people read them: units, ranges, columns and lines."""
 
 from __future__ import annotations
 

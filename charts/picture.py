@@ -1,6 +1,5 @@
-"""Pictures of one layout: the answer, its figures, and a bar for each phase of a predicted or a
-measured run, or for each card in one of costs. A node shows a picture a third as wide as it is, so
-the type is large and there is little of it.
+"""Draws charts of one layout: the answer, its figures, and a bar for each phase of a run or for
+each card. A node shows a chart at a third of its width, so the type is large and the text short.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""An estimate in words and for programs: the answer, the tables behind it, why a plan is as it is,
-what several cards do, and which card is the cheapest.
+"""Writes an estimate in words and for programs: the answer, the tables behind it, the reasons for a
+plan, what several cards do, and which card is the cheapest.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ WORKING = "working memory"
 PARTS = ("transformer", "text encoder", "VAE", WORKING, "CUDA")
 # Of a step that waits for its launches; that the card bounds it is not worth a word.
 BOUND = "bound by the CPU"
-NOTHING_SAFER = "No safer setting stays on the card: choose a smaller size or batch."
+NOTHING_SAFER = "No safer setting fits in VRAM: choose a smaller size or batch."
 # Of each precision, where people see it.
 SHOWN = {"bf16": "bf16 (most accurate)"}
 
@@ -115,7 +115,7 @@ def summary_lines(estimate: Estimate) -> list[str]:
         verdict(estimate),
         f"{estimate.card_note} {heading(estimate)}".strip(),
         f"Time: {_time(estimate)}.",
-        f"Set: {settings_text(estimate.option.setting)}.",
+        f"Set: {settings_text(estimate.option)}.",
         *filter(None, [downloads_text(estimate), remedy(estimate), stock_text(estimate)]),
     ]
 
@@ -154,7 +154,7 @@ def moves(estimate: Estimate) -> str:
         link = estimate.card.pcie_bytes_per_second  # 0 where nobody has listed it
         least = f" ({moved / link:.2g} s or more)" if link else ""
         return f"{format_gib(moved)} stream from system RAM in every step{least}"
-    return f"{format_gib(-estimate.headroom_bytes)} leave the card for each image and come back"
+    return f"{format_gib(-estimate.headroom_bytes)} leave VRAM for each image and come back"
 
 
 def heading(estimate: Estimate) -> str:
@@ -191,7 +191,7 @@ def steps_text(request: RunRequest) -> str:
 
 def _time(estimate: Estimate) -> str:
     if estimate.image_seconds is None:
-        return "unknown, because the card is not in the list"
+        return "unknown, because the GPU is not in the list"
     image, step = duration(estimate.image_seconds), duration(estimate.step_seconds)
     computed = " computed" * (estimate.request.computed_steps < estimate.request.steps)
     waits = f", {BOUND}" if estimate.bound == PROCESSOR else ""
@@ -213,20 +213,21 @@ def price_of(found: Estimate) -> str:
     return f"${dollars(usd)} an hour{starting}"
 
 
-def settings_text(setting: Setting) -> str:
-    """Says how a setting is set in the loaders."""
+def settings_text(option: PlanOption) -> str:
+    """Says how an option is set in the loaders."""
+    setting = option.setting
     encoder = f"precision {setting.text_encoder}, placement {setting.placement}"
     encoder = f"Load Qwen-Image Text Encoder: {encoder}"
     if setting.text_encoder == W4A8:
         encoder = "Load CLIP: a text encoder in w4a8"
     return (
-        f"Load Qwen-Image Model: precision {setting.precision}, modulation {setting.modulation}; "
+        f"Load Qwen-Image Model: precision {option.loads_as}, modulation {setting.modulation}; "
         f"{encoder}"
     )
 
 
 def downloads_text(estimate: Estimate) -> str:
-    """Names the template and its files; empty where files are at hand."""
+    """Names the template and its files; empty where the user has files."""
     if not estimate.downloads:
         return ""
     files = ", ".join(f"{file.name} ({format_gib(file.bytes)})" for file in estimate.downloads)
@@ -381,9 +382,9 @@ def notes_of(found: Estimate) -> list[str]:
 def _time_notes(found: Estimate) -> Iterator[str]:
     if found.times is None:
         yield (
-            f"{found.card.name} is not in the list of cards, so times and cost are not predicted. "
+            f"{found.card.name} is not in the list of GPUs, so times and cost are not predicted. "
             f"The {found.card.nearest} is probably the closest in speed; `qwen-l40s bench "
-            "--calibrate` measures your card."
+            "--calibrate` measures your GPU."
         )
         return
     yield (
@@ -434,7 +435,7 @@ def attention_notes(found: Estimate) -> Iterator[str]:
             "measured in a run."
         )
     elif asked == FAST:
-        yield "Attention fast counts as exact, which is predicted to be faster on this card."
+        yield "Attention fast counts as exact, which is predicted to be faster on this GPU."
 
 
 def _price_notes(found: Estimate) -> Iterator[str]:
@@ -450,7 +451,7 @@ def _price_notes(found: Estimate) -> Iterator[str]:
     if found.own_usd_per_hour is None:
         source = f"{price.provider}'s, on demand, {price.date}"
     yield (
-        f"The cost assumes that the card is always busy, at {price_of(found)}; the price is "
+        f"The cost assumes that the GPU is always busy, at {price_of(found)}; the price is "
         f"{source}."
     )
 
@@ -551,6 +552,8 @@ def _conversion(stored: str, name: str) -> str:
 
 def _precision_reason(option: PlanOption) -> str:
     asked = option.asked
+    if asked.why:
+        return asked.why
     requested = AS_STORED if asked.as_stored else AUTO if asked.kept else asked.request.precision
     stored, gguf = asked.kept or asked.stored, asked.request.parts.gguf
     return precision_reason(option.setting.precision, option.card, requested, stored, gguf=gguf)
@@ -562,7 +565,7 @@ def _packed_reason(option: PlanOption) -> str:
     decoded = replace(option, setting=replace(option.setting, packed=False)).weights_bytes
     return (
         f"weights stay in the file's 4 or 6 bits and are decoded one by one, because "
-        f"{format_gib(decoded)} of int8 do not stay on the card"
+        f"{format_gib(decoded)} of int8 do not fit in VRAM"
     )
 
 
@@ -570,7 +573,7 @@ def _modulation_reason(option: PlanOption) -> str:
     sizes = transformer_bytes(option.request, option.setting)
     if not sizes.modulation:
         return ""
-    place = "in system RAM" if option.setting.off_card else "on the card"
+    place = "in system RAM" if option.setting.off_card else "in VRAM"
     asked = ", as requested" * (option.asked.request.modulation != AUTO)
     return f"modulation: {format_gib(sizes.modulation)} stays {place}{asked}"
 
@@ -579,9 +582,9 @@ def _text_encoder_reason(option: PlanOption) -> str:
     place = option.setting.text_encoder_place
     named = option.asked.request.text_encoder_place != AUTO
     size = format_gib(text_encoder_bytes(option.request, option.setting.text_encoder))
-    does = f"{size} stays on the card" if named else ""
+    does = f"{size} stays in VRAM" if named else ""
     if place in (DROPPED, STREAMED):
-        way = "leaves the card after" if place == DROPPED else "streams from system RAM for"
+        way = "leaves VRAM after" if place == DROPPED else "streams from system RAM for"
         does = f"{size} {way} each encoding"
     elif place == ON_PROCESSOR:
         does = "computes on the CPU"
@@ -597,12 +600,12 @@ def _room_reason(option: PlanOption) -> str:
         every = "step" if passes == 1 else f"pass, {format_gib(passes * moved)} in every step"
         return (
             f"{(weights - moved) / GIB:.1f} of {format_gib(weights)} of weights stay on {card}, "
-            f"because {work} needs {of}: {format_gib(moved)} moves to the card in every {every}"
+            f"because {work} needs {of}: {format_gib(moved)} moves to the GPU in every {every}"
         )
     if need > usable:
         return (
             f"{format_gib(weights)} of weights stay on {card} while sampling, but {work} needs "
-            f"{of}: {format_gib(need - usable)} leaves the card and comes back for each image"
+            f"{of}: {format_gib(need - usable)} leaves VRAM and comes back for each image"
         )
     return f"{format_gib(weights)} of weights stay on {card}; the peak is {of}, while {work}"
 
@@ -768,8 +771,8 @@ def cards_lines(found: Together) -> Iterator[str]:
     yield f"One image on {found.cards} cards: {'; '.join(_one_image(found))}."
     servers, one = (between(each, significant) for each in found.per_hour)
     yield (
-        f"Many images: start a server for each card, which makes {servers} an hour; one image "
-        f"after the other on all cards makes {one}."
+        f"Many images: start a server for each GPU, which makes {servers} an hour; one image "
+        f"after the other on all GPUs makes {one}."
     )
     if found.each > 1:
         low, likely, high = (f"{each / 1e9:.3g}" for each in found.links)
@@ -782,7 +785,7 @@ def cards_lines(found: Together) -> Iterator[str]:
         yield f"Link between cards: {carries}"
     if found.splits or found.prompts > 1:
         yield (
-            f"Memory: at most {tenths(found.first_bytes)} GiB on the first card, "
+            f"Memory: at most {tenths(found.first_bytes)} GiB on the first GPU, "
             f"{tenths(found.other_bytes)} on each other one: all hold the whole transformer."
         )
 
@@ -797,14 +800,14 @@ def _one_image(found: Together) -> Iterator[str]:
         yield f"{many(idle, 'card')} has nothing to do"
     if found.splits:
         exchanged = EXCHANGED[found.likely.best.name]
-        yield f"{found.each} cards split the rows of a pass and exchange {exchanged}"
+        yield f"{found.each} GPUs split the tokens of a forward pass and exchange {exchanged}"
     elif found.refusal:
-        yield f"one card computes a pass, as {found.refusal}"
+        yield f"one GPU computes a forward pass, as {found.refusal}"
     elif found.each > 1:
         gain = between(found.gain, "{:.2f}".format)
         yield (
-            f"one card computes a pass, as {found.each} are predicted to be {gain} times as fast, "
-            f"and less than {LEAST_GAIN} does not pay"
+            f"one GPU computes a forward pass, as {found.each} are predicted to be {gain} times as "
+            f"fast, and less than {LEAST_GAIN} does not pay"
         )
 
 
@@ -839,13 +842,13 @@ def advise_text(advice: Advice) -> str:
     first, then all of them.
     """
     if not advice.offers:
-        return "\n".join(["None of these cards has a price.", *_without_offer(advice)])
+        return "\n".join(["None of these GPUs has a price.", *_without_offer(advice)])
     blocks = [
         advise_summary(advice),
         folded(step_cache_lines(advice.ranked[0].found)),
         _ranking(advice),
         [
-            "The number of cards carries the load even at the slowest predicted time.",
+            "The number of GPUs carries the load even at the slowest predicted time.",
             "USD per image includes idle time.",
         ],
         folded(map(_basis, advice.ranked)),
@@ -871,9 +874,9 @@ def advise_summary(advice: Advice) -> list[str]:
     elif others:
         costs = (f"{_counted(it, load)} ${dollars(it.usd_for(load))}" for it in others[:2])
         lines.append(f"Next cheapest: {', '.join(costs)}.")
-    lines.append(f"Set: {settings_text(best.found.option.setting)}.")
+    lines.append(f"Set: {settings_text(best.found.option)}.")
     if advice.unpriced:
-        lines.append(f"{len(advice.unpriced)} cards have no price: enter yours to rank them.")
+        lines.append(f"{len(advice.unpriced)} GPUs have no price: enter yours to rank them.")
     return lines
 
 
@@ -902,7 +905,7 @@ def _counted(offer: Offer, load: float) -> str:
 
 def _ranking(advice: Advice) -> list[str]:
     load = advice.images_per_hour
-    rows = [["", "card", "in", "an image", "cards", "busy", "USD per image"]]
+    rows = [["", "GPU", "in", "an image", "GPUs", "busy", "USD per image"]]
     for number, offer in enumerate(advice.ranked, 1):
         found = offer.found
         rows.append(
@@ -937,7 +940,7 @@ def _without_offer(advice: Advice) -> list[str]:
     if advice.unpriced:
         first, count = advice.unpriced[0], len(advice.unpriced)
         lines.append(
-            f"{count} cards have no price. Enter yours in USD per hour, in the node or as --price "
+            f"{count} GPUs have no price. Enter yours in USD per hour, in the node or as --price "
             f'"{first}=1.00":'
         )
         lines += folded([", ".join(advice.unpriced)])

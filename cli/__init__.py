@@ -1,4 +1,4 @@
-"""The `qwen-l40s` command: one module per subcommand, each with `add_arguments(parser)` and
+"""Runs the `qwen-l40s` command. Each subcommand is a module with `add_arguments(parser)` and
 `run(args) -> int`; only the one that is asked for is imported.
 """
 
@@ -55,7 +55,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def build_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """The parser, with the arguments of the commands that are named in `argv`."""
+    """Returns the parser, with the arguments of the commands that are named in `argv`."""
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--debug", action="store_true", help="show the traceback of errors")
     common.add_argument(

@@ -1,4 +1,4 @@
-"""`qwen-l40s advise`: which card paints a load of images for the least."""
+"""`qwen-l40s advise`: finds the card that generates a load of images for the least money."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         action="extend",
         metavar="CARD",
-        help="rank only these cards; default: all of them",
+        help="rank only these GPUs; default: all of them",
     )
     parser.add_argument("--plot", metavar="FILE", help="draw the cost at three loads into a .png")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

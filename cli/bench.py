@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calibrate",
         action="store_true",
-        help="measure this card for `qwen-l40s estimate` instead, in under a minute",
+        help="measure this GPU for `qwen-l40s estimate` instead, in under a minute",
     )
     parser.add_argument(
         "--size",
@@ -96,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--free-gib",
         type=float,
         metavar="N",
-        help="of `image`: hold all but so much of the card, such as 44.4 as on an L40S",
+        help="of `image`: leave only N GiB of VRAM free; 44.4 imitates an L40S",
     )
     parser.add_argument(
         "--device", default="auto", metavar="NAME", help="auto (default), cpu, cuda or cuda:N"

@@ -1,4 +1,4 @@
-"""`qwen-l40s demo`: the bundled micro model paints a prompt, and the image is checked."""
+"""`qwen-l40s demo`: the bundled micro model generates a prompt, and the image is checked."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from ..spec.formats import GIB, MULTIPLIED, CardFacts
 from .output import check_plot, write_plot
 
 CARDS_HELP = (
-    "your own cards, as JSON; default: cards.json in the settings' cache folder, else in "
+    "your own GPUs, as JSON; default: cards.json in the settings' cache folder, else in "
     "~/.cache/qwen-l40s"
 )
 
@@ -65,13 +65,13 @@ def _tera(flops: float | None) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Predicts memory, time, disk and cost of a run on a card, and names the settings to choose."
+        "Predicts memory, time, disk and cost of a run on a GPU, and names the settings to choose."
         " Loads no model. Exit code 4 if it fits with offloading, 1 if it does not fit."
     )
     parser.add_argument(
         "--card",
         metavar="NAME",
-        help=f"a card of --list-cards; default: this machine's card, else {DEFAULT_CARD}",
+        help=f"a GPU of --list-cards; default: this machine's GPU, else {DEFAULT_CARD}",
     )
     parser.add_argument(
         "--vram", type=float, metavar="GIB", help="use only this much of the card's memory"
@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ram",
         type=float,
         metavar="GIB",
-        help="system RAM of the machine; default: this machine's, where the card is this machine's",
+        help="system RAM of the machine; default: this machine's, where the GPU is this machine's",
     )
     parser.add_argument(
         "--price", type=float, metavar="USD", help="your price an hour, instead of the listed one"
@@ -90,13 +90,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="N|FILE",
-        help=f"a number: paint one image on so many such cards; a file: {CARDS_HELP}",
+        help=f"a number: generate one image on so many such GPUs; a file: {CARDS_HELP}",
     )
     parser.add_argument(
         "--link",
         type=float,
         metavar="GBPS",
-        help="GB/s from card to card, each way; default: what PCIe is likely to reach",
+        help="GB/s from GPU to GPU, each way; default: what PCIe is likely to reach",
     )
     parser.add_argument(
         "--with",
@@ -104,7 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FAMILY:PRECISION",
-        help="a model that stays on the card beside this one, with its text encoder and VAE, such "
+        help="a model that stays in VRAM beside this one, with its text encoder and VAE, such "
         "as qwen-image-2.1:int8; may be repeated",
     )
     parser.add_argument("--list-cards", action="store_true", help="print all known cards")
@@ -171,8 +171,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _count_and_file(given: Sequence[str]) -> tuple[int, Path | None]:
-    """(how many cards paint an image, the file of the user's own cards) of --cards, which takes
-    either; of each the last.
+    """Returns (how many cards generate an image, the file of the user's own cards) of --cards,
+    which takes either; of each the last.
     """
     count, file = 1, None
     for text in given:
@@ -182,7 +182,7 @@ def _count_and_file(given: Sequence[str]) -> tuple[int, Path | None]:
             file = Path(text)
             continue
         if not number.is_integer():
-            raise SettingError(f"--cards {text} must be a whole number of cards, or a file.")
+            raise SettingError(f"--cards {text} must be a whole number of GPUs, or a file.")
         count = int(number)
     if count < 1:
         raise SettingError(f"cards must be at least 1, got {count}.")
@@ -225,14 +225,14 @@ def _card(name: str | None, cards: Mapping[str, Card]) -> Card:
 
 def _card_of_this_machine() -> tuple[CardFacts | None, str]:
     if find_spec("torch") is None:
-        return None, "torch, which finds this machine's card, is not installed"
+        return None, "torch, which finds this machine's GPU, is not installed"
     from ..machine.card import read_cards
     from ..machine.packages import check_torch
 
     torch = check_torch()[1]
     cards = read_cards(torch)
     if not cards.usable:
-        return None, f"no card here can be used ({cards.why.fact})"
+        return None, f"no GPU here can be used ({cards.why.fact})"
     from ..optimizations.linear import why_not_int8
 
     return cards.usable[0].facts(why_not_int8(torch.device("cuda", 0))), ""
@@ -257,7 +257,7 @@ def _usable_bytes(gib: float | None, card: Card) -> int:
     if not math.isfinite(gib) or gib <= 0 or gib * GIB > card.memory_bytes:
         raise SettingError(
             f"--vram {gib:g} must be above 0 and at most {card.memory_bytes / GIB:.2f}, the GiB of "
-            f"{card.name} that programs see: describe another card in a file for --cards."
+            f"{card.name} that programs see: describe another GPU in a file for --cards."
         )
     return round(gib * GIB)
 
@@ -307,7 +307,7 @@ def _add(group: argparse._ArgumentGroup, option: Option) -> None:
 
 
 def request_of(args: argparse.Namespace) -> RunRequest:
-    """What the options ask for.
+    """Returns what the options ask for.
 
     Raises:
         SettingError: an option breaks its rule or contradicts another.
@@ -345,7 +345,7 @@ def _values(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _choice(option: Option, text: str) -> str:
-    """The choice of that name, whose words may be joined by hyphens.
+    """Returns the choice of that name, whose words may be joined by hyphens.
 
     A flag that kept its name takes the older names of its choices too.
     """

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cards",
         default="all",
         metavar="CARDS",
-        help="all, numbers such as 0,1, or cpu:2 for two servers without a card; with --ray also a "
+        help="all, numbers such as 0,1, or cpu:2 for two servers without a GPU; with --ray also a "
         "number of servers; default: %(default)s",
     )
     parser.add_argument(
@@ -94,8 +94,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "rest",
         nargs="*",
         metavar="status | -- ARGUMENTS",
-        help="show what the servers do, on a terminal until Ctrl-C; or more of ComfyUI's command "
-        "line",
+        help="`status`: show what the servers do, on a terminal until Ctrl-C; `-- ARGUMENTS`: more "
+        "arguments for each ComfyUI",
     )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from ..charts.figures import file_size
 from ..files import escaped, print_text
 from ..loaders.checkpoint import Checkpoint, CheckpointPart, inspect_checkpoint
-from ..loaders.quantization import PACKED
+from ..loaders.quantization import PACKED, STORAGE_ONLY
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,14 +38,14 @@ def _print_table(checkpoint: Checkpoint) -> None:
         rows.append(("pipeline", checkpoint.pipeline))
     rows.append(("on disk", file_size(checkpoint.file_bytes)))
     _print_rows(rows)
+    inside = checkpoint.kind == "diffusers folder"
     for part in checkpoint.parts:
         print()
-        _print_rows(
-            [(part.name, part.family), *((f"  {name}", text) for name, text in _part_rows(part))]
-        )
+        found = ((f"  {name}", text) for name, text in _part_rows(part, inside))
+        _print_rows([(part.name, part.family), *found])
 
 
-def _part_rows(part: CheckpointPart) -> Iterator[tuple[str, str]]:
+def _part_rows(part: CheckpointPart, inside: bool) -> Iterator[tuple[str, str]]:
     if part.variant:
         yield "variant", part.variant
     if part.hint:
@@ -68,13 +68,14 @@ def _part_rows(part: CheckpointPart) -> Iterator[tuple[str, str]]:
     if quantization.formats:
         if PACKED & quantization.formats.keys() and not part.cannot_run:
             yield "loads as", "int8 ConvRot, decoded value for value"
+        if STORAGE_ONLY & quantization.formats.keys() and not part.cannot_run:
+            yield "loads as", "bf16, because e5m2 only stores weights"
         yield "scales", _counts(quantization.granularity)
         yield from _list("layers", quantization.quantized)
         yield from _list("kept", quantization.kept)
     if part.attention:
         yield "attention", _counts(part.attention)
     if part.folder:
-        inside = part.folder.startswith("diffusers folder")
         yield "belongs in", part.folder if inside else f"ComfyUI/models/{part.folder}/"
     if part.licence:
         yield "licence", part.licence

@@ -1,6 +1,4 @@
-"""What commands need besides their own: packages, and pictures that are written whole or not at
-all.
-"""
+"""Holds what commands share: packages, and images that are written whole or not at all."""
 
 from __future__ import annotations
 
@@ -59,7 +57,7 @@ def parse_size(text: str) -> tuple[int, int]:
 
 
 def check_png(option: str, path: str) -> None:
-    """Refuses, before a long computation, a picture that could not be written.
+    """Refuses, before a long computation, an image that could not be written.
 
     Raises:
         SettingError: the name does not end in .png, or is a folder.

@@ -114,8 +114,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--header-file",
         type=Path,
         metavar="FILE",
-        help=f"headers, one on each line, which no list of processes shows; {TOKEN} in the "
-        "environment is the TOKEN of that one",
+        help=f"HTTP headers, one on each line, which keeps secrets out of `ps`; {TOKEN} in the "
+        "environment sets the bearer token",
     )
     parser.add_argument(
         "--most-gb",

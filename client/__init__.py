@@ -1,4 +1,4 @@
-"""The client of ComfyUI servers: workflows posted, followed and their results fetched."""
+"""Posts workflows to ComfyUI servers, follows them and fetches their results."""
 
 from typing import TYPE_CHECKING, Any
 

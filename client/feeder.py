@@ -1,5 +1,4 @@
-"""Feeds one server: keeps two jobs there, follows them, fetches what they made, and outlasts its
-restarts.
+"""Feeds one server: keeps two jobs there, fetches their results, and outlasts restarts.
 
 What the server's queue and history say decides. A job in neither of them was taken out by someone,
 or forgotten by a process that ended. While the websocket stays open, and no connection was lost
@@ -195,7 +194,7 @@ class Feeder:
         return await self.server.withdraw(list(self.posted))
 
     def running(self) -> tuple[Job, RunningPrompt] | None:
-        """The job that runs, and how far it is."""
+        """Returns the job that runs, and how far it is."""
         here = self.listener.running.keys() & self.posted.keys()
         return next(((self.posted[i].job, self.listener.running[i]) for i in here), None)
 

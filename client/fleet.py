@@ -1,4 +1,4 @@
-"""Servers as a Python object: graphs go in, futures of their images come out."""
+"""Offers servers as a Python object: graphs go in, futures of their images come out."""
 
 from __future__ import annotations
 

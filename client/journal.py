@@ -1,4 +1,4 @@
-"""The journal of a run, from which a later one goes on: one JSON object a line, one writer."""
+"""Records a run in a journal, from which a later run goes on: a JSON object a line, one writer."""
 
 from __future__ import annotations
 

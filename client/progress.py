@@ -1,6 +1,4 @@
-"""How far a run is: what servers tell of it on their websockets, what a terminal shows, and how
-Ctrl-C ends it.
-"""
+"""Follows how far a run is: reads servers' websockets, writes to a terminal, and handles Ctrl-C."""
 
 from __future__ import annotations
 

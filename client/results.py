@@ -1,6 +1,4 @@
-"""What a prompt made: the files that its history names, looked at before they count, and what they
-are called here.
-"""
+"""Fetches the files that a prompt's history names, checks them and names them here."""
 
 from __future__ import annotations
 
@@ -181,8 +179,8 @@ def fault_of(path: Path, suffix: str, size: int) -> str | None:
 
 
 def owned(path: Path, key: str, keys: Collection[str]) -> bool | None:
-    """Whether a PNG is that of a job among those of all `keys`, by its text `prompt`; None where
-    the text does not tell.
+    """Returns whether a PNG is that of a job among those of all `keys`, by its text `prompt`; None
+    where the text does not tell.
 
     The ids of jobs in its graph decide. Without one, as where a pack rewrites the text, the graph
     does, where it is a job's.

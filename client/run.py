@@ -1,4 +1,4 @@
-"""A run: jobs on servers that come and go, from the first question to the last result."""
+"""Runs jobs on servers that come and go, from the first question to the last result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which server runs which job: decisions alone, without connections, files or a clock.
+"""Decides which server runs which job, without connections, files or a clock.
 
 A job is executed at least once and accepted exactly once. A server that is lost gives its jobs
 back, and they wait at the front; whichever server brings the first result wins, and `end` says so
@@ -192,7 +192,7 @@ class Scheduler:
     def join(
         self, server: str, takes: Callable[[Job], dict[str, Any] | None] | None = None
     ) -> None:
-        """The server may be given jobs from now on."""
+        """Admits a server: it may be given jobs from now on."""
         lane = self._lane(server)
         lane.seen.clear()
         if takes is not None:
@@ -200,11 +200,11 @@ class Scheduler:
         self.ready.add(server)
 
     def leave(self, server: str) -> None:
-        """The server gets no more jobs; those that it has go on."""
+        """Gives a server no more jobs; the jobs that it has go on."""
         self.ready.discard(server)
 
     def lose(self, server: str) -> list[Job]:
-        """The server is gone; returns its jobs, which wait again, before all others."""
+        """Removes a server that is gone; returns its jobs, which wait again, before all others."""
         self.leave(server)
         lane = self._lane(server)
         self._load(lane, None)
@@ -238,13 +238,13 @@ class Scheduler:
         return None
 
     def hold(self, job: Job, server: str) -> None:
-        """The server has the job: it was given it, or was found to have it still."""
+        """Records that a server has the job: it was given the job, or still had it."""
         self._unwait(job)
         self._lane(server).held[job] = None
         job.status, job.server = QUEUED, server
 
     def collect(self, job: Job, server: str) -> bool:
-        """The server ended the job; says whether its results are wanted, and so are fetched."""
+        """Records that a server ended the job, and returns whether its results are wanted."""
         lane = self._lane(server)
         lane.held.pop(job, None)
         if job.open:
@@ -254,13 +254,13 @@ class Scheduler:
         return job.open
 
     def give_back(self, job: Job, server: str) -> None:
-        """The server has not ended the job, or lost its result."""
+        """Puts a job back that the server has not ended, or whose result it lost."""
         self._drop(job, server)
         if job.status in (QUEUED, COLLECTING) and job.server == server:
             self._wait(job, first=True)
 
     def refuse(self, job: Job, server: str, error: dict[str, Any]) -> bool:
-        """The server does not take the job; says whether none does, and it has ended so."""
+        """Records that a server refuses the job; returns whether all do, so that it has ended."""
         lane = self._lane(server)
         job.refused = {**job.refused, server: error}
         if job.loads not in lane.taken:
@@ -271,17 +271,17 @@ class Scheduler:
         return self.end(job, server, FAILED, error)
 
     def another(self, job: Job, server: str) -> bool:
-        """Whether another server may try a job that failed while it ran on this one: once."""
+        """Returns whether another server may try, once, a job that failed on this one."""
         others = (self.lanes[name] for name in self.ready - {server})
         return not (job.failed or job.worn) and any(lane.suits(job) for lane in others)
 
     def pass_on(self, job: Job, server: str, error: dict[str, Any]) -> None:
-        """The job failed on the server, and another one tries it."""
+        """Gives a job that failed on the server to another one."""
         job.failed, job.refused = True, {**job.refused, server: error}
         self.give_back(job, server)
 
     def strike(self, job: Job, server: str) -> bool:
-        """The server failed the job, in whatever way; says whether it shall rest from now on."""
+        """Counts a failure of the server, and returns whether it shall rest from now on."""
         lane = self._lane(server)
         struck = [other for other in self.lanes.values() if job in other.strikes]
         for other in struck:  # then it is the job
@@ -293,14 +293,14 @@ class Scheduler:
         return lane.resting and not before
 
     def wake(self, server: str, *, well: bool = False) -> None:
-        """The server has rested, and may be given one job; as many as others once it is well."""
+        """Gives a server that has rested one job, and as many as others once it is well."""
         lane = self._lane(server)
         lane.resting = False
         if well:
             lane.strikes.clear()
 
     def died(self, job: Job, server: str, boot: str) -> bool:
-        """The server ended while it ran the job; says whether the job is set aside for it."""
+        """Records that the server ended in this job; returns whether the job is set aside."""
         job.deaths |= {(server, boot)}
         if len(job.deaths) < MOST_DEATHS:
             return False
@@ -309,7 +309,7 @@ class Scheduler:
         return self.end(job, server, POISON, {"type": "poison", "message": message, "nodes": []})
 
     def end(self, job: Job, server: str, status: str, error: dict[str, Any] | None = None) -> bool:
-        """The job's result is here; says whether it is the first, for others change nothing."""
+        """Records the job's result, and returns whether it is the first; others change nothing."""
         self._drop(job, server)
         if not job.open:
             return False
@@ -331,7 +331,7 @@ class Scheduler:
         ]
 
     def reason(self, job: Job) -> dict[str, Any]:
-        """Why a server does not take the job."""
+        """Returns why a server does not take the job."""
         found = (job.refused.get(lane.name) or lane.takes(job) for lane in self.lanes.values())
         nobody = {"type": "refused", "message": "no server accepts the job.", "nodes": []}
         return next(filter(None, found), nobody)
@@ -342,7 +342,7 @@ class Scheduler:
         lane.fetching.discard(job)
 
     def _others(self, lane: Lane) -> bool:
-        """Whether another server does its jobs."""
+        """Returns whether another server does its jobs."""
         others = (self.lanes[name] for name in self.ready - {lane.name})
         return any(not other.strikes for other in others)
 
@@ -350,7 +350,7 @@ class Scheduler:
         return self.lanes.setdefault(server, Lane(server))
 
     def _order(self, lane: Lane) -> Iterator[tuple[str, Group]]:
-        """What the server may load, the best first: what it has, then what waits longest."""
+        """Returns what the server may load: first what it has, then what waits longest."""
         some = {
             loads: group
             for loads, group in self._groups.items()
@@ -389,7 +389,7 @@ class Scheduler:
         self.waiting += 1
 
     def _unwait(self, job: Job) -> None:
-        """The job waits no longer; `_first` drops its place."""
+        """Takes a job out of those that wait; `_first` drops its place."""
         if job.status == WAITING:
             self._groups[job.loads].waiting -= 1
             self.waiting -= 1

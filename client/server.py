@@ -1,6 +1,4 @@
-"""A ComfyUI server: what a client asks of it, one method a call, and what its answers say: the
-files and texts of a prompt, and why it failed.
-"""
+"""Talks to one ComfyUI server, and reads a prompt's files and texts, or why it failed."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ class ShapeError(ServerError):
 
 
 def fits(value: Any, shape: Any) -> bool:
-    """Whether JSON has at least the parts of a shape."""
+    """Returns whether JSON has at least the parts of a shape."""
     if isinstance(shape, dict):
         return isinstance(value, dict) and all(
             all(fits(some, each) for some in value.values())
@@ -135,7 +133,7 @@ class Server(Transport):
     """Every method raises ServerError when the server stays away."""
 
     async def object_info(self) -> bytes:
-        """The JSON of every node class with its inputs; AbsentError where this is no ComfyUI."""
+        """Returns every node class with its inputs; AbsentError where this is no ComfyUI."""
         try:
             _, found = await self.call("GET", "object_info")
         except AnswerError as error:
@@ -292,7 +290,7 @@ class Server(Transport):
 
 
 def files_of(entry: Mapping[str, Any], graph: Graph) -> list[dict[str, str]]:
-    """What /view takes, for each file of a history entry, once.
+    """Returns what /view takes, for each file of a history entry, once.
 
     Files that the server deletes at its next start (type temp) count only where there are no
     others: they are the previews of a workflow that also saves.

@@ -1,4 +1,4 @@
-"""The servers of a run: their addresses, a file that lists them, and what each of them can run.
+"""Knows the servers of a run: their addresses, a file that lists them, and what each can run.
 
 What POST /prompt refuses with the input's name is left to it: missing inputs, numbers out of their
 bounds, values of a list, links of the wrong type.
@@ -84,7 +84,7 @@ class ServerList:
                 raise SettingError('a header must be "Name: value", such as "X-Token: 5".')
 
     def read(self) -> list[Listed]:
-        """All servers, each once.
+        """Returns all servers, each once.
 
         Raises:
             SettingError: an address or the file is wrong, or a password is there twice.
@@ -176,7 +176,7 @@ class Admitted:
         return None
 
     def local_files(self, graph: Graph) -> dict[str, list[int]]:
-        """{path: `file_state`} of the models that a graph loads."""
+        """Returns {path: `file_state`} of the models that a graph loads."""
         found = {}
         for text in loaded_names(graph):
             # On a network disk each look takes its time.

@@ -1,6 +1,4 @@
-"""`--set KEY=VALUE`: which input a key means, which value a text is, and one graph for each
-combination of values.
-"""
+"""Reads `--set KEY=VALUE`, and makes one graph for each combination of values."""
 
 from __future__ import annotations
 
@@ -63,7 +61,7 @@ class InputTarget:
 
 
 def find_input(graph: Graph, key: str, object_info: Mapping[str, Any]) -> InputTarget:
-    """The input that a person means by a key.
+    """Returns the input that a person means by a key.
 
     In this order, so that `prompt` is the node called Prompt even where another node has an input
     of that name:
@@ -255,7 +253,7 @@ def _key_end(text: str, titles: set[str]) -> int:
 def variations(
     graph: Graph, settings: Mapping[str, Sequence[str]], object_info: Mapping[str, Any]
 ) -> list[Variation]:
-    """A graph for each combination of the settings' values; the last setting varies fastest.
+    """Returns a graph for each combination of values; the last setting varies fastest.
 
     The graphs share every node that no setting changes.
 
@@ -330,7 +328,7 @@ def _values(key: str, value: str) -> tuple[str, ...]:
 
 
 def number_range(text: str, spec: NodeInput, where: str) -> range | None:
-    """The range that `1..8` means for a number; None for any other text or input.
+    """Returns the range that `1..8` means for a number; None for any other text or input.
 
     Raises:
         SettingError: it runs downwards.
@@ -347,7 +345,7 @@ def number_range(text: str, spec: NodeInput, where: str) -> range | None:
 
 
 def value_of(text: str, spec: NodeInput, where: str) -> Any:
-    """The value that a text means for an input, which messages call `where`.
+    """Returns the value that a text means for an input, which messages call `where`.
 
     Raises:
         SettingError: the text is no such value, or breaks the input's rules.

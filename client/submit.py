@@ -1,6 +1,4 @@
-"""`qwen-l40s submit`: from a workflow file and the images that it names, found, read once and named
-for the server before anything is queued, to the results.
-"""
+"""Runs `qwen-l40s submit`: reads workflow and images first, then queues and fetches."""
 
 from __future__ import annotations
 
@@ -56,7 +54,7 @@ def plan_jobs(
     folder: Path,
     say: Callable[[str], None] = lambda line: None,
 ) -> tuple[list[Job], int]:
-    """The jobs of a workflow, each graph once, and how many equal ones were left out.
+    """Returns the jobs of a workflow, each graph once, and how many equal ones were left out.
 
     Args:
         folder: of the workflow file.
@@ -248,7 +246,7 @@ def local_images(
     """
     found: dict[tuple[str, str], Path] = {}
     for node, name, spec, value in image_inputs(graph, object_info, {}):
-        # A text that may name an image, as a painted mask's does, may also be empty.
+        # A text that may name an image, as a drawn mask's does, may also be empty.
         empty = spec.kind == "STRING" and not value
         if value in spec.choices or value.endswith(SERVER_FOLDERS) or empty:
             continue
@@ -303,7 +301,7 @@ def _local_file(value: str, folder: Path) -> Path | None:
 
 
 def check_image(path: Path, used_by: str) -> None:
-    """Reads the first picture of a file, for the node `used_by`, to its end.
+    """Reads the first image of a file, for the node `used_by`, to its end.
 
     Raises:
         SettingError: the file is missing, empty, no image, damaged, cut off or too large.

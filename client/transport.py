@@ -1,7 +1,7 @@
-"""HTTP requests that outlast a server which is busy, down or restarting.
+"""Sends HTTP requests that outlast a server which is busy, down or restarting.
 
-A request is tried again until `wait` seconds after its first failure: after a lost connection, and
-after the answers that a proxy gives by itself, while the server behind it is busy or not there.
+A request is tried again until `wait` seconds after its first failure. It is tried after a lost
+connection, and after a proxy's own answers, while the server behind the proxy is busy or gone.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Workflow files in ComfyUI's API form: reading them, what people call their nodes, what inputs
-these have by GET /object_info, and which load the same models.
+"""Reads workflow files in ComfyUI's API form: what people call their nodes, which inputs the nodes
+have by GET /object_info, and which load the same models.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..files import read_bytes
 OURS = "QwenL40S_"
 Graph = dict[str, dict[str, Any]]  # {node id: {class_type, inputs, _meta?}}
 
-LARGEST = 2**28  # bytes of a picture that holds a workflow
+LARGEST = 2**28  # bytes of an image that holds a workflow
 PNG_START, PNG_END = b"\x89PNG\r\n\x1a\n", b"IEND\xaeB`\x82"
 PNG_TEXTS = (b"tEXt", b"zTXt", b"iTXt", b"comf")  # the last of ComfyUI's SaveAnimatedPNG
 LONGEST_TEXT = 2**26  # bytes of a text that a PNG holds compressed
@@ -44,7 +44,7 @@ JOIN = "StringConcatenate"  # of ComfyUI
 # An input that no node has: ComfyUI runs the node again where its value changes.
 FRESH = "qwen_l40s_job"
 EXPORT = "export it on ComfyUI's page with File > Export (API)"
-# Load3D, LoadImageMask, VHS_LoadVideo: what is painted on, which differs from job to job.
+# Load3D, LoadImageMask, VHS_LoadVideo: what is drawn on, which differs from job to job.
 LOADS_DATA = re.compile(r"Load(3D|Audio|Image|Latent|Mask|TrainingDataset|Video)")
 # Inputs whose list the server does not hold them to: their class checks by itself (ComfyUI 0.33).
 UNLISTED = {
@@ -85,8 +85,8 @@ def job_id(key: str) -> str:
 def with_job_id(
     graph: Graph, object_info: Mapping[str, Any], key: str, ran: int = 0, fresh: str = ""
 ) -> Graph:
-    """Copies the graph with names of its own, by the job's key and how often it ran before, for the
-    files that its nodes save on a server: two jobs never share one, in whatever folder servers
+    """Copies the graph with its own names for the files that its nodes save on a server, by the
+    job's key and how often it ran before. Two jobs never share a name, in whatever folder servers
     write.
 
     Args:
@@ -162,7 +162,7 @@ def always_names(graph: Graph, object_info: Mapping[str, Any]) -> str | None:
 
 
 def read_workflow(path: Path) -> Graph:
-    """The graph of a workflow file.
+    """Returns the graph of a workflow file.
 
     Args:
         path: a .json in API form, or a body or an entry of a history that holds one; or a PNG that
@@ -247,7 +247,7 @@ def png_texts(file: BinaryIO) -> dict[str, str]:
 
 
 def graph_of(data: Any, path: Path | None = None) -> Graph:
-    """The graph in JSON that was read from a file, `path`, or made by a program.
+    """Returns the graph in JSON that was read from a file, `path`, or made by a program.
 
     The JSON may be the graph, or hold it: the body of a POST /prompt or of another service, or an
     entry of a history.
@@ -286,7 +286,7 @@ def _dicts(data: Any, depth: int = 5) -> Iterator[dict[str, Any]]:
 
 
 def _is_graph(data: Any) -> bool:
-    """Whether a value of an object is a node, at least a damaged one."""
+    """Returns whether a value of an object is a node, at least a damaged one."""
     nodes = data.values() if isinstance(data, dict) else ()
     return any(
         isinstance(node, dict)
@@ -322,7 +322,7 @@ def _linked(graph: Mapping[str, Any], value: Any) -> Any:
 
 
 def is_link(value: Any) -> bool:
-    """Whether an input is wired: ComfyUI takes every list for a link."""
+    """Returns whether an input is wired: ComfyUI takes every list for a link."""
     return isinstance(value, list)
 
 
@@ -340,8 +340,8 @@ def meta(node: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def title(graph: Mapping[str, Any], node: str) -> str:
-    """The node's title on the page, such as `Prompt`; its class where the file names none, and its
-    id where the graph has no such node, as a server may tell of one.
+    """Returns the node's title on the page, such as `Prompt`; its class where the file names none,
+    and its id where the graph has no such node, as a server may tell of one.
     """
     if node not in graph:
         return node
@@ -369,7 +369,7 @@ def plain(name: str) -> str:
 
 
 def nodes_called(graph: Graph, name: str) -> list[str]:
-    """The ids of the nodes that a person means by `name`.
+    """Returns the ids of the nodes that a person means by `name`.
 
     An id written exactly is that node alone. Else every node whose title or id is `name` but for
     case, spaces, dashes and underscores. Else `prompt` and `negative prompt` are the nodes whose
@@ -410,15 +410,15 @@ def _texts_at(graph: Graph, name: str) -> list[str]:
 
 
 def input_called(graph: Graph, node: str, name: str) -> str:
-    """What to type for this node's input: `Prompt.text`, or `6.text` where the title is not the
-    node's alone.
+    """Returns what to type for this node's input: `Prompt.text`, or `6.text` where the title is not
+    the node's alone.
     """
     text = title(graph, node)
     return f"{text if nodes_called(graph, text) == [node] else node}.{name}"
 
 
 def loaders_key(graph: Graph) -> str:
-    """A short hash of the models that a graph loads, equal in every process.
+    """Returns a short hash of the models that a graph loads, equal in every process.
 
     Every node counts that loads models or LoRAs by the name of its class, with all its values, so
     jobs of one key share what a ComfyUI keeps loaded. Node ids, wires and titles do not count, nor
@@ -470,7 +470,7 @@ class NodeInput:
 def node_inputs(
     object_info: Mapping[str, Any], node: Mapping[str, Any]
 ) -> dict[str, NodeInput] | None:
-    """The inputs that a node of a graph can have, by name; None for a class the server lacks.
+    """Returns the inputs that a node can have, by name; None for a class the server lacks.
 
     Those that come with what is chosen (`resize_type.width`) or wired (`images.image0`) are among
     them under their whole names.

@@ -1,4 +1,4 @@
-"""What ComfyUI runs of each family, and which of them a MODEL or a VAE is."""
+"""Tells what ComfyUI runs of each family, and which of them a MODEL or a VAE is."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Says what the tensors of a file are: its parts, adapters (LoRA and its kin), the families'
-models, and by name the other models that people take for one of them.
+"""Identifies the tensors of a file: parts and adapters (LoRA and its kin) of the families' models,
+and by name the other models that people take for one of them.
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ _WRAPPERS = (
     "transformer.",
     "_orig_mod.",
 )
-# Names with "_" for ".", which only the list of the model's own modules can undo.
+# Names with "_" for ".", which only the list of the model's modules can undo.
 _FLAT = ("lora_transformer_", "lycoris_")
 # PEFT writes the adapter's own name into the middle.
 _ADAPTER = re.compile(r"\.lora_([AB])\.[^.]+\.weight$")

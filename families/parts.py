@@ -1,5 +1,5 @@
-"""What a transformer runs with: the text encoders Qwen2.5-VL and Qwen3-VL, and the VAEs of 1.x and
-2.1 in native and diffusers names, and the tiny ones that stand in for the first.
+"""Describes what a transformer runs with: the text encoders Qwen2.5-VL and Qwen3-VL, the VAEs of
+1.x and 2.1 in native and diffusers names, and the tiny ones that replace the first of each.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _qwen25(tensors: Tensors, language: str, visual: str, style: str) -> Identit
         tensors, f"{language}layers.0.input_layernorm.weight"
     )
     vision_blocks = count_blocks(tensors, f"{visual}blocks.")
-    head = any(name in tensors for name in ("lm_head.weight", "model.lm_head.weight"))
+    head = size(tensors, "lm_head.weight") or size(tensors, "model.lm_head.weight")
     parts = [
         SIZES_OF_QWEN25_VL.get((hidden, layers), "a size that was never published"),
         "with its vision tower"
@@ -71,6 +71,7 @@ def _qwen25(tensors: Tensors, language: str, visual: str, style: str) -> Identit
             vocabulary=size(tensors, f"{language}embed_tokens.weight"),
             vision_dim=size(tensors, f"{visual}patch_embed.proj.weight"),
             vision_blocks=vision_blocks or None,
+            lm_head=head,
         ),
         blocks=layers,
         folder="text_encoders",

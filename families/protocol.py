@@ -1,4 +1,4 @@
-"""What a family of models tells: `Family`, its published models, and what it runs with."""
+"""Defines what a family of models has: `Family`, its published models, and what it runs with."""
 
 from __future__ import annotations
 
@@ -289,13 +289,13 @@ class Member:
         most_references: Reference images that its workflows take.
         timestep_zero: Whether references are modulated as at timestep zero, which doubles the rows
             of the modulation.
-        layers: That its template paints together with the whole image; 0 where it paints none.
+        layers: That its template generates with the whole image; 0 for none.
         vision_tokens: Tokens that each reference image adds to what the text encoder reads.
         reference_words: Text tokens that it adds to what the transformer reads.
         transformer, vae: The published sizes.
         alone: Whether no other member has its tensors, or the marker among them.
         licence: Of the weights.
-        side: Of a square that it is trained to paint, in pixels.
+        side: Of a square that it is trained to generate, in pixels.
         size_step: What both sides are multiples of, in pixels.
         template_side: Of the square that its template generates, where it is not `side`.
         templates: {steps without CFG: the workflow for them}; 0 stands for all other runs, "bf16"
@@ -362,7 +362,7 @@ class Family(Protocol):
         blocks: The forms of a block, in files and in the hosts.
         text_encoder, vae: What it runs with.
         lora_targets: The layers of a block that LoRAs change.
-        pipelines: {class of a diffusers pipeline: title of what it paints with}.
+        pipelines: {class of a diffusers pipeline: title of what it generates with}.
         sigmas: The key in such a pipeline's index that lists a Turbo's sigmas; empty for none.
         schedules: Of its few-step models.
         config: {key in a transformer's config.json: name in `Identity.dims`, or "blocks"}.
@@ -430,7 +430,7 @@ class Family(Protocol):
 
         Args:
             words: of text, with those that references add.
-            painted: tokens that are denoised.
+            generated: tokens that are denoised.
             references: tokens of reference images.
         """
 

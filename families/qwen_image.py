@@ -1,6 +1,7 @@
-"""Qwen-Image, 2512, Edit and Layered: a stream of text and one of the image, each modulated by
-layers of its own, in the names of diffusers and ComfyUI. Sizes come from first dimensions, norms
-and biases, because 4-bit formats pack the second dimension and flatten the weight.
+"""Describes Qwen-Image, 2512, Edit and Layered: a stream of text and one of the image, each
+modulated by its own layers, in the names of diffusers and ComfyUI. Sizes come from first
+dimensions, norms and biases, because 4-bit formats pack the second dimension and flatten the
+weight.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ SAME_TENSORS = (
 SECOND_TIME_EMBEDDING = "time_text_embed.addition_t_embedding.weight"
 
 # The layers in the order in which they run, those of the image first: their products run long
-# enough for the processor to get ahead of the card.
+# enough for the CPU to get ahead of the card.
 PLACES = (
     *("attn.to_q", "attn.to_k", "attn.to_v", "attn.add_q_proj", "attn.add_k_proj"),
     *("attn.add_v_proj", "attn.to_out.0", "attn.to_add_out"),

@@ -1,5 +1,6 @@
-"""The families that this package runs, and what is asked of all of them. CONTRIBUTING.md says how
-to add one; one that is appended while a process runs is not among the choices of its nodes.
+"""Lists the families that this package runs, and answers what is asked of all of them.
+CONTRIBUTING.md shows how to add one; a family that is appended while a process runs is not among
+the choices of its nodes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The schedules of sigmas: the official one of any size, and those that few-step models know."""
+"""Computes schedules of sigmas: the official one of any size, and those of few-step models."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""A fleet of ComfyUI servers: one for each card, started, watched and restarted."""
+"""Runs a fleet of ComfyUI servers: one for each card, started, watched and restarted."""

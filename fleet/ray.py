@@ -1,4 +1,4 @@
-"""The fleet of a Ray cluster: each server is an actor, which Ray places and restarts.
+"""Runs the fleet of a Ray cluster: each server is an actor, which Ray places and restarts.
 
 Ray knows nothing of jobs: these go by HTTP, and their journal is the client's. So Ray may end at
 any time, and the next fleet goes on.
@@ -40,7 +40,7 @@ class ServerActor:
     ) -> None:
         import ray
 
-        # Ray sets one thread, in which ComfyUI would quantize and encode on the processor.
+        # Ray sets one thread, in which ComfyUI would quantize and encode on the CPU.
         os.environ.pop("OMP_NUM_THREADS", None)
         if threads:
             os.environ["OMP_NUM_THREADS"] = threads

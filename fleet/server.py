@@ -1,10 +1,10 @@
-"""One ComfyUI server of a fleet: started, warmed up, watched, started again, and drained.
+"""Runs one ComfyUI server of a fleet: starts, warms up, watches, restarts and drains it.
 
-The process never outlives the fleet: the kernel kills it when the thread that started it ends,
-however that ends, so no orphan holds the card. It is in a process group of its own, so that Ctrl-C
-reaches the fleet alone and what it starts ends with it, and in no session of its own. What its
-nodes have started is known by a variable of its environment, and ends with the server, or where the
-fleet was killed with the start of the next one.
+The process never outlives the fleet: the kernel kills it when the thread that started it ends, in
+whatever way, so no orphan holds the GPU. It has its own process group, so that Ctrl-C reaches the
+fleet alone, but no session of its own. Processes that its nodes have started are found by a
+variable of the environment. They end with the server, or if the fleet was killed, when the next
+server starts.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""servers.json: what a fleet's servers are and how they fare, for `submit` and for people; and what
-they do now, by their own answers.
+"""Writes and reads servers.json: which servers a fleet has and their states, for `submit` and for
+people; and asks servers what they do now.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class StateFile:
 
 
 def get_json(url: str, seconds: float) -> Any:
-    """What a server of the fleet answers, past any proxy.
+    """Returns what a server of the fleet answers, past any proxy.
 
     Raises:
         OSError, ValueError: it does not answer in time, or not in JSON.
@@ -143,7 +143,7 @@ def is_running(path: Path) -> bool:
 
 
 def read_states(path: Path) -> list[ServerState]:
-    """The servers of a fleet's file; all stopped where its fleet was killed.
+    """Returns the servers of a fleet's file; all stopped where its fleet was killed.
 
     Raises:
         SettingError: there is none, or it is no such file.

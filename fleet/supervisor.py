@@ -1,4 +1,4 @@
-"""The fleet of one machine: a server for each card, until a signal drains them."""
+"""Runs the fleet of one machine: a server for each card, until a signal drains them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def check_plan(plan: ServerPlan) -> None:
 
 
 def find_cards(text: str) -> list[str]:
-    """The cards that `--cards` means: "all", "0,1", or "cpu:2" for two servers without a card.
+    """Returns the cards of `--cards`: "all", "0,1", or "cpu:2" for two servers without one.
 
     Raises:
         SettingError: it means none.

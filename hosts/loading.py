@@ -1,6 +1,4 @@
-"""What a load of a transformer decides before weights are read: their precision, and where the
-modulation waits.
-"""
+"""Decides precision and place of a transformer's weights before they are read."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ class LoadDecision:
     Args:
         precision: a key of `BYTES_PER_WEIGHT`.
         reason: why in that precision.
-        off_card: whether the modulation waits in host memory.
+        off_card: whether the modulation waits in system RAM.
         place_reason: why there; empty where there is nothing to say.
         why: both reasons in a few words.
         option: of the plan that it follows; None without an NVIDIA card.
@@ -58,11 +56,12 @@ def decide_load(
     packed: TransformerBytes | None = None,
     gguf: bool = False,
     cast: bool = False,
+    because: str = "",
 ) -> LoadDecision:
     """Decides how a transformer is loaded.
 
     `auto` is what `plan` recommends for one image of the family's size next to a text encoder
-    in bf16. Weights that do not stay on the card are no error, because the host moves them to it
+    in bf16. Weights that do not stay in VRAM are no error, because the host moves them to it
     in every step; the reason then says so.
 
     Args:
@@ -73,6 +72,7 @@ def decide_load(
         sizes: {precision: bytes} where shape and precision do not tell them.
         packed, cast: as of `Parts`.
         gguf: whether `stored` is what the file's blocks become.
+        because: why in that precision, where the caller has decided.
 
     Raises:
         SettingError: the precision or the place is unknown.
@@ -82,7 +82,7 @@ def decide_load(
     check_known("precision", requested, LOADER_PRECISIONS)
     check_known("modulation", modulation, PLACES)
     if card is None:
-        return _on_processor(requested, modulation, stored, gguf)
+        return _on_processor(requested, modulation, stored, gguf, because)
     as_stored = requested == AS_STORED
     member = shape.family.members[0]
     request = RunRequest(
@@ -101,7 +101,7 @@ def decide_load(
     name = stored if as_stored else None
     if as_stored and stored not in QUANTIZED:
         sizes["bf16"] = sizes.get(stored) or weight_bytes(shape, stored)
-    option = _recommended(card, request, stored, as_stored, sizes)
+    option = _recommended(card, request, stored, as_stored, sizes, because)
     words = reasons(option)
     place_reason = words.pop("modulation", "")
     if not shape.modulation_layers():
@@ -112,15 +112,17 @@ def decide_load(
         reason="; ".join(words.values()),
         off_card=option.setting.off_card,
         place_reason=place_reason,
-        why=_in_few_words(requested, stored, option, gguf),
+        why=_in_few_words(requested, stored, option, gguf, because),
         option=option,
     )
 
 
 def _in_few_words(
-    requested: str, stored: str, option: PlanOption | None, gguf: bool = False
+    requested: str, stored: str, option: PlanOption | None, gguf: bool, because: str
 ) -> str:
-    if requested == "auto" and gguf:
+    if because:
+        words = because
+    elif requested == "auto" and gguf:
         words = f"auto: GGUF's blocks become {stored}"
     elif requested != "auto":
         words = requested if requested == AS_STORED else "as requested"
@@ -145,22 +147,26 @@ def _recommended(
     stored: str,
     as_stored: bool,
     sizes: Mapping[str, TransformerBytes],
+    because: str,
 ) -> PlanOption:
+    how = {"as_stored": as_stored, "known_sizes": sizes, "why": because}
     try:
-        return plan(card, request, stored, as_stored=as_stored, known_sizes=sizes)[0]
+        return plan(card, request, stored, **how)[0]
     except UnavailableError:  # the image may be a smaller one
         least = replace(request, width=LEAST_SIDE, height=LEAST_SIDE)
-        return plan(card, least, stored, as_stored=as_stored, known_sizes=sizes)[0]
+        return plan(card, least, stored, **how)[0]
 
 
-def _on_processor(requested: str, modulation: str, stored: str, gguf: bool) -> LoadDecision:
+def _on_processor(
+    requested: str, modulation: str, stored: str, gguf: bool, because: str
+) -> LoadDecision:
     name = stored if requested in ("auto", AS_STORED) else requested
-    why = precision_reason(name, None, requested, stored, gguf=gguf)
+    why = because or precision_reason(name, None, requested, stored, gguf=gguf)
     place = "modulation: stays with the other weights, because there is no NVIDIA GPU"
     return LoadDecision(
         precision=name,
         reason="; ".join(filter(None, (why, weight_only(name, None)))),
         off_card=False,
         place_reason=place if modulation == OFF_CARD else "",
-        why=_in_few_words(requested, stored, None, gguf),
+        why=_in_few_words(requested, stored, None, gguf, because),
     )

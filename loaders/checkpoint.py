@@ -1,4 +1,4 @@
-"""Says what a checkpoint is from its headers: milliseconds for 40 GB, and nothing is loaded. A
+"""Identifies a checkpoint from its headers: milliseconds for 40 GB, and nothing is loaded. A
 component's config.json is compared with its tensors, so that a folder put together from two models
 fails here and not while sampling.
 """

@@ -72,7 +72,7 @@ ARCHITECTURES = ("qwen_image", "qwen_image21")
 UINT32, STRING, ARRAY = 4, 8, 9
 SMALLEST_TENSOR = 24  # bytes of a tensor's entry, without name and dimensions
 LONGEST_KEY = 65_535  # bytes, as the format has it
-MOST_TEXTS = 2**20  # in a file's lists: they take 0.5 s of a processor
+MOST_TEXTS = 2**20  # in a file's lists: they take 0.5 s of a CPU
 KEPT_TEXT = 1024  # bytes of a text worth keeping
 KEPT = ("general.architecture", "general.alignment", "split.no", "split.count")
 

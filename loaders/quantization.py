@@ -144,13 +144,9 @@ class Quantization:
         """Says one sentence for every format that this package does not compute a part with."""
         sentences = []
         for name in sorted(self.formats):
-            if name in STORAGE_ONLY:
-                sentences.append(
-                    f"{name} weights are storage only: they are converted to bf16 to compute."
-                )
-            elif name in REFUSALS:
+            if name in REFUSALS:
                 sentences.append(REFUSALS[name])
-            elif name not in RUNNABLE and (
+            elif name not in RUNNABLE | STORAGE_ONLY and (
                 name not in PACKED | GGUF.keys() or role != "transformer"
             ):
                 host = HOSTS.get(name)

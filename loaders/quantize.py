@@ -1,6 +1,6 @@
-"""The quantizer: weights in fp8 or int8 with one scale for each output row, and which layers get
-them. A row's largest magnitude becomes 448 (e4m3) or 127 (int8), every value the nearest that the
-format has; in float32, in pieces of a few rows, which stay in the processor's cache.
+"""Quantizes weights in fp8 or int8 with one scale for each output row, and chooses the layers. A
+row's largest magnitude becomes 448 (e4m3) or 127 (int8), every value the nearest that the format
+has; in float32, in pieces of a few rows, which stay in the CPU's cache.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from ..errors import CheckpointError, SettingError
 from ..families.registry import is_quantizable
 from ..spec.formats import FORMATS, QUANTIZED, SMALLEST_SCALE, RowFormat
 
-# Values in a piece: small enough for a processor's cache, large enough to fill a card.
+# Values in a piece: small enough for a CPU's cache, large enough to fill a card.
 PIECE = {"cpu": 2**19, "cuda": 2**24}
 VALUE_DTYPES = {name: getattr(torch, form.dtype) for name, form in FORMATS.items()}
 
 
 def row_format(format: str, columns: int) -> RowFormat:
-    """How attention and MLP of the blocks are rounded: int8 after a rotation, as ConvRot.
+    """Returns how attention and MLP of the blocks are rounded: int8 after a rotation, as ConvRot.
 
     Large channels, which would take most of the steps of a row, are spread over a group first. The
     steps of e4m3 follow the size of each value, and need none.
@@ -36,8 +36,8 @@ def rotate(weight: torch.Tensor, size: int) -> torch.Tensor:
     """Rotates a weight [N, K] of a floating dtype in groups of `size`, as ConvRot does.
 
     Each group is multiplied by comfy-kitchen's Hadamard matrix, which spreads outliers before they
-    are rounded to int8: the Kronecker power of a symmetric 4 x 4 matrix with rows of equal sum,
-    divided by the square root of its size. It is its own inverse.
+    are rounded to int8. The matrix is the Kronecker power of a symmetric 4 x 4 matrix with rows of
+    equal sum, divided by the square root of its size. It is its own inverse.
 
     Sums are taken in one order on every device, so that files are the same.
     """
@@ -78,7 +78,7 @@ def quantize_rows(
     """
     limit = FORMATS[known_format(format)].largest
     # Divided by a tensor: by a number, a card multiplies with the reciprocal, and its scales would
-    # differ from the processor's in the last bit.
+    # differ from the CPU's in the last bit.
     largest = torch.full((), limit, device=weight.device)
     scale = torch.ones((len(weight), 1), device=weight.device)
     values = torch.empty(weight.shape, dtype=VALUE_DTYPES[format], device=weight.device)
@@ -155,7 +155,7 @@ def root_ratio(squares: torch.Tensor) -> float:
 def check_finite(path: Path, name: str, tensor: torch.Tensor) -> None:
     """Raises CheckpointError when a tensor of any dtype holds NaN or infinity.
 
-    Attention can swallow NaN and paint a plausible wrong image, so the image does not show it.
+    Attention can swallow NaN and generate a plausible wrong image, so the image does not show it.
     """
     if not is_finite(tensor):
         raise not_finite(path, name)

@@ -1,5 +1,5 @@
-"""Writes a transformer file in fp8 or int8: planned from headers alone, then one tensor at a time
-from the mapped source through the card or the processor to the file.
+"""Writes a transformer file in fp8 or int8: plans it from headers alone, then writes one tensor at
+a time from the mapped source through the card or the CPU.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ def write_quantized(
 ) -> QuantizedFile:
     """Carries out a plan. The file appears whole under its name, or not at all.
 
-    Host memory holds a few tensors at a time; pages of the mapped source come on top, and go when
+    System RAM holds a few tensors at a time; pages of the mapped source come on top, and go when
     the system needs them.
 
     Args:

@@ -19,7 +19,7 @@ from .quantize import quantize_rows
 def round_weight(
     weight: torch.Tensor, format: str, *, rotation: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rounds as `quantize_rows`: 60 blocks pass an H200 in 2.0 s, in torch's operations in 3.1."""
+    """Rounds as `quantize_rows`: 60 blocks take 2.0 s on an H200, and 3.1 in torch's operations."""
     form = RowFormat(format, rotation)
     kernel = _kernel(weight.device, weight.dtype, form, weight.shape[1]) if len(weight) else None
     return kernel(weight, form) if kernel else quantize_rows(weight, format, rotation=rotation)

@@ -1,10 +1,9 @@
 """Finds the files of one set of weights, safetensors or GGUF: a file, all parts of a split or
 sharded set, or what a folder holds.
 
-An index (`*.safetensors.index.json`) maps each tensor to a file near it. Whether such a name stays
-in its folder is judged by how it is written, not by where it resolves to: the files of a Hugging
-Face cache are symbolic links out of their folder and are fine, while a name with a separator in it
-never is.
+An index (`*.safetensors.index.json`) maps each tensor to a file near it. A name stays in its folder
+if it has no separator, wherever it resolves to: the files of a Hugging Face cache are symbolic
+links out of their folder, and are fine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the parts of a checkpoint take in memory, from its headers: for estimates."""
+"""Counts what the parts of a checkpoint take in memory, from its headers, for estimates."""
 
 from __future__ import annotations
 
@@ -186,10 +186,9 @@ def _text_encoder(part: CheckpointPart, requested: str) -> tuple[str, int]:
         return stored, part.bytes
     precision = "bf16" if requested == "auto" else requested
     parameters = part.parameters
-    if part.variant and ", with lm_head" in part.variant:
-        vocabulary, hidden = part.dims.get("vocabulary"), part.dims.get("hidden")
-        if isinstance(vocabulary, int) and isinstance(hidden, int):
-            parameters -= vocabulary * hidden
+    rows, hidden = part.dims.get("lm_head"), part.dims.get("hidden")
+    if isinstance(rows, int) and isinstance(hidden, int):
+        parameters -= rows * hidden
     # Without scales, of fp8 and int8.
     return precision, BYTES_PER_WEIGHT[precision] * parameters
 
@@ -224,7 +223,7 @@ def loaded_bytes(source: Source, packed: bool = False) -> TransformerBytes:
 
 
 def converted_bytes(source: Source) -> int:
-    """Counts what a load as stored makes anew in host memory, of a file that is not GGUF."""
+    """Counts what a load as stored makes anew in system RAM, of a file that is not GGUF."""
     quantization, count = source.part.quantization, joined_bytes(source)
     for name, info in source.tensors.items():
         form = quantization.layers.get(name.removesuffix(".weight"))

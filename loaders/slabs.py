@@ -59,7 +59,7 @@ def quantize_layers(
     """Rounds layers and hands out each as it is ready, in the caller's thread.
 
     A mapped bf16 weight is read from its file, goes to a card in slabs of rows, is rounded there
-    and comes back in half the bytes: host memory holds the results and the slabs, never the model.
+    and comes back in half the bytes: system RAM holds the results and the slabs, never the model.
 
     Args:
         weight_of: returns a layer's weight [N, K] of any floating dtype, of which fp8 is cast on
@@ -171,7 +171,7 @@ class _Slab:
                 self._sums = self._squares(there, values, self._scale, form.rotation)
 
     def finish(self) -> RoundedLayer | None:
-        """The layer whose last rows these are."""
+        """Returns the layer whose last rows these are."""
         if self._target is None:
             return None
         (rows, rounded, sums), self._target = self._target, None
@@ -186,7 +186,7 @@ class _Slab:
 
 
 def _new(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """Host memory in huge pages where there are some: it is filled at 29 GB/s in place of 18."""
+    """Allocates system RAM, in huge pages where there are some: filled at 29 GB/s, else at 18."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape, dtype=dtype)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS

@@ -221,8 +221,7 @@ def _part_of(path: Path, role: str, shards: Shards, checkpoint: Checkpoint) -> S
     if len(parts) != 1:
         raise CheckpointError(_wrong(role, checkpoint.parts, len(parts)), path)
     (part,) = parts
-    # Storage formats are converted, and say so; the rest would compute nonsense.
-    for fault in (*part.errors, *(it for it in part.cannot_run if "storage only" not in it)):
+    for fault in (*part.errors, *part.cannot_run):
         raise CheckpointError(fault, path)
     settings = _settings(path, shards)
     if family := family_titled(part.family):
@@ -318,7 +317,7 @@ def native_names(source: Source, to_native: Callable[[str], str]) -> dict[str, s
 
 
 def left_out(names: Collection[str], what: str) -> tuple[str, ...]:
-    """Says, if there are any, that tensors are left out as ComfyUI's own loader leaves them out."""
+    """Names the tensors, if any, that are left out as ComfyUI's loader leaves them out."""
     first, count = next(iter(names), ""), len(names)
     told = f"{first!r}" if count == 1 else f"{count} tensors such as {first!r}"
     return (f"{told} left out, because {what} does not have it",) if names else ()

@@ -103,8 +103,8 @@ class StoredLayer:
 @dataclass(frozen=True)
 class PackedLayer:
     """Holds a layer whose weight is stored in 4 or 6 bits, codes of an int8 ConvRot weight [N, K]:
-    `rint(clamp(level * group_scale, -127, 127))`, with the code's entry in the codebook as its
-    level, or without one the code less half of all codes.
+    `rint(clamp(level * group_scale, -127, 127))`. The level is the code's entry in the codebook, or
+    without a codebook the code less half of all codes.
 
     Args:
         codes: [N, K * bits / 8], int8. A byte holds two codes, the lower bits first. Of 6 bits the

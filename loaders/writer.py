@@ -177,9 +177,9 @@ def file_metadata(
     return {"format": "pt", METADATA_KEY: json.dumps(entry)}
 
 
-# The kept file: what a load has quantized, beside the original, for the next load. A thread writes
-# it while the first images are made. ComfyUI lists models by the ends of names that it knows, which
-# `SUFFIX` is none of.
+# The cached quantized file holds what a load has quantized, for the next load. A thread writes it
+# next to the original while the first images are generated. ComfyUI lists models by the ends of
+# names that it knows, and `SUFFIX` is none of these.
 
 SUFFIX = ".kept"
 MADE_FROM = f"{METADATA_KEY}_made_from"  # in the file's header
@@ -188,7 +188,7 @@ ROOM = 1.1  # of a file's bytes: 30 GB for 25.4 GiB, of which a tenth stays free
 
 
 class KeptFile:
-    """Where the kept file of a transformer is, or would be."""
+    """Where the cached quantized file of a transformer is, or would be."""
 
     def __init__(self, source: Source, precision: str, keep: Sequence[str]) -> None:
         """Reads what the original is now."""
@@ -199,7 +199,7 @@ class KeptFile:
         self._made_from = self._now()
 
     def open(self) -> Source | None:
-        """The file's headers; None where there is none of this original and these settings."""
+        """Returns the file's headers; None where it is not of this original and settings."""
         with suppress(CheckpointError):
             found = open_source(self.path, "transformer")
             if found.shards.headers[0].metadata.get(MADE_FROM) == self._made_from:

@@ -1,5 +1,5 @@
-"""The cards of this machine and what their tensor cores can do, each with the reason: by torch,
-which decides which cards a run can see, and by NVIDIA's driver.
+"""Describes the cards of this machine and what their tensor cores can do, each with the reason: by
+torch, which decides which cards a run can see, and by NVIDIA's driver.
 """
 
 from __future__ import annotations

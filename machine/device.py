@@ -1,4 +1,4 @@
-"""The device of a run: which one, and how much memory it has."""
+"""Chooses the device of a run, and reads how much memory it has."""
 
 from __future__ import annotations
 

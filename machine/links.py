@@ -1,6 +1,6 @@
-"""What joins two cards of this machine: copies between them, whether these arrive, and how fast.
+"""Copies between two cards of this machine, and measures whether copies arrive and how fast.
 
-Copies go on streams of their own, card to card or through host memory; copy engines do them, so
+Copies go on streams of their own, card to card or through system RAM; copy engines do them, so
 that they take nothing of the tensor cores. With an IOMMU that translates, or ACS that redirects,
 the driver promises peer access and data never arrives. So a pattern goes from card to card and back
 at the start of every run.
@@ -24,9 +24,9 @@ from ..spec.formats import MIB
 from ..verdict import first_line
 from .card import Capability, InstalledCards, State
 
-# Pinned host memory of a route that does not go from card to card.
+# Pinned system RAM of a route that does not go from card to card.
 BUFFERS, BUFFER_BYTES = 4, 8 * MIB
-# One piece of a copy is on its way to host memory while the one before leaves it.
+# One piece of a copy is on its way to system RAM while the one before leaves it.
 PIECES, LEAST_PIECE = 6, MIB // 8
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -87,7 +87,7 @@ class Route:
 
     Args:
         source, target: Cards.
-        peer: Whether they go from card to card; else through pinned host memory, whose pieces
+        peer: Whether they go from card to card; else through pinned system RAM, whose pieces
             overlap both ways.
         operations: What CUDA does; tests replace it.
 
@@ -96,7 +96,7 @@ class Route:
         landed: The event of the last copy.
 
     Raises:
-        UnavailableError: No host memory can be pinned, or no driver answers.
+        UnavailableError: No system RAM can be pinned, or no driver answers.
     """
 
     def __init__(
@@ -228,7 +228,7 @@ def _pieces(moves: Iterable[Move], size: int) -> Iterator[list[Move]]:
 
 @cached
 def _memcpy() -> Any:
-    # cuMemcpyAsync takes the addresses of any card and of host memory.
+    # cuMemcpyAsync takes the addresses of any card and of system RAM.
     try:
         # Not CDLL, which lets a busy thread take the interpreter at every call.
         driver = ctypes.PyDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
@@ -261,7 +261,7 @@ class Link:
         operations: As of `Route`.
 
     Attributes:
-        reason: Why copies go through pinned host memory, in one clause; empty where they go from
+        reason: Why copies go through pinned system RAM, in one clause; empty where they go from
             card to card.
         damaged: Whether a pattern did not come back as it was; it is not tried again.
     """
@@ -299,7 +299,7 @@ class Link:
 
     def verify(self) -> None:
         """Sends a pattern from card to card and back, on the streams that copy. Where it does not
-        come back as it was, all copies go through pinned host memory from then on.
+        come back as it was, all copies go through pinned system RAM from then on.
 
         The first call measures what the link reaches, too, in about 0.2 s.
 
@@ -318,7 +318,7 @@ class Link:
         """Measures both ways once; None where memory is short, and the next call tries again.
 
         Args:
-            peer: Whether from card to card; else through pinned host memory.
+            peer: Whether from card to card; else through pinned system RAM.
         """
         if peer not in self._speeds:
             try:

@@ -1,4 +1,4 @@
-"""Host memory and disk in bytes: how much there is, how much the full-size Qwen-Image asks for."""
+"""Reads system RAM and disk in bytes: what there is, and what full-size Qwen-Image needs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check_memory() -> Capability:
     if total >= BF16_PARTS:
         return State.USABLE.of("system RAM", reason)
     reason += f": less than the full model in bf16 ({BF16_PARTS / GIB:.1f} GiB)"
-    remedy = "choose int8 or fp8, which need two thirds"
+    remedy = "use int8 or fp8 files; `qwen-l40s estimate` counts what they need"
     return State.LIMITED.of("system RAM", reason, remedy)
 
 
@@ -84,7 +84,7 @@ def cgroup_limit() -> int | None:
 
 
 def available_memory() -> int:
-    """Asks for the host memory in bytes that can be had now: the machine's, or what a container's
+    """Asks for the system RAM in bytes that can be had now: the machine's, or what a container's
     limit leaves. psutil reports the memory of the machine, inside a container too.
     """
     import psutil

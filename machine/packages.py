@@ -1,4 +1,4 @@
-"""The software that a run can use, packages and ComfyUI: versions, and why one is not usable.
+"""Finds the software that a run can use, packages and ComfyUI: versions, and why one is not usable.
 
 A package is imported only where it could be used: a machine without a card loads no CUDA code.
 """

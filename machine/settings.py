@@ -1,4 +1,4 @@
-"""The user's settings: one JSON file, read once; `doctor` tells which.
+"""Reads the user's settings: one JSON file, once; `doctor` shows which.
 
     {"version": 1, "cache": "~/measured", "attention": "fast", "gemm_fp8": "triton"}
 

@@ -1,4 +1,4 @@
-"""The cache folder: what this package measured, and what the user writes of cards."""
+"""Keeps the cache folder: what this package measured, and the user's own list of cards."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def read_calibrations(folder: Path) -> list[Calibration]:
 
 
 def with_calibration(folder: Path, new: Calibration) -> str:
-    """Writes the folder's file anew, with a measurement in the place of an older one of its kind.
+    """Writes the folder's file anew, with a measurement instead of an older one of its kind.
 
     Returns:
         The text.

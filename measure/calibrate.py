@@ -1,4 +1,4 @@
-"""Measures what the estimates need to know of the card at hand, in under a minute.
+"""Measures what the estimates need to know of this card, in under a minute.
 
 A product alone runs faster than among others, because a card at its power limit slows its clock
 down: what a block consists of is run together.
@@ -94,7 +94,7 @@ def calibrate(
         return _calibrate(device, sizes, say)
     except torch.OutOfMemoryError as error:
         raise UnavailableError(
-            "too little card memory is free: this needs 3 GiB, so end other programs on the card."
+            "too little GPU memory is free: this needs 3 GiB, so end other programs on the GPU."
         ) from error
 
 
@@ -239,7 +239,7 @@ def _link(size: int, device: torch.device) -> float:
             source = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         except RuntimeError as error:
             raise UnavailableError(
-                f"{format_gib(size)} of host memory cannot be pinned: measure with less."
+                f"{format_gib(size)} of system RAM cannot be pinned: measure with less."
             ) from error
         target = torch.empty_like(source, device=device)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -1,5 +1,5 @@
-"""Times calls that run in turns until the card's clocks have settled, and what the processor needs
-to launch a block and to replay all: on few tokens, so that the card never holds it up.
+"""Times calls that run in turns until the card's clocks have settled, and the CPU's time to launch
+a block and to replay all. Few tokens are used for that, so that the CPU never waits for the card.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SETTLING = 0.3
 # The card is waited for after so long, and all the time so that no more launches are ahead of it.
 ROUND_SECONDS, MOST_AHEAD = 0.2, 3
 TOKENS = Tokens(1, 8, 64, 64)
-# Some hundred launches: a driver holds about a thousand before it makes the processor wait.
+# Some hundred launches: a driver holds about a thousand before it makes the CPU wait.
 LAUNCHED_BLOCKS = 6
 WARM_UP, REPEATS = 2, 10
 EPS = 1e-6
@@ -160,7 +160,7 @@ class LaunchedBlocks:
 
 
 class Launched(NamedTuple):
-    """Holds the seconds that the processor needed."""
+    """Holds the seconds that the CPU needed."""
 
     block: float  # to launch one block kernel by kernel
     graph: float | Verdict  # to replay all blocks as a CUDA graph, or why there is none
@@ -195,7 +195,7 @@ def _replay_seconds(blocks: LaunchedBlocks, device: torch.device) -> float | Ver
 
 
 def _median_seconds(call: Callable[[], Any], device: torch.device) -> float:
-    """Times the processor alone: the card starts idle, and is not waited for."""
+    """Times the CPU alone: the card starts idle, and is not waited for."""
     seconds = []
     for _ in range(WARM_UP + REPEATS):
         if device.type == "cuda":

@@ -29,8 +29,8 @@ SPECK = 0.0025
 # Half a grid step: farther from its place than that and another place is nearer.
 PLACE_TOLERANCE = 0.135
 # A blob has the shape whose edge, tilted a little or not, its own edge follows best, if it stays
-# this near on average, in radii: 1.5 pixels on a small object. Painted objects stay within 0.01; a
-# hexagon is 0.055 from a circle, a U 0.1 from a square.
+# this near on average, in radii: 1.5 pixels on a small object. Generated objects stay within 0.01;
+# a hexagon is 0.055 from a circle, a U 0.1 from a square.
 EDGE_DEVIATION = 0.05
 TILTS = (-8, -4, 0, 4, 8)  # degrees
 ASPECT_TOLERANCE = 1.2

@@ -1,4 +1,4 @@
-"""What the micro model paints: one or two flat objects on a flat background, in 3 x 3 places.
+"""Describes what the micro model generates: one or two flat objects, in 3 x 3 places.
 
 Lengths are fractions of the image side, colours are sRGB bytes. Standard library only.
 """
@@ -86,13 +86,13 @@ class Scene:
 
 
 def held_out(thing: SceneObject) -> bool:
-    """Whether training never shows this shape in this colour: (i + j) mod 5 = 0 in table order."""
+    """Returns whether training never shows this pair: (i + j) mod 5 = 0 in table order."""
     i, j = SHAPES.index(thing.shape), list(COLOURS).index(thing.colour)
     return (i + j) % HELD_OUT_MODULUS == 0
 
 
 def far_apart(a: str, b: str) -> bool:
-    """Whether two places are two grid steps apart in x or y: objects of any size do not touch."""
+    """Returns whether places are two grid steps apart, so that objects do not touch."""
     return any(abs(p - q) > 0.5 for p, q in zip(POSITIONS[a], POSITIONS[b], strict=True))
 
 

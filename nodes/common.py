@@ -1,4 +1,4 @@
-"""What nodes share: the check of the host, reports and charts, and inputs of a request."""
+"""Holds what nodes share: the check of ComfyUI, reports and charts, and inputs of a request."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def with_report(*outputs: object, report: str, summary: str | None = None) -> io
 def with_picture(
     node: type[io.ComfyNode], picture: Image.Image, summary: str, report: str, *outputs: object
 ) -> io.NodeOutput:
-    """Returns the picture as an IMAGE, the report and the outputs; the history has the first two,
-    and the page shows the picture and the summary in the node.
+    """Returns the chart as an IMAGE, the report and the outputs; the history has the first two,
+    and the page shows the chart and the summary in the node.
     """
     image, picture_of_node = shown_picture(node, picture)
     return io.NodeOutput(image, report, *outputs, ui=picture_of_node | shown(report, summary))
@@ -98,7 +98,7 @@ def with_picture(
 def shown_picture(
     node: type[io.ComfyNode], picture: Image.Image
 ) -> tuple[torch.Tensor, dict[str, object]]:
-    """Returns the picture as an IMAGE, and what makes the page show it in the node."""
+    """Returns the chart as an IMAGE, and what makes the page show it in the node."""
     image = torch.from_numpy(np.asarray(picture.convert("RGB"), np.float32) / 255).unsqueeze(0)
     return image, ui.PreviewImage(image, cls=node).as_dict()
 
@@ -116,7 +116,7 @@ def setting_outputs() -> list[io.Output]:
 
 def loader_settings(estimate: Estimate) -> tuple[str, str, str]:
     setting = estimate.option.setting
-    return setting.precision, setting.modulation, setting.placement
+    return estimate.option.loads_as, setting.modulation, setting.placement
 
 
 def request_inputs(

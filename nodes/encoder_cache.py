@@ -7,7 +7,7 @@ from comfy_api.latest import io
 from ..spec.formats import GIB
 from .common import needs, schema, with_report
 
-ARITHMETIC_CHOICES = ["exact", "bf16", "int8"]
+ARITHMETIC_CHOICES = ["auto", "exact", "bf16x2", "bf16", "int8"]
 MOST_GIB = 4096.0
 
 
@@ -39,7 +39,8 @@ class QwenL40SEncoderCache(io.ComfyNode):
                     default=True,
                     tooltip="On: images, and all text before the instruction, are encoded once. "
                     "Prompts with images differ from ComfyUI's by rounding in fp32, in any "
-                    "order. Off: ComfyUI's encoding, bit for bit.",
+                    "order. Off: ComfyUI's encoding, bit for bit where arithmetic is "
+                    "exact.",
                 ),
                 io.Float.Input(
                     "memory",
@@ -54,10 +55,11 @@ class QwenL40SEncoderCache(io.ComfyNode):
                 io.Combo.Input(
                     "arithmetic",
                     options=ARITHMETIC_CHOICES,
-                    default="exact",
-                    tooltip="exact: matrix products in fp32, as ComfyUI. bf16: matrix products in "
-                    "bf16, the rest of the encoder in fp32; faster, lossy. int8: as bf16, "
-                    "and the layers of an int8 file in int8.",
+                    default="auto",
+                    tooltip="exact: matrix products in fp32, as ComfyUI. bf16x2: each fp32 input "
+                    "as the sum of two bf16 numbers, which loses 2**-17 of it; faster. auto: "
+                    "bf16x2, or exact on a CPU or an older GPU. bf16: products in bf16, the rest "
+                    "in fp32; lossy. int8: as bf16, and the layers of an int8 file in int8.",
                 ),
             ],
             outputs=[

@@ -1,4 +1,4 @@
-"""The fused kernels of a block, as one choice: Triton on a card, plain torch without one."""
+"""Chooses the fused kernels of a block: Triton on a card, plain torch without one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Watches the modules of a host in whose place this package computes.
+"""Watches the modules of ComfyUI or diffusers that this package computes instead of them.
 
 The block executor, the modulation table and the fused VAE read the weights of a module instead of
 calling it. Another extension may change the module at any time: in its class, in one block, inside
@@ -100,9 +100,7 @@ def called_by(name: str) -> tuple[Function, ...]:
 
 
 def _own(function: FunctionType, module: str) -> FunctionType | None:
-    """A function that a module has defined; None where a pack that was imported before this one has
-    replaced it.
-    """
+    """Returns a function that a module has defined; None where another pack has replaced it."""
     home = getattr(sys.modules[module], "__file__", None) if module in sys.modules else None
     file = function.__code__.co_filename
     # torch decorates.
@@ -238,7 +236,7 @@ class Inventory:
     def changed_in(self, index: int) -> Verdict | None:
         """Says what another extension has changed in one block; None for nothing.
 
-        Takes 10 us of a block that has left the processor's caches since the last look.
+        Takes 10 us of a block that has left the CPU's caches since the last look.
         """
         look = self._looks.get(index)
         name = look and look.changed()
@@ -287,7 +285,7 @@ class _Look:
         self._sizes = self._measure()
 
     def _measure(self) -> list[int]:
-        """Whatever is put into an instance makes its __dict__ longer."""
+        """Measures an instance's __dict__, which grows with whatever is put into it."""
         sizes = list(map(len, self._owns))
         for place in self._roots:
             sizes[place] -= sum(name in self._owns[place] for name in self._bound)

@@ -1,4 +1,4 @@
-"""Linear layers with fp8 or int8 weights: which GEMM runs them, why, and the call itself.
+"""Computes linear layers with fp8 or int8 weights: which GEMM runs them, why, and the call itself.
 
 A weight has one scale per output row. The tensor-core backends quantize the activations too, one
 dynamic scale per token; `dequantize` expands the weight instead and runs on any device.
@@ -72,7 +72,7 @@ class Gemm:
         return self.backend == "dequantize"
 
     def takes(self, n: int, k: int) -> bool:
-        """Whether the backend multiplies an (N, K) weight; else it is expanded."""
+        """Returns whether the backend multiplies an (N, K) weight; else it is expanded."""
         multiple = FORMATS[self.format].gemms[self.backend]
         return n % multiple == 0 and k % multiple == 0
 
@@ -84,7 +84,7 @@ class Gemm:
         bias: torch.Tensor | None = None,
         rotation: int = 0,
     ) -> torch.Tensor:
-        """x @ (weight * scale).T + bias, x rotated as the weight is.
+        """Computes x @ (weight * scale).T + bias, x rotated as the weight is.
 
         Args:
             x: (..., K), bf16, fp16 or fp32, of any strides.
@@ -137,7 +137,7 @@ class Gemm:
         out_dtype: torch.dtype,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As `linear`, of rows that are quantized already.
+        """Computes `linear` of rows that are quantized already.
 
         comfy-kitchen has no public call for such rows: Triton or `_int_mm` stands in for it.
 
@@ -177,7 +177,7 @@ def dense_linear(
     gelu: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x @ weight.T + bias, with a tanh GELU in the GEMM's epilogue where the card has one.
+    """Computes x @ weight.T + bias, with a tanh GELU in the GEMM's epilogue where the card has one.
 
     cuBLASLt's GELU is the tanh form. The same call on a CPU computes the erf form, so that there a
     GELU of its own follows.
@@ -211,7 +211,7 @@ def _quantized_linear(
     format: str,
     rotation: int = 0,
 ) -> torch.Tensor:
-    """`Gemm.linear` of the GEMM that is chosen for x's device, as one operator.
+    """Returns `Gemm.linear` of the GEMM that is chosen for x's device, as one operator.
 
     torch.compile does not look into it: neither the choice nor the launches can be traced. Eager
     code calls `Gemm.linear` itself, which costs less Python.
@@ -237,7 +237,7 @@ quantized_linear = torch.ops.qwen_l40s.quantized_linear.default
 
 
 def choose_gemm(format: str, device: torch.device, *, backend: str | None = None) -> Gemm:
-    """The GEMM for a format on a device.
+    """Returns the GEMM for a format on a device.
 
     Args:
         format: "fp8" or "int8".
@@ -366,7 +366,7 @@ def prepare_trial(format: str) -> None:
 
 
 def _operands(format: str, device: torch.device) -> tuple[Any, ...]:
-    """With columns and rotation of Qwen-Image, that nothing is compiled for a trial alone."""
+    """Makes operands of Qwen-Image's columns and rotation: a trial compiles nothing extra."""
     small = device.type == "cpu"
     columns, rotation = (64, 0) if small else (3072, next(iter(FORMATS[format].rotations), 0))
     # Rotated, ones are ones. Of more than 64 an e4m3 sum may be rounded.

@@ -1,8 +1,8 @@
-"""The modulation of every block as a table on the card, one entry for each timestep that was seen.
+"""Keeps the modulation of all blocks in a table on the card, one entry for each timestep.
 
 Two linears of each block see the timestep embedding alone, and hold a third of the model's
 parameters: 13.6 GB in bf16. Their outputs for a timestep, 4.42 MB, are the same in every forward
-pass. An entry is what the host's own modules give, bit for bit, under all bits of the embedding:
+pass. An entry is what the host's modules give, bit for bit, under all bits of the embedding:
 whatever a sampler, an additional condition or another person's patch does to it is in there.
 """
 
@@ -54,7 +54,7 @@ class Entry:
 
     @cached_property
     def _halves(self) -> list[tuple[Modulation, Modulation]]:
-        # Of all blocks at once: cut out one by one they take 8 us of the processor a block.
+        # Of all blocks at once: cut out one by one they take 8 us of the CPU a block.
         text, image = (
             [half.unbind() for half in rows.chunk(2, -1)] for rows in (self.text, self.image)
         )
@@ -69,7 +69,7 @@ class Entry:
 def shared_entry(
     scales: Sequence[torch.Tensor], gates: Sequence[torch.Tensor], blocks: int, batch: int
 ) -> Entry:
-    """The modulation of Qwen-Image-2.1, which all blocks share, without shifts.
+    """Makes the modulation of Qwen-Image-2.1, which all blocks share, without shifts.
 
     Args:
         scales, gates: Of attention and of the MLP, each (1 or batch, D), or (2 batch, D) where the
@@ -163,7 +163,7 @@ class ModulationTable:
         state: Hashable = None,
         schedule: Callable[[], Sequence[torch.Tensor]] = tuple,
     ) -> Entry:
-        """The entry of a timestep embedding; computed when it is not there.
+        """Returns the entry of a timestep embedding, and computes it when it is not there.
 
         Reading the key waits for the card once, which costs some microseconds of a forward pass.
 
@@ -174,7 +174,7 @@ class ModulationTable:
             state: What the weights are; entries are found again under the same state only, and
                 dropped once an object that it references weakly is gone.
             schedule: Asked where the entry is not there: the embeddings of the run's schedule, in
-                order. Where this one is among them, all are computed while each layer is at hand.
+                order. Where this one is among them, all are computed while each layer is in memory.
         """
         (key,) = _keys(embedding.unsqueeze(0), batch, state)
         found = self._entries.get(key)
@@ -220,8 +220,8 @@ def compute_entries(
     batch: int,
     layers: Iterator[ModulationLayer] | None = None,
 ) -> list[Entry]:
-    """What the modules give for several embeddings of one shape, each of which goes alone: a GEMM
-    of more rows may add up in another order, for any weight, device and torch.
+    """Computes what the modules give for several embeddings of one shape, one by one:
+    a GEMM of more rows may add up in another order, for any weight, device and torch.
 
     Args:
         embeddings: As of `ModulationTable.entry`.
@@ -240,7 +240,7 @@ def compute_entries(
 
 
 def compute_entry(blocks: Sequence[torch.nn.Module], embedding: torch.Tensor, batch: int) -> Entry:
-    """What the modules of some blocks give; arguments as of `ModulationTable.entry`."""
+    """Computes what the modules of some blocks give; arguments as of `ModulationTable.entry`."""
     return compute_entries(blocks, [embedding], batch)[0]
 
 

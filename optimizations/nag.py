@@ -1,5 +1,5 @@
-"""Normalized attention guidance (https://arxiv.org/abs/2505.21179, as diffusers#13089): what the
-image reads is pushed away from what it reads with a negative prompt in the prompt's place.
+"""Computes normalized attention guidance (https://arxiv.org/abs/2505.21179, as diffusers#13089):
+what the image reads is pushed away from what it reads with a negative prompt.
 """
 
 from __future__ import annotations
@@ -71,8 +71,7 @@ class JointGuidance(NamedTuple):
 
 
 class PrefixGuidance(NamedTuple):
-    """Guidance of an image that reads keys and values of a prompt beside its own, and in its place
-    those of a negative prompt.
+    """Guides an image that reads a prompt's keys and values, then those of a negative prompt.
 
     Attributes:
         guidance: How far.

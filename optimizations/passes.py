@@ -1,6 +1,7 @@
-"""One forward pass of an optimized model, in whichever host: for one call of the transformer each
-block's `forward` is replaced by one that runs the executor, replays a graph of all blocks, or hands
-its arguments to the host's own. What others do between two blocks or around one stays.
+"""Runs one forward pass of an optimized model, in ComfyUI or diffusers. For one call of the
+transformer each block's `forward` is replaced: by one that runs the executor, replays a graph of
+all blocks, or hands its arguments to the host's block. What others do between two blocks or around
+one stays.
 """
 
 from __future__ import annotations
@@ -180,7 +181,7 @@ class ForwardPass:
         return self._changed
 
     def _free_buffers(self) -> None:
-        """The host's own block takes more than ours: the buffers make room for it."""
+        """Frees the buffers: the host's block takes more room than ours."""
         self._memory.free_buffers()
         self._executor = self._new_executor(self._attend, self._form)
 
@@ -332,7 +333,7 @@ class ForwardPass:
         return Work(key, self._weights, parts, beside, lambda: launch, borrowed=prefixes)
 
     def _key(self, given: Given) -> tuple[Hashable, ...]:
-        """What two passes have in common that one graph can compute."""
+        """Returns what two passes have in common that one graph can compute."""
         text, _, step, entry = given
         heads, tokens = heads_of(self._host.blocks[0]), step.tokens
         joint = step.before + tokens.joint
@@ -349,7 +350,7 @@ class ForwardPass:
     def _graph(
         self, work_of: Callable[[], Work], given: Given, compared: bool, clear: bool
     ) -> PassGraph | None:
-        """What computes this pass in one launch; None where kernels are launched one by one.
+        """Returns the graph of this pass; None where kernels are launched one by one.
 
         Args:
             work_of: Says what it computes.
@@ -429,7 +430,7 @@ class WatchedError(Exception):
 
 
 class _Watch:
-    """Finds out whether the card waits for the processor, and tells `seen`."""
+    """Finds out whether the card waits for the CPU, and tells `seen`."""
 
     def __init__(self, seen: Seen, blocks: int) -> None:
         self._seen, self._blocks = seen, blocks
@@ -451,7 +452,7 @@ class _BoundForward:
         self._index, self.block = index, block
 
     def leave(self) -> None:
-        """Runs the host's own from here on, for an extension that has wrapped this one."""
+        """Runs the host's from here on, for an extension that has wrapped this one."""
         self._pass = None
 
     def __call__(self, *positional: Any, **arguments: Any) -> Any:

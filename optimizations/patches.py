@@ -29,8 +29,8 @@ def swap(own: MutableMapping[str, Any], name: str, value: Any) -> Any:
 
 @contextmanager
 def patched(values: Iterable[tuple[MutableMapping[str, Any], str, Any]]) -> Iterator[None]:
-    """Puts values into namespaces, one after the other, and at the end what was there: last first,
-    and not where another extension has wrapped the value, which learns by its `leave` that it is
+    """Puts values into namespaces, one after the other, and at the end, last first, what was there.
+    A value that another extension has wrapped stays, and learns by its `leave` that the patch is
     over.
 
     Args:

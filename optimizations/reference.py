@@ -1,4 +1,4 @@
-"""The kernels in plain torch, and what they are given of a block's two streams.
+"""Computes the kernels in plain torch, and describes what they are given of a block's two streams.
 
 A function with the name of a Triton kernel in `kernels/` defines what that computes, and runs where
 Triton does not.
@@ -357,7 +357,7 @@ def low_rank_rows(
     order: RowOrder,
     out: torch.Tensor,
 ) -> None:
-    """What LoRAs make of the rows of both streams before their second matrix.
+    """Returns what LoRAs make of the rows of both streams before their second matrix.
 
         t = x @ down.T
 

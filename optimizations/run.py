@@ -1,5 +1,5 @@
-"""What happens to an optimized model in a run, in whichever host: which blocks run fused, the check
-in the first step, what falls back and why, and the report. `passes.py` has one pass of it.
+"""Follows an optimized model through a run, in ComfyUI or diffusers: which blocks run fused, the
+check in the first step, what falls back and why, and the report. `passes.py` has one pass of it.
 """
 
 from __future__ import annotations
@@ -76,12 +76,12 @@ class _Model:
 
 
 class Optimization:
-    """The state of one optimized model, over its runs and forward passes.
+    """Holds the state of one optimized model, over its runs and forward passes.
 
-    What is known of a model is found out anew in each run, whose patches are in place by its first
-    forward pass, and kept for each model and each set of patches: ComfyUI's clones can carry other
-    LoRAs, and with several cards each has a model of its own. What takes long is taken over from
-    the last run, where nothing has changed since.
+    Each run finds out anew what is known of a model, in its first forward pass, when patches are in
+    place. The result is kept for each model and each set of patches: ComfyUI's clones can carry
+    other LoRAs, and each of several cards has its own model. What takes long is taken over from the
+    last run, where nothing has changed since.
 
     Args:
         attention: This package's, or None for the host's alone.

@@ -1,6 +1,6 @@
-"""A sampling run whose transformer is not called at every step.
+"""Runs a sampling run whose transformer is not called at every step.
 
-What is forecast is the guided velocity in latent space, v = (x - x0) / sigma of a rectified flow:
+The forecast is of the guided velocity in latent space, v = (x - x0) / sigma of a rectified flow. So
 both branches of CFG, ControlNets, references and weights that move are skipped together, and the
 state is three latents. At each computed step that follows skipped ones the forecast is compared
 with the velocity that was computed, without waiting for the card.

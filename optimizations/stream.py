@@ -1,10 +1,10 @@
-"""Weights of many layers on a CUDA card, one layer after the other, through a few pinned buffers.
+"""Streams weights of many layers to a CUDA card through a few pinned buffers.
 
-The consumer's thread copies a piece into the next pinned buffer, with torch's own threads, and
-queues its upload on one side stream; what is queued there and on the consumer's stream goes on
-meanwhile. 13.6 GB in 120 layers from /dev/shm to an H100 (16 cores, 54.6 GB/s pinned) take 0.37 s
-on the mapping's first use and 0.33 s later; 2 buffers took 0.48 and 0.37 s, a ring with 8 threads
-of its own 0.44 and 0.32 s.
+The consumer's thread copies a piece into the next pinned buffer, with torch's threads, and queues
+its upload on one side stream. Work in this stream and in the consumer's goes on meanwhile. 13.6 GB
+in 120 layers from /dev/shm to an H100 (16 cores, 54.6 GB/s pinned) take 0.37 s on the mapping's
+first use and 0.33 s later; 2 buffers took 0.48 and 0.37 s, a ring with 8 threads of its own 0.44
+and 0.32 s.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class WeightStream:
     """The tensors of each layer on a device, in order, until the next layer is asked for.
 
     Args:
-        layers: The tensors of each, such as a weight and a bias. What is not in host memory is
+        layers: The tensors of each, such as a weight and a bias. What is not in system RAM is
             given as it is.
         device: A CUDA card, or the CPU, where all tensors are given as they are.
 
@@ -88,7 +88,7 @@ class WeightStream:
 
 @contextmanager
 def uploads_to(device: torch.device) -> Iterator[Callable[[torch.Tensor, torch.Tensor], None]]:
-    """Gives what copies tensors of host memory into memory of a device; what is queued on its
+    """Gives what copies tensors of system RAM into memory of a device; what is queued on its
     current stream afterwards finds them there.
     """
     if device.type == "cpu":
@@ -140,7 +140,7 @@ class _Uploads:
 
 
 def _layout(layer: Sequence[torch.Tensor]) -> list[int]:
-    """Where each tensor of a layer starts in its memory on the card; the last is its size."""
+    """Returns where each tensor of a layer starts in its memory on the card, and the size."""
     starts = [0]
     for tensor in layer:
         starts.append(-(-(starts[-1] + tensor.nbytes) // ALIGNMENT) * ALIGNMENT)

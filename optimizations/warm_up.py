@@ -123,7 +123,7 @@ def rehearse(
             return Operand.of(meta(n, k), None, bias)
         rows, weight = (meta(it, k, dtype=storage_of(kind)) for it in (1, n))
         one, scale = (meta(it, 1, dtype=torch.float32) for it in (1, n))
-        # As the host's own layers do, with which the first block is compared.
+        # As the host's layers do, with which the first block is compared.
         ops.row_quantize(meta(1, k), kind, QuantizedRows(rows, one, 1))
         return Operand.of(weight, scale, bias)
 

@@ -1,6 +1,7 @@
-"""Which card paints a load of images for the least, where cards are rented by the hour all day: N
-images an hour at t seconds each need ceil(N t / 3600) cards, where t is the slow end of a range.
-And what several cards of a machine are for: one image sooner, or many images.
+"""Finds the card that generates a load of images for the least money, rented all day.
+
+N images an hour at t seconds each need ceil(N t / 3600) cards, where t is the slow end of a range.
+`together` compares two uses of several cards of a machine: one image sooner, or many images.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from .request import Loras, RunRequest
 from .split_cost import LEAST_GAIN, SplitCost, row_bytes
 from .times import Pass, block_seconds, forward_times
 
-# Images an hour. A card paints some hundred.
+# Images an hour. A card generates some hundred.
 LOADS = (1e-6, 10**9)
 # A load that so many cards just meet in decimals needs no further card for a rounding error.
 ROUNDING = 1e-9
@@ -46,7 +47,7 @@ class Offer:
 
     @property
     def busy_usd(self) -> Range:
-        """Gives US dollars for an image on a card that paints all the time."""
+        """Gives US dollars for an image on a card that generates all the time."""
         return usd_range(self.usd_per_hour, self.found.image_seconds)
 
     def cards_for(self, images_per_hour: float, seconds: float | None = None) -> int:
@@ -60,7 +61,7 @@ class Offer:
         return self.cards_for(images_per_hour, seconds) * self.usd_per_hour / images_per_hour
 
     def utilisation(self, images_per_hour: float) -> float:
-        """Gives the share of the rented hours in which the cards paint, at the longest time."""
+        """Gives the share of the rented hours in which the cards generate, at the longest time."""
         busy = images_per_hour * self.found.image_seconds.high / SECONDS_PER_HOUR
         return min(1.0, busy / self.cards_for(images_per_hour))
 
@@ -192,7 +193,7 @@ def _split(line: str) -> tuple[str, float]:
         price = math.nan
     if not name.strip() or math.isnan(price):
         raise SettingError(
-            f"{line!r} is not a card and its price in USD per hour: write {EXAMPLE!r}."
+            f"{line!r} is not a GPU and its price in USD per hour: write {EXAMPLE!r}."
         )
     if not 0 <= price < math.inf:
         raise SettingError(f"a price must be at least 0 USD per hour, got {price:g}.")
@@ -201,7 +202,7 @@ def _split(line: str) -> tuple[str, float]:
 
 # From card to card over PCIe without NVLink, each way with both busy: the least, the likely and the
 # most of 16 lanes of PCIe 4, which carry 32 GB/s. From what others measured on L40 and L20; through
-# host memory it is the least.
+# system RAM it is the least.
 PCIE_4 = 32e9
 LINKS = (12e9, 17e9, 24e9)
 # How many times as fast two cards are that compute one prompt each: int8 and bf16 on two H100.

@@ -1,6 +1,4 @@
-"""What weights and one forward pass take in bytes, counted from sizes alone: without torch, and
-before gigabytes are read.
-"""
+"""Counts bytes of weights and of a forward pass, from sizes alone and without torch."""
 
 from __future__ import annotations
 
@@ -116,8 +114,8 @@ def _parameters(shape: TransformerShape) -> tuple[int, int]:
 # What `fast` holds of the image and text streams where it measures an error: a result, and it in
 # fp32 less the exact one.
 MEASURED_STREAMS = 3
-# fp32 latents that a sampler and its guider hold while the transformer runs: noise, the image that
-# is painted, the prediction of each prompt with its sum and weight, and a step's intermediate ones.
+# fp32 latents that a sampler and its guider hold while the transformer runs: noise, the image, the
+# prediction of each prompt with its sum and weight, and a step's intermediate ones.
 SAMPLER_LATENTS = 10
 # And those of a step cache (optimizations/step_cache.py): the last two velocities, and where the
 # next latent is expected. Its temporaries are gone when the transformer runs.
@@ -130,7 +128,7 @@ class StepBytes(NamedTuple):
     """Activations of one forward pass at its worst moment.
 
     Attributes:
-        first: Of the first step, which compares a block with the host's own.
+        first: Of the first step, which compares a block with the host's.
         later: Of every other one.
     """
 
@@ -147,7 +145,7 @@ def step_bytes(request: RunRequest, setting: Setting) -> StepBytes:
 
     Counted for the fused blocks in ComfyUI, where its loop holds a block's input; diffusers holds
     no more. `fast` attends exactly in its first pass, in which it measures errors. A cached prefix
-    is computed in the host's own blocks, in the first step.
+    is computed in the host's blocks, in the first step.
     """
     shape, tokens = request.transformer, request.step_tokens
     stream = BF16 * shape.dim

@@ -116,7 +116,7 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "prices": (lambda value: isinstance(value, list), "a list of prices, which may be empty"),
 }
 PRICE_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "usd_per_hour": (_is_number, "US dollars for an hour of one card, a number above 0"),
+    "usd_per_hour": (_is_number, "US dollars for an hour of one GPU, a number above 0"),
     "provider": (_text, "a text"),
     "kind": (_one_of(KINDS), f"one of {', '.join(KINDS)}"),
     "date": (
@@ -144,13 +144,13 @@ def _listed(
 def _merged(
     content: Mapping, below: Fields, known: Mapping[Words, list[str]]
 ) -> tuple[dict[str, str], Fields]:
-    _refuse_unknown(content, ("notes", "cards"), "the list of cards")
+    _refuse_unknown(content, ("notes", "cards"), "the list of GPUs")
     notes, listed = content.get("notes", {}), content.get("cards")
     if not isinstance(notes, dict) or not all(map(_text, notes.values())):
         raise SettingError("'notes' must be an object of texts: correct or remove it.")
     if not isinstance(listed, dict):
         raise SettingError(
-            "the list of cards has no object 'cards': give the cards by name, as in "
+            "the list of GPUs has no object 'cards': give the GPUs by name, as in "
             '{"cards": {"L40S": {"prices": [{"usd_per_hour": 0.9}]}}}.'
         )
     cards = dict(below)
@@ -162,13 +162,13 @@ def _merged(
             )
         names = known.get(words_of(given), [given])
         if len(names) > 1:
-            raise SettingError(f"{given!r} names several cards: name one of {', '.join(names)}.")
+            raise SettingError(f"{given!r} names several GPUs: name one of {', '.join(names)}.")
         name = names[0]
         if name in seen:
             raise SettingError(f"{seen[name]!r} and {given!r} are the same card: name it once.")
         seen[name] = given
-        cards[name] = {**cards.get(name, {}), **_checked(entry, f"card {given!r}")}
-        _refuse_missing(cards[name], FIELDS, f"card {given!r}")
+        cards[name] = {**cards.get(name, {}), **_checked(entry, f"GPU {given!r}")}
+        _refuse_missing(cards[name], FIELDS, f"GPU {given!r}")
     return notes, cards
 
 
@@ -211,7 +211,7 @@ def _refuse_unknown(entry: Mapping, known: Collection[str], where: str) -> None:
 def _refuse_missing(entry: Mapping, fields: Mapping, where: str) -> None:
     for name, (_, rule) in fields.items():
         if name not in entry:
-            needs = "a card of your own needs" if fields is FIELDS else "every price needs"
+            needs = "a GPU of your own needs" if fields is FIELDS else "every price needs"
             raise SettingError(f"{where}: {name!r} is missing, which {needs}: give {rule}.")
 
 
@@ -239,9 +239,9 @@ def _parse(path: Path) -> dict[str, Any]:
         return parse_object(read_bytes(path, MOST_BYTES).removeprefix(codecs.BOM_UTF8))
     except OSError as error:
         raise SettingError(
-            f"cannot read the list of cards ({error.strerror}): give a JSON file.", path
+            f"cannot read the list of GPUs ({error.strerror}): give a JSON file.", path
         ) from error
     except ValueError as error:
         raise SettingError(
-            f"the list of cards must be one JSON object ({error}): correct the file.", path
+            f"the list of GPUs must be one JSON object ({error}): correct the file.", path
         ) from error

@@ -1,4 +1,4 @@
-"""The cards that estimates are made for: what each has and costs, and which one a name means."""
+"""Describes the cards that estimates are made for, and finds the one that a name means."""
 
 from __future__ import annotations
 
@@ -104,9 +104,9 @@ def find_card(name: str, cards: Mapping[str, Card], own_list: object = "cards.js
         return cards[found[0]]
     if found:
         several = ", ".join(found)
-        raise SettingError(f"{name!r} matches several cards: choose {several}.")
+        raise SettingError(f"{name!r} matches several GPUs: choose {several}.")
     raise SettingError(
-        f"no card is named {name!r}{_nearest(wanted, cards)}: choose one of the {len(cards)} that "
+        f"no GPU is named {name!r}{_nearest(wanted, cards)}: choose one of the {len(cards)} that "
         f"`qwen-l40s estimate --list-cards` prints, or describe yours in {own_list}."
     )
 
@@ -168,8 +168,8 @@ def cards_by_name(
             own = _without_size(words_of(name))
             if any(_without_size(words_of(it)) != own for it in known):
                 raise SettingError(
-                    f"{where}the cards {known[0]!r} and {name!r} are both named {other!r}: a name "
-                    "must mean one card, so change it or 'also' in your list."
+                    f"{where}the GPUs {known[0]!r} and {name!r} are both named {other!r}: a name "
+                    "must mean one GPU, so change it or 'also' in your list."
                 )
             if name not in known:
                 known.append(name)

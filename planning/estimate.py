@@ -1,25 +1,42 @@
-"""The whole answer before a run: memory of each phase, times, disk, host memory and cost."""
+"""Computes the answer before a run: memory of each phase, times, disk, system RAM and cost."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from ..errors import SettingError
 from ..families.protocol import File, Template
-from ..families.registry import find_member
+from ..spec.formats import format_gib
 from ..spec.transformer import ON_CARD
 from .bytes import table_timesteps, text_encoder_bytes
 from .cards import Card, UnlistedCard, is_named
-from .files import SOFTWARE_BYTES, START, host_memory, load_of, load_seconds, model_files
-from .phases import GRAPHS, Phase, Range
-from .plan import TIGHT_BYTES, PlanOption, plan, plan_with_room
+from .files import (
+    SOFTWARE_BYTES,
+    START,
+    host_memory,
+    load_of,
+    load_seconds,
+    made_on_load,
+    model_files,
+    stored_precision,
+)
+from .phases import GRAPHS, Phase, Range, transformer_bytes
+from .plan import (
+    TIGHT_BYTES,
+    PlanOption,
+    left_as_stored,
+    plan,
+    plan_with_room,
+    published_bytes,
+)
 from .rates import Basis, Rates, attending, hiding, measured, rates_of
 from .request import (
+    AUTO,
     DROPPED,
     EXACT,
     ON_PROCESSOR,
@@ -230,7 +247,7 @@ class Estimate:
 
     @property
     def template(self) -> Template | None:
-        """Finds the workflow of this package for the run; None where files are at hand."""
+        """Finds the workflow of this package for the run; None where the user has files."""
         request = self.request
         if request.parts != Parts():
             return None
@@ -238,7 +255,7 @@ class Estimate:
 
     @property
     def downloads(self) -> tuple[File, ...]:
-        """Lists the published files of the run; empty where files are at hand."""
+        """Lists the published files of the run; empty where the user has files."""
         if self.template is None:
             return ()
         member, setting = self.request.member, self.option.setting
@@ -256,16 +273,22 @@ class Estimate:
         """Finds {what to load instead: system RAM in bytes} where the machine has too little."""
         if not self.short_of_ram:
             return {}
-        option, newest = self.option, find_member(SMALLEST)
-        ready = replace(option.request.parts, transformer_bytes=option.weights_bytes, gguf=False)
-        found = {
-            f"a file that is {option.setting.precision} already": sum(
-                host_memory(replace(option.request, parts=ready), option.setting).values()
+        option, asked = self.option, {}
+        if not self.request.parts.at_hand:
+            asked["with precision auto"] = replace(self.request, precision=AUTO)
+        if made_on_load(option.request, option.setting):
+            name, size = option.setting.precision, transformer_bytes(option.request, option.setting)
+            parts = replace(
+                option.request.parts, gguf=False, packed=None, transformer_bytes=size.total
             )
+            parts = replace(parts, modulation_bytes=size.modulation)
+            ready = replace(self.request, precision=name, parts=parts)
+            asked[f"a file that is {name} already"] = ready
+        asked[SMALLEST] = RunRequest(SMALLEST, width=None, height=None)
+        found = {
+            what: estimate(it, self.card, ram_bytes=self.ram_bytes) for what, it in asked.items()
         }
-        other = RunRequest(family=newest.name, width=None, height=None)
-        found[newest.name] = estimate(other, self.card).host_ram_bytes
-        return {what: count for what, count in found.items() if count <= self.ram_bytes}
+        return {what: it.host_ram_bytes for what, it in found.items() if not it.short_of_ram}
 
     @cached_property
     def as_fast(self) -> tuple[str, ...]:
@@ -301,12 +324,13 @@ class Estimate:
 
     @cached_property
     def safer(self) -> PlanOption | None:
-        """Finds, where it is tight, the setting nearest to bf16 that stays on the card and leaves
+        """Finds, where it is tight, the setting nearest to bf16 that stays in VRAM and leaves
         `TIGHT_BYTES`; None where nothing does, or nothing is tight.
         """
         if not self.tight:
             return None
-        return plan_with_room(self.option.card, self.request, TIGHT_BYTES)
+        room = math.inf if self.ram_bytes is None else self.ram_bytes
+        return plan_with_room(self.option.asked, TIGHT_BYTES, lambda it: _ram(it) <= room)
 
     @cached_property
     def step_seconds(self) -> Range | None:
@@ -366,7 +390,7 @@ class Estimate:
 
     @property
     def usd_per_image(self) -> Range | None:
-        """Gives the cost on a card that paints all the time; None without a price or times."""
+        """Gives the cost on a card that generates all the time; None without a price or times."""
         usd, price = self.own_usd_per_hour, self.card.price()
         if usd is None and price is not None:
             usd = price.usd_per_hour
@@ -390,7 +414,7 @@ def check_price(usd_per_hour: Any) -> None:
     """
     if not _is_finite(usd_per_hour) or usd_per_hour < 0:
         raise SettingError(
-            f"usd_per_hour is {usd_per_hour!r}: give the price of one card in USD per hour, 0 or "
+            f"usd_per_hour is {usd_per_hour!r}: give the price of one GPU in USD per hour, 0 or "
             "more."
         )
 
@@ -412,7 +436,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def usd_range(usd_per_hour: float, seconds_per_image: Range) -> Range:
-    """Gives US dollars for an image of a range of times, on a card that paints all the time."""
+    """Gives US dollars for an image of a range of times, on a card that generates all the time."""
     return Range(*(usd_per_hour * seconds / SECONDS_PER_HOUR for seconds in seconds_per_image))
 
 
@@ -439,6 +463,8 @@ def estimate(
     if usd_per_hour is not None:
         check_price(usd_per_hour)
     options = plan(card.facts(), request)
+    if ram_bytes is not None:
+        options = _within(ram_bytes, options)
     option = options[0]
     times, stock = None, {}
     basis = Basis("unknown", f"not predicted: {card.name} is not in the list of cards")
@@ -460,6 +486,34 @@ def estimate(
         stock=stock,
         ram_bytes=ram_bytes,
     )
+
+
+def _ram(option: PlanOption) -> int:
+    moved = option.moved_bytes
+    return sum(host_memory(option.request, option.setting, moved_bytes=moved).values())
+
+
+def _within(room: int, options: Sequence[PlanOption]) -> tuple[PlanOption, ...]:
+    # What system RAM has room for, the first as the loader decides it.
+    first, *others = options
+    asked, needed = first.asked, _ram(first)
+    request, name = asked.request, first.setting.precision
+    requested = AUTO if request.parts.kept else request.precision
+    if needed > room and first.request.parts.packed:
+        first = replace(first, setting=replace(first.setting, packed=True))
+    elif (
+        made_on_load(first.request, first.setting)
+        and not request.parts.gguf
+        and left_as_stored(requested, needed, room)
+    ):
+        stored = request.parts.kept or stored_precision(request, name)
+        known = published_bytes(request, stored)
+        why = f"auto: a run in {name} takes {format_gib(needed)} of system RAM"
+        how = {"as_stored": True, "known_sizes": {stored: known} if known else None, "why": why}
+        first, *others = plan(asked.card, request, stored, **how)
+    others = [it for it in others if _ram(it) <= room]
+    recommended = first.recommended or not any(it.recommended for it in others)
+    return replace(first, recommended=recommended), *others
 
 
 def _rates(option: PlanOption, card: Card, calibration: Rates | None) -> tuple[Rates, Rates]:

@@ -1,6 +1,4 @@
-"""The disk space (in decimal GB, as disks are sold) and host memory of a run, and the time to bring
-its weights to the card.
-"""
+"""Counts a run's disk space (in decimal GB), its system RAM and the time of its load."""
 
 from __future__ import annotations
 
@@ -45,6 +43,14 @@ def made_on_load(request: RunRequest, setting: Setting) -> bool:
     return setting.precision in QUANTIZED and not ready
 
 
+def stored_precision(request: RunRequest, precision: str) -> str:
+    """Names what the file holds of which a load makes a precision."""
+    files, file = request.member.files, request.member.file(precision)
+    return next(
+        (name for name in files if files[name] == file and not request.parts.at_hand), "bf16"
+    )
+
+
 def _transformer_file(request: RunRequest, precision: str, known: Mapping[str, int]) -> int:
     # Of the file that is read: as stored, as loaded, or as published.
     loaded, file = request.parts.transformer_bytes, request.member.file(precision)
@@ -55,7 +61,7 @@ def _transformer_file(request: RunRequest, precision: str, known: Mapping[str, i
     return count
 
 
-# What waits in host memory.
+# What waits in system RAM.
 
 # Python, torch with CUDA, ComfyUI and its nodes. Predicted.
 PROGRAM_BYTES = 3 * GIB
@@ -64,14 +70,14 @@ IMAGE_COPIES = 2
 
 
 def host_memory(request: RunRequest, setting: Setting, *, moved_bytes: int = 0) -> dict[str, int]:
-    """Counts {what it is for: bytes of host memory}.
+    """Counts {what it is for: bytes of system RAM}.
 
     Weights stay in their files, which ComfyUI maps, wherever they wait: the system caches what
     memory is left for. Counted are copies, and what streams to the card in each forward pass.
 
     Args:
         moved_bytes: of the transformer, what the plan's option brings to the card in each forward
-            pass; it waits in host memory, where a copy that was quantized on load is already.
+            pass; it waits in system RAM, where a copy that was quantized on load is already.
     """
     weights = transformer_bytes(request, setting)
     parts = {"ComfyUI, torch and CUDA": PROGRAM_BYTES}
@@ -176,8 +182,8 @@ def load_of(option: PlanOption) -> Load:
 def load_seconds(load: Load, rates: Rates, *, cold: bool = False) -> Range:
     """Predicts the time of weights from their files to where they stay, by loads on an H200's host.
 
-    A file that is read for the first time takes at least as long as its disk, at most that in the
-    order of its use and then the way from memory: without dynamic VRAM the two do not overlap.
+    A file that is read for the first time takes at least the disk's time. At most it takes the
+    disk's time, then the way from memory: without dynamic VRAM the two do not overlap.
 
     Args:
         cold: whether the files are on an NVMe disk, and not in memory already.

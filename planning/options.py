@@ -1,4 +1,4 @@
-"""The options that describe a run: one table behind the nodes and the command line."""
+"""Lists the options that describe a run, in one table for the nodes and the command line."""
 
 from __future__ import annotations
 
@@ -232,8 +232,8 @@ OPTIONS = (
     Option(
         "schedule",
         OFFICIAL.name,
-        "Schedule of the sigmas. All but official set the steps in their name, and CFG 1 unless "
-        "cfg is set: they are for models and LoRAs trained for them.",
+        "Noise schedule. Every choice but official sets the steps in its name, and CFG 1 unless "
+        "cfg is set; use it only with the model or LoRA trained for it.",
         choices=schedule_names(),
         rare=True,
         added=True,

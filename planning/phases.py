@@ -1,4 +1,4 @@
-"""The card's memory in each phase of a request."""
+"""Counts the card's memory in each phase of a request."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Phase:
         activations: Tensors that come and go.
         workspace: What GEMMs and convolutions take besides them, and the allocator's rounding.
         context: The CUDA context, kernels, cuBLAS and cuDNN.
-        resident: {what else stays on the card: bytes}.
+        resident: {what else stays in VRAM: bytes}.
     """
 
     name: str
@@ -126,7 +126,7 @@ def within(phase: Phase, usable: int) -> Phase:
 
 # What a card holds at the worst moment of each phase of a run.
 #
-# Counted for ComfyUI from the second image on, when every part that is to stay on the card is
+# Counted for ComfyUI from the second image on, when every part that is to stay in VRAM is
 # there. The workspace and the CUDA context are the two figures that are measured and not counted.
 
 # Where `measured.json` gives none, on which the loaders' choice shall not depend: an H200's.
@@ -223,7 +223,7 @@ def steps(request: RunRequest, setting: Setting, card_bytes: int | None = None) 
 def decoding(
     request: RunRequest, setting: Setting, sampling: Phase, card_bytes: int | None
 ) -> Phase:
-    """Counts the decoder with what stays on the card after sampling. What it lacks, ComfyUI moves
+    """Counts the decoder with what stays in VRAM after sampling. What it lacks, ComfyUI moves
     off the card first.
     """
     vae, context = vae_bytes(request), sampling.context
@@ -275,7 +275,7 @@ def vae_bytes(request: RunRequest) -> int:
 
 
 def others_bytes(request: RunRequest, setting: Setting) -> dict[str, int]:
-    """Counts {family and precision: bytes} of the models that stay on the card beside the one that
+    """Counts {family and precision: bytes} of the models that stay in VRAM beside the one that
     runs. A text encoder or VAE that several have is there once.
     """
     member, found = request.member, {}

@@ -1,10 +1,10 @@
-"""The ways to run a request on a card: the recommended one, and the alternatives."""
+"""Lists the ways to run a request on a card: the recommended one, and the alternatives."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -25,6 +25,7 @@ from .bytes import TransformerBytes, weight_bytes
 from .phases import KEPT_FREE_BYTES, Phase, decoding, least_weights, phases, steps, within
 from .rates import CUDNN_GENERATIONS
 from .request import (
+    AS_STORED,
     AUTO,
     DROPPED,
     EXACT,
@@ -56,6 +57,18 @@ def auto_precision(card: CardFacts | None) -> str:
     return "int8" if card is not None and card.runs("int8") else "bf16"
 
 
+def left_as_stored(requested: str, needed: int, room: int) -> bool:
+    """Tells whether `auto` takes a file as it is, because system RAM has no room for what a load
+    rounds.
+
+    Args:
+        requested: a precision, or `AUTO`.
+        needed: bytes of system RAM that the load takes.
+        room: bytes that there are.
+    """
+    return requested == AUTO and needed > room
+
+
 @dataclass(frozen=True)
 class PlanOption:
     """One way to run a request on a card.
@@ -75,6 +88,12 @@ class PlanOption:
     @property
     def resident(self) -> bool:
         return self.setting.resident
+
+    @property
+    def loads_as(self) -> str:
+        """Names the precision that a loader takes by name."""
+        name = self.setting.precision
+        return name if self.card.multiplies(name) else AS_STORED
 
     @property
     def usable_bytes(self) -> int:
@@ -124,7 +143,7 @@ class PlanOption:
 
     @property
     def peak_bytes(self) -> int:
-        """Counts what this phase needs for everything to stay on the card."""
+        """Counts what this phase needs for everything to stay in VRAM."""
         return self.needs[self.peak_phase]
 
     @property
@@ -171,16 +190,16 @@ def plan(
     *,
     as_stored: bool = False,
     known_sizes: Mapping[str, TransformerBytes] | None = None,
+    why: str = "",
 ) -> tuple[PlanOption, ...]:
     """Lists the ways to run a request on a card, what was asked for first.
 
-    What the request names is kept. Else `auto_precision` comes first, whether it stays on the card
-    or not; a quantized file stays as it is, because dequantizing brings nothing back, but fp8 that
-    was cast without scales, or whose products do not run, becomes int8. One in 4 or 6 bits becomes
-    int8 where that stays.
-    The text encoder's file and place are those of the shortest new prompt. Where a named setting
-    does not stay, it comes first with that said, and then what would stay if nothing were named, of
-    which the first is the recommended one.
+    What the request names is kept. Else `auto_precision` comes first, whether it stays in VRAM or
+    not. A quantized file stays as it is, because dequantizing brings nothing back. But fp8 that was
+    cast without scales, or whose products do not run, becomes int8. One in 4 or 6 bits becomes int8
+    where that stays. The text encoder's file and place are those of the shortest new prompt. Where
+    a named setting does not stay, it comes first with that said, and then what would stay if
+    nothing were named, of which the first is the recommended one.
 
     Args:
         stored: what the transformer's file holds, a key of `BYTES_PER_WEIGHT`; None for any.
@@ -189,6 +208,7 @@ def plan(
         known_sizes: {precision: sizes} that shape and precision do not give, such as those with
             layers that stay in bf16. Sizes in `request.parts` are of `stored`, or else of its
             precision.
+        why: the reason of the precision, where another than the plan's decides.
 
     Returns:
         At least one.
@@ -204,7 +224,7 @@ def plan(
     if not as_stored and request.parts.transformer_bytes is None:
         check_tensor_cores(request.precision, card, PRECISIONS)
     check_attention(request.attention, card)
-    case = Question(card, request, stored, as_stored, known_sizes or {})
+    case = Question(card, request, stored, as_stored, known_sizes or {}, why)
     found = [case.option(precision) for precision in case.precisions()]
     run = [option for option in found if option.least_bytes <= card.total_bytes]
     if not run:
@@ -226,6 +246,7 @@ class Question:
     stored: str | None
     as_stored: bool
     known_sizes: Mapping[str, TransformerBytes]
+    why: str = ""
 
     @property
     def kept(self) -> str | None:
@@ -308,16 +329,17 @@ class Question:
                 yield modulation, text, place
 
 
-def plan_with_room(card: CardFacts, request: RunRequest, spare: int) -> PlanOption | None:
-    """Finds the first setting of a plan that stays on the card and leaves so many bytes free.
+def plan_with_room(
+    asked: Question, spare: int, runs: Callable[[PlanOption], bool]
+) -> PlanOption | None:
+    """Finds the first setting that stays in VRAM, leaves so many bytes free and runs.
 
-    What the request names is kept if it can be; None where even free choice leaves less.
+    What the question names is kept if it can be; None where even free choice leaves less.
     """
-    for asked in dict.fromkeys((request, _unnamed(request))):
-        case = Question(card, asked, None, False, {})
+    for case in (asked, replace(asked, request=_unnamed(asked.request, asked.stored))):
         with contextlib.suppress(UnavailableError):  # it does not decode
             for precision in case.precisions():
-                if (option := case.option(precision, spare)).resident:
+                if (option := case.option(precision, spare)).resident and runs(option):
                     return option
     return None
 
@@ -328,7 +350,7 @@ def sized(
     stored: str | None = None,
     known_sizes: Mapping[str, TransformerBytes] | None = None,
 ) -> RunRequest:
-    """A request whose parts have the transformer's sizes in a precision.
+    """Returns a request whose parts have the transformer's sizes in a precision.
 
     Args:
         stored: the precision that the sizes in `request.parts` are of; None for the request's.
@@ -356,12 +378,10 @@ def encoder_precisions(request: RunRequest) -> tuple[str, ...]:
 
 def published_bytes(request: RunRequest, precision: str) -> TransformerBytes | None:
     """Counts the published file in a quantized precision, whose modulation is quantized too; None
-    where none is published, or a file is at hand.
+    where none is published, or the user has a file.
     """
-    file, parts = request.member.files.get(precision), request.parts
-    at_hand = parts.transformer or parts.file_bytes or parts.transformer_bytes is not None
-    # Unscaled fp8 is converted as it is loaded.
-    if at_hand or file is None or precision != "int8":
+    file = request.member.files.get(precision)
+    if request.parts.at_hand or file is None or precision not in QUANTIZED:
         return None
     return TransformerBytes(
         file.bytes, weight_bytes(request.transformer, "bf16").modulation // WIDE
@@ -369,7 +389,7 @@ def published_bytes(request: RunRequest, precision: str) -> TransformerBytes | N
 
 
 def check_tensor_cores(name: str, card: CardFacts, choices: tuple[str, ...]) -> None:
-    """Only demands are refused: weights that are quantized already save memory on any card.
+    """Refuses a demand alone: weights that are quantized already save memory on any card.
 
     Args:
         name: a precision that was asked for by name.
@@ -395,7 +415,7 @@ def check_attention(name: str, card: CardFacts) -> None:
 
 def _too_old(what: str, needs: str, card: CardFacts, choices: Sequence[str]) -> UnavailableError:
     return UnavailableError(
-        f"{what} needs a card of {sm(FORMATS[needs].oldest)} or newer and {card.name} is "
+        f"{what} needs a GPU of {sm(FORMATS[needs].oldest)} or newer and {card.name} is "
         f"{sm(card.capability)}: choose {', '.join(choices)}."
     )
 
@@ -452,7 +472,7 @@ def _refusal(case: Question, least: int) -> str:
         f"references ({request.references})": (request.references, "give fewer references"),
         f"other models ({len(request.others)})": (
             request.others,
-            "keep no other model on the card",
+            "keep no other model in VRAM",
         ),
         f"layers ({request.layers})": (request.layers, "paint fewer layers"),
     }

@@ -1,4 +1,4 @@
-"""How fast a card computes and moves bytes: measured on it, or a range from its data sheet.
+"""Gives the rates of a card, for products and bytes: measured, or a range by data sheet.
 
 Eight numbers of the estimates are fitted, all from what a card measured.
 
@@ -170,14 +170,14 @@ def class_of(card: Card) -> CardClass:
 BESIDE_PRODUCTS = {EXACT: 668 / 4096, INT8: 878 / 4096, INT8_FP8: 906 / 4096}
 # Which products run in which precision.
 PRODUCTS = {INT8: ("int8", "bf16"), INT8_FP8: ("int8", "fp8")}
-# Where cuDNN has a faster exact attention for the card's own instructions: the middle of what an
+# Where cuDNN has a faster exact attention for the card's instructions: the middle of what an
 # H200 measured against it at 4,296 and 16,584 tokens (1.26 and 1.10; 0.95 and 0.87).
 CUDNN_GENERATIONS = (9, 10)
 BESIDE_CUDNN = {INT8: 1.18, INT8_FP8: 0.91}
 # Around what was measured on one card.
 LINK = (0.75, 0.95)
 # ComfyUI copies and casts a layer's weights in streams of their own, ahead of the card, where it
-# can pin host memory; else the card waits for each.
+# can pin system RAM; else the card waits for each.
 HIDES = (0.0, 1.0)
 # Our VAE layers, of ComfyUI's time: 0.35 to 0.43 of it to decode 1024x1024 to 2048x2048 (H200).
 FUSED_VAE = 0.4
@@ -195,12 +195,12 @@ MOST_OF_PEAK = 1.25
 
 @dataclass(frozen=True)
 class Launches:
-    """Holds the seconds that the processor needs for a forward pass.
+    """Holds the seconds that the CPU needs for a forward pass.
 
     Attributes:
         block: To launch one block kernel by kernel, by the precision of its weights.
         graph: To replay all blocks as a CUDA graph.
-        host: For the host's own code before and after the blocks.
+        host: For the host's code before and after the blocks.
     """
 
     block: Mapping[str, float]
@@ -218,7 +218,7 @@ LAUNCHES = Launches({"bf16": 0.00025, "fp8": 0.00028, "int8": 0.00017}, graph=0.
 
 @dataclass(frozen=True)
 class Rates:
-    """The rates that a card reaches, per second, and what its processor launches.
+    """The rates that a card reaches, per second, and what its CPU launches.
 
     Attributes:
         gemm: FLOP/s of the transformer's matrix products, by the precision of both operands; a
@@ -227,7 +227,7 @@ class Rates:
         bandwidth: Bytes/s of its memory.
         convolution: FLOP/s of the VAE's convolutions in bf16.
         encoder: FLOP/s of matrix products in fp32, in which ComfyUI computes the text encoder.
-        pcie: Bytes/s from pinned host memory.
+        pcie: Bytes/s from pinned system RAM.
         launches: Of the machine that the card is in.
         vae: Time of our VAE layers in that of ComfyUI's.
         hides: Share of copies of weights that computing hides, or of computing where that is

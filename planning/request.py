@@ -1,4 +1,4 @@
-"""A run request: the settings that memory, time and cost follow from."""
+"""Defines a run request: the settings that memory, time and cost follow from."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Loras:
 
 @dataclass(frozen=True)
 class Parts:
-    """The true sizes of parts that are at hand; None is what the published model has.
+    """The true sizes of parts that the user has; None is what the published model has.
 
     Args:
         transformer_bytes: of all its weights as loaded, modulation among them.
@@ -74,11 +74,11 @@ class Parts:
         text_encoder_bytes: of the text encoder as loaded.
         vae_bytes: of its weights as loaded.
         packed: (transformer_bytes, modulation_bytes) of a file in 4 or 6 bits whose weights stay
-            so where int8 does not stay on the card.
+            so where int8 does not fit in VRAM.
         file_bytes: what their files take, as stored: pairs of `TRANSFORMER`, `TEXT_ENCODER` or
             `VAE` and bytes; what is not named takes its size as loaded.
         gguf: whether the transformer's file is GGUF, of which a load expands every weight.
-        converted: of another file, what a load decodes, converts or joins in host memory.
+        converted: of another file, what a load decodes, converts or joins in system RAM.
         kept: the precision of a quantized transformer that was left as it is; "" of others.
         cast: whether fp8 was cast without scales, as which a file only stores its weights.
     """
@@ -96,9 +96,14 @@ class Parts:
     kept: str = ""
     cast: bool = False
 
+    @property
+    def at_hand(self) -> bool:
+        """Tells whether a transformer is, so that none is downloaded."""
+        return bool(self.transformer or self.file_bytes or self.transformer_bytes is not None)
+
 
 class OtherModel(NamedTuple):
-    """A model that stays on the card beside the one that runs, with its text encoder and VAE.
+    """A model that stays in VRAM beside the one that runs, with its text encoder and VAE.
 
     Attributes:
         family: A name in `families.registry.members`.
@@ -121,7 +126,7 @@ class RunRequest:
         steps: of the sampler, each with one forward pass, or two with `cfg`; None is the family's.
         cfg: one of `CFG_MODES`; "auto" is the family's.
         references: reference images, of one megapixel each.
-        layers: that Layered paints besides the whole image; None is the family's.
+        layers: that Layered generates besides the whole image; None is the family's.
         text_tokens: of the longest prompt, without what references add.
         nag_tokens: of the negative prompt of NAG, likewise; 0 without NAG.
         modulation: where a third of the transformer waits, one of `spec.transformer.PLACES`.
@@ -130,12 +135,12 @@ class RunRequest:
         text_encoder_place: one of `TEXT_ENCODER_PLACEMENTS`; "auto" chooses for the shortest
             encoding of a new prompt.
         controlnet_bytes: of the weights of a ControlNet that runs in each step; 0 for none.
-        others: models that stay on the card beside it.
+        others: models that stay in VRAM beside it.
         tiles: of the VAE: 0 leaves it to the plan, 1 is whole, more are at least so many.
         cache: the step cache, one of `step_cache.CHOICES`; "custom" needs `computed`.
         computed: of the steps, those that call the transformer; 0 counts them from `cache`.
         attention: one of `ATTENTIONS`; "fast" with its default bound, which allows "int8".
-        parts: true sizes of what is at hand.
+        parts: true sizes of the user's files.
 
     Raises:
         SettingError: a setting breaks its rule or contradicts another; the message names both.
@@ -179,7 +184,7 @@ class RunRequest:
             find_member(other.family)
             if other.precision not in MULTIPLIED:
                 raise SettingError(
-                    f"{other.precision!r} is no precision of a model that stays on the card: "
+                    f"{other.precision!r} is no precision of a model that stays in VRAM: "
                     f"choose {', '.join(MULTIPLIED)}."
                 )
 
@@ -309,7 +314,7 @@ class RunRequest:
             )
         if self.layers and not family.layers:
             raise SettingError(
-                f"family {family.name!r} paints no layers, got {self.layers}: choose "
+                f"family {family.name!r} generates no layers, got {self.layers}: choose "
                 "qwen-image-layered, or 0 layers."
             )
 
@@ -358,7 +363,7 @@ def repaid_by(request: RunRequest, setting: Setting) -> int:
     """Counts the steps after which a CUDA graph of the blocks has repaid its capture; 0 where the
     forward passes of a run are predicted to replay none.
 
-    The run itself goes by what it sees: whether the card waits for the processor, whether weights
+    The run itself goes by what it sees: whether the card waits for the CPU, whether weights
     move, and whether others take part between blocks or in their layers.
     """
     tokens = request.step_tokens
@@ -367,7 +372,7 @@ def repaid_by(request: RunRequest, setting: Setting) -> int:
     fitting = few or rows <= MOST_GRAPH_ROWS[setting.precision in QUANTIZED]
     fitting = fitting and not (request.nag_tokens and tokens.prefix)
     fitting = fitting and setting.resident and not request.controlnet_bytes
-    # Two passes launch kernel by kernel. The processor bounds those of few rows.
+    # Two passes launch kernel by kernel. The CPU bounds those of few rows.
     steps = 2 + REPAID_BY[few]
     return steps if fitting and request.computed_steps >= steps else 0
 

@@ -1,17 +1,17 @@
-"""What one forward pass costs when its rows are split over several cards, and whether that pays.
+"""Predicts the time of one forward pass whose tokens are split over several cards.
 
-Every card computes the blocks for its own rows; only K and V are needed of all rows. The first card
-has the text rows and fewer image rows for that, so that all end together. Two exchanges bring K and
-V together:
+Each card computes the blocks for its tokens, and needs keys K and values V of all tokens. The first
+card has the text tokens and fewer image tokens, so that all cards end together. There are two ways
+to exchange (rows are tokens of a matrix):
 
-    keys   K and V of the own rows are sent, in bf16; K's copy hides behind the own v, V's behind q
-    rows   the normalized rows that q, k and v are made of are sent, in 8 bits where the layers
-           take them, and K and V of the others' rows are made here, too; the copy hides behind
-           the own q, k and v, and where that is not enough behind the MLP of the block before
+    keys   A card sends its K and V, in bf16. Its own v hides the copy of K, its q that of V.
+    rows   A card sends the normalized rows that q, k and v are made of, in 8 bits where the layers
+           take them. Each card then computes K and V of the other cards' rows too. Its own q, k
+           and v hide the copy, and where they do not, the MLP of the block before.
 
-A block then takes, with the share of the rows that a card has:
+A block then takes, for a card's share of the rows:
 
-    share x one card's time + K and V of others' rows + what no product hides of the copy + FIXED
+    share x one card's time + K and V of other rows + the copy where it is not hidden + FIXED
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class SplitCost:
         cards: at least 2, and at most the image rows of an item.
         link: bytes a second from card to card, both ways at once.
         outside: seconds before and after the blocks, on the first card alone.
-        launch: seconds of the processor for a block on one card; one thread launches all cards'.
+        launch: seconds of the CPU for a block on one card; one thread launches all cards'.
     """
 
     tokens: StepTokens

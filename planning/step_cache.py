@@ -1,6 +1,6 @@
-"""The step cache's presets, and which steps of a schedule they leave to a forecast: steps in the
-middle of a run, between which the transformer's velocity hardly changes. They are chosen before the
-run from its sigmas alone, so that the same workflow always skips the same steps.
+"""Chooses the steps of a schedule that a step cache forecasts: steps in the middle of a run,
+between which the transformer's velocity hardly changes. The choice depends on the sigmas alone and
+is made before the run, so that the same workflow always skips the same steps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..families.schedules import official_sigmas
 OFF, CUSTOM = "off", "custom"
 # A run of fewer steps, such as one with a Lightning LoRA, has none to spare.
 FEWEST_STEPS = 11
-# Nor does a preset compute fewer, whose picture nobody has measured.
+# Nor does a preset compute fewer, whose image nobody has measured.
 FEWEST_COMPUTED = 12
 MOST_STEPS = 250
 # Computed at both ends, whatever the shares. The forecast needs two steps. The third call finds a
@@ -110,11 +110,11 @@ class StepPlan:
 def plan_steps(
     sigmas: Sequence[float], settings: CacheSettings, kept: Collection[int] = ()
 ) -> StepPlan:
-    """Chooses the steps of a run that cost the picture least.
+    """Chooses the steps of a run that cost the image least.
 
-    The cost of a skipped step is its length times how far the velocity has moved since the last
-    computed step (`_moved`); of all sets with as many steps as the budget has, or as many as the
-    other limits leave, the cheapest is taken.
+    The cost of a skipped step is its length times the way of the velocity since the last computed
+    step (`_moved`). The cheapest set is taken of all that have as many steps as the budget, or as
+    the other limits leave.
 
     Args:
         sigmas: Of the run, one more than it has steps.

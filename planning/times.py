@@ -1,4 +1,4 @@
-"""How long a run's parts take: counted work over measured or expected rates.
+"""Predicts how long a run's parts take: counted work over measured or expected rates.
 
 A product takes as long as its arithmetic or its bytes, whichever is more (S. Williams, A. Waterman,
 D. Patterson: Roofline, CACM 52(4), 2009); kernels follow one another, so that their times add up.
@@ -31,7 +31,7 @@ DECODE = 1.41 * (1 / 2 + 1 / 16 + 1)
 # ComfyUI's own blocks and ours, bf16, 1024x1024, H200: 178.1 and 124.5 ms.
 STOCK = 1.43
 # A pass over the modulation's weights takes so many times what the link needs (H200), and the
-# processor so long for each timestep of each of the two layers of a block (predicted).
+# CPU so long for each timestep of each of the two layers of a block (predicted).
 TABLE_FACTOR = 1.05
 TABLE_LAYER_SECONDS = 0.00003
 # Bytes of a value of the image that NAG reads, of three parts of attention, and writes.
@@ -67,9 +67,9 @@ def block_bytes(
     """Counts the bytes that the kernels between the products of one block read and write.
 
     Of a token of width D: gate, residual, norm and modulation, twice, read two rows and write two,
-    the second in the precision of what reads it; the norm of q and k and their rotation read and
-    write both; in fp8 and int8 the attention's output and the MLP's hidden rows, four times as
-    wide, are quantized, the latter with the GELU, which in bf16 is in the product's epilogue. For
+    the second in the precision of what reads it. The norm of q and k and their rotation read and
+    write both. In fp8 and int8 the attention's output and the MLP's hidden rows, four times as
+    wide, are quantized. The GELU is part of that; in bf16 it is in the product's epilogue. For
     attention in 8 bits q and k are written in int8; values are read twice and written in e4m3.
 
     Args:
@@ -106,7 +106,7 @@ CARD, PROCESSOR = "card", "processor"
 
 
 class PassTimes(NamedTuple):
-    """Seconds that card and processor need for one forward pass, side by side."""
+    """Seconds that card and CPU need for one forward pass, side by side."""
 
     card: float
     processor: float
@@ -140,7 +140,7 @@ def forward_times(
 ) -> PassTimes:
     """Predicts one forward pass of `request.items` images through the fused blocks.
 
-    What a bypass LoRA and a ControlNet add is counted and was not measured; the processor is taken
+    What a bypass LoRA and a ControlNet add is counted and was not measured; the CPU is taken
     to need as long for it as the card.
 
     Args:
@@ -196,7 +196,7 @@ def sampling_seconds(
     if replayed := request.computed_steps - launched:
         seconds += replayed * step(True)
     own = plain.step_tokens.prefix
-    # By the host's own blocks, once a prompt.
+    # By the host's blocks, once a prompt.
     for count, tokens in ((request.passes, own), (1, request.step_tokens.prefix - own)):
         if tokens:
             prefix = Pass(request.transformer, StepTokens(0, tokens, items=request.items))
@@ -237,7 +237,7 @@ def product_seconds(
 
 
 def _card_seconds(work: Pass, precision: str, rates: Rates, attention: str = EXACT) -> float:
-    # Without waiting for the processor.
+    # Without waiting for the CPU.
     block = block_seconds(work, precision, rates, attention)
     return work.shape.blocks * sum(block) + _outside_seconds(work, rates)
 
@@ -346,9 +346,9 @@ STOCK_FORMATS = {
 
 
 # What ComfyUI's own blocks take, as an H200 and its host measured them: bytes that the kernels
-# between the products move, in those of our fused ones; and seconds of the processor for a block in
+# between the products move, in those of our fused ones; and seconds of the CPU for a block in
 # bf16, and in 8 bits. 1.x in torch: 178 ms a pass at 1024x1024 in bf16, 117 at 512x512; 195 and 201
-# in int8 and fp8, which the processor bounds. 2.1 in comfy-kitchen's fused kernels: 135 and 827 ms
+# in int8 and fp8, which the CPU bounds. 2.1 in comfy-kitchen's fused kernels: 135 and 827 ms
 # at 1024x1024 and 2048x2048; at 512x512 73 in int8.
 TWO_STREAMS, ONE_STREAM = (7.05, (0.00195, 0.0033)), (2.2, (0.00095, 0.0022))
 
@@ -384,7 +384,7 @@ def _with_stock_attention(card: Card, slow: Rates, fast: Rates) -> tuple[Rates, 
 
 
 def stock_pass(request: RunRequest, how: StockFormat, rates: Rates, card: Card, room: int) -> float:
-    """Predicts one forward pass of ComfyUI's own blocks, on the card or on its processor."""
+    """Predicts one forward pass of ComfyUI's own blocks, on the card or on its CPU."""
     work, stock = Pass.of(request), class_of(card).stock
     traffic, launches = TWO_STREAMS if work.shape.block.text_layers else ONE_STREAM
     image, text, _ = block_seconds(work, how.products, rates)
@@ -405,7 +405,7 @@ def stock_pass(request: RunRequest, how: StockFormat, rates: Rates, card: Card, 
 
 # A weight read, written in fp32 and read again; a quantized one is scaled in between.
 CAST_BYTES, EXPAND_BYTES = 2 + 4 + 4, 1 + 4 + (4 + 4) + 4
-# fp32 products on the processor, predicted: 16 cores.
+# fp32 products on the CPU, predicted: 16 cores.
 PROCESSOR_FLOPS = 0.5e12
 
 

@@ -1,6 +1,6 @@
-"""How an image goes through the VAE in the memory that is free: whole, or in the fewest tiles. The
-attention in its middle sees all latent pixels and runs on the whole, in slices if need be; tiles
-with a margin run through the rest, and make the whole's image up to rounding.
+"""Plans how an image goes through the VAE in the memory that is free: whole, or in the fewest
+tiles. The attention in its middle sees all latent pixels and runs on the whole, in slices if need
+be; tiles with a margin run through the other layers, and make the whole's image up to rounding.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def plan_vae(
 
     Args:
         height, width: latent pixels.
-        image_on_card: whether the image is kept on the card, or goes to host memory in tiles.
+        image_on_card: whether the image is kept on the card, or goes to system RAM in tiles.
         batch: items; those that do not fit together run one after another.
         itemsize: bytes of a number in the VAE's dtype.
         budget: bytes that are free for activations; None where memory is no concern.
@@ -149,7 +149,7 @@ def plan_vae(
             f"too little memory to {direction} "
             f"{shape.pixels * width}x{shape.pixels * height} pixels: the smallest tiles "
             f"need {lacking:,} MiB and {max(0, budget or 0) // MIB:,} MiB is free, so choose a "
-            "smaller size or batch, or free memory on the card."
+            "smaller size or batch, or free memory on the GPU."
         )
         return VaePlan(direction, latent, most, rows, 1, kept + bytes_of(most), text, fits=False)
     tall, wide = largest_tile(latent, grid)
@@ -232,7 +232,7 @@ def decode_plan(request: RunRequest, free: int | None, others: int = 0) -> VaePl
     if most is not None and whole.peak_bytes > most:
         raise DoesNotFitError(
             f"to decode {request.width}x{request.height} whole takes "
-            f"{format_gib(whole.peak_bytes)} and the card has {format_gib(most)} with all other "
+            f"{format_gib(whole.peak_bytes)} and the GPU has {format_gib(most)} with all other "
             f"models off it: {remedy}."
         )
     return whole

@@ -1,5 +1,5 @@
-"""What decoding and encoding hold on the card and how long they take, whole or in tiles: so much
-for a pixel, by what an implementation's largest layer holds and all layers compute.
+"""Predicts the memory and time of decoding and encoding on the card, whole or in tiles. Memory
+follows an implementation's largest layer for each pixel, time the arithmetic of all layers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FUSED_STREAMS = 7
 LENGTH = 2
 # PyTorch's memory-efficient attention adds up heads wider than 128 in fp32 next to a 16-bit output.
 ACCUMULATOR_BYTES = 4
-# Latent pixels that a slice of the middle takes at most. Enough queries for every processor of a
+# Latent pixels that a slice of the middle takes at most. Enough queries for every CPU of a
 # card: an L40S has 142, and each takes 64 or 128 queries.
 SLICE_PIXELS = 2**16
 # Latent rows that what precedes and follows the attention reads beyond a slice.
@@ -213,7 +213,7 @@ def vae_seconds(
     rates: Rates,
     share: float = 1.0,
 ) -> float:
-    """Predicts an image from or to host memory, in ComfyUI's layers or a share of their time.
+    """Predicts an image from or to system RAM, in ComfyUI's layers or a share of their time.
 
     Args:
         latent: latent pixels, (height, width).

@@ -1,1 +1,1 @@
-"""What a Qwen-Image is: number formats, the sizes and layers of its parts, its families."""
+"""Describes Qwen-Image: number formats, the sizes and layers of its parts, its families."""

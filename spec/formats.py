@@ -1,4 +1,4 @@
-"""Units, number formats, and the cards that multiply them."""
+"""Defines units, number formats, and the cards that multiply them."""
 
 from __future__ import annotations
 

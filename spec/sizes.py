@@ -1,4 +1,4 @@
-"""Sizes that the executor keeps to and the planner counts with."""
+"""Defines sizes that the executor keeps to and the planner counts with."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEAD_TOKENS_AT_ONCE = 128
 MOST_TABLE_BYTES = 512 * MIB
 # The pinned ring through which weights pass to the card, and what quantizing a file on load takes.
 RING_BYTES, STAGING_BYTES = 128 * MIB, 2 * GIB
-# So many replays repay a capture: where the card waits for the processor, which a replay spares it,
+# So many replays repay a capture: where the card waits for the CPU, which a replay spares it,
 # and where it does not, and gains what it computes of text and image side by side.
 REPAID_BY = {True: 6, False: 12}
 # Up to so many rows a graph computes text and image side by side, by whether weights are quantized:

@@ -1,4 +1,4 @@
-"""The sizes and layers of a transformer, block by block."""
+"""Describes the sizes and layers of a transformer, block by block."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PIXELS_PER_TOKEN_SIDE = 16  # the VAE's factor of 8, then patches of 2 x 2
 REFERENCE_SIDE = 1024
 REFERENCE_TOKENS = (REFERENCE_SIDE // PIXELS_PER_TOKEN_SIDE) ** 2
 TIME_CHANNELS = 256  # the sinusoidal embedding of the timestep, fixed in both hosts' code
-# Where the modulation weights wait: on the card, or in host memory.
+# Where the modulation weights wait: on the card, or in system RAM.
 ON_CARD, OFF_CARD = "on card", "off card"
 PLACES = ("auto", ON_CARD, OFF_CARD)
 

@@ -1,4 +1,4 @@
-"""The sizes and layers of the VAEs, and which rows a layer reads for the rows that it gives."""
+"""Describes sizes and layers of the VAEs, and which rows a layer reads for its output."""
 
 from __future__ import annotations
 

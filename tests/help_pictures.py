@@ -2,7 +2,7 @@
 
     python tests/help_pictures.py
 
-writes them anew, but for that of the forward pass, which nothing draws any more.
+writes them anew.
 """
 
 from __future__ import annotations
@@ -44,7 +44,14 @@ def advise_picture():
     return cost_chart(advise(LOAD, request, known_cards(BUNDLED).values())).reduce(2)
 
 
-DRAWN = {"estimate": estimate_picture, "advise": advise_picture}
+def forward_picture():
+    """What a step takes, as README.md shows it."""
+    from qwen_l40s.tools.readme import picture
+
+    return picture().convert("RGB").reduce(2)
+
+
+DRAWN = {"estimate": estimate_picture, "advise": advise_picture, "forward": forward_picture}
 
 
 def main() -> None:

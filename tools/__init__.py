@@ -1,1 +1,1 @@
-"""Programs that ship with the package, so that what they claim can be checked anywhere."""
+"""Holds programs that ship with the package, so that its claims can be checked anywhere."""

@@ -27,7 +27,7 @@ from ..measure.fidelity import psnr
 
 GRAPH = Path(__file__).resolve().parents[1] / "workflows" / "api" / "text_to_image_cached.json"
 OFF = {"optimize": {"attention": "comfyui", "fused_blocks": False}, "decode": {"fused": False}}
-# {what stands below a picture: (precision, step cache, inputs of nodes)}
+# {what stands below an image: (precision, step cache, inputs of nodes)}
 WAYS: dict[str, tuple[str, str, dict[str, dict[str, Any]]]] = {
     "stock, bf16": ("bf16", "off", OFF),
     "bf16": ("bf16", "off", {}),

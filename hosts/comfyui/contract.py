@@ -1,7 +1,7 @@
-"""Whether the running ComfyUI is one that this package knows, and whether a MODEL is. Where a name
-or parameter of `HOOKS` is gone, the nodes that need it refuse to run and the others do not; where
-what ComfyUI calls here has a new parameter, a call that uses it runs ComfyUI's own code. Tests hold
-the list to every name and every call, and each node to what it needs.
+"""Checks whether this package knows the running ComfyUI, and a MODEL. Where a name or parameter of
+`HOOKS` is gone, only the nodes that need it refuse to run. Where ComfyUI calls a function of this
+package with a new parameter, ComfyUI's own code runs. Tests hold the list to every name and every
+call, and each node to what it needs.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ comfy.utils: ProgressBar calculate_parameters load_safetensors
 # encoding
 comfy.model_management: unload_all_models
 comfy.model_patcher: ModelPatcher[model load_device offload_device]
-comfy.ops: manual_cast.Linear[in_features out_features bias device]
+comfy.ops: CastBiasWeightContext run_every_op
 comfy.sd: CLIP.encode_from_tokens[tokens return_pooled return_dict] CLIP.load_model
 comfy.sd1_clip: SDClipModel.process_tokens[tokens device]
 comfy.text_encoders.llama: Llama2_.forward[x attention_mask embeds num_tokens
@@ -218,7 +218,7 @@ def unsupported_host(capabilities: tuple[str, ...] = tuple(CAPABILITIES)) -> Ver
 
 
 def news_of_host() -> list[str]:
-    """What to tell once about a ComfyUI that runs but is newer than this package knows.
+    """Returns what to tell once about a ComfyUI that runs but is newer than this package knows.
 
     Returns:
         Sentences: a version above the tested ones, parameters that are new in `KNOWN`, and what
@@ -253,7 +253,7 @@ def news_of_host() -> list[str]:
 
 
 def is_known(replaced: tuple[str, str], block: tuple[str, str], arguments: tuple[str, ...]) -> bool:
-    """Whether ComfyUI has what is replaced in a transformer, and calls its block as is known here.
+    """Returns whether ComfyUI has what is replaced, and calls a block as is known here.
 
     Args:
         replaced, block: Modules, and the methods in them.
@@ -274,7 +274,7 @@ def read_sizes(look: Callable[..., Any], *given: Any) -> Any:
     """Looks at the sizes of a Qwen-Image MODEL.
 
     Raises:
-        SettingError: another node has put something else in the place of a part that tells them.
+        SettingError: another node has put something else instead of a part that tells them.
     """
     found = read_or(None, look, *given)
     if found is None:

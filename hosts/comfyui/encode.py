@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import comfy.ops
 import torch
 from comfy import model_management as management
+from comfy.quant_ops import QuantizedTensor
 from torch.nn.functional import pad
 from torch.utils import _pytree as tree
 
@@ -37,16 +38,19 @@ from ...optimizations.inventory import (
     replaced,
 )
 from ...optimizations.patches import put
+from ...optimizations.reference import rotate
 from ...spec.formats import GIB, format_gib
 from ...verdict import Verdict, read_or, try_once
 from .contract import unsupported_host
 
 ROOM = 4 * GIB
 RESERVE = 2 * GIB  # of system RAM, which stays free
-EXACT, BF16, INT8 = "exact", "bf16", "int8"
+AUTO, EXACT, BF16X2, BF16, INT8 = "auto", "exact", "bf16x2", "bf16", "int8"
 # {choice: what it says}
 ARITHMETIC = {
+    AUTO: "bf16x2 on a GPU that multiplies bf16 (compute capability 8.0 or newer), else exact",
     EXACT: "products in fp32, as ComfyUI's",
+    BF16X2: "products of two bf16 numbers for each input, added up in fp32; all else in fp32",
     BF16: "products in bf16, all else in fp32",
     INT8: "products of int8 layers in int8, others in bf16, all else in fp32",
 }
@@ -70,10 +74,10 @@ class EncodeSettings(NamedTuple):
     """
 
     room: int = ROOM
-    arithmetic: str = EXACT
+    arithmetic: str = AUTO
 
 
-REUSE, STOCK = EncodeSettings(), EncodeSettings(0)
+REUSE, STOCK = EncodeSettings(), EncodeSettings(0, EXACT)
 
 
 class Kept:
@@ -94,7 +98,7 @@ class Kept:
 
     def put(self, key: tuple[Hashable, ...], value: Any, room: int) -> None:
         """Keeps a tree of tensors in system RAM, where it and others fit in `room` bytes."""
-        size = sum(it.nbytes for it in tree.tree_leaves(value) if torch.is_tensor(it))
+        size = sum(_bytes(it) for it in tree.tree_leaves(value) if torch.is_tensor(it))
         with self._lock:
             self._drop(key)
             if size > room:
@@ -225,7 +229,8 @@ def _trial(language: Any) -> str:
     config = dataclasses.replace(language.config, **small, **heads)
     generator = torch.Generator().manual_seed(0)
     with torch.inference_mode():
-        model = type(language)(config, device="cpu", dtype=torch.float32, ops=comfy.ops.manual_cast)
+        # ComfyUI's own layers have no weights until some are loaded, with dynamic VRAM.
+        model = type(language)(config, device="cpu", dtype=torch.float32, ops=torch.nn)
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
         embeds = torch.randn(1, 7, 64, generator=generator)
@@ -252,7 +257,22 @@ def shadow(module: torch.nn.Module, **own: Any) -> Any:
 
 
 def _ram(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True).contiguous()
+    """Copies to system RAM; from a card, where ComfyUI pins memory, it is there after `_copied`."""
+    tensor = tensor.detach()
+    if not tensor.is_cuda or getattr(management, "MAX_PINNED_MEMORY", 0) <= 0:
+        return tensor.to("cpu", copy=True).contiguous()
+    found = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return found.copy_(tensor, non_blocking=True)
+
+
+def _copied(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    # torch takes pinned memory in powers of two.
+    return 1 << (tensor.nbytes - 1).bit_length() if tensor.is_pinned() else tensor.nbytes
 
 
 class _Call(NamedTuple):
@@ -302,7 +322,7 @@ def _other_part(call: _Call, length: int, pairs: Sequence[Any]) -> torch.Tensor:
 
     def around(layer: Any, pair: tuple[torch.Tensor, torch.Tensor]) -> Any:
         def forward(attention_mask: torch.Tensor, **given: Any) -> tuple[torch.Tensor, None]:
-            key, value = (it.to(attention_mask.device) for it in pair)
+            key, value = (it.to(attention_mask.device, non_blocking=True) for it in pair)
             # ComfyUI's forward makes a square one, of no use to several rows behind others.
             mask = pad(attention_mask, (length, 0))
             given["past_key_value"] = key, value, length
@@ -320,7 +340,8 @@ class _Encoding:
         listen()
         encoder = clip.cond_stage_model
         text = getattr(encoder, encoder.clip)
-        model = _multiplying(text.transformer, settings.arithmetic)
+        arithmetic = arithmetic_on(clip.patcher.load_device, settings.arithmetic)
+        model = _multiplying(text.transformer, arithmetic)
         self._room, self._note, self._device = settings.room, note, clip.patcher.load_device
         self._images: dict[int, bytes] = {}
         self._start = self._whole = b""
@@ -337,7 +358,7 @@ class _Encoding:
             clip.patcher.patches_uuid,
             str(self._device),
             str(clip.patcher.object_patches.get("manual_cast_dtype")),
-            settings.arithmetic,
+            arithmetic,
             torch.get_float32_matmul_precision(),
         )
 
@@ -346,6 +367,7 @@ class _Encoding:
         found = KEPT.get(key)
         if found is None:
             found = run()
+            _copied(self._device)
             KEPT.put(key, found, self._room)
         return found
 
@@ -379,7 +401,9 @@ class _Encoding:
             return tree.tree_map_only(torch.Tensor, _ram, found)
 
         image = self._images.get(id(embed))
-        return run() if image is None else self._kept(image, run)
+        if image is not None:
+            return self._kept(image, run)
+        return type(self._model).preprocess_embed(self._model, embed, device)
 
     def _forward(
         self,
@@ -435,14 +459,17 @@ def digest(fields: Mapping[str, Any]) -> bytes:
     return found.digest()
 
 
-def _multiplying(module: torch.nn.Module, arithmetic: str) -> Any:
+def _multiplying(module: torch.nn.Module, arithmetic: str, shared: _Split | None = None) -> Any:
     """A model whose linear layers multiply in another arithmetic, around the same layers."""
     if arithmetic == EXACT:
         return module
     if hasattr(module, "in_features"):
-        return _Product(module, arithmetic)
+        return _SplitProduct(module, shared) if shared else _Product(module, arithmetic)
+    shared = _Split() if arithmetic == BF16X2 else None
     parts = {
-        name: _multiplying(it, arithmetic) for name, it in module._modules.items() if it is not None
+        name: _multiplying(it, arithmetic, shared)
+        for name, it in module._modules.items()
+        if it is not None
     }
     if isinstance(module, torch.nn.ModuleList):
         return list(parts.values())
@@ -452,7 +479,16 @@ def _multiplying(module: torch.nn.Module, arithmetic: str) -> Any:
     return shadow(module, **changed) if changed else module
 
 
-class _Product:
+class _Around:
+    """Stands for a linear layer, in all but how it multiplies."""
+
+    _layer: torch.nn.Module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+
+class _Product(_Around):
     """A linear layer whose product is in bf16 or int8, between fp32 and fp32."""
 
     def __init__(self, layer: torch.nn.Module, arithmetic: str) -> None:
@@ -464,6 +500,122 @@ class _Product:
 
     def __call__(self, rows: torch.Tensor, *more: Any, **named: Any) -> torch.Tensor:
         return self._layer(rows.to(torch.bfloat16), *more, **named).to(rows.dtype)
+
+
+class _Split:
+    """The last input of layers that stand side by side, which they may share, in two parts."""
+
+    rows: torch.Tensor | None = None
+    parts: torch.Tensor
+
+
+class _SplitProduct(_Around):
+    """A linear layer that multiplies bf16 numbers and loses 2**-17 of an input.
+
+    An fp32 input is nearly the sum of two bf16 numbers, and weights in bf16, fp8 or int8 are bf16
+    numbers, the latter two with a scale behind the product. Tensor cores multiply both exactly and
+    add up in fp32, in one product of twice the rows (G. Henry, P. Tang, A. Heinecke: Leveraging the
+    bfloat16 Artificial Intelligence Datatype for Higher-Precision Computations, ARITH 2019).
+    """
+
+    def __init__(self, layer: torch.nn.Module, shared: _Split) -> None:
+        self._layer, self._shared = layer, shared
+
+    def __call__(self, rows: torch.Tensor, *more: Any, **named: Any) -> torch.Tensor:
+        layer, shared = self._layer, self._shared
+        if more or named or rows.dtype != torch.float32 or not is_split(layer):
+            return layer(rows, *more, **named)
+        comfy.ops.run_every_op()
+        given = {"dtype": layer.weight.dtype, "bias_dtype": torch.float32, "device": rows.device}
+        with comfy.ops.CastBiasWeightContext(layer, **given, offloadable=True) as (weight, bias):
+            scale, quantized = None, isinstance(weight, QuantizedTensor)
+            if quantized:
+                params, weight = weight._params, weight._qdata
+                scale = params.scale.to(rows.device).flatten()
+            if quantized and getattr(params, "convrot", False):
+                parts = split(rotate(rows.flatten(0, -2), params.convrot_groupsize))
+            elif rows is shared.rows:
+                parts = shared.parts
+            else:
+                parts = split(rows.flatten(0, -2))
+                shared.rows, shared.parts = rows, parts
+            out = split_product(parts, weight.to(torch.bfloat16))
+            if scale is not None:
+                out *= scale
+            if bias is not None:
+                out += bias
+        return out.unflatten(0, rows.shape[:-1])
+
+
+def split(rows: torch.Tensor) -> torch.Tensor:
+    """Writes fp32 numbers as sums of two bf16 numbers, with a relative error of at most 2**-17.
+
+    Args:
+        rows: (M, K), fp32.
+
+    Returns:
+        (2 M, K), bf16: the larger ones, then what is left.
+    """
+    parts = rows.new_empty((2 * len(rows), rows.shape[1]), dtype=torch.bfloat16)
+    high = parts[: len(rows)]
+    torch.sub(rows, high.copy_(rows), out=parts[len(rows) :])
+    return parts
+
+
+def split_product(parts: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Multiplies rows in two parts by a bf16 matrix, with sums in fp32.
+
+    Args:
+        parts: (2 M, K), bf16, as `split` makes them.
+        weight: (N, K), bf16.
+
+    Returns:
+        (M, N), fp32.
+    """
+    if parts.is_cuda:
+        out = torch.mm(parts, weight.t(), out_dtype=torch.float32)
+    else:
+        out = parts.float() @ weight.t().float()
+    rows = len(parts) // 2
+    return out[:rows].add_(out[rows:])
+
+
+# Formats whose numbers are bf16 numbers too, and have one scale a tensor or a row.
+SPLIT = {"float8_e4m3fn", "float8_e5m2", "int8_tensorwise"}
+
+
+def is_split(layer: torch.nn.Module) -> bool:
+    """Tells whether a linear layer's weights are bf16 numbers as they are stored."""
+    state, weight = vars(layer), layer.weight
+    if layer.weight_function or layer.bias_function:
+        return False
+    if state.get("weight_lowvram_function") or state.get("bias_lowvram_function"):
+        return False
+    if isinstance(weight, QuantizedTensor):
+        known = layer.quant_format in SPLIT and not getattr(weight._params, "transposed", False)
+        return known and getattr(layer, "pre_quant_scale", None) is None
+    return weight.dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def arithmetic_on(device: torch.device, arithmetic: str) -> str:
+    """Settles `AUTO` for a device."""
+    if arithmetic != AUTO:
+        return arithmetic
+    if (
+        device.type != "cuda"
+        or torch.version.hip
+        or torch.cuda.get_device_capability(device) < (8, 0)
+    ):
+        return EXACT
+    return EXACT if try_once((BF16X2, device), lambda: _split_trial(device)) else BF16X2
+
+
+def _split_trial(device: torch.device) -> str:
+    with torch.inference_mode():
+        rows = torch.linspace(-1, 1, 16 * 64, device=device).view(16, 64)
+        exact = rows.double() @ rows.bfloat16().double().t()
+        error = (split_product(split(rows), rows.bfloat16()) - exact).norm() / exact.norm()
+    return "" if error < 1e-4 else f"products in two parts differ by {error:.1g}"
 
 
 @cached

@@ -1,5 +1,6 @@
-"""What ComfyUI has of each family: classes, and where a transformer tells its sizes. What runs it
-is imported with the first call: who only asks what a MODEL is needs nothing else of ComfyUI.
+"""Lists what ComfyUI has of each family: classes, and where a transformer has its sizes. The code
+that runs a family is imported with its first call: to ask what a MODEL is takes nothing else of
+ComfyUI.
 """
 
 from __future__ import annotations

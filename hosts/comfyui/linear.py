@@ -1,6 +1,6 @@
-"""Quantized linear layers in ComfyUI: the fp8 layout with a scale for each row, where core's has
-one for the weight, and the Linear. A layout is how ComfyUI moves, pins, casts, patches and saves a
-quantized weight; the multiplication is `operations.Linear`'s.
+"""Defines quantized linear layers in ComfyUI: the fp8 layout with a scale for each row, where
+ComfyUI's has one for the weight, and the Linear. A layout is how ComfyUI moves, pins, casts,
+patches and saves a quantized weight; `operations.Linear` multiplies it.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class AroundLinear(NamedTuple):
     residual_scale: torch.Tensor | None = None
 
     def given(self) -> dict[str, Any]:
-        """The arguments that are there, by name; ComfyUI 0.33 would drop them in silence.
+        """Returns the arguments that are there, by name; ComfyUI 0.33 would drop them in silence.
 
         Raises:
             UnavailableError: this ComfyUI's linear layers take none of them.
@@ -119,7 +119,7 @@ class AroundLinear(NamedTuple):
         return given
 
     def run(self, product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        """The product with what is around it, by ComfyUI's own functions.
+        """Computes the product with what is around it, by ComfyUI's functions.
 
         Args:
             product: from [..., K] to [..., N].
@@ -135,7 +135,7 @@ DENSE_CLASSES = (comfy.ops.disable_weight_init.Linear, comfy.ops.manual_cast.Lin
 
 
 def is_mixed(kind: type) -> bool:
-    """Whether layers of a class are ComfyUI's, or ours, of a model with quantized ones."""
+    """Returns whether layers of a class are ComfyUI's, or ours, of a model with quantized ones."""
     core = "mixed_precision_ops.<locals>.MixedPrecisionOps.Linear"
     return kind.__module__ == __name__ or (
         (kind.__module__, kind.__qualname__) == ("comfy.ops", core)
@@ -229,14 +229,14 @@ def _format_of_product(layer: torch.nn.Module) -> str | None:
 
 
 def is_packed_int8(params: Any) -> bool:
-    """Whether a weight in 4 or 6 bits stands for int8 alone, in the order of files: newer versions
-    of comfy-kitchen may have another on the card.
+    """Returns whether a weight in 4 or 6 bits stands for int8 alone, in the order of files: newer
+    versions of comfy-kitchen may have another on the card.
     """
     return params.correction is None and not getattr(params, "mma_packed", False)
 
 
 def packed_parts(weight: QuantizedTensor) -> tuple[PackedWeight, torch.Tensor]:
-    """A weight in 4 or 6 bits and its rows' scales, (N, 1), without copies."""
+    """Returns a weight in 4 or 6 bits and its rows' scales, (N, 1), without copies."""
     codes, params = weight._qdata, weight._params
     scale = params.scale.view(torch.uint8) if params.scale.itemsize == 1 else params.scale
     bits = codes.shape[1] * 8 // params.orig_shape[1]
@@ -270,7 +270,7 @@ def _launches(device: torch.device) -> bool:
 
 
 def rotation_of(params: Any) -> int:
-    """The group size of ConvRot in a quantized weight's params; 0 for what is not rotated."""
+    """Returns ConvRot's group size in a quantized weight's params; 0 where nothing is rotated."""
     return params.convrot_groupsize if getattr(params, "convrot", False) else 0
 
 

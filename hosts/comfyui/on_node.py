@@ -1,4 +1,4 @@
-"""What a node shows on itself: what it made, and when a run is over, what it did in that run."""
+"""Shows on a node what it made and, when a run is over, what it did in that run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def shown(report: str, summary: str | None = None) -> dict[str, list[str]]:
 def show_run(node_class: str, report: Sequence[str], summary: str) -> None:
     """Logs what a node did in the run that is over, and shows the summary on the node.
 
-    ComfyUI takes a node's result from another workflow where the inputs are the same, so the node
+    ComfyUI takes a node's result from another workflow where the inputs are the same. So the node
     is looked for in the prompt that runs: the nearest before the sampler, along wires of a MODEL.
     """
     logger.info("Qwen-Image Accelerator\n%s", "\n".join(report))

@@ -1,4 +1,4 @@
-"""Runs of Qwen-Image in ComfyUI: 1.x, and 2.1, which it has since 0.37."""
+"""Runs Qwen-Image in ComfyUI: 1.x, and 2.1, which ComfyUI has since 0.37."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def join_negative(
 
 
 def _mask(mask: torch.Tensor | None, text: torch.Tensor) -> torch.Tensor:
-    """As ComfyUI adds it to the scores, (batch, tokens)."""
+    """Gives the mask as ComfyUI adds it to the scores, (batch, tokens)."""
     if mask is None:
         return text.new_zeros(text.shape[:2])
     mask = utils.repeat_to_batch_size(mask.to(text.device), len(text))
@@ -311,8 +311,8 @@ class _Kept:
 def keep_negative(
     transformer: Any, given: dict, negative: Any, guidance: Guidance, kept: dict
 ) -> dict[str, Any]:
-    """Has the image read keys and values of a negative prompt, which are computed once in a run;
-    in each pass where ComfyUI keeps none, as hooks may change the weights between two steps.
+    """Has the image read keys and values of a negative prompt, which are computed once in a run.
+    Where ComfyUI keeps none, because hooks may change the weights, they are computed in each pass.
     """
     x, context, options = map(given.get, ("x", "context", "transformer_options"))
     form = x.shape[-2:], x.dtype, x.device

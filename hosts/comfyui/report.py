@@ -1,5 +1,5 @@
-"""The report after a run: six lines with the answer first, what was measured of each phase, which
-path its code took, and one line of what was predicted; a picture, and the same for programs.
+"""Writes the report after a run: six lines with the answer first, what was measured of each phase,
+which path its code took, and one line of the prediction; a chart, and the same for programs.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ LIKE_THE_PASSES = 0.25
 
 @dataclass(frozen=True)
 class RunReport:
-    """Holds the report in words, its first lines, its picture, and the same for JSON."""
+    """Holds the report in words, its first lines, its chart, and the same for JSON."""
 
     text: str
     summary: str
@@ -421,13 +421,14 @@ class RunFacts:
         seconds = self.seconds / self.ran.last.asked["latent"][0]
         return usd(usd_range(price.usd_per_hour, Range(seconds, seconds))) if price else ""
 
-    def summary(self) -> list[str]:
+    def answer(self) -> str:
         took = f"{'Took' if self.ran.this_run else 'An earlier run took'} "
-        answer = f"{took}{seconds_text(self.seconds)}"
-        if self.predicted is None:
-            answer = f"{answer}, without a prediction."
-        else:
-            answer = f"{answer}, {self.compared()} ({duration(self.predicted)})."
+        compared = "" if self.predicted is None else f", {self.compared()}"
+        return f"{took}{seconds_text(self.seconds)}{compared}"
+
+    def summary(self) -> list[str]:
+        known = "" if self.predicted is None else f" ({duration(self.predicted)})"
+        answer = f"{self.answer()}{known or ', without a prediction'}."
         times = [f"{ROWS[row.name]} {seconds_text(row.seconds)}" for row in self.rows]
         if self.step is not None:
             times.append(f"a step {seconds_text(self.step)}")
@@ -528,7 +529,7 @@ class RunFacts:
         earlier = "" if self.ran.this_run else ", in an earlier run"
         return RunPicture(
             sign=SIGNS.get(self.compared(), "plain"),
-            answer=self.summary()[0].partition(" (")[0].partition(", without")[0],
+            answer=self.answer(),
             basis="measured" if self.predicted is None else "measured (predicted)",
             lines=[
                 f"On {place}{earlier}{'' if estimate else ', where nothing is predicted'}.{step}"

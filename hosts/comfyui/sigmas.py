@@ -1,4 +1,4 @@
-"""The sigmas of a schedule for a MODEL and the size that it is to paint."""
+"""Computes the sigmas of a schedule for a MODEL and the size of its image."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def sigmas_for(
 
     Raises:
         SettingError: The MODEL is not Qwen-Image, the schedule is another family's or has other
-            steps, the size is none of the model's, or it paints layers.
+            steps, the size is none of the model's, or it generates layers.
     """
     if unsupported_model(model):
         raise SettingError(

@@ -1,4 +1,4 @@
-"""The diffusers host: load a folder, sample with diffusers' own sampler, decode.
+"""Runs in diffusers: loads a folder, samples with diffusers' sampler, decodes.
 
 `settings` imports nothing heavy; `load`, `sample` and `decode` import torch and diffusers.
 """

@@ -1,4 +1,4 @@
-"""diffusers' linear layers and modulation as the block executor takes them.
+"""Reads diffusers' linear layers and modulation for the block executor.
 
 Plain layers and this package's quantized ones are read. Everything else runs itself: what PEFT,
 bitsandbytes, torchao or a hook made of a layer keeps its own way.
@@ -126,7 +126,7 @@ def _kind_of(layer: torch.nn.Module) -> str | RowFormat | None:
 
 
 def _is_plain(layer: torch.nn.Module) -> bool:
-    # torchao and tensor parallelism put weights of their own classes in its place.
+    # torchao and tensor parallelism replace it by weights of their own classes.
     return type(layer) is torch.nn.Linear and type(layer.weight) is torch.nn.Parameter
 
 

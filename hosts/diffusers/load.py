@@ -1,7 +1,7 @@
-"""Loads a Qwen-Image diffusers folder: our streaming where it can be, theirs elsewhere.
+"""Loads a Qwen-Image diffusers folder: by our streaming where it can, else by diffusers.
 
 A model is built empty and compared with the file headers, so that a folder that does not fit is
-refused in milliseconds; then host memory never holds more than the model itself and one tensor.
+refused in milliseconds; then system RAM never holds more than the model itself and one tensor.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class LoadedPipeline:
 
     Attributes:
         device: Where the parts run.
-        offload: Whether they wait in host memory for their turn, and why.
+        offload: Whether they wait in system RAM for their turn, and why.
         optimized: What makes the transformer fast; None where diffusers' own code runs.
     """
 
@@ -272,7 +272,7 @@ def _family(folder: Path) -> PipelineParts:
 # The prompt side through transformers.
 #
 # It fills what a checkpoint lacks with random numbers and a tokenizer folder without files with an
-# empty vocabulary, and only logs it. Both would paint a wrong image, so both are errors here.
+# empty vocabulary, and only logs it. Both would generate a wrong image, so both are errors here.
 
 
 def load_text_encoder(

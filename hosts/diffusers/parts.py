@@ -1,4 +1,4 @@
-"""What differs between the pipelines of diffusers that run here, and how each reads prompts."""
+"""Describes how the pipelines of diffusers that run here differ, and how each reads prompts."""
 
 from __future__ import annotations
 

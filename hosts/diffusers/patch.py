@@ -190,7 +190,7 @@ class TransformerOptimization(Optimization):
         super().start_run()
 
     def be_traced(self) -> None:
-        """Says that torch.compile traces the host's own code, which runs from then on."""
+        """Says that torch.compile traces the host's code, which runs from then on."""
         self._passed_by = True
 
     def _leave(self) -> None:

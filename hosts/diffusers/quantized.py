@@ -1,4 +1,4 @@
-"""A diffusers transformer whose block layers hold fp8 or int8 weights, and what multiplies them.
+"""Builds a diffusers transformer whose block layers hold fp8 or int8 weights, and multiplies them.
 
 The layers are replaced one by one in the model that is there, so that its bf16 weights go as the
 quantized ones come: both never stand in memory together.

@@ -1,4 +1,4 @@
-"""Qwen-Image 1.x in diffusers: its parts, and one call of it as an optimized run sees it.
+"""Runs Qwen-Image 1.x in diffusers: its parts, and one call of it for an optimized run.
 
 diffusers' own loop over the blocks stays, and a backend of attention that was chosen there is used.
 """
@@ -44,7 +44,7 @@ JOINT_MASK = "attention_mask"
 
 
 class TransformerAttention(ChosenAttention):
-    """Attends by the backend that is chosen for the shapes at hand; name may be "diffusers"."""
+    """Attends by the backend that is chosen for the shapes of the call; name may be "diffusers"."""
 
     host = "diffusers'"
 
@@ -202,7 +202,7 @@ def _processor_of(block: torch.nn.Module) -> object:
 
 def _zero_from(index: torch.Tensor, image: torch.Tensor) -> int:
     """Finds the first image token of timestep 0 in diffusers' index: (1 or batch, tokens), 0 for
-    the tokens of the picture and 1 for those of reference images.
+    the tokens of the image and 1 for those of reference images.
     """
     at_zero = index.cpu() != 0  # waits for the card once a pass, as the table's key does
     zero_from = int((~at_zero[0]).sum())

@@ -1,4 +1,4 @@
-"""Qwen-Image-2.1 in diffusers, since 0.42."""
+"""Runs Qwen-Image-2.1 in diffusers, from 0.42 on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts to latents with diffusers' own sampler, then to images."""
+"""Turns prompts into latents with diffusers' sampler, then into images."""
 
 from __future__ import annotations
 
@@ -277,7 +277,7 @@ def decode(
         torch.cuda.OutOfMemoryError: the card ran out of memory.
     """
     pipe = pipeline.to_diffusers()
-    vae = pipeline.vae.to(pipeline.device)  # diffusers may have it wait in host memory
+    vae = pipeline.vae.to(pipeline.device)  # diffusers may have it wait in system RAM
     latents = pipe._unpack_latents(latents, height, width, pipe.vae_scale_factor)
     latents = latents.to(vae.dtype)  # (B, 16, 1, height/8, width/8), 2.1: (B, 64, 1, .../16, ...)
     mean, std = (
@@ -318,7 +318,7 @@ def decode_latent(vae: ModelMixin, latent: torch.Tensor) -> torch.Tensor:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Counts free host memory; on a card what is free, or reserved by torch and unused."""
+    """Counts free system RAM; on a card what is free, or reserved by torch and unused."""
     free = available_bytes(str(device))
     if device.type != "cuda":
         return free

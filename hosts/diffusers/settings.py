@@ -1,4 +1,4 @@
-"""The settings of one generation, its precision and its place, checked before a heavy load."""
+"""Checks settings, precision and place of one generation before anything heavy is loaded."""
 
 from __future__ import annotations
 
@@ -128,11 +128,11 @@ def choose_offload(
         what: the subject of a refusal, such as `models/Qwen-Image in bf16`.
         weights: {part: bytes}.
         work: bytes that `auto` leaves free on a card for activations.
-        free, host_free: bytes that can be had on the device and in host memory now.
+        free, host_free: bytes that can be had on the device and in system RAM now.
 
     Raises:
         SettingError: `requested` is unknown.
-        UnavailableError: the device or host memory is too small.
+        UnavailableError: the device or system RAM is too small.
     """
     if requested not in OFFLOADS:
         raise SettingError(f"offload {requested!r} is unknown: choose {', '.join(OFFLOADS)}.")

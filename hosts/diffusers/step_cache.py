@@ -1,4 +1,4 @@
-"""The step cache in diffusers: around a transformer's `forward` and a scheduler's `step`.
+"""Runs the step cache in diffusers: around a transformer's `forward` and a scheduler's `step`.
 
 A pipeline calls the transformer once or twice a step and hands the guided velocity to the
 scheduler. In a skipped step no call runs, and the scheduler gets the forecast itself, whatever the
@@ -29,8 +29,8 @@ ITS_OWN = Verdict("a cache of diffusers is on the transformer")
 def cache_steps(
     pipeline: DiffusionPipeline, cache: str | CacheSettings
 ) -> Iterator[PipelineStepCache]:
-    """Until the end of the `with` block, skips the transformer in steps that can be forecast from
-    the steps before: the same picture sooner, with small differences.
+    """Skips the transformer, until the end of the `with` block, in steps that can be forecast from
+    the steps before: nearly the same image, sooner.
 
     Each call of the pipeline is a run of its own. One of ten steps or fewer computes all of them.
 

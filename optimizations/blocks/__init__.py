@@ -1,1 +1,1 @@
-"""The blocks of a forward pass: the executor, what it prepares for a shape, and CUDA graphs."""
+"""Runs the blocks of a forward pass: the executor, its preparation of a shape, and CUDA graphs."""

@@ -1,4 +1,4 @@
-"""The attention of a block whose tokens do not all read all tokens."""
+"""Computes the attention of a block in which some tokens read only a part of the tokens."""
 
 from __future__ import annotations
 

@@ -84,18 +84,19 @@ class Layers(Protocol):
     """A host's access to its layers."""
 
     def kind(self, layer: torch.nn.Module) -> str | RowFormat | None:
-        """`DENSE`, or the format of the rows that its quantized weight is multiplied with; None for
-        a layer that has to run itself, such as one that another extension has wrapped.
+        """Returns `DENSE`, or the format of the rows that its quantized weight is multiplied with;
+        None for a layer that has to run itself, such as one that another extension has wrapped.
         """
 
     def tensors(
         self, layer: torch.nn.Module, like: torch.Tensor
     ) -> AbstractContextManager[LayerTensors]:
-        """A layer's tensors for activations like these, as long as the context lasts."""
+        """Returns a layer's tensors for activations like these, as long as the context lasts."""
 
     def low_rank(self, layer: torch.nn.Module) -> LowRank | None:
-        """What LoRAs add beside a layer that does not run itself, on the card in the dtype of the
-        activations; None without. Layers that read the same rows of one stream have one `down`.
+        """Returns what LoRAs add beside a layer that does not run itself, on the card in the dtype
+        of the activations; None without. Layers that read the same rows of one stream have one
+        `down`.
         """
 
     def hold(self, blocks: Sequence[torch.nn.Module]) -> AbstractContextManager[Hashable | None]:
@@ -113,18 +114,18 @@ class Layers(Protocol):
 
     @staticmethod
     def is_foreign(module: torch.nn.Module) -> bool:
-        """Whether somebody else than this package has changed what a module computes."""
+        """Returns whether somebody else than this package has changed what a module computes."""
 
     def rounds(self, layer: torch.nn.Module) -> bool:
-        """Whether a layer may round its activations to 8 bits: host and executor then differ by
-        more than the order of their sums.
+        """Returns whether a layer may round its activations to 8 bits: host and executor then
+        differ by more than the order of their sums.
         """
 
     def norm_weight(self, norm: torch.nn.Module, like: torch.Tensor) -> torch.Tensor:
-        """The weight of an RMSNorm, where `like` is."""
+        """Returns the weight of an RMSNorm, where `like` is."""
 
     def gemm(self, format: str, device: torch.device) -> Gemm:
-        """The GEMM of weights in "fp8" or "int8"."""
+        """Returns the GEMM of weights in "fp8" or "int8"."""
 
 
 class Step(NamedTuple):
@@ -187,7 +188,7 @@ class _Carried(NamedTuple):
     program: Program | None
 
     def continues(self, text: torch.Tensor, image: torch.Tensor, norms: Modulation) -> bool:
-        """Whether a block gets these very tensors, and the modulation that was announced."""
+        """Returns whether a block gets these very tensors and the modulation that was announced."""
         return (
             (self.text is text or not text.numel())  # of 2.1 a new tensor each time
             and self.image is image
@@ -237,7 +238,7 @@ class BlockExecutor:
         halves: tuple[Modulation, Modulation],
         following: tuple[torch.nn.Module, Modulation] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One block.
+        """Runs one block.
 
         Args:
             text, image: (batch, tokens, D), any strides.
@@ -282,7 +283,7 @@ class BlockExecutor:
         beside: torch.cuda.Stream | None = None,
         prefixes: Sequence[Prefix] | None = None,
     ) -> None:
-        """All blocks that nobody watches, in place.
+        """Runs all blocks that nobody watches, in place.
 
         Args:
             x: Both streams in stream order, (rows, D), contiguous.
@@ -396,11 +397,11 @@ class BlockExecutor:
                 product(program.readable(place, operand))
 
     def prepared(self, blocks: Sequence[torch.nn.Module]) -> bool:
-        """Whether all that is asked of these blocks was found in an earlier pass."""
+        """Returns whether all that is asked of these blocks was found in an earlier pass."""
         return self._held and len(self._blocks) >= len(blocks)
 
     def replayable(self, blocks: Sequence[torch.nn.Module]) -> bool:
-        """Whether no layer of these blocks is known to run itself, or to be read anew each time."""
+        """Returns whether no layer of these blocks runs itself, or is read anew each time."""
         known = filter(None, map(self._blocks.get, blocks))
         return not any(
             block.operands is None or any(layer.kind is None for layer in block.form.layers)
@@ -408,7 +409,7 @@ class BlockExecutor:
         )
 
     def look(self, block: torch.nn.Module, like: torch.Tensor) -> KnownBlock:
-        """What is known of a block.
+        """Returns what is known of a block.
 
         Args:
             like: Of the dtype and on the device of the pass.

@@ -1,5 +1,5 @@
-"""What a transformer block is: whether the executor computes a module, how it computes its layers,
-and whether the module still is the host's own.
+"""Describes a transformer block: whether the executor computes a module, how it computes its
+layers, and whether the module still is the host's.
 
 `BlockSpec` lists the names of its modules, which are the same in ComfyUI and diffusers for the
 families that both have; `BlockForm` is what `workspace.Program` is compiled of.
@@ -123,14 +123,15 @@ class BlockForm(NamedTuple):
 
 
 def token_layers(block: torch.nn.Module) -> list[torch.nn.Module]:
-    """The linear layers of a block that see tokens; none of a block of another form."""
+    """Returns the linear layers of a block that see tokens; none of a block of another form."""
     spec = spec_of(block)
     return [] if spec is None else _parts_named(block, spec.gemms)
 
 
 def read_parts(block: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
-    """The modules that the executor reads instead of calling, with their paths in the block: all
-    but the linear layers, of which each is asked how it is multiplied with, and the modulation.
+    """Returns the modules that the executor reads instead of calling, with their paths in the
+    block: all but the linear layers, of which each is asked how it is multiplied with, and the
+    modulation.
     """
     spec = spec_of(block)
     names = () if spec is None else spec.modulation.values()
@@ -146,7 +147,7 @@ def _parts_named(block: torch.nn.Module, names: Iterable[str]) -> list[torch.nn.
 
 
 def modulated_by(block: torch.nn.Module) -> list[torch.nn.Module]:
-    """The linear layers of a block that see the timestep alone."""
+    """Returns the linear layers of a block that see the timestep alone."""
     return _parts_named(block, [f"{name}.1" for name in modulation_of(block).values()])
 
 
@@ -171,14 +172,14 @@ def query_layer(block: torch.nn.Module) -> torch.nn.Module:
 
 
 def unknown_modulation(blocks: Sequence[torch.nn.Module]) -> Verdict | None:
-    """Why there is no modulation of all blocks; None where they agree."""
+    """Returns why there is no modulation of all blocks; None where they agree."""
     if len({tuple(modulation_of(block)) for block in blocks}) > 1:
         return Verdict("another extension has replaced one of the blocks")
     return None
 
 
 def unsupported_block(block: torch.nn.Module, dtype: torch.dtype) -> Verdict | None:
-    """Why the executor does not compute a block; None when it does.
+    """Returns why the executor does not compute a block; None when it does.
 
     Args:
         dtype: Of the activations.
@@ -218,7 +219,7 @@ def unsupported_block(block: torch.nn.Module, dtype: torch.dtype) -> Verdict | N
 
 
 def _unsupported_shape(dim: int, head_dim: int, dtype: torch.dtype) -> Verdict | None:
-    """Why the kernels do not take a model; None when they do."""
+    """Returns why the kernels do not take a model; None when they do."""
     if dtype not in (torch.bfloat16, torch.float32):
         # Residuals of Qwen-Image exceed what fp16 holds: both hosts clip or refuse it.
         return Verdict(f"{dtype}", rule="fused kernels need bf16 or fp32")

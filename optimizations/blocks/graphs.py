@@ -1,5 +1,5 @@
-"""CUDA graphs of all blocks of a pass: one launch of the executor's own kernels in place of a
-thousand, with inputs copied into tensors of its own, held weights and one workspace's buffers.
+"""Captures CUDA graphs of all blocks of a pass: one launch of the executor's kernels instead of a
+thousand, with inputs copied into tensors of the graph, held weights and one workspace's buffers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MOST_GRAPHS = 3
 MOST_SEEN = 64
 # What buffers may take between two runs for the sake of their graphs: those of 1024x1024.
 KEPT_BYTES = 256 * 2**20
-# Of a pass, before whose last fifth an event is recorded: once the processor has launched the last
+# Of a pass, before whose last fifth an event is recorded: once the CPU has launched the last
 # block, a card that has come past it was waiting, or soon will.
 LAST_PART = 5
 
@@ -88,7 +88,7 @@ class PassGraph:
 
     Attributes:
         pool: What it allocated comes from.
-        issued: When the processor had issued the last replay, by `time.perf_counter`.
+        issued: When the CPU had issued the last replay, by `time.perf_counter`.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Seen:
     Attributes:
         passes: In this run.
         runs: Before this one.
-        waited: Whether the card waited for the processor in the last pass that was looked at; None
+        waited: Whether the card waited for the CPU in the last pass that was looked at; None
             before.
         refusal: Why no graph is captured in this run.
     """
@@ -146,7 +146,7 @@ class Seen:
     refusal: Verdict | None = None
 
     def not_worth(self, steps: int | None, beside: bool) -> Verdict | None:
-        """Why no graph is captured for the pass that is coming; None when one is.
+        """Returns why no graph is captured for the pass that is coming; None when one is.
 
         Args:
             steps: Of the run; None where nobody tells.
@@ -365,7 +365,7 @@ def capture(
 
 
 def pool_on(card: torch.device) -> torch.cuda.MemPool:
-    """Memory of a card for the graphs of another.
+    """Returns memory of a card for the graphs of another.
 
     Raises:
         RuntimeError: This torch, or its allocator, has none.

@@ -1,4 +1,4 @@
-"""What a host gives a forward pass, and what is known of its model in a run."""
+"""Defines what a host gives a forward pass, and remembers what is known of its model in a run."""
 
 from __future__ import annotations
 
@@ -103,16 +103,16 @@ class HostPass:
     _kept: Mapping[Hashable, tuple[tuple, Step]] = MappingProxyType({})
 
     def fallback(self) -> Verdict | None:
-        """Why the host's own blocks run in this pass; None when the executor's do."""
+        """Returns why the host's blocks run in this pass; None when the executor's do."""
 
     def unsupported(self, block: torch.nn.Module) -> Verdict | None:
-        """Why the executor does not compute a block, beyond its form."""
+        """Returns why the executor does not compute a block, beyond its form."""
 
     def inputs(
         self, block: torch.nn.Module, positional: tuple, arguments: dict[str, Any]
     ) -> BlockInputs | Verdict | None:
-        """What a block was called with, or why the executor cannot take it; None where the call is
-        beside the pass and the host's own.
+        """Returns what a block was called with, or why the executor cannot take it; None where the
+        call is beside the pass and the host's.
         """
         raise NotImplementedError
 
@@ -125,8 +125,8 @@ class HostPass:
         return nullcontext()
 
     def failed(self, error: RuntimeError) -> Verdict | None:
-        """Why the host's blocks run from here on, after an error of the host's memory that fused
-        blocks can cause; None for another.
+        """Returns why the host's blocks run from here on, after an error of the host's memory that
+        fused blocks can cause; None for another.
         """
 
     def clean_up(self) -> None:
@@ -139,31 +139,31 @@ class HostPass:
         arguments: dict[str, Any],
         inputs: tuple[torch.Tensor, torch.Tensor, object],
     ) -> bool:
-        """Whether a block was called with these text, image and embedding, as `inputs` would find,
-        and with the prefix that was announced.
+        """Returns whether a block was called with these text, image and embedding, as `inputs`
+        would find, and with the prefix that was announced.
         """
         given = map(arguments.get, self.streams)
         return not positional and all(map(is_, given, inputs[-len(self.streams) :]))
 
     def output(self, streams: Streams) -> Any:
-        """What the host's block returns for text and image."""
+        """Returns what the host's block returns for text and image."""
         return streams
 
     def entry(self, embedding: Any, batch: int) -> Entry:
-        """The modulation of all blocks for a timestep embedding."""
+        """Returns the modulation of all blocks for a timestep embedding."""
         raise NotImplementedError
 
     def no_graphs(self) -> Verdict | None:
-        """Why the pass may not replay a CUDA graph; None when it may."""
+        """Returns why the pass may not replay a CUDA graph; None when it may."""
 
     def host_attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """The host's own attention of the block that runs, as `block.Attend`."""
+        """Attends as the host does for the block that runs, as `block.Attend`."""
         raise NotImplementedError
 
     def host_block(self, block: torch.nn.Module, arguments: dict[str, Any]) -> Streams:
-        """The block's own forward with the host's own attention."""
+        """Runs the block's forward with the host's attention."""
         raise NotImplementedError
 
     def kept_step(self, given: tuple, form: Hashable, make: Callable[[], Step]) -> Step:
@@ -249,10 +249,10 @@ ROUNDING_TOLERANCE = 0.15
 
 
 class FirstBlockCheck:
-    """Compares one block by the executor with the host's own, for each shape.
+    """Compares one block by the executor with the host's, for each shape.
 
     A change of the host, of a weight's layout or of another extension that the executor misses
-    would otherwise be a wrong picture without a word.
+    would otherwise be a wrong image without a word.
 
     Args:
         rounds: Whether weights are quantized or attention is lossy, so that host and executor round
@@ -282,7 +282,7 @@ class FirstBlockCheck:
         |ours - host| <= most * |host - before| + eps / 2 * |host|, as Euclidean norms.
         """
         norms = torch.stack([_norms(*streams) for streams in zip(before, ours, host, strict=True)])
-        # Read at once: each time, the card waits for the processor afterwards.
+        # Read at once: each time, the card waits for the CPU afterwards.
         for stream, (change, off, size) in zip(("text", "image"), norms.tolist(), strict=True):
             change = max(change, 1e-30)
             allowance = torch.finfo(before[0].dtype).eps / 2 * size / change
@@ -304,7 +304,7 @@ def _form(step: Step) -> tuple[Tokens, int, bool, bool]:
 
 
 def _norms(start: torch.Tensor, ours: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
-    """|host - start|, |ours - host| and |host| of streams (batch, tokens, D), as (3,).
+    """Returns |host - start|, |ours - host| and |host| of streams (batch, tokens, D), as (3,).
 
     In fp32 and so many tokens at a time, which take little memory.
     """
@@ -319,7 +319,7 @@ def _norms(start: torch.Tensor, ours: torch.Tensor, host: torch.Tensor) -> torch
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether it holds neither NaN nor infinity; some rows at a time, which take little memory.
+    """Returns whether all is finite, looking at some rows at a time, for little memory.
 
     Args:
         tensor: (..., rows, columns).
@@ -450,7 +450,7 @@ class PreparedModel:
             self._code, self.check, self.check.worst = earlier._code, earlier.check, None
 
     def is_unchanged(self, blocks: Sequence[torch.nn.Module]) -> bool:
-        """Whether all of these blocks ran fused, and nobody has changed one of them since."""
+        """Returns whether all of these blocks ran fused, and none was changed since."""
         there = self._code is not None and self.is_of(blocks) and not any(self.unsupported)
         return there and not self._code.changed()
 
@@ -459,7 +459,7 @@ class PreparedModel:
         return len(blocks) == len(self._blocks) and all(same)
 
     def known(self, weights: Hashable | None) -> dict[torch.nn.Module, KnownBlock] | None:
-        """What is known of blocks whose weights are where this token says."""
+        """Returns what is known of blocks whose weights are where this token says."""
         if weights != self._weights:
             self._weights, self._known = weights, {}
         return None if weights is None else self._known

@@ -1,5 +1,5 @@
-"""What the blocks of a forward pass need for one shape: buffers, which take what a block takes at
-its peak, and launches that read and write them. A workspace serves one pass at a time.
+"""Prepares what the blocks of a forward pass need for one shape: buffers, which take what a block
+takes at its peak, and launches that read and write them. A workspace serves one pass at a time.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Workspace:
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def program(self, form: BlockForm, share: Share, x: torch.Tensor) -> Program:
-        """What a block of this form does.
+        """Returns what a block of this form does.
 
         Args:
             x: (rows of the share, D), of the dtype and on the device of the pass.
@@ -315,7 +315,7 @@ class Program:
     def attend(
         self, form: str, norms: QKNorm, rotary: Rotary, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """Normalizes, rotates and attends in 8 bits; gives (batch, tokens, D), where q was."""
+        """Normalizes, rotates and attends in 8 bits; returns (batch, tokens, D), where q was."""
         q, _, v = self.heads
         into = self._heads_8bit.get(form) or self.heads_8bit(form)
         if self.share.cached:
@@ -387,8 +387,8 @@ class Program:
         format: RowFormat | None = None,
         plain: bool = False,
     ) -> None:
-        """Residual and norm, in one kernel; into `rows`, quantized where there is a format, and
-        `plain` as well where that is asked for.
+        """Runs residual and norm in one kernel; writes into `rows`, quantized where there is a
+        format, and into `plain` where that is asked for.
         """
         key = format, plain, gates is not None, norms is not None, (norms or gates).text.dtype
         launch = self._norms.get(key)

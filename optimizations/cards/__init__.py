@@ -1,1 +1,1 @@
-"""One forward pass on several cards."""
+"""Runs one forward pass on several cards."""

@@ -1,4 +1,4 @@
-"""One card's share of a pass, block by block."""
+"""Computes one card's share of a pass, block by block."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ class Part:
         self.card.executor.compute_low(self.program, self._known, QKV)
 
     def multiply(self, *places: tuple[int, ...]) -> None:
-        """Makes `QUERIES`, `KEYS` or `VALUES` of the card's own rows."""
+        """Makes `QUERIES`, `KEYS` or `VALUES` of the card's rows."""
         for these in places:
             self.card.executor.multiply(self.program, self._known, these)
 

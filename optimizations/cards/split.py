@@ -1,4 +1,4 @@
-"""The blocks of one forward pass on several cards, each with a share of the rows.
+"""Runs the blocks of one forward pass on several cards, each with a share of the tokens.
 
 Attention alone needs the others' keys and values. They come in one of two ways, each once a block:
 
@@ -90,7 +90,7 @@ class Split:
             item.
 
     Attributes:
-        issued: When the processor had issued all of the last run, by `time.perf_counter`.
+        issued: When the CPU had issued all of the last run, by `time.perf_counter`.
         timed: The blocks of the last run, on the first card.
     """
 
@@ -263,7 +263,7 @@ class Split:
     ) -> None:
         for (source, target), route in self._routes.items():
             here, there = parts[source], parts[target]
-            # Found once: views made anew for each block cost the processor as much as its launches.
+            # Found once: views made anew for each block cost the CPU as much as its launches.
             key = source, target, id(here.program), id(there.program), what
             pairs = self._sent.get(key)
             if pairs is None:

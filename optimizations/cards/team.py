@@ -1,4 +1,4 @@
-"""Which cards share a forward pass, in which way, and whether that gains anything."""
+"""Decides which cards share a forward pass, in which way, and whether that gains anything."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class Team:
         refusal: Why they cannot share it; None where they can.
 
     Raises:
-        UnavailableError: Copies have to go through host memory, and none can be pinned.
+        UnavailableError: Copies have to go through system RAM, and none can be pinned.
     """
 
     def __init__(

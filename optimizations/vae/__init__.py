@@ -1,1 +1,1 @@
-"""A VAE's image in tiles, and its layers in 2 dimensions."""
+"""Computes a VAE's image in tiles, and its layers in 2 dimensions."""

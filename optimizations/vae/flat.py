@@ -1,5 +1,6 @@
-"""Parts of a VAE's layers on one image, in 2 dimensions and with channels last, as cuDNN computes a
-convolution where it lies; a causal 3-D one is a 2-D one with the last frame of its kernel.
+"""Computes parts of a VAE's layers on one image, in 2 dimensions and with channels last, as cuDNN
+computes a convolution where it lies; a causal 3-D one is a 2-D one with the last frame of its
+kernel.
 
 `norm` and `add` are Triton kernels on a card, and the functions here define what these compute.
 """
@@ -58,8 +59,8 @@ def convolve(x: Tensor, weight: Tensor, stride: int = 1, padding: int | None = N
 
 
 def doubled(weight: Tensor) -> Tensor:
-    """Makes a weight, (4 out, in, 2, 2), that gives from a pixel's neighbours what this one, (out,
-    in, 3, 3), gives four times from their copies in an image of twice the size.
+    """Makes a weight, (4 out, in, 2, 2), for an image before it is enlarged to twice the size. It
+    gives what this weight, (out, in, 3, 3), gives of the enlarged image.
     """
     sums = weight.float()
     for axis in (2, 3):

@@ -80,7 +80,7 @@ def part(x: torch.Tensor, tile: Tile) -> torch.Tensor:
 
 
 def stage(layers: tuple[Layer, ...], shortcut: Layer) -> Layer:
-    """Adds what a shortcut gives to what the layers around which it goes give, in its place."""
+    """Adds a shortcut's result, in place, to the result of the layers that the shortcut skips."""
     return lambda x: _chain(layers, x).add_(shortcut(x))
 
 
@@ -264,7 +264,7 @@ def encode(
 
     Args:
         pixels: (B, image channels, 1, 8h, 8w), of 2.1 16h and 16w, in the range that the host's
-            encoder takes; may be in host memory, from where it moves tile by tile.
+            encoder takes; may be in system RAM, from where it moves tile by tile.
         plan: for latents of this size, from `plan_encode`.
         device: where to compute; the pixels' own by default.
         dtype: the VAE's; the pixels' own by default.

@@ -197,7 +197,7 @@ def test_attention_in_8_bits_is_counted_as_the_model_has_it(set_settings):
     (note,) = (note for note in notes if note.startswith("Attention "))
     assert note.startswith("Attention int8_fp8: predicted at 49% to 61% of the time of exact")
     named = QwenL40SAdviseGPU.execute(**{**defaults(QwenL40SAdviseGPU), "attention": "int8_fp8"})
-    assert "needs a card of sm_89 or newer" in named.args[1]
+    assert "needs a GPU of sm_89 or newer" in named.args[1]
 
 
 def test_a_plan_is_given_as_the_loaders_take_it():

@@ -147,12 +147,20 @@ def test_a_lora_of_the_other_model_is_refused():
     assert sigmas(model)[1].startswith("official: ")
 
 
-def run(model, cfg=1.0, **more):
+@newer
+def test_a_lora_of_1x_is_refused_for_21():
+    model = model_21()
+    with pytest.raises(CheckpointError):
+        with_lora(model, lora(FOUR))
+    assert sigmas(model)[1].startswith("official: ")
+
+
+def run(model, cfg=1.0, *others, **more):
     """Samples in a prompt with a Report node, and returns the notes that name the LoRA."""
     with running():
-        narrow.sample(
-            model, *[[[narrow.random(1, 7, narrow.SHAPE.joint_dim), {}]]], cfg=cfg, **more
-        )
+        for settings in (more, *others):
+            prompt = [[narrow.random(1, 7, narrow.SHAPE.joint_dim), {}]]
+            narrow.sample(model, prompt, cfg=cfg, **settings)
     return [it for it in reported(model).data["notes"] if "steps" in it and "'" in it]
 
 
@@ -178,6 +186,13 @@ def test_a_run_says_once_what_is_not_as_the_lora_is_trained(caplog):
             (note,) = run(other, **settings)
         assert word in note and FOUR in note
         assert sum(note in it.message for it in caplog.records) == 1
+
+
+def test_sigmas_are_wired_and_a_ksampler_runs_too():
+    model = shifted(built(model_1(), [(FOUR, 1.0)]), 3.0)
+    wired = torch.tensor(find_schedule("lightning 4", QWEN_IMAGE).sigmas(4, 4096))
+    for other, notes in ({"steps": 4}, 0), ({"steps": 8}, 1):
+        assert len(run(model, 1.0, other, sigmas=wired)) == notes
 
 
 def test_runs_that_are_not_judged():

@@ -189,7 +189,7 @@ def test_fp8_on_a_card_without_it_is_refused_before_anything_is_mapped():
     name = written("plain", WEIGHTS)
     old = CardFacts("NVIDIA A100", 40 * 2**30, (8, 0))
     with mock.patch.object(load_plan, "card_facts", return_value=old), nothing_mapped():
-        words = ("precision fp8 needs a card of sm_89", "NVIDIA A100 is sm_80", "int8")
+        words = ("precision fp8 needs a GPU of sm_89", "NVIDIA A100 is sm_80", "int8")
         refused(UnavailableError, *words, run=lambda: load(name, "fp8"))
         run = functools.partial(QwenL40SLoadModel.validate_inputs, name, "fp8")
         refused(UnavailableError, *words, run=run)

@@ -173,7 +173,7 @@ def test_the_loader_decides_by_the_card():
         with mock.patch.object(load_plan, "card_facts", return_value=card):
             model, report = load_model(PATH, "bf16", modulation=place)
         assert bool(off_card_layers(model.model)) == off_card, (card, place)
-        stays = "stays in system RAM" if off_card else "stays on the card"
+        stays = "stays in system RAM" if off_card else "stays in VRAM"
         assert f"Modulation: 1 MiB {stays}" in report.text(), report.text()
         assert report.bytes == whole - OFF_CARD_BYTES * off_card
         again = model.cached_patcher_init[0](*model.cached_patcher_init[1], disable_dynamic=True)

@@ -1,6 +1,7 @@
 """Qwen-Image-2.1's text encoder by the package's loader, against ComfyUI's own: a small one."""
 
 import functools
+import itertools
 from functools import partial
 
 import comfy.model_base
@@ -136,17 +137,27 @@ def test_a_file_that_lacks_a_tensor():
     )
 
 
-def merge(_, found, *more):
-    """As a ComfyUI that merges parallel layers might have them: gate and up in one."""
-    for name in [it for it in found if it.endswith("gate_proj.weight")]:
-        pair = (found.pop(name.replace("gate", it)) for it in ("gate", "up"))
-        found[name.replace("gate", "gate_up")] = torch.cat(list(pair))
+# {as a ComfyUI that merges parallel layers might have them: the layers apart}
+PARALLEL = {"gate_up_proj": ("gate_proj", "up_proj"), "qkv_proj": ("q_proj", "k_proj", "v_proj")}
+
+
+def merge(found, whole):
+    first, *_ = apart = PARALLEL[whole]
+    for name in [it for it in found if it.endswith(f"{first}.weight")]:
+        parts = [found.pop(name.replace(first, it)) for it in apart]
+        found[name.replace(first, whole)] = torch.cat(parts)
+
+
+def merge_in_mlp(_, found, *more):
+    merge(found, "gate_up_proj")
 
 
 def split(_, found, *more):
-    for name in [it for it in found if it.endswith("gate_up_proj.weight")]:
-        for it, half in zip(("gate", "up"), found.pop(name).chunk(2), strict=True):
-            found[name.replace("gate_up", it)] = half
+    for whole, apart in PARALLEL.items():
+        for name in [it for it in found if it.endswith(f"{whole}.weight")]:
+            places = [name.replace(whole, it) for it in apart]
+            rows = [len(weights()["model.layers." + it.split("layers.")[1]]) for it in places]
+            found |= dict(zip(places, found.pop(name).split(rows), strict=True))
 
 
 def merge_layers(model):
@@ -159,13 +170,13 @@ def merge_layers(model):
         vars(mlp)["up_proj"] = lambda x, whole=whole: whole(x).chunk(2, -1)[1]
 
 
-MERGED, PRUNED, BUILT = "merged in the file", "pruned vocabulary", "merged in ComfyUI"
+PRUNED, BUILT = "pruned vocabulary", "merged in ComfyUI"
 
 
 @newer
 @pytest.mark.parametrize(
     ("form", "known"),
-    [(MERGED, False), (MERGED, True), (PRUNED, False), (PRUNED, True), (BUILT, 1)],
+    [*itertools.product((*PARALLEL, PRUNED), (False, True)), (BUILT, True)],
 )
 def test_a_form_that_only_comfyui_knows(form, known, monkeypatch):
     """Its own loading takes it; where that lacks a tensor or fails, the file is refused."""
@@ -179,10 +190,11 @@ def test_a_form_that_only_comfyui_knows(form, known, monkeypatch):
         build(self, *args, **more)
         if form == BUILT:
             merge_layers(self)
-        self.register_load_state_dict_pre_hook(merge if form == BUILT else split)
+        hook = merge_in_mlp if form == BUILT else split
+        self.register_load_state_dict_pre_hook(hook)
 
-    if form == MERGED:
-        merge(None, names)
+    if form in PARALLEL:
+        merge(names, form)
     if form == PRUNED:
         rows = 151_660
         for name in ("model.embed_tokens.weight", "model.lm_head.weight"):

@@ -316,7 +316,7 @@ def test_a_family_that_is_left_open_is_what_is_told():
     with_reference = request(model, references=1)
     assert with_reference.request.family == "qwen-image-edit-2509"
     assert "Edit has the same weights" in with_reference.notes[-1]
-    refused("got 3", "paints no layers", run=lambda: request(model, layers=3))
+    refused("got 3", "generates no layers", run=lambda: request(model, layers=3))
 
 
 # --- nothing is loaded or moved

@@ -112,7 +112,7 @@ def test_no_card_with_a_price_is_exit_code_1(capsys):
     assert output["unpriced"] == ["L40"]
     assert main(["advise", "--images-per-hour", "9", "--only", "L40"]) == 1
     text = capsys.readouterr().out
-    assert text.startswith("None of these cards has a price") and "--price" in text
+    assert text.startswith("None of these GPUs has a price") and "--price" in text
 
 
 def test_the_plot(tmp_path, capsys):

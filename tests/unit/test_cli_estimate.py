@@ -101,7 +101,7 @@ def test_a_card_that_is_too_small_fits_with_offloading(capsys, card):
 
 
 def test_too_little_system_ram_is_exit_code_1(capsys):
-    output = found(capsys, "--card", "RTX 4090", "--ram", "16", code=1)
+    output = found(capsys, "--card", "RTX 4090", "--ram", "16", "--precision", "int8", code=1)
     assert output["verdict"] == "does not fit" and output["fits"] is False
     assert output["host_ram_gib"] > output["ram_gib"] == 16
     assert "qwen-image-2.1" in output["with_less_ram_gib"]
@@ -162,7 +162,7 @@ def test_qwen_image_21_shares_no_rows_and_names_its_licence(capsys):
     argv = ["--family", "qwen-image-2.1", "--cards", "2", "--cfg", "off"]
     assert main(["estimate", "--card", "L40S", *argv]) == 0
     words = " ".join(capsys.readouterr().out.split())
-    assert "one card computes a pass, as the rows of qwen-image-2.1 are not shared" in words
+    assert "one GPU computes a forward pass, as the rows of qwen-image-2.1 are not shared" in words
     assert "Qwen Research License: research, not commercial use" in words
 
 
@@ -193,7 +193,7 @@ def test_models_that_stay_beside_it_take_their_memory(capsys):
     [
         ("qwen-image-2.1", "--with qwen-image-2.1 must be FAMILY:PRECISION"),
         ("qwen-image-3:int8", "qwen-image-3"),
-        ("qwen-image-2.1:int4", "'int4' is no precision of a model that stays on the card"),
+        ("qwen-image-2.1:int4", "'int4' is no precision of a model that stays in VRAM"),
     ],
 )
 def test_a_model_beside_it_that_is_unknown_is_refused(capsys, other, words):

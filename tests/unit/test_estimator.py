@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from qwen_l40s.families.registry import members
 from qwen_l40s.machine.store import known_cards
 from qwen_l40s.planning.bytes import text_encoder_bytes, weight_bytes
 from qwen_l40s.planning.cards import find_card
-from qwen_l40s.planning.estimate import DOES_NOT_FIT, TIGHT_BYTES, estimate
+from qwen_l40s.planning.estimate import DOES_NOT_FIT, FITS, TIGHT_BYTES, estimate
 from qwen_l40s.planning.files import BRINGING, BRINGING_8_BITS, TO_CARD
 from qwen_l40s.planning.phases import KEPT_FREE_BYTES, PHASES
 from qwen_l40s.planning.rates import constants, measured, rates_by, rates_of
@@ -120,10 +121,10 @@ def file_of(run):
 def test_the_first_image_of_a_server_is_predicted(run):
     """4 steps at 1328x1328 without CFG, a prompt of 60 words, as main.py of ComfyUI ran them."""
     whole = replace(USUAL, precision=run["what"], steps=4, cfg="off", text_tokens=64)
+    parts = Parts(transformer=FULL_SIZE)  # in bf16
     if run["file"] == run["what"] != "bf16":
-        sizes = weight_bytes(FULL_SIZE, run["what"])
-        whole = replace(whole, parts=Parts(transformer_bytes=sizes.total))
-    found = estimate(whole, card(measured()["conditions"]["card"]))
+        parts = Parts(transformer_bytes=weight_bytes(FULL_SIZE, run["what"]).total)
+    found = estimate(replace(whole, parts=parts), card(measured()["conditions"]["card"]))
     first = found.first_image_seconds
     assert first.low < run["seconds"] < first.high
     assert first.middle == pytest.approx(run["seconds"], rel=0.2)
@@ -445,7 +446,7 @@ def test_every_listed_card_gets_a_sensible_answer(name, family):
     request = RunRequest(family=family, references=min(1, member.most_references), **size)
     for precision in ("auto", "bf16", "int8", "fp8"):
         if not listed.facts().multiplies(precision) and precision != "auto":
-            with pytest.raises(UnavailableError, match=f"{precision} needs a card of sm_"):
+            with pytest.raises(UnavailableError, match=f"{precision} needs a GPU of sm_"):
                 estimate(replace(request, precision=precision), listed)
             continue
         found = estimate(replace(request, precision=precision), listed)
@@ -487,10 +488,12 @@ def test_no_row_of_stock_is_faster_without_the_answer_saying_so(name):
 
 
 @pytest.mark.parametrize("name", ["T4", "4060", "4070", "4090", "L40S", "H200"])
-@pytest.mark.parametrize("ram", [4, 16, 32])
+@pytest.mark.parametrize("ram", [4, 8, 16, 32])
 def test_where_system_ram_is_short_the_answer_names_what_does(name, ram):
-    for family in ("qwen-image", "qwen-image-2.1", "qwen-image-edit-2511"):
-        asked = RunRequest(family, width=None, height=None)
+    for family, precision in itertools.product(members(), ("auto", "bf16", "int8", "fp8")):
+        asked = RunRequest(family, precision, width=None, height=None)
+        if not card(name).facts().multiplies(precision):
+            continue
         found = estimate(asked, card(name), ram_bytes=ram * GIB)
         answer = estimate_json(found)
         short = found.host_ram_bytes > ram * GIB
@@ -501,11 +504,36 @@ def test_where_system_ram_is_short_the_answer_names_what_does(name, ram):
         less = found.with_less_ram
         assert all(count <= ram * GIB for count in less.values()) and not (less and not short)
         assert all(what in remedy(found) for what in less)
-    # A file in int8 is mapped.
-    newest = RunRequest("qwen-image-2.1", width=None, height=None)
-    assert not estimate(newest, card("4090"), ram_bytes=16 * GIB).short_of_ram
-    made = estimate(RunRequest(), card("4090"), ram_bytes=16 * GIB)
-    assert made.short_of_ram and "qwen-image-2.1" in made.with_less_ram
+        others = [RunRequest(what, width=None, height=None) for what in less if what in members()]
+        if set_so := SET.findall(remedy(found)):
+            others.append(replace(asked, **{NAMES[name]: value for name, value in set_so}))
+        for other in others:
+            again = estimate(other, card(name), ram_bytes=ram * GIB)
+            assert not again.short_of_ram and (short or again.verdict == FITS)
+
+
+NAMES = {
+    "precision": "precision",
+    "modulation": "modulation",
+    "text_encoder_precision": "text_encoder",
+    "text_encoder_placement": "text_encoder_place",
+}
+SET = re.compile(rf"\b({'|'.join(NAMES)}) ([^,(]+)(?:,| \()")
+
+
+def test_auto_takes_the_file_as_it_is_where_system_ram_is_short():
+    for family, stored in ("qwen-image-2512", "fp8"), ("qwen-image-layered", "bf16"):
+        asked = RunRequest(family, width=None, height=None)
+        found = estimate(asked, card("4090"), ram_bytes=16 * GIB)
+        assert not found.short_of_ram and found.option.setting.precision == stored
+        assert found.downloads[0].name == asked.member.files[stored].name
+        named = estimate(replace(asked, precision="int8"), card("4090"), ram_bytes=16 * GIB)
+        assert named.short_of_ram and len(named.with_less_ram) == 3
+    count = weight_bytes(FULL_SIZE, "fp8").total
+    cast = Parts(FULL_SIZE, count, 0, file_bytes=(("transformer", count),), kept="fp8", cast=True)
+    for gib, precision in (16, "fp8"), (32, "int8"):
+        found = estimate(RunRequest(precision="fp8", parts=cast), L40S, ram_bytes=gib * GIB)
+        assert not found.short_of_ram and found.option.setting.precision == precision
 
 
 @pytest.mark.parametrize("member", members().values(), ids=members())

@@ -79,7 +79,7 @@ def on_card(found):
         ("bf16", L40S, "fp8", "bf16", ["expanded to bf16, which does not restore what fp8 lost"]),
         (
             *("bf16", RTX_4090, "bf16", "bf16"),
-            ["; 2", " of 25.4 GiB of weights stay on RTX 4090", " to the card in every pass, "],
+            ["; 2", " of 25.4 GiB of weights stay on RTX 4090", " to the GPU in every pass, "],
         ),
         ("bf16", None, "int8", "bf16", ["expanded to bf16, which does not restore what int8 lost"]),
         ("fp8", L40S, "bf16", "fp8", ["the file's bf16 is quantized to fp8 on load; 25.4 GiB"]),
@@ -165,7 +165,7 @@ def test_every_decision_has_its_size_and_every_refusal_a_way_out():
 
 def test_limits_of_the_cards():
     message = (
-        "fp8 needs a card of sm_89 or newer and NVIDIA A100 is sm_80: "
+        "fp8 needs a GPU of sm_89 or newer and NVIDIA A100 is sm_80: "
         "choose auto, bf16, int8, as stored."
     )
     for stored in ("bf16", "fp8"):
@@ -187,7 +187,7 @@ def test_the_reason_tells_whether_all_weights_stay():
         found = decide("int8", "bf16", RTX_3060, modulation)
         assert f"of {on_card(found)}" in found.reason
         moved = found.option.moved_bytes / GIB
-        ends = f"{moved:.1f} GiB moves to the card in every pass, {2 * moved:.1f} GiB in every step"
+        ends = f"{moved:.1f} GiB moves to the GPU in every pass, {2 * moved:.1f} GiB in every step"
         assert found.reason.endswith(ends)
 
 
@@ -221,7 +221,7 @@ def test_the_place_and_its_reason():
     assert found.place_reason == "modulation: 12.7 GiB stays in system RAM"
     found = decide("bf16", "bf16", H100)
     assert not found.off_card
-    assert "12.7 GiB stays on the card" in found.place_reason
+    assert "12.7 GiB stays in VRAM" in found.place_reason
     assert not decide("int8", "bf16", L40S).off_card
     for card in (L40S, H100):
         found = decide("fp8", "bf16", card, "off card")

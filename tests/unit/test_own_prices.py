@@ -26,7 +26,7 @@ def test_what_is_written_is_read(prices, gap):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("L40S", ("'L40S' is not a card and its price in USD per hour", "'L40S = 0.79'")),
+        ("L40S", ("'L40S' is not a GPU and its price in USD per hour", "'L40S = 0.79'")),
         ("L40S 0.79", ("'L40S 0.79'", "write")),
         ("= 0.79", ("'= 0.79'", "write")),
         ("L40S = cheap", ("'L40S = cheap'", "write")),

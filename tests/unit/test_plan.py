@@ -92,7 +92,7 @@ def test_every_reason_has_figures_and_is_one_line(name):
         assert card(name).name in reasons(option)["room"]
         if option.moved_bytes:
             each = option.moved_bytes / GIB
-            assert f"{each:.1f} GiB moves to the card in every pass" in why(option)
+            assert f"{each:.1f} GiB moves to the GPU in every pass" in why(option)
             assert f"{2 * each:.1f} GiB in every step" in why(option)
 
 
@@ -259,13 +259,13 @@ def test_whole_decoding_by_name():
     assert not tight[0].resident
     assert tight[0].moved_bytes == 0
     assert "stay on card while sampling, but decoding needs" in why(tight[0])
-    assert "leaves the card and comes back for each image" in why(tight[0])
+    assert "leaves VRAM and comes back for each image" in why(tight[0])
     assert tight[1].resident and tight[1].setting.precision == "int8"
 
 
 @pytest.mark.parametrize("name", ["A100 80GB PCIe", "3090"])
 def test_a_precision_that_the_card_does_not_multiply(name):
-    message = r"fp8 needs a card of sm_89 or newer .*: choose auto, bf16, int8"
+    message = r"fp8 needs a GPU of sm_89 or newer .*: choose auto, bf16, int8"
     with pytest.raises(UnavailableError, match=message):
         plan(card(name), RunRequest(precision="fp8"))
     # Weights at hand are quantized already.
@@ -276,7 +276,7 @@ def test_a_precision_that_the_card_does_not_multiply(name):
 
 
 def test_turing_computes_in_bf16():
-    with pytest.raises(UnavailableError, match="int8 needs a card of sm_80 or newer"):
+    with pytest.raises(UnavailableError, match="int8 needs a GPU of sm_80 or newer"):
         plan(card("T4"), RunRequest(precision="int8"))
     option = plan(card("T4"), RunRequest(), "int8")[0]  # a file that holds it
     assert option.setting.precision == "int8" and option.setting.weight_only

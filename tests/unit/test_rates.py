@@ -206,7 +206,7 @@ def test_times_follow_the_attention_that_a_request_names(cards):
     for attention, name in itertools.product(ATTENTIONS, ("L40S", "H200", "A100 80GB SXM")):
         request = RunRequest(precision="int8", width=2048, height=2048, attention=attention)
         if (attention, name) == ("int8_fp8", "A100 80GB SXM"):
-            with pytest.raises(UnavailableError, match="int8_fp8 needs a card of sm_89"):
+            with pytest.raises(UnavailableError, match="int8_fp8 needs a GPU of sm_89"):
                 estimate(request, cards[name])
             continue
         found = estimate(request, cards[name])

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from qwen_l40s.cli import COMMANDS
+from qwen_l40s.planning.options import CHOICE_LABELS, LABELS
 from qwen_l40s.tools.workflows.notes import published
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -182,3 +183,13 @@ def test_messages_in_the_table_of_symptoms_are_the_codes_own():
     )
     assert len(quoted) > 10
     assert [text for text in quoted if not any(text in known for known in texts)] == []
+
+
+def test_the_table_of_names_in_api_files_holds_each():
+    text = section("Names in API files", NODES)
+    names = {*LABELS, *LABELS.values()}
+    for labels in CHOICE_LABELS.values():
+        names |= {*labels, *labels.values()}
+    steps = {"budget", "head", "tail", "longest", "gain"}  # of `cache`
+    names = {f"cache.{name}" if name in steps else name for name in names}
+    assert names <= {*re.findall(r"`([^`]+)`", text)}

@@ -60,7 +60,7 @@ from qwen_l40s.planning.request import (
         ({"cache": "taylor"}, "cache 'taylor'", "choose off, faithful, balanced, fast."),
         ({"cache": "custom"}, "cache 'custom'", "choose off, faithful, balanced, fast."),
         ({"steps": 20, "computed": 21}, "computed steps must be at most 20", "got 21"),
-        ({"layers": 3}, "paints no layers", "choose qwen-image-layered"),
+        ({"layers": 3}, "generates no layers", "choose qwen-image-layered"),
         ({"width": 32768, "height": 16384}, "tokens", "smaller size or batch"),
         ({"steps": 10**400}, "steps must be at most 10000", "far more"),
         ({"controlnet_bytes": 2**41}, "ControlNet bytes must be at most", "got 2199023255552"),

@@ -131,8 +131,8 @@ def test_what_the_command_refuses(capsys):
     for argv, words in (
         (["--cards", "0"], "cards must be at least 1, got 0"),
         (["--cards", "-2"], "cards must be at least 1, got -2"),
-        (["--cards", "2.5"], "--cards 2.5 must be a whole number of cards"),
-        (["--cards", "nan"], "--cards nan must be a whole number of cards"),
+        (["--cards", "2.5"], "--cards 2.5 must be a whole number of GPUs"),
+        (["--cards", "nan"], "--cards nan must be a whole number of GPUs"),
         (["--cards", "2", "--link", "0"], "the link is 0 GB/s"),
         (["--cards", "2", "--link", "-1"], "the link is -1"),
         (["--cards", "2", "--link", "nan"], "the link is nan"),

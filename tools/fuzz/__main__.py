@@ -1,5 +1,5 @@
 """Feeds broken files and texts to the package's readers: each is read, or refused in the error of
-its room, within 2 s of the processor's time and half a gigabyte.
+its room, within 2 s of the CPU's time and half a gigabyte.
 
 A case is drawn from its target, seed and number alone. A finding is printed with the file that
 repeats it, and ends the command with 1. What crashes or hangs ends it with a traceback; its case is
@@ -26,7 +26,7 @@ from ...files import printable
 from .targets import ROOT, TARGETS, Target
 
 SECONDS, BYTES = 2, 2**29
-STUCK = 60  # seconds of a case, for `SECONDS` of a processor that many share
+STUCK = 60  # seconds of a case, for `SECONDS` of a CPU that many share
 MEMORY = "/dev/shm"  # a disk takes longer than most cases
 
 
@@ -96,7 +96,7 @@ def drawn(target: Target, random: Random) -> tuple[bytes, int]:
 
 
 class TooSlowError(BaseException):
-    """The processor has worked for `SECONDS`."""
+    """The CPU has worked for `SECONDS`."""
 
 
 def stop(*_: object) -> None:

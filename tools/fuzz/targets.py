@@ -1,4 +1,4 @@
-"""What is fuzzed: what valid files hold, how they are made of it, and who reads them."""
+"""Lists what is fuzzed: what valid files hold, how they are made of it, and who reads them."""
 
 import contextlib
 import io
@@ -50,7 +50,7 @@ class Target(NamedTuple):
 
 
 def dumped(value: Any) -> bytes:
-    """JSON, with what `HOSTILE` cannot say in Python's types."""
+    """Writes JSON, with what `HOSTILE` cannot say in Python's types."""
     text = json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
     # A change adds digits, and a case of gigabytes would fill the fuzzer's own memory.
     text = re.sub(rb'"@deep(\d{1,6})"', lambda it: b"[" * int(it[1]) + b"]" * int(it[1]), text)
@@ -62,7 +62,7 @@ def as_text(value: Any) -> str:
 
 
 def framed(entries: Any) -> tuple[bytes, int]:
-    """A safetensors file of {name: {"dtype", "shape"}} or {name: {"text": what its bytes say}}."""
+    """Returns a safetensors file of {name: {"dtype", "shape"}} or {name: {"text": bytes}}."""
     made, body, zeros = entries, b"", {}
     if isinstance(entries, dict):
         made = {**entries}
@@ -105,7 +105,7 @@ def png(values: Any) -> tuple[bytes, int]:
 
 
 def gguf_file(values: Any) -> tuple[bytes, int]:
-    """A file of [{key: [type, number, text or texts]}, {name: [type, shape, offset]}]."""
+    """Returns a file of [{key: [type, number, text or texts]}, {name: [type, shape, offset]}]."""
     about, tensors = values
     parts = [b"GGUF", struct.pack("<IQQ", 3, len(tensors), len(about))]
     for key, (kind, value) in about.items():

@@ -1,4 +1,4 @@
-"""Reads what nodes take and give, as GET /object_info of a ComfyUI says it.
+"""Reads what nodes take and give from GET /object_info of a ComfyUI.
 
 A part of that answer lies in `definitions.json`, so that workflows are checked without a ComfyUI:
 
@@ -28,8 +28,8 @@ WIDGET_TYPES = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO", DYNAMIC_COMBO}
 KEPT_OPTIONS = ("min", "max", "control_after_generate", "image_upload", "older_name", "older")
 # Choices that differ from machine to machine: files, and cards of the user's own list.
 OF_THE_MACHINE = {"model", "text_encoder", "vae", "lora", "control_net_name", "image", "card"}
-# The page changes a seed after a run, so that the first run paints the picture that the file's seed
-# gives, and the next one another. With "fixed" a second press of Run would do nothing: ComfyUI runs
+# The page changes a seed after a run, so that the first run generates the image of the file's seed,
+# and the next run another image. With "fixed" a second press of Run would do nothing: ComfyUI runs
 # no node whose inputs did not change.
 AFTER_A_RUN = "randomize"
 

@@ -1,4 +1,4 @@
-"""Writes what the note of a workflow says by itself: its files, what it takes of GPUs.
+"""Writes the generated lines of a workflow's note: its files, and what it takes of GPUs.
 
 Both follow from the workflow: `--write` puts them below the headings of `FILES` and `TAKES`, and
 leaves all other words of a note alone.

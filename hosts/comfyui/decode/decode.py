@@ -1,6 +1,6 @@
 """Decodes and encodes images through ComfyUI's VAE in the memory that is free.
 
-What comes out is what the host's own VAEDecode and VAEEncode give: up to rounding in our fused
+What comes out is what the host's VAEDecode and VAEEncode give: up to rounding in our fused
 layers and in exact tiles, and bit for bit where neither runs. Other VAEs and videos go the host's
 own way.
 """
@@ -252,7 +252,7 @@ class VaeBatch:
         tiles: as the user asks: 0 for the fewest that fit, or `WHOLE`, or at least so many.
         plan: makes a plan for a budget in bytes, or None for any.
         compute: runs some of the items as planned, into their part of the result.
-        host_bytes: host memory that `compute` takes besides the result.
+        host_bytes: system RAM that `compute` takes besides the result.
     """
 
     vae: comfy.sd.VAE
@@ -391,7 +391,7 @@ def on_processor(vae: comfy.sd.VAE) -> bool:
 def free_bytes(vae: comfy.sd.VAE) -> int:
     """Counts what activations can take while everything else stays where it is.
 
-    On the processor this is host memory. The patcher's own `get_free_memory` would count the
+    On the CPU this is system RAM. The patcher's own `get_free_memory` would count the
     weights of other models that dynamic VRAM could evict.
     """
     if on_processor(vae):

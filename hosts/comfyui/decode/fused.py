@@ -1,4 +1,4 @@
-"""ComfyUI's Qwen-Image VAEs, 1.x and 2.1, in pieces that a plan runs: its own layers, or ours."""
+"""Splits ComfyUI's VAEs of 1.x and 2.1 into pieces that a plan runs, ComfyUI's or ours."""
 
 from __future__ import annotations
 

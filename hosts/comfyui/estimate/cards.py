@@ -1,4 +1,4 @@
-"""The card of an estimate: the one that ComfyUI runs on, or any of the list."""
+"""Finds the card of an estimate: the one that ComfyUI runs on, or any of the list."""
 
 from __future__ import annotations
 

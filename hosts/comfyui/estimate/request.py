@@ -1,4 +1,4 @@
-"""A request from a node's settings and from what is wired into it, which wins; and its estimate."""
+"""Makes a request, and its estimate, from a node's settings and its wires, which win."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The true sizes of a MODEL, CLIP and VAE, read where they lie without moving them."""
+"""Reads the true sizes of a MODEL, CLIP and VAE where they lie, without moving them."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def clip_sizes(clip: comfy.sd.CLIP) -> TrueClip:
             "Qwen2.5-VL: connect Qwen-Image's CLIP, or none."
         )
     place = getattr(clip, "placement", "auto")  # of our loader's
-    # On a machine without a card everything computes on the processor, which nobody has asked for.
+    # On a machine without a card everything computes on the CPU, which nobody has asked for.
     has_card = not comfy.model_management.is_device_cpu(comfy.model_management.get_torch_device())
     if has_card and comfy.model_management.is_device_cpu(clip.patcher.load_device):
         place = ON_PROCESSOR

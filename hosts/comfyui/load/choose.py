@@ -1,6 +1,6 @@
-"""What the loader nodes offer: files and folders in ComfyUI's model folders, whose names end with
-"/", and the micro model. Names never hold a machine's paths, so that a workflow opens on the next.
-What its header says is Qwen-Image comes first, and a new node has it chosen.
+"""Lists what the loader nodes offer: files and folders in ComfyUI's model folders, whose names end
+with "/", and the micro model. Names never hold a machine's paths, so that a workflow opens on
+another machine. Files whose header is Qwen-Image's come first, and a new node chooses the first.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ LISTED = 3  # choices in a message
 
 
 def choices(role: str) -> list[str]:
-    """What fits the role first, then the rest, each as ComfyUI sorts files and then folders; the
-    bundled micro model last.
+    """Returns what fits the role first, then the rest, each as ComfyUI sorts files and then
+    folders; the bundled micro model last.
     """
     return offered(role)["options"]
 
 
 def offered(role: str) -> dict[str, Any]:
-    """A widget's `options`, and its `default`: the first that fits, else the micro model."""
+    """Returns a widget's `options` and `default`: the first that fits, else the micro model."""
     fitting, others = _ranked(role)
     micros = [name for name in MICROS if bundled_micro_folder(MICROS[name]).is_dir()]
     return {"options": [*fitting, *others, *micros], "default": next(iter(fitting), MICRO)}
@@ -119,7 +119,7 @@ def _rank_of_folder(path: Path, role: str) -> tuple[bool, ...] | None:
 
 
 def resolve(name: str, role: str) -> Path:
-    """The path behind a choice.
+    """Returns the path behind a choice.
 
     Raises:
         SettingError: there is no such choice; the message lists the ones that look like it.
@@ -154,7 +154,7 @@ def _some(names: list[str]) -> str:
 
 
 def source_of(name: str, role: str) -> Source:
-    """What the headers behind a choice say. They are read once, until a file is replaced.
+    """Returns what the headers behind a choice say. They are read once, until a file is replaced.
 
     Raises:
         SettingError: there is no such choice.
@@ -195,8 +195,8 @@ _companions: dict[tuple[State, str], tuple[list[str], Path]] = remembered({})
 
 
 def find_companion(model: Source, role: str, *, look: bool = True) -> Source:
-    """The text encoder or VAE that belongs to a model: from the same folder or checkpoint, else the
-    file whose header fits.
+    """Returns the text encoder or VAE that belongs to a model: from the same folder or checkpoint,
+    else the file whose header fits.
 
     Of several, one that is named after Qwen comes first (Wan 2.1's VAE has the same tensors), then
     a text encoder with its vision tower, then what is not quantized, then ComfyUI's order.

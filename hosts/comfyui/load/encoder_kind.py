@@ -1,6 +1,6 @@
-"""What of ComfyUI the text encoders are built with. Sizes can be set; the vision tower is built
-whole. A model folder's own tokenizer takes the place of the published one's, and the end of the
-chat template is found by its ids.
+"""Builds text encoders of ComfyUI's classes. Sizes can be set; the vision tower is built whole. A
+model folder's own tokenizer replaces the published one, and the end of the chat template is found
+by its ids.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def end_of_template(ids: Sequence[object], tokenizer: FolderTokenizer) -> int:
 
 
 def is_token(token: object, expected: int) -> bool:
-    """Whether it is that id, and no image or textual inversion."""
+    """Returns whether it is that id, and no image or textual inversion."""
     return not torch.is_tensor(token) and token == expected
 
 
@@ -128,7 +128,7 @@ def refuse_images() -> None:
 def tokenizer_class(
     tokenizer: FolderTokenizer, width: int, base: type[comfy.sd1_clip.SD1Tokenizer], name: str
 ) -> type[comfy.sd1_clip.SD1Tokenizer]:
-    """ComfyUI's tokenizer over the folder's vocabulary, for embeddings `width` wide.
+    """Returns ComfyUI's tokenizer over the folder's vocabulary, for embeddings `width` wide.
 
     Args:
         name: What ComfyUI calls the text encoder.
@@ -219,7 +219,7 @@ class HostEncoder(NamedTuple):
 
 
 def kind_of(source: Source) -> EncoderKind:
-    """What a file is loaded with.
+    """Returns what a file is loaded with.
 
     Raises:
         UnavailableError: this ComfyUI is older than the model.
@@ -258,7 +258,7 @@ def text_only_class(
     base: type[comfy.sd1_clip.SDClipModel] = comfy.sd1_clip.SDClipModel,
     **more: Any,
 ) -> type[comfy.sd1_clip.SDClipModel]:
-    """The class that replaces ComfyUI's around a model; `pad` is its tokenizer's padding."""
+    """Returns the class that replaces ComfyUI's around a model; `pad` pads the tokenizer's ids."""
 
     class TextOnlyModel(base):
         def __init__(
@@ -293,7 +293,7 @@ NAME = "qwen25_7b"  # what ComfyUI's Qwen-Image classes call this encoder
 def encoder_class(
     base: type[QwenImageTEModel], tokenizer: FolderTokenizer
 ) -> type[QwenImageTEModel]:
-    """`base`, which is ComfyUI's, cutting off the template by the folder's ids."""
+    """Returns `base`, which is ComfyUI's, cutting off the template by the folder's ids."""
 
     class Encoder(base):
         def encode_token_weights(

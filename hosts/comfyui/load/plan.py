@@ -1,4 +1,4 @@
-"""What is decided of a transformer before its weights are read, one `LoadPlan` from the headers,
+"""Decides all about a transformer before its weights are read, as one `LoadPlan` from the headers,
 the card and the memory.
 """
 
@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import comfy.memory_management
 import comfy.model_management
@@ -26,7 +26,7 @@ from ....machine.memory import available_memory
 from ....optimizations.linear import why_not_int8
 from ....planning.bytes import TransformerBytes, WeightBytes, weight_bytes
 from ....planning.phases import KEPT_FREE_BYTES
-from ....planning.plan import check_tensor_cores
+from ....planning.plan import check_tensor_cores, left_as_stored
 from ....planning.request import AUTO
 from ....spec.formats import BYTES_PER_WEIGHT, QUANTIZED, CardFacts, format_gib
 from ....spec.sizes import STAGING_BYTES
@@ -117,12 +117,10 @@ def plan_load(
         there = (found := KeptFile(source, name, keep)).open()
         needed = 0 if there else needed  # a mapped file
         kept = found if there or keep_quantized else None
-    if requested == AUTO and rounded and not gguf and needed > (free := available_memory()):
-        asked = AS_STORED if stored in QUANTIZED else "bf16"
+    if rounded and not gguf and left_as_stored(requested, needed, free := available_memory()):
         why = f"auto: {name} takes {format_gib(needed)} of system RAM, {format_gib(free)} is free"
-        decision = decide_load(asked, modulation, **about, sizes=sizes)
-        rest = {name: getattr(decision, name).partition("; ")[2] for name in ("reason", "why")}
-        decision = replace(decision, **{name: f"{why}; {it}" for name, it in rest.items()})
+        asked = AS_STORED if stored in QUANTIZED else "bf16"
+        decision = decide_load(asked, modulation, **about, sizes=sizes, because=why)
         name, rounded, kept = decision.precision, False, None
         needed = _host_bytes(source, stored, decision, sizes, card)
     check_host_memory(needed, f"{source.path.name} in {'w4a8' if packed else name}")
@@ -154,7 +152,7 @@ def check_settings(source: Source, requested: str, keep: Sequence[str]) -> None:
 
 
 def card_facts(device: torch.device) -> CardFacts | None:
-    """The NVIDIA card that a MODEL is loaded for; None for everything else."""
+    """Returns the NVIDIA card that a MODEL is loaded for; None for everything else."""
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     properties = torch.cuda.get_device_properties(device)
@@ -163,7 +161,7 @@ def card_facts(device: torch.device) -> CardFacts | None:
 
 
 def host_shape(source: Source) -> TransformerShape:
-    """A transformer's sizes as ComfyUI builds it.
+    """Returns a transformer's sizes as ComfyUI builds it.
 
     Raises:
         CheckpointError: a tensor is missing or has another shape.
@@ -175,10 +173,10 @@ def host_shape(source: Source) -> TransformerShape:
 
 
 def check_host_memory(needed: int, what: str) -> None:
-    """Refuses before reading what host memory cannot hold.
+    """Refuses before reading what system RAM cannot hold.
 
     Args:
-        needed: the peak in bytes of host memory that is not a mapped file.
+        needed: the peak in bytes of system RAM that is not a mapped file.
         what: the subject of the sentence, such as `qwen_image_bf16.safetensors in int8`.
 
     Raises:
@@ -203,7 +201,7 @@ def _stored_precision(source: Source) -> str:
 
 
 def _knows_packed(source: Source) -> bool:
-    """Whether the file has weights in 4 or 6 bits, and this ComfyUI's layers take all of them."""
+    """Returns whether weights are in 4 or 6 bits, and this ComfyUI's layers take all."""
     quantization = source.part.quantization
     if joined_bytes(source):  # each has a codebook of its own: together they become int8
         return False

@@ -1,4 +1,4 @@
-"""What a loader reports of a part that it has loaded, and each sentence about a transformer."""
+"""Writes what a loader reports of a part, and each sentence about a transformer."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def what_was_rounded(precision: str, layers: Sequence[str], left: Sequence[str])
 
 def what_is_not_quantized(dtype: torch.dtype, kept: Sequence[torch.Tensor]) -> list[str]:
     """Notes the `kept` weights beside quantized ones, and a dtype that is not bf16: ComfyUI holds
-    them in what the device computes in, on most processors fp32.
+    them in what the device computes in, on most CPUs fp32.
     """
     notes = []
     name = FLOAT_NAMES.get(dtype, str(dtype))

@@ -1,6 +1,6 @@
-"""Loads a text encoder of Qwen-Image into a ComfyUI CLIP that says where it stays: ComfyUI moves it
-to the card before each encoding, 15 GiB of the full-size one, and leaves it there until something
-else needs the room.
+"""Loads a text encoder of Qwen-Image into a ComfyUI CLIP, with a choice of its place. By default
+ComfyUI moves it to the card before each encoding, and leaves it there until something else needs
+the room.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ PLACEMENTS = {
 
 
 def device_options(placement: str) -> dict[str, torch.device]:
-    """What ComfyUI takes in `model_options` for a placement.
+    """Returns what ComfyUI takes in `model_options` for a placement.
 
     Raises:
         SettingError: the placement is unknown.
@@ -222,7 +222,7 @@ def load_text_encoder(
         CheckpointError: the file is not a text encoder of Qwen-Image that ComfyUI can run, is
             damaged, or its tokenizer is missing.
         SettingError: the precision or the placement is unknown.
-        UnavailableError: host memory does not suffice, or this ComfyUI is older than the model.
+        UnavailableError: system RAM does not suffice, or this ComfyUI is older than the model.
     """
     check_known("text encoder precision", precision, LOADER_PRECISIONS)
     devices = device_options(placement)
@@ -237,7 +237,7 @@ def load_text_encoder(
         if clip is None:
             raise
         return _as_comfyui(clip, source, placement, fault)
-    # ComfyUI has no dynamic VRAM for what computes on the processor.
+    # ComfyUI has no dynamic VRAM for what computes on the CPU.
     mapped = (
         comfy.memory_management.aimdo_enabled and not disable_dynamic and placement != ON_PROCESSOR
     )

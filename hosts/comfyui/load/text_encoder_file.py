@@ -1,4 +1,4 @@
-"""Fits a text encoder's file to ComfyUI: its sizes, and its weights as that loads them."""
+"""Fits a text encoder's file to ComfyUI: its sizes, and its weights as ComfyUI loads them."""
 
 from __future__ import annotations
 

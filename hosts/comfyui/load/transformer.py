@@ -167,10 +167,10 @@ def _build(plan: LoadPlan, disable_dynamic: bool = False) -> tuple[ModelPatcher,
 def _fast_disk(
     patcher_class: type[ModelPatcher], tensors: dict[str, torch.Tensor]
 ) -> dict[str, bool]:
-    """What ComfyUI's own loader tells a patcher about the disk; nothing where it takes nothing.
+    """Returns what ComfyUI's loader tells a patcher about the disk, if it takes that.
 
     With a fast one dynamic VRAM reads weights from the file again rather than hold a pinned copy
-    of them in host memory.
+    of them in system RAM.
     """
     find = getattr(getattr(comfy, "storage", None), "state_dict_fast_disk", None)
     if find is None or "fast_disk" not in inspect.signature(patcher_class.__init__).parameters:
@@ -203,7 +203,7 @@ def _keep_off_card(patcher: ModelPatcher, quantized: bool) -> None:
 def _model_config(
     plan: LoadPlan, tensors: dict[str, torch.Tensor], device: torch.device
 ) -> comfy.supported_models.BASE:
-    """ComfyUI's configuration of the model, with the dtypes that its own loader would choose."""
+    """Returns ComfyUI's configuration of the model, with the dtypes that its loader chooses."""
     kind = kind_of_family(plan.shape.family, plan.source.path)
     sizes: dict[str, Any] = comfy.model_detection.detect_unet_config(tensors, "")
     try:

@@ -175,7 +175,7 @@ def quantize_shown(
     per_row: bool = True,
     most: float = math.inf,
 ) -> dict[str, torch.Tensor]:
-    """The tensors of rounded layers, with room made on the card and a progress bar in the page.
+    """Yields the tensors of rounded layers; makes room on the card, shows progress.
 
     Args:
         most: The relative error of int8 above which a layer becomes bf16.

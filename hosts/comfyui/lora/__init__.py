@@ -1,1 +1,1 @@
-"""LoRAs on a ComfyUI MODEL: merged into its weights, or as a bypass around them."""
+"""Applies LoRAs to a ComfyUI MODEL: merged into its weights, or as a bypass around them."""

@@ -1,4 +1,4 @@
-"""Applies a LoRA file to a MODEL by ComfyUI's own protocol, and tells what came of it.
+"""Applies a LoRA file to a MODEL by ComfyUI's protocol, and reports what came of it.
 
 Everything that is wrong with the file is found here, before sampling: ComfyUI itself logs a line
 for each tensor that it skips or cannot add, and samples on.
@@ -86,7 +86,7 @@ class LoraReport:
     steps: tuple[str, ...] = ()
 
     def summary(self) -> str:
-        """How much was applied, for the node."""
+        """Returns how much was applied, for the node."""
         if self.strength == 0:
             return "Not applied: strength 0"
         merged = "merged" if self.how == "merge" else "bypass"
@@ -96,7 +96,7 @@ class LoraReport:
         return "\n".join([*lines, *self.steps])
 
     def text(self) -> str:
-        """One line, and a second one where there is more to know."""
+        """Writes one line, and a second one where there is more to know."""
         size = [format_gib(self.bytes)]
         if self.ranks:
             low, high = self.ranks

@@ -1,18 +1,18 @@
-"""Bypass: computes a LoRA next to the layers that it changes and leaves their weights alone.
+"""Computes a LoRA next to the layers that it changes, and leaves their weights alone (bypass).
 
 A LoRA is one of the MODEL's patches, as any node adds it: nodes that save, merge or extract read
-patches. For the length of a run the patches that a merge would damage are taken out of the patcher
-that samples, and computed: those on quantized weights, and those that were asked for as bypass.
+patches. During a run, patches that a merge would damage are taken out of the patcher that samples,
+and are computed: patches of quantized weights, and patches that were asked for as bypass.
 
-Core has another "bypass". It is not used, because in ComfyUI 0.33 a second LoRA takes the first
-one's place, or with a key of its own recurses without end after a reload (injections are removed in
-the order in which they were made); it stays with the modules of the first model when `clone` makes
-another one (torch.compile under dynamic VRAM, MultiGPU); it ignores `dora_scale`; its copies on the
-card are not counted as memory; and no node that saves or merges knows of it.
+ComfyUI has another "bypass". It is not used, for five reasons (ComfyUI 0.33). A second LoRA
+replaces the first, or with its own key recurses without end after a reload, because injections are
+removed in the order of their making. The bypass stays with the modules of the first model when
+`clone` makes another one (torch.compile under dynamic VRAM, MultiGPU). It ignores `dora_scale`.
+Its copies on the card are not counted as memory. No node that saves or merges knows it.
 
-Here the small matrices of all LoRAs are an additional model, which the host counts, loads, moves
-and frees, and an APPLY_MODEL wrapper wraps the layers' `forward` for the length of one call only.
-The block executor does not call these: it reads the matrices (`Beside`).
+Here the small matrices of all LoRAs are an additional model, which ComfyUI counts, loads, moves and
+frees. An APPLY_MODEL wrapper wraps the layers' `forward` for one call. The block executor does not
+call these: it reads the matrices (`Beside`).
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ class Kronecker(torch.nn.Module):
 def bypass_change(
     adapter: comfy.weight_adapter.WeightAdapterBase, strength: float, dtype: torch.dtype
 ) -> Matrices | Kronecker | None:
-    """The adapter in `dtype`; None for a kind that must be merged (DoRA, a LoHa of a high rank, and
-    everything that is made for a convolution).
+    """Returns the adapter in `dtype`; None for a kind that must be merged (DoRA, a LoHa of a high
+    rank, and everything that is made for a convolution).
     """
     weights = adapter.weights
     if isinstance(adapter, comfy.weight_adapter.LoRAAdapter):
@@ -134,8 +134,8 @@ def bypass_change(
 
 
 def _is_sum(adapter: comfy.weight_adapter.WeightAdapterBase) -> bool:
-    """Whether an adapter's change is the same for every weight: without `dora_scale`, and of no
-    other shape than the weight.
+    """Returns whether an adapter's change is the same for every weight: without `dora_scale`, and
+    of no other shape than the weight.
     """
     if isinstance(adapter, comfy.weight_adapter.LoRAAdapter):
         return adapter.weights[4] is None and adapter.weights[5] is None
@@ -145,14 +145,12 @@ def _is_sum(adapter: comfy.weight_adapter.WeightAdapterBase) -> bool:
 
 
 def scale_of(alpha: float | None, rank: int | None) -> float:
-    """The factor that core puts on a product of matrices of a rank."""
+    """Returns the factor that core puts on a product of matrices of a rank."""
     return 1.0 if alpha is None or rank is None else alpha / rank
 
 
 def in_rows(change: Matrices | Kronecker, start: int, rows: int) -> Matrices | Kronecker:
-    """A change of some rows of a layer as one of all its `rows`: those before `start` and behind
-    it stay as they are.
-    """
+    """Returns a change of some rows, from `start` on, as one of all `rows` of the layer."""
     if isinstance(change, Matrices):
         return change._replace(up=_padded(change.up, start, rows))
     # A row of `outer` makes as many rows as `inner` has.
@@ -216,7 +214,7 @@ def compute_loras(patcher: ModelPatcher, key: str = BYPASS_KEY) -> None:
 
 
 def _readable(_: ModelPatcher | None, patcher: ModelPatcher) -> None:
-    """ON_CLONE callback: reads the patches of what is an attribute. ComfyUI's own method fails on
+    """Reads the patches of what is an attribute, as an ON_CLONE callback. ComfyUI's method fails on
     the scale and the marker that a quantized layer has in its state dict alone.
     """
     own = weakref.ref(patcher)  # a cycle would keep the model until a collection
@@ -240,7 +238,7 @@ def _is_attribute(model: torch.nn.Module, name: str) -> bool:
 
 
 def outer_sample(executor: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """OUTER_SAMPLE wrapper: one run, with the patcher that has other LoRAs beside its layers."""
+    """Runs one sampling run with the patcher that has other LoRAs (OUTER_SAMPLE)."""
     guider = executor.class_obj
     before = guider.model_patcher
     with harmless():
@@ -317,7 +315,7 @@ def _split(
 def _computed(
     model: Any, key: str, patches: Sequence[Patch], hook: Any
 ) -> dict[int, tuple[str, Matrices | Kronecker]]:
-    """{place among the patches of a weight: (layer, change)} of those that are computed."""
+    """Returns {place among the patches of a weight: (layer, change)} of those that are computed."""
     name, _, part = key.rpartition(".")
     if part != "weight" or not any(map(_is_adapter, patches)):
         return {}
@@ -345,7 +343,7 @@ def _is_adapter(patch: Patch) -> bool:
 
 
 def _adds(patch: Patch) -> bool:
-    """Whether a patch adds the same to every weight, so that it may be added in any order."""
+    """Returns whether a patch adds the same to every weight, and so may be added in any order."""
     _, change, of_model, offset, function = patch
     if of_model != 1.0 or function is not None or (offset is not None and offset[0]):
         return False
@@ -359,15 +357,15 @@ def is_quantized(weight: torch.Tensor) -> bool:
 
 
 def hook_merges(layer: torch.nn.Module, name: str) -> bool:
-    """Whether ComfyUI can merge what a hook changes into a layer's weight or bias during a run: it
-    cannot in a model that has quantized layers.
+    """Returns whether ComfyUI can merge what a hook changes into a layer's weight or bias during a
+    run: it cannot in a model that has quantized layers.
     """
     return not hasattr(layer, f"set_{name}")
 
 
 def bypass_models(patcher: ModelPatcher | None) -> dict[BypassLayers, float]:
-    """{what lies beside the layers of a patcher's model now: its strength}. What is a hook's is
-    there while the hook is on, with the strength of its keyframe.
+    """Returns {what lies beside the layers of a patcher's model now: its strength}. What is a
+    hook's is there while the hook is on, with the strength of its keyframe.
     """
     if patcher is None:
         return {}
@@ -383,7 +381,7 @@ def state_of(patcher: ModelPatcher | None) -> Hashable:
 
 
 def _joined(pairs: Sequence[Matrices]) -> Matrices:
-    """One pair of them all, with zeros up to a multiple of RANKS_AT_ONCE."""
+    """Joins all into one pair of matrices, with zeros up to a multiple of RANKS_AT_ONCE."""
     up, down = torch.cat([it.up for it in pairs], dim=1), torch.cat([it.down for it in pairs])
     missing, pad = -len(down) % RANKS_AT_ONCE, torch.nn.functional.pad
     return Matrices(pad(up, (0, missing)), pad(down, (0, 0, 0, missing)))
@@ -439,7 +437,7 @@ class BypassLayers(torch.nn.Module):
         self._placed: tuple[Any, list[weakref.ref]] | None = None
 
     def of(self, model: torch.nn.Module) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
-        """(layer of the model, change) of each; finding the layers takes 5 ms the first time."""
+        """Returns (layer, change) of each; finding the layers takes 5 ms the first time."""
         if self._placed is None or self._placed[0]() is not model:
             # Weakly: the model has to go when it goes.
             layers = [weakref.ref(model.get_submodule(name)) for name in self.names]
@@ -451,7 +449,7 @@ class BypassLayers(torch.nn.Module):
         return list(zip(layers, self.changes, strict=True))
 
     def is_there(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether all pairs of matrices are on a device, in a dtype."""
+        """Returns whether all pairs of matrices are on a device, in a dtype."""
         weights = (linear._parameters["weight"] for linear in self._linears)
         return all(weight.device == device and weight.dtype == dtype for weight in weights)
 
@@ -489,13 +487,13 @@ class Beside:
         self.place = tuple(place)
 
     def runs_itself(self, layer: torch.nn.Module) -> bool:
-        """Whether the layer has a change that only its `forward` knows."""
+        """Returns whether the layer has a change that only its `forward` knows."""
         changed = isinstance(layer.__dict__.get("forward"), BypassForward) or layer in self.lows
         return changed and self.lows.get(layer) is None
 
 
 def is_foreign(layer: torch.nn.Module) -> bool:
-    """Whether somebody else than a LoRA of ours has changed what a layer computes."""
+    """Returns whether somebody else than a LoRA of ours has changed what a layer computes."""
     forward = layer.__dict__.get("forward")
     if not isinstance(forward, BypassForward) or layer._forward_hooks or layer._forward_pre_hooks:
         return is_changed(layer)
@@ -505,7 +503,7 @@ def is_foreign(layer: torch.nn.Module) -> bool:
 
 
 def run_bypass(executor: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """APPLY_MODEL wrapper: one forward with every change of the patcher that samples."""
+    """Runs a forward pass with every change of the patcher that samples (APPLY_MODEL)."""
     with bypassed(executor.class_obj):
         return executor(*args, **kwargs)
 

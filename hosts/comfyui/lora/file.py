@@ -1,4 +1,4 @@
-"""A LoRA file: what it is, its tensors by ComfyUI's names, and the scale that its metadata tell.
+"""Reads a LoRA file: what it is, its tensors by ComfyUI's names, and the scale in its metadata.
 
 Which tensors make a LoRA is ComfyUI's to say: `families.identify` names the forms that are known
 without it, and of others its own loader is asked.
@@ -51,7 +51,7 @@ class LoraFile:
 
 
 def inspect_lora(path: Path) -> CheckpointPart:
-    """What a LoRA file is, from its header: a model in the wrong slot has tens of gigabytes.
+    """Identifies a LoRA file by its header: a model in the wrong slot has gigabytes.
 
     Raises:
         CheckpointError: it is no LoRA, or more than one, and belongs elsewhere.

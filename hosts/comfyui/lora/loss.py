@@ -1,4 +1,4 @@
-"""What a merge of a LoRA rounds away, what a bypass costs, and which of both `auto` takes."""
+"""Predicts what a LoRA's merge rounds away and what a bypass costs, and chooses for `auto`."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def told(loss: float, asked: str, how: str, cost: str) -> str:
 
 
 def step_cost(model: ModelPatcher, patches: Mapping[Any, Any]) -> str:
-    """Predicts what a bypass makes of a step in bf16, on an L40S at the family's own size; no
+    """Predicts what a bypass makes of a step in bf16, on an L40S at the family's size; no
     figure where a change is not two matrices. `patches` as of `merge_loss`.
     """
     adapters = [it for it in patches.values() if isinstance(it, WeightAdapterBase)]

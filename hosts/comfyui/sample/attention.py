@@ -1,4 +1,4 @@
-"""The attention of a MODEL: a backend of this package in ComfyUI's one slot for it.
+"""Puts a backend of this package into ComfyUI's one slot for a MODEL's attention.
 
 The slot is `transformer_options["optimized_attention_override"]`. Whoever writes it last is heard:
 a node after this one replaces this choice, and a choice that was there before stays where this one
@@ -32,7 +32,7 @@ HARMLESS = {"transformer_options", "_inside_attn_wrapper"}
 
 
 class SlotAttention(ChosenAttention):
-    """Attention by the backend that is chosen for the shapes at hand; fills the slot."""
+    """Attention by the backend that is chosen for the shapes of the call; fills the slot."""
 
     host = "ComfyUI's"
 
@@ -59,7 +59,7 @@ class SlotAttention(ChosenAttention):
         skip_output_reshape: bool = False,
         **others: Any,
     ) -> torch.Tensor:
-        """What ComfyUI calls; `default` takes the calls of other forms than Qwen-Image's."""
+        """Attends, as ComfyUI calls it; `default` takes calls of other forms than Qwen-Image's."""
         as_qwen = (
             skip_reshape
             and not skip_output_reshape
@@ -106,12 +106,12 @@ class GuidedAttention:
         self.last: int | None = None
 
     def begin(self, index: int) -> Any:
-        """The guidance of a block that our executor runs."""
+        """Returns the guidance of a block that our executor runs."""
         self.last = index
         return self.of(index)
 
     def again(self) -> None:
-        """The same block runs once more, to be compared, and is guided too."""
+        """Guides the same block once more, which runs again to be compared."""
         self.last = None
 
     def __call__(
@@ -125,7 +125,7 @@ class GuidedAttention:
         skip_reshape: bool = False,
         **others: Any,
     ) -> torch.Tensor:
-        """What ComfyUI calls for its own blocks."""
+        """Attends, as ComfyUI calls it in its own blocks."""
         inner = default if self.before is None else partial(self.before, default)
 
         def attend(*given: torch.Tensor | None, lse: bool = False) -> torch.Tensor | None:
@@ -146,13 +146,13 @@ class GuidedAttention:
 
 
 def unguided(options: dict[str, Any]) -> dict[str, Any]:
-    """transformer_options whose slot holds what a `GuidedAttention` has found there."""
+    """Returns transformer_options whose slot holds what a `GuidedAttention` has found there."""
     filled = options.get(SLOT)
     return _with_slot(options, filled.before) if isinstance(filled, GuidedAttention) else options
 
 
 def without_choice(options: dict[str, Any]) -> dict[str, Any]:
-    """transformer_options whose slot is empty where a `SlotAttention` fills it; still guided."""
+    """Returns transformer_options without a `SlotAttention` in the slot; still guided."""
     filled, inner = options.get(SLOT), unguided(options)
     if isinstance(inner.get(SLOT), SlotAttention):
         inner = _with_slot(options, None)
@@ -174,7 +174,7 @@ def host_attention(
     options: dict[str, Any],
     preferred: torch.nn.Module | None = None,
 ) -> torch.Tensor:
-    """ComfyUI's own attention, with what other nodes have put into the slot, or what the file says.
+    """Attends with ComfyUI's attention, or what other nodes or the file have chosen.
 
     Args:
         q, k, v: (batch, joint, heads, head_dim).
@@ -199,8 +199,8 @@ def host_attention(
 
 
 def file_choice(block: torch.nn.Module) -> torch.nn.Module | None:
-    """A block's `ComfyAttention`: what the file says in `config`, and in `function` what ComfyUI
-    runs for it, or None. None where ComfyUI does not read it, as 0.33.
+    """Returns a block's `ComfyAttention`: what the file says in `config`, and in `function` what
+    ComfyUI runs for it, or None. None where ComfyUI does not read it, as 0.33.
     """
     # Past Module.__getattr__, which takes 4 us where there is none: it is asked in every pass.
     for name in attention_names():

@@ -1,4 +1,4 @@
-"""Several cards for one MODEL: ComfyUI's clones of it, and who works on which forward pass.
+"""Uses several cards for one MODEL: ComfyUI's clones of it, and who works on which forward pass.
 
 ComfyUI gives every conditioning of a step to one card. At CFG 1, or with more cards than
 conditionings, some get none: these are shared out among the cards that work, as evenly as it goes.
@@ -32,7 +32,7 @@ from .run import CARDS_KEY, OPTIMIZATION_KEY, link_warning
 
 logger = logging.getLogger(__name__)
 
-CLONES = "multigpu_clones"  # of model_options: {card: patcher}, the MODEL's own first
+CLONES = "multigpu_clones"  # of model_options: {card: patcher}, the MODEL's first
 # Cards of one kind tell nearly the same memory: error correction and faulty rows take some.
 LIKE_MEMORY = 0.1
 
@@ -164,7 +164,7 @@ def share_idle_cards(
     timestep: torch.Tensor,
     model_options: dict[str, Any],
 ) -> Any:
-    """CALC_COND_BATCH wrapper: tells the passes of one step of the cards that have none.
+    """Offers the passes of one step the cards that have none (CALC_COND_BATCH).
 
     Where copies between cards lose data, as ComfyUI's own would, all prompts stay on one card. Once
     a card has run out of memory, the rest of the run does without the others.

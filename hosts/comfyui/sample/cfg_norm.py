@@ -1,4 +1,4 @@
-"""Guidance as diffusers computes it for Qwen-Image.
+"""Computes guidance as diffusers does for Qwen-Image.
 
 After `uncond + scale * (cond - uncond)`, diffusers gives every token of the result the norm that
 it has in `cond` (`QwenImagePipeline.__call__`). A token is a patch of 2 x 2 latent pixels with

@@ -1,4 +1,4 @@
-"""One call of ComfyUI's Qwen-Image, as the run of an optimized model sees it.
+"""Describes one call of ComfyUI's Qwen-Image for the run of an optimized model.
 
 ComfyUI's own loop over the blocks stays: it calls each block, and what other nodes do between two
 blocks or around one happens as ever.
@@ -57,14 +57,14 @@ IDLE = "qwen_l40s_idle"
 
 
 def is_skipped(options: Mapping[str, Any]) -> bool:
-    """Whether ComfyUI's EasyCache has answered a call in the transformer's place."""
+    """Returns whether ComfyUI's EasyCache has answered a call in the transformer's place."""
     # LazyCache, which keeps the same mark, has no wrapper there and skips the whole evaluation.
     wrapped = "easycache" in options.get("wrappers", {}).get("diffusion_model", {})
     return wrapped and bool(getattr(options.get("easycache"), "skip_current_step", False))
 
 
 def is_compiled(options: dict[str, Any]) -> bool:
-    """Whether TorchCompileModel puts a compiled model in the place of the one that is called."""
+    """Returns whether TorchCompileModel puts a compiled model instead of the one that is called."""
     # The key of comfy_api.torch_helpers.
     return bool(options.get("wrappers", {}).get("apply_model", {}).get("torch.compile"))
 
@@ -268,7 +268,7 @@ class ComfyPass(DoubleStream):
     def host_attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """ComfyUI's own, with what other nodes have put into the slot, or what the file says."""
+        """Attends with ComfyUI's attention, or what other nodes or the file have chosen."""
         # What is in the slot wins over the file, even where it has failed.
         options = unguided(self._options)
         said = None if SLOT in options else file_choice(self._block)
@@ -282,7 +282,7 @@ class ComfyPass(DoubleStream):
         return step._replace(guidance=slot.begin(self._options["block_index"]))
 
     def host_block(self, block: torch.nn.Module, arguments: dict[str, Any]) -> Streams:
-        """The block's own forward, without this package's attention."""
+        """Runs the block's forward, without this package's attention."""
         options = without_choice(arguments["transformer_options"])
         return type(block).forward(block, **{**arguments, "transformer_options": options})
 
@@ -294,7 +294,7 @@ def _defaults(block: type) -> dict[str, Any]:
 
 
 def rotary_of(matrices: torch.Tensor) -> Rotary:
-    """From ComfyUI's (batch, 1, joint, head_dim / 2, 2, 2) of [[cos, -sin], [sin, cos]]."""
+    """Converts ComfyUI's (batch, 1, joint, head_dim / 2, 2, 2) of [[cos, -sin], [sin, cos]]."""
     cos, sin = matrices[:, 0, :, :, 0, 0], matrices[:, 0, :, :, 1, 0]
     return Rotary(cos.contiguous(), sin.contiguous())
 

@@ -1,8 +1,8 @@
-"""Whether the weights of a model's blocks stay where they are, for the length of a forward pass.
+"""Finds out whether the weights of a model's blocks stay in place for the length of a forward pass.
 
 Without dynamic VRAM ComfyUI moves weights between two passes, and each way in which it does leaves
 a mark on the model. Under dynamic VRAM the weights lie in pages that the driver may take away at
-any time: pages that are all there are pinned for the pass, as ComfyUI does for its own graphs.
+any time. If all pages are there, they are pinned for the pass, as ComfyUI does for its graphs.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class HeldWeights:
     def during(
         self, model: Any, blocks: Sequence[torch.nn.Module], read: Any, shape: torch.Size
     ) -> Iterator[Hashable | None]:
-        """For one pass: a token of where the weights are, or None where they may move.
+        """Holds the weights for one pass: a token of where they are, or None where they may move.
 
         Args:
             read: The `ComfyLayers` of the pass.
@@ -171,7 +171,7 @@ class HeldWeights:
 
 
 def waits(blocks: Sequence[torch.nn.Module]) -> bool:
-    """Whether dynamic VRAM has yet to bring a layer's weights to the card."""
+    """Returns whether dynamic VRAM has yet to bring a layer's weights to the card."""
     pages = _pages(blocks)
     return bool(pages) and not _all_resident(pages)
 
@@ -182,19 +182,19 @@ _row_scales: WeakKeyDictionary[torch.nn.Module, torch.Tensor] = remembered(WeakK
 
 
 def drop_row_scales(blocks: Sequence[torch.nn.Module]) -> None:
-    """What was made for the weights of blocks leaves the card with them."""
+    """Drops what was made for the weights of blocks, which leaves the card with them."""
     for block in blocks:
         for layer in token_layers(block):
             _row_scales.pop(layer, None)
 
 
 def row_scale(layer: torch.nn.Module) -> torch.Tensor | None:
-    """The scale of a held layer's rows, (N, 1), where its weight has one for all."""
+    """Returns the scale of a held layer's rows, (N, 1), where its weight has one for all."""
     return _row_scales.get(layer)
 
 
 def stored(layer: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Weight and bias of a layer that is held, where they are.
+    """Returns weight and bias of a layer that is held, where they are.
 
     Under dynamic VRAM comfy.ops makes a Linear without a bias whose None is no parameter.
     """
@@ -211,7 +211,7 @@ _Found = dict[torch.nn.Module, tuple[Any, ...]]
 def _look(
     model: Any, blocks: Sequence[torch.nn.Module], read: Any, known: _Found
 ) -> Hashable | Verdict:
-    """At every layer: a token of the addresses and layouts of all tensors.
+    """Looks at every layer: returns a token of the addresses and layouts of all tensors.
 
     Takes 34 ms (an H200's host, dynamic VRAM) without what is `known` of the same pages.
     """
@@ -317,7 +317,7 @@ class _Marks(NamedTuple):
         stores: list[dict[str, Any]],
         beside: Beside,
     ) -> _Marks:
-        """The model's now.
+        """Returns the marks of a model as it is now.
 
         Args:
             stores: Of the layers' parameters; none under dynamic VRAM, where the card has copies.
@@ -341,7 +341,7 @@ class _Marks(NamedTuple):
         return cls(first.weight_function, norm, values, weights)
 
     def same(self, other: _Marks) -> bool:
-        """Whether nothing has moved between them."""
+        """Returns whether nothing has moved between them."""
         return (
             self.functions is other.functions
             and self.norm() is other.norm()
@@ -358,7 +358,7 @@ def _address_of(layer: torch.nn.Module, path: Sequence[str]) -> int:
 
 
 def _places(blocks: Sequence[torch.nn.Module], stores: list[dict[str, Any]], beside: Beside) -> int:
-    """Where all tensors are, a hash; takes 1 ms, so that only a run asks.
+    """Returns a hash of where all tensors are; takes 1 ms, so that only a run asks.
 
     Between two runs another extension may exchange any of them, which leaves no mark.
     """
@@ -378,7 +378,7 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _pages(blocks: Sequence[torch.nn.Module]) -> list[Pages]:
-    """The pages of all layers, each stretch of neighbours as one; none of a model without."""
+    """Returns the pages of all layers, each stretch of neighbours as one; none."""
     layers = (layer.__dict__ for block in blocks for layer in token_layers(block))
     found: list[Pages] = []
     for part in sorted((Pages(*own["_v"]) for own in layers if "_v" in own), key=lambda it: it[1]):

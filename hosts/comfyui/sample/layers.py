@@ -1,6 +1,6 @@
-"""ComfyUI's linear layers as the block executor takes them.
+"""Reads ComfyUI's linear layers for the block executor.
 
-A weight may be on the card, in host memory, or faulted in under dynamic VRAM; it may be quantized,
+A weight may be on the card, in system RAM, or faulted in under dynamic VRAM; it may be quantized,
 patched on its way by a LoRA, or wrapped by another extension. What is known is read through
 ComfyUI's own cast context; everything else runs itself.
 """
@@ -229,7 +229,7 @@ def _tensors(
 
 
 def _waits_as_it_is(layer: torch.nn.Module) -> bool:
-    """Whether a layer in pages has no copy that ComfyUI has pinned, and goes there unchanged."""
+    """Returns whether a layer in pages has no pinned copy, and goes there unchanged."""
     own = layer.__dict__
     changes = (f"{name}{end}" for name in TENSORS for end in ("_function", "_lowvram_function"))
     if "_v" not in own or any(map(own.get, changes)):

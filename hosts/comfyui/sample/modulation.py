@@ -1,6 +1,6 @@
-"""The modulation table of one ComfyUI model: what its entries hold for, and what fills it.
+"""Fills the modulation table of one ComfyUI model, and knows what its entries hold for.
 
-The table stays on the card between runs, so that a second image of the same schedule computes
+The table stays in VRAM between runs, so that a second image of the same schedule computes
 nothing; it leaves when ComfyUI moves a patcher with `on_detach` off the card.
 """
 
@@ -45,7 +45,7 @@ CALL_ARGUMENTS = ("c_concat", "c_crossattn", "control", "transformer_options")
 def by_name(
     args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What an APPLY_MODEL wrapper gets behind x and t, and the transformer_options among it."""
+    """Returns an APPLY_MODEL wrapper's arguments behind x and t, by name."""
     given = {**dict(zip(CALL_ARGUMENTS, args, strict=False)), **kwargs}
     return given, given.get("transformer_options") or {}
 
@@ -100,7 +100,7 @@ class _Layers:
         return self.unknown is not None or self._inventory.changed() is not None
 
     def change_in_use(self, patcher: ModelPatcher) -> bool:
-        """Whether somebody changes the weights as they are used, by the sigma for all we know."""
+        """Returns whether somebody changes the weights in use, perhaps by the sigma."""
         for layer in self._linears:
             own = layer.__dict__.get("_linear", layer).__dict__
             functions = *own.get("weight_function", ()), *own.get("bias_function", ())
@@ -114,7 +114,7 @@ class _Layers:
         self._marks = []
 
     def weights(self) -> bytes:
-        """A sample of the weights, which changes with them, whoever changes them."""
+        """Returns a sample of the weights, which changes with them, whoever changes them."""
         tensors = [tensor for layer in self._linears for tensor in plain_tensors(layer)]
         marks = [(it.data_ptr(), 0 if it.is_inference() else it._version) for it in tensors]
         if marks != self._marks:
@@ -181,7 +181,7 @@ class ModelModulation:
 
     @classmethod
     def of(cls, model: Any) -> ModelModulation:
-        """The model's own, made on first use."""
+        """Returns the modulation of a model, made on first use."""
         found = model.__dict__.get(MODULATION_KEY)
         if found is None:
             found = cls(model)
@@ -205,7 +205,7 @@ class ModelModulation:
 
     @contextmanager
     def during(self, call: Call) -> Iterator[None]:
-        """For the length of an APPLY_MODEL call: knows its schedule."""
+        """Knows the schedule for the length of an APPLY_MODEL call."""
         before = self._call, self._current
         self._call, self._current = call, None
         try:
@@ -214,7 +214,7 @@ class ModelModulation:
             self._call, self._current = before
 
     def entry(self, embedding: torch.Tensor) -> Entry:
-        """The modulation of all blocks for a timestep embedding, inside of `during`.
+        """Returns the modulation of all blocks for a timestep embedding, inside of `during`.
 
         Args:
             embedding: (batch, D), or (2 batch, D) where the second half is for timestep 0.
@@ -241,7 +241,7 @@ class ModelModulation:
         return entry
 
     def rows(self, layer: OffCardLinear, embedding: torch.Tensor) -> torch.Tensor | None:
-        """The output of an off-card layer from the table; None where the table is not for it.
+        """Returns an off-card layer's output from the table; None where it has none.
 
         ComfyUI's own blocks ask for the image stream with the whole embedding, then for the text
         stream with it or with its first half.
@@ -254,7 +254,7 @@ class ModelModulation:
             return None
         known, entry, copy = self._current
         rows = getattr(entry, layer.stream)[layer.block]
-        # The embedding or its first half; another node may have put another one in its place.
+        # The embedding or its first half; another node may have replaced it.
         same = embedding.data_ptr() == known.data_ptr() and embedding.dtype == known.dtype
         if copy is not None:  # or may have written to it
             same = same and torch.equal(embedding, copy[: len(embedding)])
@@ -264,7 +264,7 @@ class ModelModulation:
     def apply_model(
         executor: Any, x: torch.Tensor, t: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """APPLY_MODEL wrapper of a model with off-card layers: its own blocks use the table."""
+        """Runs a model with off-card layers, whose own blocks use the table (APPLY_MODEL)."""
         model, (given, options) = executor.class_obj, by_name(args, kwargs)
         call = Call(t, options, given, blocks_of(model.diffusion_model))
         with ModelModulation.of(model).during(call):
@@ -272,13 +272,13 @@ class ModelModulation:
 
     @staticmethod
     def outer_sample(executor: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """OUTER_SAMPLE wrapper of a model with off-card layers: one run."""
+        """Runs one sampling run of a model with off-card layers (OUTER_SAMPLE)."""
         ModelModulation.of(executor.class_obj.model_patcher.model).start_run()
         return executor(*args, **kwargs)
 
     @staticmethod
     def on_detach(patcher: ModelPatcher, unpatch_all: bool) -> None:
-        """ON_DETACH callback: the table leaves the card with the model."""
+        """Takes the table off the card with the model (ON_DETACH)."""
         if unpatch_all:
             ModelModulation.of(patcher.model).table.drop()
 
@@ -337,7 +337,7 @@ class ModelModulation:
         )
 
     def _schedule(self, embedding: torch.Tensor) -> list[torch.Tensor]:
-        """The embeddings of the run's timesteps in order; none where ComfyUI does not tell."""
+        """Returns the embeddings of the run's timesteps in order; none where ComfyUI has none."""
         t, options, given, _ = self._call
         sigmas = options.get("sample_sigmas")
         if sigmas is None or len(sigmas) < 3:

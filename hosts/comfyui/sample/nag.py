@@ -1,5 +1,5 @@
-"""Normalized attention guidance of a MODEL: a negative prompt where the sampler drops its own, as
-at CFG 1. A wrapper around each call of the transformer adds it, and `GuidedAttention` reads it.
+"""Guides a MODEL's attention away from a negative prompt (NAG), as at CFG 1. A wrapper around each
+call of the transformer adds the prompt, and `GuidedAttention` reads it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CARDS = Verdict("several GPUs share the run")
 OTHER = Verdict("this model has no known way to use a negative prompt")
 ONLY_NEGATIVE = Verdict("no forward pass in these steps had the positive prompt")
 LAST_STEP = 10_000
-# Of a conditioning, what says that it is for a part of the picture or of the run, and what for all.
+# Of a conditioning, what says that it is for a part of the image or of the run, and what for all.
 WHOLE = {"area": None, "mask": None, "default": None, "strength": 1.0} | {
     "start_percent": 0.0,
     "end_percent": 1.0,
@@ -86,7 +86,7 @@ class AttentionGuidance:
         self._cfg: float | None = None
 
     def outer_sample(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
-        """OUTER_SAMPLE wrapper: one run."""
+        """Runs one sampling run (OUTER_SAMPLE)."""
         guider = executor.class_obj
         self._guided = self._passes = 0
         self._aside = read_or(UNREAD, _refusal, guider, self._conditioning)
@@ -105,7 +105,7 @@ class AttentionGuidance:
         return output
 
     def forward(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
-        """DIFFUSION_MODEL wrapper: one call of the transformer."""
+        """Runs one call of the transformer (DIFFUSION_MODEL)."""
         transformer = executor.class_obj
         names = list(inspect.signature(type(transformer).forward).parameters)[1:]
         given = dict(zip(names, args, strict=False)) | kwargs

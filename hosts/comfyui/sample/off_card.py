@@ -1,4 +1,4 @@
-"""Modulation layers whose weights stay in host memory while the model runs.
+"""Keeps the weights of modulation layers in system RAM while the model runs.
 
 They hold a third of the parameters and see nothing but the timestep, so that a table of their
 outputs stands in for them on the card. ComfyUI moves and counts what a module has as parameters:
@@ -39,7 +39,7 @@ FUNCTIONS = ("weight_function", "bias_function")
 
 
 class OffCardLinear(torch.nn.Module):
-    """Stands in the place of one of the host's Linear layers and runs it."""
+    """Stands instead of one of the host's Linear layers and runs it."""
 
     # By this ComfyUI knows that it has to merge patches while it saves.
     comfy_cast_weights = True
@@ -109,7 +109,7 @@ class OffCardLinear(torch.nn.Module):
             return self._linear(x, *args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """That of the host's layer, which names the parts of a quantized weight."""
+        """Returns the state dict of ComfyUI's layer, which names parts of a quantized weight."""
         return self._linear.state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
@@ -147,12 +147,12 @@ class OffCardModulation(torch.nn.Sequential):
 
 class _OffCard:
     def _load_list(self, *args: Any, **kwargs: Any) -> list[tuple[Any, ...]]:
-        """The layers that ComfyUI moves, without those that stay off the card."""
+        """Returns the layers that ComfyUI moves, without those that stay off the card."""
         found = super()._load_list(*args, **kwargs)
         return [entry for entry in found if not any(isinstance(x, OffCardLinear) for x in entry)]
 
     def clone(self, *args: Any, **kwargs: Any) -> ModelPatcher:
-        """A clone without dynamic VRAM, for torch.compile or hooks, is one of these too."""
+        """Clones; a clone without dynamic VRAM, for torch.compile or hooks, is one of these too."""
         made = super().clone(*args, **kwargs)
         if type(made) is ModelPatcher:
             put(made, __class__=OffCardPatcher)
@@ -167,7 +167,7 @@ class OffCardDynamicPatcher(_OffCard, ModelPatcherDynamic):
     """The same under dynamic VRAM."""
 
     def __new__(cls, model: Any = None, load_device: Any = None, *args: Any, **kwargs: Any) -> Any:
-        # ComfyUI has no dynamic VRAM on the processor.
+        # ComfyUI has no dynamic VRAM on the CPU.
         if load_device is not None and comfy.model_management.is_device_cpu(load_device):
             return OffCardPatcher(model, load_device, *args, **kwargs)
         return super().__new__(cls, model, load_device, *args, **kwargs)
@@ -185,12 +185,12 @@ def take_off_card(model: Any) -> None:
 
 
 def off_card_layers(model: torch.nn.Module) -> list[OffCardLinear]:
-    """The OffCardLinear layers of a BaseModel or a transformer, in the order of its blocks."""
+    """Returns the OffCardLinear layers of a BaseModel or a transformer, in the order of blocks."""
     return [module for module in model.modules() if isinstance(module, OffCardLinear)]
 
 
 def named_weights(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """`named_parameters`, with the weights that are off the card."""
+    """Returns `named_parameters`, with the weights that are off the card."""
     yield from module.named_parameters()
     for name, layer in module.named_modules():
         if isinstance(layer, OffCardLinear):
@@ -201,7 +201,7 @@ def named_weights(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def plain_tensors(layer: torch.nn.Module) -> list[torch.Tensor]:
-    """The tensors of a linear layer, those that a quantized weight is made of one by one."""
+    """Returns the tensors of a linear layer, and each one that a quantized weight is made of."""
     tensors = (getattr(layer, name) for name in TENSORS)
     return [part for tensor in tensors if tensor is not None for part in _parts(tensor)]
 
@@ -230,14 +230,14 @@ def _scales(tensor: QuantizedTensor) -> list[str]:
 
 
 def _patched(patcher: ModelPatcher, key: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """As ComfyUI patches a weight that it loads to a card, bit for bit."""
+    """Patches a weight as ComfyUI does while it loads one to a card, bit for bit."""
     # The patches of hooks are in the weight already.
     if tensor is None or key not in patcher.patches:
         return tensor
     return patcher.patch_weight_to_device(key, device_to=tensor.device, return_weight=True)
 
 
-# Brings weights that wait in host memory past the card, and computes the modulation on the way.
+# Brings weights that wait in system RAM past the card, and computes the modulation on the way.
 
 logger = logging.getLogger(__name__)
 
@@ -263,10 +263,10 @@ def compute_off_card(
     patcher: ModelPatcher | None,
     figures: PassFigures,
 ) -> list[Entry]:
-    """`compute_entries` of blocks whose modulation is of OffCardLinear layers.
+    """Computes `compute_entries` of blocks whose modulation is of OffCardLinear layers.
 
     Where the card has no room for the layers on their way, ComfyUI is asked to make some; where
-    that does not help, the processor computes.
+    that does not help, the CPU computes.
 
     Args:
         patcher: Whose patches are on the weights; None for none.

@@ -1,4 +1,4 @@
-"""An optimized MODEL's sampling runs and forward passes, on ComfyUI's hooks."""
+"""Runs an optimized MODEL's sampling runs and forward passes, on ComfyUI's hooks."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ from .forward import IDLE, is_compiled, is_skipped
 from .held import HeldWeights, drop_row_scales
 from .modulation import Call, ModelModulation, by_name
 from .off_card import named_weights
+from .prompts import Prompts, alone
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +89,7 @@ class ComfyOptimization(Optimization):
         # Models on cards that share a pass, whose weights a run has asked for; None outside of one.
         self._brought: WeakSet[Any] | None = None
         self._weights: WeakKeyDictionary[Any, HeldWeights] = WeakKeyDictionary()  # where they are
+        self._prompts: WeakKeyDictionary[Any, Prompts] = WeakKeyDictionary()  # of the run
 
     @property
     def lossy_attention(self) -> bool:
@@ -115,7 +117,7 @@ class ComfyOptimization(Optimization):
         return set() if self.attention is None else self.attention.names()
 
     def outer_sample(self, executor: Any, noise: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """OUTER_SAMPLE wrapper: one run."""
+        """Runs one sampling run (OUTER_SAMPLE)."""
         self.start_run()
         self._rounded = read_or(0, lambda: lower(executor.class_obj.model_patcher).rounded)
         before, self._brought = self._brought, WeakSet()
@@ -127,6 +129,7 @@ class ComfyOptimization(Optimization):
                 output = self._sample(executor, noise, args, kwargs)
         finally:
             self._brought = before
+            self._prompts.clear()
             self.begins_again = before is not None
             if before is None:
                 self.end_run()
@@ -151,7 +154,7 @@ class ComfyOptimization(Optimization):
             patches.put(guider, conds=again)
 
     def on_detach(self, patcher: Any, unpatch_all: bool) -> None:
-        """ON_DETACH callback: what is kept for a model leaves the card with it."""
+        """Takes what is kept for a model off the card with the model (ON_DETACH)."""
         ModelModulation.on_detach(patcher, unpatch_all)
         if unpatch_all:
             drop_row_scales(blocks_of(patcher.model.diffusion_model))
@@ -161,7 +164,7 @@ class ComfyOptimization(Optimization):
     def apply_model(
         self, executor: Any, x: torch.Tensor, t: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """APPLY_MODEL wrapper: one forward pass."""
+        """Runs one forward pass (APPLY_MODEL)."""
         model, (given, options) = executor.class_obj, by_name(args, kwargs)
         file = self.read_file(model, options)
         others = not isinstance(options.get(SLOT), SlotAttention | None)
@@ -171,7 +174,11 @@ class ComfyOptimization(Optimization):
             own = patches.swap(options, SLOT, patches.ABSENT)
         weights = None if self._brought is None else self._weights
         idle = options.get(IDLE, {}).get(model, ()) if self._blocks else ()
-        control = given.get("control")
+        control, prompts = given.get("control"), Prompts()
+        if self._brought is not None and alone(options):
+            prompts = self._prompts.setdefault(model, prompts)
+            device = model.current_patcher.load_device
+            args, kwargs = (), prompts.bring(given, device, model.get_dtype_inference())
         host = kind_of(model).passes(model, self.attention, x, options, control, weights, idle)
         self._masked = others and host.masked
         try:
@@ -186,7 +193,8 @@ class ComfyOptimization(Optimization):
                 # Compiled, it would trace what stands there; 2.1's may be gone in a newer ComfyUI.
                 if not is_compiled(options) and hasattr(model.diffusion_model, "_forward"):
                     run = functools.partial(self.run_pass, host)
-                    runs = stack.enter_context(_inside(model.diffusion_model, run))
+                    inner = stack.enter_context(prompts.lookups(model.diffusion_model))
+                    runs = stack.enter_context(_inside(model.diffusion_model, inner, run))
                     output = executor(x, t, *args, **kwargs)
                     if not (runs or is_skipped(options)):
                         self.pass_by(model)
@@ -200,7 +208,7 @@ class ComfyOptimization(Optimization):
         if self._brought is None or host.owner in self._brought:
             return
         self._brought.add(host.owner)
-        # Without room for them they wait in host memory, and the pass runs on one card.
+        # Without room for them they wait in system RAM, and the pass runs on one card.
         context = comfy.model_management.cuda_device_context(host.device)
         with context, suppress(torch.OutOfMemoryError):
             host.layers.bring(host.blocks, torch.empty(0, dtype=host.dtype, device=host.device))
@@ -208,12 +216,14 @@ class ComfyOptimization(Optimization):
 
 @contextmanager
 def _inside(
-    transformer: torch.nn.Module, run: Callable[[Callable[[], Any]], Any]
+    transformer: torch.nn.Module,
+    inner: Callable[..., Any],
+    run: Callable[[Callable[[], Any]], Any],
 ) -> Iterator[list[bool]]:
-    """Has `run` make the calls of the transformer, inside of all wrappers: a pass that it makes
-    twice is one step to other packs. Gives a list that has an item for each call.
+    """Has `run` make the calls of the transformer's forward, inside of all wrappers: a pass that it
+    makes twice is one step to other packs. Gives a list that has an item for each call.
     """
-    inner, going, runs = transformer._forward, True, []
+    going, runs = True, []
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         call = functools.partial(inner, *args, **kwargs)
@@ -230,8 +240,8 @@ def _inside(
 
 
 def check_parts(executor: Any, noise: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """OUTER_SAMPLE wrapper: looks at what comes from a text encoder and a VAE, and at the links
-    between cards, before the transformer is loaded.
+    """Checks what comes from a text encoder and a VAE, and the links between cards, before the
+    transformer is loaded (OUTER_SAMPLE).
 
     With those of the other family ComfyUI fails inside a layer, or takes channels for frames; with
     what a hook merges into quantized weights, in the middle of the first step.
@@ -260,7 +270,7 @@ def _check_hooks(patcher: Any) -> None:
 
 
 def unsafe_copies(patcher: Any, again: bool = False) -> list[str]:
-    """A line for each pair of a MODEL's cards whose copies lose data, ComfyUI's own too."""
+    """Returns a line for each pair of a MODEL's cards whose copies lose data, ComfyUI's own too."""
     clones = patcher.get_additional_models_with_key("multigpu")
     pairs = combinations([it.load_device for it in (patcher, *clones)], 2)
     warnings = [link_warning(*pair, again) for pair in pairs]
@@ -268,7 +278,7 @@ def unsafe_copies(patcher: Any, again: bool = False) -> list[str]:
 
 
 def link_warning(first: torch.device, second: torch.device, again: bool = False) -> str:
-    """What to say of two cards whose copies lose data; empty where they arrive."""
+    """Returns what to say of two cards whose copies lose data; empty where they arrive."""
     if not {first.type, second.type} <= VERIFIED:
         return ""
     try:
@@ -314,7 +324,7 @@ def _tensors(values: Iterable[Any]) -> Iterable[torch.Tensor]:
 # Notices NaN and infinity in a model's first run, and names where they come from.
 #
 # Reading 40 GB only to look for them would cost a load's time again, and under dynamic VRAM weights
-# are not read before they are used. A look in a step would keep the card waiting for the processor:
+# are not read before they are used. A look in a step would keep the card waiting for the CPU:
 # what each pass gives is looked at when the run is over.
 
 FINITE_KEY = "qwen_l40s_finite"
@@ -334,14 +344,14 @@ class FirstRun:
     def apply_model(
         self, executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """APPLY_MODEL wrapper: what a pass gives is looked at later."""
+        """Runs one forward pass, whose result is looked at later (APPLY_MODEL)."""
         output = executor(x, *args, **kwargs)
         if not self.checked:
             self.looks.append(Later(0, x.isfinite().all(), output.isfinite().all()))
         return output
 
     def outer_sample(self, executor: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """OUTER_SAMPLE wrapper: one run.
+        """Runs one sampling run (OUTER_SAMPLE).
 
         Raises:
             CheckpointError: the weights hold NaN or infinity.

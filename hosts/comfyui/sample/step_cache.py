@@ -1,4 +1,4 @@
-"""The step cache on ComfyUI's hooks: one wrapper around a run, one around a step's prediction.
+"""Runs the step cache on ComfyUI's hooks: one wrapper around a run, one around a step's prediction.
 
 Both branches of CFG, with their ControlNets and patches, are inside of PREDICT_NOISE, so that a
 skipped step calls nothing of the model.
@@ -62,7 +62,7 @@ class SamplerStepCache:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """OUTER_SAMPLE wrapper: one run, which may be inside of another's callback."""
+        """Runs one sampling run, which may be inside of another's callback (OUTER_SAMPLE)."""
         guider = executor.class_obj
         before = self._run, self._remembered
         self._run, self._remembered = self._new_run(guider, sigmas, denoise_mask), None
@@ -81,7 +81,7 @@ class SamplerStepCache:
     def predict_noise(
         self, executor: Any, x: torch.Tensor, timestep: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """PREDICT_NOISE wrapper: x0 of one step, forecast or computed."""
+        """Predicts x0 of one step, forecast or computed (PREDICT_NOISE)."""
         run = self._run
         if run is None:
             return executor(x, timestep, *args, **kwargs)
@@ -99,8 +99,8 @@ class SamplerStepCache:
         return denoised
 
     def figures(self) -> CacheFigures | None:
-        """Of the run whose last step is over, which a record inside of this one asks for, or of the
-        last run that has ended. A run that goes on may be the one around it.
+        """Returns the figures of the run whose last step is over, which a record inside of this run
+        asks for, or of the last run that has ended. A run that goes on may be the one around it.
         """
         if self._run is not None and self._run.is_over:
             self._last = self._run.finish()
@@ -111,7 +111,7 @@ class SamplerStepCache:
         return [] if figures is None else figures.lines()
 
     def _remembers(self, guider: Any) -> bool:
-        """Whether the guidance keeps another tensor than after the step before."""
+        """Returns whether the guidance keeps another tensor than after the step before."""
         before, self._remembered = self._remembered, _remembered_by(guider)
         return before is not None and not {*map(id, self._remembered)} <= {*map(id, before)}
 
