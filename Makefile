@@ -118,7 +118,7 @@ fuzz: $(STAMP)
 	@$(BIN)/python -m qwen_l40s.tools.fuzz --minutes $(or $(MINUTES),10) $(ARGS)
 
 micro-quality: $(STAMP)
-	@$(BIN)/python -m qwen_l40s.tools.micro.quality $(ARGS)
+	@$(BIN)/python -m qwen_l40s.tools.micro_quality $(ARGS)
 
 format: $(STAMP)
 	@$(BIN)/ruff check --fix .

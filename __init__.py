@@ -12,6 +12,7 @@ from .errors import CheckpointError, QwenL40SError, SettingError, UnavailableErr
 from .version import __version__
 
 __all__ = [
+    "PUBLIC",
     "WEB_DIRECTORY",
     "CheckpointError",
     "QwenL40SError",
@@ -19,6 +20,14 @@ __all__ = [
     "UnavailableError",
     "__version__",
 ]
+
+# {module: names} that other packages may import, besides `__all__` here: they keep their meaning.
+PUBLIC = {
+    "client": ("Fleet", "JobError", "Result"),
+    "hosts.diffusers.load": ("LoadedPipeline", "load_pipeline"),
+    "hosts.diffusers.patch": ("optimize",),
+    "hosts.diffusers.step_cache": ("cache_steps",),
+}
 
 # What ComfyUI serves to its page: web/docs/<node id>.md is a node's help, and it runs qwen_l40s.js.
 WEB_DIRECTORY = "./web"

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from ..errors import UnavailableError
-from ..png import encode
+from ..hosts.png import encode
 from ..spec.formats import GIB
 from ..spec.transformer import REFERENCE_SIDE
 from .measure import Fields, PeakReader, used_bytes

@@ -25,7 +25,7 @@ from ..loaders.source import bundled_micro_folder
 from ..machine.device import choose_device
 from ..measure.fidelity import relative_error
 from ..micro.scene import sample_prompts
-from ..step_cache import PRESETS, computed_steps
+from ..planning.step_cache import PRESETS, computed_steps
 from .command import conditions, import_comfyui
 from .measure import Fields, RowWriter
 

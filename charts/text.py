@@ -30,10 +30,10 @@ from ..planning.request import (
     RunRequest,
     Setting,
 )
+from ..planning.split_cost import KEYS, LEAST_GAIN, ROWS
+from ..planning.step_cache import CUSTOM, OFF, cache_settings, plan_steps
 from ..planning.times import PROCESSOR
 from ..spec.formats import FORMATS, GIB, QUANTIZED, CardFacts, format_gib, sm
-from ..split_cost import KEYS, LEAST_GAIN, ROWS
-from ..step_cache import CUSTOM, OFF, cache_settings, plan_steps
 from .figures import (
     adding_up,
     between,

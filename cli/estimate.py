@@ -17,11 +17,12 @@ from ..errors import DoesNotFitError, SettingError
 from ..families.qwen_image import TEXT_TO_IMAGE
 from ..families.registry import find_member, likely_member
 from ..files import print_text
-from ..options import OLDER, OPTIONS, Option, request_settings, todays
-from ..planning.cards import DEFAULT_CARD, Card, card_by_driver, find_card, read_cards
+from ..planning.card_list import read_cards
+from ..planning.cards import DEFAULT_CARD, Card, card_by_driver, find_card
+from ..planning.options import OLDER, OPTIONS, Option, request_settings, todays
 from ..planning.request import AUTO, CFG_MODES, OtherModel, Parts, RunRequest
+from ..planning.split_cost import check_link
 from ..spec.formats import GIB, MULTIPLIED, CardFacts
-from ..split_cost import check_link
 from .output import check_plot, write_plot
 
 CARDS_HELP = (

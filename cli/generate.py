@@ -27,7 +27,7 @@ from ..hosts.diffusers.settings import GenerateSettings
 from ..loaders.checkpoint import read_index
 from ..loaders.header import read_object
 from ..loaders.source import MICRO_ADVICE, MICRO_SIDE, MICRO_STEPS, bundled_micro_folder
-from ..step_cache import CHOICES, OFF
+from ..planning.step_cache import CHOICES, OFF
 from ..version import __version__
 from .output import ImageTarget, check_png, parse_size, png_bytes, require_packages, write_sheet
 

@@ -113,7 +113,7 @@ def png_bytes(image: Image.Image, metadata: Mapping[str, Any] | None = None) -> 
     import numpy as np
     from PIL.PngImagePlugin import PngInfo
 
-    from ..png import encode
+    from ..hosts.png import encode
 
     text = PngInfo()
     if metadata is not None:

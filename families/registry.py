@@ -299,7 +299,7 @@ def first_reader(layer: str) -> str:
     of them.
     """
     for spec in block_specs():
-        for group in (spec.places[:3], spec.places[3:6]):
+        for group in spec.qkv:
             for name in group:
                 if layer.endswith(f".{name}"):
                     return layer.removesuffix(name) + group[0]

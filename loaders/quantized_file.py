@@ -24,14 +24,13 @@ from .header import Header, TensorInfo
 from .quantization import ATTENTION_CONFIG, AUXILIARY
 from .quantize import (
     VALUE_DTYPES,
-    RoundedLayer,
     check_finite,
     layers_to_quantize,
     measured_squares,
     not_finite,
-    quantize_layers,
     row_format,
 )
+from .slabs import RoundedLayer, quantize_layers
 from .source import Source, check_complete, check_unchanged, open_source
 from .stored import StoredLayer
 from .writer import (

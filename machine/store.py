@@ -17,7 +17,8 @@ from typing import Any
 from ..caches import remembered
 from ..errors import SettingError
 from ..files import read_bytes, user_path
-from ..planning.cards import Card, is_named, read_cards
+from ..planning.card_list import read_cards
+from ..planning.cards import Card, is_named
 from ..planning.phases import figure
 from ..planning.rates import LAUNCHES, Launches, Rates
 from ..spec.formats import MULTIPLIED
@@ -45,7 +46,7 @@ def own_cards_path() -> Path:
 
 
 def known_cards(path: Path | None = None) -> dict[str, Card]:
-    """Reads the cards of `planning.cards.read_cards` by name.
+    """Reads the cards of `planning.card_list.read_cards` by name.
 
     Args:
         path: a list of the user's own; by default that of the cache folder, where there is one.

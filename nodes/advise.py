@@ -10,8 +10,8 @@ from ..charts.text import advise_summary, advise_text
 from ..errors import QwenL40SError, UnavailableError
 from ..hosts.comfyui.estimate.cards import own_files_changed_at
 from ..machine.store import known_cards, load_calibration
-from ..options import request_settings, todays
 from ..planning.advise import EXAMPLE, advise, read_prices
+from ..planning.options import request_settings, todays
 from .common import (
     loader_settings,
     needs,

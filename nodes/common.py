@@ -15,8 +15,8 @@ from PIL import Image
 from ..errors import UnavailableError, restart_for
 from ..hosts.comfyui.contract import unsupported_host
 from ..hosts.comfyui.on_node import shown
-from ..options import CHOICE_LABELS, LABELS, OLDER, Option, options
 from ..planning.estimate import Estimate
+from ..planning.options import CHOICE_LABELS, LABELS, OLDER, Option, options
 
 CATEGORY = "Qwen-Image Accelerator"
 

@@ -18,8 +18,8 @@ from ..hosts.comfyui.estimate.cards import (
 )
 from ..hosts.comfyui.on_node import shown
 from ..machine.memory import total_memory
-from ..options import request_settings, todays
 from ..planning.estimate import DOES_NOT_FIT, FITS
+from ..planning.options import request_settings, todays
 from .common import (
     loader_settings,
     needs,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from comfy_api.latest import io
 
 from ..optimizations.attention import BACKENDS, FAST, MOST_ERROR
-from ..options import todays
+from ..planning.options import todays
 from .common import choice_input, model_and_report, needs, schema, with_report
 
 ATTENTION_CHOICES = ["auto", FAST, "comfyui", *BACKENDS]

@@ -18,9 +18,9 @@ from PIL.PngImagePlugin import PngInfo
 
 from ..errors import SettingError, plain_write_errors
 from ..files import name_file
+from ..hosts.png import encode
 from ..loaders.header import PICKLE_SUFFIXES
 from ..loaders.quantized_file import check_destination
-from ..png import encode
 from .common import needs, schema, with_report
 from .loaders import KEEP, keep_patterns
 

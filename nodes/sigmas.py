@@ -8,7 +8,7 @@ import torch
 from comfy_api.latest import io
 
 from ..families.registry import schedule_names
-from ..options import MOST_PIXELS
+from ..planning.options import MOST_PIXELS
 from ..planning.request import AUTO
 from .common import needs, schema, with_report
 

@@ -7,8 +7,8 @@ from typing import Any
 from comfy_api.latest import io
 
 from ..errors import SettingError
-from ..options import CHOICE_LABELS
-from ..step_cache import (
+from ..planning.options import CHOICE_LABELS
+from ..planning.step_cache import (
     CHOICES,
     CUSTOM,
     MOST_IN_A_ROW,

@@ -2,93 +2,174 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from ..caches import cached
 from ..spec.formats import RowFormat
 from ..verdict import Verdict, try_once
 from . import kernels, reference
-from .reference import Modulation, QKNorm, QuantizedRows, Rotary, Tokens
+from .reference import (
+    AttentionPart,
+    Guidance,
+    Modulation,
+    QKNorm,
+    QuantizedRows,
+    Rotary,
+    RowOrder,
+    Tokens,
+)
 
 # Takes the tensors that differ from call to call, of the shapes and strides that it is for.
 Prepared = Callable[..., None]
 
 
-class Ops(NamedTuple):
-    """The kernels, each as what prepares it for tensors like those that it is given, and for where
-    they are read and written; `reference.py` says what each computes.
+class GuidedRows(Protocol):
+    """`reference.guided_rows` itself or its kernel, which nothing prepares."""
 
-    Attributes:
-        residual_norm: (x, branch, gates, norms, tokens, eps, format, out, plain=None); what it
-            makes takes x, gates and norms, and writes h into `out`.
-        qk_norm_rope: (q, k, norm, rotary, tokens, eps, first=0); takes norm and rotary.
-        gelu_quantize: (x, format, out, keep=False); takes x.
-        row_quantize: (x, format, out); takes x.
-        swiglu_quantize: (gate, up, format, out, keep=False); takes nothing.
-        low_rank_rows: (x, text_down, image_down, order, out); takes the first three.
-        decode_weight: (codes, group_scale, codebook, bits, out); takes the first three.
-        guided_rows: `reference.guided_rows` itself or its kernel, which nothing prepares.
-        scaled_gemm: (a, b, scale_a, scale_b, bias, out, beside=None, gelu=False, swiglu=False);
-            takes b, scale_b, bias, up and a. None where cuBLAS alone multiplies.
+    def __call__(
+        self, guidance: Guidance, parts: Sequence[AttentionPart], first: int = 0, second: int = 0
+    ) -> Tensor: ...
+
+
+class ScaledGemm(Protocol):
+    """Prepares `reference.scaled_gemm` into `out`."""
+
+    def __call__(
+        self,
+        a: Tensor,
+        b: Tensor,
+        scale_a: Tensor | None,
+        scale_b: Tensor | None,
+        bias: Tensor | None,
+        out: Tensor,
+        beside: tuple[Tensor, Tensor] | None = None,
+        gelu: bool = False,
+        swiglu: bool = False,
+    ) -> Prepared:
+        """Takes b, scale_b, bias, the second matrix of `beside`, and a."""
+
+
+class Ops(Protocol):
+    """The kernels: each method prepares one for tensors like those that it is given, and for where
+    they are read and written; `reference.py` says what each computes.
     """
 
     name: str
-    residual_norm: Callable[..., Prepared]
-    qk_norm_rope: Callable[..., Prepared]
-    gelu_quantize: Callable[..., Prepared]
-    row_quantize: Callable[..., Prepared]
-    swiglu_quantize: Callable[..., Prepared]
-    low_rank_rows: Callable[..., Prepared]
-    decode_weight: Callable[..., Prepared]
-    guided_rows: Callable[..., torch.Tensor]
-    scaled_gemm: Callable[..., Prepared] | None = None
+    guided_rows: GuidedRows
+    scaled_gemm: ScaledGemm | None  # None where cuBLAS alone multiplies
+
+    def residual_norm(
+        self,
+        x: Tensor,
+        branch: Tensor | None,
+        gates: Modulation | None,
+        norms: Modulation | None,
+        tokens: Tokens,
+        eps: float,
+        format: RowFormat | None,
+        out: Tensor | QuantizedRows | None,
+        plain: Tensor | None = None,
+    ) -> Callable[[Tensor, Modulation | None, Modulation | None], None]:
+        """Takes x, gates and norms, and writes h into `out`."""
+
+    def qk_norm_rope(
+        self,
+        q: Tensor,
+        k: Tensor,
+        norm: QKNorm | None,
+        rotary: Rotary | None,
+        tokens: Tokens,
+        eps: float,
+        first: int = 0,
+    ) -> Callable[[QKNorm | None, Rotary | None], None]:
+        """Takes norm and rotary."""
+
+    def gelu_quantize(
+        self, x: Tensor, format: RowFormat, out: QuantizedRows, keep: bool = False
+    ) -> Callable[[Tensor], None]:
+        """Takes x."""
+
+    def row_quantize(
+        self, x: Tensor, format: RowFormat, out: QuantizedRows
+    ) -> Callable[[Tensor], None]:
+        """Takes x."""
+
+    def swiglu_quantize(
+        self,
+        gate: Tensor,
+        up: Tensor,
+        format: RowFormat | None,
+        out: QuantizedRows | None,
+        keep: bool = False,
+    ) -> Callable[[], None]:
+        """Takes nothing."""
+
+    def low_rank_rows(
+        self,
+        x: Tensor,
+        text_down: Tensor | None,
+        image_down: Tensor | None,
+        order: RowOrder,
+        out: Tensor,
+    ) -> Prepared:
+        """Takes x, text_down and image_down."""
+
+    def decode_weight(
+        self, codes: Tensor, group_scale: Tensor, codebook: Tensor | None, bits: int, out: Tensor
+    ) -> Prepared:
+        """Takes codes, group_scale and codebook."""
 
 
-def _write(
-    out: torch.Tensor | QuantizedRows | None, h: torch.Tensor | None, scale: torch.Tensor | None
-) -> None:
+def _write(out: Tensor | QuantizedRows | None, h: Tensor | None, scale: Tensor | None) -> None:
     if isinstance(out, QuantizedRows):
         out.write(h, scale)
     elif out is not None:
         out.copy_(h)
 
 
-def _quantizer(
-    quantize: Callable[..., tuple[torch.Tensor, torch.Tensor]],
-) -> Callable[..., Prepared]:
-    def prepare(_: torch.Tensor, format: RowFormat, out: QuantizedRows, **how: bool) -> Prepared:
-        return lambda x: out.write(*quantize(x, format, **how))
+class _Torch:
+    name = "plain torch: no GPU"
+    scaled_gemm = None
+    guided_rows = staticmethod(reference.guided_rows)
 
-    return prepare
-
-
-TORCH = Ops(
-    "plain torch: no GPU",
-    lambda x, branch, gates, norms, tokens, eps, format, out, plain=None: (
-        lambda x, gates, norms: _write(
+    def residual_norm(self, x, branch, gates, norms, tokens, eps, format, out, plain=None):
+        return lambda x, gates, norms: _write(
             out, *reference.residual_norm(x, branch, gates, norms, tokens, eps, format, plain)
         )
-    ),
-    lambda q, k, norm, rotary, *how: (
-        lambda norm, rotary: reference.qk_norm_rope(q, k, norm, rotary, *how)
-    ),
-    _quantizer(reference.gelu_quantize),
-    _quantizer(reference.row_quantize),
-    lambda gate, up, format, out, keep=False: (
-        lambda: _write(out, *(reference.swiglu_quantize(gate, up, format, keep) or (None, None)))
-    ),
-    lambda x, text, image, order, out: (
-        lambda x, text, image: reference.low_rank_rows(x, text, image, order, out)
-    ),
-    lambda codes, scale, codebook, bits, out: (
-        lambda *packed: out.copy_(reference.decode_weight(*packed, bits))
-    ),
-    reference.guided_rows,
-)
+
+    def qk_norm_rope(self, q, k, norm, rotary, *how):
+        return lambda norm, rotary: reference.qk_norm_rope(q, k, norm, rotary, *how)
+
+    def gelu_quantize(self, x, format, out, keep=False):
+        return lambda x: out.write(*reference.gelu_quantize(x, format, keep))
+
+    def row_quantize(self, x, format, out):
+        return lambda x: out.write(*reference.row_quantize(x, format))
+
+    def swiglu_quantize(self, gate, up, format, out, keep=False):
+        return lambda: _write(
+            out, *(reference.swiglu_quantize(gate, up, format, keep) or (None, None))
+        )
+
+    def low_rank_rows(self, x, text_down, image_down, order, out):
+        return lambda *given: reference.low_rank_rows(*given, order, out)
+
+    def decode_weight(self, codes, group_scale, codebook, bits, out):
+        return lambda *packed: out.copy_(reference.decode_weight(*packed, bits))
+
+
+class _Triton:
+    def __init__(self, name: str, **kernels: Callable[..., Any]) -> None:
+        self.name = name
+        vars(self).update(kernels)
+
+
+TORCH: Ops = _Torch()
 
 
 def choose_ops(device: torch.device) -> Ops | Verdict:
@@ -117,17 +198,17 @@ def _triton() -> Ops:
     def prepared(launch: Callable[..., Any]) -> Callable[..., Prepared]:
         return lambda *like, **how: launch(*like, **how).prepared()
 
-    return Ops(
+    return _Triton(
         f"Triton; {not_direct()}" if not_direct() else "Triton",
-        residual_norm.prepare_residual_norm,
-        qk_norm_rope.prepare_qk_norm_rope,
-        prepared(rows.gelu_quantize),
-        prepared(rows.row_quantize),
-        prepared(rows.swiglu_quantize),
-        prepared(low_rank.low_rank_rows),
-        prepared(scaled_gemm.decode_weight),
-        guided_rows.guided_rows,
-        prepared(scaled_gemm.scaled_gemm),
+        residual_norm=residual_norm.prepare_residual_norm,
+        qk_norm_rope=qk_norm_rope.prepare_qk_norm_rope,
+        gelu_quantize=prepared(rows.gelu_quantize),
+        row_quantize=prepared(rows.row_quantize),
+        swiglu_quantize=prepared(rows.swiglu_quantize),
+        low_rank_rows=prepared(low_rank.low_rank_rows),
+        decode_weight=prepared(scaled_gemm.decode_weight),
+        guided_rows=guided_rows.guided_rows,
+        scaled_gemm=prepared(scaled_gemm.scaled_gemm),
     )
 
 
@@ -140,7 +221,7 @@ def _compare(ops: Ops, device: torch.device) -> str:
     meta = device.type == "meta"  # nothing is launched there
     generator = None if meta else torch.Generator(device).manual_seed(0)
 
-    def random(*shape: int) -> torch.Tensor:
+    def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device)
 
     tokens = Tokens(1, 3, 5, 4)

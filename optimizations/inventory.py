@@ -21,8 +21,8 @@ import torch
 from torch.nn.modules import module as torch_module
 
 from ..caches import cached
-from ..patches import ABSENT
 from ..verdict import Verdict
+from .patches import ABSENT
 
 TORCH = str(Path(torch.__file__).parent)
 # What torch runs around the `forward` of every module.

@@ -4,13 +4,13 @@ what the image reads is pushed away from what it reads with a negative prompt.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .blocks.attend import Attend
+from .fused import GuidedRows
 from .reference import AttentionPart, Guidance, guided_rows
 
 # Keys, values, and the mask of these keys.
@@ -58,7 +58,7 @@ class JointGuidance(NamedTuple):
         k: Tensor,
         v: Tensor,
         mask: Tensor | None,
-        mix: Callable[..., Tensor] = guided_rows,
+        mix: GuidedRows = guided_rows,
     ) -> Tensor:
         """Attends as `Attend`, by calls of another; `mix` is `guided_rows` or its kernel."""
         cut, texts = self.positive, self.positive + self.negative
@@ -100,7 +100,7 @@ class PrefixGuidance(NamedTuple):
         k: Tensor,
         v: Tensor,
         mask: Tensor | None,
-        mix: Callable[..., Tensor] = guided_rows,
+        mix: GuidedRows = guided_rows,
     ) -> Tensor:
         """Attends as `JointGuidance.attend`, with more calls for the image."""
         if not self.guides(q, k):

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from ..patches import patched
+from ..planning.split_cost import Exchange
 from ..spec.sizes import MOST_GRAPH_ROWS
-from ..split_cost import Exchange
 from ..verdict import Verdict, first_line
 from .attention import Attention, AttentionRequest, ChosenAttention
 from .blocks.attend import Attend
@@ -25,6 +24,7 @@ from .blocks.graphs import FIRST, LAST_PART, Inputs, PassGraph, PassMemory, Seen
 from .blocks.host import BlockInputs, HostPass, PreparedModel, Streams, is_finite
 from .cards.team import Given, Team
 from .modulation import Entry, compute_entry
+from .patches import patched
 from .reference import Modulation
 
 WATCHED = Verdict("another node reads or changes the values between two blocks")

@@ -17,7 +17,6 @@ import torch
 
 from ..errors import UnavailableError
 from ..machine.links import link_between
-from ..patches import switched
 from ..verdict import Verdict, first_line
 from .attention import ChosenAttention
 from .blocks.graphs import PassMemory
@@ -25,6 +24,7 @@ from .blocks.host import FirstBlockCheck, HostPass, PreparedModel, SplitFigures
 from .cards.team import CardPass, ShapeFigures, Team
 from .inventory import is_changed
 from .passes import ForwardPass, WatchedError
+from .patches import switched
 
 AS_ASKED = Verdict("as requested")
 NO_PASS = Verdict("no forward pass ran")

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..step_cache import CacheSettings, plan_steps
+from ..planning.step_cache import CacheSettings, plan_steps
 from ..verdict import Verdict
 from .run import Later
 

@@ -19,13 +19,13 @@ import torch
 from ..caches import remembered
 from ..families.registry import spec_of
 from ..spec.formats import RowFormat
-from ..verdict import assumed
+from ..verdict import Verdict, assumed
 from . import kernels
 from .blocks.block import BlockExecutor, KnownBlock, Layers, Step
 from .blocks.block_form import DENSE, query_layer
 from .blocks.products import Operand
 from .blocks.workspace import Workspace
-from .fused import Ops, choose_ops
+from .fused import choose_ops
 from .modulation import Entry
 from .reference import QKNorm, QuantizedRows, Rotary, Tokens, storage_of
 
@@ -105,7 +105,7 @@ def rehearse(
 ) -> None:
     """Prepares all launches of a pass through a model, once for all models of its kind."""
     ops, like = choose_ops(device), torch.empty(0, dtype=dtype, device=device)
-    if not isinstance(ops, Ops):
+    if isinstance(ops, Verdict):
         return
     asked, width = BlockExecutor(layers, ops, None), query_layer(blocks[0]).in_features
     forms = tuple(asked.look(block, like).form for block in blocks)
@@ -137,7 +137,7 @@ def rehearse(
                 for place, it in enumerate(form.layers)
             )
             norms = QKNorm(*(meta(head) for _ in range(4)))
-            known[len(known)] = KnownBlock((), form, (), (), tuple(operands), norms)
+            known[len(known)] = KnownBlock((), (), form, (), (), tuple(operands), norms)
         step = Step(tokens, Rotary(*(meta(1, tokens.joint, head // 2) for _ in range(2))), None)
         entry = Entry(*(meta(len(forms), 1, 6 * width) for _ in range(2)))
         mix = lambda q, *_: torch.empty_like(q).flatten(2)  # noqa: E731

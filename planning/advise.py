@@ -13,13 +13,13 @@ from functools import cached_property
 
 from ..errors import SettingError, UnavailableError
 from ..spec.formats import QUANTIZED
-from ..split_cost import LEAST_GAIN, SplitCost, row_bytes
 from .cards import Card, Price, find_card
 from .estimate import SECONDS_PER_HOUR, Estimate, check_positive, estimate, usd_range
 from .phases import Range
 from .plan import PlanOption
 from .rates import Rates, attending, rates_of
 from .request import Loras, RunRequest
+from .split_cost import LEAST_GAIN, SplitCost, row_bytes
 from .times import Pass, block_seconds, forward_times
 
 # Images an hour. A card generates some hundred.

@@ -13,8 +13,8 @@ from ..families.protocol import StepTokens, TextEncoder
 from ..spec.formats import BYTES_PER_SCALE, BYTES_PER_WEIGHT, MIB, QUANTIZED
 from ..spec.sizes import COMPARED_AT_ONCE, MOST_TABLE_BYTES, RANKS_AT_ONCE, ROWS_AT_ONCE
 from ..spec.transformer import REFERENCE_TOKENS, TransformerShape
-from ..step_cache import OFF
 from .request import EXACT, FAST, W4A8, RunRequest, Setting, replays_graph
+from .step_cache import OFF
 
 BF16, FP32 = 2, 4
 

@@ -21,7 +21,7 @@ from ..spec.transformer import (
     TransformerShape,
 )
 from ..spec.vae import VaeShape
-from ..step_cache import CHOICES, CUSTOM, OFF, computed_steps
+from .step_cache import CHOICES, CUSTOM, OFF, computed_steps
 
 AUTO, AS_STORED = "auto", "as stored"
 PRECISIONS = (AUTO, *MULTIPLIED)

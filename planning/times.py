@@ -13,12 +13,12 @@ from ..families.parts import QWEN25_VL
 from ..families.protocol import StepTokens, TextEncoder
 from ..spec.formats import BYTES_PER_SCALE, BYTES_PER_WEIGHT, KITCHEN_INT8, QUANTIZED
 from ..spec.transformer import OFF_CARD, ON_CARD, TransformerShape
-from ..split_cost import BlockSeconds
 from .bytes import PATCHES_PER_TOKEN, table_timesteps, weight_bytes
 from .cards import Card
 from .phases import Range
 from .rates import Rates, attending, class_of
 from .request import EXACT, ON_PROCESSOR, RunRequest
+from .split_cost import BlockSeconds
 
 WIDE = 2  # bytes of a bf16 number
 ROTATION = 4  # of an fp32 cosine or sine

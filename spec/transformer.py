@@ -74,21 +74,31 @@ class BlockSpec:
         """Names the RMSNorms of a `QKNorm`."""
         return self.head_norms if len(self.head_norms) == 4 else 2 * self.head_norms
 
+    @property
+    def qkv(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Names the layers of q, k and v: of the image, and of the text."""
+        return self.places[:3], self.places[3:6]
+
+    @property
+    def query(self) -> str:
+        """Names the layer that makes the image's queries."""
+        return self.places[0]
+
     @cached_property
     def thirds(self) -> tuple[int | None, ...]:
         """Tells which third of its layer's rows each place has; None for all of them."""
-        alone = [self.places[first] == self.places[first + 1] for first in (0, 3)]
-        return tuple(place % 3 if place < 6 and alone[place // 3] else None for place in range(12))
+        found = [part if q == k else None for q, k, _ in self.qkv for part in range(3)]
+        return (*found, *[None] * (len(self.places) - len(found)))
 
     @property
     def first_readers(self) -> tuple[str, ...]:
         """Names the layers that q is made by, of each stream."""
-        return tuple(dict.fromkeys((self.places[0], self.places[3])))
+        return tuple(dict.fromkeys(q for q, *_ in self.qkv))
 
     @property
     def other_readers(self) -> tuple[str, ...]:
         """Names the layers that read the same rows as the first, besides them."""
-        return tuple(it for it in self.places[:6] if it not in self.first_readers)
+        return tuple(it for names in self.qkv for it in names if it not in self.first_readers)
 
 
 @dataclass(frozen=True)

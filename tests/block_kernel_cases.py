@@ -4,6 +4,8 @@ The same checks are for the plain-torch twins, for Triton's interpreter and for 
 the twin in float64, which tests/unit/test_block_kernels.py compares with published code.
 """
 
+import copy
+
 import torch
 
 from qwen_l40s.optimizations import reference
@@ -43,6 +45,13 @@ HEADS = {
 HALF_STEP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
 # Lies around and between what a kernel may write.
 UNTOUCHED = 7.0
+
+
+def with_kernels(ops, **kernels):
+    """The same, with other kernels in the place of some."""
+    found = copy.copy(ops)
+    vars(found).update(kernels)
+    return found
 
 
 class Calls:

@@ -22,7 +22,8 @@ def estimate_picture():
     from qwen_l40s.charts.picture import memory_chart
     from qwen_l40s.families.registry import find_member
     from qwen_l40s.machine.store import known_cards
-    from qwen_l40s.planning.cards import BUNDLED, find_card
+    from qwen_l40s.planning.card_list import BUNDLED
+    from qwen_l40s.planning.cards import find_card
     from qwen_l40s.planning.estimate import estimate
     from qwen_l40s.planning.request import RunRequest
 
@@ -36,7 +37,7 @@ def advise_picture():
     from qwen_l40s.families.registry import find_member
     from qwen_l40s.machine.store import known_cards
     from qwen_l40s.planning.advise import advise
-    from qwen_l40s.planning.cards import BUNDLED
+    from qwen_l40s.planning.card_list import BUNDLED
     from qwen_l40s.planning.request import RunRequest
 
     request = RunRequest(steps=find_member(FAMILY).steps)

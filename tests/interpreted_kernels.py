@@ -10,7 +10,7 @@ import pytest
 import torch
 import triton  # noqa: F401, whose interpreter the package asks for
 import weight_cases as weights
-from block_kernel_cases import Calls
+from block_kernel_cases import Calls, with_kernels
 
 from qwen_l40s import SettingError
 from qwen_l40s.optimizations import kernels, reference
@@ -317,7 +317,7 @@ def test_plain_layers_of_many_rows_take_loras_in_the_epilogue(monkeypatch):
         launched.append(tuple(a.shape))
         return prepare(a, *rest)
 
-    ops = ops._replace(scaled_gemm=prepare_and_tell)
+    ops = with_kernels(ops, scaled_gemm=prepare_and_tell)
     part = StreamSlice(5, 2, 40, 50)
     for fixed, added, gelu, many in itertools.product(
         (True, False), (bias, None), (True, False), (40, 41)

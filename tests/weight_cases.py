@@ -2,8 +2,8 @@
 
 import torch
 
-from qwen_l40s.hosts.loading import round_weight
 from qwen_l40s.loaders.quantize import quantize_rows, row_format
+from qwen_l40s.loaders.rounding import round_weight
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Held in three parts of 1024, 4096 and 256, in one that is full, and in one that is masked.

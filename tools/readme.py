@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any
 from ..charts.figures import between, duration, tenths, usd
 from ..charts.picture import COLOURS, GOOD, LINE, SIDE, WIDTH, Page, text_width
 from ..machine.store import known_cards
-from ..planning.cards import BUNDLED, Card, find_card
+from ..planning.card_list import BUNDLED
+from ..planning.cards import Card, find_card
 from ..planning.estimate import Estimate, estimate
 from ..planning.phases import Range
+from ..planning.step_cache import CHOICES
 from ..spec.formats import GIB
-from ..step_cache import CHOICES
 from .workflows.notes import run_request
 
 if TYPE_CHECKING:

@@ -37,8 +37,8 @@ from ...optimizations.inventory import (
     is_changed,
     replaced,
 )
+from ...optimizations.patches import put
 from ...optimizations.reference import rotate
-from ...patches import put
 from ...spec.formats import GIB, format_gib
 from ...verdict import Verdict, read_or, try_once
 from .contract import unsupported_host

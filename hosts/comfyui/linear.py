@@ -28,7 +28,7 @@ from ...optimizations import reference
 from ...optimizations.blocks.products import PackedWeight
 from ...optimizations.fused import TORCH, choose_ops
 from ...optimizations.linear import known_gemm, quantized_linear
-from ...patches import put
+from ...optimizations.patches import put
 from ...spec.formats import FORMATS
 from ...verdict import Verdict
 

@@ -18,8 +18,8 @@ from ...charts.picture import Bar, Figure, Limit, RunPicture
 from ...charts.text import pair
 from ...errors import QwenL40SError
 from ...families.registry import member_by_text, pixels_of
-from ...options import request_settings
 from ...planning.estimate import Estimate, usd_range
+from ...planning.options import request_settings
 from ...planning.phases import Range, figure, gib
 from ...planning.plan import attention_form
 from ...planning.request import EXACT, FAST

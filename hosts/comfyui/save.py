@@ -20,7 +20,7 @@ from ...errors import CheckpointError, SettingError, UnavailableError
 from ...families.comfyui import kind_of_transformer
 from ...families.registry import attention_names, blocks_of
 from ...loaders.quantization import ATTENTION_CONFIG, AUXILIARY
-from ...loaders.quantize import RoundedLayer, is_finite, quantize_layers
+from ...loaders.quantize import is_finite
 from ...loaders.quantized_file import (
     READERS,
     check_destination,
@@ -28,6 +28,7 @@ from ...loaders.quantized_file import (
     choose_layers,
     specs_of_layer,
 )
+from ...loaders.slabs import RoundedLayer, quantize_layers
 from ...loaders.stored import StoredLayer
 from ...loaders.writer import (
     SAFETENSORS_DTYPES,

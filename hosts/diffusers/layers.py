@@ -111,7 +111,7 @@ class DiffusersLayers:
 
 
 def _addresses(blocks: Sequence[torch.nn.Module]) -> list[int]:
-    first = spec_of(blocks[0]).places[0]
+    first = spec_of(blocks[0]).query
     return [part_of(block, first).weight.data_ptr() for block in blocks]
 
 

@@ -34,13 +34,12 @@ from ...loaders.shards import Shards, read_shards
 from ...loaders.source import check_names, shapes_of
 from ...machine.device import available_bytes, choose_device
 from ...machine.memory import available_memory
-from ...patches import put
+from ...optimizations.patches import put
 from ...spec.formats import BYTES_PER_WEIGHT
 from ...spec.transformer import USUAL_SIDE
-from ..loading import PrecisionChoice, choose_precision
 from .parts import PipelineParts
 from .patch import Optimized, is_lossy_attention, optimize
-from .settings import OffloadChoice, choose_offload
+from .settings import OffloadChoice, PrecisionChoice, choose_offload, choose_precision
 
 logger = logging.getLogger(__name__)
 
@@ -158,11 +157,6 @@ def load_pipeline(
     choice = choose_precision(
         precision, where, parameters=sum(parameters.values()), available_bytes=free
     )
-    if choice.name not in PRECISION_DTYPES:
-        raise SettingError(
-            f"precision {choice.name!r} is not available in diffusers: choose auto, "
-            f"{', '.join(PRECISION_DTYPES)}."
-        )
     size = BYTES_PER_WEIGHT[choice.name]
 
     chosen = choose_offload(

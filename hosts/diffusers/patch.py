@@ -19,9 +19,9 @@ from diffusers import QwenImageTransformer2DModel
 
 from ...families.registry import blocks_of, pass_of
 from ...optimizations.attention import is_lossy
+from ...optimizations.patches import ABSENT, swap
 from ...optimizations.run import Optimization
-from ...options import todays
-from ...patches import ABSENT, swap
+from ...planning.options import todays
 from ...verdict import Verdict
 from .layers import DiffusersLayers, Timesteps, TransformerModulation
 from .qwen_image import HOST_ATTENTION, TransformerAttention

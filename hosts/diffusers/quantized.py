@@ -20,7 +20,7 @@ from ...loaders.quantize import quantize_rows, row_format
 from ...loaders.quantized_file import check_precision, choose_layers
 from ...optimizations import reference
 from ...optimizations.linear import Gemm, choose_gemm
-from ...patches import put
+from ...optimizations.patches import put
 from ...spec.formats import RowFormat
 
 

@@ -1,19 +1,23 @@
-"""Checks the settings of one generation and of its place before anything heavy is loaded."""
+"""Checks settings, precision and place of one generation before anything heavy is loaded."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ...errors import SettingError, UnavailableError
 from ...families.registry import schedule_names
-from ...spec.formats import format_gib
-from ...step_cache import OFF, cache_settings
+from ...planning.request import AUTO
+from ...planning.step_cache import OFF, cache_settings
+from ...spec.formats import BYTES_PER_WEIGHT, format_gib
+from ..loading import check_known
 
 OFFLOADS = ("auto", "none", "model")
 SIZE_STEP = 16  # 8 from the VAE times 2 from the transformer's patches
 MAX_SEED = 2**63 - 1
+PIPELINE_PRECISIONS = (AUTO, "bf16", "fp32")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,3 +155,39 @@ def choose_offload(
                 "--precision or --offload."
             )
     return choice
+
+
+class PrecisionChoice(NamedTuple):
+    """A precision by name (a key of `BYTES_PER_WEIGHT`) and why it was chosen."""
+
+    name: str
+    reason: str
+
+
+def choose_precision(
+    requested: str, device: str, *, parameters: int, available_bytes: int
+) -> PrecisionChoice:
+    """Resolves `auto`; any other known name is taken as it is.
+
+    Args:
+        requested: one of `PIPELINE_PRECISIONS`.
+        device: where the model runs, such as `cpu` or `cuda:0`.
+        parameters: number of weights of all parts together.
+        available_bytes: memory that can be had on `device` now.
+
+    Raises:
+        SettingError: `requested` is no known name.
+    """
+    check_known("precision", requested, PIPELINE_PRECISIONS)
+    if requested != "auto":
+        return PrecisionChoice(requested, "requested")
+    if device != "cpu":
+        reason = f"auto on {device}: diffusers' layers run in bf16; int8 runs in the ComfyUI nodes"
+        return PrecisionChoice("bf16", reason)
+    fp32_bytes = parameters * BYTES_PER_WEIGHT["fp32"]
+    sizes = f"{format_gib(fp32_bytes)} in fp32, {format_gib(available_bytes)} available"
+    if fp32_bytes <= available_bytes / 2:
+        return PrecisionChoice("fp32", f"auto on cpu: fits in half of the memory ({sizes})")
+    return PrecisionChoice(
+        "bf16", f"auto on cpu: fp32 would take more than half of the memory ({sizes})"
+    )

@@ -16,9 +16,9 @@ import torch
 from diffusers import DiffusionPipeline
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 
+from ...optimizations.patches import patched
 from ...optimizations.step_cache import CachedRun, CacheFigures
-from ...patches import patched
-from ...step_cache import OFF, CacheSettings, cache_settings
+from ...planning.step_cache import OFF, CacheSettings, cache_settings
 from ...verdict import Verdict
 from .patch import Forward
 

@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
-# (q, k, v, mask) -> (batch, queries, heads * head_dim), of q, k and v, (batch, tokens, heads,
-# head_dim), and a mask that is added to the scores, or None; a mask of (1, 1, queries, keys) in
-# bool says which keys a query reads. Guidance calls it with `lse=True` too: then it gives what
-# `Backend.gives_lse` says, or None where it cannot.
-Attend = Callable[..., Any]
+from ..fused import GuidedRows
+
+
+class Attend(Protocol):
+    """Attends with q, k and v of a block, (batch, tokens, heads, head_dim)."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, lse: bool = False
+    ) -> Any:
+        """Gives (batch, queries, heads * head_dim); with `lse`, for guidance, what
+        `Backend.gives_lse` says, or None where it cannot.
+
+        Args:
+            mask: Added to the scores; of (1, 1, queries, keys) in bool, which keys a query reads.
+        """
+
+
+class BlockGuidance(Protocol):
+    """Guides the attention of one block, as the classes of `nag`."""
+
+    def guides(self, q: Tensor, k: Tensor) -> bool:
+        """Whether attention with such queries and keys is guided."""
+
+    def attend(
+        self, attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, mix: GuidedRows
+    ) -> Tensor:
+        """Attends as `Attend`, by calls of another."""
 
 
 class Segment(NamedTuple):
@@ -34,14 +57,14 @@ class Segment(NamedTuple):
 
 def attend_parts(
     attend: Attend,
-    guidance: Any,
+    guidance: BlockGuidance | None,
     segments: Sequence[Segment],
-    guided_rows: Callable[..., torch.Tensor],
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-) -> torch.Tensor:
+    guided_rows: GuidedRows,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+) -> Tensor:
     """Attends with q, k and v of a block, guided and segment by segment; segments have no mask,
     but for causal ones.
 

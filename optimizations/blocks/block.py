@@ -29,8 +29,20 @@ from ..fused import Ops
 from ..linear import Gemm
 from ..modulation import Entry
 from ..reference import Modulation, QKNorm, Rotary, Tokens
-from .attend import Attend, Segment, attend_parts
-from .block_form import DENSE, BlockForm, LayerForm, LowRank, heads_of, part_of
+from .attend import Attend, BlockGuidance, Segment, attend_parts
+from .block_form import (
+    ATTENTION_OUT,
+    DENSE,
+    MLP_IN,
+    MLP_OUT,
+    QKV,
+    STAGES,
+    BlockForm,
+    LayerForm,
+    LowRank,
+    heads_of,
+    part_of,
+)
 from .products import Operand, PackedOperand, PackedWeight, Share, merged_product, streams_of
 from .workspace import Prefix, Program, Workspace
 
@@ -135,7 +147,7 @@ class Step(NamedTuple):
     prefix: Prefix | None = None
     segments: tuple[Segment, ...] = ()
     keep: Callable[[torch.Tensor, torch.Tensor], None] | None = None
-    guidance: Any = None
+    guidance: BlockGuidance | None = None
 
     @property
     def before(self) -> int:
@@ -146,16 +158,17 @@ class KnownBlock(NamedTuple):
     """What is known of a block, its layers in the order of `block_form.PLACES`.
 
     Attributes:
-        modules: The host's layers, and the RMSNorms of a `QKNorm`.
+        modules, head_norms: The host's layers, and the RMSNorms of a `QKNorm`.
         form: Equal forms are the same object.
         ups: The second matrix of each layer's LoRAs, or None.
-        downs: The first matrices of text and image for each of the form's readers; empty where
-            there are no LoRAs.
+        downs: The first matrices of text and image for each of `STAGES`; empty where there are no
+            LoRAs.
         operands: Of each layer, or its module where it runs itself; None where tensors may move.
         norms: Of queries and keys; None where they may move.
     """
 
     modules: tuple[torch.nn.Module, ...]
+    head_norms: tuple[torch.nn.Module, ...]
     form: BlockForm
     ups: tuple[torch.Tensor | None, ...]
     downs: tuple[tuple[torch.Tensor | None, ...], ...]
@@ -247,9 +260,9 @@ class BlockExecutor:
             program.begin(x, attention)
         if carried is None:
             text, image = streams_of(x, tokens)
-        self._multiply(program, here, 0, 6)
+        self._multiply(program, here, QKV)
         self.go_to_last(program, here, x, step, halves)
-        self._multiply(program, here, 10, 12)
+        self._multiply(program, here, MLP_OUT)
         if following is None:
             program.end(x, halves[1])
         else:
@@ -314,7 +327,7 @@ class BlockExecutor:
         attention, mlp = halves
         if step.prefix is not None:
             program.place(step.prefix)
-        norms = here.norms or self._norms(here.modules, x)
+        norms = here.norms or self._norms(here.head_norms, x)
         cut = step.segments or step.guidance
         program.rotate(norms, step.rotary)
         if step.keep is not None:
@@ -324,29 +337,32 @@ class BlockExecutor:
             how = step.guidance, step.segments, program.ops.guided_rows
             attend = partial(attend_parts, attend, *how)
         program.mix(attend(*program.heads, step.mask))
-        self._multiply(program, here, 6, 8)
+        self._multiply(program, here, ATTENTION_OUT)
         program.middle(x, attention, mlp)
-        self._multiply(program, here, 8, 10)
+        self._multiply(program, here, MLP_IN)
         program.activate()
 
-    def _multiply(self, program: Program, here: KnownBlock, first: int, last: int) -> None:
-        self.compute_low(program, here, max(0, first // 2 - 2))
+    def _multiply(self, program: Program, here: KnownBlock, stage: range) -> None:
+        self.compute_low(program, here, stage)
         if self._beside is None:
-            self.multiply(program, here, range(first, last))
+            self.multiply(program, here, stage)
             return
-        middle, current = (first + last) // 2, torch.cuda.current_stream()
+        half, current = len(stage) // 2, torch.cuda.current_stream()
         self._beside.wait_stream(current)
         try:
             with torch.cuda.stream(self._beside):
-                self.multiply(program, here, range(middle, last))
-            self.multiply(program, here, range(first, middle))
+                self.multiply(program, here, stage[half:])
+            self.multiply(program, here, stage[:half])
         finally:  # a capture cannot end while a stream is not joined
             current.wait_stream(self._beside)
 
-    def compute_low(self, program: Program, here: KnownBlock, reader: int) -> None:
-        """Computes what the LoRAs of a reader make of the rows that are there."""
-        if here.downs and any(down is not None for down in here.downs[reader]):
-            program.compute_low(reader, here.downs[reader])
+    def compute_low(self, program: Program, here: KnownBlock, stage: range) -> None:
+        """Computes what the LoRAs of one of `STAGES` make of the rows that are there."""
+        if not here.downs:
+            return
+        index = STAGES.index(stage)
+        if any(down is not None for down in here.downs[index]):
+            program.compute_low(index, here.downs[index])
 
     def multiply(self, program: Program, here: KnownBlock, places: Iterable[int]) -> None:
         """Runs the products of these places, for which `compute_low` has run."""
@@ -397,14 +413,15 @@ class BlockExecutor:
 
     def _look(self, block: torch.nn.Module, like: torch.Tensor) -> KnownBlock:
         spec = spec_of(block)
-        modules = tuple(part_of(block, it) for it in (*spec.places, *spec.qk_norms))
+        modules = tuple(part_of(block, it) for it in spec.places)
+        head_norms = tuple(part_of(block, it) for it in spec.qk_norms)
         parts = spec.thirds
         layers, lows = zip(
-            *(self._form(*it, like.device) for it in zip(modules, parts, strict=False)), strict=True
+            *(self._form(*it, like.device) for it in zip(modules, parts, strict=True)), strict=True
         )
         ups = tuple(low and third(low.up, part) for low, part in zip(lows, parts, strict=True))
-        inner = modules[10].in_features
-        eps = part_of(block, spec.norms[0]).eps, modules[12].eps
+        inner = modules[MLP_OUT[0]].in_features
+        eps = part_of(block, spec.norms[0]).eps, head_norms[0].eps
         form = BlockForm(spec, layers, heads_of(block), inner, *eps)
         form = self._workspace.forms.setdefault(form, form)
         downs = ()
@@ -414,18 +431,18 @@ class BlockExecutor:
                 tuple(next((it.down for it in part if it), None) for part in pair) for pair in found
             )
         if not self._held:
-            return KnownBlock(modules, form, ups, downs)
+            return KnownBlock(modules, head_norms, form, ups, downs)
         operands = []
-        for module, part, layer, up in zip(modules, parts, layers, ups, strict=False):
+        for module, part, layer, up in zip(modules, parts, layers, ups, strict=True):
             if layer.kind is None:
                 operands.append(run_third(module, part))
                 continue
             with self._layers.tensors(module, like) as tensors:
                 if (tensors.scale is None) != (layer.kind == DENSE):
-                    return KnownBlock(modules, form, ups, downs)
+                    return KnownBlock(modules, head_norms, form, ups, downs)
                 operands.append(Operand.of(*tensors.third(part), up))
-        norms = self._norms(modules, like)
-        return KnownBlock(modules, form, ups, downs, tuple(operands), norms)
+        norms = self._norms(head_norms, like)
+        return KnownBlock(modules, head_norms, form, ups, downs, tuple(operands), norms)
 
     def _form(
         self, layer: torch.nn.Module, part: int | None, device: torch.device
@@ -442,5 +459,5 @@ class BlockExecutor:
         quantizes = not gemm.weight_only and gemm.takes(rows, layer.in_features)
         return LayerForm(kind, kind if quantizes else None, gemm, *beside), low
 
-    def _norms(self, modules: tuple[torch.nn.Module, ...], like: torch.Tensor) -> QKNorm:
-        return QKNorm(*(self._layers.norm_weight(norm, like) for norm in modules[12:]))
+    def _norms(self, head_norms: tuple[torch.nn.Module, ...], like: torch.Tensor) -> QKNorm:
+        return QKNorm(*(self._layers.norm_weight(norm, like) for norm in head_norms))

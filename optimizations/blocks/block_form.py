@@ -22,8 +22,10 @@ from ..reference import HEAD_DIMS, WIDEST_ROW
 
 DENSE = "dense"
 STREAMS = ("text", "image")
-# The layers of a block in the order in which they run, by their stream.
+# The layers of a block in the order in which they run, by their stream,
 PLACES = ("image",) * 3 + ("text",) * 3 + ("image", "text") * 3
+# and those that run together: q, k and v, what follows attention, and the two steps of the MLP.
+STAGES = QKV, ATTENTION_OUT, MLP_IN, MLP_OUT = range(6), range(6, 8), range(8, 10), range(10, 12)
 # LoRAs beside the layers: `x @ W.T + (x @ down.T) @ up.T`, the weights untouched. All LoRAs of a
 # layer are one pair of matrices, and the layers that read the same rows share the first: one launch
 # for both streams multiplies rows by it. The second is in the epilogue of the layer's own product,
@@ -44,14 +46,14 @@ class LowRank(NamedTuple):
     up: torch.Tensor
 
 
-# The places that read the same rows: of the text and of the image.
-Readers = tuple[tuple[range, range], ...]
-READERS: Readers = (
-    (range(3, 6), range(3)),
-    *((range(i + 1, i + 2), range(i, i + 1)) for i in (6, 8, 10)),
+# The places of each stage that read the rows of the text and of the image.
+Readers = tuple[tuple[Sequence[int], Sequence[int]], ...]
+READERS: Readers = tuple(
+    tuple([place for place in stage if PLACES[place] == stream] for stream in STREAMS)
+    for stage in STAGES
 )
 # The same where gate and up are two layers of the image's rows.
-SPLIT_READERS: Readers = (*READERS[:2], (range(0), range(8, 10)), READERS[3])
+SPLIT_READERS: Readers = (*READERS[:2], ((), MLP_IN), READERS[3])
 
 
 class LayerForm(NamedTuple):
@@ -96,6 +98,10 @@ class BlockForm(NamedTuple):
     eps: float
     head_eps: float
 
+    def at(self, stage: range) -> tuple[LayerForm, ...]:
+        """Gives the layers of one of `STAGES`."""
+        return self.layers[stage.start : stage.stop]
+
     @property
     def readers(self) -> Readers:
         return SPLIT_READERS if self.spec.activation == SPLIT_SWIGLU else READERS
@@ -105,16 +111,15 @@ class BlockForm(NamedTuple):
         """Whether other cards can make keys and values of the rows that the first layers read: all
         read one form of them, and nothing besides.
         """
-        first = self.layers[:6]
+        first = self.at(QKV)
         alone = all(layer.kind is not None and not layer.rank for layer in first)
         return alone and len({layer.format for layer in first}) == 1
 
     def weight_shape(self, place: int, width: int) -> tuple[int, int]:
         """Gives (rows, columns) of what a layer is multiplied with, by the block's width."""
-        first = 2 * self.inner if self.spec.activation == SWIGLU else self.inner
-        return (
-            (width, width) if place < 8 else (first, width) if place < 10 else (width, self.inner)
-        )
+        if place in MLP_IN:
+            return (2 if self.spec.activation == SWIGLU else 1) * self.inner, width
+        return width, self.inner if place in MLP_OUT else width
 
 
 def token_layers(block: torch.nn.Module) -> list[torch.nn.Module]:
@@ -163,7 +168,7 @@ def heads_of(block: torch.nn.Module) -> int:
 
 def query_layer(block: torch.nn.Module) -> torch.nn.Module:
     """Gives the layer that makes the queries, whose input is as wide as the block."""
-    return part_of(block, spec_of(block).places[0])
+    return part_of(block, spec_of(block).query)
 
 
 def unknown_modulation(blocks: Sequence[torch.nn.Module]) -> Verdict | None:
@@ -191,7 +196,7 @@ def unsupported_block(block: torch.nn.Module, dtype: torch.dtype) -> Verdict | N
             return Verdict("its LayerNorms have weights")
         if any(norm.weight is None for norm in head_norms(block)):
             return Verdict("its attention heads are not normalized")
-        widths = {layer.out_features for layer in layers[8:10]}
+        widths = {layers[place].out_features for place in MLP_IN}
         eps, head_eps = ({norm.eps for norm in found} for found in (norms, head_norms(block)))
         if None in eps | head_eps:
             return Verdict("the eps of one of its norms depends on the dtype")

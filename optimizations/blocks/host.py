@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...planning.split_cost import KEYS, ROWS, Exchange
 from ...spec.formats import RowFormat
 from ...spec.sizes import COMPARED_AT_ONCE
-from ...split_cost import KEYS, ROWS, Exchange
 from ...verdict import Verdict, Verdicts
 from ..attention import ChosenAttention
 from ..fused import choose_ops

@@ -23,7 +23,18 @@ from ..reference import (
     RowOrder,
     storage_of,
 )
-from .block_form import PLACES, STREAMS, BlockForm, LayerForm, common_format
+from .block_form import (
+    ATTENTION_OUT,
+    MLP_IN,
+    MLP_OUT,
+    PLACES,
+    QKV,
+    STAGES,
+    STREAMS,
+    BlockForm,
+    LayerForm,
+    common_format,
+)
 from .products import (
     Operand,
     PackedOperand,
@@ -145,7 +156,7 @@ class Program:
         tokens = self.tokens = share.tokens
         layers, inner, activation = form.layers, form.inner, form.spec.activation
         # q, k and v are read before the MLP's hidden rows are written.
-        self._swiglu_inside = activation == SWIGLU and swiglu_inside(layers[8])
+        self._swiglu_inside = activation == SWIGLU and swiglu_inside(layers[MLP_IN[0]])
         one = activation == GELU or self._swiglu_inside
         whole, columns = share.whole, inner if one else 2 * inner
         sizes = [it.rows * self.width for it in (tokens, whole, whole)]
@@ -162,26 +173,29 @@ class Program:
         if activation == SPLIT_SWIGLU:
             self.hidden = hidden.view(2, tokens.rows, inner).unbind()
         self.activated = Rows(self.hidden[0])  # written over what it is made of
-        self.first_format = common_format(layers[:6])
-        self._inner_format = common_format(layers[8:10])
+        qkv, mlp_in = form.at(QKV), form.at(MLP_IN)
+        self.first_format = common_format(qkv)
+        self._inner_format = common_format(mlp_in)
         # LoRAs read plain rows: of rows in 8 bits their part would have an error of 1 to 3 %.
-        self.first_plain = any(layer.rank for layer in layers[:6])
-        self._inner_plain = any(layer.rank for layer in layers[8:10])
+        self.first_plain = any(layer.rank for layer in qkv)
+        self._inner_plain = any(layer.rank for layer in mlp_in)
         if most := max(layer.down_rows for layer in layers):
             self.take("low rank", tokens.rows, most)
         # Before others: they take the widest buffers.
         self._activations = self._gelu() if activation == GELU else [self._swiglu()]
-        self._first = self._quantizers(self.rows, layers[:6], self.first_format)
-        self._inner = self._quantizers(self.rows, layers[8:10], self._inner_format)
-        self._out = self._quantizers(self.mixed, layers[6:8], None)
+        self._first = self._quantizers(self.rows, qkv, self.first_format)
+        self._inner = self._quantizers(self.rows, mlp_in, self._inner_format)
+        self._out = self._quantizers(self.mixed, form.at(ATTENTION_OUT), None)
         self._norms: dict[tuple, Callable[..., None]] = {}
         self._lows: dict[int, Callable[..., None]] = {}
         self._rotations: dict[tuple, Callable[[QKNorm, Rotary], None]] = {}
         self._decoders: dict[tuple, tuple[torch.Tensor, Callable[..., None]]] = {}
         self.kept: dict[Hashable, Any] = {}
         streams, joint = in_stream_order(tokens), in_joint_order(tokens)
-        orders = 6 * [streams] + 2 * [joint] + 4 * [streams]
-        self.reads = [self._read(place, hidden, order) for place, order in enumerate(orders)]
+        self.reads = [
+            self._read(place, hidden, joint if place in ATTENTION_OUT else streams)
+            for place in range(len(PLACES))
+        ]
         self.products = tuple(
             product_of(read, layer, self.ops) if read.part.length else None
             for read, layer in zip(self.reads, layers, strict=True)
@@ -191,18 +205,18 @@ class Program:
         tokens, activation = self.tokens, self.form.spec.activation
         index, gelu = STREAMS.index(PLACES[place]), False
         part = order[index]
-        if place < 6:
+        if place in QKV:
             rows, out = self.rows, self.of_share(place, self.share)
-        elif not 8 <= place < 10:
-            rows = self.mixed if place < 8 else self.activated
+        elif place not in MLP_IN:
+            rows = self.mixed if place in ATTENTION_OUT else self.activated
             out = streams_of(self.branch, tokens)[index]
         elif activation == SPLIT_SWIGLU:  # gate and up, both of the image's rows
             rows, part = self.rows, order[1]
-            out = streams_of(self.hidden[place - 8], tokens)[1]
+            out = streams_of(self.hidden[MLP_IN.index(place)], tokens)[1]
         else:
             rows, out = self.rows, streams_of(hidden, tokens)[index]
             gelu = activation == GELU and self.form.layers[place].format is None
-        inside = self._swiglu_inside and 8 <= place < 10
+        inside = self._swiglu_inside and place in MLP_IN
         return Read(rows, part, out, gelu, self._low_of(place), inside)
 
     def readable(self, place: int, operand: Any) -> Any:
@@ -217,7 +231,7 @@ class Program:
         decoder = self._decoders.get(key)
         if decoder is None:
             n, k = self.form.weight_shape(place, self.width)
-            most = self.form.weight_shape(8, self.width)
+            most = self.form.weight_shape(MLP_IN[0], self.width)
             name = f"decoded {PLACES[place]}"
             whole = self._workspace.take(name, most, self._of(torch.int8)).flatten()
             values = whole[: n * k].view(n, k)
@@ -227,17 +241,21 @@ class Program:
         decode(codes, group_scale, codebook)
         return Operand.of(values, operand.scale, operand.bias, operand.up)
 
-    def compute_low(self, reader: int, downs: tuple[torch.Tensor | None, ...]) -> None:
-        """Multiplies the rows that one of the readers reads by its `downs` of `KnownBlock`."""
-        rows = (self.rows, self.mixed, self.rows, self.activated)[reader]
-        launch = self._lows.get(reader)
+    def compute_low(self, stage: int, downs: tuple[torch.Tensor | None, ...]) -> None:
+        """Multiplies the rows that one of `STAGES` reads by its `downs` of `KnownBlock`.
+
+        Args:
+            stage: Its index.
+        """
+        rows = (self.rows, self.mixed, self.rows, self.activated)[stage]
+        launch = self._lows.get(stage)
         if launch is None:
             tokens = self.tokens
             order = RowOrder(1, tokens.text_rows, tokens.rows - tokens.text_rows)
             if rows is self.mixed:
                 order = RowOrder(tokens.batch, tokens.text, tokens.image)
-            launch = self.ops.low_rank_rows(rows.matrix, *downs, order, self._low_out(reader))
-            self._lows[reader] = launch
+            launch = self.ops.low_rank_rows(rows.matrix, *downs, order, self._low_out(stage))
+            self._lows[stage] = launch
         launch(rows.matrix, *downs)
 
     def _low_of(self, place: int) -> torch.Tensor | None:
@@ -245,12 +263,12 @@ class Program:
         layer = self.form.layers[place]
         if not layer.rank:
             return None
-        (reader,) = (i for i in range(4) if any(place in it for it in self.form.readers[i]))
-        return self._low_out(reader)[:, layer.start : layer.start + layer.rank]
+        (stage,) = (index for index, stage in enumerate(STAGES) if place in stage)
+        return self._low_out(stage)[:, layer.start : layer.start + layer.rank]
 
-    def _low_out(self, reader: int) -> torch.Tensor:
-        # Of all readers in one buffer, as each is read before the next is written.
-        places = (place for pair in self.form.readers[reader] for place in pair)
+    def _low_out(self, stage: int) -> torch.Tensor:
+        # Of all stages in one buffer, as each is read before the next is written.
+        places = (place for pair in self.form.readers[stage] for place in pair)
         most = max(self.form.layers[place].down_rows for place in places)
         return self.take("low rank", self.tokens.rows, most)
 
@@ -389,7 +407,7 @@ class Program:
         ]
 
     def _swiglu(self) -> Callable[[], None]:
-        outer, out = self.form.layers[10], None
+        outer, out = self.form.layers[MLP_OUT[0]], None
         if outer.format is not None:
             out = self._quantized(self.activated, self.form.inner, outer.format)
         if self._swiglu_inside:
@@ -403,7 +421,7 @@ class Program:
     def _gelu(self) -> list[Callable[[], None]]:
         """Prepares the GELU of the MLP's hidden rows, (rows, 4 D), their quantization, or both."""
         cut, (hidden,) = self.tokens.text_rows, self.hidden
-        inner, outer = self.form.layers[8:10], self.form.layers[10:12]
+        inner, outer = self.form.at(MLP_IN), self.form.at(MLP_OUT)
         needs = [(a.format is not None, b.format) for a, b in zip(inner, outer, strict=True)]
         parts = [(hidden, *needs[0], slice(None))]
         if cut and (needs[0] != needs[1] or inner[0].format != inner[1].format):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..blocks.block import BlockExecutor, KnownBlock, Step
-from ..blocks.block_form import PLACES, STREAMS
+from ..blocks.block_form import MLP_OUT, PLACES, QKV, STREAMS
 from ..blocks.products import (
     Product,
     Read,
@@ -26,7 +26,7 @@ from ..reference import Modulation, QuantizedRows, Tokens
 
 # Places of a block's layers, by what they make of a card's own rows: queries, keys and values.
 QUERIES, KEYS, VALUES = (0, 3), (1, 4), (2, 5)
-IMAGE_LAST, TEXT_LAST = 10, 11
+IMAGE_LAST, TEXT_LAST = MLP_OUT
 CUT = 128  # rows of a tile of most products
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
@@ -141,7 +141,9 @@ def _received(program: Program, other: Share) -> Received:
     else:
         rows.quantized[format] = program.room(name, size, format, tokens.text_rows)
     made = []
-    for place in (1, 2, 4, 5) if other.text else (1, 2):
+    for place in sorted(KEYS + VALUES):
+        if PLACES[place] == "text" and not other.text:
+            continue
         part = in_stream_order(tokens)[STREAMS.index(PLACES[place])]
         read = Read(rows, part, program.of_share(place, other))
         made.append((place, product_of(read, layers[place], program.ops)))
@@ -182,7 +184,7 @@ class Part:
 
     def begin(self) -> None:
         """Computes what the LoRAs beside the first layers make of the card's rows."""
-        self.card.executor.compute_low(self.program, self._known, 0)
+        self.card.executor.compute_low(self.program, self._known, QKV)
 
     def multiply(self, *places: tuple[int, ...]) -> None:
         """Makes `QUERIES`, `KEYS` or `VALUES` of the card's rows."""
@@ -196,7 +198,7 @@ class Part:
             for place, product in products:
                 product(program.readable(place, known.operands[place]))
         executor.go_to_last(program, known, self.x, self._step, self._entry.of(index))
-        executor.compute_low(program, known, 3)
+        executor.compute_low(program, known, MLP_OUT)
 
     def finish_first(self, index: int) -> None:
         """Ends a block and begins the next one for the first piece of the rows."""

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from ... import split_cost
 from ...machine.links import Route
+from ...planning import split_cost
 from ..blocks.block import Step
 from ..blocks.host import Streams
 from ..blocks.products import Share, streams_of

@@ -11,7 +11,7 @@ import torch
 
 from ...families.protocol import StepTokens
 from ...machine.links import Link, Route
-from ...split_cost import LEAST_GAIN, BlockSeconds, Exchange, SplitCost, row_bytes
+from ...planning.split_cost import LEAST_GAIN, BlockSeconds, Exchange, SplitCost, row_bytes
 from ...verdict import Verdict
 from ..attention import Attention, AttentionRequest, ChosenAttention
 from ..blocks.block import BlockExecutor, Step

@@ -15,6 +15,7 @@ import comfy.ops
 import comfy.text_encoders.llama as llama
 import pytest
 import torch
+from block_kernel_cases import with_kernels
 from torch.utils._python_dispatch import _disable_current_modes
 from tracked_allocations import Allocations
 
@@ -80,7 +81,7 @@ def prepared(name):
 
 
 NAMES = ("residual_norm", "qk_norm_rope", "gelu_quantize", "row_quantize", "low_rank_rows")
-KERNELS = TORCH._replace(**{name: prepared(name) for name in NAMES})
+KERNELS = with_kernels(TORCH, **{name: prepared(name) for name in NAMES})
 host_attention = untracked(qwen.optimized_attention_masked)
 rotate = untracked(qwen.apply_rope1)
 

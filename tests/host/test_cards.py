@@ -37,7 +37,7 @@ from qwen_l40s.hosts.comfyui.sample.step_cache import cache_steps
 from qwen_l40s.machine import links
 from qwen_l40s.nodes.optimize import QwenL40SSplitCards
 from qwen_l40s.optimizations.blocks.block_form import token_layers
-from qwen_l40s.step_cache import cache_settings
+from qwen_l40s.planning.step_cache import cache_settings
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 FOLDER = folder("cards")

@@ -20,7 +20,7 @@ from qwen_l40s.hosts.comfyui.lora.apply import apply_lora
 from qwen_l40s.hosts.comfyui.sample.forward import clean_up
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of
 from qwen_l40s.hosts.comfyui.sample.step_cache import cache_steps
-from qwen_l40s.step_cache import CacheSettings
+from qwen_l40s.planning.step_cache import CacheSettings
 
 pytestmark = [
     pytest.mark.usefixtures("inference_mode"),

@@ -30,12 +30,12 @@ from qwen_l40s.nodes import estimate as nodes_estimate
 from qwen_l40s.nodes.advise import QwenL40SAdviseGPU
 from qwen_l40s.nodes.estimate import QwenL40SEstimateVRAM
 from qwen_l40s.nodes.loaders import QwenL40SLoadModel, QwenL40SLoadTextEncoder
-from qwen_l40s.options import OLDER, Older
 from qwen_l40s.planning.estimate import estimate
+from qwen_l40s.planning.options import OLDER, Older
 from qwen_l40s.planning.request import RunRequest
+from qwen_l40s.planning.step_cache import CacheSettings
 from qwen_l40s.spec.formats import GIB, CardFacts
 from qwen_l40s.spec.transformer import PLACES
-from qwen_l40s.step_cache import CacheSettings
 
 MICRO = ROOT / "models" / "micro"
 NODES = (QwenL40SEstimateVRAM, QwenL40SAdviseGPU)

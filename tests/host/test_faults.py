@@ -10,6 +10,7 @@ import narrow_transformer as narrow
 import published_attention
 import pytest
 import torch
+from block_kernel_cases import with_kernels
 from comfy.quant_ops import QuantizedTensor
 from comfyui_boot import ROOT, folder
 from narrow_21 import TEXT, strong_21
@@ -26,7 +27,7 @@ from qwen_l40s.hosts.comfyui.sample.step_cache import cache_steps
 from qwen_l40s.optimizations import fused
 from qwen_l40s.optimizations.attention.choice import TRIAL_TOKENS
 from qwen_l40s.optimizations.run import Later
-from qwen_l40s.step_cache import cache_settings
+from qwen_l40s.planning.step_cache import cache_settings
 from qwen_l40s.verdict import first_line
 
 FOLDER = folder("faults")
@@ -239,7 +240,7 @@ def test_a_kernel_that_does_not_compile(kernel, error):
     def fails(*_, **__):
         raise FAILS[error]
 
-    ops = fused.choose_ops(torch.device("cpu"))._replace(**{kernel: fails})
+    ops = with_kernels(fused.choose_ops(torch.device("cpu")), **{kernel: fails})
     with mock.patch("qwen_l40s.optimizations.blocks.host.choose_ops", lambda device: ops):
         assert narrow.difference(one(clone), known) < 1e-5
         assert f"the fused block raised {first_line(FAILS[error])}" in report_of(clone)

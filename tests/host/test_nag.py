@@ -36,7 +36,7 @@ from qwen_l40s.optimizations.attention.choice import TRIAL_TOKENS
 from qwen_l40s.optimizations.attention.chosen import MeasuredErrors
 from qwen_l40s.optimizations.blocks.block import BlockExecutor
 from qwen_l40s.optimizations.nag import PrefixGuidance
-from qwen_l40s.step_cache import CacheSettings
+from qwen_l40s.planning.step_cache import CacheSettings
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 newer = pytest.mark.host_has("comfy.model_base.QwenImage21")

@@ -32,6 +32,7 @@ from qwen_l40s.families.registry import find_member
 from qwen_l40s.hosts.comfyui import contract as compatibility
 from qwen_l40s.hosts.comfyui.load import plan as load_plan
 from qwen_l40s.hosts.comfyui.load import text_encoder, vae, weights
+from qwen_l40s.hosts.comfyui.load.report import FLOAT_NAMES
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.loaders import shards
 from qwen_l40s.loaders.quantize import rotate
@@ -485,7 +486,7 @@ def test_kept_layers_are_what_the_file_holds():
         if layer.startswith("transformer_blocks.1.") or layer.endswith(".to_add_out")
     ]
     assert len(kept) == 13
-    dtype = weights.FLOAT_NAMES[loaded.model.get_dtype()]
+    dtype = FLOAT_NAMES[loaded.model.get_dtype()]
     assert f"13 layers kept in {dtype}" in report and "11 layers were quantized to fp8" in report, (
         report
     )

@@ -184,7 +184,7 @@ def test_what_is_booked_for_a_step():
     """ComfyUI books a tenth of what it has still to load; with it the whole need is asked for."""
     shape = [1, 16, 1, 128, 128]
     model, known = load(disable_dynamic=True), load(off_card=False, disable_dynamic=True)
-    step = known.model.memory_required(shape) * load_plan.STEP_FACTOR / 1.8
+    step = known.model.memory_required(shape) * off_card_pass.STEP_FACTOR / 1.8
     waiting = model.model_size()
     assert abs(model.model.memory_required(shape) - (step - 0.1 * waiting)) < 1 < step
     model.model.model_loaded_weight_memory = waiting

@@ -19,6 +19,7 @@ import narrow_transformer as narrow
 import published_attention
 import pytest
 import torch
+from block_kernel_cases import with_kernels
 from comfy.ldm.qwen_image.model import Attention, QwenImageTransformerBlock
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 from comfy_api.torch_helpers import set_torch_compile_wrapper
@@ -48,7 +49,7 @@ from qwen_l40s.optimizations.attention import BACKENDS, chosen
 from qwen_l40s.optimizations.attention import Attention as ChosenBackend
 from qwen_l40s.optimizations.attention.choice import TRIAL_TOKENS
 from qwen_l40s.optimizations.run import Later
-from qwen_l40s.options import OLDER
+from qwen_l40s.planning.options import OLDER
 
 pytestmark = pytest.mark.each_device
 FOLDER = folder("optimize")
@@ -116,7 +117,7 @@ def by_core(tensors, **sizes):
 
 def kernels(**others):
     """Has blocks run with these in place of the device's."""
-    ops = fused.choose_ops(DEVICE)._replace(**others)
+    ops = with_kernels(fused.choose_ops(DEVICE), **others)
     return mock.patch("qwen_l40s.optimizations.blocks.host.choose_ops", lambda device: ops)
 
 

@@ -27,7 +27,7 @@ from qwen_l40s.hosts.comfyui.sample.run import OPTIMIZATION_KEY
 from qwen_l40s.hosts.comfyui.sample.step_cache import cache_steps
 from qwen_l40s.optimizations.attention import Attention as ChosenBackend
 from qwen_l40s.optimizations.run import Later
-from qwen_l40s.step_cache import cache_settings
+from qwen_l40s.planning.step_cache import cache_settings
 
 pytestmark = pytest.mark.each_device
 FOLDER = folder("other_packs")

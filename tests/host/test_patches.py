@@ -12,7 +12,7 @@ from narrow_transformer import random
 from qwen_l40s.hosts.comfyui.lora.apply import apply_lora
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize
 from qwen_l40s.hosts.comfyui.sample.step_cache import cache_steps
-from qwen_l40s.step_cache import cache_settings
+from qwen_l40s.planning.step_cache import cache_settings
 
 pytestmark = pytest.mark.each_device
 FOLDER = folder("patches")

@@ -40,7 +40,7 @@ from qwen_l40s.hosts.comfyui.sample.optimize import optimize, report_of
 from qwen_l40s.hosts.comfyui.save import save_quantized
 from qwen_l40s.loaders.quantized_file import plan_quantized, write_quantized
 from qwen_l40s.loaders.source import open_source
-from qwen_l40s.options import request_settings
+from qwen_l40s.planning.options import request_settings
 from qwen_l40s.spec.formats import FORMATS, QUANTIZED
 
 pytestmark = pytest.mark.usefixtures("inference_mode")

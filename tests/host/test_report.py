@@ -58,8 +58,8 @@ from qwen_l40s.loaders.source import MICRO_ADVICE
 from qwen_l40s.nodes.estimate import QwenL40SReport
 from qwen_l40s.planning.phases import Range
 from qwen_l40s.planning.request import DROPPED
+from qwen_l40s.planning.step_cache import CacheSettings, computed_with
 from qwen_l40s.spec.formats import GIB, CardFacts
-from qwen_l40s.step_cache import CacheSettings, computed_with
 
 pytestmark = pytest.mark.each_device
 FOLDER = folder("report")

@@ -18,8 +18,9 @@ from comfyui_boot import refused
 from PIL import Image
 
 import nodes as core
-from qwen_l40s import files, png
+from qwen_l40s import files
 from qwen_l40s.errors import UnavailableError
+from qwen_l40s.hosts import png
 from qwen_l40s.nodes import save as host
 from qwen_l40s.nodes.save import QwenL40SSaveImage
 

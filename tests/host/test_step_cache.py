@@ -29,7 +29,7 @@ from qwen_l40s.hosts.comfyui.sample.optimize import optimize
 from qwen_l40s.hosts.comfyui.sample.run import STEP_CACHE_KEY
 from qwen_l40s.hosts.comfyui.sample.step_cache import cache_steps
 from qwen_l40s.optimizations.step_cache import CachedRun
-from qwen_l40s.step_cache import PRESETS, CacheSettings, plan_steps
+from qwen_l40s.planning.step_cache import PRESETS, CacheSettings, plan_steps
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 MICRO = ROOT / "models" / "micro"

@@ -21,7 +21,7 @@ from qwen_l40s.hosts.comfyui.lora.apply import apply_lora
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of
 from qwen_l40s.hosts.comfyui.save import save_quantized
 from qwen_l40s.loaders.source import open_source
-from qwen_l40s.options import request_settings
+from qwen_l40s.planning.options import request_settings
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 FOLDER = folder("toy_family")

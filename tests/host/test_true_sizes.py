@@ -32,12 +32,12 @@ from qwen_l40s.hosts.comfyui.load.text_encoder import load_text_encoder
 from qwen_l40s.hosts.comfyui.load.vae import load_vae
 from qwen_l40s.hosts.comfyui.lora.apply import apply_lora
 from qwen_l40s.hosts.comfyui.sample.step_cache import cache_steps
-from qwen_l40s.options import request_settings
 from qwen_l40s.planning.bytes import weight_bytes
+from qwen_l40s.planning.options import request_settings
+from qwen_l40s.planning.step_cache import PRESETS, CacheSettings, computed_with
 from qwen_l40s.spec.formats import QUANTIZED
 from qwen_l40s.spec.sizes import RANKS_AT_ONCE
 from qwen_l40s.spec.vae import VaeShape
-from qwen_l40s.step_cache import PRESETS, CacheSettings, computed_with
 
 pytestmark = pytest.mark.each_device
 FOLDER = folder("true_sizes")

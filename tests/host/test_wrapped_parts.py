@@ -18,7 +18,7 @@ from qwen_l40s.hosts.comfyui.sample.step_cache import cache_steps
 from qwen_l40s.hosts.comfyui.sigmas import sigmas_for
 from qwen_l40s.loaders.source import bundled_micro_folder
 from qwen_l40s.nodes.vae import QwenL40SVAEDecode
-from qwen_l40s.step_cache import cache_settings
+from qwen_l40s.planning.step_cache import cache_settings
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 FOLDER, WEIGHTS = folder("wrapped"), narrow.weights()

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("diffusers")
 
+from block_kernel_cases import with_kernels
 from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformerBlock
 
 from qwen_l40s.optimizations import reference
@@ -510,9 +511,8 @@ def test_each_activation_is_quantized_once(mix, expected):
 
         return prepare
 
-    run(
-        block, case, Layers(block, MIXES.get(mix)), TORCH._replace(**{n: counted(n) for n in names})
-    )
+    ops = with_kernels(TORCH, **{name: counted(name) for name in names})
+    run(block, case, Layers(block, MIXES.get(mix)), ops)
     assert " ".join(calls) == expected
 
 

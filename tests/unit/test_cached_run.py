@@ -17,7 +17,7 @@ from test_step_cache import schedules, skipped_steps
 from qwen_l40s.families.schedules import official_sigmas
 from qwen_l40s.optimizations import step_cache
 from qwen_l40s.optimizations.step_cache import MOST_MISSED, CachedRun
-from qwen_l40s.step_cache import PRESETS, CacheSettings
+from qwen_l40s.planning.step_cache import PRESETS, CacheSettings
 from qwen_l40s.verdict import Verdict
 
 SHAPE = (2, 4, 8, 8)

@@ -9,15 +9,8 @@ import pytest
 from qwen_l40s.charts.text import estimate_json, estimate_text, notes_of
 from qwen_l40s.errors import SettingError
 from qwen_l40s.machine.store import known_cards
-from qwen_l40s.planning.cards import (
-    BUNDLED,
-    FIELDS,
-    PRICE_FIELDS,
-    Price,
-    UnlistedCard,
-    card_by_driver,
-    find_card,
-)
+from qwen_l40s.planning.card_list import BUNDLED, FIELDS, PRICE_FIELDS
+from qwen_l40s.planning.cards import Price, UnlistedCard, card_by_driver, find_card
 from qwen_l40s.planning.estimate import estimate
 from qwen_l40s.planning.rates import rates_of
 from qwen_l40s.planning.request import RunRequest

@@ -15,8 +15,8 @@ from qwen_l40s.errors import SettingError
 from qwen_l40s.families.registry import find_member
 from qwen_l40s.machine.card import InstalledCard, InstalledCards
 from qwen_l40s.machine.store import known_cards
-from qwen_l40s.options import OLDER, OPTIONS, Older
 from qwen_l40s.planning.bytes import weight_bytes
+from qwen_l40s.planning.options import OLDER, OPTIONS, Older
 from qwen_l40s.planning.request import RunRequest
 from qwen_l40s.spec.formats import GIB
 from qwen_l40s.verdict import Verdict

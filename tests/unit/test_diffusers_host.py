@@ -22,8 +22,7 @@ from qwen_l40s.hosts.diffusers.load import (
     load_pipeline,
 )
 from qwen_l40s.hosts.diffusers.sample import decode, generate, sample
-from qwen_l40s.hosts.diffusers.settings import GenerateSettings
-from qwen_l40s.hosts.loading import choose_precision
+from qwen_l40s.hosts.diffusers.settings import GenerateSettings, choose_precision
 from qwen_l40s.loaders.source import TEMPLATE_PREFIX, TEMPLATE_PREFIX_TOKENS
 from qwen_l40s.spec.formats import MIB
 
@@ -358,7 +357,6 @@ def test_precision_choice():
         ("auto", "cpu", 8000, "fp32", "fits in half"),
         ("auto", "cpu", 7999, "bf16", "more than half"),
         ("fp32", "cpu", 1, "fp32", "requested"),
-        ("int8", "cpu", 1, "int8", "requested"),
     ):
         choice = choose_precision(requested, device, parameters=1000, available_bytes=available)
         assert choice.name == name
@@ -368,8 +366,8 @@ def test_precision_choice():
 @pytest.mark.parametrize(
     ("precision", "device", "error", "message"),
     [
-        ("fp8", "cpu", SettingError, "'fp8' is not available.*auto, bf16, fp32"),
-        ("fp16", "cpu", SettingError, "'fp16' is unknown: choose auto, bf16, fp32, fp8, int8"),
+        ("fp8", "cpu", SettingError, "'fp8'.*auto, bf16, fp32"),
+        ("fp16", "cpu", SettingError, "'fp16'.*auto, bf16, fp32"),
         ("auto", "tpu", SettingError, "choose auto, cpu, cuda or cuda:N"),
         ("auto", "cuda:99", UnavailableError, "cuda:99"),
     ],

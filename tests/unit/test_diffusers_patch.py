@@ -23,6 +23,7 @@ from PIL import Image
 pytest.importorskip("diffusers")
 
 import diffusers
+from block_kernel_cases import with_kernels
 from diffusers import QwenImageTransformer2DModel
 from diffusers.models import attention_dispatch
 from diffusers.models.transformers.transformer_qwenimage import (
@@ -1042,7 +1043,7 @@ def test_embedding_that_is_changed_for_one_block_counts(fused, monkeypatch):
 
 
 def sabotaged(monkeypatch, **changes):
-    ops = TORCH._replace(**changes)
+    ops = with_kernels(TORCH, **changes)
     monkeypatch.setattr(block_host, "choose_ops", lambda device: ops)
 
 

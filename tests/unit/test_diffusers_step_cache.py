@@ -23,7 +23,7 @@ from qwen_l40s.hosts.diffusers.sample import Generation, generate, sample
 from qwen_l40s.hosts.diffusers.settings import GenerateSettings
 from qwen_l40s.hosts.diffusers.step_cache import cache_steps
 from qwen_l40s.loaders.source import bundled_micro_folder
-from qwen_l40s.step_cache import PRESETS, computed_steps
+from qwen_l40s.planning.step_cache import PRESETS, computed_steps
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -12,12 +12,13 @@ import qwen_l40s
 from qwen_l40s.bench.rows import BASELINE
 from qwen_l40s.charts.figures import duration
 from qwen_l40s.machine.store import known_cards
-from qwen_l40s.options import CHOICE_LABELS
-from qwen_l40s.planning.cards import BUNDLED, find_card
+from qwen_l40s.planning.card_list import BUNDLED
+from qwen_l40s.planning.cards import find_card
 from qwen_l40s.planning.estimate import estimate
+from qwen_l40s.planning.options import CHOICE_LABELS
 from qwen_l40s.planning.request import LORA_MODES, Loras, RunRequest
+from qwen_l40s.planning.step_cache import PRESETS, computed_steps
 from qwen_l40s.spec.formats import GIB
-from qwen_l40s.step_cache import PRESETS, computed_steps
 
 ROOT = Path(__file__).resolve().parents[2]
 WEB = ROOT / qwen_l40s.WEB_DIRECTORY

@@ -2,7 +2,7 @@
 
 import pytest
 
-from qwen_l40s.patches import ABSENT, patched
+from qwen_l40s.optimizations.patches import ABSENT, patched
 
 
 class Wrapped:

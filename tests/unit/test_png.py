@@ -13,8 +13,8 @@ import pytest
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from qwen_l40s import png
 from qwen_l40s.cli.output import png_bytes
+from qwen_l40s.hosts import png
 
 ROOT = Path(__file__).resolve().parents[2]
 PICTURES = [

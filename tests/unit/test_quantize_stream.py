@@ -9,18 +9,17 @@ import torch
 from gguf_files import random_blocks
 
 from qwen_l40s.errors import CheckpointError, SettingError
-from qwen_l40s.hosts.loading import round_weight
-from qwen_l40s.loaders import quantize
+from qwen_l40s.loaders import slabs
 from qwen_l40s.loaders.gguf_blocks import BlockRows
 from qwen_l40s.loaders.quantize import (
-    IN_BF16,
     expected_squares,
     measured_squares,
-    quantize_layers,
     quantize_rows,
     relative_error,
+    rotate,
     row_format,
 )
+from qwen_l40s.loaders.slabs import IN_BF16, quantize_layers
 from qwen_l40s.spec.formats import QUANTIZED, RowFormat
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -74,8 +73,8 @@ def test_every_layer_is_what_quantize_rows_makes_of_it(format, device, monkeypat
     weights["wide"] = torch.randn(3, 40_000, generator=generator)
     weights["on the device"] = weights["large"].to(device)
     before = {layer: weight.clone() for layer, weight in weights.items()}
-    for slab in (quantize.SLAB_BYTES, 2**16):
-        monkeypatch.setattr(quantize, "SLAB_BYTES", slab)
+    for slab in (slabs.SLAB_BYTES, 2**16):
+        monkeypatch.setattr(slabs, "SLAB_BYTES", slab)
         found = stream(weights, format, device, squares=measured_squares)
         assert found.keys() == weights.keys()
         for layer, weight in weights.items():
@@ -104,7 +103,7 @@ def test_one_scale_for_the_whole_weight():
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("format", QUANTIZED)
 def test_nan_and_infinity_name_their_layer(format, bad, device, monkeypatch):
-    monkeypatch.setattr(quantize, "SLAB_BYTES", 64)  # of which it is in the third
+    monkeypatch.setattr(slabs, "SLAB_BYTES", 64)  # of which it is in the third
     weights = layers()
     broken = weights["transformer_blocks.3.attn.to_q"] = torch.ones(6, 7)
     broken[5, 2] = bad
@@ -157,9 +156,9 @@ def test_a_card_s_kernel_gives_the_layers_of_the_processor(format, monkeypatch):
     }
     weights |= layers()
     expected = stream(weights, format)
-    for slab in (quantize.SLAB_BYTES, 2**20):
-        monkeypatch.setattr(quantize, "SLAB_BYTES", slab)
-        found = stream(weights, format, torch.device("cuda"), rounding=round_weight)
+    for slab in (slabs.SLAB_BYTES, 2**20):
+        monkeypatch.setattr(slabs, "SLAB_BYTES", slab)
+        found = stream(weights, format, torch.device("cuda"))
         assert found.keys() == expected.keys()
         for layer, one in found.items():
             assert same(one[1:3], expected[layer][1:3]), (layer, slab)
@@ -188,7 +187,7 @@ def simulated(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(quantize, "SLAB_BYTES", 1000)
+    monkeypatch.setattr(slabs, "SLAB_BYTES", 1000)
     return pinned
 
 
@@ -199,7 +198,7 @@ def test_slabs_that_are_used_again_lose_no_rows(format, simulated):
     expected = stream(weights, format, squares=measured_squares)
     assert not simulated
     found = stream(weights, format, torch.device("cuda"), squares=measured_squares)
-    assert len(simulated) == 2 * quantize.SLABS
+    assert len(simulated) == 2 * slabs.SLABS
     assert found.keys() == expected.keys()
     for layer, (_, values, scale, form, error) in found.items():
         assert same((values, scale), expected[layer][1:3]) and form == expected[layer].form
@@ -212,7 +211,7 @@ def test_the_expected_error_of_int8_is_near_the_measured_one(simulated):
     flat = torch.randn(40, 512, generator=noise)
     spiked = flat.clone()
     spiked[:, ::64] *= 50
-    for weight, error in ((flat, 0.007), (quantize.rotate(spiked, 256), 0.03)):
+    for weight, error in ((flat, 0.007), (rotate(spiked, 256), 0.03)):
         for device in (CPU, torch.device("cuda")):
             found, known = (
                 stream({name: weight}, "int8", device, squares=squares)[name].error
@@ -229,7 +228,7 @@ def test_blocks_of_gguf_pass_slabs_in_bf16(simulated):
             blocks[:, scale : scale + 2] = torch.tensor([0, 0x3C], dtype=torch.uint8)  # 1.0
         matrices[dtype] = BlockRows(blocks.view(9, -1), dtype)
     found = stream(matrices, IN_BF16, torch.device("cuda"))
-    assert len(simulated) == 2 * quantize.SLABS
+    assert len(simulated) == 2 * slabs.SLABS
     for name, blocks in matrices.items():
         assert torch.equal(found[name].values, blocks.dequantized())
     matrices["Q8_0"].values[-1, :2] = torch.tensor([0, 0x7C], dtype=torch.uint8)  # infinity

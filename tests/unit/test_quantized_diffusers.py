@@ -27,7 +27,7 @@ from qwen_l40s.micro.scene import parse_prompt
 from qwen_l40s.optimizations import reference
 from qwen_l40s.optimizations.linear import choose_gemm
 from qwen_l40s.spec.formats import QUANTIZED
-from qwen_l40s.tools.micro import quality
+from qwen_l40s.tools import micro_quality as quality
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

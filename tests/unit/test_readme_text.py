@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from qwen_l40s.cli import COMMANDS
-from qwen_l40s.options import CHOICE_LABELS, LABELS
+from qwen_l40s.planning.options import CHOICE_LABELS, LABELS
 from qwen_l40s.tools.workflows.notes import published
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -29,7 +29,7 @@ from qwen_l40s.optimizations.modulation import compute_entry
 from qwen_l40s.optimizations.reference import Rotary, Tokens
 from qwen_l40s.planning import bytes as planning
 from qwen_l40s.planning.request import Parts, RunRequest, Setting
-from qwen_l40s.split_cost import KEYS, ROWS
+from qwen_l40s.planning.split_cost import KEYS, ROWS
 from qwen_l40s.verdict import Verdict
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qwen_l40s.families.protocol import StepTokens
-from qwen_l40s.split_cost import FIXED, LEAST_GAIN, BlockSeconds, SplitCost, row_bytes
+from qwen_l40s.planning.split_cost import FIXED, LEAST_GAIN, BlockSeconds, SplitCost, row_bytes
 
 DIM, TEXT = 3072, 128
 SIZES = {1024: 4096, 1328: 6889, 2048: 16384}

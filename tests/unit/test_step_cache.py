@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 from qwen_l40s.errors import SettingError
 from qwen_l40s.families.schedules import official_sigmas
 from qwen_l40s.optimizations.step_cache import CachedRun
-from qwen_l40s.step_cache import (
+from qwen_l40s.planning.step_cache import (
     PRESETS,
     PUBLISHED_CHANGES,
     CacheSettings,

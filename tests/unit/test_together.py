@@ -12,7 +12,7 @@ from qwen_l40s.machine.store import known_cards
 from qwen_l40s.planning.advise import LINKS, together
 from qwen_l40s.planning.estimate import estimate
 from qwen_l40s.planning.request import Loras, RunRequest
-from qwen_l40s.split_cost import LEAST_GAIN
+from qwen_l40s.planning.split_cost import LEAST_GAIN
 
 CARDS = known_cards()
 LIGHTNING = {"width": 1024, "height": 1024, "steps": 8, "cfg": "off"}

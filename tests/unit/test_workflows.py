@@ -21,7 +21,7 @@ from qwen_l40s.families.qwen_image_21 import QWEN_IMAGE_21
 from qwen_l40s.families.registry import find_member
 from qwen_l40s.families.schedules import plain_name, schedule_of_file
 from qwen_l40s.machine.store import known_cards
-from qwen_l40s.planning.cards import BUNDLED
+from qwen_l40s.planning.card_list import BUNDLED
 from qwen_l40s.planning.estimate import FITS, estimate
 from qwen_l40s.spec.formats import GIB
 from qwen_l40s.tools.workflows import __main__ as command

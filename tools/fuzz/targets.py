@@ -27,7 +27,7 @@ from ...loaders import checkpoint, gguf, quantization, sizes, source
 from ...loaders.header import DTYPE_BITS, read_header
 from ...machine import settings as own
 from ...machine import store
-from ...planning import advise, cards
+from ...planning import advise, card_list, cards
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
 import server_nodes
@@ -155,7 +155,7 @@ def read_checkpoint(path: Path) -> None:
 
 
 def read_own_cards(path: Path) -> None:
-    for name, card in cards.read_cards(path)[1].items():
+    for name, card in card_list.read_cards(path)[1].items():
         card.price()
         cards.find_card(name, {name: card})
 
@@ -182,7 +182,7 @@ def read_cache(path: Path) -> None:
 # Valid files.
 
 INFO = server_nodes.stored()
-CARDS = cards.read_cards()[1]
+CARDS = card_list.read_cards()[1]
 GRAPH = json.loads((ROOT / "workflows" / "api" / "edit_2511.json").read_bytes())
 if find_spec("comfy") is None:  # which reads a LoRA with the same library
     comfy = sys.modules["comfy"] = ModuleType("comfy")
@@ -251,7 +251,7 @@ PNGS = [{"prompt": it, "workflow": {"nodes": []}} for it in API]
 _some = [f"{key}={value}" for key in GRAPH for value in ("7", "1..3", "@@x")]
 _plain = ["seed=1..4", "prompt=a cat", "cfg=2.5", "sampler_name=euler", "steps=4", "width=1024"]
 SETS = [_plain, *([it] for it in (*_some, *_plain, "prompt=@nowhere.txt", "Prompt.text=x"))]
-_bundled = json.loads(cards.BUNDLED.read_bytes())
+_bundled = json.loads(card_list.BUNDLED.read_bytes())
 _own = {"cards": {"L40S": {"prices": [{"usd_per_hour": 0.9}]}}}
 OWN_CARDS = [_own, {"notes": {}, "cards": dict([*_bundled["cards"].items()][:1])}]
 PRICES = [["L40S = 0.79", "4090 = $0.3 # mine", "H100 SXM=2"]]

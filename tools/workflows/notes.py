@@ -19,11 +19,11 @@ from ...errors import DoesNotFitError
 from ...families.registry import member_of_file
 from ...machine.store import known_cards
 from ...planning.bytes import weight_bytes
-from ...planning.cards import BUNDLED
+from ...planning.card_list import BUNDLED
 from ...planning.estimate import estimate
 from ...planning.request import AUTO, Loras, Parts, RunRequest
+from ...planning.step_cache import OFF
 from ...spec.formats import GIB, format_gib
-from ...step_cache import OFF
 
 # The table of published files is where a file's address, size and folder are written by hand.
 TABLE = Path(__file__).resolve().parents[2] / "docs" / "models.md"

@@ -11,7 +11,8 @@ from ....errors import SettingError
 from ....loaders.header import State, fingerprint
 from ....machine.card import power_limit
 from ....machine.store import CALIBRATION, cache_folder, known_cards, own_cards_path
-from ....planning.cards import BUNDLED, DEFAULT_CARD, Card, card_by_driver, find_card
+from ....planning.card_list import BUNDLED
+from ....planning.cards import DEFAULT_CARD, Card, card_by_driver, find_card
 from ..load.plan import card_facts
 
 THIS_CARD = "this card"

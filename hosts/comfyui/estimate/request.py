@@ -19,9 +19,9 @@ from ....machine.store import load_calibration
 from ....planning.cards import Card
 from ....planning.estimate import Estimate, estimate
 from ....planning.request import AUTO, EXACT, Parts, RunRequest
+from ....planning.step_cache import OFF, CacheSettings, computed_with
 from ....spec.transformer import whole_pixels
 from ....spec.vae import VaeShape
-from ....step_cache import OFF, CacheSettings, computed_with
 
 if TYPE_CHECKING:
     from .sizes import TrueClip, TrueModel

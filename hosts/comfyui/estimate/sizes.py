@@ -22,14 +22,14 @@ from ....families.registry import (
 )
 from ....optimizations.attention.choice import asked_name
 from ....planning.request import FAST, ON_PROCESSOR, Loras
+from ....planning.step_cache import CacheSettings
 from ....spec.formats import FORMATS, KITCHEN_INT8, QUANTIZED
 from ....spec.transformer import OFF_CARD, ON_CARD, TransformerShape
 from ....spec.vae import VaeShape
-from ....step_cache import CacheSettings
 from ..contract import read_sizes, transformer_of, unsupported_model
 from ..decode.fused import vae_shape
 from ..linear import LAYOUTS
-from ..load.weights import FLOAT_NAMES
+from ..load.report import FLOAT_NAMES
 from ..lora.bypass import lower
 from ..sample.attention import SLOT, SlotAttention
 from ..sample.off_card import named_weights, off_card_layers

@@ -1,15 +1,12 @@
 """Decides all about a transformer before its weights are read, as one `LoadPlan` from the headers,
-the card and the memory, and writes a loader's report.
+the card and the memory.
 """
 
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import comfy.memory_management
 import comfy.model_management
@@ -27,7 +24,6 @@ from ....loaders.stored import PACKED_NAMES
 from ....loaders.writer import KeptFile
 from ....machine.memory import available_memory
 from ....optimizations.linear import why_not_int8
-from ....patches import put
 from ....planning.bytes import TransformerBytes, WeightBytes, weight_bytes
 from ....planning.phases import KEPT_FREE_BYTES
 from ....planning.plan import check_tensor_cores, left_as_stored
@@ -67,52 +63,6 @@ class LoadPlan(LoadDecision):
     packed: str = ""
     rounded: bool = False
     kept: KeptFile | None = None
-
-
-@dataclass(frozen=True)
-class LoadReport:
-    """One part as it was loaded.
-
-    Args:
-        what: the part in words, such as "text encoder".
-        path: what it was loaded from.
-        family: what its header says it is.
-        precision: how the weights are stored now, such as "bf16".
-        reason: why in that precision.
-        bytes: of all weights as they are stored now, less those that wait off the card.
-        why: the same in a few words.
-        where: in a few words what waits elsewhere; empty where nothing does.
-        notes: sentences about what was converted, refused or left out.
-        hint: the one of them that the node itself shows.
-    """
-
-    what: str
-    path: Path
-    family: str
-    precision: str
-    reason: str
-    bytes: int
-    why: str
-    where: str = ""
-    notes: tuple[str, ...] = ()
-    hint: str = ""
-
-    def text(self) -> str:
-        lines = [
-            f"{self.what}: {self.family} from {self.path}",
-            f"{self.precision}, {format_gib(self.bytes)} of weights ({self.reason})",
-            *self.notes,
-        ]
-        return "\n".join(lines)
-
-    def summary(self) -> str:
-        """Returns what was chosen and why, in at most three lines for the node."""
-        return "\n".join(filter(None, (self.chosen, self.why, self.hint)))
-
-    @property
-    def chosen(self) -> str:
-        """`bf16, 25.4 GiB, modulation offloaded (12.7 GiB in system RAM)`."""
-        return ", ".join(filter(None, (self.precision, format_gib(self.bytes), self.where)))
 
 
 def plan_load(
@@ -305,38 +255,3 @@ def _host_bytes(
         copies = card is None or not comfy.memory_management.aimdo_enabled
         return weights if copies and name not in QUANTIZED else joined_bytes(source)
     return weights + STAGING_BYTES
-
-
-# Without dynamic VRAM ComfyUI reserves a tenth more than the weights it is about to load, 2.5 GiB
-# for a transformer in bf16, and besides that twice what it guesses for a step. On a card where
-# transformer, text encoder and a step fit by some hundred MiB, a part of the text encoder then
-# leaves.
-
-# ComfyUI guesses 1.8, which is 576 MiB for one 1024x1024 image in bf16; the whole step, with the
-# workspaces of its kernels, took 0.35 GiB there and 0.58 at 1328x1328 (NVIDIA H200).
-STEP_FACTOR = 1.1
-RESERVED_SHARE = 0.1
-
-
-def require_less_memory(model: Any, weights: int, device: torch.device) -> None:
-    """Has a BaseModel's `memory_required` leave out what ComfyUI reserves for a step already.
-
-    Only where weights and a step fit what is free: there the tenth is never used. Elsewhere ComfyUI
-    gets the whole figure, by which it also decides how much of the model it loads.
-
-    Args:
-        weights: bytes that ComfyUI loads of the model.
-        device: where it loads them.
-    """
-    reference = weakref.ref(model)
-
-    def memory_required(*args: Any, **kwargs: Any) -> float:
-        model = reference()
-        needed = type(model).memory_required(model, *args, **kwargs)
-        if model.model_loaded_weight_memory:
-            return needed
-        free = comfy.model_management.get_free_memory(device)
-        fits = weights + needed + comfy.model_management.minimum_inference_memory() <= free
-        return max(0.0, needed - RESERVED_SHARE * weights) if fits else needed
-
-    put(model, memory_usage_factor=STEP_FACTOR, memory_required=memory_required)

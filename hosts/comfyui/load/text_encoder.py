@@ -23,7 +23,7 @@ from ....errors import CheckpointError
 from ....families import registry
 from ....families.registry import text_encoder_titled, text_encoders
 from ....loaders.source import Source, open_source
-from ....patches import put, switched
+from ....optimizations.patches import put, switched
 from ....planning.request import DROPPED, ON_PROCESSOR
 from ....spec.formats import MULTIPLIED, QUANTIZED, format_gib
 from ....spec.sizes import STAGING_BYTES
@@ -39,7 +39,8 @@ from ..encode import (
 )
 from ..record import MeasuredPhase, harmless, phase, running
 from .encoder_kind import EncoderKind, FolderTokenizer, find_tokenizer, tokenizer_class
-from .plan import LoadReport, check_host_memory
+from .plan import check_host_memory
+from .report import LoadReport
 from .text_encoder_file import (
     LANGUAGE_LINEAR,
     VISION,

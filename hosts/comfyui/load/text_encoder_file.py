@@ -18,7 +18,8 @@ from ....loaders.source import Source, check_names, left_out, native_names, shap
 from ....loaders.stored import KINDS, MARKER, StoredLayer, accompanies, stored_layers
 from ....spec.formats import MULTIPLIED, QUANTIZED
 from .encoder_kind import EncoderKind, kind_of
-from .weights import FLOAT_NAMES, quantize_shown
+from .report import FLOAT_NAMES
+from .weights import quantize_shown
 
 HEAD_DIM = 128  # fixed in ComfyUI's class
 HEAD = "model.lm_head."

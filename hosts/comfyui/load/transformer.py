@@ -26,17 +26,15 @@ from ....errors import CheckpointError
 from ....families.comfyui import kind_of_family
 from ....families.registry import marker_titled
 from ....loaders.quantize import row_format
+from ....loaders.rounding import compile_rounding
 from ....loaders.source import (
-    MICRO_ADVICE,
-    MICRO_TRANSFORMER,
     Source,
     joined_bytes,
     open_source,
 )
 from ....optimizations import fused, linear
-from ....patches import put
-from ....spec.formats import QUANTIZED, format_gib
-from ...loading import compile_rounding
+from ....optimizations.patches import put
+from ....spec.formats import QUANTIZED
 from ..linear import quantized_operations
 from ..lora.bypass import compute_loras
 from ..sample.measure import SAMPLING_KEY, measure_sampling
@@ -45,11 +43,13 @@ from ..sample.off_card import (
     OffCardDynamicPatcher,
     OffCardPatcher,
     off_card_layers,
+    require_less_memory,
     take_off_card,
 )
 from ..sample.run import FINITE_KEY, PARTS_KEY, FirstRun, check_parts
-from .plan import LoadPlan, LoadReport, plan_load, require_less_memory
-from .weights import FLOAT_NAMES, transformer_tensors
+from .plan import LoadPlan, plan_load
+from .report import LoadReport, transformer_report, what_is_not_quantized
+from .weights import transformer_tensors
 
 NOT_KEPT = "keep_quantized would save the quantized weights for the next load."
 KEEP_DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -87,32 +87,7 @@ def load_model(
     trials = [partial(linear.prepare_trial, plan.precision)] if quantized else []
     compile_rounding(device, torch.bfloat16, forms, *trials, fused.prepare_trial)
     patcher, notes = _build(plan)
-    if plan.place_reason:
-        notes.append(f"{plan.place_reason[0].upper()}{plan.place_reason[1:]}.")
-    licence = plan.source.part.licence or ""
-    if licence:
-        notes.append(f"{licence}.")
-    report = LoadReport(
-        what="transformer",
-        path=plan.source.path,
-        family=plan.source.part.family,
-        precision=plan.precision if quantized else FLOAT_NAMES[patcher.model.get_dtype()],
-        reason=plan.reason,
-        bytes=patcher.model_size(),
-        why=plan.why,
-        where=_where(plan, patcher.load_device),
-        hint=MICRO_ADVICE
-        if (plan.shape.blocks, plan.shape.joint_dim) == MICRO_TRANSFORMER
-        else licence,
-        notes=tuple(notes),
-    )
-    return patcher, report
-
-
-def _where(plan: LoadPlan, device: torch.device) -> str:
-    if plan.off_card:
-        return f"modulation offloaded ({format_gib(plan.modulation_bytes)} in system RAM)"
-    return "modulation in VRAM" if plan.modulation_bytes and device.type != "cpu" else ""
+    return patcher, transformer_report(plan, patcher, notes)
 
 
 def load_patcher(plan: LoadPlan, disable_dynamic: bool = False) -> ModelPatcher:
@@ -152,7 +127,7 @@ def _build(plan: LoadPlan, disable_dynamic: bool = False) -> tuple[ModelPatcher,
     model = _model_config(plan, tensors, load_device).get_model(tensors, "")
     if quantized:
         left = [tensors[f"{layer}.weight"] for layer in plan.left]
-        notes += _what_is_not_quantized(model.get_dtype(), left)
+        notes += what_is_not_quantized(model.get_dtype(), left)
     dynamic = not disable_dynamic and comfy.memory_management.aimdo_enabled
     if plan.off_card:
         take_off_card(model)
@@ -208,21 +183,6 @@ def _fast_disk(
         for name, tensor in tensors.items()
     )
     return {"fast_disk": not made and find(tensors)}
-
-
-def _what_is_not_quantized(dtype: torch.dtype, kept: Sequence[torch.Tensor]) -> list[str]:
-    # ComfyUI holds it in the dtype that the device computes in, on most CPUs fp32.
-    notes = []
-    name = FLOAT_NAMES.get(dtype, str(dtype))
-    if kept:
-        more = sum(weight.numel() for weight in kept) * (dtype.itemsize - 1)
-        notes.append(f"{len(kept)} layers kept in {name}, which takes {format_gib(more)} more.")
-    if name != "bf16":
-        notes.append(
-            f"Weights that are not quantized are stored in {name}, the format that this device "
-            "computes in."
-        )
-    return notes
 
 
 def _keep_off_card(patcher: ModelPatcher, quantized: bool) -> None:

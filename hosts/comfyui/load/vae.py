@@ -15,11 +15,11 @@ from ....families.registry import family_with, load, vae_titled
 from ....loaders.header import PLAIN_DTYPES
 from ....loaders.quantize import check_finite
 from ....loaders.source import Source, check_names, left_out, native_names, open_source, shapes_of
-from ....patches import put
+from ....optimizations.patches import put
 from ...loading import check_known
 from ..decode.kept import KeptVAE
-from .plan import LoadReport
-from .weights import FLOAT_NAMES, map_tensors
+from .report import FLOAT_NAMES, LoadReport
+from .weights import map_tensors
 
 VAE_DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32}
 NATIVE = "decoder.middle.0.residual.0.gamma"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -19,15 +18,9 @@ import torch
 from safetensors.torch import load_file
 
 from ....loaders.gguf_blocks import BlockRows, map_gguf
-from ....loaders.quantization import GGUF, PACKED, W4A8_GROUP, W4A8_ROTATION
-from ....loaders.quantize import (
-    IN_BF16,
-    RoundedLayer,
-    cast_fp8,
-    expected_squares,
-    not_finite,
-    quantize_layers,
-)
+from ....loaders.quantization import W4A8_GROUP, W4A8_ROTATION
+from ....loaders.quantize import cast_fp8, expected_squares, not_finite
+from ....loaders.slabs import IN_BF16, RoundedLayer, quantize_layers
 from ....loaders.source import Source, check_unchanged
 from ....loaders.stored import PackedLayer, StoredLayer, canonical_tensors
 from ....loaders.writer import SUFFIX
@@ -35,8 +28,8 @@ from ....machine.memory import MappedPages
 from ....optimizations.reference import decode_weight
 from ....spec.formats import QUANTIZED
 from ....spec.sizes import STAGING_BYTES
-from ...loading import round_weight
 from .plan import LoadPlan
+from .report import FLOAT_NAMES, MOST_ERROR, what_was_rounded, what_was_stored
 
 
 def map_tensors(source: Source) -> dict[str, torch.Tensor | BlockRows]:
@@ -71,13 +64,6 @@ def _load_kept(path: str) -> dict[str, torch.Tensor]:
     return tensors
 
 
-# Of a layer, above which `auto` leaves it in bf16. Rows of normal numbers have 0.0095, a row whose
-# largest value is 13 times its root mean square has 0.03.
-MOST_ERROR = 0.03
-NAMED = 3  # layers in a note
-FLOAT_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-
-
 def transformer_tensors(
     plan: LoadPlan, device: torch.device
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
@@ -93,7 +79,7 @@ def transformer_tensors(
     """
     source, precision = plan.source, plan.precision
     tensors = map_tensors(source)
-    notes = _what_was_stored(source, plan.packed)
+    notes = what_was_stored(source, plan.packed)
     ready: dict[str, torch.Tensor] = {}
     stored: dict[str, StoredLayer | BlockRows] = {}
     decode = functools.partial(_decoded, device)
@@ -154,15 +140,7 @@ def transformer_tensors(
         most = MOST_ERROR if plan.automatic and precision == "int8" else math.inf
         ready |= quantize_shown(source, to_round, weight_of, precision, device, most=most)
         left = [layer for layer in to_round if f"{layer}.comfy_quant" not in ready]
-        form = "int8, rotated (ConvRot)" if precision == "int8" else precision
-        count = len(to_round) - len(left)
-        notes.append(f"{count} layers were quantized to {form}, with one scale for each row.")
-        if left:
-            more = f" and {len(left) - NAMED} more" if len(left) > NAMED else ""
-            notes.append(
-                f"{', '.join(left[:NAMED])}{more} stay in bf16, because int8 would change them by "
-                f"more than {MOST_ERROR:.0%}."
-            )
+        notes += what_was_rounded(precision, to_round, left)
     return ready, notes
 
 
@@ -228,7 +206,7 @@ def quantize_shown(
         progress.update(1)  # raises when the user cancels the prompt
 
     refuse = functools.partial(not_finite, source.path)
-    how = {"per_row": per_row, "rounding": round_weight, "forget": forget}
+    how = {"per_row": per_row, "forget": forget}
     how["squares"] = expected_squares if most < math.inf else None
     quantize_layers(layers, weight_of, precision, device, take, refuse, **how)
     return tensors
@@ -277,35 +255,3 @@ def _decoded(
 ) -> torch.Tensor:
     codebook = None if codebook is None else codebook.to(device)
     return decode_weight(codes.to(device), group_scale.to(device), codebook, bits).cpu()
-
-
-def _what_was_stored(source: Source, packed: str) -> list[str]:
-    notes = []
-    formats = Counter(source.part.quantization.layers.values())
-    for name, count in formats.most_common():
-        if name == "fp8 e4m3, unscaled":
-            notes.append(
-                f"{count} layers are stored in e4m3 without scales. Their activations are scaled "
-                "for each token here, because a fixed scale would damage them."
-            )
-        elif name == "fp8 e4m3, scaled":
-            notes.append(
-                f"{count} layers are stored in e4m3 with one scale for each weight. Activations "
-                "are scaled for each token, not by a stored scale."
-            )
-        elif name in PACKED:
-            notes.append(
-                f"{count} layers stay in {name}, because {packed}."
-                if packed
-                else f"{count} layers stored in {name} were decoded to int8 ConvRot without loss."
-            )
-        elif name in GGUF:
-            notes.append(f"{count} layers stored in {name} were expanded.")
-        elif name.startswith("fp8 e5m2"):
-            notes.append(f"{count} layers stored in {name} were converted to bf16.")
-    for name, count in source.part.attention.items():
-        notes.append(
-            f"The file asks for {name} attention in {count} blocks, which ComfyUI before 0.40 "
-            "ignores."
-        )
-    return notes

@@ -27,7 +27,7 @@ from ....families.comfyui import kind_of
 from ....families.identify import FOREIGN_STACKS, normalize_name
 from ....families.registry import adapts_other
 from ....loaders.checkpoint import CheckpointPart
-from ....patches import put
+from ....optimizations.patches import put
 from ....planning.request import LORA_MODES
 from ....spec.formats import format_gib
 from ...loading import check_known

@@ -40,7 +40,7 @@ from ....errors import UnavailableError
 from ....families.registry import first_reader
 from ....optimizations.blocks.block_form import LowRank
 from ....optimizations.inventory import is_changed
-from ....patches import ABSENT, patched, put, swap
+from ....optimizations.patches import ABSENT, patched, put, swap
 from ....spec.sizes import RANKS_AT_ONCE
 from ..linear import AroundLinear
 from ..record import harmless

@@ -24,7 +24,7 @@ from ....families.schedules import (
     schedule_of_lora,
     steps_in,
 )
-from ....patches import put
+from ....optimizations.patches import put
 from ....spec.transformer import PIXELS_PER_TOKEN_SIDE
 from ..on_node import show_run
 

@@ -15,7 +15,8 @@ from comfy.weight_adapter import LoRAAdapter, WeightAdapterBase
 
 from ....families.comfyui import kind_of
 from ....machine.store import known_cards
-from ....planning.cards import BUNDLED, DEFAULT_CARD
+from ....planning.card_list import BUNDLED
+from ....planning.cards import DEFAULT_CARD
 from ....planning.rates import rates_of
 from ....planning.request import Loras, Parts, RunRequest
 from ....planning.times import forward_seconds

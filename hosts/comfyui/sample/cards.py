@@ -23,7 +23,7 @@ from ....caches import remembered
 from ....errors import QwenL40SError
 from ....families.comfyui import kind_of
 from ....machine.card import InstalledCard, ask_driver
-from ....patches import patched
+from ....optimizations.patches import patched
 from ....spec.formats import format_gib
 from ....verdict import Verdict, first_line
 from ..contract import unsupported_model

@@ -326,7 +326,7 @@ class _Marks(NamedTuple):
         Raises:
             AttributeError, KeyError: Its blocks have another form.
         """
-        path = spec_of(blocks[0]).places[0].split(".")
+        path = spec_of(blocks[0]).query.split(".")
         values = (
             model.device,
             model.current_weight_patches_uuid,

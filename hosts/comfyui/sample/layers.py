@@ -20,9 +20,9 @@ from comfy.model_patcher import ModelPatcher
 from comfy.quant_ops import QuantizedTensor
 from comfy_aimdo import model_vbar
 
-from .... import patches
 from ....caches import cached
 from ....families.registry import blocks_of
+from ....optimizations import patches
 from ....optimizations.blocks.block import LayerTensors
 from ....optimizations.blocks.block_form import DENSE, LowRank, modulated_by, token_layers
 from ....optimizations.linear import Gemm, known_gemm

@@ -21,7 +21,7 @@ from ....families.registry import blocks_of, modulation_of
 from ....optimizations.blocks.block_form import query_layer
 from ....optimizations.inventory import Inventory, parts_of
 from ....optimizations.modulation import Entry, ModulationTable, TableFigures, compute_entries
-from ....patches import put
+from ....optimizations.patches import put
 from ....spec.formats import format_gib
 from ....verdict import Verdict
 from ..linear import DENSE_CLASSES, is_mixed

@@ -19,7 +19,7 @@ from ....families.comfyui import kind_of
 from ....families.registry import blocks_of, spec_of
 from ....optimizations.attention import MOST_ERROR, is_lossy
 from ....optimizations.blocks.block_form import heads_of, query_layer
-from ....patches import ABSENT, swap
+from ....optimizations.patches import ABSENT, swap
 from ....verdict import read_or
 from ..contract import unsupported_model
 from ..lora.bypass import compute_loras

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ....patches import patched
+from ....optimizations.patches import patched
 
 GIVEN = ("c_crossattn", "ref_latents")
 MOST = 8  # prompts that alternate in a run

@@ -18,13 +18,13 @@ import torch
 from comfy.quant_ops import QuantizedTensor
 from comfy.samplers import CFGGuider
 
-from .... import patches
 from ....caches import cached
 from ....errors import SettingError, UnavailableError
 from ....families.comfyui import kind_of
 from ....families.registry import blocks_of
 from ....loaders.quantize import is_finite, not_finite
 from ....machine.links import link_between
+from ....optimizations import patches
 from ....optimizations.blocks.host import HostPass
 from ....optimizations.run import Later, NotFiniteError, Optimization, flags_for_a_run
 from ....verdict import Verdict, first_line, read_or

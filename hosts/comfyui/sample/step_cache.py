@@ -18,9 +18,9 @@ from comfy.model_patcher import ModelPatcher
 from comfy.model_sampling import CONST
 from comfy.patcher_extension import WrappersMP
 
+from ....optimizations.patches import patched
 from ....optimizations.step_cache import CachedRun, CacheFigures
-from ....patches import patched
-from ....step_cache import CacheSettings
+from ....planning.step_cache import CacheSettings
 from ....verdict import Verdict, read_or
 from ..on_node import show_run
 from .forward import COMPUTED_STEPS

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .errors import SettingError
-from .families.qwen_image import TEXT_TO_IMAGE
-from .families.registry import (
+from ..errors import SettingError
+from ..families.qwen_image import TEXT_TO_IMAGE
+from ..families.registry import (
     family_of_schedule,
     find_member,
     find_schedule,
@@ -17,8 +17,10 @@ from .families.registry import (
     members,
     schedule_names,
 )
-from .families.schedules import OFFICIAL
-from .planning.request import (
+from ..families.schedules import OFFICIAL
+from ..spec.formats import GIB, KITCHEN_INT8
+from ..spec.transformer import OFF_CARD, ON_CARD, PLACES
+from .request import (
     ATTENTIONS,
     AUTO,
     CFG_MODES,
@@ -31,8 +33,6 @@ from .planning.request import (
     TEXT_ENCODER_PRECISIONS,
     Loras,
 )
-from .spec.formats import GIB, KITCHEN_INT8
-from .spec.transformer import OFF_CARD, ON_CARD, PLACES
 from .step_cache import CHOICES, OFF
 
 MOST_PIXELS = 16384

@@ -26,15 +26,15 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from ...hosts.diffusers.load import LoadedPipeline, load_pipeline
-from ...hosts.diffusers.patch import optimize
-from ...hosts.diffusers.quantized import quantize_transformer
-from ...hosts.diffusers.sample import generate
-from ...loaders.source import MICRO_SIDE, bundled_micro_folder
-from ...measure.fidelity import psnr
-from ...micro.judge import adherence
-from ...micro.scene import HELD_OUT_PAIRS, Scene, sample_prompts
-from ...spec.formats import QUANTIZED
+from ..hosts.diffusers.load import LoadedPipeline, load_pipeline
+from ..hosts.diffusers.patch import optimize
+from ..hosts.diffusers.quantized import quantize_transformer
+from ..hosts.diffusers.sample import generate
+from ..loaders.source import MICRO_SIDE, bundled_micro_folder
+from ..measure.fidelity import psnr
+from ..micro.judge import adherence
+from ..micro.scene import HELD_OUT_PAIRS, Scene, sample_prompts
+from ..spec.formats import QUANTIZED
 
 BARS = {"colours_and_position": 0.95, "shape": 0.90}
 LARGEST_DROP = 0.02  # of a share, from bf16

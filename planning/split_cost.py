@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from .errors import SettingError
-from .families.protocol import StepTokens
-from .families.qwen_image import BLOCK_GEMMS
-from .spec.formats import BYTES_PER_SCALE
+from ..errors import SettingError
+from ..families.protocol import StepTokens
+from ..families.qwen_image import BLOCK_GEMMS
+from ..spec.formats import BYTES_PER_SCALE
 
 KEYS, ROWS = "keys", "rows"
 # A split has to be so many times as fast as one card; below that it steps aside.

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
-from .caches import remembered
-from .errors import SettingError
-from .families.schedules import official_sigmas
+from ..caches import remembered
+from ..errors import SettingError
+from ..families.schedules import official_sigmas
 
 OFF, CUSTOM = "off", "custom"
 # A run of fewer steps, such as one with a Lightning LoRA, has none to spare.
