@@ -65,7 +65,6 @@ FORWARD = (
     Row("ours fp8"),
     Row("comfyui int8"),
     Row("ours int8"),
-    Row("ours int8, attention kitchen_int8", "kitchen_int8"),
     # The best exact attention of an L40S.
     Row("ours int8, attention sdpa_flash", "sdpa_flash"),
 )

@@ -267,10 +267,6 @@ def check_swiglu_quantize(function, gate, up):
             assert torch.equal(q.float(), found[0].float()) and torch.equal(again, gate)
 
 
-def relative(ours, theirs):
-    return ((ours.double() - theirs).norm() / theirs.norm()).item()
-
-
 def check_some_queries(ops, *, dtype=torch.bfloat16, device="cpu", spans=((0, 9), (5, 14))):
     """Queries of some tokens alone are those of a whole pass, bit for bit."""
     batch, heads, head_dim = 2, 3, 64
