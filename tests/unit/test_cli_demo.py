@@ -130,7 +130,7 @@ def test_png_contact_sheet_has_twelve_different_images(toy_demo, capsys):
     ("arguments", "message"),
     [
         (("--steps", "0"), "steps must be"),
-        (("--precision", "int8"), "precision 'int8' is not available"),
+        (("--precision", "int8"), "precision 'int8' is unknown"),
         (("--output", "demo.gif"), "must end in .png"),
         (("--grid", "sheet.html"), "must end in .png"),
     ],

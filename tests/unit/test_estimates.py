@@ -34,7 +34,8 @@ from qwen_l40s.planning.bytes import (
     table_bytes,
     weight_bytes,
 )
-from qwen_l40s.planning.cards import BUNDLED, card_by_driver, find_card
+from qwen_l40s.planning.card_list import BUNDLED
+from qwen_l40s.planning.cards import card_by_driver, find_card
 from qwen_l40s.planning.estimate import DOES_NOT_FIT, FITS, RUNS_SLOWLY, TIGHT_BYTES, estimate
 from qwen_l40s.planning.files import host_memory
 from qwen_l40s.planning.phases import (

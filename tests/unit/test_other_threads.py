@@ -65,14 +65,14 @@ def test_passes_of_models_that_are_new(name):
 
 def test_errors_of_backends_that_are_new(monkeypatch):
     monkeypatch.setattr(chosen, "refusal", lambda *_: "")
-    monkeypatch.setattr(chosen, "tried_by_fast", lambda device: names)
     errors, names = chosen.MeasuredErrors(0.02), []
+    monkeypatch.setattr(chosen, "TRIED_BY_FAST", names)
     q = torch.ones(1, 4, 1, 2)
 
     def measure():
         names.append(f"new {len(names)}")
         monkeypatch.setitem(
-            BACKENDS, names[-1], replace(BACKENDS["int8"], attend=lambda q, *_: 2 * q)
+            BACKENDS, names[-1], replace(BACKENDS["kitchen_int8"], attend=lambda q, *_: 2 * q)
         )
         errors.start_pass(3)
         errors.add(q, q, q, None, q)
