@@ -465,7 +465,7 @@ def _multiplying(module: torch.nn.Module, arithmetic: str, shared: _Split | None
         return module
     if hasattr(module, "in_features"):
         return _SplitProduct(module, shared) if shared else _Product(module, arithmetic)
-    shared = _Split() if arithmetic == BF16X2 else None
+    shared = shared or (_Split() if arithmetic == BF16X2 else None)
     parts = {
         name: _multiplying(it, arithmetic, shared)
         for name, it in module._modules.items()
@@ -503,7 +503,7 @@ class _Product(_Around):
 
 
 class _Split:
-    """The last input of layers that stand side by side, which they may share, in two parts."""
+    """The last input of a model's layers in two parts: those side by side share it."""
 
     rows: torch.Tensor | None = None
     parts: torch.Tensor
