@@ -110,6 +110,7 @@ comfy.utils: ProgressBar calculate_parameters load_safetensors
 comfy.model_management: unload_all_models
 comfy.model_patcher: ModelPatcher[model load_device offload_device]
 comfy.ops: CastBiasWeightContext run_every_op
+comfy.quant_ops: QuantizedTensor[qdata layout_cls params]
 comfy.sd: CLIP.encode_from_tokens[tokens return_pooled return_dict] CLIP.load_model
 comfy.sd1_clip: SDClipModel.process_tokens[tokens device]
 comfy.text_encoders.llama: Llama2_.forward[x attention_mask embeds num_tokens

@@ -20,9 +20,9 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import comfy.ops
+import comfy.quant_ops
 import torch
 from comfy import model_management as management
-from comfy.quant_ops import QuantizedTensor
 from torch.nn.functional import pad
 from torch.utils import _pytree as tree
 
@@ -528,7 +528,7 @@ class _SplitProduct(_Around):
         comfy.ops.run_every_op()
         given = {"dtype": layer.weight.dtype, "bias_dtype": torch.float32, "device": rows.device}
         with comfy.ops.CastBiasWeightContext(layer, **given, offloadable=True) as (weight, bias):
-            scale, quantized = None, isinstance(weight, QuantizedTensor)
+            scale, quantized = None, isinstance(weight, comfy.quant_ops.QuantizedTensor)
             if quantized:
                 params, weight = weight._params, weight._qdata
                 scale = params.scale.to(rows.device).flatten()
@@ -591,7 +591,7 @@ def is_split(layer: torch.nn.Module) -> bool:
         return False
     if state.get("weight_lowvram_function") or state.get("bias_lowvram_function"):
         return False
-    if isinstance(weight, QuantizedTensor):
+    if isinstance(weight, comfy.quant_ops.QuantizedTensor):
         known = layer.quant_format in SPLIT and not getattr(weight._params, "transposed", False)
         return known and getattr(layer, "pre_quant_scale", None) is None
     return weight.dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)

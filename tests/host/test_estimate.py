@@ -270,7 +270,7 @@ def test_a_card_that_is_not_listed_is_answered_without_times():
     with mock.patch.object(this_card, "card_facts", return_value=facts):
         assert QwenL40SEstimateVRAM.validate_inputs(card="this card") is True
         with mock.patch.object(nodes_estimate, "total_memory", return_value=16 * GIB):
-            image, report, fits, found = run()
+            image, report, fits, found = run(precision="int8")
             assert not fits and found["ram_gib"] == 16 and "qwen-image-2.1" in report
         image, report, fits, found = run(price_per_hour=1.0)
     assert fits and found["card"] == facts.name and image.shape[0] == 1

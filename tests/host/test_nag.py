@@ -11,6 +11,7 @@ import comfy.hooks
 import comfy.sample
 import comfy.samplers
 import narrow_transformer as narrow
+import published_attention
 import pytest
 import torch
 import torch.nn.functional as F
@@ -269,11 +270,11 @@ def test_attention_to_the_image_is_computed_once_where_parts_merge(family, maske
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_attention_is_exact_where_8_bits_are_asked_for(family, monkeypatch):
-    called, backend = set(), BACKENDS["int8"]
-    attend = lambda q, *more: called.add(q.shape[1]) or backend.attend(q, *more)  # noqa: E731
-    monkeypatch.setitem(BACKENDS, "int8", replace(backend, attend=attend))
+    called = set()
+    change = lambda out, q, k: called.add(q.shape[1]) or out  # noqa: E731
+    published_attention.on_every_device(monkeypatch, change)
     model = guided(family.make(), prompt(family, 9, seed=5))
-    optimized = optimize(model, OptimizeSettings(attention="int8"))
+    optimized = optimize(model, OptimizeSettings(attention="kitchen_int8"))
     assert close(sample(family, optimized), sample(family, model))
     assert "blocks: fused, 4 of 4" in report_of(optimized)
     assert called <= {TRIAL_TOKENS}

@@ -6,14 +6,17 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from comfy.model_patcher import ModelPatcher
 
 from ....loaders.quantization import GGUF, PACKED
 from ....loaders.source import MICRO_ADVICE, MICRO_TRANSFORMER, Source
 from ....spec.formats import QUANTIZED, format_gib
 from .plan import LoadPlan
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
 
 FLOAT_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 # Of a layer, above which `auto` leaves it in bf16. Rows of normal numbers have 0.0095, a row whose
