@@ -209,11 +209,11 @@ class ForwardPass:
         return BlockExecutor(self._host.layers, prepared.ops, attend, workspace, known)
 
     def _attend(self, *given: torch.Tensor | None, lse: bool = False) -> Any:
-        attention, (q, k, _, mask) = self._host.attention, given
+        attention, (_, k, _, mask) = self._host.attention, given
         if attention is None or (mask is not None and mask.shape[2] > 1):
             return None if lse else self._host.host_attend(*given)
         exact = k.shape[1] != self._quantizable
-        chosen = self._choice(attention, AttentionRequest.of, q, mask, exact=exact)
+        chosen = self._choice(attention, AttentionRequest.of, k, mask, exact=exact)
         if lse:
             return attention.with_lse(chosen, *given)
         out = chosen(*given)

@@ -181,7 +181,8 @@ def test_causal_segments_need_no_plan_where_comfyuis_attention_is_torchs(monkeyp
 
 
 def test_attention_is_told_which_lengths_one_pass_has(monkeypatch):
-    """A reference's rows are computed as the cache is filled, the image's in every step."""
+    """A reference's rows are computed as the cache is filled, the image's in every step; each reads
+    the keys before it."""
     asked, own = set(), ChosenAttention.choose
 
     def choose(self, request, once=False, exact=False):
@@ -190,10 +191,10 @@ def test_attention_is_told_which_lengths_one_pass_has(monkeypatch):
 
     monkeypatch.setattr(ChosenAttention, "choose", choose)
     sample(optimize(model_21()), **REFERENCE)
-    assert asked == {(24, True, True), (7 + 24 + 64, False, False)}
+    assert asked == {(3 + 24, True, True), (7 + 24 + 64, False, False)}
     asked.clear()
     sample(optimize(without_cache(model_21())), **REFERENCE)
-    assert asked == {(64, False, False), (24, False, True)}
+    assert asked == {(7 + 24 + 64, False, False), (3 + 24, False, True)}
 
 
 def without_cache(model):
