@@ -393,7 +393,7 @@ class Night:
 
 
 def night(folder: Path, servers: int, count: int) -> tuple[Night, float, float, float]:
-    """Returns it, the busy share, bytes of journal a job, and seconds to read the journal."""
+    """Returns it, the busy share, bytes of journal a job, and CPU seconds to read the journal."""
     kinds = [f"{kind:012x}" for kind in range(5)]
     shares = random.Random(1).choices(kinds, [50, 30, 15, 4, 1], k=count)
     todo = [Job(n, f"{n:016x}", {}, loads=loads) for n, loads in enumerate(shares)]
@@ -401,10 +401,10 @@ def night(folder: Path, servers: int, count: int) -> tuple[Night, float, float, 
         ran = Night(Scheduler(todo), servers, journal)
         ran.go()
         size = journal.path.stat().st_size
-    start = time.perf_counter()
+    start = time.process_time()
     with Journal(folder, "night", resume=True) as journal:
         assert len(journal.records) == count
-    took = time.perf_counter() - start
+    took = time.process_time() - start
     assert set(ran.ended.values()) == {1} and len(ran.ended) == count
     return ran, ran.worked / (servers * ran.now - ran.away), size / count, took
 
@@ -417,12 +417,12 @@ def test_a_night_of_many_servers(tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_million_jobs_on_a_thousand_servers(tmp_path: Path):
-    start = time.perf_counter()
+    start = time.process_time()
     ran, busy, size, read = night(tmp_path, 1000, 1_000_000)
-    took = time.perf_counter() - start - read
+    took = time.process_time() - start - read
     print(
         f"{ran.now / 3600:.1f} h, {busy:.2%} busy, {sum(ran.boots.values()) - 1000} deaths, "
-        f"{size:.0f} bytes a job, read again in {read:.1f} s, {took:.0f} s in all"
+        f"{size:.0f} bytes a job, read again in {read:.1f} s of the CPU, {took:.0f} s in all"
     )
     assert busy > 0.98
     assert size < 1024
