@@ -261,7 +261,10 @@ def _ram(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     if not tensor.is_cuda or getattr(management, "MAX_PINNED_MEMORY", 0) <= 0:
         return tensor.to("cpu", copy=True).contiguous()
-    found = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    try:
+        found = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    except RuntimeError:  # the system pins no more
+        return tensor.to("cpu", copy=True).contiguous()
     return found.copy_(tensor, non_blocking=True)
 
 
@@ -506,6 +509,7 @@ class _Split:
     """The last input of a model's layers in two parts: those side by side share it."""
 
     rows: torch.Tensor | None = None
+    turn = 0  # how many columns are rotated together
     parts: torch.Tensor
 
 
@@ -528,18 +532,16 @@ class _SplitProduct(_Around):
         comfy.ops.run_every_op()
         given = {"dtype": layer.weight.dtype, "bias_dtype": torch.float32, "device": rows.device}
         with comfy.ops.CastBiasWeightContext(layer, **given, offloadable=True) as (weight, bias):
-            scale, quantized = None, isinstance(weight, comfy.quant_ops.QuantizedTensor)
-            if quantized:
+            scale, turn = None, 0
+            if isinstance(weight, comfy.quant_ops.QuantizedTensor):
                 params, weight = weight._params, weight._qdata
                 scale = params.scale.to(rows.device).flatten()
-            if quantized and getattr(params, "convrot", False):
-                parts = split(rotate(rows.flatten(0, -2), params.convrot_groupsize))
-            elif rows is shared.rows:
-                parts = shared.parts
-            else:
-                parts = split(rows.flatten(0, -2))
-                shared.rows, shared.parts = rows, parts
-            out = split_product(parts, weight.to(torch.bfloat16))
+                turn = params.convrot_groupsize if getattr(params, "convrot", False) else 0
+            if rows is not shared.rows or turn != shared.turn:
+                x = rows.flatten(0, -2)
+                shared.parts = split(rotate(x, turn) if turn else x)
+                shared.rows, shared.turn = rows, turn
+            out = split_product(shared.parts, weight.to(torch.bfloat16))
             if scale is not None:
                 out *= scale
             if bias is not None:
@@ -587,7 +589,7 @@ SPLIT = {"float8_e4m3fn", "float8_e5m2", "int8_tensorwise"}
 def is_split(layer: torch.nn.Module) -> bool:
     """Tells whether a linear layer's weights are bf16 numbers as they are stored."""
     state, weight = vars(layer), layer.weight
-    if layer.weight_function or layer.bias_function:
+    if getattr(layer, "weight_function", True) or layer.bias_function:  # a layer of ComfyUI's has
         return False
     if state.get("weight_lowvram_function") or state.get("bias_lowvram_function"):
         return False

@@ -64,7 +64,7 @@ def is_skipped(options: Mapping[str, Any]) -> bool:
 
 
 def is_compiled(options: dict[str, Any]) -> bool:
-    """Returns whether TorchCompileModel puts a compiled model instead of the one that is called."""
+    """Returns whether TorchCompileModel has a compiled model called in its place."""
     # The key of comfy_api.torch_helpers.
     return bool(options.get("wrappers", {}).get("apply_model", {}).get("torch.compile"))
 

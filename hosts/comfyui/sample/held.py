@@ -378,7 +378,7 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _pages(blocks: Sequence[torch.nn.Module]) -> list[Pages]:
-    """Returns the pages of all layers, each stretch of neighbours as one; none."""
+    """Returns the pages of all layers, each stretch of neighbours as one."""
     layers = (layer.__dict__ for block in blocks for layer in token_layers(block))
     found: list[Pages] = []
     for part in sorted((Pages(*own["_v"]) for own in layers if "_v" in own), key=lambda it: it[1]):

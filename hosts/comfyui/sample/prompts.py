@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from operator import is_
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -77,7 +78,7 @@ class Prompts:
             tensors, rest = (context, *refs), (x.shape, tuple(slots))
             for known in self._keys:
                 same = len(known.tensors) == len(tensors) and known.rest == rest
-                if same and all(map(_is, known.tensors, tensors)):
+                if same and all(map(is_, known.tensors, tensors)):
                     return known.key
             made = make(x, context, refs, slots)
             if any(context is there for _, there in self._known):
@@ -107,10 +108,6 @@ class Prompts:
         own.__kwdefaults__ = function.__kwdefaults__
         with patched([(vars(transformer), "select_prefix_cache", find)]):
             yield MethodType(own, transformer)
-
-
-def _is(one: object, other: object) -> bool:
-    return one is other
 
 
 def alone(options: Mapping[str, Any]) -> bool:
