@@ -169,7 +169,7 @@ def class_of(card: Card) -> CardClass:
 # and writes before and after is in `times.heads_moved`. Both together are 0.36 to 0.57 of exact
 # attention on an RTX 4090 at 1024x1024, where ComfyUI's step took 0.51 of it.
 BESIDE_PRODUCTS = {EXACT: 668 / 4096, KITCHEN_INT8: 710 / 4096}
-# Where cuDNN has a faster exact attention for the card's own instructions: the middle of 1.56 and
+# Where cuDNN has a faster exact attention for the GPU's instructions: the middle of 1.56 and
 # 1.22, by which int8 steps of 2.1 took 11 and 60 ms longer on an H200 (1024x1024, 2048x2048).
 CUDNN_GENERATIONS = (9, 10)
 BESIDE_CUDNN = 1.4
