@@ -387,8 +387,14 @@ def test_more_memory_is_never_worse(case, times, peer):
         assert less.option.setting.precision == more.option.setting.precision == expected
     if less:
         ram = less.host_ram_bytes
-        verdicts = [rank(answer(*case, ram_bytes=ram + it)) for it in (-1, 0, GIB)]
-        assert verdicts == sorted(verdicts)
+        # Too little system RAM takes another file, which may be smaller than what more RAM makes.
+        found = [answer(*case, ram_bytes=ram + it) for it in (-1, 0, GIB)]
+        for few, many in itertools.pairwise(found):
+            if few is None or few.verdict == DOES_NOT_FIT:
+                continue
+            assert many and many.verdict != DOES_NOT_FIT
+            if few.option.setting.precision == many.option.setting.precision:
+                assert rank(few) <= rank(many)
 
 
 @FEW
