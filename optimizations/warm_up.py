@@ -6,13 +6,13 @@ it prepares is compiled. So these kernels are those of the first pass, whichever
 
 from __future__ import annotations
 
-import sys
+import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
-from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -26,20 +26,18 @@ from .blocks.block_form import DENSE, query_layer
 from .blocks.products import Operand
 from .blocks.workspace import Workspace
 from .fused import choose_ops
+from .kernels import compiler
 from .modulation import Entry
 from .reference import QKNorm, QuantizedRows, Rotary, Tokens, storage_of
 
-# Tokens of text and image. A prompt of up to 64 has GEMMs of other tiles than one of up to 512; an
-# image from 736x736 on has more than 2048.
-TOKENS = ((200, 4096), (40, 4096))
-# Seconds after which a thread that waits for the GIL gets it; Python's own is 5 ms. A compile takes
-# the GIL some 1,600 times. Beside a thread that runs Python, as a loader does, 13 kernels take
-# 10.2 s with 5 ms, 4.1 s with this and 2.6 s alone (two cores).
-TURN = 0.0005
+# Tokens. A prompt of up to 64 has GEMMs of other tiles than one of up to 512; an image from 736x736
+# on has more than 2048.
+TEXTS, IMAGE = (200, 40), 4096
 _rehearsed: set[tuple] = remembered(set())
 
 # No daemon threads: a process that ends while LLVM runs in one is aborted.
-_compilers, _passes = ThreadPoolExecutor(4), ThreadPoolExecutor(1)
+_compilers = ThreadPoolExecutor(max(1, min(4, (os.cpu_count() or 1) // 2)))
+_passes = ThreadPoolExecutor(1)
 
 
 def warm_up(
@@ -67,34 +65,34 @@ def warm_up(
             work(found)
 
     def run() -> None:
-        with suppress(Exception):  # compilers, drivers and packages raise anything
-            from triton import AsyncCompileMode  # since 3.5
-
-            pool = SimpleNamespace(submit=partial(_compilers.submit, _compile))
-            mode = AsyncCompileMode(pool, ignore_errors=True)
-            # A trial would wait for its kernels. Memory of the card that a second thread takes can
-            # stop both for ever, where comfy-aimdo logs it (in Python, while torch's allocator is
-            # locked).
-            with torch.cuda.device(device), _short_turns(), mode, assumed():
-                call()
+        # A trial would wait for its kernels. Memory of the card that a second thread takes can stop
+        # both for ever, where comfy-aimdo logs it (in Python, while torch's allocator is locked).
+        # Compilers, drivers and packages raise anything.
+        with suppress(Exception), torch.cuda.device(device), _background(), assumed():
+            call()
 
     return _passes.submit(run)
 
 
-@contextmanager
-def _short_turns() -> Iterator[None]:
-    usual = sys.getswitchinterval()
-    sys.setswitchinterval(min(usual, TURN))
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(usual)
+def _background() -> Any:
+    # Triton's mode in which other threads compile.
+    from triton import AsyncCompileMode  # since 3.5
+
+    class Background(AsyncCompileMode):
+        def submit(self, key: str, compile_kernel: Callable, *rest: Callable) -> object:
+            work = partial(_compile, key, compile_kernel, compiler.current.get())
+            return super().submit(key, work, *rest)
+
+    return Background(_compilers, ignore_errors=True)
 
 
-def _compile(compile_kernel: Callable) -> object:
+def _compile(key: str, compile_kernel: Callable, known: compiler.Compilation | None) -> object:
     from triton.runtime import driver
 
     _passes.submit(int)  # raises once the process ends, which waits for whatever is queued
+    if known and not compiler.is_compiled(key, known.kernel):
+        with suppress(Exception):  # without another process it is compiled in this one
+            compiler.compile_elsewhere(known)
     kernel = compile_kernel()
     driver.active.launcher_cls(kernel.src, kernel.metadata)  # older Tritons build it with gcc
     return kernel
@@ -127,8 +125,11 @@ def rehearse(
         ops.row_quantize(meta(1, k), kind, QuantizedRows(rows, one, 1))
         return Operand.of(weight, scale, bias)
 
-    for text, image in TOKENS:
-        tokens = Tokens(1, text * bool(spec.text_layers), image, image)
+    passes = [(text, IMAGE) for text in TEXTS]
+    if not spec.text_layers:  # the text is a pass of its own, which leaves keys and values
+        passes = [(0, rows) for rows in (IMAGE, *TEXTS)]
+    for text, image in passes:
+        tokens = Tokens(1, text, image, image)
         workspace, known = Workspace(ops), {}
         x = meta(tokens.rows, width)
         for form in forms:

@@ -18,6 +18,7 @@ from triton.runtime import driver
 
 from ...caches import cached
 from . import interpreted, on_card_of
+from .compiler import Compilation, compiling
 
 ALIGNMENT = 16  # bytes that an address is a multiple of, in what Triton compiles for it
 
@@ -73,11 +74,12 @@ class Launch:
         meta = tensors[0].is_meta
         if not meta and (not_direct() or any(x.data_ptr() % ALIGNMENT for x in tensors)):
             return self.once
-        compiled = self._kernel.warmup(
-            *varying, *self._fixed, grid=self._grid, **self._constants, **self._options
-        )
+        arguments, constants = (*varying, *self._fixed), {**self._constants, **self._options}
         if meta:
+            with compiling(Compilation.of(self._kernel, arguments, constants)):
+                self._kernel.warmup(*arguments, grid=self._grid, **constants)
             return lambda *varying: None
+        compiled = self._kernel.warmup(*arguments, grid=self._grid, **constants)
         if hasattr(compiled, "result"):  # compiled in another thread
             compiled = compiled.result()
         # Past `compiled[grid]`, which also calls the hooks of profilers.

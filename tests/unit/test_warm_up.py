@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch")
 triton = pytest.importorskip("triton")
 pytest.importorskip("diffusers")
 
+import test_single_stream as single
 from test_block import DIM, HEAD_DIM, LAYERS, Layers, attend, new_block
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -24,7 +25,8 @@ from triton.runtime import driver
 from qwen_l40s.caches import forget
 from qwen_l40s.optimizations import fused, kernels, linear, warm_up
 from qwen_l40s.optimizations.blocks.block import BlockExecutor, LayerTensors, Step
-from qwen_l40s.optimizations.kernels import scaled_gemm
+from qwen_l40s.optimizations.blocks.workspace import Prefix
+from qwen_l40s.optimizations.kernels import compiler, scaled_gemm
 from qwen_l40s.optimizations.linear import Gemm, choose_gemm
 from qwen_l40s.optimizations.modulation import Entry
 from qwen_l40s.optimizations.reference import Rotary, Tokens
@@ -36,6 +38,7 @@ pytestmark = [
 ]
 
 CARD = torch.device("cuda", 0)
+COMPILE, ELSEWHERE = triton.compiler.compile, compiler.compile_elsewhere
 BACKENDS = {"dense": None, "rotated": ("int8", "triton"), "fp8": ("fp8", "scaled_mm")}
 fresh = itertools.count(70)  # indices of cards for which nothing is compiled yet
 
@@ -71,6 +74,7 @@ def put_card(monkeypatch):
         return kernel
 
     monkeypatch.setattr("triton.compiler.compile", compile_kernel)
+    monkeypatch.setattr(compiler, "compile_elsewhere", None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: index)
     monkeypatch.setattr(scaled_gemm, "capability", lambda _: (9, 0))
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
@@ -132,6 +136,31 @@ def test_a_first_pass_compiles_nothing_that_is_not_compiled_ahead(no_card, monke
     first_pass(chain, blocks, fused._triton(), cpu, text)
     assert sorted(no_card) == ahead
     warm_up.warm_up(CARD, lambda: warm_up.rehearse(*given)).result()
+    assert sorted(no_card) == ahead
+
+
+@pytest.mark.parametrize("text", [90, 20])
+@pytest.mark.parametrize("kind", ["dense", "int8"])
+def test_a_first_pass_of_2_1_compiles_nothing_that_is_not_compiled_ahead(no_card, kind, text):
+    """Of the text alone, and of the image beside what is kept of it."""
+    cpu, blocks = torch.device("cpu"), [single.new_block(True, seed).bfloat16() for seed in (0, 1)]
+    parts = [single.Layers(block, kind) for block in blocks]
+    parts[0].gemms = {"int8": Gemm("int8", "triton", "", "triton")}
+    layers = Chain(parts)
+    warm_up.warm_up(CARD, lambda: warm_up.rehearse(layers, blocks, torch.bfloat16, cpu)).result()
+    ahead = sorted(no_card)
+
+    def empty(*shape):
+        return torch.zeros(shape, dtype=torch.bfloat16)
+
+    heads = single.HEADS, single.HEAD_DIM
+    kept = [Prefix(*(empty(1, text, *heads) for _ in range(2))) for _ in blocks]
+    for rows, prefixes in ((text, None), (2304, kept)):
+        rotary = Rotary(*(empty(1, rows, single.HEAD_DIM // 2) for _ in range(2)))
+        entry = Entry(*(empty(len(blocks), 1, 6 * single.DIM) for _ in range(2)))
+        step = Step(Tokens(1, 0, rows, rows), rotary, None)
+        executor = BlockExecutor(layers, fused._triton(), attend, None, {})
+        executor.run_all(blocks, empty(rows, single.DIM), step, entry, prefixes=prefixes)
     assert sorted(no_card) == ahead
 
 
@@ -282,17 +311,43 @@ def test_an_error_of_the_compiler_shows_where_the_kernel_is_needed(launch, monke
         launch("cpu")
 
 
-def test_threads_take_short_turns_while_kernels_are_compiled(launch, monkeypatch):
-    kernel, turns = SimpleNamespace(src=None, metadata=None), []
+@pytest.fixture
+def kept(tmp_path, monkeypatch, launch):
+    """Triton's own compiler with an empty cache; gives whether each kernel was found there."""
+    monkeypatch.undo()
+    put_card(monkeypatch)
+    monkeypatch.setattr("triton.compiler.compile", COMPILE)
+    monkeypatch.setattr(compiler, "compile_elsewhere", ELSEWHERE)
+    monkeypatch.setattr(compiler, "_own", threading.local())
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    found = []
+    listen = lambda cache_hit, **_: found.append(cache_hit)  # noqa: E731
+    monkeypatch.setattr(triton.knobs.compilation, "listener", listen)
+    return found
 
-    def compile_kernel(*_, **__):
-        turns.append(sys.getswitchinterval())
-        return kernel
 
-    monkeypatch.setattr("triton.compiler.compile", compile_kernel)
-    usual = sys.getswitchinterval()
-    warm_up.warm_up(CARD, lambda: launch("meta")).result()
-    assert turns[0] < usual == sys.getswitchinterval()
+@pytest.mark.slow
+def test_another_process_compiles_what_triton_has_not_kept(kept, monkeypatch):
+    def load():
+        trials = fused.prepare_trial, partial(linear.prepare_trial, "int8")
+        warm_up.warm_up(CARD, lambda: [prepare() for prepare in trials]).result()
+
+    load()
+    assert kept == [True] * 4
+    put_card(monkeypatch)  # another one like it, for which nothing is loaded
+    monkeypatch.setattr("triton.compiler.compile", COMPILE)
+    monkeypatch.setattr(compiler, "compile_elsewhere", None)
+    load()
+    assert kept == [True] * 8
+
+
+@pytest.mark.parametrize(
+    "code", ["", "import time; time.sleep(1)", "raise SystemExit(1)", "print()"]
+)
+def test_a_process_that_ends_early_leaves_the_kernel_to_this_one(kept, monkeypatch, code):
+    monkeypatch.setattr(compiler, "CODE", code)
+    warm_up.warm_up(CARD, lambda: prepare("meta")).result()
+    assert kept == [False]
 
 
 def test_nothing_is_compiled_without_a_card():
