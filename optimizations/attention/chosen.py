@@ -133,7 +133,7 @@ def choose_fast(request: AttentionRequest, measured: MeasuredErrors) -> Attentio
         else f"not {name}: {measured.refused(name)}"
         for name in TRIED_BY_FAST
     )
-    found = f"fast: {found}; at most {measured.most:g} allowed"
+    found = f"8 bits: {found}; at most {measured.most:g} allowed"
     if not allowed or sm_of(request.device) is None:
         return replace(exact, reason=f"{exact.reason}; {found}")
     timings, without = measurement(request, [exact.name, *allowed], "quantized")

@@ -132,7 +132,7 @@ def test_weights_and_latents_are_those_of_quantizing_at_load(models, tmp_path, p
         file = path.with_name(f"{path.name}.{precision}.kept")
         assert not file.exists()
         _, report = load(**settings)
-        assert f"keep_quantized: {file.name} (" in report and BEING in report
+        assert f"cache_quantized_file: {file.name} (" in report and BEING in report
         found, report = taken(**settings)
         assert f"{TAKEN} {file.name}." in report
         source = open_source(choose.resolve(name, "transformer"), "transformer")
@@ -342,7 +342,7 @@ def test_a_disk_that_is_full_in_the_middle(models, original, caplog, file_limit,
         _, report = load()
     assert BEING in report
     (line,) = [record.getMessage() for record in caplog.records if record.name == kept.__name__]
-    assert line.startswith(f"keep_quantized: {file.name} is not saved: cannot write (")
+    assert line.startswith(f"cache_quantized_file: {file.name} is not saved: cannot write (")
     assert contents(models) == ["qwen.safetensors"]
 
 

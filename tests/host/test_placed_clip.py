@@ -178,7 +178,7 @@ def test_the_node():
     assert ids == ["text_encoder", "precision", "placement"]
     choice = {"text_encoder": "micro (bundled)", "precision": "auto"}
     clip, report = QwenL40SLoadTextEncoder.execute(**choice).args
-    assert clip.placement == "auto" and f"placement auto: {PLACEMENTS['auto']}" in report
+    assert clip.placement == "auto" and f"text_encoder_device auto: {PLACEMENTS['auto']}" in report
     for placement, words in PLACEMENTS.items():
         clip, report = QwenL40SLoadTextEncoder.execute(**choice, placement=placement).args
         assert clip.placement == placement and f"placement {placement}: {words}" in report

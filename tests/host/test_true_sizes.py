@@ -193,7 +193,7 @@ def test_a_step_cache_is_told():
         wired = request(cache_steps(model, settings), steps=50)
         assert (wired.request.cache, wired.request.computed_steps) == (cache, computed)
         assert any(words in note for note in wired.notes)
-    words = ("cache is 'faithful'", "has 'fast'", "choose off, or disconnect")
+    words = ("cache is 'quality'", "has 'speed'", "choose off, or disconnect")
     refused(*words, run=lambda: request(fast, cache="faithful"))
     refused("steps must be at least 1", run=lambda: request(fast, steps=-1))
 
@@ -217,7 +217,7 @@ def test_clips_tell_bytes_and_place():
     quantized = load_text_encoder(MICRO, "int8")[0]
     assert request(clip=quantized).request.text_encoder == "int8"
     assert clip_sizes(quantized).bytes < clip_sizes(clip).bytes
-    words = ("text_encoder_placement is 'cpu'", "has 'drop after encoding'", "choose auto")
+    words = ("text_encoder_device is 'cpu'", "has 'gpu (offload after encode)'", "choose auto")
     refused(*words, run=lambda: request(clip=clip, text_encoder_placement="cpu"))
     words = ("text_encoder_precision is 'fp8'", "CLIP", "has 'int8'")
     refused(*words, run=lambda: request(clip=quantized, text_encoder_precision="fp8"))

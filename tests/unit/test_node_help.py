@@ -154,7 +154,8 @@ def test_steps_that_a_cache_computes_are_the_plans():
         label = CHOICE_LABELS["cache"].get(name, name)
         assert f"| `{label}` | {cells} |" in PAGES["QwenL40S_StepCache"]
         gains = (f"{count / each:.3g}" for count, each in zip(counts, computed, strict=True))
-        assert f"| `{name}` | {cells} | {', '.join(gains)} times" in whole
+        shown = f"`{label}`" if label == name else f"`{label}` (`{name}`)"
+        assert f"| {shown} | {cells} | {', '.join(gains)} times" in whole
 
 
 def test_measured_figures_are_those_of_the_results():
