@@ -86,7 +86,7 @@ DEVICES = CHOICE_LABELS["placement"]
 
 
 def estimate_text(estimate: Estimate, cards: Iterable[str] = ()) -> str:
-    """Says what `qwen-l40s estimate` prints and a node keeps behind its picture: the answer, then
+    """Says what `qwen-l40s estimate` prints and a node keeps behind its chart: the answer, then
     what it rests on.
 
     Args:
@@ -165,7 +165,7 @@ def heading(estimate: Estimate) -> str:
 
 
 def request_text(request: RunRequest) -> str:
-    """Names size, batch and what else differs from a plain picture."""
+    """Names size, batch and what else differs from a plain run."""
     loras = request.loras
     words = {
         f"{request.width}x{request.height}": True,

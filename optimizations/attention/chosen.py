@@ -175,7 +175,7 @@ def _unplanned(request: AttentionRequest, chosen: Attention) -> Attention:
 
 
 class ChosenAttention:
-    """Attention by the backend that is chosen for the shapes at hand, each once in a run.
+    """Computes attention by the backend that is chosen once a run for each shape.
 
     Args:
         name: "auto", "fast", or the name of a backend.
@@ -219,7 +219,7 @@ class ChosenAttention:
         return bool(self._chosen) and self.fallback is None
 
     def give_up(self) -> None:
-        """Leaves the rest of the run to the host's own attention, after NaN or infinity."""
+        """Leaves the rest of the run to the attention of the host, after NaN or infinity."""
         names = sorted({attention.name for attention in self._found()}) or [self.name]
         self.fallback = Verdict(f"{' and '.join(names)} gave NaN or infinity", final=True)
         self.fallback.log(f"{self.host} attention runs from here")
