@@ -309,8 +309,8 @@ class RunRequest:
             helps = self.references <= most and not self.layers
             other = f"{NEWEST_EDIT.name} for up to {most}, or " if helps else ""
             raise SettingError(
-                f"base_model (family) {family.name!r} takes {takes}, got {self.references}: choose "
-                f"{other}fewer references."
+                f"base_model (family) {family.name!r} takes {takes}, got {self.references} "
+                f"references: choose {other}fewer references."
             )
         if self.layers and not family.layers:
             raise SettingError(

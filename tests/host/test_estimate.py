@@ -143,7 +143,7 @@ def test_a_step_cache_is_counted_by_name_or_as_the_model_has_it():
     wired = run(card="L40S", model=cache_steps(model, CacheSettings(budget=0.3)))[3]
     assert wired["step_cache"]["name"] == "custom" and wired["settings"]["cache"] == "custom"
     assert 26 < wired["step_cache"]["computed_steps"] < 50
-    assert "Step cache: fast computes 20 of 50 steps, " in advice(cache="fast").args[1]
+    assert "Step cache: speed computes 20 of 50 steps, " in advice(cache="fast").args[1]
 
 
 def test_nag_is_counted_by_its_tokens_or_as_the_model_has_it():
@@ -404,7 +404,7 @@ def test_wires_replace_the_settings():
     assert found["phases"]["sampling"]["parts"]["weights"] < 0.1
     assert found["phases"]["decode"]["parts"]["weights"] < 0.1
     assert management.current_loaded_models == before
-    words = ("precision is 'bf16'", "has 'int8'")
+    words = ("precision is 'bf16 (most accurate)'", "has 'int8'")
     refused(SettingError, *words, run=lambda: run(**parts, precision="bf16"))
 
 

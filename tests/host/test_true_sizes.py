@@ -282,7 +282,7 @@ def test_other_latents_are_refused():
 def test_settings_that_contradict_the_model_are_refused():
     int8 = load("int8", off_card=True)
     assert request(int8, precision="int8", modulation="off card").request.precision == "int8"
-    words = ("precision is 'bf16'", "has 'int8'", "disconnect the MODEL")
+    words = ("precision is 'bf16 (most accurate)'", "has 'int8'", "disconnect the MODEL")
     refused(*words, run=lambda: request(int8, precision="bf16"))
     words = ("modulation is 'on card'", "has 'off card'")
     refused(*words, run=lambda: request(int8, modulation="on card"))

@@ -119,7 +119,9 @@ def _build(plan: LoadPlan, disable_dynamic: bool = False) -> tuple[ModelPatcher,
         plan.kept.damaged, taken = True, None
         tensors, notes = _read(plan, source, load_device)
     if taken:
-        notes.append(f"cache_quantized_file: weights from {taken.path.name}.")
+        notes.append(
+            f"cache_quantized_file: weights from the cached quantized file {taken.path.name}."
+        )
     elif plan.rounded:
         notes.append(plan.kept.write(tensors) if plan.kept else NOT_KEPT)
     if marker := marker_titled(source.part.family):
