@@ -284,7 +284,7 @@ def test_settings_that_contradict_the_model_are_refused():
     assert request(int8, precision="int8", modulation="off card").request.precision == "int8"
     words = ("precision is 'bf16 (most accurate)'", "has 'int8'", "disconnect the MODEL")
     refused(*words, run=lambda: request(int8, precision="bf16"))
-    words = ("modulation is 'on card'", "has 'off card'")
+    words = ("offload_modulation is 'off'", "has 'on'")
     refused(*words, run=lambda: request(int8, modulation="on card"))
     layered = published("qwen-image-layered", use_additional_t_cond=True)
     newest = published("qwen-image-edit-2511", default_ref_method="index_timestep_zero")
