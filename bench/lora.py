@@ -78,7 +78,7 @@ def compare(args: argparse.Namespace) -> None:
                 write_lora(path, shape, rank, device)
                 lost = apply.apply_lora(model, path, 1.0, how="auto")[1].loss
                 patched = apply.apply_lora(model, path, 1.0, how="bypass")[0]
-            told = f", a merge loses {lost:.1%}, told in {seconds[-1] * 1000:.0f} ms"
+            told = f", a merge loses {lost:.1%}, reported in {seconds[-1] * 1000:.0f} ms"
         milliseconds = in_comfyui(optimize(patched), tensors, body)[0]["ms"]
         known = known or milliseconds
         print(f"rank {rank}: {milliseconds:.1f} ms ({milliseconds / known:.3f}){told}", flush=True)

@@ -48,7 +48,7 @@ BAR = 32
 CARDS = 6  # that have a bar in a picture of costs
 BESIDE_BAR, BELOW_FIGURE = 560, 360  # pixels of a card's name
 SIGNS = {"good": GOOD, "tight": WARN, "bad": BAD, "plain": INK}
-HOST_MEMORY = "in host memory"
+HOST_MEMORY = "in system RAM"
 COLOURS = {
     "transformer": "#56b4e9",
     "text encoder": "#d58fb8",

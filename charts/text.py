@@ -4,7 +4,7 @@ plan, what several cards do, and which card is the cheapest.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from ..planning.bytes import text_encoder_bytes
 from ..planning.cards import STARTING, Card, Price
 from ..planning.estimate import DOES_NOT_FIT, FITS, Estimate
 from ..planning.files import SOFTWARE_BYTES, made_on_load
+from ..planning.options import CHOICE_LABELS, label_of, labelled
 from ..planning.phases import Phase, Range, figure, gib, transformer_bytes
 from ..planning.plan import PlanOption, auto_precision
 from ..planning.rates import attention_share, class_of
@@ -68,9 +69,9 @@ LORA_WORDS = {
     "bypass": "in bypass mode",
 }
 CFG_WORDS = {
-    "two passes": "CFG in two passes",
-    "one pass": "CFG in one pass",
-    "off": "CFG off",
+    "two passes": "CFG above 1",
+    "one pass": "CFG above 1 (one batch)",
+    "off": "CFG 1",
 }
 # The part that works in a phase; else the transformer.
 WORKS = {"text": "text encoder", "decode": "VAE"}
@@ -80,11 +81,12 @@ PARTS = ("transformer", "text encoder", "VAE", WORKING, "CUDA")
 BOUND = "bound by the CPU"
 NOTHING_SAFER = "No safer setting fits in VRAM: choose a smaller size or batch."
 # Of each precision, where people see it.
-SHOWN = {"bf16": "bf16 (most accurate)"}
+SHOWN = CHOICE_LABELS["precision"]
+DEVICES = CHOICE_LABELS["placement"]
 
 
 def estimate_text(estimate: Estimate, cards: Iterable[str] = ()) -> str:
-    """Says what `qwen-l40s estimate` prints and a node keeps behind its picture: the answer, then
+    """Says what `qwen-l40s estimate` prints and a node keeps behind its chart: the answer, then
     what it rests on.
 
     Args:
@@ -163,7 +165,7 @@ def heading(estimate: Estimate) -> str:
 
 
 def request_text(request: RunRequest) -> str:
-    """Names size, batch and what else differs from a plain picture."""
+    """Names size, batch and what else differs from a plain run."""
     loras = request.loras
     words = {
         f"{request.width}x{request.height}": True,
@@ -186,7 +188,7 @@ def steps_text(request: RunRequest) -> str:
     steps, computed = request.steps, request.computed_steps
     if computed == steps:
         return many(steps, "step")
-    return f"{request.cache} computes {computed} of {steps} steps"
+    return f"{label_of('cache', request.cache)} computes {computed} of {steps} steps"
 
 
 def _time(estimate: Estimate) -> str:
@@ -216,14 +218,16 @@ def price_of(found: Estimate) -> str:
 def settings_text(option: PlanOption) -> str:
     """Says how an option is set in the loaders."""
     setting = option.setting
-    encoder = f"precision {setting.text_encoder}, placement {setting.placement}"
-    encoder = f"Load Qwen-Image Text Encoder: {encoder}"
+    model = {"precision": option.loads_as, "modulation": setting.modulation}
+    encoder = {"precision": setting.text_encoder, "placement": setting.placement}
+    encoder = f"Load Qwen-Image Text Encoder: {_said(encoder)}"
     if setting.text_encoder == W4A8:
         encoder = "Load CLIP: a text encoder in w4a8"
-    return (
-        f"Load Qwen-Image Model: precision {option.loads_as}, modulation {setting.modulation}; "
-        f"{encoder}"
-    )
+    return f"Load Qwen-Image Model: {_said(model)}; {encoder}"
+
+
+def _said(settings: Mapping[str, str]) -> str:
+    return ", ".join(labelled(name, value) for name, value in settings.items())
 
 
 def downloads_text(estimate: Estimate) -> str:
@@ -270,11 +274,12 @@ def changes(setting: Setting, other: Setting) -> str:
         "text_encoder_precision": "text_encoder",
         "text_encoder_placement": "placement",
     }
-    return ", ".join(
-        f"{name} {getattr(other, field)}"
+    changed = {
+        name: getattr(other, field)
         for name, field in names.items()
         if getattr(setting, field) != getattr(other, field)
-    )
+    }
+    return _said(changed)
 
 
 def _spare(option: PlanOption) -> str:
@@ -301,7 +306,7 @@ def step_cache_lines(estimate: Estimate) -> list[str]:
         if request.cache != CUSTOM:
             settings = cache_settings(request.cache)
             why = plan_steps(official_sigmas(request.steps), settings).reason or why
-        return [f"Step cache: {request.cache} has no effect: {why}."]
+        return [f"Step cache: {label_of('cache', request.cache)} has no effect: {why}."]
     return [
         f"Step cache: {steps_text(request)}{_image_time(estimate.image_seconds)}.",
         "The cache changes the image slightly.",
@@ -368,10 +373,9 @@ def option_text(option: PlanOption) -> str:
     if option.moved_bytes:
         moved = ", offloaded in every step"
     precision = SHOWN.get(setting.precision, setting.precision)
-    return (
-        f"{precision}, modulation {setting.modulation}, text encoder {setting.text_encoder} "
-        f"{setting.text_encoder_place}{tiles}{moved}"
-    )
+    modulation = labelled("modulation", setting.modulation)
+    place = DEVICES.get(setting.text_encoder_place, setting.text_encoder_place)
+    return f"{precision}, {modulation}, text encoder {setting.text_encoder} {place}{tiles}{moved}"
 
 
 def notes_of(found: Estimate) -> list[str]:
@@ -518,7 +522,7 @@ def precision_reason(
     if gguf and name == stored:
         return f"GGUF's blocks are expanded and rounded to {name}, which tensor cores multiply"
     if requested == AS_STORED:
-        return f"as stored: the file holds {stored}"
+        return f"{SHOWN[AS_STORED]}: the file holds {stored}"
     if requested != AUTO:
         return f"requested: {made}" if stored else f"{name} as requested"
     if stored in QUANTIZED and name == stored:
@@ -768,7 +772,7 @@ def cards_answer(
 
 def cards_lines(found: Together) -> Iterator[str]:
     """Says what several cards are predicted to do for one image and for many, and why."""
-    yield f"One image on {found.cards} cards: {'; '.join(_one_image(found))}."
+    yield f"One image on {found.cards} GPUs: {'; '.join(_one_image(found))}."
     servers, one = (between(each, significant) for each in found.per_hour)
     yield (
         f"Many images: start a server for each GPU, which makes {servers} an hour; one image "
@@ -782,7 +786,7 @@ def cards_lines(found: Together) -> Iterator[str]:
                 f"assumed to carry {low} to {high} GB/s each way, likely {likely}, as PCIe does "
                 "without NVLink. `qwen-l40s doctor` measures yours; give it with --link."
             )
-        yield f"Link between cards: {carries}"
+        yield f"Link between GPUs: {carries}"
     if found.splits or found.prompts > 1:
         yield (
             f"Memory: at most {tenths(found.first_bytes)} GiB on the first GPU, "
@@ -797,7 +801,7 @@ def _one_image(found: Together) -> Iterator[str]:
     if found.prompts > 1:
         yield "ComfyUI's MultiGPU CFG Split computes both prompts at once"
     if idle := found.cards % found.prompts:
-        yield f"{many(idle, 'card')} has nothing to do"
+        yield f"{many(idle, 'GPU')} has nothing to do"
     if found.splits:
         exchanged = EXCHANGED[found.likely.best.name]
         yield f"{found.each} GPUs split the tokens of a forward pass and exchange {exchanged}"
@@ -891,10 +895,9 @@ def price_source(price: Price | None) -> str:
 def setting_text(offer: Offer) -> str:
     option = offer.found.option
     setting = option.setting
-    return (
-        f"{setting.precision}, modulation {setting.modulation}, text_encoder_placement "
-        f"{setting.placement}{'' if option.resident else ', offloaded in every step'}"
-    )
+    said = _said({"modulation": setting.modulation, "text_encoder_placement": setting.placement})
+    moved = "" if option.resident else ", offloaded in every step"
+    return f"{setting.precision}, {said}{moved}"
 
 
 def _counted(offer: Offer, load: float) -> str:

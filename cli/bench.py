@@ -54,7 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="pixels; repeat it for more; default: 1024x1024",
     )
     parser.add_argument(
-        "--batch", type=_positive, default=1, metavar="N", help="images in one pass; default: 1"
+        "--batch",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="images in one forward pass; default: 1",
     )
     parser.add_argument(
         "--text", type=_positive, default=200, metavar="N", help="text tokens; default: 200"

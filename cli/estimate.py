@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"a GPU of --list-cards; default: this machine's GPU, else {DEFAULT_CARD}",
     )
     parser.add_argument(
-        "--vram", type=float, metavar="GIB", help="use only this much of the card's memory"
+        "--vram", type=float, metavar="GIB", help="use only this much of the GPU's memory"
     )
     parser.add_argument(
         "--ram",
@@ -107,7 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a model that stays in VRAM beside this one, with its text encoder and VAE, such "
         "as qwen-image-2.1:int8; may be repeated",
     )
-    parser.add_argument("--list-cards", action="store_true", help="print all known cards")
+    parser.add_argument("--list-cards", action="store_true", help="print all known GPUs")
     parser.add_argument(
         "--sources", action="store_true", help="with --list-cards: where each figure is from"
     )
@@ -185,7 +185,7 @@ def _count_and_file(given: Sequence[str]) -> tuple[int, Path | None]:
             raise SettingError(f"--cards {text} must be a whole number of GPUs, or a file.")
         count = int(number)
     if count < 1:
-        raise SettingError(f"cards must be at least 1, got {count}.")
+        raise SettingError(f"--cards must be at least 1, got {count}.")
     return count, file
 
 
@@ -204,7 +204,7 @@ def _link(gbps: float | None, cards: int) -> float | None:
         return None
     check_link(1e9 * gbps)
     if cards == 1:
-        raise SettingError("--link is for several cards: give their number too, as --cards 2.")
+        raise SettingError("--link is for several GPUs: give their number too, as --cards 2.")
     return 1e9 * gbps
 
 

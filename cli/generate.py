@@ -133,7 +133,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, *, output_help: str) -> N
         "--optimize",
         action=argparse.BooleanOptionalAction,
         help="fused blocks and the fastest exact attention, or diffusers' code; default: on if "
-        "there is a card",
+        "there is a GPU",
     )
     parser.add_argument(
         "--attention",

@@ -186,7 +186,7 @@ class Run:
             ServerError: all servers stayed away; jobs that are open may still run there.
             DiskError: the output folder takes no more.
         """
-        # A job counts once the journal has it: until then a full disk may still be told.
+        # A job counts once the journal has it: until then a full disk may still be reported.
         while self._counts["done"] < self._counts["total"] or more():
             if not self.all_asked and all(each.asked for each in self.feeders.values()):
                 self.all_asked = True

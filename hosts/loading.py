@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from ..charts.text import precision_reason, reasons, weight_only
 from ..errors import SettingError, UnavailableError
 from ..planning.bytes import TransformerBytes, weight_bytes
+from ..planning.options import label_of
 from ..planning.plan import LEAST_SIDE, PlanOption, check_tensor_cores, plan
 from ..planning.request import AS_STORED, PRECISIONS, Parts, RunRequest
 from ..spec.formats import QUANTIZED, CardFacts, format_gib
@@ -125,7 +126,7 @@ def _in_few_words(
     elif requested == "auto" and gguf:
         words = f"auto: GGUF's blocks become {stored}"
     elif requested != "auto":
-        words = requested if requested == AS_STORED else "as requested"
+        words = label_of("precision", requested) if requested == AS_STORED else "as requested"
     elif option is None or stored == option.setting.precision in QUANTIZED:
         words = f"auto: the file holds {stored}"
     elif option.setting.precision == "bf16":

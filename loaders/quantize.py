@@ -195,9 +195,9 @@ def layers_to_quantize(layers: Iterable[str], keep: Sequence[str] = ()) -> froze
         matching = {layer for layer in candidates if fnmatchcase(layer, pattern)}
         if not matching:
             raise SettingError(
-                f"keep_in_bf16 (--keep) {pattern!r} matches no quantized layer. A pattern is "
-                "compared with whole names such as transformer_blocks.5.attn.to_q: start it with "
-                "* or transformer_blocks."
+                f"bf16_layers (keep_in_bf16, --keep) {pattern!r} matches no quantized layer. A "
+                "pattern is compared with whole names such as transformer_blocks.5.attn.to_q: "
+                "start it with * or transformer_blocks."
             )
         kept |= matching
     return candidates - kept

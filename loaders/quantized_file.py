@@ -70,7 +70,9 @@ def choose_layers(
     """
     chosen = layers_to_quantize(layers, keep)
     if not chosen:
-        raise SettingError("keep_in_bf16 (--keep) leaves no layer to quantize: name fewer layers.")
+        raise SettingError(
+            "bf16_layers (keep_in_bf16, --keep) leaves no layer to quantize: name fewer layers."
+        )
     return chosen, layers_to_quantize(layers) - chosen
 
 

@@ -73,8 +73,8 @@ class CheckpointSizes:
             return found
         if not may_be(requested, found):
             raise SettingError(
-                f"family is {requested!r}, but the file's tensors are those of {found}: leave "
-                "--family out, or name a file of that model.",
+                f"--family is {requested!r}, but the file's tensors are those of {found}: leave "
+                "it out, or name a file of that model.",
                 Path(self.path),
             )
         return requested

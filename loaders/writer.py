@@ -213,7 +213,7 @@ class KeptFile:
             tensors: what was loaded. Nothing may change them in place.
         """
         if others := {it.dtype for it in tensors.values()} - DTYPE_NAMES.keys():
-            return f"keep_quantized: no file is saved, because a tensor is {others.pop()}."
+            return f"cache_quantized_file: no file is saved, because a tensor is {others.pop()}."
         specs = {name: (DTYPE_NAMES[it.dtype], tuple(it.shape)) for name, it in tensors.items()}
         about = file_metadata(self._precision, self._keep, self._source.config)
         about[MADE_FROM] = self._made_from
@@ -227,13 +227,13 @@ class KeptFile:
                     sizes = f"{format_gib(needed)} are needed and {format_gib(free)} are free"
                     raise UnavailableError(f"{sizes}: free disk space.", self.path.parent)
             except UnavailableError as error:
-                return f"keep_quantized: no file is saved: {error}"
+                return f"cache_quantized_file: no file is saved: {error}"
             work = layout, dict(tensors), held.pop_all()
         thread = threading.Thread(target=self._write, args=work, name="keep_quantized", daemon=True)
         thread.start()
         atexit.register(thread.join, 5)  # seconds, in which it removes its part
         name = f"{self.path.name} ({format_gib(layout.file_bytes)})"
-        return f"keep_quantized: {name} is being saved for the next load."
+        return f"cache_quantized_file: {name} is being saved for the next load."
 
     def _lock(self, held: ExitStack) -> int:
         """Keeps other loads from writing, removes what killed ones left, returns the free bytes."""
@@ -263,7 +263,7 @@ class KeptFile:
                 if self._now() != self._made_from:
                     raise CheckpointError("the original file changed in the meantime.")
         except (OSError, QwenL40SError) as error:
-            logger.warning("keep_quantized: %s is not saved: %s", self.path.name, error)
+            logger.warning("cache_quantized_file: %s is not saved: %s", self.path.name, error)
 
     def _now(self) -> str:
         # The original's sizes, times and headers, and the settings.

@@ -147,7 +147,7 @@ class LaunchedBlocks:
         self._text, self._image = random(1, TOKENS.text, dim), random(1, TOKENS.image, dim)
 
     def run(self, count: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Passes through the first `count` blocks, or through all."""
+        """Runs the first `count` blocks, or all."""
         blocks = self._blocks[:count]
         executor = BlockExecutor(
             self._layers, self._ops, self._attend, self._workspace, self._known

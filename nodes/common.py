@@ -110,7 +110,11 @@ def setting_outputs() -> list[io.Output]:
         io.Combo.Output(
             display_name=name, tooltip=f"The plan's {name}: connect it to {name} of {node}."
         )
-        for name, node in (("precision", model), ("modulation", model), ("placement", encoder))
+        for name, node in (
+            ("precision", model),
+            (LABELS["modulation"], model),
+            (LABELS["placement"], encoder),
+        )
     ]
 
 

@@ -318,7 +318,7 @@ def _refusal(option: PlanOption, cards: int) -> str:
         return "its weights do not stay there"
     if not request.member.family.split_rows:
         return f"the rows of {request.family} are not shared"
-    return "it has fewer image tokens than cards" if request.step_tokens.image < cards else ""
+    return "it has fewer image tokens than GPUs" if request.step_tokens.image < cards else ""
 
 
 def _split_cost(option: PlanOption, rates: Rates, cards: int, link: float) -> SplitCost:

@@ -158,14 +158,14 @@ def _merged(
     for given, entry in listed.items():
         if not _text(given):
             raise SettingError(
-                f"{reprlib.repr(given)} is not the name of a card: give one, such as L40S."
+                f"{reprlib.repr(given)} is not the name of a GPU: give one, such as L40S."
             )
         names = known.get(words_of(given), [given])
         if len(names) > 1:
             raise SettingError(f"{given!r} names several GPUs: name one of {', '.join(names)}.")
         name = names[0]
         if name in seen:
-            raise SettingError(f"{seen[name]!r} and {given!r} are the same card: name it once.")
+            raise SettingError(f"{seen[name]!r} and {given!r} are the same GPU: name it once.")
         seen[name] = given
         cards[name] = {**cards.get(name, {}), **_checked(entry, f"GPU {given!r}")}
         _refuse_missing(cards[name], FIELDS, f"GPU {given!r}")

@@ -467,7 +467,7 @@ def estimate(
         options = _within(ram_bytes, options)
     option = options[0]
     times, stock = None, {}
-    basis = Basis("unknown", f"not predicted: {card.name} is not in the list of cards")
+    basis = Basis("unknown", f"not predicted: {card.name} is not in the list of GPUs")
     if calibration is not None or not isinstance(card, UnlistedCard):
         slow, fast, basis = rates_of(card, calibration)
         stock = stock_steps(option.request, card, *hiding(slow, fast), _stock_room(option))

@@ -316,6 +316,16 @@ CHOICE_LABELS = {
 }
 
 
+def label_of(name: str, choice: Any) -> Any:
+    """Returns what the page calls a choice of an input, such as `on`."""
+    return CHOICE_LABELS.get(name, {}).get(choice, choice)
+
+
+def labelled(name: str, choice: str) -> str:
+    """Returns an input and its choice as the page has them, such as `offload_modulation on`."""
+    return f"{LABELS.get(name, name)} {label_of(name, choice)}"
+
+
 def todays(given: Mapping[str, Any]) -> dict[str, Any]:
     """Gives settings their names and values of today; names that no option has are left out.
 

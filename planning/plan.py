@@ -473,7 +473,7 @@ def _refusal(case: Question, least: int) -> str:
             request.others,
             "keep no other model in VRAM",
         ),
-        f"layers ({request.layers})": (request.layers, "paint fewer layers"),
+        f"layers ({request.layers})": (request.layers, "generate fewer layers"),
     }
     there = {words: remedy for words, (has, remedy) in additions.items() if has}
     batch = f"a batch of {request.batch}" if request.batch > 1 else "one image"
@@ -483,6 +483,6 @@ def _refusal(case: Question, least: int) -> str:
     remedies = ", ".join([*there.values(), "choose a smaller size or batch"])
     return (
         f"{case.card.name} has {format_gib(case.card.total_bytes)} and {what} takes "
-        f"{format_gib(least)} even when weights move to it block by block: {remedies}, or choose a "
-        "card with more memory."
+        f"{format_gib(least)} even when weights stream to it block by block: {remedies}, or choose "
+        "a GPU with more memory."
     )

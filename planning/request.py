@@ -309,13 +309,13 @@ class RunRequest:
             helps = self.references <= most and not self.layers
             other = f"{NEWEST_EDIT.name} for up to {most}, or " if helps else ""
             raise SettingError(
-                f"family {family.name!r} takes {takes}, got {self.references} references: choose "
-                f"{other}fewer references."
+                f"base_model (family) {family.name!r} takes {takes}, got {self.references} "
+                f"references: choose {other}fewer references."
             )
         if self.layers and not family.layers:
             raise SettingError(
-                f"family {family.name!r} generates no layers, got {self.layers}: choose "
-                "qwen-image-layered, or 0 layers."
+                f"base_model (family) {family.name!r} generates no layers, got {self.layers}: "
+                "choose qwen-image-layered, or 0 layers."
             )
 
 

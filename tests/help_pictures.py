@@ -1,4 +1,4 @@
-"""The pictures of web/docs, drawn by the package's own charts, to be read in the help panel.
+"""The charts that web/docs and docs/ show, drawn by the package.
 
     python tests/help_pictures.py
 
@@ -28,7 +28,7 @@ def estimate_picture():
     from qwen_l40s.planning.request import RunRequest
 
     card = find_card("L40S", known_cards(BUNDLED))
-    return memory_chart(estimate(RunRequest(steps=find_member(FAMILY).steps), card)).reduce(2)
+    return memory_chart(estimate(RunRequest(steps=find_member(FAMILY).steps), card))
 
 
 def advise_picture():
@@ -41,26 +41,37 @@ def advise_picture():
     from qwen_l40s.planning.request import RunRequest
 
     request = RunRequest(steps=find_member(FAMILY).steps)
-    return cost_chart(advise(LOAD, request, known_cards(BUNDLED).values())).reduce(2)
+    return cost_chart(advise(LOAD, request, known_cards(BUNDLED).values()))
 
 
 def forward_picture():
     """What a step takes, as README.md shows it."""
     from qwen_l40s.tools.readme import picture
 
-    return picture().convert("RGB").reduce(2)
+    return picture().convert("RGB")
 
 
-DRAWN = {"estimate": estimate_picture, "advise": advise_picture, "forward": forward_picture}
+# {file: its picture, and how many times as large the picture is}
+DRAWN = {
+    "web/docs/images/estimate.png": (estimate_picture, 2),
+    "web/docs/images/advise.png": (advise_picture, 2),
+    "web/docs/images/forward.png": (forward_picture, 2),
+    "docs/images/estimate-l40s.png": (estimate_picture, 1),
+    "docs/images/advise.png": (advise_picture, 1),
+}
+
+
+def drawn(file: str):
+    draw, reduced = DRAWN[file]
+    return draw().reduce(reduced)
 
 
 def main() -> None:
     sys.path.insert(0, str(ROOT / "tests"))
     import conftest  # noqa: F401, which makes qwen_l40s importable
 
-    PICTURES.mkdir(parents=True, exist_ok=True)
-    for name, draw in DRAWN.items():
-        draw().quantize(COLOURS).save(PICTURES / f"{name}.png", optimize=True)
+    for file in DRAWN:
+        drawn(file).quantize(COLOURS).save(ROOT / file, optimize=True)
 
 
 if __name__ == "__main__":

@@ -365,7 +365,7 @@ def _attention(names: Collection[str], card: CardFacts) -> str:
     return FAST if FAST in names and attention_form(FAST, card) == ran else ran
 
 
-# How it is told.
+# Its words.
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,8 @@ __all__ = [
 
 
 def check_backends(cards: InstalledCards) -> tuple[Capability, ...]:
-    """Says what each backend does for Qwen-Image's heads in bf16, on the first card, or without one
-    on the processor.
+    """Says what each backend does for Qwen-Image's heads in bf16, on the first GPU, or without
+    one on the CPU.
     """
     device = torch.device("cuda", 0) if cards.usable else torch.device("cpu")
     return tuple(_capability(backend, device) for backend in BACKENDS.values())

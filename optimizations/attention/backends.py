@@ -27,12 +27,12 @@ FLOATS = HALVES | {torch.float32}
 
 @dataclass(frozen=True)
 class AttentionRequest:
-    """The attention of one block.
+    """Describes the tensors of an attention call, without their values.
 
     Attributes:
         dtype: Of q, k, v, the mask and the result.
-        tokens: Text and image tokens of one item together.
-        masked: Whether an additive mask comes with it.
+        tokens: Text and image tokens of one image together.
+        masked: Whether the call has an additive mask.
     """
 
     device: torch.device
@@ -52,16 +52,16 @@ class AttentionRequest:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a backend takes on one kind of device.
+    """Limits the calls that a backend computes on one kind of device.
 
     Attributes:
-        oldest: The compute capability that it needs at least.
-        cards: The only compute capabilities that it has code for; empty: every one from `oldest`.
-        widest: The most elements of a head.
-        heads: The only elements of a head that it takes; empty: every number up to `widest`.
-        head_bytes: What the bytes of a head are a multiple of.
+        oldest: The lowest compute capability.
+        cards: The only compute capabilities; empty: all from `oldest` on.
+        widest: The largest head_dim.
+        heads: The only values of head_dim; empty: all up to `widest`.
+        head_bytes: The bytes of a head are a multiple of this.
         fewest: The fewest tokens.
-        masks: Whether it takes an additive mask.
+        masks: Whether the backend computes an additive mask.
     """
 
     oldest: tuple[int, int] = (0, 0)
@@ -152,7 +152,7 @@ ALIGNMENT = 8
 
 def _flash(q, k, v, mask, lse, causal=False):
     if q.is_cpu:
-        if causal:  # the processor's own would count from the first key
+        if causal:  # the CPU's is_causal would count from the first key
             mask = lower_right(q.shape[-2], k.shape[-2], q)
         return torch._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask)
     width = q.shape[-1]

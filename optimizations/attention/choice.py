@@ -140,8 +140,8 @@ class Attention:
         """
         if mask is not None and not self.masked:
             raise SettingError(
-                f"attention {self.name} was chosen for requests without a mask: choose again with "
-                "masked=True"
+                f"attention {self.name} was chosen for calls without a mask, and this call has "
+                "one: choose again with masked=True."
             )
         return BACKENDS[self.name].attend(q, k, v, mask)
 

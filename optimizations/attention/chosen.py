@@ -133,7 +133,7 @@ def choose_fast(request: AttentionRequest, measured: MeasuredErrors) -> Attentio
         else f"not {name}: {measured.refused(name)}"
         for name in TRIED_BY_FAST
     )
-    found = f"fast: {found}; at most {measured.most:g} allowed"
+    found = f"8 bits: {found}; at most {measured.most:g} allowed"
     if not allowed or sm_of(request.device) is None:
         return replace(exact, reason=f"{exact.reason}; {found}")
     timings, without = measurement(request, [exact.name, *allowed], "quantized")
@@ -175,7 +175,7 @@ def _unplanned(request: AttentionRequest, chosen: Attention) -> Attention:
 
 
 class ChosenAttention:
-    """Attention by the backend that is chosen for the shapes at hand, each once in a run.
+    """Computes attention by the backend that is chosen once a run for each shape.
 
     Args:
         name: "auto", "fast", or the name of a backend.
@@ -219,7 +219,7 @@ class ChosenAttention:
         return bool(self._chosen) and self.fallback is None
 
     def give_up(self) -> None:
-        """Leaves the rest of the run to the host's own attention, after NaN or infinity."""
+        """Leaves the rest of the run to the attention of the host, after NaN or infinity."""
         names = sorted({attention.name for attention in self._found()}) or [self.name]
         self.fallback = Verdict(f"{' and '.join(names)} gave NaN or infinity", final=True)
         self.fallback.log(f"{self.host} attention runs from here")

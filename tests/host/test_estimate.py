@@ -31,7 +31,7 @@ from qwen_l40s.nodes.advise import QwenL40SAdviseGPU
 from qwen_l40s.nodes.estimate import QwenL40SEstimateVRAM
 from qwen_l40s.nodes.loaders import QwenL40SLoadModel, QwenL40SLoadTextEncoder
 from qwen_l40s.planning.estimate import estimate
-from qwen_l40s.planning.options import OLDER, Older
+from qwen_l40s.planning.options import OLDER, Older, labelled
 from qwen_l40s.planning.request import RunRequest
 from qwen_l40s.planning.step_cache import CacheSettings
 from qwen_l40s.spec.formats import GIB, CardFacts
@@ -143,7 +143,7 @@ def test_a_step_cache_is_counted_by_name_or_as_the_model_has_it():
     wired = run(card="L40S", model=cache_steps(model, CacheSettings(budget=0.3)))[3]
     assert wired["step_cache"]["name"] == "custom" and wired["settings"]["cache"] == "custom"
     assert 26 < wired["step_cache"]["computed_steps"] < 50
-    assert "Step cache: fast computes 20 of 50 steps, " in advice(cache="fast").args[1]
+    assert "Step cache: speed computes 20 of 50 steps, " in advice(cache="fast").args[1]
 
 
 def test_nag_is_counted_by_its_tokens_or_as_the_model_has_it():
@@ -172,7 +172,7 @@ def test_a_model_on_several_cards_is_answered_for_all_of_them():
     model.set_additional_models("multigpu", [model.clone()])
     together = run(card="L40S", model=model, width=1024, height=1024)
     assert "cards" not in alone[3] and together[3]["cards"]["count"] == 2
-    assert "\nOne image on 2 cards: " in together[1] and "\nMany images: " in together[1]
+    assert "\nOne image on 2 GPUs: " in together[1] and "\nMany images: " in together[1]
     del together[3]["cards"]
     assert together[3] == alone[3]
 
@@ -210,16 +210,14 @@ def test_a_plan_is_given_as_the_loaders_take_it():
         output = node.execute(**{**defaults(node), **settings})
         given = output.args[places]
         names = [each.display_name for each in node.GET_SCHEMA().outputs[places]]
-        assert names == ["precision", "modulation", "placement"]
+        assert names == ["precision", "offload_modulation", "text_encoder_device"]
         model = {each.id: each for each in QwenL40SLoadModel.GET_SCHEMA().inputs}
         encoder = {each.id: each for each in QwenL40SLoadTextEncoder.GET_SCHEMA().inputs}
         taken = [model["precision"], model["modulation"], encoder["placement"]]
         assert all(value in each.options for value, each in zip(given, taken, strict=True))
-        assert (
-            "Set: Load Qwen-Image Model: precision {}, modulation {};".format(*given)
-            in (output.args[1])
-        )
-        assert f"placement {given[2]}." in output.args[1]
+        said = map(labelled, ("precision", "modulation", "placement"), given)
+        words = "Set: Load Qwen-Image Model: {}, {}; ".format(*said)
+        assert words in output.args[1] and f"{labelled('placement', given[2])}." in output.args[1]
 
 
 def test_older_names_and_values_mean_what_they_meant(monkeypatch):
@@ -406,7 +404,7 @@ def test_wires_replace_the_settings():
     assert found["phases"]["sampling"]["parts"]["weights"] < 0.1
     assert found["phases"]["decode"]["parts"]["weights"] < 0.1
     assert management.current_loaded_models == before
-    words = ("precision is 'bf16'", "has 'int8'")
+    words = ("precision is 'bf16 (most accurate)'", "has 'int8'")
     refused(SettingError, *words, run=lambda: run(**parts, precision="bf16"))
 
 

@@ -128,11 +128,11 @@ def test_weights_and_latents_are_those_of_quantizing_at_load(models, tmp_path, p
     for name, (path, keep) in forms(models).items():
         settings = {"name": name, "precision": precision, "keep": keep}
         made, report = load(**settings, keep_quantized=False)
-        assert report.count("keep_quantized") == 1
+        assert report.count("cache_quantized_file") == 1
         file = path.with_name(f"{path.name}.{precision}.kept")
         assert not file.exists()
         _, report = load(**settings)
-        assert f"keep_quantized: {file.name} (" in report and BEING in report
+        assert f"cache_quantized_file: {file.name} (" in report and BEING in report
         found, report = taken(**settings)
         assert f"{TAKEN} {file.name}." in report
         source = open_source(choose.resolve(name, "transformer"), "transformer")
@@ -157,10 +157,10 @@ def test_off_or_in_bf16_nothing_is_written_and_auto_takes_what_is_there(models, 
         _, report = load(precision="auto", keep_quantized=False)
     assert f"{TAKEN} qwen.safetensors.int8.kept." in report
     _, report = load(precision="bf16")
-    assert "keep_quantized" not in report
+    assert "cache_quantized_file" not in report
     narrow.write(models / "int8.safetensors", load_file(models / "qwen.safetensors.int8.kept"))
     _, report = load("int8.safetensors")
-    assert "keep_quantized" not in report
+    assert "cache_quantized_file" not in report
     assert contents(models) == sorted([*before, "int8.safetensors"])
 
 
@@ -289,7 +289,7 @@ def test_a_file_of_damaged_scales_is_quantized_anew(models, original, folder_is_
 def refused(models, *words):
     """A load that works, keeps nothing, leaves nothing and says why in one line."""
     _, report = load()
-    (line,) = [line for line in report.splitlines() if "keep_quantized" in line]
+    (line,) = [line for line in report.splitlines() if "cache_quantized_file" in line]
     assert "no file is saved" in line and all(word in line for word in words), line
     assert contents(models) == ["qwen.safetensors"]
 
@@ -342,7 +342,7 @@ def test_a_disk_that_is_full_in_the_middle(models, original, caplog, file_limit,
         _, report = load()
     assert BEING in report
     (line,) = [record.getMessage() for record in caplog.records if record.name == kept.__name__]
-    assert line.startswith(f"keep_quantized: {file.name} is not saved: cannot write (")
+    assert line.startswith(f"cache_quantized_file: {file.name} is not saved: cannot write (")
     assert contents(models) == ["qwen.safetensors"]
 
 

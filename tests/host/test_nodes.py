@@ -299,7 +299,7 @@ def test_settings_that_mean_nothing_are_refused_before_anything_is_mapped():
     with nothing_mapped():
         for keep in ("blocks.0.*", "*.to_q, nothing", "img_in", "transformer_blocks.7.*"):
             last = keep.rpartition(", ")[2]
-            words = (f"keep_in_bf16 (--keep) {last!r}", "start it with *")
+            words = (f"bf16_layers (keep_in_bf16, --keep) {last!r}", "start it with *")
             refused(SettingError, *words, run=lambda keep=keep: load(name, "int8", keep))
             run = functools.partial(QwenL40SLoadModel.validate_inputs, name, "auto", keep)
             refused(SettingError, *words, run=run)

@@ -21,6 +21,7 @@ from qwen_l40s.hosts.comfyui.load.text_encoder import (
     load_text_encoder,
 )
 from qwen_l40s.nodes.loaders import QwenL40SLoadTextEncoder
+from qwen_l40s.planning.options import labelled
 from qwen_l40s.planning.request import DROPPED, TEXT_ENCODER_PLACEMENTS
 
 pytestmark = [pytest.mark.usefixtures("inference_mode"), pytest.mark.each_device]
@@ -178,9 +179,11 @@ def test_the_node():
     assert ids == ["text_encoder", "precision", "placement"]
     choice = {"text_encoder": "micro (bundled)", "precision": "auto"}
     clip, report = QwenL40SLoadTextEncoder.execute(**choice).args
-    assert clip.placement == "auto" and f"placement auto: {PLACEMENTS['auto']}" in report
+    assert clip.placement == "auto" and f"text_encoder_device auto: {PLACEMENTS['auto']}" in report
     for placement, words in PLACEMENTS.items():
         clip, report = QwenL40SLoadTextEncoder.execute(**choice, placement=placement).args
-        assert clip.placement == placement and f"placement {placement}: {words}" in report
+        assert (
+            clip.placement == placement and f"{labelled('placement', placement)}: {words}" in report
+        )
         assert torch.isfinite(encode(clip)).all()
         assert is_loaded(clip) == (placement != DROPPED)

@@ -29,6 +29,7 @@ from qwen_l40s.hosts.comfyui.sample.optimize import optimize
 from qwen_l40s.hosts.comfyui.sample.run import STEP_CACHE_KEY
 from qwen_l40s.hosts.comfyui.sample.step_cache import cache_steps
 from qwen_l40s.optimizations.step_cache import CachedRun
+from qwen_l40s.planning.options import label_of
 from qwen_l40s.planning.step_cache import PRESETS, CacheSettings, plan_steps
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
@@ -171,7 +172,9 @@ def test_it_is_the_same_up_to_the_first_skip_and_near_after():
         # A callback has the latent that a step begins with.
         assert unchanged == [step <= min(run.skipped) for step in range(STEPS)], name
         assert 0 < error(run, plain) < error(sample(model(), schedule(plan.computed)), plain)
-        assert f"{name} computes {plan.computed} of {STEPS} steps" in run.lines[0]
+        assert (
+            f"{label_of('cache', name)} computes {plan.computed} of {STEPS} steps" in run.lines[0]
+        )
 
 
 def test_its_place_among_other_nodes_does_not_matter():

@@ -193,7 +193,7 @@ def test_a_step_cache_is_told():
         wired = request(cache_steps(model, settings), steps=50)
         assert (wired.request.cache, wired.request.computed_steps) == (cache, computed)
         assert any(words in note for note in wired.notes)
-    words = ("cache is 'faithful'", "has 'fast'", "choose off, or disconnect")
+    words = ("cache is 'quality'", "has 'speed'", "choose off, or disconnect")
     refused(*words, run=lambda: request(fast, cache="faithful"))
     refused("steps must be at least 1", run=lambda: request(fast, steps=-1))
 
@@ -217,7 +217,7 @@ def test_clips_tell_bytes_and_place():
     quantized = load_text_encoder(MICRO, "int8")[0]
     assert request(clip=quantized).request.text_encoder == "int8"
     assert clip_sizes(quantized).bytes < clip_sizes(clip).bytes
-    words = ("text_encoder_placement is 'cpu'", "has 'drop after encoding'", "choose auto")
+    words = ("text_encoder_device is 'cpu'", "has 'gpu (offload after encode)'", "choose auto")
     refused(*words, run=lambda: request(clip=clip, text_encoder_placement="cpu"))
     words = ("text_encoder_precision is 'fp8'", "CLIP", "has 'int8'")
     refused(*words, run=lambda: request(clip=quantized, text_encoder_precision="fp8"))
@@ -282,9 +282,9 @@ def test_other_latents_are_refused():
 def test_settings_that_contradict_the_model_are_refused():
     int8 = load("int8", off_card=True)
     assert request(int8, precision="int8", modulation="off card").request.precision == "int8"
-    words = ("precision is 'bf16'", "has 'int8'", "disconnect the MODEL")
+    words = ("precision is 'bf16 (most accurate)'", "has 'int8'", "disconnect the MODEL")
     refused(*words, run=lambda: request(int8, precision="bf16"))
-    words = ("modulation is 'on card'", "has 'off card'")
+    words = ("offload_modulation is 'off'", "has 'on'")
     refused(*words, run=lambda: request(int8, modulation="on card"))
     layered = published("qwen-image-layered", use_additional_t_cond=True)
     newest = published("qwen-image-edit-2511", default_ref_method="index_timestep_zero")

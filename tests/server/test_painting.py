@@ -98,7 +98,7 @@ def test_fast_attention_still_paints_the_prompt(server: Server):
     run = server.run(nodes)
     assert run.status == "success"
     assert shows(server.image(run, "save"))
-    assert "fast: not kitchen_int8: needs an NVIDIA GPU" in server.log.read_text()
+    assert "8 bits: not kitchen_int8: needs an NVIDIA GPU" in server.log.read_text()
 
 
 def test_a_second_prompt_reuses_what_is_loaded(server: Server):

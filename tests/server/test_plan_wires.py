@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from comfyui_server import Server
 
+from qwen_l40s.planning.options import LABELS, labelled
+
 RUN = {"family": "auto", "precision": "auto", "width": 1328, "height": 1328, "batch": 1}
 RUN |= {"steps": 50, "cfg": "two passes", "references": 0}
 # {class: (inputs, index of the first output of the plan)}
@@ -41,8 +43,10 @@ def test_a_plan_wires_into_the_loaders(server: Server, planner: str):
     assert run.status == "success", run.error
     report = run.text("plan")
     held = run.text("model").splitlines()[1].split(",")[0]
-    assert f"Load Qwen-Image Model: precision {held}, modulation " in report
-    (placed,) = [line for line in run.text("encoder").splitlines() if line.startswith("placement")]
+    said = labelled("precision", held)
+    assert f"Load Qwen-Image Model: {said}, {LABELS['modulation']} " in report
+    encoder = run.text("encoder").splitlines()
+    (placed,) = [line for line in encoder if line.startswith(LABELS["placement"])]
     assert f"{placed.split(':')[0]}." in report
 
 

@@ -278,7 +278,7 @@ def test_a_mask_is_aligned_once():
 
 def test_a_mask_is_never_dropped():
     attention = chosen("sdpa_flash", CPU, shape=(1, 50, 2, 32))
-    with pytest.raises(SettingError, match="chosen for requests without a mask"):
+    with pytest.raises(SettingError, match="chosen for calls without a mask"):
         attention(*random(1, 50, 2, 32), padding(1, 50, 5))
 
 

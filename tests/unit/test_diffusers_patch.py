@@ -538,7 +538,7 @@ def test_attention_in_8_bits_and_the_fastest(fused, monkeypatch):
         with optimized.run():
             for _ in range(2):  # the second pass knows the errors
                 model(**given)
-        assert f"; fast: {found}" in optimized.report(), optimized.report()
+        assert f"; 8 bits: {found}" in optimized.report(), optimized.report()
         assert "; at most 0.02 allowed" in optimized.report()
 
 

@@ -81,7 +81,9 @@ def test_precisions_and_reasons(requested, card, stored, expected, named):
     assert found.precision == expected
     assert named in found.reason
     assert len(found.why) <= 80 and (card is None or card.name in found.reason)
-    starts = {"auto": f"auto: {expected}", "as stored": "as stored"}.get(requested, "as requested")
+    starts = {"auto": f"auto: {expected}", "as stored": "default (as in file)"}.get(
+        requested, "as requested"
+    )
     assert found.why.startswith((starts, "auto: the file holds")), found.why
 
 
@@ -125,7 +127,7 @@ def test_every_decision_has_its_size_and_every_refusal_a_way_out():
                 assert card is None or card.name in found.reason
                 if requested == "as stored":
                     assert found.precision == stored
-                    assert found.reason.startswith(f"as stored: the file holds {stored}")
+                    assert found.reason.startswith(f"default (as in file): the file holds {stored}")
                 elif requested != "auto":
                     assert found.precision == requested
 

@@ -2,12 +2,15 @@
 
 import ast
 import functools
+import re
 from collections import defaultdict
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+
+from qwen_l40s.planning.options import CHOICE_LABELS, LABELS
 
 ROOT = Path(__file__).resolve().parents[2]
 NOT_PACKAGE = {"tests", "docs", "build", "dist", "out"}
@@ -146,6 +149,35 @@ def test_the_package_is_imported_by_relative_names_only():
             yield from (name for name in names if name.partition(".")[0] == "qwen_l40s")
 
     assert offences(absolute) == {}
+
+
+# What only API files and the command line say, where no other word is meant.
+IDS = {*LABELS, *(it for choices in CHOICE_LABELS.values() for it in choices)}
+PLAIN = "|".join(it for it in IDS if re.search("[_ ]", it))
+# Not in brackets behind the label, nor before a colon, where nodes put the label.
+UNLABELLED = re.compile(rf"(?<![\w(.])(?:{PLAIN})\b(?!:)")
+
+
+def test_sentences_call_inputs_what_the_page_calls_them():
+    def ids(file):
+        nodes = list(ast.walk(tree_of(file)))
+        docstrings = {id(it.value) for it in nodes if isinstance(it, ast.Expr)}
+        for node in nodes:
+            text = getattr(node, "value", None)
+            if isinstance(text, str) and id(node) not in docstrings and text not in IDS:
+                yield from UNLABELLED.findall(text)
+
+    assert offences(ids) == {}
+
+
+def test_pages_call_inputs_what_the_page_calls_them():
+    single = {it for it in LABELS if it not in LABELS.values()}
+    for page in (*ROOT.glob("README*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("web/docs/*.md")):
+        text = page.read_text(encoding="utf-8").split("### Names in API files")
+        text = text[0] + text[-1].partition("\n## ")[2] * (len(text) > 1)
+        text = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+        assert not single & {*re.findall(r"`(\w+)`", text)}, page
+        assert UNLABELLED.findall(text) == [], page
 
 
 def test_imports_point_one_way():

@@ -135,7 +135,7 @@ def test_products_in_bf16_of_an_fp8_file_gain_memory_and_no_time():
 def test_a_card_of_no_class_is_told_so():
     odd = replace(CARDS["L40S"], name="Odd 1", also=())
     assert class_of(odd) == class_of(CARDS["L40S"]) and not class_of(odd).source
-    assert "all other cards: no public figure" in rates_of(odd)[2].text
+    assert "all other GPUs: no public figure" in rates_of(odd)[2].text
     laptop = CARDS["RTX 4090 Laptop"]
     assert not class_of(laptop).source
     assert not class_of(CARDS["RTX 5090"]).source

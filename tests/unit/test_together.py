@@ -55,7 +55,7 @@ def test_cfg_has_a_card_for_each_prompt_and_rows_for_the_others():
     assert not two.splits
     assert 1.5 < two.faster.low < two.faster.high < 1.95
     assert three.faster == two.faster
-    assert "1 card has nothing to do" in next(cards_lines(three))
+    assert "1 GPU has nothing to do" in next(cards_lines(three))
     assert four.splits
     assert four.gain == on_cards(2).gain
     assert four.faster.low > 1.4 * two.faster.low
@@ -70,7 +70,7 @@ def test_where_a_split_steps_aside():
     for found, why in (
         (small, f"less than {LEAST_GAIN} does not pay"),
         (moves, "its weights do not stay there"),
-        (tiny, "fewer image tokens than cards"),
+        (tiny, "fewer image tokens than GPUs"),
     ):
         line, *_ = cards_lines(found)
         assert not found.splits
@@ -120,7 +120,7 @@ def test_the_command(capsys, tmp_path):
     assert answer["cards"]["basis"] == "predicted"
     assert sum(answer["cards"]["image_rows"]) == 4096
     _, output = printed(capsys, "--cards", "2")
-    assert "\nOne image on 2 cards: " in output.out
+    assert "\nOne image on 2 GPUs: " in output.out
     assert "(predicted)" in output.out
     for argv in ((), ("--cards", "1")):
         assert "One image on" not in printed(capsys, *argv)[1].out

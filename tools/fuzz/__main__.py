@@ -163,7 +163,7 @@ def search(name: str, path: Path, seed: int, cases: float, end: float) -> tuple[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
     parser.add_argument("--minutes", type=float, default=10)
-    parser.add_argument("--cases", type=int, help="of each target, in the place of minutes")
+    parser.add_argument("--cases", type=int, help="of each target, instead of minutes")
     parser.add_argument("--seed", type=int, default=0, help="of the cases")
     parser.add_argument("--only", choices=TARGETS, action="append", help="a target")
     parser.add_argument("--file", type=Path, help="try this case of --only alone")
@@ -171,7 +171,7 @@ def main() -> None:
     names, rows, wrong = args.only or list(TARGETS), {}, 0
     seconds = float("inf") if args.cases else 60 * args.minutes / len(names)
     faulthandler.enable()
-    logging.disable(logging.WARNING)  # in which a damaged measurement is told
+    logging.disable(logging.WARNING)  # which report a damaged measurement
     settings.MAX_JOBS = 1000  # each takes its microseconds, as many as somebody asks for
     with tempfile.TemporaryDirectory(prefix="qwen-l40s-fuzz-", dir=MEMORY) as folder:
         if args.file:

@@ -18,6 +18,7 @@ from ....families.registry import (
 from ....machine.store import load_calibration
 from ....planning.cards import Card
 from ....planning.estimate import Estimate, estimate
+from ....planning.options import LABELS, label_of
 from ....planning.request import AUTO, EXACT, Parts, RunRequest
 from ....planning.step_cache import OFF, CacheSettings, computed_with
 from ....spec.transformer import whole_pixels
@@ -192,8 +193,8 @@ def _agreed(name: str, asked: Any, found: Any, part: str, left: Any = AUTO) -> A
     if asked == left:
         return found
     raise SettingError(
-        f"{name} is {asked!r}, but the connected {part} has {found!r}: choose {left}, or "
-        f"disconnect the {part}."
+        f"{LABELS.get(name, name)} is {label_of(name, asked)!r}, but the connected {part} has "
+        f"{label_of(name, found)!r}: choose {left}, or disconnect the {part}."
     )
 
 
@@ -205,7 +206,7 @@ def _family(chosen: Mapping[str, Any], found: TrueModel | None, notes: list[str]
         member, family = find_member(asked), found.shape.family
         if other := family.contradiction(member, found.shape, found.timestep_zero):
             raise SettingError(
-                f"family {asked!r} contradicts the connected MODEL, which is {other!r}: choose "
+                f"base_model {asked!r} contradicts the connected MODEL, which is {other!r}: choose "
                 "auto, or disconnect the MODEL."
             )
     return asked

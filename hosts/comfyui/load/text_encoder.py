@@ -24,6 +24,7 @@ from ....families import registry
 from ....families.registry import text_encoder_titled, text_encoders
 from ....loaders.source import Source, open_source
 from ....optimizations.patches import put, switched
+from ....planning.options import label_of, labelled
 from ....planning.request import DROPPED, ON_PROCESSOR
 from ....spec.formats import MULTIPLIED, QUANTIZED, format_gib
 from ....spec.sizes import STAGING_BYTES
@@ -142,7 +143,7 @@ class PlacedClip(comfy.sd.CLIP):
 
     def _phase(self) -> MeasuredPhase:
         device = self.patcher.load_device
-        path = (f"on {device}, placement {self.placement}",)
+        path = (f"on {device}, {labelled('placement', self.placement)}",)
         return phase("text", self.patcher, device, path)
 
     def _leave_card(self) -> None:
@@ -247,7 +248,8 @@ def load_text_encoder(
     clip = _build(source, layout.kind, tokenizer, prepared, options, disable_dynamic)
     arguments = source, precision, placement
     put(clip.patcher, cached_patcher_init=(load_text_encoder_patcher, arguments))
-    reason = {"auto": "auto: as stored", AS_STORED: AS_STORED}.get(precision, "requested")
+    as_it_is = label_of("precision", AS_STORED)
+    reason = {"auto": "auto: as in the file", AS_STORED: as_it_is}.get(precision, "requested")
     encoder = text_encoder_titled(source.part.family)
     size = encoder.published.get((source.part.dims["hidden"], source.part.blocks))
     return PlacedClip.over(clip, placement), LoadReport(
@@ -261,7 +263,7 @@ def load_text_encoder(
         where="computed in fp32",
         hint=next((note for note in layout.notes if "vision tower" in note), ""),
         notes=(
-            f"placement {placement}: {PLACEMENTS[placement]}",
+            _where(placement),
             *(words_of(REUSE)[:1] if layout.vision else ()),
             *layout.notes,
             *prepared.notes,
@@ -282,8 +284,12 @@ def _as_comfyui(
         bytes=clip.patcher.model_size(),
         why=_stays(placement, clip.patcher.load_device),
         hint=unknown,
-        notes=(f"placement {placement}: {PLACEMENTS[placement]}", f"{unknown}: {fault}"),
+        notes=(_where(placement), f"{unknown}: {fault}"),
     )
+
+
+def _where(placement: str) -> str:
+    return f"{labelled('placement', placement)}: {PLACEMENTS[placement]}"
 
 
 def _stays(placement: str, device: torch.device) -> str:

@@ -51,7 +51,7 @@ from .plan import LoadPlan, plan_load
 from .report import LoadReport, transformer_report, what_is_not_quantized
 from .weights import transformer_tensors
 
-NOT_KEPT = "keep_quantized would save the quantized weights for the next load."
+NOT_KEPT = "cache_quantized_file would save the quantized weights for the next load."
 KEEP_DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -119,7 +119,9 @@ def _build(plan: LoadPlan, disable_dynamic: bool = False) -> tuple[ModelPatcher,
         plan.kept.damaged, taken = True, None
         tensors, notes = _read(plan, source, load_device)
     if taken:
-        notes.append(f"keep_quantized: weights from the cached quantized file {taken.path.name}.")
+        notes.append(
+            f"cache_quantized_file: weights from the cached quantized file {taken.path.name}."
+        )
     elif plan.rounded:
         notes.append(plan.kept.write(tensors) if plan.kept else NOT_KEPT)
     if marker := marker_titled(source.part.family):

@@ -134,7 +134,7 @@ class ComfyLayers:
                 own = layer.__dict__
                 signature = model_vbar.vbar_fault(own["_v"])
                 if signature is None:
-                    return  # the rest passes through the card as it is needed
+                    return  # the rest is streamed to the GPU when it is needed
                 try:
                     if model_vbar.vbar_signature_compare(signature, own.get("_v_signature")):
                         continue

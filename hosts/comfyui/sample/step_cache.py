@@ -20,6 +20,7 @@ from comfy.patcher_extension import WrappersMP
 
 from ....optimizations.patches import patched
 from ....optimizations.step_cache import CachedRun, CacheFigures
+from ....planning.options import label_of
 from ....planning.step_cache import CacheSettings
 from ....verdict import Verdict, read_or
 from ..on_node import show_run
@@ -122,6 +123,7 @@ class SamplerStepCache:
         if followed is not None and not followed.any():
             refusal = refusal or ALL_KEPT
         run = CachedRun(self.settings, schedule, kept=kept, refusal=refusal, followed=followed)
+        run.figures.name = label_of("cache", run.figures.name)
         if read_or(True, lambda: any(map(_overlap, guider.conds.values()))):
             run.figures.not_estimated = COMBINED
         return run
