@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -87,12 +86,3 @@ def test_a_picture_that_changes_and_memory_that_grows_are_wrong(run):
     assert told["on 2 fresh servers"] == "0"  # of which none paints as long
     code, told = run("memory")
     assert code == 1 and told["of any"] == f"{11 * LEAK // 10**6}"
-
-
-def test_settings_are_always_the_same_with_each_choice_as_often():
-    settings = soak.settings_of(soak.CHOICES, 40)
-    assert settings == soak.settings_of(soak.CHOICES, 40)
-    for name, values in soak.CHOICES.items():
-        found = Counter(it[name] for it in settings)
-        for value, often in Counter(values).items():
-            assert abs(found[value] - 40 * often / len(values)) < 2, name
