@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import io
 import json
@@ -24,7 +23,7 @@ from qwen_l40s.client import Fleet, JobError, feeder, run, transport
 from qwen_l40s.client.journal import DiskError
 from qwen_l40s.client.scheduler import Job
 from qwen_l40s.client.server import Server
-from qwen_l40s.client.submit import SubmitOutcome, SubmitRequest, submit
+from qwen_l40s.client.submit import SubmitOutcome
 from qwen_l40s.errors import SettingError
 
 until = functools.partial(waiting.until, seconds=30)
@@ -385,47 +384,6 @@ def test_a_clock_that_jumps_changes_nothing(tmp_path: Path, monkeypatch):
     with fake_comfyui(job_seconds=0.01) as one, fake_comfyui(job_seconds=0.01) as two:
         outcome, _ = start(tmp_path, one, two, wait=1.0)
     assert check(tmp_path, outcome.jobs)["queued"] == 20
-
-
-@pytest.mark.slow
-def test_ten_thousand_jobs_on_a_hundred_servers(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(feeder, "POLL_SECONDS", 5.0)
-    monkeypatch.setattr(run, "TICK_SECONDS", 0.1)
-    psutil = pytest.importorskip("psutil")
-    command = [sys.executable, Path(__file__).parent.parent / "many_servers.py", "100"]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([*map(str, command)], text=True, **pipes) as servers:
-        names = [f"http://127.0.0.1:{port}" for port in servers.stdout.readline().split()]
-        process, used = psutil.Process(), []
-
-        def ended(job: Job) -> None:
-            if len(used) in (2_000, 9_999):
-                used.append(process.memory_info().rss)
-            else:
-                used.append(0)
-
-        (tmp_path / "work.json").write_text(json.dumps(graph()))
-        request = SubmitRequest(
-            tmp_path / "work.json", tmp_path / "out", names, settings=["seed=1..10000"]
-        )
-        start, began = time.process_time(), time.monotonic()
-        outcome = asyncio.run(submit(request, io.StringIO(), ended))
-        cpu, took = time.process_time() - start, time.monotonic() - began
-        servers.stdin.close()
-    events = check(tmp_path, outcome.jobs)
-    size = (tmp_path / "out/work.submit.jsonl").stat().st_size / len(outcome.jobs)
-    grown = (used[-1] - used[2_000]) / 2**20
-    shares = Counter(job.server for job in outcome.jobs)
-    print(
-        f"{1000 * cpu / len(outcome.jobs):.2f} ms of this process a job, {took:.0f} s in all, "
-        f"{size:.0f} bytes of journal a job, {grown:.0f} MiB more after 10,000 jobs than after "
-        f"2,000, {min(shares.values())} to {max(shares.values())} jobs a server"
-    )
-    assert events["queued"] == len(outcome.jobs) == 10_000
-    assert len(shares) == 100
-    assert cpu / len(outcome.jobs) < 0.005
-    assert size < 1024
-    assert grown < 32
 
 
 def test_an_error_of_ours_ends_the_run_instead_of_being_waited_for(tmp_path: Path, monkeypatch):
