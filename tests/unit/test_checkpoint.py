@@ -721,19 +721,6 @@ PIPELINES = [
 ]
 
 
-@pytest.mark.parametrize(("pipeline", "kwargs", "family"), PIPELINES)
-def test_a_diffusers_folder_tells_the_family_member(tmp_path, pipeline, kwargs, family):
-    checkpoint = inspect_checkpoint(write_folder(tmp_path / "model", pipeline, **kwargs))
-    assert (checkpoint.kind, checkpoint.pipeline) == ("diffusers folder", pipeline)
-    assert checkpoint.errors == ()
-    parts = {part.name: part for part in checkpoint.parts}
-    assert parts.keys() == {"transformer", "text_encoder", "vae"}
-    assert parts["transformer"].family == family
-    assert parts["transformer"].folder == "diffusers folder: transformer/"
-    assert parts["vae"].family == "Qwen-Image VAE"
-    assert checkpoint.parameters == sum(part.parameters for part in checkpoint.parts)
-
-
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [

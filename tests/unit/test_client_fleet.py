@@ -8,7 +8,6 @@ import json
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -19,7 +18,7 @@ import pytest
 import waiting
 from fake_comfyui import FakeComfyUI, fake_comfyui, graph, hurry, submitted
 
-from qwen_l40s.client import Fleet, JobError, feeder, run, transport
+from qwen_l40s.client import Fleet, JobError, feeder, transport
 from qwen_l40s.client.journal import DiskError
 from qwen_l40s.client.scheduler import Job
 from qwen_l40s.client.server import Server
@@ -125,33 +124,6 @@ def test_a_result_that_another_server_brought_meanwhile_is_noted_as_late(tmp_pat
 
         outcome, _ = start(tmp_path, one, two, jobs=2, meanwhile=finish, wait=0.3)
     assert check(tmp_path, outcome.jobs)["late"] == 1
-
-
-def test_a_server_whose_job_another_brought_has_room_for_one_more(tmp_path: Path, monkeypatch):
-    leave, lost = run.Run.__aexit__, []
-
-    async def look(self: run.Run, *error: object) -> None:
-        for name, each in self.feeders.items():
-            there = {posted.job for posted in each.posted.values()}
-            lost.extend(self.scheduler.lanes[name].held.keys() - there)
-        await leave(self, *error)
-
-    monkeypatch.setattr(run.Run, "__aexit__", look)
-    with fake_comfyui(paused=True) as one, fake_comfyui(paused=True) as two:
-
-        def finish() -> None:
-            until(lambda: len(one.state.queue) == len(two.state.queue) == 1)
-            one.faults.busy = 10**6
-            until(lambda: len(two.state.queue) == 2)  # the other's job, too
-            one.faults.paused = False
-            until(lambda: one.state.history)
-            one.faults.busy = 0
-            until(lambda: len(two.state.queue) == 1)
-            two.faults.paused = False
-
-        outcome, _ = start(tmp_path, one, two, jobs=2, meanwhile=finish, wait=0.3)
-    check(tmp_path, outcome.jobs)
-    assert lost == []
 
 
 def test_a_silent_server_with_the_last_jobs_holds_nobody_up(tmp_path: Path):
@@ -372,18 +344,6 @@ def test_a_token_stands_in_no_line_file_or_error(tmp_path: Path):
         log + json.dumps(outcome.as_dict()) + (tmp_path / "out/work.submit.jsonl").read_text()
     )
     assert "secret" not in everything and "hidden" not in everything
-
-
-def test_a_clock_that_jumps_changes_nothing(tmp_path: Path, monkeypatch):
-    now = time.time
-
-    def jumping() -> float:
-        return now() + (86_400 if int(now() * 20) % 2 else -86_400)
-
-    monkeypatch.setattr(time, "time", jumping)
-    with fake_comfyui(job_seconds=0.01) as one, fake_comfyui(job_seconds=0.01) as two:
-        outcome, _ = start(tmp_path, one, two, wait=1.0)
-    assert check(tmp_path, outcome.jobs)["queued"] == 20
 
 
 def test_an_error_of_ours_ends_the_run_instead_of_being_waited_for(tmp_path: Path, monkeypatch):

@@ -1,10 +1,7 @@
 """The counted bytes against tensors that exist, if only on torch's meta device."""
 
-import ast
 import re
-import sys
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +11,6 @@ from qwen_l40s.errors import CheckpointError, SettingError
 from qwen_l40s.families.qwen_image import QwenImageShape
 from qwen_l40s.families.registry import shape_from_header
 from qwen_l40s.loaders.quantize import layers_to_quantize
-from qwen_l40s.planning import bytes as memory
 from qwen_l40s.planning.bytes import weight_bytes
 from qwen_l40s.spec import formats
 from qwen_l40s.spec.formats import BYTES_PER_WEIGHT, GIB
@@ -175,16 +171,3 @@ def test_sizes_that_do_not_fix_the_tensors(change, message):
 
 
 # --- words ---
-
-
-def test_planning_needs_the_standard_library_only():
-    for file in Path(memory.__file__).parent.glob("*.py"):
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-        absolute = [node for node in ast.walk(tree) if isinstance(node, ast.Import)]
-        named = {alias.name for node in absolute for alias in node.names}
-        named |= {
-            node.module
-            for node in ast.walk(tree)
-            if isinstance(node, ast.ImportFrom) and not node.level
-        }
-        assert {name.partition(".")[0] for name in named} <= sys.stdlib_module_names

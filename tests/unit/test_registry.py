@@ -6,7 +6,6 @@ removed by another spelling; `.train(False)` for `.eval()` would be the one exce
 that ships needs it.
 """
 
-import ast
 import re
 import shutil
 import subprocess
@@ -41,16 +40,6 @@ LEFT_OUT = (
     ".ci",
     ".github",
 )
-# What imports a module by a name, and which.
-IMPORTLIB = {
-    "__main__.py": "the package from a folder of any name",
-    "cli/__init__.py": "the command that is asked for, alone",
-    "families/registry.py": "what a family does in the one host that runs",
-    "hosts/comfyui/contract.py": "modules of ComfyUI, whose signatures are compared",
-    "hosts/comfyui/qwen_image.py": "ComfyUI's model code, which an older one has not",
-    "machine/packages.py": "an optional package, to say why its import fails",
-    "optimizations/attention/backends.py": "FlashAttention, under one of two names",
-}
 
 
 def published() -> list[str]:
@@ -92,19 +81,6 @@ def test_nothing_that_is_left_out_is_published_and_nothing_else_is_left_out():
         *names
     }
     assert {"models/micro/README.md", "workflows/estimate.json", "measure/calibrate.py"} < {*names}
-
-
-def test_what_imports_by_name_is_listed_with_its_reason():
-    def by_name(file: str) -> bool:
-        tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
-        calls = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
-        return any(
-            ast.unparse(it).split(".")[-1] in ("import_module", "spec_from_file_location")
-            for it in calls
-        )
-
-    python = [name for name in published() if name.endswith(".py")]
-    assert [name for name in python if by_name(name)] == sorted(IMPORTLIB)
 
 
 @pytest.fixture(scope="module")
