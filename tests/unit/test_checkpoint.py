@@ -385,15 +385,6 @@ def test_scaled_fp8_and_its_granularity(tmp_path, suffix, granularity):
     assert part.parameters == inspect_specs(tmp_path, micro_transformer()).parameters
 
 
-def test_unscaled_fp8_and_e5m2(tmp_path):
-    part = inspect_specs(tmp_path, quantized("F8_E4M3"))
-    assert part.quantization.formats == {"fp8 e4m3, unscaled": MATRICES}
-    assert part.quantization.granularity == {"no scale": MATRICES}
-    part = inspect_specs(tmp_path, quantized("F8_E5M2"))
-    assert part.quantization.formats == {"fp8 e5m2, unscaled": MATRICES}
-    assert part.cannot_run == ()
-
-
 def comfy_quant(tmp_path, layer_settings, dtype="I8"):
     text = (
         layer_settings if isinstance(layer_settings, bytes) else json.dumps(layer_settings).encode()
@@ -428,12 +419,6 @@ def test_what_a_file_says_of_its_layers_is_at_hand(tmp_path):
     assert quantization.settings["transformer_blocks.0.attn.to_q"] == settings
     quantization = inspect_specs(tmp_path, quantized("F8_E4M3")).quantization
     assert quantization.settings == {}
-
-
-def test_a_format_from_the_future_is_reported_by_name(tmp_path):
-    part = only(inspect_checkpoint(comfy_quant(tmp_path, {"format": "fp3_spiral"})))
-    assert part.quantization.formats == {"format from the future: fp3_spiral": MATRICES}
-    assert "fp3_spiral" in part.cannot_run[0]
 
 
 @pytest.mark.parametrize(

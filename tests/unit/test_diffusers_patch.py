@@ -1088,12 +1088,6 @@ def test_command_says_what_ran_and_paints_the_same(generate, fused):
     assert np.abs(ours.astype(int) - plain).max() <= 1
 
 
-def test_naming_an_attention_switches_the_fast_path_on(generate, fused):
-    report, *_ = generate("--attention", "math")
-    assert report["ran"][-1] == "attention: math: requested"
-    assert len(fused) == 8
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

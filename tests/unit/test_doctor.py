@@ -200,12 +200,6 @@ def test_a_transformer_in_gguf_is_one_and_of_several_parts_the_first_stands_for_
     assert transformer["reason"].startswith("любое Q8_0.gguf (") and "b-" not in str(transformer)
 
 
-def test_a_name_that_a_terminal_cannot_show_is_escaped(models, capsys, monkeypatch):
-    models("vae/\x1b[2J\udc80.safetensors", "vae")
-    main(["doctor", "--models", str(models.folder)])
-    assert "\\x1b[2J\\udc80.safetensors" in capsys.readouterr().out
-
-
 def test_files_are_known_by_what_they_hold(models, capsys):
     models("unet/deep/любое имя.safetensors", "transformer")
     for number in range(5):
