@@ -67,6 +67,7 @@ def card(monkeypatch):
         monkeypatch.setattr(choice, "refusal", refuse)
         monkeypatch.setattr(choice, "_machine", lambda device: name)
         monkeypatch.setattr(choice, "timed_ms", timed_ms)
+        monkeypatch.setattr(choice, "BUDGET_S", 10**6)  # however busy this machine is
         for key in ms:  # the call that is not timed
             backend = BACKENDS[key]
             monkeypatch.setitem(BACKENDS, key, replace(backend, attend=lambda *x, key=key: key))
@@ -199,6 +200,36 @@ def test_quantized_ones_are_never_measured_nor_taken(card):
     assert {"int8", "math"}.isdisjoint(timed)
 
 
+def test_long_runs_are_repeated_less(card):
+    timed = card({"sdpa_flash": 90, "sdpa_cudnn": 150, "sdpa_efficient": 250})
+    choose_attention(request())
+    assert [timed.count(name) for name in ("sdpa_flash", "sdpa_cudnn", "sdpa_efficient")] == [
+        3,
+        2,
+        1,
+    ]
+
+
+def test_one_slow_run_does_not_decide(card):
+    card({"sdpa_flash": 0.5, "sdpa_cudnn": [0.3, 9, 0.3, 0.3, 8, 0.3, 0.3], "sdpa_efficient": 2})
+    assert choose_attention(request()).name == "sdpa_cudnn"
+
+
+def test_no_backend_is_begun_when_the_time_is_up(card, monkeypatch):
+    timed = card(SDPA, sm=(9, 0))
+    now = iter(range(0, 100, 2))
+    monkeypatch.setattr(choice, "BUDGET_S", 1.5)
+    monkeypatch.setattr(choice.time, "monotonic", lambda: next(now))
+    attention = choose_attention(request())
+    assert set(timed) == {"sdpa_cudnn"}
+    assert attention.name == "sdpa_cudnn"
+    assert attention.reason == (
+        "the only exact one measured on this GPU at 400 tokens: 0.45 ms; "
+        "not sdpa_flash: the time for measuring was over; "
+        "not sdpa_efficient: the time for measuring was over"
+    )
+
+
 def test_a_backend_that_fails_at_the_shape_is_passed_over(card):
     card({**SDPA, "sdpa_cudnn": RuntimeError("no plan for this shape\nstack")})
     attention = choose_attention(request())
@@ -265,6 +296,19 @@ def test_nothing_is_launched_while_torch_compiles_or_captures(card, monkeypatch,
         "predicted, because nothing is measured while torch compiles"
     )
     assert choose_attention(asked, "sdpa_flash").name == "sdpa_flash"
+
+
+def test_work_is_cut_to_what_fits_the_time():
+    for (batch, heads, tokens), expected in (
+        ((1, 24, 4296), (1, 24)),
+        ((2, 24, 8392), (2, 24)),
+        ((2, 24, 16384), (1, 24)),
+        ((5, 24, 40000), (1, 4)),
+        ((1, 24, 200000), (1, 1)),
+    ):
+        asked = AttentionRequest(CPU, torch.bfloat16, batch, heads, 128, tokens)
+        found = choice.cut(asked)
+        assert (found.batch, found.heads, found.tokens) == (*expected, tokens)
 
 
 # ------------------------------------------------------------------------------------ what is kept
