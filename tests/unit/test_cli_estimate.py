@@ -91,14 +91,6 @@ def test_the_exit_code_is_the_verdict(capsys, tmp_path, argv, code, verdict, say
         assert (picture.mode, picture.width) == ("RGB", 1280)
 
 
-def test_a_price_of_ones_own(capsys):
-    cheap, dear, free = (
-        found(capsys, "--card", "L40S", "--price", price)["usd_per_image"]
-        for price in ("1", "3", "0")
-    )
-    assert dear == pytest.approx(3 * cheap, rel=1e-3) and free == 0
-
-
 def test_models_that_stay_beside_it_take_their_memory(capsys):
     """A text encoder and a VAE that two families share are there once."""
 

@@ -307,6 +307,10 @@ def offload(model):
     cpu_offload(model, execution_device=torch.device("cpu"))
 
 
+def compile_blocks(model):
+    model.compile_repeated_blocks(backend="eager")
+
+
 HALF = Same({"dtype": torch.float16}, {"dtype": torch.float16})
 HOSTS = {
     "fp16": HALF._replace(said="torch.float16"),
@@ -314,6 +318,7 @@ HOSTS = {
     "training": Same(change=lambda model: model.train(), said="training mode"),
     "a hook on a block": Same(change=hook_a_block, said="another extension has changed the blocks"),
     "weights that accelerate moves": Same(change=offload, said="changed by another extension"),
+    "blocks that torch compiles": Same(change=compile_blocks, said="torch.compile runs the blocks"),
 }
 
 
@@ -888,16 +893,6 @@ def test_hooks_of_diffusers_around_the_model_stay(fused):
     assert relative(model(**given)[0], expected) <= 1e-6
     again.restore()
     assert (hook.calls, len(fused)) == (3, 2 * BLOCKS)
-
-
-def test_compiled_blocks_run_as_they_are(fused):
-    model = new_model(blocks=1)
-    expected = model(**inputs())[0]
-    model.compile_repeated_blocks(backend="eager")
-    optimized = optimize(model)
-    assert relative(model(**inputs())[0], expected) <= 1e-6
-    assert "diffusers' code, 1 of 1: torch.compile runs the blocks" in optimized.report()
-    assert not fused
 
 
 @pytest.mark.parametrize("in_place", [True, False])

@@ -155,14 +155,5 @@ def test_a_command_that_was_left_out_says_where_it_is(pack, name):
     assert f"{name} " in listed and listed.count("(in a clone)") == 5
 
 
-def test_every_part_of_the_archive_is_small(capsys):
-    """Prints the size by part: `pytest -s` shows it."""
-    sizes: dict[str, int] = {}
-    for name in published():
-        part = "/".join(name.split("/")[:2]) if name.startswith("models/") else name.split("/")[0]
-        sizes[part] = sizes.get(part, 0) + (ROOT / name).stat().st_size
-    with capsys.disabled():
-        for part, size in sorted(sizes.items(), key=lambda it: -it[1])[:8]:
-            print(f"\n{size / 2**20:8.2f} MiB  {part}", end="")
-        print(f"\n{sum(sizes.values()) / 2**20:8.2f} MiB  in all")
-    assert sum(sizes.values()) < 30 * 2**20
+def test_the_archive_is_small():
+    assert sum((ROOT / name).stat().st_size for name in published()) < 30 * 2**20
