@@ -417,11 +417,11 @@ def test_only_executing_none_tells_the_end_for_the_history_is_written_just_befor
 )
 def test_messages_of_another_form_end_nothing(kind, data):
     listener = listening()
-    hear(listener, "executing", node="draw")
-    hear(listener, kind, **data)
     for text in ("no json", "[]", "{}", '{"type": "x", "data": null}', "[" * 100_000):
         listener.hear(text)
-    assert listener.ended == []
+    assert (listener.ended, listener.running) == ([], {})
+    hear(listener, "executing", node="draw")
+    hear(listener, kind, **data)
     running = listener.running["p"]
     assert (running.node, running.value, running.maximum) == ("draw", 0, 0)
 
