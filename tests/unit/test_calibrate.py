@@ -4,7 +4,6 @@ import json
 import logging
 import os
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -26,7 +25,6 @@ from qwen_l40s.planning.rates import LAUNCHES, Rates
 from qwen_l40s.spec.formats import GIB, MULTIPLIED, CardFacts
 from qwen_l40s.verdict import Verdict
 
-ROOT = Path(__file__).resolve().parents[2]
 RATES = Rates(
     gemm={"bf16": 2.2e14, "fp8": 4.1e14},
     attention=1.6e14,

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from PIL import Image
 
 from qwen_l40s.cli import main
 
-ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_PROMPT = "a small red star at the top left on a blue background"
 
 

@@ -40,7 +40,6 @@ MICRO = ROOT / "models" / "micro"
 WEIGHTS = MICRO / "transformer" / "diffusion_pytorch_model.safetensors"
 CONFIG = WEIGHTS.parent / "config.json"
 LAYER = "transformer_blocks.0.attn.to_q"
-GROUP = 16
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,6 @@ import pytest
 from qwen_l40s.machine import packages as software
 from qwen_l40s.machine.card import State
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 @pytest.mark.parametrize(
     ("text", "state"),

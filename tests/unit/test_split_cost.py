@@ -14,8 +14,6 @@ SIZES = {1024: 4096, 1328: 6889, 2048: 16384}
 # An L40S, predicted: milliseconds of a block's products and attention, by the side in pixels.
 BF16 = {1024: (4.40, 1.01), 1328: (7.32, 2.79), 2048: (17.2, 15.4)}
 INT8 = {1024: (2.90, 1.01), 1328: (4.82, 2.79), 2048: (11.3, 15.4)}
-# Milliseconds of products and attention in the measured block: H100, bf16, text and image.
-MEASURED = {1024: (1.55, 0.46), 2048: (5.95, 6.2)}
 
 
 def cost(side, link, times=BF16, cards=2):

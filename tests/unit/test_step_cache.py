@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,7 +28,6 @@ COMPUTED = {
     "balanced": {20: 14, 40: 22, 50: 26},
     "fast": {20: 12, 40: 18, 50: 20},
 }
-SCHEDULER = Path(__file__).parents[2] / "models" / "micro" / "scheduler" / "scheduler_config.json"
 
 
 def simple(steps, *, flux=None, shift=None):
