@@ -87,17 +87,6 @@ def test_a_run_stands_on_its_nodes_and_its_report_behind_them(page: ComfyPage):
     assert page.problems == []
 
 
-def test_a_second_run_leaves_a_node_its_height(page: ComfyPage):
-    page.load(MICRO)
-    found = []
-    for _ in range(2):
-        said = run(page)
-        page.page.get_by_role("button", name="Details").first.wait_for()
-        page.draw()
-        found.append({title: heights(page)[title] for title in said})
-    assert found[0] == found[1]
-
-
 def test_what_a_run_did_stands_on_what_changes_the_sampling(page: ComfyPage, tmp_path: Path):
     graph = json.loads((ROOT / "workflows" / "text_to_image_cached.json").read_text("utf-8"))
     nodes = {node["type"]: node for node in graph["nodes"]}
@@ -146,13 +135,6 @@ def test_a_template_opens_in_the_language_of_the_page(browser: Any, server: Serv
         assert found and [text for text in found if text.isascii()] == []
     finally:
         page.close()
-
-
-def test_prices_leave_the_room_of_the_picture_free(classic: ComfyPage):
-    classic.load(ROOT / "workflows" / "advise.json")
-    height = """() => window.app.graph.nodes.flatMap(node => node.widgets ?? [])
-        .find(widget => widget.name === 'prices').computedHeight"""
-    assert classic.page.evaluate(height) <= 140
 
 
 def test_a_report_longer_than_the_window_opens_at_its_first_line(page: ComfyPage):

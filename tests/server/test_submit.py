@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 import subprocess
 import sys
@@ -103,28 +102,6 @@ def test_a_prompt_with_three_seeds_and_the_same_once_more_from_the_cache(
     assert Path(again["files"][0]).name == Path(jobs[2]["files"][0]).name
     assert again["seconds"] < 1
     assert np.array_equal(pixels(again["files"][0]), images[2])
-
-
-def test_every_image_of_a_batch(server: Server, tmp_path: Path):
-    (job,) = submit(
-        server, MICRO, tmp_path / "out", "--set", "EmptySD3LatentImage.batch_size=3", *steps(2)
-    )
-    assert len(job["files"]) == len(set(job["files"])) == 3
-
-
-def test_a_report_is_in_the_json(server: Server, tmp_path: Path):
-    nodes = {
-        "words": {"class_type": "PrimitiveString", "inputs": {"value": "twelve GiB"}},
-        "show": {
-            "class_type": "PreviewAny",
-            "inputs": {"source": ["words", 0]},
-            "_meta": {"title": "Report"},
-        },
-    }
-    path = tmp_path / "report.json"
-    path.write_text(json.dumps(nodes))
-    (job,) = submit(server, path, tmp_path / "out")
-    assert (job["texts"], job["files"]) == ({"Report": ["twelve GiB"]}, [])
 
 
 def test_images_of_one_name_are_uploaded_side_by_side(server: Server, tmp_path: Path):
@@ -239,12 +216,6 @@ def test_two_clients_at_one_server_get_what_is_theirs(server: Server, tmp_path: 
             for job in jobs
         ]
         assert made == seeds
-
-
-def test_progress_names_the_node_and_its_steps(server: Server, tmp_path: Path):
-    process = begin(server, MICRO, tmp_path / "out", "--set", "seed=91", *steps(5))
-    _, err = process.communicate(timeout=SECONDS)
-    assert re.search(r"^job 1: KSampler \d/5$", err, re.M), err
 
 
 def test_the_server_is_killed_and_started_again_in_the_middle(

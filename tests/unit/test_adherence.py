@@ -40,10 +40,6 @@ def painted(scenes, seed=0, side=256):
     return images.permute(0, 2, 3, 1).numpy()
 
 
-def fields(result):
-    return result.shape, result.colours, result.position
-
-
 def one(thing=None, background="white", **changes):
     return Scene((replace(thing or SceneObject("star", "red"), **changes),), background)
 
@@ -103,13 +99,6 @@ def test_pil_images_and_arrays_agree(images, scenes):
         assert adherence(rounded.astype(np.float64), scene) == expected
 
 
-def test_the_order_of_the_objects_carries_no_meaning():
-    (image,) = painted([STAR_AND_CIRCLE])
-    turned = replace(STAR_AND_CIRCLE, objects=STAR_AND_CIRCLE.objects[::-1])
-    assert adherence(image, STAR_AND_CIRCLE) == adherence(image, turned)
-    assert adherence(image, turned).score == 1
-
-
 # --- single changes
 
 
@@ -133,36 +122,24 @@ CHANGES = {
         for size in SIZES
         for shown, asked in permutations(POSITIONS, 2)
     ],
+    "size": [
+        (one(shape=shape, size=shown), one(shape=shape, size=asked))
+        for shape in SHAPES
+        for shown, asked in permutations(SIZES, 2)
+    ],
 }
 
 
 @pytest.mark.parametrize("changed", CHANGES)
 def test_a_change_fails_in_its_field_alone(changed):
-    expected = changed != "shape", changed not in ("colour", "background"), changed != "position"
+    failing = "colours" if changed in ("colour", "background") else changed
     for seed in SEEDS:
         images = painted([shown for shown, _ in CHANGES[changed]], seed)
         for image, (shown, asked) in zip(images, CHANGES[changed], strict=True):
-            assert fields(adherence(image, asked)) == expected, (shown, asked, seed)
-
-
-def test_another_size_fails_in_size_alone():
-    for shape in SHAPES:
-        for shown, asked in permutations(SIZES, 2):
-            (image,) = painted([one(shape=shape, size=shown)])
-            result = adherence(image, one(shape=shape, size=asked))
-            assert (*fields(result), result.size) == (True, True, True, False), (shape, shown)
-
-
-def test_one_changed_object_of_two_fails_in_its_field():
-    star, circle = STAR_AND_CIRCLE.objects
-    for changes, expected in (
-        ({"shape": "ring"}, (False, True, True)),
-        ({"colour": "green"}, (True, False, True)),
-        ({"position": "top right"}, (True, True, False)),
-    ):
-        shown = replace(STAR_AND_CIRCLE, objects=(star, replace(circle, **changes)))
-        (image,) = painted([shown])
-        assert fields(adherence(image, STAR_AND_CIRCLE)) == expected, changes
+            found = adherence(image, asked)
+            wrong = [it for it in ("shape", "colours", "position") if not getattr(found, it)]
+            wrong += ["size"] if changed == "size" and not found.size else []
+            assert wrong == [failing], (shown, asked, seed)
 
 
 @pytest.mark.parametrize("field", ["shape", "colour", "position"])
@@ -195,17 +172,6 @@ def test_images_of_other_prompts_score_under_20_percent(images, scenes):
     ]
     assert sum(result.score == 1 for result in results) < 0.2 * len(results)
     assert np.mean([result.score for result in results]) < 0.2
-
-
-def test_images_of_no_scene_fail_without_an_exception(scenes):
-    noise = np.random.default_rng(24)
-    ramp = np.linspace(0, 255, 256)[:, None, None] * np.ones((1, 256, 3))
-    others = [noise.uniform(0, 255, (256, 256, 3)) for _ in range(5)]
-    others += [ndimage.gaussian_filter(noise.normal(128, 900, (256, 256, 3)), (9, 9, 0))]
-    others += [ramp, noise.uniform(0, 255, (16, 16, 3)), np.zeros((256, 256, 3), np.uint8)]
-    for image in others:
-        for scene in scenes[:10]:
-            assert adherence(image.clip(0, 255), scene).score < 1
 
 
 def mask_on_white(mask):

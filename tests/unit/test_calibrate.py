@@ -3,27 +3,21 @@
 import json
 import logging
 import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from qwen_l40s import UnavailableError
-from qwen_l40s.cli import bench as bench_calibrate
 from qwen_l40s.cli import main
 from qwen_l40s.machine import store
 from qwen_l40s.machine.store import (
     CALIBRATION,
     Calibration,
-    cache_folder,
     known_cards,
     load_calibration,
     parse,
-    read_calibrations,
     with_calibration,
 )
 from qwen_l40s.planning.cards import card_by_driver
@@ -31,7 +25,6 @@ from qwen_l40s.planning.rates import LAUNCHES, Rates
 from qwen_l40s.spec.formats import GIB, MULTIPLIED, CardFacts
 from qwen_l40s.verdict import Verdict
 
-ROOT = Path(__file__).resolve().parents[2]
 RATES = Rates(
     gemm={"bf16": 2.2e14, "fp8": 4.1e14},
     attention=1.6e14,
@@ -84,14 +77,6 @@ def test_what_is_written_is_read_again(gemm, figures, block, graph):
     assert again.rates.attention == pytest.approx(found.rates.attention, rel=1e-3)
 
 
-def test_a_measurement_without_launches_takes_those_of_other_machines_and_stays_so(folder):
-    """As older versions have written it; another card's measurement writes the file anew."""
-    assert "launch_seconds" not in MINE.as_dict()["rates"]
-    keep(folder, MINE, replace(MINE, card="NVIDIA H200"))
-    text = (folder / CALIBRATION).read_text()
-    assert "launch_seconds" not in text and load_calibration(L40S).launches == LAUNCHES
-
-
 def test_the_newest_measurement_of_a_card_counts(folder):
     newer = replace(MINE, driver="590", date="2026-12-01", rates=replace(RATES, attention=1e14))
     other = replace(MINE, card="NVIDIA H200", date="2027-01-01")
@@ -107,12 +92,6 @@ def test_a_card_is_found_by_all_of_its_names_and_one_that_is_not_listed_by_its_o
     unheard = card_by_driver(CardFacts("NVIDIA Unheard Of 9999", GIB, (9, 9)), CARDS)
     keep(folder, replace(MINE, card=unheard.name))
     assert load_calibration(unheard) == RATES
-
-
-def test_a_second_measurement_replaces_the_first(folder):
-    newer = replace(MINE, date="2027", rates=replace(RATES, pcie=1e10))
-    keep(folder, MINE, newer)
-    assert [entry.rates.pcie for entry in read_calibrations(folder)] == [1e10]
 
 
 @pytest.mark.parametrize(
@@ -174,44 +153,7 @@ def test_a_damaged_entry_is_left_out_and_others_count(folder, path, value):
     assert load_calibration(L40S) == RATES
 
 
-def test_the_folder_is_the_settings_or_the_users(set_settings):
-    set_settings(cache="~/somewhere")
-    assert cache_folder() == Path.home() / "somewhere"
-    set_settings(cache="")
-    assert cache_folder() == Path.home() / ".cache" / "qwen-l40s"
-
-
-def test_reading_needs_no_torch(folder):
-    keep(folder, MINE)
-    code = (
-        "import importlib.util as u, sys\n"
-        "spec = u.spec_from_file_location('qwen_l40s', sys.argv[1],"
-        " submodule_search_locations=[sys.argv[2]])\n"
-        "sys.modules['qwen_l40s'] = module = u.module_from_spec(spec)\n"
-        "spec.loader.exec_module(module)\n"
-        "from qwen_l40s.machine.settings import Settings, use_settings\n"
-        "from qwen_l40s.machine.store import load_calibration\n"
-        "from qwen_l40s.machine.store import known_cards\n"
-        f"use_settings(Settings(cache={str(folder)!r}))\n"
-        "print(load_calibration(known_cards()['L40S']).pcie, 'torch' in sys.modules)\n"
-    )
-    command = [sys.executable, "-c", code, str(ROOT / "__init__.py"), str(ROOT)]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
-    assert (done.returncode, done.stdout) == (0, "24000000000.0 False\n"), done.stderr
-
-
 # --- what is printed
-
-
-def test_the_table_has_what_is_predicted_of_a_listed_card():
-    rows = [line.split(" | ") for line in bench_calibrate.table(MINE, L40S)]
-    found = {name: figures for name, *figures in rows}
-    assert found["| CPU, bf16 block, ms"] == ["0.25", "0.25", "+0% |"]
-    assert found["| CPU, CUDA graph, ms"] == ["0.5", "0.5", "+0% |"]
-    assert "| memory, GB/s" in found and "| link, GB/s" in found
-    assert not any("int8" in name for name in found)
-    plain = bench_calibrate.table(MINE, None)
-    assert len(plain) == len(rows) and not any("%" in line for line in plain)
 
 
 # --- the command
@@ -238,14 +180,6 @@ def test_a_contradiction_is_refused_before_anything_runs(capsys, named, argument
     pytest.importorskip("torch")
     assert calibrate(*arguments) == 2
     assert named in capsys.readouterr().err
-
-
-def test_without_a_card_it_says_how_to_try_it(capsys, monkeypatch):
-    torch = pytest.importorskip("torch")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert calibrate() == main(["bench"]) == 2
-    words = capsys.readouterr().err
-    assert "--calibrate --device cpu --width small" in words and "ops, forward, image" in words
 
 
 @pytest.mark.slow
@@ -387,20 +321,6 @@ def test_a_precision_that_the_card_does_not_multiply_is_left_out(module, monkeyp
     work = module.small_sizes(SMALL).work
     assert module._products(work, "fp8", torch.device("meta")) == Verdict("sm_80, needs sm_89")
     assert len(module._products(work, "bf16", torch.device("cpu"))) == 12
-
-
-def test_every_product_of_a_block_is_measured_once(module):
-    import torch
-
-    from qwen_l40s.families.qwen_image import SMALL
-
-    sizes = module.small_sizes(SMALL)
-    parts = module._products(sizes.work, "bf16", torch.device("cpu"))
-    cpu = torch.device("cpu")
-    parts += module._between(sizes.work, "bf16", print, module.choose_ops(cpu), cpu)
-    flops = sum(part.work for part in parts if part.name != module.NORM)
-    joint, dim = sizes.work.tokens.joint, SMALL.dim
-    assert flops == 2 * 12 * joint * dim**2 + 4 * joint**2 * dim
 
 
 def test_a_graph_counts_as_its_slowest_and_what_was_not_timed_as_elsewhere(module):

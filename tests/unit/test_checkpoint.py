@@ -27,7 +27,6 @@ from qwen_l40s.families.identify import SIGNS
 from qwen_l40s.families.parts import vae_name_to_native
 from qwen_l40s.loaders.checkpoint import inspect_checkpoint
 from qwen_l40s.loaders.header import DTYPE_BITS
-from qwen_l40s.loaders.shards import read_shards
 
 MICRO = {"attention_head_dim": 16, "num_attention_heads": 2, "joint_attention_dim": 24}
 MICRO_ROPE = {"axes_dims_rope": (4, 6, 6)}
@@ -177,12 +176,6 @@ def test_the_full_size_text_encoder_in_both_styles(tmp_path, full_text_encoder, 
     assert part.folder == "text_encoders"
 
 
-def test_a_text_encoder_without_its_vision_tower_and_head(tmp_path, full_text_encoder):
-    specs = {name: s for name, s in flat(full_text_encoder).items() if name.startswith("model.")}
-    part = inspect_specs(tmp_path, specs)
-    assert "without a vision tower" in part.variant and "without lm_head" in part.variant
-
-
 def test_a_vision_tower_alone_is_an_mmproj(tmp_path, full_text_encoder):
     specs = {name: s for name, s in flat(full_text_encoder).items() if name.startswith("visual.")}
     part = inspect_specs(tmp_path, specs)
@@ -279,16 +272,6 @@ def test_a_lora_in_every_key_style(tmp_path, style):
     assert part.variant == f"{style} keys, with alpha"
     assert part.dims == {"rank": 16, "modules": 4, "targets": "attn.to_out.0, img_mlp.net.0.proj"}
     assert part.blocks == 2
-
-
-def test_lora_ranks_and_missing_alpha(tmp_path):
-    style = "bare (transformer_blocks.)"
-    specs = lora_specs(style, ["txt_mod.1"], alpha=False) | lora_specs(
-        style, ["attn.to_q"], rank=64, alpha=False
-    )
-    part = inspect_specs(tmp_path, specs)
-    assert (part.dims["rank"], part.dims["largest_rank"]) == (16, 64)
-    assert part.variant.endswith("without alpha")
 
 
 def test_lora_that_only_shares_names_is_not_claimed(tmp_path):
@@ -402,15 +385,6 @@ def test_scaled_fp8_and_its_granularity(tmp_path, suffix, granularity):
     assert part.parameters == inspect_specs(tmp_path, micro_transformer()).parameters
 
 
-def test_unscaled_fp8_and_e5m2(tmp_path):
-    part = inspect_specs(tmp_path, quantized("F8_E4M3"))
-    assert part.quantization.formats == {"fp8 e4m3, unscaled": MATRICES}
-    assert part.quantization.granularity == {"no scale": MATRICES}
-    part = inspect_specs(tmp_path, quantized("F8_E5M2"))
-    assert part.quantization.formats == {"fp8 e5m2, unscaled": MATRICES}
-    assert part.cannot_run == ()
-
-
 def comfy_quant(tmp_path, layer_settings, dtype="I8"):
     text = (
         layer_settings if isinstance(layer_settings, bytes) else json.dumps(layer_settings).encode()
@@ -445,12 +419,6 @@ def test_what_a_file_says_of_its_layers_is_at_hand(tmp_path):
     assert quantization.settings["transformer_blocks.0.attn.to_q"] == settings
     quantization = inspect_specs(tmp_path, quantized("F8_E4M3")).quantization
     assert quantization.settings == {}
-
-
-def test_a_format_from_the_future_is_reported_by_name(tmp_path):
-    part = only(inspect_checkpoint(comfy_quant(tmp_path, {"format": "fp3_spiral"})))
-    assert part.quantization.formats == {"format from the future: fp3_spiral": MATRICES}
-    assert "fp3_spiral" in part.cannot_run[0]
 
 
 @pytest.mark.parametrize(
@@ -622,35 +590,12 @@ def write_sharded(folder, specs, shards=2, stem="diffusion_pytorch_model"):
     return index
 
 
-def test_one_shard_alone_says_that_it_is_partial(tmp_path):
-    index = write_sharded(tmp_path, micro_transformer())
-    part = only(inspect_checkpoint(sorted(index.parent.glob("*.safetensors"))[0]))
-    assert "one shard of several" in part.hint
-
-
-def test_symbolic_links_of_a_hub_cache_are_fine(tmp_path):
-    index = write_sharded(tmp_path / "snapshots" / "1", micro_transformer())
-    blobs = tmp_path / "blobs"
-    blobs.mkdir()
-    for shard in list(index.parent.glob("*.safetensors")):
-        blob = shard.rename(blobs / f"{abs(hash(shard.name)):x}")
-        shard.symlink_to(blob)
-    checkpoint = inspect_checkpoint(index)
-    assert (checkpoint.kind, only(checkpoint).family) == ("sharded", "Qwen-Image")
-
-
 @pytest.mark.parametrize(
     "name", ["diffusion_pytorch_model.fp16.safetensors", "anything.safetensors"]
 )
 def test_a_folder_with_one_file(tmp_path, name):
     write(tmp_path / name, micro_transformer())
     assert only(inspect_checkpoint(tmp_path)).family == "Qwen-Image"
-
-
-def test_a_variant_index_alone(tmp_path):
-    index = write_sharded(tmp_path, micro_transformer())
-    index.rename(tmp_path / "diffusion_pytorch_model.safetensors.index.fp16.json")
-    assert read_shards(tmp_path).index is not None
 
 
 def refused(path, rule, remedy):
@@ -759,19 +704,6 @@ PIPELINES = [
     ("QwenImageEditPlusPipeline", {"zero_cond_t": True}, "Qwen-Image-Edit-2511"),
     ("QwenImageLayeredPipeline", {"use_additional_t_cond": True}, "Qwen-Image-Layered"),
 ]
-
-
-@pytest.mark.parametrize(("pipeline", "kwargs", "family"), PIPELINES)
-def test_a_diffusers_folder_tells_the_family_member(tmp_path, pipeline, kwargs, family):
-    checkpoint = inspect_checkpoint(write_folder(tmp_path / "model", pipeline, **kwargs))
-    assert (checkpoint.kind, checkpoint.pipeline) == ("diffusers folder", pipeline)
-    assert checkpoint.errors == ()
-    parts = {part.name: part for part in checkpoint.parts}
-    assert parts.keys() == {"transformer", "text_encoder", "vae"}
-    assert parts["transformer"].family == family
-    assert parts["transformer"].folder == "diffusers folder: transformer/"
-    assert parts["vae"].family == "Qwen-Image VAE"
-    assert checkpoint.parameters == sum(part.parameters for part in checkpoint.parts)
 
 
 @pytest.mark.parametrize(

@@ -2,18 +2,13 @@
 
 import json
 import re
-import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
-import waiting
 
-from qwen_l40s.bench import forward, measure
-from qwen_l40s.bench.rows import FORWARD, Inputs, Row
+from qwen_l40s.bench import forward
+from qwen_l40s.bench.rows import FORWARD
 from qwen_l40s.cli import main
-from qwen_l40s.errors import UnavailableError
-from qwen_l40s.spec.formats import GIB
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -123,106 +118,10 @@ def test_bad_input_is_one_sentence(without_comfyui, monkeypatch, tmp_path, capsy
     assert named in output.err
 
 
-def test_an_image_on_a_card_needs_a_folder(monkeypatch, capsys):
-    card = SimpleNamespace(type="cuda")
-    monkeypatch.setattr("qwen_l40s.machine.device.card_to_measure", lambda *_: card)
-    assert bench("image") == 2
-    assert "--models" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="torch sees a card")
-def test_a_machine_without_a_card_is_told_how_to_try(capsys):
-    assert bench("forward") == 2
-    assert "--device cpu --width small --layers 1" in capsys.readouterr().err
-
-
-def test_the_memory_that_is_needed_is_told_before_anything_is_built(
-    without_comfyui, monkeypatch, capsys
-):
-    from qwen_l40s.machine import device
-
-    monkeypatch.setattr(device, "available_bytes", lambda _: 2**30)
-    assert bench("forward", "--device", "cpu", "--only", "diffusers bf16") == 2
-    # 40.9 GB of weights are 38.1 GiB.
-    assert "needs 38.1 GiB and 1.0 GiB are free" in capsys.readouterr().err
-
-
 # --- the parts
 
 
-def test_every_thing_is_measured_once_before_any_is_measured_again():
-    order = []
-
-    def one(thing, repeats, again):
-        order.append((thing.name, repeats, again))
-        if thing.name == "c":
-            raise RuntimeError("no\nmore")
-        first = {} if again else {"first": thing.name}
-        return {"samples_ms": [float(len(order))] * repeats} | first
-
-    setup, things = SimpleNamespace(repeats=3, debug=False), map(Row, "abc")
-    rows = measure.by_turns([*things], Inputs(64, 32), one, setup)
-    found = {row["name"]: row for row in rows}
-    first = [("a", 1, False), ("b", 1, False), ("c", 1, False)]
-    assert order == [*first, ("a", 2, True), ("b", 2, True)]
-    assert found["a"]["samples_ms"] == [1, 4, 4] and found["a"]["first"] == "a"
-    assert found["c"]["error"] == "RuntimeError: no" and "ms" not in found["c"]
-
-
 # --- the driver
-
-
-class FakeNvml(SimpleNamespace):
-    """Stands for nvidia-ml-py with one card."""
-
-    used = 5 * GIB
-
-    def nvmlInit(self):
-        pass
-
-    def nvmlDeviceGetHandleByIndex(self, index):
-        return "card"
-
-    def nvmlDeviceGetMemoryInfo(self, card):
-        return self
-
-
-@pytest.fixture
-def nvml(monkeypatch):
-    fake = FakeNvml()
-    monkeypatch.setitem(sys.modules, "pynvml", fake)
-    return fake
-
-
-def test_a_reader_finds_the_peak(nvml):
-    reader = measure.PeakReader(measure.used_bytes())
-    nvml.used = 7 * GIB
-    assert reader.peak_gib() == 2.0
-    nvml.used = 9 * GIB
-    waiting.until(lambda: max(reader._seen) == nvml.used)
-    nvml.used = 6 * GIB
-    assert (reader.peak_gib(), reader.peak_gib()) == (4.0, 1.0)
-
-
-def test_a_missing_package_is_one_sentence(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    with pytest.raises(UnavailableError, match="run `pip install nvidia-ml-py`"):
-        measure.used_bytes()
-
-
-def test_more_than_is_free_cannot_stay_free(monkeypatch):
-    from qwen_l40s.bench.prompt import hold_all_but
-
-    monkeypatch.setattr(torch.cuda, "init", lambda: None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (20 * GIB, 139 * GIB))
-    with pytest.raises(UnavailableError, match=r"44\.4 GiB must stay free.* 20\.0 GiB free"):
-        hold_all_but(44.4)
-    assert hold_all_but(None) is None
-    held = []
-    monkeypatch.setattr(torch, "empty", lambda size, **_: held.append(size))
-    hold_all_but(4.0)
-    assert held == [16 * GIB]
-    monkeypatch.undo()
 
 
 @pytest.mark.cuda

@@ -19,7 +19,7 @@ from waiting import SECONDS
 
 from qwen_l40s.cli import main
 from qwen_l40s.cli.generate import side_of
-from qwen_l40s.cli.output import ImageTarget, write_sheet
+from qwen_l40s.cli.output import ImageTarget
 from qwen_l40s.files import write_whole
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -149,12 +149,6 @@ def test_file_that_was_named_is_replaced(tmp_path):
     assert os.listdir(tmp_path) == ["a.png"]
 
 
-def test_written_file_gets_the_usual_permissions(tmp_path):
-    write_whole(tmp_path / "ours", b"")
-    (tmp_path / "usual").touch()
-    assert (tmp_path / "ours").stat().st_mode == (tmp_path / "usual").stat().st_mode
-
-
 def test_grid_holds_every_image_of_the_batch(generate, capsys):
     assert generate("--batch", "3", "--grid", "sheet.png", "--output", "a.png") == 0
     assert last_line(capsys)["grid"] == "sheet.png"
@@ -164,19 +158,6 @@ def test_grid_holds_every_image_of_the_batch(generate, capsys):
         with Image.open(f"a_0000{i + 1}.png") as image:
             windows = np.lib.stride_tricks.sliding_window_view(pixels[..., 0], (48, 64))
             assert (windows == np.asarray(image)[..., 0]).all(axis=(2, 3)).any()
-
-
-@pytest.mark.parametrize("letter", ["l", "W"])
-def test_captions_stay_under_their_images(tmp_path, letter):
-    images = [Image.new("RGB", (64, 64), "red")] * 2
-    caption = " ".join([letter * 3] * 8)
-    write_sheet(tmp_path / "s.png", images, [caption, ""])
-    with Image.open(tmp_path / "s.png") as sheet:
-        pixels = np.asarray(sheet)
-    left, right = pixels[76:, 12:76], pixels[76:, 76:]
-    assert (left < 128).any()
-    assert (right == 255).all()
-    assert (pixels[-1] == 255).all()
 
 
 # --- bad input ---
@@ -340,14 +321,6 @@ def test_disk_that_fills_while_the_image_is_written(generate, full_disk, capsys)
     assert generate("--size", "128x128", "--output", str(full_disk / "a.png")) == 2
     assert "No space left on device" in capsys.readouterr().err
     assert os.listdir(full_disk) == []
-
-
-def test_disk_that_is_already_full(generate, full_disk, tmp_path, capsys):
-    (full_disk / "rest").write_bytes(bytes(16384 - 4096))
-    with pytest.raises(OSError):
-        (full_disk / "more").write_bytes(bytes(8192))
-    assert generate("--output", str(full_disk / "a.png"), model=tmp_path) == 2
-    assert "cannot write" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -188,25 +188,6 @@ def test_files_texts_and_failures_are_shown_without_json(workflow: Path, capsys)
     assert err.endswith(f"2 done; results in {workflow.parent / 'out'}\n")
 
 
-def test_a_text_is_shown_once_however_many_nodes_and_jobs_bring_it(capsys):
-    from qwen_l40s.cli.submit import Printer
-    from qwen_l40s.client.scheduler import Job
-
-    printer = Printer()
-    for number in (1, 2):
-        job = Job(number, "key", {}, {}, f"job {number}", status="done")
-        job.texts = {
-            "Estimate": ["fits\n\nwell"],
-            "In words": ["fits\n\nwell"],
-            "Run": [f"{number}"],
-        }
-        printer.show(job)
-    assert capsys.readouterr().out.split("\n") == [
-        *("job 1, Estimate, In words:", "  fits", "", "  well", "job 1, Run:", "  1"),
-        *("job 2, Run:", "  2", ""),
-    ]
-
-
 def test_a_dry_run_lists_the_jobs(workflow: Path, capsys):
     with fake_comfyui() as fake:
         assert main(arguments(fake, workflow, "--dry-run", "--set", "seed=1..3")) == 0

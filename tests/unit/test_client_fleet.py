@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import io
 import json
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -20,11 +18,11 @@ import pytest
 import waiting
 from fake_comfyui import FakeComfyUI, fake_comfyui, graph, hurry, submitted
 
-from qwen_l40s.client import Fleet, JobError, feeder, run, transport
+from qwen_l40s.client import Fleet, JobError, feeder, transport
 from qwen_l40s.client.journal import DiskError
 from qwen_l40s.client.scheduler import Job
 from qwen_l40s.client.server import Server
-from qwen_l40s.client.submit import SubmitOutcome, SubmitRequest, submit
+from qwen_l40s.client.submit import SubmitOutcome
 from qwen_l40s.errors import SettingError
 
 until = functools.partial(waiting.until, seconds=30)
@@ -126,33 +124,6 @@ def test_a_result_that_another_server_brought_meanwhile_is_noted_as_late(tmp_pat
 
         outcome, _ = start(tmp_path, one, two, jobs=2, meanwhile=finish, wait=0.3)
     assert check(tmp_path, outcome.jobs)["late"] == 1
-
-
-def test_a_server_whose_job_another_brought_has_room_for_one_more(tmp_path: Path, monkeypatch):
-    leave, lost = run.Run.__aexit__, []
-
-    async def look(self: run.Run, *error: object) -> None:
-        for name, each in self.feeders.items():
-            there = {posted.job for posted in each.posted.values()}
-            lost.extend(self.scheduler.lanes[name].held.keys() - there)
-        await leave(self, *error)
-
-    monkeypatch.setattr(run.Run, "__aexit__", look)
-    with fake_comfyui(paused=True) as one, fake_comfyui(paused=True) as two:
-
-        def finish() -> None:
-            until(lambda: len(one.state.queue) == len(two.state.queue) == 1)
-            one.faults.busy = 10**6
-            until(lambda: len(two.state.queue) == 2)  # the other's job, too
-            one.faults.paused = False
-            until(lambda: one.state.history)
-            one.faults.busy = 0
-            until(lambda: len(two.state.queue) == 1)
-            two.faults.paused = False
-
-        outcome, _ = start(tmp_path, one, two, jobs=2, meanwhile=finish, wait=0.3)
-    check(tmp_path, outcome.jobs)
-    assert lost == []
 
 
 def test_a_silent_server_with_the_last_jobs_holds_nobody_up(tmp_path: Path):
@@ -373,59 +344,6 @@ def test_a_token_stands_in_no_line_file_or_error(tmp_path: Path):
         log + json.dumps(outcome.as_dict()) + (tmp_path / "out/work.submit.jsonl").read_text()
     )
     assert "secret" not in everything and "hidden" not in everything
-
-
-def test_a_clock_that_jumps_changes_nothing(tmp_path: Path, monkeypatch):
-    now = time.time
-
-    def jumping() -> float:
-        return now() + (86_400 if int(now() * 20) % 2 else -86_400)
-
-    monkeypatch.setattr(time, "time", jumping)
-    with fake_comfyui(job_seconds=0.01) as one, fake_comfyui(job_seconds=0.01) as two:
-        outcome, _ = start(tmp_path, one, two, wait=1.0)
-    assert check(tmp_path, outcome.jobs)["queued"] == 20
-
-
-@pytest.mark.slow
-def test_ten_thousand_jobs_on_a_hundred_servers(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(feeder, "POLL_SECONDS", 5.0)
-    monkeypatch.setattr(run, "TICK_SECONDS", 0.1)
-    psutil = pytest.importorskip("psutil")
-    command = [sys.executable, Path(__file__).parent.parent / "many_servers.py", "100"]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([*map(str, command)], text=True, **pipes) as servers:
-        names = [f"http://127.0.0.1:{port}" for port in servers.stdout.readline().split()]
-        process, used = psutil.Process(), []
-
-        def ended(job: Job) -> None:
-            if len(used) in (2_000, 9_999):
-                used.append(process.memory_info().rss)
-            else:
-                used.append(0)
-
-        (tmp_path / "work.json").write_text(json.dumps(graph()))
-        request = SubmitRequest(
-            tmp_path / "work.json", tmp_path / "out", names, settings=["seed=1..10000"]
-        )
-        start, began = time.process_time(), time.monotonic()
-        outcome = asyncio.run(submit(request, io.StringIO(), ended))
-        cpu, took = time.process_time() - start, time.monotonic() - began
-        servers.stdin.close()
-    events = check(tmp_path, outcome.jobs)
-    size = (tmp_path / "out/work.submit.jsonl").stat().st_size / len(outcome.jobs)
-    grown = (used[-1] - used[2_000]) / 2**20
-    shares = Counter(job.server for job in outcome.jobs)
-    print(
-        f"{1000 * cpu / len(outcome.jobs):.2f} ms of this process a job, {took:.0f} s in all, "
-        f"{size:.0f} bytes of journal a job, {grown:.0f} MiB more after 10,000 jobs than after "
-        f"2,000, {min(shares.values())} to {max(shares.values())} jobs a server"
-    )
-    assert events["queued"] == len(outcome.jobs) == 10_000
-    assert len(shares) == 100
-    assert cpu / len(outcome.jobs) < 0.005
-    assert size < 1024
-    assert grown < 32
 
 
 def test_an_error_of_ours_ends_the_run_instead_of_being_waited_for(tmp_path: Path, monkeypatch):

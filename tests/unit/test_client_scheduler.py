@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import random
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -392,8 +391,8 @@ class Night:
                 self.fill(server)
 
 
-def night(folder: Path, servers: int, count: int) -> tuple[Night, float, float, float]:
-    """Returns it, the busy share, bytes of journal a job, and CPU seconds to read the journal."""
+def night(folder: Path, servers: int, count: int) -> tuple[float, float]:
+    """Returns the busy share, and bytes of journal a job."""
     kinds = [f"{kind:012x}" for kind in range(5)]
     shares = random.Random(1).choices(kinds, [50, 30, 15, 4, 1], k=count)
     todo = [Job(n, f"{n:016x}", {}, loads=loads) for n, loads in enumerate(shares)]
@@ -401,29 +400,13 @@ def night(folder: Path, servers: int, count: int) -> tuple[Night, float, float, 
         ran = Night(Scheduler(todo), servers, journal)
         ran.go()
         size = journal.path.stat().st_size
-    start = time.process_time()
     with Journal(folder, "night", resume=True) as journal:
         assert len(journal.records) == count
-    took = time.process_time() - start
     assert set(ran.ended.values()) == {1} and len(ran.ended) == count
-    return ran, ran.worked / (servers * ran.now - ran.away), size / count, took
+    return ran.worked / (servers * ran.now - ran.away), size / count
 
 
 def test_a_night_of_many_servers(tmp_path: Path):
-    _, busy, size, _ = night(tmp_path, 50, 20_000)
+    busy, size = night(tmp_path, 50, 20_000)
     assert busy > 0.98
     assert size < 1024
-
-
-@pytest.mark.slow
-def test_a_million_jobs_on_a_thousand_servers(tmp_path: Path):
-    start = time.process_time()
-    ran, busy, size, read = night(tmp_path, 1000, 1_000_000)
-    took = time.process_time() - start - read
-    print(
-        f"{ran.now / 3600:.1f} h, {busy:.2%} busy, {sum(ran.boots.values()) - 1000} deaths, "
-        f"{size:.0f} bytes a job, read again in {read:.1f} s of the CPU, {took:.0f} s in all"
-    )
-    assert busy > 0.98
-    assert size < 1024
-    assert read < 60

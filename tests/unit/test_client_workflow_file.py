@@ -47,13 +47,11 @@ def png(tmp_path, **chunks):
     return path
 
 
-def test_the_api_form_is_read_as_it_is(tmp_path):
-    assert read_workflow(written(tmp_path, GRAPH)) == GRAPH
-
-
 ENTRY = {"prompt": [3, "id", GRAPH, {"extra_pnginfo": {}}, ["3"]], "outputs": {}, "status": {}}
 PAGE_FORM = {"nodes": [{"id": 3, "type": "KSampler"}], "links": []}
-BODIES = {
+READ = {
+    "the API form": GRAPH,
+    "a byte order mark": b"\xef\xbb\xbf" + json.dumps(GRAPH, ensure_ascii=False).encode(),
     "ComfyUI's": {"prompt": GRAPH, "client_id": "x", "extra_data": {"extra_pnginfo": {}}},
     "the page's": {"output": GRAPH, "workflow": PAGE_FORM},
     "worker-comfyui's": {"input": {"workflow": GRAPH, "images": [{"name": "a", "image": "b"}]}},
@@ -65,23 +63,9 @@ BODIES = {
 }
 
 
-@pytest.mark.parametrize("body", BODIES)
-def test_the_workflow_in_a_body_of_a_service_is_read(tmp_path, body):
-    assert read_workflow(written(tmp_path, BODIES[body])) == GRAPH
-
-
-@pytest.mark.parametrize(
-    ("body", "says"),
-    [
-        ({"one": ENTRY, "two": {**ENTRY, "prompt": [4, "id", {"6": GRAPH["6"]}]}}, "2 workflows"),
-        ({"input": {"workflow": PAGE_FORM}}, "UI form"),
-        ({"workflow_api": {"3": {"inputs": {}}}}, "node '3' has no class_type"),
-        ({"input": {"prompt": "a kettle"}}, "has no nodes"),
-    ],
-)
-def test_a_body_without_one_workflow_in_api_form_is_named(tmp_path, body, says):
-    with pytest.raises(SettingError, match=says):
-        read_workflow(written(tmp_path, body))
+@pytest.mark.parametrize("name", READ)
+def test_a_file_of_each_form_is_read(tmp_path, name):
+    assert read_workflow(written(tmp_path, READ[name])) == GRAPH
 
 
 def test_a_node_may_have_the_id_prompt(tmp_path):
@@ -89,40 +73,63 @@ def test_a_node_may_have_the_id_prompt(tmp_path):
     assert read_workflow(written(tmp_path, graph)) == graph
 
 
-def test_a_byte_order_mark_is_skipped(tmp_path):
-    data = b"\xef\xbb\xbf" + json.dumps(GRAPH, ensure_ascii=False).encode()
-    assert read_workflow(written(tmp_path, data)) == GRAPH
-
-
-def test_a_saved_image_is_read(tmp_path):
-    assert read_workflow(png(tmp_path, prompt=json.dumps(GRAPH), workflow="{}")) == GRAPH
-
-
-def test_what_an_old_server_adds_to_a_node_is_left_out(tmp_path):
+def test_an_image_is_read_or_says_what_it_lacks(tmp_path):
+    path = png(tmp_path, prompt=json.dumps(GRAPH), workflow="{}")
+    assert read_workflow(path) == GRAPH
+    with pytest.raises(SettingError, match="cut off"):
+        read_workflow(written(tmp_path, path.read_bytes()[:60], "cut.png"))
+    # An old server adds a value that JSON has not.
     text = json.dumps(GRAPH)[:-2] + ', "is_changed": [NaN]}}'
     assert read_workflow(png(tmp_path, prompt=text)) == GRAPH
+    for chunks, named in (({"workflow": "{}"}, "UI form"), ({}, "no workflow")):
+        with pytest.raises(SettingError, match=named):
+            read_workflow(png(tmp_path, **chunks))
 
 
-def test_an_image_with_the_page_form_alone_says_so(tmp_path):
-    with pytest.raises(SettingError, match=r"only the UI form.*Export \(API\)"):
-        read_workflow(png(tmp_path, workflow="{}"))
+TWO = {"one": ENTRY, "two": {**ENTRY, "prompt": [4, "id", {"6": GRAPH["6"]}]}}
+REFUSED = [
+    (TWO, "2 workflows"),
+    ({"input": {"workflow": PAGE_FORM}}, "UI form"),
+    ({"workflow_api": {"3": {"inputs": {}}}}, "node '3' has no class_type"),
+    ({"input": {"prompt": "a kettle"}}, "has no nodes"),
+    (PAGE_FORM, r"Export \(API\) \(.*workflow.json\)\.$"),
+    (b"", "is empty"),
+    (b" \n", "is empty"),
+    (b"\xef\xbb\xbf", "is empty"),
+    (b"{", "is not JSON"),
+    (b"[" * 200_000, "is not JSON"),
+    (b"9" * 5000, "is not JSON"),
+    (json.dumps(GRAPH).encode("utf-16"), "neither UTF-8"),
+    (b"\xff\xd8\xff\xe0 a photograph", "neither UTF-8"),
+    (b"[]", "has no nodes"),
+    (b"{}", "has no nodes"),
+    (b"null", "has no nodes"),
+    (b'{"prompt": {}}', "has no nodes"),
+    (b'{"a": 1}', "has no nodes"),
+    (b'{"a": {"inputs": {}}}', "node 'a' has no class_type"),
+    (b'{"a": {"class_type": "X"}}', r"node 'a' \(X\) has no inputs"),
+    (b'{"a": {"class_type": "X", "inputs": []}}', "no inputs"),
+]
 
 
-def test_an_image_without_metadata_says_so(tmp_path):
-    with pytest.raises(SettingError, match="no workflow"):
-        read_workflow(png(tmp_path))
+@pytest.mark.parametrize(("data", "named"), REFUSED, ids=lambda it: str(it)[:40])
+def test_what_is_no_workflow_is_refused(tmp_path, data, named):
+    with pytest.raises(SettingError, match=named):
+        read_workflow(written(tmp_path, data))
 
 
-def test_a_cut_off_image_says_so(tmp_path):
-    whole = png(tmp_path, prompt=json.dumps(GRAPH)).read_bytes()
-    with pytest.raises(SettingError, match="this PNG is cut off"):
-        read_workflow(written(tmp_path, whole[:60], "cut.png"))
-
-
-def test_the_page_form_says_how_to_export(tmp_path):
-    path = written(tmp_path, {"nodes": [], "links": [], "version": 0.4})
-    with pytest.raises(SettingError, match=r"File > Export \(API\) \(.*workflow.json\)\.$"):
-        read_workflow(path)
+def test_a_path_that_cannot_be_read_is_refused(tmp_path):
+    large = written(tmp_path, b"{}", "large.json")
+    os.truncate(large, 2**28 + 1)
+    for path, named in (
+        *(
+            (it, "cannot read")
+            for it in (tmp_path / "none.json", tmp_path, tmp_path / "zero\0byte")
+        ),
+        (large, "larger than 256 MiB"),
+    ):
+        with pytest.raises(SettingError, match=named):
+            read_workflow(path)
 
 
 def test_the_page_form_names_the_api_form_that_lies_beside_it(tmp_path):
@@ -132,39 +139,6 @@ def test_the_page_form_names_the_api_form_that_lies_beside_it(tmp_path):
     with pytest.raises(SettingError) as caught:
         read_workflow(path)
     assert str(sibling) in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("data", "says"),
-    [
-        (b"", "is empty"),
-        (b" \n", "is empty"),
-        (b"\xef\xbb\xbf", "is empty"),
-        (b"{", "is not JSON"),
-        (b"[" * 200_000, "is not JSON"),
-        (b"9" * 5000, "is not JSON"),
-        (json.dumps(GRAPH).encode("utf-16"), "neither UTF-8"),
-        (b"\xff\xd8\xff\xe0 a photograph", "neither UTF-8"),
-        (b"[]", "has no nodes"),
-        (b"{}", "has no nodes"),
-        (b"null", "has no nodes"),
-        (b'{"prompt": {}}', "has no nodes"),
-        (b'{"a": 1}', "has no nodes"),
-        (b'{"a": {"inputs": {}}}', "node 'a' has no class_type"),
-        (b'{"a": {"class_type": "X"}}', r"node 'a' \(X\) has no inputs"),
-        (b'{"a": {"class_type": "X", "inputs": []}}', "no inputs"),
-    ],
-    ids=str,
-)
-def test_what_is_no_workflow_is_refused(tmp_path, data, says):
-    with pytest.raises(SettingError, match=says):
-        read_workflow(written(tmp_path, data))
-
-
-def test_a_missing_file_and_a_folder_are_refused(tmp_path):
-    for path in (tmp_path / "none.json", tmp_path, tmp_path / "zero\0byte"):
-        with pytest.raises(SettingError, match="cannot read the workflow"):
-            read_workflow(path)
 
 
 @given(data=st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
@@ -216,28 +190,18 @@ def test_a_node_without_a_title_is_called_by_its_class(meta, expected):
     assert title({"3": {"class_type": "KSampler", "inputs": {}, **meta}}, "3") == expected
 
 
-def test_messages_name_title_class_and_id():
+def test_names_of_nodes_and_inputs():
     assert called(GRAPH, "3") == "'Sample' (KSampler, id 3)"
     assert called(GRAPH, "6") == "CLIPTextEncode (id 6)"
-
-
-def test_case_spaces_dashes_and_underscores_do_not_matter():
-    assert {plain(name) for name in ("Negative prompt", "negative_prompt", "NEGATIVE-PROMPT")} == {
-        "negativeprompt"
-    }
-
-
-def test_an_id_is_that_node_even_where_another_has_the_title():
+    names = "Negative prompt", "negative_prompt", "NEGATIVE-PROMPT"
+    assert {plain(name) for name in names} == {"negativeprompt"}
+    # An id is that node, even where another has the title.
     graph = {"a": {**GRAPH["3"], "_meta": {"title": "b"}}, "b": GRAPH["6"]}
-    assert nodes_called(graph, "b") == ["b"]
-    assert nodes_called(graph, "B") == ["a", "b"]
-    assert nodes_called(graph, "-") == []
-
-
-def test_an_input_is_called_by_its_id_where_two_nodes_have_the_title():
+    found = [nodes_called(graph, name) for name in ("b", "B", "-")]
+    assert found == [["b"], ["a", "b"], []]
+    # An input is called by its id where two nodes have the title.
     assert input_called(GRAPH, "3", "seed") == "Sample.seed"
-    two = {**GRAPH, "4": GRAPH["3"]}
-    assert input_called(two, "3", "seed") == "3.seed"
+    assert input_called({**GRAPH, "4": GRAPH["3"]}, "3", "seed") == "3.seed"
 
 
 # Which models a graph loads
@@ -258,66 +222,57 @@ LOADS = {
 }
 
 
-def key_with(node, name, value):
+def loads(kind):
+    return lambda graph: graph.update({"9": {"class_type": kind, "inputs": {"file": "x"}}})
+
+
+def sets(node, name, value):
+    return lambda graph: graph[node]["inputs"].update({name: value})
+
+
+def renames(graph):
+    renamed = {f"n{id}": {**graph[id], "_meta": {"title": id}} for id in reversed(graph)}
+    graph.clear(), graph.update(renamed)
+
+
+SAME = {
+    "ids, order and titles": renames,
+    "a prompt": sets("4", "text", "水壶"),
+    "a size": sets("5", "width", 16),
+    "a seed": sets("6", "seed", 2),
+    "an image": sets("7", "image", "dog.png"),
+    **{
+        kind: loads(kind)
+        for kind in (
+            "LoadImageMask",
+            "VHS_LoadVideo",
+            "Load3DAnimation",
+            "LoadLatent",
+            "ImageUpload",
+        )
+    },
+}
+OTHER = {
+    "a model": sets("1", "unet_name", "z"),
+    "its dtype": sets("1", "weight_dtype", "fp8_e4m3fn"),
+    "a text encoder": sets("2", "clip_name", "z"),
+    "a LoRA": sets("3", "lora_name", "z"),
+    "its strength": sets("3", "strength_model", 0.5),
+    "a model of ours": sets("8", "model", "z"),
+    "its precision": sets("8", "precision", "int8"),
+    "no LoRA": lambda graph: graph.pop("3"),
+    **{
+        kind: loads(kind)
+        for kind in (
+            *("ImageOnlyCheckpointLoader", "LatentUpscaleModelLoader", "UnetLoaderGGUF"),
+            "QwenL40S_LoadVAE",
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("name", [*SAME, *OTHER])
+def test_graphs_that_load_the_same_models_have_one_key(name):
     graph = copy.deepcopy(LOADS)
-    graph[node]["inputs"][name] = value
-    return loaders_key(graph)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [("4", "text", "水壶"), ("5", "width", 16), ("6", "seed", 2), ("7", "image", "dog.png")],
-)
-def test_prompt_size_seed_and_image_share_the_models(change):
-    assert key_with(*change) == loaders_key(LOADS)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        ("1", "unet_name", "z"),
-        ("1", "weight_dtype", "fp8_e4m3fn"),
-        ("2", "clip_name", "z"),
-        ("3", "lora_name", "z"),
-        ("3", "strength_model", 0.5),
-        ("8", "model", "z"),
-        ("8", "precision", "int8"),
-    ],
-)
-def test_another_model_lora_or_precision_does_not(change):
-    assert key_with(*change) != loaders_key(LOADS)
-
-
-def test_a_graph_without_the_lora_does_not():
-    assert loaders_key({id: node for id, node in LOADS.items() if id != "3"}) != loaders_key(LOADS)
-
-
-def test_ids_order_and_titles_do_not_matter():
-    renamed = {f"n{id}": {**LOADS[id], "_meta": {"title": id}} for id in reversed(LOADS)}
-    assert loaders_key(renamed) == loaders_key(LOADS)
-
-
-@pytest.mark.parametrize(
-    ("kind", "counts"),
-    [
-        ("ImageOnlyCheckpointLoader", True),
-        ("LatentUpscaleModelLoader", True),
-        ("UnetLoaderGGUF", True),
-        ("QwenL40S_LoadVAE", True),
-        ("LoadImageMask", False),
-        ("VHS_LoadVideo", False),
-        ("Load3DAnimation", False),
-        ("LoadLatent", False),
-        ("ImageUpload", False),
-    ],
-)
-def test_what_loads_a_model_is_known_by_its_class(kind, counts):
-    graph = {**LOADS, "9": {"class_type": kind, "inputs": {"file": "x"}}}
-    assert (loaders_key(graph) != loaders_key(LOADS)) == counts
-
-
-def test_a_file_that_is_far_too_large_is_not_read(tmp_path):
-    path = written(tmp_path, b"{}")
-    os.truncate(path, 2**28 + 1)
-    with pytest.raises(SettingError, match="larger than 256 MiB"):
-        read_workflow(path)
+    (SAME | OTHER)[name](graph)
+    assert (loaders_key(graph) == loaders_key(LOADS)) == (name in SAME)

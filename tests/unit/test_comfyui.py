@@ -1,6 +1,5 @@
 """Which ComfyUI `doctor` finds, and the folders of its models."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +8,6 @@ import pytest
 
 from qwen_l40s.machine import packages as software
 from qwen_l40s.machine.card import State
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(
@@ -98,50 +95,3 @@ def test_a_link_in_custom_nodes_belongs_to_that_comfyui(tmp_path):
         check=False,
     )
     assert done.stdout.splitlines()[-1:] == [str(tmp_path / "models")], done.stderr
-
-
-# --- the tests that run inside one
-
-
-def test_host_tests_keep_what_pythonpath_holds(tmp_path):
-    """Of a machine whose ComfyUI has no .venv, and whose packages lie in a folder."""
-    for file, text in {
-        "comfyui_version.py": '__version__ = "0.33.0"',
-        "comfy/options.py": "def enable_args_parsing(): pass",
-        "comfy/cli_args.py": "",
-        "folder_paths.py": "",
-        # It ends the run that is inside this ComfyUI, as a plugin of pytest.
-        "packages/comfy_kitchen.py": f"""
-import os
-def pytest_cmdline_main():
-    if os.environ.get("QWEN_L40S_TESTS_INSIDE") == {str(tmp_path)!r}:
-        print("inside")
-        return 0
-""",
-    }.items():
-        (tmp_path / file).parent.mkdir(exist_ok=True)
-        (tmp_path / file).write_text(f"{text}\n")
-    places = {"COMFYUI_PATH": str(tmp_path), "PYTHONPATH": str(tmp_path / "packages")}
-    command = [sys.executable, "-m", "pytest", "tests/host", "-p", "comfy_kitchen"]
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **places}, capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "inside\n"
-
-
-def test_a_card_s_tests_run_in_the_python_that_is_named(tmp_path):
-    python = tmp_path / "python"
-    python.write_text('#!/bin/sh\necho "$@"\n')
-    python.chmod(0o755)
-    environment = {name: text for name, text in os.environ.items() if name != "MAKEFLAGS"}
-    command = ["make", "--no-print-directory", "test-cuda", f"CUDA_PYTHON={python}", "ARGS="]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
-    )
-    lines = done.stdout.splitlines()
-    assert all(line.startswith("-m pytest -n ") for line in lines)
-    runs = "tests/host --mode card", "tests/host --mode dynamic", "tests/unit -m cuda"
-    for line, run in zip(
-        sorted(lines, key=lambda line: line[line.index(" tests/") :]), runs, strict=True
-    ):
-        assert line.endswith(run)

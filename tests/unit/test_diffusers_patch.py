@@ -11,7 +11,10 @@ import pickle
 import re
 import threading
 import weakref
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 import published_attention
@@ -33,7 +36,7 @@ from diffusers.models.transformers.transformer_qwenimage import (
 from qwen_l40s.caches import forget
 from qwen_l40s.cli import main
 from qwen_l40s.errors import SettingError, UnavailableError
-from qwen_l40s.hosts.diffusers import layers, qwen_image
+from qwen_l40s.hosts.diffusers import qwen_image
 from qwen_l40s.hosts.diffusers.layers import DiffusersLayers
 from qwen_l40s.hosts.diffusers.load import load_pipeline
 from qwen_l40s.hosts.diffusers.patch import optimize
@@ -50,7 +53,6 @@ from qwen_l40s.optimizations.blocks import host as block_host
 from qwen_l40s.optimizations.blocks.block import BlockExecutor
 from qwen_l40s.optimizations.fused import TORCH
 from qwen_l40s.optimizations.linear import choose_gemm
-from qwen_l40s.optimizations.modulation import ModulationTable
 from qwen_l40s.verdict import Verdict
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -160,70 +162,193 @@ def assert_host(model, given, fused, reason, blocks=BLOCKS, **options):
 
 # --- the same picture ---
 
-CASES = {
-    "one item": {},
-    "five items": {"batch": 5},
-    "one text token": {"text": 1},
-    "a mask": {"batch": 2, "encoder_hidden_states_mask": text_mask(5, 3)},
-    "a mask of numbers": {"batch": 2, "encoder_hidden_states_mask": text_mask(5, 3).long()},
-    "a mask with holes": {
-        "encoder_hidden_states_mask": torch.tensor([[True, False, True, False, True]])
-    },
-    "a mask of nothing": {"encoder_hidden_states_mask": text_mask(5)},
-    "an empty prompt": {"batch": 2, "encoder_hidden_states_mask": text_mask(5, 0)},
-    "attention arguments of a LoRA's scale alone": {"attention_kwargs": {"scale": 0.5}},
-    "no attention arguments": {"attention_kwargs": {}},
+
+def wrap_lora(model, name, scale=1.0):
+    """What PEFT makes of a layer: a module of its own with the layer inside."""
+
+    class Lora(torch.nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.base_layer, self.scale = layer, scale
+            self.in_features, self.out_features = layer.in_features, layer.out_features
+            self.down = random(4, layer.in_features, seed=7) * 0.3
+            self.up = random(layer.out_features, 4, seed=8) * 0.3
+
+        @property
+        def weight(self):
+            return self.base_layer.weight
+
+        @property
+        def bias(self):
+            return self.base_layer.bias
+
+        def forward(self, x):
+            return self.base_layer(x) + x @ self.down.T @ self.up.T * self.scale
+
+    parent, _, leaf = name.rpartition(".")
+    lora = Lora(model.get_submodule(name))
+    model.get_submodule(parent)._modules[leaf] = lora
+    return lora
+
+
+def add_loras(model):
+    for name in (
+        *("attn.to_q", "attn.add_v_proj", "attn.to_out.0", "attn.to_add_out"),
+        *("img_mlp.net.0.proj", "txt_mlp.net.2"),
+    ):
+        wrap_lora(model, f"transformer_blocks.1.{name}")
+
+
+def give_another_class(model):
+    """As torchao's and those of tensor parallelism."""
+
+    class Packed(torch.nn.Parameter):
+        pass
+
+    layer = model.transformer_blocks[0].attn.to_q
+    layer.weight = Packed(layer.weight.data)
+
+
+def store_in_fewer_bits(model):
+    model.enable_layerwise_casting(storage_dtype=torch.bfloat16, compute_dtype=torch.float32)
+
+
+def hook_a_layer(model):
+    layer = model.transformer_blocks[1].img_mlp.net[2]
+    layer.register_forward_hook(lambda module, args, out: out + 0.1)
+
+
+def mask_of(*lengths):
+    return {"batch": len(lengths), "encoder_hidden_states_mask": text_mask(*lengths)}
+
+
+def residuals(count):
+    samples = [random(2, TOKENS, HEADS * HEAD_DIM, seed=40 + i) for i in range(count)]
+    return {"batch": 2, "controlnet_block_samples": samples}
+
+
+NOTHING = MappingProxyType({})
+
+
+class Same(NamedTuple):
+    """A case: options of the model, inputs, how the model is changed, options of `optimize`."""
+
+    model: Mapping = NOTHING
+    given: Mapping = NOTHING
+    change: Callable = id
+    options: Mapping = NOTHING
+    said: str = ""
+    across: bool = True
+
+
+EDIT = {"zero_cond_t": True}
+REFERENCES = {"grid": [GRID, (1, 2, 2), (1, 2, 3)]}
+LAYERED = {"use_additional_t_cond": True, "use_layer3d_rope": True}
+LAYERS = {"grid": [GRID] * 3}
+HOLES = torch.tensor([[True, False, True, False, True]])
+SAME = {
+    "one item": Same(),
+    "five items": Same(given={"batch": 5}),
+    "one text token": Same(given={"text": 1}),
+    "a mask": Same(given=mask_of(5, 3)),
+    "a mask of numbers": Same(given={"encoder_hidden_states_mask": text_mask(3).long()}),
+    "a mask with holes": Same(given={"encoder_hidden_states_mask": HOLES}),
+    "a mask of nothing": Same(given=mask_of(5)),
+    "an empty prompt": Same(given=mask_of(5, 0)),
+    "a LoRA's scale alone": Same(given={"attention_kwargs": {"scale": 0.5}}),
+    "no attention arguments": Same(given={"attention_kwargs": {}}),
+    "an edit model without references": Same(EDIT, {"batch": 2}),
+    "references at timestep zero": Same(EDIT, REFERENCES),
+    "references of two items": Same(EDIT, REFERENCES | {"batch": 2}),
+    "references beside a mask": Same(EDIT, REFERENCES | mask_of(4, 2)),
+    "layers": Same(LAYERED, LAYERS | {"additional_t_cond": torch.tensor([0])}),
+    "other layers": Same(LAYERED, LAYERS | {"additional_t_cond": torch.tensor([1])}),
+    "a ControlNet of one block": Same(given=residuals(1), across=False),
+    "a ControlNet of all blocks": Same(given=residuals(BLOCKS), across=False),
+    "LoRAs": Same(given={"batch": 2}, change=add_loras, said="layers: 6 of 36 run diffusers' code"),
+    "another class": Same(change=give_another_class, said="layers: 1 of 36 run diffusers' code"),
+    "fewer bits": Same(change=store_in_fewer_bits, said="layers: 36 of 36 run diffusers' code"),
+    "a hook on a layer": Same(change=hook_a_layer),
+    "diffusers' attention": Same(
+        options={"attention": "diffusers"}, said="attention: diffusers' code: native, as requested"
+    ),
 }
 
 
-def test_fp32_prediction_is_that_of_diffusers(fused):
-    model = new_model()
-    for case in CASES.values():
-        assert_fused(model, inputs(**case), fused)
+@pytest.mark.parametrize("name", SAME)
+def test_fp32_prediction_is_that_of_diffusers(name, fused):
+    case = SAME[name]
+    model, given = new_model(**case.model), inputs(**case.given)
+    plain = model(**given)[0]
+    case.change(model)
+    if case.change in (add_loras, hook_a_layer):
+        assert relative(model(**given)[0], plain) > 1e-3
+    optimized = assert_fused(model, given, fused, across=case.across, **case.options)
+    assert case.said in optimized.report()
 
 
-def test_reference_images_at_timestep_zero(fused):
-    model = new_model(zero_cond_t=True)
-    assert_fused(model, inputs(2), fused)  # an edit model without one
-    for batch, mask in ((1, None), (2, None), (2, text_mask(4, 2))):
-        masked = {} if mask is None else {"encoder_hidden_states_mask": mask}
-        given = inputs(batch, grid=[GRID, (1, 2, 2), (1, 2, 3)], **masked)
-        assert_fused(model, given, fused)
-
-
-def test_items_whose_references_begin_elsewhere_run_diffusers_way(fused):
-    given = inputs(2, grid=[GRID, (1, 2, 3)])
-    given["img_shapes"] = [[GRID, (1, 2, 3)], [(1, 2, 3), GRID]]
-    assert_host(new_model(zero_cond_t=True), given, fused, "its references after it")
-
-
-def test_layered_model(fused):
-    model = new_model(use_additional_t_cond=True, use_layer3d_rope=True)
-    outputs = []
-    for condition in (0, 1):
-        given = inputs(grid=[GRID] * 3, additional_t_cond=torch.tensor([condition]))
-        assert_fused(model, given, fused)
-        outputs.append(model(**given)[0])
-    assert relative(*outputs) > 1e-3
-
-
-def test_controlnet_residuals_are_added_between_the_blocks(fused):
-    model, given = new_model(), inputs(2)
-    width = HEADS * HEAD_DIM
-    without = model(**given)[0]
-    for count in (1, BLOCKS):
-        samples = [random(2, TOKENS, width, seed=40 + i) for i in range(count)]
-        given["controlnet_block_samples"] = samples
-        assert relative(without, model(**given)[0]) > 0.1
-        assert_fused(model, given, fused, across=False)
+def test_controlnet_residuals_that_are_given_by_place(fused):
+    model, given = new_model(), inputs(**residuals(1))
     order = list(inspect.signature(model.forward).parameters)
-    order = order[: order.index("controlnet_block_samples") + 1]
-    positional = [given.get(name) for name in order]
+    positional = [given.get(it) for it in order[: order.index("controlnet_block_samples") + 1]]
     expected = model(*positional, return_dict=False)[0]
-    del fused[:]
     optimize(model)
     assert relative(model(*positional, return_dict=False)[0], expected) <= 1e-6
     assert fused == [False] * BLOCKS
+
+
+def hook_a_block(model):
+    model.transformer_blocks[2].register_forward_hook(lambda *call: None)
+
+
+def offload(model):
+    from accelerate import cpu_offload
+
+    cpu_offload(model, execution_device=torch.device("cpu"))
+
+
+def compile_blocks(model):
+    model.compile_repeated_blocks(backend="eager")
+
+
+HALF = Same({"dtype": torch.float16}, {"dtype": torch.float16})
+HOSTS = {
+    "fp16": HALF._replace(said="torch.float16"),
+    "heads of 24": Same({"head_dim": 24}, said="heads of 24"),
+    "training": Same(change=lambda model: model.train(), said="training mode"),
+    "a hook on a block": Same(change=hook_a_block, said="another extension has changed the blocks"),
+    "weights that accelerate moves": Same(change=offload, said="changed by another extension"),
+    "blocks that torch compiles": Same(change=compile_blocks, said="torch.compile runs the blocks"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTS)
+def test_what_the_kernels_do_not_take_runs_diffusers_way(name, fused):
+    case = HOSTS[name]
+    model = new_model(**case.model)
+    case.change(model)
+    assert_host(model, inputs(**case.given), fused, case.said)
+
+
+def test_calls_that_the_kernels_do_not_take(fused, monkeypatch, caplog):
+    model, given = new_model(), inputs()
+    optimized = optimize(model)
+    with torch.enable_grad():
+        model(**given)[0].sum().backward()
+    assert model.transformer_blocks[0].attn.to_q.weight.grad.abs().sum() > 0
+    assert "gradients are recorded" in optimized.report() and not fused
+    with torch.inference_mode():
+        model(**given)
+    assert len(fused) == BLOCKS
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert_host(new_model(), given, fused, "autocast is on")
+    monkeypatch.setattr(block_host, "choose_ops", lambda device: Verdict("no Triton", final=True))
+    caplog.clear()
+    optimize(model := new_model())
+    for _ in range(3):
+        model(**given)
+    [record] = caplog.records  # a reason is logged once
+    assert "no Triton" in record.getMessage()
 
 
 def test_mask_among_the_arguments_of_attention(fused):
@@ -301,25 +426,6 @@ def test_a_pipeline_is_as_before_but_for_what_is_listed(tiny_folder):
         pipe("a red star", **settings)
     after = modules_and_classes() | instances(pipe=pipe, **pipe.components)
     assert changed(before, after) == []
-
-
-def test_table_is_gone_with_its_run(monkeypatch):
-    tables = weakref.WeakSet()
-
-    class Noted(ModulationTable):
-        def __init__(self, *args):
-            super().__init__(*args)
-            tables.add(self)
-
-    monkeypatch.setattr(layers, "ModulationTable", Noted)
-    model = new_model()
-    optimized = optimize(model)
-    model(**inputs())
-    assert not tables
-    with optimized.run():
-        model(**inputs())
-        assert len(tables) == 1
-    assert not tables
 
 
 def test_optimizing_again_replaces_the_first_time(fused):
@@ -503,12 +609,6 @@ def test_attention_backend_of_the_user_runs_in_the_fused_blocks(fused, backends)
     assert "attention: math: requested" in optimized.report()
 
 
-def test_attention_of_diffusers_can_be_asked_for(fused, backends):
-    optimized = assert_fused(new_model(), inputs(), fused, attention="diffusers")
-    assert backends == [None] * BLOCKS
-    assert "attention: diffusers' code: native, as requested" in optimized.report()
-
-
 def test_attention_that_is_named(fused, set_settings):
     with pytest.raises(SettingError, match="no attention 'flashy': use auto or"):
         optimize(new_model(), attention="flashy")
@@ -598,68 +698,6 @@ def test_lossy_attention_that_gives_nan_later_in_the_run(fused, monkeypatch):
     assert len(calls) == 1 + 2 * BLOCKS
 
 
-def wrap_lora(model, name, scale=1.0):
-    """What PEFT makes of a layer: a module of its own with the layer inside."""
-
-    class Lora(torch.nn.Module):
-        def __init__(self, layer):
-            super().__init__()
-            self.base_layer, self.scale = layer, scale
-            self.in_features, self.out_features = layer.in_features, layer.out_features
-            self.down = random(4, layer.in_features, seed=7) * 0.3
-            self.up = random(layer.out_features, 4, seed=8) * 0.3
-
-        @property
-        def weight(self):
-            return self.base_layer.weight
-
-        @property
-        def bias(self):
-            return self.base_layer.bias
-
-        def forward(self, x):
-            return self.base_layer(x) + x @ self.down.T @ self.up.T * self.scale
-
-    parent, _, leaf = name.rpartition(".")
-    lora = Lora(model.get_submodule(name))
-    model.get_submodule(parent)._modules[leaf] = lora
-    return lora
-
-
-def add_loras(model):
-    for name in (
-        *("attn.to_q", "attn.add_v_proj", "attn.to_out.0", "attn.to_add_out"),
-        *("img_mlp.net.0.proj", "txt_mlp.net.2"),
-    ):
-        wrap_lora(model, f"transformer_blocks.1.{name}")
-
-
-def give_another_class(model):
-    """As torchao's and those of tensor parallelism."""
-
-    class Packed(torch.nn.Parameter):
-        pass
-
-    layer = model.transformer_blocks[0].attn.to_q
-    layer.weight = Packed(layer.weight.data)
-
-
-def store_in_fewer_bits(model):
-    model.enable_layerwise_casting(storage_dtype=torch.bfloat16, compute_dtype=torch.float32)
-
-
-@pytest.mark.parametrize(
-    ("change", "count"), [(add_loras, 6), (give_another_class, 1), (store_in_fewer_bits, 36)]
-)
-def test_layers_that_run_themselves(change, count, fused):
-    model, given = new_model(), inputs(2)
-    without = model(**given)[0]
-    change(model)
-    assert (relative(model(**given)[0], without) > 1e-2) == (change is add_loras)
-    optimized = assert_fused(model, given, fused)
-    assert f"layers: {count} of 36 run diffusers' code" in optimized.report()
-
-
 @pytest.mark.parametrize("name", ["attn.to_k", "img_mod.1", "txt_mod.1"])
 def test_lora_that_comes_and_goes_between_runs(name, fused):
     model, given = new_model(), inputs()
@@ -745,15 +783,6 @@ def test_quantized_layers(precision, fused):
     assert "layers: 1 of 36 run diffusers' code" in optimized.report()
 
 
-def test_hook_on_a_layer_is_called(fused):
-    model = new_model()
-    seen = []
-    layer = model.transformer_blocks[1].img_mlp.net[2]
-    layer.register_forward_hook(lambda *call: seen.append(call[2].shape))
-    assert_fused(model, inputs(), fused)
-    assert seen == [(1, TOKENS, HEADS * HEAD_DIM)] * 3  # before, optimized, restored
-
-
 @pytest.mark.parametrize("place", ["img_norm1", "attn", "txt_mlp", "attn.norm_added_k"])
 def test_hook_on_what_is_read_sends_the_block_to_diffusers(place, fused):
     model = new_model()
@@ -798,19 +827,6 @@ def test_modules_and_blocks_that_are_exchanged_between_runs(fused):
     same(3)
     del blocks[0]
     same(2)
-
-
-def test_changed_blocks_send_all_to_diffusers(fused):
-    from accelerate import cpu_offload
-
-    model = new_model()
-    seen = []
-    model.transformer_blocks[2].register_forward_hook(lambda *call: seen.append(0))
-    assert_host(model, inputs(), fused, "another extension has changed the blocks")
-    assert len(seen) == 2
-    moved = new_model()
-    cpu_offload(moved, execution_device=torch.device("cpu"))
-    assert_host(moved, inputs(), fused, "changed by another extension")
 
 
 def test_first_block_cache(fused):
@@ -879,16 +895,6 @@ def test_hooks_of_diffusers_around_the_model_stay(fused):
     assert (hook.calls, len(fused)) == (3, 2 * BLOCKS)
 
 
-def test_compiled_blocks_run_as_they_are(fused):
-    model = new_model(blocks=1)
-    expected = model(**inputs())[0]
-    model.compile_repeated_blocks(backend="eager")
-    optimized = optimize(model)
-    assert relative(model(**inputs())[0], expected) <= 1e-6
-    assert "diffusers' code, 1 of 1: torch.compile runs the blocks" in optimized.report()
-    assert not fused
-
-
 @pytest.mark.parametrize("in_place", [True, False])
 def test_compiled_model_runs_diffusers_way_in_one_graph(in_place, fused):
     model, given = new_model(blocks=1), inputs()
@@ -918,53 +924,7 @@ def test_compiled_model_runs_diffusers_way_in_one_graph(in_place, fused):
     torch.compiler.reset()
 
 
-def test_report_of_a_transformer_that_was_not_called_or_was_replaced(fused):
-    model, given = new_model(blocks=1), inputs()
-    optimized = optimize(model)
-    assert "nothing was computed yet" in optimized.report()
-    for transformer in (model, new_model(blocks=1)):
-        with optimized.run():
-            transformer(**given)
-        assert ("fused, 1 of 1" in optimized.report()) == (transformer is model)
-
-
-def test_calls_that_the_kernels_cannot_take(fused):
-    model, given = new_model(), inputs()
-    optimized = optimize(model)
-    with torch.enable_grad():
-        model(**given)[0].sum().backward()
-    assert model.transformer_blocks[0].attn.to_q.weight.grad.abs().sum() > 0
-    assert "gradients are recorded" in optimized.report()
-    assert not fused
-    with torch.inference_mode():
-        model(**given)
-    assert len(fused) == BLOCKS
-    optimized.restore()
-    assert_host(new_model().train(), given, fused, "the transformer is in training mode")
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert_host(new_model(), given, fused, "autocast is on")
-
-
 # --- models that the kernels do not take ---
-
-
-def test_models_that_the_kernels_do_not_take(fused, monkeypatch, caplog):
-    given, reason = (
-        inputs(dtype=torch.float16),
-        "torch.float16: fused kernels need bf16 or fp32",
-    )
-    model = new_model(torch.float16)
-    assert_host(model, given, fused, reason)
-    assert_host(new_model(head_dim=24), inputs(), fused, "heads of 24 are not supported")
-    caplog.clear()
-    optimize(model)
-    for _ in range(3):
-        model(**given)
-    [record] = caplog.records  # a reason is logged once
-    assert record.getMessage() == f"Qwen-Image Accelerator: {reason}: diffusers' blocks run."
-    missing = Verdict("Triton is missing", final=True)
-    monkeypatch.setattr(block_host, "choose_ops", lambda device: missing)
-    assert_host(new_model(), inputs(), fused, "Triton is missing")
 
 
 def test_model_that_is_cast_between_runs(fused):
@@ -1024,21 +984,6 @@ def test_block_arguments_that_are_not_known(change, reason, fused, monkeypatch, 
     assert_host(model, given, fused, reason)
 
 
-def test_embedding_that_is_changed_for_one_block_counts(fused, monkeypatch):
-    model, given = new_model(), inputs()
-
-    def change(module, args, kwargs):
-        return args, kwargs | {"temb": kwargs["temb"] * 0.5}
-
-    model.transformer_blocks[1].register_forward_pre_hook(change, with_kwargs=True)
-    expected = model(**given)[0]
-    for module in (runs, block_form, inventory):
-        monkeypatch.setattr(module, "is_changed", lambda module, bound=(): False)
-    optimize(model)
-    # The first block's last kernel has applied the table's row to what the second one reads.
-    assert relative(model(**given)[0], expected) <= 1e-6
-
-
 # --- the first step's check ---
 
 
@@ -1091,24 +1036,6 @@ def test_wrong_kernel_is_found_in_the_first_step(dtype, fused, monkeypatch, capl
         assert reason in record.getMessage() and record.levelno == logging.WARNING
 
 
-def test_new_shapes_are_checked_again(fused, monkeypatch):
-    calls = []
-    host = qwen_image.TransformerPass.host_block
-    monkeypatch.setattr(
-        qwen_image.TransformerPass, "host_block", lambda *args: calls.append(0) or host(*args)
-    )
-    model = new_model()
-    with optimize(model).run():
-        for given in (inputs(), inputs(), inputs(text=4), inputs(text=4), inputs(2), inputs()):
-            model(**given)
-        assert len(calls) == 3
-        model(**inputs(encoder_hidden_states_mask=text_mask(3)))
-        assert len(calls) == 4
-    model(**inputs())  # a call outside of a run is a run of its own
-    model(**inputs())
-    assert len(calls) == 6
-
-
 def test_out_of_memory_in_the_first_step_is_raised(monkeypatch):
     def run_out(*args):
         raise torch.cuda.OutOfMemoryError("tried to allocate")
@@ -1154,12 +1081,6 @@ def test_command_says_what_ran_and_paints_the_same(generate, fused):
         assert facts["ran"][-1].startswith("attention: sdpa_flash")
     assert len(fused) == 8
     assert np.abs(ours.astype(int) - plain).max() <= 1
-
-
-def test_naming_an_attention_switches_the_fast_path_on(generate, fused):
-    report, *_ = generate("--attention", "math")
-    assert report["ran"][-1] == "attention: math: requested"
-    assert len(fused) == 8
 
 
 @pytest.mark.parametrize(

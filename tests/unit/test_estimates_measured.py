@@ -9,13 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qwen_l40s.charts.text import estimate_json
-from qwen_l40s.errors import UnavailableError
 from qwen_l40s.families.parts import QWEN25_VL
 from qwen_l40s.families.protocol import StepTokens
 from qwen_l40s.families.qwen_image import FULL_SIZE
 from qwen_l40s.machine.store import known_cards
 from qwen_l40s.planning import files
-from qwen_l40s.planning import phases as phases_module
 from qwen_l40s.planning.bytes import (
     GRAPH_WORKSPACES,
     PATCHES_PER_TOKEN,
@@ -37,7 +35,6 @@ from qwen_l40s.planning.request import TEXT_PLACES, Loras, Parts, RunRequest, Se
 from qwen_l40s.planning.times import (
     PROCESSOR_FLOPS,
     Pass,
-    block_bytes,
     encode_text_seconds,
     forward_seconds,
     forward_times,
@@ -48,7 +45,7 @@ from qwen_l40s.planning.times import (
     table_seconds,
 )
 from qwen_l40s.planning.vae import plan_decode
-from qwen_l40s.planning.vae_work import decode_seconds, encode_image_seconds, vae_seconds
+from qwen_l40s.planning.vae_work import vae_seconds
 from qwen_l40s.spec.formats import GIB, MIB, MULTIPLIED, QUANTIZED
 from qwen_l40s.spec.sizes import MOST_TABLE_BYTES
 from qwen_l40s.spec.transformer import OFF_CARD, ON_CARD
@@ -242,20 +239,6 @@ def test_layers_are_decoded_as_images_and_tiles_take_less():
     assert found["decode"].card_bytes <= card and sum(found["decode"].resident.values()) < left
 
 
-def test_workspace_and_context_are_the_fitted_ones_or_an_h200s(monkeypatch):
-    fitted = replace(constants(), workspace=123.0, context=456.0)
-    monkeypatch.setattr(phases_module, "constants", lambda: fitted)
-    sampling = phases(USUAL, Setting())["sampling"]
-    assert (sampling.workspace, sampling.context) == (123, 456)
-
-    def damaged():
-        raise UnavailableError("measured.json cannot be read: install the package again.")
-
-    monkeypatch.setattr(phases_module, "constants", damaged)
-    sampling = phases(USUAL, Setting())["sampling"]
-    assert sampling.workspace > 0 and sampling.context > 0
-
-
 PLAIN = {"ComfyUI, torch and CUDA", "images"}
 MADE = {"transformer, quantized on load", "staging while it is quantized"}
 MOVED = "transformer that is moved in each pass"
@@ -313,29 +296,6 @@ def test_arithmetic_is_what_a_forward_pass_is_counted_to_have():
     thin = product_seconds(1, 12288, 3072, "bf16", H200)
     assert thin == pytest.approx(2 * 12288 * 3072 / H200.bandwidth, rel=0.01)
     assert product_seconds(7, 8, 9, "fp8", H200, 3) == 3 * product_seconds(7, 8, 9, "fp8", H200)
-
-
-def test_tokens_are_those_of_image_layers_references_and_prompt():
-    edit = RunRequest(EDIT, width=1024, height=512, references=3)
-    assert Pass.of(edit) == Pass(FULL_SIZE, StepTokens(200 + 3 * 196, 2048 + 3 * 4096))
-    layered = RunRequest("qwen-image-layered", width=640, height=640, layers=4)
-    assert Pass.of(layered).tokens.image == 5 * 1600
-
-
-def test_the_kernels_between_products_are_counted_as_their_benchmark_counts_them():
-    """The measured rates count each kernel's bytes by themselves, at 1024x1024."""
-    moved = {
-        row["task"]: row["gb_s"] * row["ms"] * 1e6
-        for row in read("kernels-h200.json")["rows"]
-        if row["way"] == "ours" and row["size"] == "1024x1024"
-    }
-    work = Pass(FULL_SIZE, StepTokens(200, 4096))
-    for precision in MULTIPLIED:
-        bytes_of = 2 * moved[f"residual_norm {precision}"] + moved["qk_norm_rope bf16"]
-        if precision in QUANTIZED:
-            bytes_of += moved[f"row_quantize {precision} of 3072"]
-            bytes_of += moved[f"gelu_quantize {precision}"]
-        assert block_bytes(work, precision) == pytest.approx(bytes_of, rel=0.03)
 
 
 @pytest.mark.parametrize("precision", MULTIPLIED)
@@ -487,14 +447,6 @@ def test_tiles_cost_their_margins(tiles, latent):
         assert vae_seconds(direction, shape, latent, (1, 1), H200) == whole
     whole, two, four = (vae_seconds("decode", shape, (166, 166), it, H200) for it in (1, 2, 4))
     assert 1.02 < two / whole < 1.12 and two < four < 1.25 * whole
-
-
-def test_images_decode_one_after_another_and_references_are_encoded():
-    one = decode_seconds(USUAL, 1, H200)
-    assert decode_seconds(RunRequest(batch=3), 1, H200) == pytest.approx(3 * one)
-    encoded = vae_seconds("encode", VaeShape(), (128, 128), 1, H200)
-    assert encode_image_seconds(RunRequest(EDIT, references=2), H200) == pytest.approx(2 * encoded)
-    assert encode_image_seconds(USUAL, H200) == 0
 
 
 # --- loads

@@ -105,30 +105,6 @@ def test_nothing_outside_asks_who_the_family_is():
     assert found == {}
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "part.family == 'Other'",
-        "x.family in (first, second)",
-        "name == 'Qwen-Image-2.1'",
-        "'QwenImagePipeline' in index",
-        "name.removeprefix('Qwen-Image')",
-        "isinstance(shape, QwenImage21Shape)",
-        "type(shape) is QwenImageShape",
-        "isinstance(model, (WanVAE, Other))",
-        "shape.latent_channels == 64",
-        "WAYS[shape.family]",
-        "WAYS.get(family)",
-        "{'Qwen-Image': 1, 'Qwen-Image-2.1': 2}",
-        "match family:\n    case _:\n        pass",
-        "match title:\n    case 'Qwen-Image':\n        pass",
-        "match shape:\n    case QwenImageShape():\n        pass",
-    ],
-)
-def test_the_guard_finds_each_way_of_asking(code):
-    assert [*questions(ast.parse(code))]
-
-
 # --- the registry
 
 

@@ -199,35 +199,6 @@ def test_what_a_server_has_started_ends_with_it_and_its_log_is_kept(plan: Server
         assert f"child {child}" in kept.read_text()
 
 
-def test_pauses_between_starts_double_and_begin_anew_after_health(plan: ServerPlan, monkeypatch):
-    pauses: list[float] = []
-    starts = iter([0, 0, 0, module.HEALTHY_SECONDS + 1, 0])
-    clock = [0.0]
-
-    class Virtual(FleetServer):
-        def _start(self) -> None:
-            pass
-
-        def _watch(self) -> None:
-            clock[0] += next(starts)
-            raise module.ServerEndedError("it ended.")
-
-    class Event:
-        def is_set(self) -> bool:
-            return len(pauses) == 5
-
-        def wait(self, seconds: float) -> None:
-            pauses.append(seconds)
-
-    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
-    made = Virtual(plan, 1, "cpu")
-    made.stopping = Event()
-    made._drain = lambda: None
-    made._keep()
-    first = module.FIRST_PAUSE
-    assert pauses == [first, 2 * first, 4 * first, first, 2 * first]
-
-
 def test_a_server_that_never_starts_is_given_up_with_its_last_words(plan: ServerPlan):
     fault(plan, end=1)
     with Seen(plan) as seen:

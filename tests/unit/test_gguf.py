@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf_files import Stored, gguf_of, header, random_blocks, stored, text, write_gguf
+from gguf_files import Stored, gguf_of, header, random_blocks, text, write_gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from qwen_l40s.cli import main
 from qwen_l40s.errors import CheckpointError
 from qwen_l40s.loaders.checkpoint import inspect_checkpoint
-from qwen_l40s.loaders.gguf import BLOCK_TYPES, TYPES, read_gguf, read_gguf_set
+from qwen_l40s.loaders.gguf import BLOCK_TYPES, TYPES, read_gguf
 from qwen_l40s.loaders.gguf_blocks import EXPANDED, BlockRows, map_gguf
 from qwen_l40s.loaders.shards import read_shards
 from qwen_l40s.loaders.sizes import read_sizes
@@ -184,13 +184,6 @@ def test_parts_of_a_split_file_are_one_model(tmp_path: Path):
         read_shards(alone)
 
 
-@pytest.mark.parametrize("count", ["two", "", "1e3"])
-def test_a_set_whose_number_of_parts_is_none_is_refused(tmp_path: Path, count: str):
-    path = write_gguf(tmp_path / "a-00001-of-00002.gguf", TENSORS, {"split.count": count})
-    with pytest.raises(CheckpointError, match="parts of a split GGUF file"):
-        read_gguf_set(path)
-
-
 @pytest.mark.parametrize("dtype", ["Q8_0", "Q5_1", "Q4_0"])
 def test_a_file_is_recognized_and_quantized_as_its_own_values_are(
     tmp_path: Path, capsys, dtype: str
@@ -237,13 +230,6 @@ def test_an_estimate_counts_w4a8_in_host_memory_and_not_int8(tmp_path: Path, cap
     out = " ".join(capsys.readouterr().out.split())
     assert "GGUF's blocks are expanded and rounded to int8" in out and "as requested" not in out
     assert "Each load quantizes the file to int8. `qwen-l40s quantize` writes that file once" in out
-
-
-def test_a_matrix_with_another_dtype_beside_it_is_taken(tmp_path: Path):
-    both = {"a": stored(torch.randn(2, 32), "Q8_0"), "b": stored(torch.randn(2, 32), "F16")}
-    found = map_gguf(read_gguf(write_gguf(tmp_path / "a.gguf", both)))
-    assert found["a"].dequantized().dtype == torch.bfloat16
-    assert (found["b"].dtype, found["b"].shape) == (torch.float16, (2, 32))
 
 
 def test_a_file_larger_than_the_machines_memory_is_mapped(tmp_path: Path):

@@ -203,17 +203,6 @@ def test_doctor_has_a_line_for_each_pair(machine, monkeypatch):
     assert "`iommu=pt`" in bad.why.remedy and re.findall(r"\d+\.0", bad.why.fact) == speeds[4:]
 
 
-def test_doctor_goes_on_where_cards_do_not_answer(machine, monkeypatch):
-    machine.reason = NO_MEMORY
-    monkeypatch.setattr(links.Link, "measure", lambda self, peer: None)
-    (found,) = checks_of(2)
-    assert NO_MEMORY in found.why.fact and found.why.remedy
-    links._links.clear()
-    machine.error = RuntimeError("CUDA error: an illegal memory access\nmore")
-    (found,) = checks_of(2)
-    assert (found.state, found.why.fact) == (State.NOT_USABLE, str(machine.error).split("\n")[0])
-
-
 # ---------------------------------------------------------------------------------- on true cards
 
 

@@ -78,12 +78,6 @@ def test_random_scenes_can_be_painted_and_cover_every_choice(pairs):
     assert [a for a, b in twos if (a.shape, a.colour) == (b.shape, b.colour)] == []
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_the_number_of_objects_can_be_fixed(count):
-    rng = random.Random(2)
-    assert {len(random_scene(rng, PAIRS, count).objects) for _ in range(200)} == {count}
-
-
 # --- held out by rule
 
 
@@ -163,35 +157,21 @@ def test_freer_wordings(prompt, background, things):
     [
         "",
         "a dog on a blue background",
-        "a red hexagon",
         "a magenta star",
-        "a gray star",
         "a red star on a cyan background",
         "a red star under a blue ring",
         "a star on a blue background",
-        "a small star",
-        "a red",
         "a red star on a blue",
-        "a red blue star",
         "a small large red star",
         "two red stars",
-        "two red star",
         "a red5 star",
-        "a red star at the left and a small",
         "red on a blue background",
-        "a blue background",
-        "a red star on a background",
         "a red star on a blue background on a green background",
         "a red star on a red background",
-        "a pink ring at the top on a pink backdrop",
         "a red star at the top and a blue ring at the top left",
-        "a red star and a blue ring",
         "a red star at the left and a blue ring",
         "a red star at the left, a blue ring at the right and a green heart at the top",
-        "a red star at the top bottom",
-        "at the left a red star",
         "ein roter Stern auf blauem Grund",
-        "a réd star",
     ],
 )
 def test_what_the_model_cannot_paint_is_not_read(prompt):

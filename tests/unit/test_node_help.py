@@ -1,6 +1,5 @@
 """Help of the nodes: a page for each, which says what its node has, and tooltips on everything."""
 
-import ast
 import json
 import re
 from pathlib import Path
@@ -34,11 +33,6 @@ PICTURE = re.compile(r"!\[([^\]]*)\]\(([^)]*)\)")
 MOST_BYTES = 40_000
 LONGEST = 3_500  # characters: what is read in a narrow panel
 HTML = {"br"}
-# What a node says is written here.
-SPEAKING = (
-    *("charts", "families", "hosts", "loaders", "machine", "nodes"),
-    *("optimizations", "planning"),
-)
 
 
 def section(page: str, heading: str) -> str:
@@ -93,30 +87,6 @@ def test_a_picture_is_what_the_charts_draw(file):
     remedy = "run `python tests/help_pictures.py`"
     assert kept.size == chart.size, remedy
     assert max(stat.Stat(chops.difference(kept, chart)).mean) < 1.0, remedy
-
-
-@pytest.mark.parametrize("name", PAGES)
-def test_sentences_that_a_page_quotes_are_in_the_source(name, sentences):
-    quoted = re.findall(r'^\| "([^"]+)"', PAGES[name], re.M)
-    assert quoted or name == "QwenL40S_CFGNorm"
-    for words in quoted:
-        pattern = re.compile(".{1,60}?".join(map(re.escape, words.split("…"))))
-        assert any(map(pattern.search, sentences)), f"nothing says {words!r}"
-
-
-@pytest.fixture(scope="module")
-def sentences() -> list[str]:
-    """Every text of the package, with a mark where a value is put in."""
-    found = []
-    files = (file for layer in SPEAKING for file in (ROOT / layer).rglob("*.py"))
-    for file in (*ROOT.glob("*.py"), *files):
-        for text in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(text, ast.JoinedStr):
-                parts = (getattr(part, "value", None) for part in text.values)
-                found.append("".join(x if isinstance(x, str) else "<value>" for x in parts))
-            elif isinstance(text, ast.Constant) and isinstance(text.value, str):
-                found.append(text.value)
-    return found
 
 
 def test_predicted_figures_are_the_estimators():

@@ -32,8 +32,6 @@ from qwen_l40s.optimizations.blocks.workspace import Workspace
 from qwen_l40s.optimizations.inventory import Inventory
 from qwen_l40s.optimizations.modulation import compute_entry
 from qwen_l40s.optimizations.reference import Tokens
-from qwen_l40s.planning.bytes import heads_bytes, step_bytes
-from qwen_l40s.planning.request import RunRequest, Setting
 from qwen_l40s.spec.sizes import REPAID_BY
 from qwen_l40s.verdict import Verdict
 
@@ -128,18 +126,6 @@ def test_prompts_of_many_lengths_take_what_the_longest_takes():
     assert spaces[1].bytes == 512 * (4 * DIM * 4 + DIM * 4 + 4 * DIM + 4)
 
 
-def test_attention_in_8_bits_takes_its_operands_besides():
-    for batch, text, taken in ((1, 7, 3 * 263 + 121), (3, 300, 3 * 556 + 84)):
-        request = RunRequest(width=256, height=256, batch=batch, cfg="off", text_tokens=text)
-        shape, tiles = request.transformer, -(-(text + 256) // 128)
-        bytes_of_head = taken * shape.head_dim + 4 * (36 * tiles + shape.head_dim)
-        assert heads_bytes(request, "kitchen_int8") == batch * shape.heads * bytes_of_head
-        exact, ours = (
-            step_bytes(request, Setting(attention=it)).later for it in ("exact", "kitchen_int8")
-        )
-        assert ours - exact == heads_bytes(request, "kitchen_int8")
-
-
 def test_a_workspace_that_inference_mode_made_serves_outside_of_it():
     chain, space = Chain(MIXES["all int8"], {}), Workspace(fused.TORCH)
     with torch.inference_mode():
@@ -226,34 +212,6 @@ def test_a_launch_that_is_not_aligned_or_not_known_goes_through_triton(launcher,
     monkeypatch.setattr(launcher, "not_direct", lambda: "another launcher")
     launcher.Launch(kernel, 5, (x,), (x,), {}).prepared()(x)
     assert (len(kernel.called), kernel.compiled, kernel.launched) == (2, [], [])
-
-
-@pytest.mark.parametrize("direct", ["", "another launcher"])
-def test_on_the_meta_device_nothing_is_launched(launcher, monkeypatch, direct):
-    monkeypatch.setattr(launcher, "not_direct", lambda: direct)
-    kernel, x = Kernel(), torch.zeros(64, device="meta")
-    launcher.Launch(kernel, 5, (x,), (x,), {}).prepared()(x)
-    assert (kernel.called, len(kernel.compiled), kernel.launched) == ([], 1, [])
-
-
-def test_another_launcher_of_triton_is_named(monkeypatch):
-    pytest.importorskip("triton")
-    from qwen_l40s.optimizations.kernels import launch
-
-    monkeypatch.setattr(launch, "interpreted", lambda: False)
-    found = launch.not_direct.__wrapped__
-    assert found() == ""
-
-    class Another:
-        def __getitem__(self, grid):
-            return self.launch(grid)
-
-    monkeypatch.setattr(launch, "CompiledKernel", Another)
-    assert "has another launcher" in found()
-    monkeypatch.setattr(launch, "CompiledKernel", object())
-    assert "has another launcher" in found()
-    monkeypatch.setattr(launch, "interpreted", lambda: True)
-    assert found() == "Triton's interpreter runs"
 
 
 # --- when a graph is worth its capture
@@ -481,26 +439,6 @@ def test_what_a_capture_that_fails_has_made_is_freed_before_it_ends(monkeypatch)
     assert alive == [None, None]
 
 
-def test_a_pass_goes_on_upon_one_stream_where_a_capture_fails(monkeypatch):
-    stream = SimpleNamespace(wait_stream=lambda other: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    asked = []
-    monkeypatch.setattr(torch.cuda, "stream", lambda it: asked.append(it) or nullcontext())
-
-    def full(*operands):
-        raise torch.OutOfMemoryError("full")
-
-    chain, case = Chain({}), Case(SMALL)
-    entry = compute_entry(chain.blocks, case.temb, 1)
-    executor = BlockExecutor(chain.layers, fused.TORCH, full)
-    x = random(SMALL.rows, DIM)
-    for beside in (stream, None):
-        with pytest.raises(torch.OutOfMemoryError):
-            executor.run_all(chain.blocks, x, case.step, entry, beside)
-        assert asked == [stream]
-        assert executor._beside is None
-
-
 # --- a pass
 
 
@@ -630,16 +568,6 @@ def test_what_is_known_of_a_model_lasts_over_passes_outside_a_run(graphs_here):
     assert "6 of 6 in 3 forward passes" in passes.optimization.report()
 
 
-def test_graphs_outlive_a_run(graphs_here):
-    passes = Passes({}, {})
-    for _ in range(3):
-        passes()
-    passes.optimization.end_run()
-    passes.optimization.start_run()
-    assert_same(passes(), passes.expected())
-    assert (passes.figures.captured, passes.figures.replayed) == (0, 1)
-
-
 def test_a_pass_runs_with_the_models_card_as_the_current_one(graphs_here, monkeypatch):
     card, current, found = torch.device("cuda", 1), [torch.device("cuda", 0)], []
 
@@ -665,20 +593,6 @@ def test_a_longer_prompt_beside_a_shorter_one_gets_a_graph_too(graphs_here):
             assert_same(passes(tokens, seed=seed), passes.expected(tokens, seed))
     # The third pass of the long one takes a larger buffer, which voids the short one's graph.
     assert (passes.figures.captured, passes.figures.replayed) == (3, 7)
-
-
-def test_a_larger_run_without_graphs_leaves_no_buffers(graphs_here):
-    passes = Passes({}, {})
-    for _ in range(4):
-        passes()
-    passes.optimization.end_run()
-    (memory,) = passes.optimization._kept()
-    assert memory.has_graphs
-    passes.optimization.start_run()
-    passes(LARGE, weights=None)
-    passes.optimization.end_run()
-    assert not memory.has_graphs
-    assert memory.workspace.bytes == 0
 
 
 def test_layers_that_run_themselves_are_called_in_every_pass(graphs_here):

@@ -11,7 +11,6 @@ from qwen_l40s.caches import forget
 from qwen_l40s.charts.text import notes_of
 from qwen_l40s.machine.store import known_cards
 from qwen_l40s.planning import rates as module
-from qwen_l40s.planning.bytes import step_bytes
 from qwen_l40s.planning.cards import find_card, is_named
 from qwen_l40s.planning.estimate import basis_within, estimate
 from qwen_l40s.planning.rates import (
@@ -228,31 +227,6 @@ def test_guided_attention_is_exact(cards):
         found = estimate(asked, cards["L40S"])
         assert found.option.setting.attention == "exact"
         assert not [note for note in notes_of(found) if note.startswith("Attention")]
-
-
-def test_fast_is_level_with_stock_comfyui_and_its_int8_attention(cards):
-    """Of 2.1 in int8, the case that stock's attention in 8 bits gains most in."""
-    for name, side in itertools.product(("RTX 4090", "RTX 3090", "L40S"), (1024, 1344, 2048)):
-        asked = RunRequest(
-            family="qwen-image-2.1",
-            precision="int8",
-            cfg="off",
-            width=side,
-            height=side,
-            attention="fast",
-        )
-        found = estimate(asked, cards[name])
-        stock = found.stock["int8 ConvRot, --use-ck-attention"]
-        assert all(o <= t for o, t in zip(found.step_seconds, stock, strict=True)), (name, side)
-
-
-def test_fast_measures_errors_in_the_first_step(cards):
-    exact, fast = (
-        step_bytes(found.request, found.option.setting)
-        for it in ("exact", "fast")
-        for found in [estimate(RunRequest(precision="int8", attention=it), cards["L40S"])]
-    )
-    assert fast.first > exact.first
 
 
 def test_a_precision_without_a_measured_rate_is_predicted():

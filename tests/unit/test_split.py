@@ -397,22 +397,6 @@ def test_passes_on_one_card_say_why(monkeypatch):
     assert passes.reasons == ["attention is not computed by this package"]
 
 
-def test_shares_follow_what_the_text_takes(monkeypatch):
-    measured = team.Team._of_text
-    first = {}
-    for text in (0.05, 0.4):
-        passes = Passes(monkeypatch)
-        monkeypatch.setattr(team.Team, "_of_text", lambda *_, text=text: text)
-        passes.gives_the_same()
-        first[text] = passes.figures.plan.image_rows[0]
-    assert first[0.05] - first[0.4] > 100  # of 1,000 rows
-    for mix in ("plain", "all fp8", "dense text, fp8 image"):
-        passes = Passes(monkeypatch, mix=mix)
-        monkeypatch.setattr(team.Team, "_of_text", lambda *given: (measured(*given) > 0) * 0.1)
-        passes.gives_the_same()
-        assert passes.figures.passes == 1
-
-
 def test_a_small_gain_is_left_alone(monkeypatch):
     passes = Passes(monkeypatch)
     monkeypatch.setattr(team.Team, "_together", lambda *_: 2.0 / 1.1)
@@ -427,28 +411,6 @@ def test_a_small_gain_is_left_alone(monkeypatch):
     passes = Passes(monkeypatch, gbps=0.0)
     passes.gives_the_same()
     assert passes.reasons[0].startswith("the speed of the link between the GPUs is unknown")
-
-
-def test_what_was_measured_is_kept_for_the_shapes_of_the_last_passes(monkeypatch):
-    passes, measured = Passes(monkeypatch), []
-    monkeypatch.setattr(blocks_graphs, "MOST_SEEN", 3)
-    monkeypatch.setattr(team.Team, "_alone", lambda *_: measured.append("alone") or 2.0)
-    monkeypatch.setattr(team.Team, "_together", lambda *_: measured.append("together") or 1.0)
-
-    def run(text):
-        del measured[:]
-        passes(PASS._replace(text=text))
-        return measured
-
-    assert run(text=3) == ["alone", "together"]
-    for text in (4, 5):
-        run(text)
-    assert run(text=3) == []  # and newer than 4 now
-    run(text=6)
-    assert run(text=3) == []
-    assert run(text=4) == ["alone", "together"]
-    passes.link.gbps /= 2  # as through host memory
-    assert run(text=4) == ["alone", "together"]
 
 
 # --- two cards

@@ -1,9 +1,7 @@
 """Which steps of a schedule a step cache skips, and its settings."""
 
 import itertools
-import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,7 +28,6 @@ COMPUTED = {
     "balanced": {20: 14, 40: 22, 50: 26},
     "fast": {20: 12, 40: 18, 50: 20},
 }
-SCHEDULER = Path(__file__).parents[2] / "models" / "micro" / "scheduler" / "scheduler_config.json"
 
 
 def simple(steps, *, flux=None, shift=None):
@@ -180,21 +177,3 @@ def test_settings_are_checked():
         with pytest.raises(SettingError, match=r": choose off, faithful, balanced, fast\.$"):
             cache_settings(name)
     assert cache_settings("off") is None
-
-
-def test_the_official_sigmas_are_those_of_diffusers():
-    """With the micro model's scheduler, whose configuration is that of Qwen/Qwen-Image."""
-    diffusers = pytest.importorskip("diffusers")
-    config = json.loads(SCHEDULER.read_text())
-    shifts, lengths = (
-        [config[f"{end}_{what}"] for end in ("base", "max")] for what in ("shift", "image_seq_len")
-    )
-    for steps in (2, 20, 50):
-        for tokens in (1024, 4096):
-            scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_config(config)
-            mu = np.interp(tokens, lengths, shifts)
-            scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
-            assert official_sigmas(steps, tokens) == pytest.approx(
-                scheduler.sigmas.tolist(), abs=1e-6
-            )
-    assert official_sigmas(1) == [1.0, 0.0]

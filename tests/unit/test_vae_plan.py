@@ -159,15 +159,6 @@ def test_what_is_refused(plan):
         checked(plan(FULL, side, side, budget=20 * GIB))
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_the_reason_has_the_budget_and_the_tiles(plan):
-    assert "3.0 GiB" in plan(FULL, 128, 128, budget=3 * GIB).reason
-    tiled = plan(FULL, 256, 256, budget=2 * GIB)
-    words = f"{tiled.count} ", f"{tiled.tile[1]}x{tiled.tile[0]}", "2.0 GiB"
-    assert all(word in tiled.reason for word in words)
-    assert "slices" in plan(FULL, 512, 512, budget=GIB).reason
-
-
 def test_more_room_than_the_least_is_asked_for_in_turn():
     asked = []
 

@@ -6,7 +6,6 @@ tests/page/test_browser.py holds the API forms against those that ComfyUI's page
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Callable
 from itertools import combinations
@@ -172,24 +171,6 @@ def value(title: str, index: int, other: Any) -> Callable[[dict[str, Any]], Any]
     return of(title, lambda node: node["widgets_values"].__setitem__(index, other))
 
 
-def without_words_below(text: str) -> str:
-    return re.sub(
-        r"(\*\*(Files|What it takes)\*\*).*?(?=^\*\*)", r"\1\n\n", text, flags=re.M | re.S
-    )
-
-
-def test_headings_of_a_note_are_enough(copied: Path):
-    file = copied / "text_to_image_most_accurate.json"
-
-    def shorten(node: dict[str, Any]) -> None:
-        node["widgets_values"] = [without_words_below(node["widgets_values"][0])]
-
-    short = change(file, of("Read me", shorten))
-    assert "L40S" not in node_of(short, "Read me")["widgets_values"][0]
-    assert command.main(["--write"]) == 0
-    assert file.read_bytes() == (FOLDER / file.name).read_bytes()
-
-
 @pytest.mark.parametrize(
     ("named", "how"),
     [
@@ -320,19 +301,6 @@ def test_where_to_start_fits_the_smallest_card_of_its_class(size: int):
     }
 
 
-def test_what_no_file_is_needed_for_names_none():
-    micro = ("micro_text_to_image", "micro_qwen_image_21", "micro_report")
-    for name in (*micro, "estimate", "advise"):
-        assert "safetensors" not in json.dumps(api(name))
-
-
-def test_ids_and_inputs_of_the_demo_stay():
-    graph = api("micro_text_to_image")
-    assert list(graph) == ["load", "positive", "negative", "empty", "sample", "decode", "save"]
-    assert graph["load"]["inputs"]["model"] == "micro (bundled)"
-    assert graph["sample"]["inputs"]["seed"] == 1
-
-
 def test_lightning_runs_as_it_was_trained():
     edit = "Edit-2511-Lightning-4steps"
     for name, steps, lora in (
@@ -374,13 +342,6 @@ def test_others_take_the_steps_of_their_familys_model_card():
             found[name] = steps, find_member(family).steps
     assert all(steps == own for steps, own in found.values()), found
     assert {own for _, own in found.values()} == {40, 50} and len(found) > 12
-
-
-def test_those_of_qwen_image_21_say_what_they_need_and_its_licence():
-    for name in OF_21:
-        text = ui(name)["nodes"][0]["widgets_values"][0]
-        assert text.split("\n\n")[1].startswith("**Needs ComfyUI 0.37 or newer.**")
-        assert ("Qwen Research License" in text) == ("micro" not in name)
 
 
 def test_those_of_qwen_image_21_take_its_own_schedule():
