@@ -22,18 +22,12 @@ _Found = TypeVar("_Found")
 
 @dataclass(frozen=True)
 class Verdict:
-    """One reason why something of this package, or that it could use, does not run.
-
-    Attributes:
-        fact: One clause.
-        rule: What it breaks; empty where the fact says it.
-        remedy: What would change it; empty where nothing is known.
-        final: Whether it stays so for this model on this card, so that nothing is tried again.
-    """
+    """One reason why something of this package, or that it could use, does not run."""
 
     fact: str
-    rule: str = ""
+    rule: str = ""  # what it breaks; empty where the fact says it
     remedy: str = ""
+    # Whether it stays so for this model on this card, so that nothing is tried again.
     final: bool = False
 
     def __str__(self) -> str:
@@ -98,7 +92,6 @@ def try_once(what: Hashable, trial: Callable[[], str]) -> Verdict | None:
     An answer stays for the process. Out of memory is none: another time the card has room.
 
     Args:
-        what: Whose answer it is.
         trial: Runs it, and says what is wrong with the result, in one clause.
     """
     import torch  # a verdict needs none

@@ -78,12 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _setup(args: argparse.Namespace) -> BenchSetup:
-    """Finds everything that can be wrong before anything is built.
-
-    Raises:
-        SettingError: an argument breaks its rule.
-        UnavailableError: a package or a card is missing, or a file cannot be written.
-    """
+    """Finds everything that can be wrong before anything is built."""
     image = args.what == "image"
     for option in ("models", "free_gib", "family") if not image else ():
         if getattr(args, option):
@@ -207,9 +202,6 @@ def import_comfyui(*, cpu: bool, keep_on_card: bool = True) -> str:
     Args:
         keep_on_card: Whether models stay where they are (its `--highvram`), which changes no
             computation.
-
-    Raises:
-        UnavailableError: There is none, it is too old, or a package is missing that it imports.
     """
     started = "comfy.model_management" in sys.modules
     if not started and find_spec("comfy") is None:

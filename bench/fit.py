@@ -339,11 +339,7 @@ def kernel_rows(results: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def fit(found: Mapping[str, Any], card: Card) -> dict[str, float]:
-    """Finds the constants from the fit half and "kernels": least squares of relative errors.
-
-    Raises:
-        SettingError: a kind of run is not in the fit half.
-    """
+    """Finds the constants from the fit half and "kernels": least squares of relative errors."""
     runs = found["runs"]
     timed = half(runs, FIT, "sampling", "decode", "encode")
     sampled = half(runs, FIT, "sampling")

@@ -203,9 +203,6 @@ def write_models(folder: Path, files: Published, int8: bool = False) -> None:
 
     The folder gets diffusion_models, text_encoders and vae, each with one file in bf16 and in
     ComfyUI's names: 58 GB of Qwen-Image, 33 of 2.1. A file that is there is left alone.
-
-    Args:
-        int8: also writes the transformer as ComfyUI's int8 ConvRot.
     """
     from comfy.utils import save_torch_file
 
@@ -299,9 +296,6 @@ def measure_forward(
     Returns:
         Times in milliseconds and memory in GiB, and the image stream in fp32 on the CPU; `again`
         only times.
-
-    Raises:
-        UnavailableError: The stream holds NaN or infinity.
     """
     device, sigmas = setup.device, itertools.cycle(tensors.sigmas)
     on_card = device.type == "cuda"

@@ -106,11 +106,7 @@ def by_turns(
 
 
 def used_bytes() -> Callable[[], int]:
-    """Returns a call that asks the driver how much of the first card is in use, by all processes.
-
-    Raises:
-        UnavailableError: nvidia-ml-py is not installed.
-    """
+    """Returns a call that asks the driver how much of the first card all processes use."""
     try:
         import pynvml
     except ModuleNotFoundError as error:
@@ -143,11 +139,7 @@ class PeakReader(threading.Thread):
 
 
 class RowWriter:
-    """Prints each row as it comes, and keeps all in a JSON file, if any, that is always whole.
-
-    Args:
-        key: Of the rows in the file.
-    """
+    """Prints each row as it comes, and keeps all in a JSON file, if any, that is always whole."""
 
     def __init__(self, conditions: Fields, path: Path | None, key: str = "rows") -> None:
         self.conditions, self.rows = conditions, []

@@ -29,19 +29,14 @@ Call = Callable[[], Any]
 
 
 class OpCase(NamedTuple):
-    """Describes an operation through one program; cases of one task stand together.
-
-    Attributes:
-        make: Makes the inputs and gives the call; raises UnavailableError where it cannot run.
-        flops: Of products and attention; 0 where memory is what counts.
-        bytes: Inputs read once and outputs written once.
-    """
+    """Describes an operation through one program; cases of one task stand together."""
 
     task: str
     program: str
+    # Makes the inputs and gives the call; raises UnavailableError where it cannot run.
     make: Callable[[], Call]
-    flops: int
-    bytes: int
+    flops: int  # of products and attention; 0 where memory is what counts
+    bytes: int  # inputs read once and outputs written once
 
     @property
     def name(self) -> str:

@@ -76,11 +76,7 @@ IMAGE = (
 
 
 def select(names: Sequence[str], patterns: Sequence[str]) -> tuple[str, ...]:
-    """Picks the names that any pattern matches; all without patterns.
-
-    Raises:
-        SettingError: A pattern matches none.
-    """
+    """Picks the names that any pattern matches; all without patterns."""
     found = {pattern: matching(names, pattern) for pattern in patterns}
     for pattern in (pattern for pattern, each in found.items() if not each):
         raise SettingError(

@@ -38,14 +38,7 @@ class ComfyUIServerError(UnavailableError):
 
 
 class ComfyUIServer:
-    """Starts ComfyUI on a free port with this pack, and waits until it answers.
-
-    Args:
-        python: that has ComfyUI's requirements.
-        base: folder for custom_nodes, models, input, output and the log.
-        arguments: more of ComfyUI's command line.
-        pack: the folder name under which the pack is installed.
-    """
+    """Starts ComfyUI on a free port with this pack, and waits until it answers."""
 
     def __init__(
         self,

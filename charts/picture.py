@@ -71,14 +71,10 @@ class Figure:
 
 @dataclass(frozen=True)
 class Bar:
-    """One phase.
-
-    Attributes:
-        parts: {a name of `COLOURS`: how much}, bytes, or seconds where memory is not counted.
-        value: The same as words; empty where they are all seconds.
-    """
+    """One phase."""
 
     name: str
+    # {a name of `COLOURS`: how much}, bytes, or seconds where memory is not counted.
     parts: Mapping[str, float]
     value: str = ""
     time: str = ""
@@ -95,15 +91,7 @@ class Limit:
 
 @dataclass(frozen=True)
 class RunPicture:
-    """What a picture of a run shows, from top to bottom.
-
-    Attributes:
-        sign: One of `SIGNS`.
-        basis: What all figures are, such as "predicted".
-        about: What ran or is to run, in a fainter line.
-        figures: At most three; of memory the first.
-        limit: None where memory is not counted.
-    """
+    """What a picture of a run shows, from top to bottom."""
 
     sign: str
     answer: str
@@ -112,7 +100,7 @@ class RunPicture:
     about: str = ""
     figures: Sequence[Figure] = ()
     bars: Sequence[Bar] = ()
-    limit: Limit | None = None
+    limit: Limit | None = None  # None where memory is not counted
 
 
 def memory_chart(estimate: Estimate) -> Image.Image:

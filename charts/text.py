@@ -86,9 +86,6 @@ SHOWN = {"bf16": "bf16 (most accurate)"}
 def estimate_text(estimate: Estimate, cards: Iterable[str] = ()) -> str:
     """Says what `qwen-l40s estimate` prints and a node keeps behind its picture: the answer, then
     what it rests on.
-
-    Args:
-        cards: sentences about several cards (`cards_lines`).
     """
     files = {**estimate.files, "software and outputs": SOFTWARE_BYTES}
     sizes = zip(files, adding_up([*files.values()]), strict=True)
@@ -481,11 +478,7 @@ def reasons(option: PlanOption) -> dict[str, str]:
 
 
 def weight_only(name: str, card: CardFacts | None) -> str:
-    """Says what quantized weights gain where their products do not run; empty elsewhere.
-
-    Args:
-        card: None where there is no NVIDIA card.
-    """
+    """Says what quantized weights gain where their products do not run; empty elsewhere."""
     if name not in QUANTIZED or (card and card.runs(name)):
         return ""
     if card is None:
@@ -755,11 +748,7 @@ EXCHANGED = {ROWS: "normalized rows", KEYS: "keys and values"}
 def cards_answer(
     found: Estimate, count: int, link: float | None = None
 ) -> tuple[Iterable[str], dict[str, Any]]:
-    """Gives (sentences about several cards, what of them belongs into the estimate's JSON object).
-
-    Args:
-        count, link: as of `together`.
-    """
+    """Gives (sentences about several cards, their part of the estimate's JSON object)."""
     several = together(found, count, link)
     if several is None:
         return (), {"cards": None}

@@ -117,11 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the estimate.
-
-    Returns:
-        0 when it fits, 4 when it fits with offloading, 1 when it does not fit.
-    """
+    """Prints the estimate."""
     from ..charts.text import Refusal, cards_answer, estimate_json, estimate_text
     from ..machine.store import known_cards, load_calibration
     from ..planning.estimate import FITS, RUNS_SLOWLY, estimate
@@ -307,12 +303,7 @@ def _add(group: argparse._ArgumentGroup, option: Option) -> None:
 
 
 def request_of(args: argparse.Namespace) -> RunRequest:
-    """Returns what the options ask for.
-
-    Raises:
-        SettingError: an option breaks its rule or contradicts another.
-        CheckpointError: `--model` is no Qwen-Image that this package runs.
-    """
+    """Returns what the options ask for."""
     settings = request_settings(**_values(args))
     family, parts = settings["family"], Parts()
     if args.model is not None:

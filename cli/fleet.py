@@ -100,11 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the fleet, or shows its status.
-
-    Returns:
-        0 after a signal, 1 where no server can be started, 3 where the Ray cluster was lost.
-    """
+    """Runs the fleet, or shows its status."""
     if args.rest == ["status"]:
         return _status(args)
     if args.rest and not args.rest[0].startswith("-"):

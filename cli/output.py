@@ -31,8 +31,6 @@ def require_packages(
 
     Args:
         what: needs them, as the sentence begins.
-        names: of what is imported.
-        extra: of this package, which brings them.
         instead: of installing, what else would do.
 
     Raises:

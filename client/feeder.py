@@ -90,26 +90,19 @@ class Posted:
 
 
 class Feeder:
-    """One server of a run.
-
-    Attributes:
-        boot: which process it is: the id in the fleet's file, or one that is made when the server
-            is first met and after each restart.
-        ahead: prompts of others before the first of ours; 0 while one of ours runs.
-        error, away_since: why and from when on (time.monotonic) it is away; None while it is not.
-        asked: whether it has said what it has, or was lost.
-        leaving: it gets no more jobs; `go` returns when it has none.
-    """
+    """One server of a run."""
 
     def __init__(self, listed: Listed, run: Shared) -> None:
         self.listed = listed
         self.name = str(listed.address)
+        # Which process it is: the id in the fleet's file, or one that is made when the server is
+        # first met and after each restart.
         self.boot = listed.boot or uuid.uuid4().hex
         self.admitted: Admitted | None = None
-        self.ahead = 0
+        self.ahead = 0  # prompts of others before the first of ours; 0 while one of ours runs
         self.error: ServerError | None = None
         self.away_since = 0.0
-        self.asked = False
+        self.asked = False  # whether it has said what it has, or was lost
         self.leaving = False
         self.wake = asyncio.Event()
         options = {"headers": run.headers, "wait": run.wait, "notify": run.say}

@@ -79,21 +79,14 @@ class ResultFile(NamedTuple):
 
 @dataclass
 class Fetched:
-    """What a prompt made.
-
-    Attributes:
-        texts: {title of a node: the texts that it shows}.
-        seconds: that the run took, by the server's clock; None where it does not say.
-        error: see `server.failure`; None where the run succeeded.
-        doubtful: whether nothing tells that a file is this job's.
-    """
+    """What a prompt made."""
 
     parts: list[ResultFile] = field(default_factory=list)
     texts: dict[str, list[str]] = field(default_factory=dict)
     seconds: float | None = None
     error: dict[str, Any] | None = None
     interrupted: bool = False
-    doubtful: bool = False
+    doubtful: bool = False  # whether nothing tells that a file is this job's
 
     def discard(self) -> None:
         """Removes what has not been given a name."""
@@ -114,9 +107,7 @@ async def fetch(
     """Fetches what an ended prompt made; of a failed one too, as far as it is there.
 
     Args:
-        entry: of the server's history.
         part: makes a temporary name on the disk of the results.
-        most: bytes that a file may have.
         owns: whether a file of the server, fetched to a path, is this job's; None where nothing
             tells.
 
@@ -258,18 +249,12 @@ def _sync(path: Path) -> None:
 
 @dataclass
 class Missing:
-    """Results that do not come.
-
-    Attributes:
-        fault: why, at the last of `tries`.
-        lost: whether the server has them no more; else it went away.
-        last: whether they were asked for often enough.
-    """
+    """Results that do not come."""
 
     fault: ServerError
     tries: int
-    lost: bool
-    last: bool
+    lost: bool  # whether the server has them no more; else it went away
+    last: bool  # whether they were asked for often enough
 
 
 class Collector:
@@ -290,9 +275,6 @@ class Collector:
         late: Callable[[ServerError], None],
     ) -> Fetched | Missing:
         """Asks for the results until they are here or gone, or it was asked often enough.
-
-        Args:
-            late: takes what went wrong the first time.
 
         Returns:
             What the prompt made, under temporary names; nothing of a job that another server ended.

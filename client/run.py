@@ -35,17 +35,7 @@ MOST_BYTES = 4e9
 
 
 class Run:
-    """The feeders of a run, one for each server, and what they share.
-
-    Args:
-        ended: called once for each job, when its results are there or it failed.
-
-    Attributes:
-        journal: None until jobs are there.
-        most: bytes that a file of a server may have.
-        downloads: limits how many results are fetched at once.
-        all_asked: whether every server was asked for the jobs of earlier runs.
-    """
+    """The feeders of a run, one for each server, and what they share."""
 
     def __init__(
         self,
@@ -63,7 +53,7 @@ class Run:
         self.say = progress.say
         self.wait, self.most = wait, most
         self.downloads = asyncio.Semaphore(DOWNLOADS)
-        self.all_asked = False
+        self.all_asked = False  # whether every server was asked for the jobs of earlier runs
         self.feeders: dict[str, Feeder] = {}
         self._servers = servers
         self._progress = progress

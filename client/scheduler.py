@@ -44,46 +44,31 @@ MOST_FETCHED = 4
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """Changes as the run goes on.
-
-    Attributes:
-        number: from 1, in the order of the settings.
-        key: the hash of its graph.
-        settings: what --set chose, by key.
-        label: for people, with the settings in which the jobs differ: "job 3 (seed=3)".
-        images: {what the graph calls it: its file here}, for each server to get first.
-        loads: equal for jobs that share loaded models; see `workflow.loaders_key`.
-        prompt_id, server: of the attempt that brought the result, or of the last one.
-        seconds: that the server ran it.
-        names: of its files in `folder`: a hundred thousand paths would take 35 MB.
-        error: see `server.failure`; None unless it failed.
-        deaths: (server, boot) of those that ended while they ran it.
-        refused: {server: why it does not take this job, or failed it}.
-        ran: how often it ended on a server, whatever came of it.
-        failed: whether it failed on a server.
-        alone: whether it was given to a server while no other job was at any.
-    """
+    """Changes as the run goes on."""
 
     number: int
     key: str
     graph: Mapping[str, Any]
     settings: Mapping[str, Any] = field(default_factory=lambda: NOTHING)
     label: str = ""
+    # {what the graph calls it: its file here}, for each server to get first.
     images: Mapping[str, Path] = field(default_factory=lambda: NOTHING)
-    loads: str = ""
+    loads: str = ""  # equal for jobs that share loaded models; see `workflow.loaders_key`
     prompt_id: str = ""
     server: str = ""
     status: str = WAITING
     seconds: float | None = None
     folder: Path | None = None
-    names: Sequence[str] = ()
+    names: Sequence[str] = ()  # of its files in `folder`: a hundred thousand paths would take 35 MB
     texts: Mapping[str, list[str]] = field(default_factory=lambda: NOTHING)
-    error: dict[str, Any] | None = None
+    error: dict[str, Any] | None = None  # see `server.failure`; None unless it failed
+    # (server, boot) of those that ended while they ran it.
     deaths: frozenset[tuple[str, str]] = frozenset()
+    # {server: why it does not take this job, or failed it}.
     refused: Mapping[str, dict[str, Any]] = field(default_factory=lambda: NOTHING)
     ran: int = 0
     failed: bool = False
-    alone: bool = False
+    alone: bool = False  # whether it was given to a server while no other job was at any
 
     @property
     def files(self) -> list[Path]:
@@ -114,28 +99,20 @@ class Job:
 
 @dataclass(eq=False, slots=True)
 class Lane:
-    """A server as the scheduler knows it.
-
-    Attributes:
-        takes: why it cannot run a job; None where it can.
-        held: what it was given and has not ended, in that order.
-        loads: of the job that it was given last: what it has loaded, or will have.
-        taken: the loads of jobs that it did.
-        refusals: {loads: how many of these jobs it refused}.
-        seen: {loads: the group's `arrivals` when it had nothing for this server}.
-        fetching: jobs whose results are on their way.
-        strikes: jobs that it failed since it last did one, and that no other server failed.
-        resting: it gets nothing while another server does.
-    """
+    """A server as the scheduler knows it."""
 
     name: str
+    # Why it cannot run a job; None where it can.
     takes: Callable[[Job], dict[str, Any] | None] = lambda job: None
     held: dict[Job, None] = field(default_factory=dict)
-    loads: str | None = None
+    loads: str | None = None  # of the job that it was given last: what it has loaded, or will have
     taken: set[str] = field(default_factory=set)
+    # {loads: how many of these jobs it refused}.
     refusals: dict[str, int] = field(default_factory=dict)
+    # {loads: the group's `arrivals` when it had nothing for this server}.
     seen: dict[str, int] = field(default_factory=dict)
     fetching: set[Job] = field(default_factory=set)
+    # Jobs that it failed since it last did one, and that no other server failed.
     strikes: set[Job] = field(default_factory=set)
     resting: bool = False
 
@@ -149,15 +126,10 @@ class Lane:
 
 @dataclass(eq=False, slots=True)
 class Group:
-    """Jobs that load the same.
+    """Jobs that load the same."""
 
-    Attributes:
-        jobs: those that wait, among others that no longer do: taking one out of the middle of a
-            million would take milliseconds.
-        arrivals: how often one was added.
-        lanes: servers that have these models loaded.
-    """
-
+    # Those that wait, among others that no longer do: taking one out of the middle of a million
+    # would take milliseconds.
     jobs: deque[Job] = field(default_factory=deque)
     waiting: int = 0
     arrivals: int = 0
@@ -165,20 +137,13 @@ class Group:
 
 
 class Scheduler:
-    """Jobs and servers of a run.
-
-    Attributes:
-        ready: servers that may be given jobs.
-        waiting: how many jobs no server has.
-        open: how many jobs have not ended.
-        alone: whether a job waits until no server has another.
-    """
+    """Jobs and servers of a run."""
 
     def __init__(self, jobs: Iterable[Job] = ()) -> None:
         self.lanes: dict[str, Lane] = {}
         self.ready: set[str] = set()
         self.waiting = self.open = 0
-        self.alone = False
+        self.alone = False  # whether a job waits until no server has another
         self._groups: dict[str, Group] = {}
         for job in jobs:
             self.add(job)

@@ -63,10 +63,6 @@ class Listed:
 class ServerList:
     """The servers that were named, and those of a file, which is read anew when it changes.
 
-    Attributes:
-        file: JSON of `qwen-l40s fleet`, or a text with an address on each line; None for none.
-        headers: sent with every request, without the spaces and line ends around them.
-
     Raises:
         SettingError: a header is none.
     """

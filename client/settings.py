@@ -257,9 +257,6 @@ def variations(
 
     The graphs share every node that no setting changes.
 
-    Args:
-        object_info: of GET /object_info, which says what types the inputs have.
-
     Raises:
         SettingError: a key means no input or several, two mean the same one, a value does not fit
             its input, or there would be more than `MAX_JOBS` graphs.

@@ -57,7 +57,6 @@ def plan_jobs(
     """Returns the jobs of a workflow, each graph once, and how many equal ones were left out.
 
     Args:
-        folder: of the workflow file.
         say: gets a line for each image outside it that the file itself names.
 
     Raises:
@@ -113,14 +112,7 @@ def labels(chosen: Sequence[Mapping[str, Any]]) -> list[str]:
 
 @dataclass(frozen=True)
 class SubmitRequest:
-    """What was asked for.
-
-    Attributes:
-        settings: as they are typed after --set.
-        again: run jobs that are done, too.
-        wait: seconds to wait for a first server; None for none, and `WAIT_SECONDS` for lost ones.
-        most: bytes that a file of a server may have.
-    """
+    """What was asked for."""
 
     workflow: Path
     output: Path
@@ -128,6 +120,7 @@ class SubmitRequest:
     server_file: Path | None = None
     settings: Sequence[str] = ()
     headers: Mapping[str, str] | None = None
+    # Seconds to wait for a first server; None for none, and `WAIT_SECONDS` for lost ones.
     wait: float | None = None
     resume: bool = False
     again: bool = False

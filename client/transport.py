@@ -164,10 +164,6 @@ class Transport:
     Args:
         headers: sent with every request; of names that differ in case the last one counts.
         wait: seconds to go on trying after a failure; none where nothing listens.
-        notify: gets one line when the server is waited for, and when it is back.
-
-    Attributes:
-        breaks: how often a request found no server: a restart cannot hide from it.
     """
 
     def __init__(
@@ -179,7 +175,7 @@ class Transport:
         notify: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.address = address
-        self.breaks = 0
+        self.breaks = 0  # how often a request found no server: a restart cannot hide from it
         self._wait = wait
         self._notify = notify
         self._answered = False

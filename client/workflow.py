@@ -451,20 +451,13 @@ def _loaders(graph: Graph) -> Iterator[Mapping[str, Any]]:
 
 @dataclass(frozen=True)
 class NodeInput:
-    """One input.
+    """One input."""
 
-    Attributes:
-        kind: `INT`, `FLOAT`, `BOOLEAN`, `STRING`, `COMBO`, or the type of a socket.
-        rules: what object_info says besides the type: `min`, `max`, `step`, `image_upload` ...
-        closed: whether the server takes nothing but what is listed in `choices`.
-        opens: whether what it is set to decides which other inputs the node has.
-    """
-
-    kind: str
+    kind: str  # `INT`, `FLOAT`, `BOOLEAN`, `STRING`, `COMBO`, or the type of a socket
     rules: Mapping[str, Any] = field(default_factory=dict)
     choices: tuple[Any, ...] = ()
-    closed: bool = False
-    opens: bool = False
+    closed: bool = False  # whether the server takes nothing but what is listed in `choices`
+    opens: bool = False  # whether what it is set to decides which other inputs the node has
 
 
 def node_inputs(

@@ -24,34 +24,26 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ModelKind:
-    """Holds ComfyUI's classes of a family, and how they are read and run.
-
-    Attributes:
-        base: Of `comfy.model_base`.
-        transformer: Of its `diffusion_model`.
-        config: Of `comfy.supported_models`.
-        shape: Reads the sizes of a transformer's modules.
-        takes: Reads the width of text and the latent channels, whatever its blocks are.
-        settings: Reads what config.json says of a transformer and no tensor tells.
-        passes: Makes a `sample.forward.ComfyPass` of one call of the transformer.
-        timestep_zero: Tells whether a transformer has its references modulated as at timestep zero.
-        embed: Makes (transformer, timestep, like, additional_t_cond) what its blocks' modulation is
-            made of; None where all blocks share one.
-        add_negative: Adds a `sample.nag.NegativePrompt` to a call of a transformer; None where that
-            is unknown. Takes the transformer, its arguments by name, the prompt, the `Guidance`
-            and what is kept in a run, and gives the arguments that change.
-    """
+    """Holds ComfyUI's classes of a family, and how they are read and run."""
 
     family: Family
-    base: type
-    transformer: type
-    config: type
+    base: type  # of `comfy.model_base`
+    transformer: type  # of its `diffusion_model`
+    config: type  # of `comfy.supported_models`
     shape: Callable[[torch.nn.Module], TransformerShape]
+    # Reads the width of text and the latent channels, whatever its blocks are.
     takes: Callable[[torch.nn.Module], tuple[int, int]]
+    # Reads what config.json says of a transformer and no tensor tells.
     settings: Callable[[torch.nn.Module], dict[str, Any]]
-    passes: Callable[..., Any]
+    passes: Callable[..., Any]  # makes a `sample.forward.ComfyPass` of one call of the transformer
+    # Tells whether a transformer has its references modulated as at timestep zero.
     timestep_zero: Callable[[torch.nn.Module], bool] = lambda transformer: False
+    # Makes (transformer, timestep, like, additional_t_cond) what its blocks' modulation is made of;
+    # None where all blocks share one.
     embed: Callable[..., torch.Tensor] | None = None
+    # Adds a `sample.nag.NegativePrompt` to a call of a transformer; None where that is unknown.
+    # Takes the transformer, its arguments by name, the prompt, the `Guidance` and what is kept in a
+    # run, and gives the arguments that change.
     add_negative: Callable[..., dict[str, Any]] | None = None
 
     def holds(self, transformer: object) -> bool:
@@ -127,26 +119,19 @@ def imported_code() -> list[str]:
 
 @dataclass(frozen=True)
 class VaeKind:
-    """Describes ComfyUI's class of a VAE.
+    """Describes ComfyUI's class of a VAE."""
 
-    Attributes:
-        takes: Tells whether a `first_stage_model` is one, of a class made of it too.
-        build: Makes one, of the dims and the {native name: shape} that a header tells.
-        shape: Reads the sizes of one.
-        other_layers: Says why its layers differ from those that this package computes; empty where
-            they do not.
-        up: Takes what is behind the decoder's middle apart.
-        layers: {class: what of `decode.fused.FusedLayers` computes it}.
-        strips: Says why ComfyUI's own way stays where our layers do not run; empty where tiles of
-            its layers are exact.
-    """
-
+    # Tells whether a `first_stage_model` is one, of a class made of it too.
     takes: Callable[[Any], bool]
+    # Makes one, of the dims and the {native name: shape} that a header tells.
     build: Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]]], torch.nn.Module]
     shape: Callable[[Any], VaeShape]
+    # Says why its layers differ from those that this package computes; empty where they do not.
     other_layers: Callable[[Any], str]
-    up: Callable[[Any], list[torch.nn.Module]]
-    layers: Mapping[type, str]
+    up: Callable[[Any], list[torch.nn.Module]]  # takes what is behind the decoder's middle apart
+    layers: Mapping[type, str]  # {class: what of `decode.fused.FusedLayers` computes it}
+    # Says why ComfyUI's own way stays where our layers do not run; empty where tiles of its layers
+    # are exact.
     strips: str = ""
 
 

@@ -70,13 +70,10 @@ BLOCK_GEMMS = DOUBLE_STREAM.gemms
 
 @dataclass(frozen=True)
 class QwenImageShape(TransformerShape):
-    """Holds the sizes of a Qwen-Image transformer: diffusers' `QwenImageTransformer2DModel`.
-
-    Args:
-        addition_t_cond: whether there is the second time embedding of Qwen-Image-Layered.
-    """
+    """Holds the sizes of a Qwen-Image transformer: diffusers' `QwenImageTransformer2DModel`."""
 
     patch = 2
+    # Whether there is the second time embedding of Qwen-Image-Layered.
     addition_t_cond: bool = False
 
     @property

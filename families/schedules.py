@@ -68,30 +68,23 @@ def _shifted(sigmas: Iterable[float], shift: float) -> list[float]:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Describes a schedule of sigmas.
-
-    Attributes:
-        name: As nodes and command take it.
-        source: Where its sigmas are published; as the card states, where it is a model's page.
-        nodes: Its sigmas before they are shifted, without the last 0; empty for any number.
-        shift: At every size; None grows with the size, as `shift_of` says.
-        trained: What has to be loaded for it, in words; empty for every model of the family. It is
-            published for CFG 1 and, of a LoRA, for strength 1.
-        named: What the names of its published files have, in the form of `plain_name`; empty for
-            a second schedule of the same files.
-        outside: What its LoRA changes outside the blocks, layers in order; a pattern. Empty where
-            other LoRAs change the same.
-        ranks: Of its LoRA's layers, at least; empty where they do not tell it.
-    """
+    """Describes a schedule of sigmas."""
 
     name: str
     source: str
+    # Its sigmas before they are shifted, without the last 0; empty for any number.
     nodes: tuple[float, ...] = ()
-    shift: float | None = None
+    shift: float | None = None  # at every size; None grows with the size, as `shift_of` says
+    # What has to be loaded for it, in words; empty for every model of the family. It is published
+    # for CFG 1 and, of a LoRA, for strength 1.
     trained: str = ""
+    # What the names of its published files have, in the form of `plain_name`; empty for a second
+    # schedule of the same files.
     named: str = ""
+    # What its LoRA changes outside the blocks, layers in order; a pattern. Empty where other LoRAs
+    # change the same.
     outside: str = ""
-    ranks: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()  # of its LoRA's layers, at least; empty where they do not tell it
 
     def steps(self, asked: int | None, usual: int) -> int:
         """Returns its number of steps, else those that are asked for, else the `usual`.

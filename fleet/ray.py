@@ -74,9 +74,6 @@ def run_ray_fleet(
 
     Args:
         address: of the cluster: "auto", "host:6379" or "ray://host:10001".
-        count: servers; None for one on each card.
-        port: the first that a server tries on its machine.
-        cpu: whether the servers use no card.
         open_: whether they listen on the addresses of their machines, without a password; else on
             127.0.0.1, which takes a cluster of one machine.
 
@@ -127,13 +124,7 @@ def run_ray_fleet(
 
 
 class RayFleet:
-    """The actors of a fleet, and what they said last.
-
-    Args:
-        ray: the module, connected.
-        file: for their states.
-        notify: is told that the cluster is lost.
-    """
+    """The actors of a fleet, and what they said last."""
 
     def __init__(self, ray: Any, file: StateFile, notify: Callable[[str], None]) -> None:
         self.file = file

@@ -72,24 +72,16 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 @dataclass(frozen=True)
 class ServerPlan:
-    """What the servers of a fleet have in common.
-
-    Attributes:
-        python: that has ComfyUI's requirements.
-        folder: for logs, outputs and temporary files.
-        arguments: more of ComfyUI's command line.
-        warm_up: a workflow in API form, run before the server is ready; None for none.
-        settings: of the warm-up, as after `submit --set`.
-        drain: seconds to wait for a server's jobs before it is stopped.
-    """
+    """What the servers of a fleet have in common."""
 
     comfyui: Path
     python: Path
     folder: Path
     arguments: Sequence[str] = ()
+    # A workflow in API form, run before the server is ready; None for none.
     warm_up: Path | None = None
     settings: Sequence[str] = ()
-    drain: float = 600.0
+    drain: float = 600.0  # seconds to wait for a server's jobs before it is stopped
 
     def command(self, port: int, card: str) -> list[str]:
         """Writes ComfyUI's for a card: an index, "cpu", or empty for what the environment shows."""
@@ -118,17 +110,7 @@ class ServerPlan:
 
 
 class FleetServer:
-    """Keeps one server running, in a thread of its own.
-
-    Args:
-        host: under which the server is reached.
-        changed: called whenever `state` has changed.
-
-    Attributes:
-        state: for servers.json.
-        stopping: set to drain the server and end the thread.
-        hurry: set to end without draining.
-    """
+    """Keeps one server running, in a thread of its own."""
 
     def __init__(
         self,
@@ -139,6 +121,8 @@ class FleetServer:
         host: str = "127.0.0.1",
         changed: Callable[[], None] = lambda: None,
     ) -> None:
+        # stopping: set to drain the server and end the thread.
+        # hurry: set to end without draining.
         self.stopping, self.hurry = threading.Event(), threading.Event()
         self._plan, self._port = plan, port
         self._changed = changed

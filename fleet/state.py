@@ -40,17 +40,10 @@ HISTORY = 100
 
 @dataclass
 class ServerState:
-    """One server.
-
-    Attributes:
-        card: the index of its card, or "cpu".
-        boot: another one at each start of the process.
-        log: path of what it prints.
-        error: why it is not ready; empty while nothing is wrong.
-    """
+    """One server."""
 
     url: str
-    card: str
+    card: str  # the index of its card, or "cpu"
     state: str = STARTING
     boot: str = ""
     pid: int = 0
@@ -62,9 +55,6 @@ class ServerState:
 
 class StateFile:
     """Writes servers.json, whole or not at all, and tells what changed; one fleet a folder.
-
-    Args:
-        notify: gets a line for each change.
 
     Raises:
         SettingError: another fleet uses the folder, or nothing can be written there.
@@ -167,18 +157,12 @@ def read_states(path: Path) -> list[ServerState]:
 
 @dataclass
 class ServerStatus:
-    """One row.
-
-    Attributes:
-        job: id of the prompt that runs; empty when none does.
-        waiting: prompts in its queue.
-        images_per_hour: of the last hour, or of the time since the oldest prompt in the history.
-        failures: prompts that failed in that time.
-    """
+    """One row."""
 
     server: ServerState
     job: str = ""
     waiting: int = 0
+    # Of the last hour, or of the time since the oldest prompt in the history.
     images_per_hour: float = 0.0
     failures: int = 0
 

@@ -130,10 +130,6 @@ def run_fleet(
 
     The first signal drains the servers, a second one ends them at once.
 
-    Args:
-        port: of the first server; the next ones count upwards.
-        notify: gets a line for each change.
-
     Returns:
         The exit code: 0 after a signal, 1 where no server can be started.
 

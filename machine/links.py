@@ -86,14 +86,8 @@ class Route:
     Whoever copies keeps the tensors alive until both cards have waited for the copy.
 
     Args:
-        source, target: Cards.
         peer: Whether they go from card to card; else through pinned system RAM, whose pieces
             overlap both ways.
-        operations: What CUDA does; tests replace it.
-
-    Attributes:
-        out, into: Its streams on the source and on the target, or one where it needs no more.
-        landed: The event of the last copy.
 
     Raises:
         UnavailableError: No system RAM can be pinned, or no driver answers.
@@ -254,23 +248,16 @@ Speeds = tuple[Speed, Speed]  # from the first card to the second, and back
 
 
 class Link:
-    """What joins two cards: the routes both ways, and what was found out of them.
-
-    Args:
-        first, second: Two cards of this machine with their indices.
-        operations: As of `Route`.
-
-    Attributes:
-        reason: Why copies go through pinned system RAM, in one clause; empty where they go from
-            card to card.
-        damaged: Whether a pattern did not come back as it was; it is not tried again.
-    """
+    """What joins two cards: the routes both ways, and what was found out of them."""
 
     def __init__(self, first: torch.device, second: torch.device, operations: Any = None) -> None:
         self.cards = first, second
         self._operations = operations or CardOperations()
         self._routes: dict[bool, tuple[Route, Route]] = {}  # by whether from card to card
         self._speeds: dict[bool, Speeds] = {}
+        # reason: why copies go through pinned system RAM, in one clause; empty where they go from
+        # card to card.
+        # damaged: whether a pattern did not come back as it was; it is not tried again.
         self.reason, self.damaged = "", False
 
     @property
@@ -315,11 +302,7 @@ class Link:
 
     @torch.inference_mode()
     def measure(self, peer: bool) -> Speeds | None:
-        """Measures both ways once; None where memory is short, and the next call tries again.
-
-        Args:
-            peer: Whether from card to card; else through pinned system RAM.
-        """
+        """Measures both ways once; None where memory is short, and the next call tries again."""
         if peer not in self._speeds:
             try:
                 self._speeds[peer] = self._measure(self._both(peer))
@@ -367,9 +350,6 @@ _links: dict[tuple[torch.device, torch.device], Link] = remembered({})
 
 def link_between(first: torch.device, second: torch.device, again: bool = False) -> Link:
     """Returns the one link that this process has of two cards, in either order.
-
-    Args:
-        again: Whether to verify it also where that was done before.
 
     Raises:
         RuntimeError: A card does not answer.

@@ -160,12 +160,7 @@ def check_system_disk() -> Capability:
 
 
 def check_model_disk(folder: Path, more: Iterable[Path] = ()) -> Capability:
-    """Checks what is free and what is already there of the disk of models, against `MODEL_DISK`.
-
-    Args:
-        folder: Where models live; it need not exist yet.
-        more: Other folders of models, on this disk or another.
-    """
+    """Checks what is free and what is already there of the disk of models, against `MODEL_DISK`."""
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     free = shutil.disk_usage(existing).free
     there = sum(map(qwen_bytes, {folder, *more}))

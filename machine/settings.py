@@ -26,15 +26,9 @@ NAME, VERSION = "qwen-l40s.json", 1
 
 @dataclass(frozen=True)
 class Settings:
-    """Holds what a user sets once for a machine; empty is the default.
+    """Holds what a user sets once for a machine; empty is the default."""
 
-    Attributes:
-        cache: the folder for measurements; `~` is the user's, and a relative one lies beside the
-            file.
-        attention: a backend, for "auto".
-        gemm_fp8, gemm_int8: a backend of these products.
-    """
-
+    # The folder for measurements; `~` is the user's, and a relative one lies beside the file.
     cache: str = ""
     attention: str = ""
     gemm_fp8: str = ""

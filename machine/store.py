@@ -63,12 +63,7 @@ def known_cards(path: Path | None = None) -> dict[str, Card]:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The rates of one card with one driver and torch.
-
-    Attributes:
-        card: As the driver calls it.
-        date: Of the measurement, ISO 8601.
-    """
+    """The rates of one card with one driver and torch."""
 
     card: str
     driver: str
@@ -105,11 +100,7 @@ def read_calibrations(folder: Path) -> list[Calibration]:
 
 
 def with_calibration(folder: Path, new: Calibration) -> str:
-    """Writes the folder's file anew, with a measurement instead of an older one of its kind.
-
-    Returns:
-        The text.
-    """
+    """Writes the folder's file anew, with a measurement instead of an older one of its kind."""
     others = [
         entry
         for entry in read_calibrations(folder)

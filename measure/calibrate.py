@@ -80,10 +80,6 @@ def calibrate(
 ) -> tuple[Calibration, dict[str, Verdict]]:
     """Measures everything.
 
-    Args:
-        device: A card, or the CPU to try it.
-        say: Called with what is measured next.
-
     Returns:
         The rates, and {precision or `GRAPH`: why it is not among them}.
 

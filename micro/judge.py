@@ -120,7 +120,6 @@ def adherence(image: Image.Image | np.ndarray, scene: Scene) -> Adherence:
 
     Args:
         image: PIL image, or uint8 / float array (H, W, 3) in 0..255.
-        scene: the scene, as `parse_prompt` reads it.
     """
     pixels = np.asarray(
         image.convert("RGB") if isinstance(image, Image.Image) else image, dtype=np.float32

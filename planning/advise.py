@@ -30,16 +30,11 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Offer:
-    """A card at a price.
-
-    Args:
-        found: of the request on it.
-        price: the listed one; None where it is the user's own.
-    """
+    """A card at a price."""
 
     found: Estimate
     usd_per_hour: float
-    price: Price | None = None
+    price: Price | None = None  # the listed one; None where it is the user's own
 
     @property
     def name(self) -> str:
@@ -69,11 +64,6 @@ class Offer:
 @dataclass(frozen=True)
 class Advice:
     """Cards for a load.
-
-    Args:
-        offers: of the cards that have a price and run it.
-        unpriced: names of cards that would run it and have no price.
-        refused: {name of a card that cannot run it: why}.
 
     Raises:
         SettingError: the load is not a finite number above 0, or beyond `LOADS`.
@@ -130,7 +120,6 @@ def advise(
     Args:
         own_prices: {card's name: USD an hour} over those of the list, of which the cheapest on
             demand counts.
-        calibration_of: gives what was measured on a card, or None.
 
     Raises:
         SettingError: a price is negative or no number, or the load is none.
@@ -211,28 +200,16 @@ CFG_SPLIT = Range(1.78, 1.88)
 
 @dataclass(frozen=True)
 class Together:
-    """One image on several cards of one kind, and many images on as many servers.
-
-    Attributes:
-        cards: How many.
-        links: Bytes a second each way: the least, the likely and the most.
-        assumed: Whether nobody has given the link.
-        prompts: How many are computed at once, each on its own cards: 2 with CFG.
-        refusal: Why one card computes a pass whatever it gains, in one clause; else empty.
-        likely: A pass at the likely link and the slowest of each card; None where one computes it.
-        gain: How many times as fast as one card the cards of a pass are, over all links.
-        alone: Seconds of an image on one card.
-        together: On all of them.
-        first_bytes, other_bytes: The most on the first card, and on each other one.
-    """
+    """One image on several cards of one kind, and many images on as many servers."""
 
     cards: int
-    links: tuple[float, float, float]
+    links: tuple[float, float, float]  # bytes a second each way: the least, the likely and the most
     assumed: bool
-    prompts: int
-    refusal: str
+    prompts: int  # how many are computed at once, each on its own cards: 2 with CFG
+    refusal: str  # why one card computes a pass whatever it gains, in one clause; else empty
+    # A pass at the likely link and the slowest of each card; None where one computes it.
     likely: SplitCost | None
-    gain: Range
+    gain: Range  # how many times as fast as one card the cards of a pass are, over all links
     alone: Range
     together: Range
     first_bytes: int

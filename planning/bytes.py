@@ -21,18 +21,11 @@ BF16, FP32 = 2, 4
 
 @dataclass(frozen=True)
 class WeightBytes:
-    """Holds what a loaded transformer takes, allocator rounding (512 bytes a tensor) left out.
+    """Holds what a loaded transformer takes, allocator rounding (512 bytes a tensor) left out."""
 
-    Args:
-        gemm: weight matrices of the layers that may be quantized.
-        modulation: weights and biases of `img_mod` and `txt_mod`, never quantized.
-        rest: everything else, with the biases of the quantizable layers.
-        scales: fp32 scales, one for each output row of a quantized layer.
-    """
-
-    gemm: int
-    modulation: int
-    rest: int
+    gemm: int  # weight matrices of the layers that may be quantized
+    modulation: int  # weights and biases of `img_mod` and `txt_mod`, never quantized
+    rest: int  # everything else, with the biases of the quantizable layers
     scales: int
 
     @property
@@ -118,14 +111,9 @@ GRAPH_WORKSPACES = 2 * 32 * MIB
 
 
 class StepBytes(NamedTuple):
-    """Activations of one forward pass at its worst moment.
+    """Activations of one forward pass at its worst moment."""
 
-    Attributes:
-        first: Of the first step, which compares a block with the host's.
-        later: Of every other one.
-    """
-
-    first: int
+    first: int  # of the first step, which compares a block with the host's
     later: int
 
     @property
@@ -349,11 +337,7 @@ PATCHES_PER_TOKEN = 4
 
 
 def text_encoder_bytes(request: RunRequest, precision: str) -> int:
-    """Counts the encoder's weights as loaded; fp8 and int8 are the language model's linears alone.
-
-    Args:
-        precision: bf16, fp8, int8 or w4a8. True sizes in `request.parts` stand above it.
-    """
+    """Counts the encoder's weights as loaded; in fp8 and int8 the language model's linears."""
     known = request.parts.text_encoder_bytes
     return encoder_bytes(request.member.text_encoder, precision) if known is None else known
 

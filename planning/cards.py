@@ -24,17 +24,12 @@ LEAST_SHOWN = 0.9
 
 @dataclass(frozen=True)
 class Price:
-    """The price of an hour of one card.
-
-    Attributes:
-        kind: "on demand", "from" (the lowest that a provider announces for it on demand), "spot",
-            "serverless" or "community" (somebody else's machine).
-        date: of the offer, year-month-day, or "undated".
-        source: where it was published.
-    """
+    """The price of an hour of one card."""
 
     usd_per_hour: float
     provider: str
+    # "on demand", "from" (the lowest that a provider announces for it on demand), "spot",
+    # "serverless" or "community" (somebody else's machine).
     kind: str
     date: str
     source: str
@@ -42,37 +37,26 @@ class Price:
 
 @dataclass(frozen=True)
 class Card:
-    """One kind of card.
-
-    Attributes:
-        also: other names, the driver's among them.
-        capability: compute capability, (8, 9) on an L40S.
-        memory_bytes: what CUDA shows (torch's `total_memory`), less than nvidia-smi's figure.
-        bandwidth: of its memory, bytes/s.
-        dense_flops: peak FLOP/s by precision: bf16 and fp8 with fp32 accumulation, int8, and fp32
-            outside the tensor cores; without structured sparsity. Absent where there is none.
-        pcie_bytes_per_second: what its lanes carry one way. Copies reach less: 86 % on an H200.
-        prices: of the list or of the user's own; may be empty.
-        source: where the figures are from.
-        changed: whether the user's own list has other figures, on which times depend, than the
-            bundled list.
-        limit_watts: the power limit that is set on this machine's card; 0 for its own.
-        no_int8: as of `CardFacts`.
-    """
+    """One kind of card."""
 
     name: str
     also: tuple[str, ...]
     architecture: str
-    capability: tuple[int, int]
-    memory_bytes: int
-    bandwidth: float
+    capability: tuple[int, int]  # compute capability, (8, 9) on an L40S
+    memory_bytes: int  # what CUDA shows (torch's `total_memory`), less than nvidia-smi's figure
+    bandwidth: float  # of its memory, bytes/s
     l2_bytes: int
+    # Peak FLOP/s by precision: bf16 and fp8 with fp32 accumulation, int8, and fp32 outside the
+    # tensor cores; without structured sparsity. Absent where there is none.
     dense_flops: Mapping[str, float]
+    # What its lanes carry one way. Copies reach less: 86 % on an H200.
     pcie_bytes_per_second: float
     tdp_watts: int
     prices: tuple[Price, ...]
     source: str
+    # Whether the user's own list has other figures, on which times depend, than the bundled list.
     changed: bool = field(default=False, kw_only=True)
+    # The power limit that is set on this machine's card; 0 for its own.
     limit_watts: int = field(default=0, kw_only=True)
     no_int8: str = field(default="", kw_only=True)
 
@@ -90,9 +74,6 @@ def find_card(name: str, cards: Mapping[str, Card], own_list: object = "cards.js
 
     A name may leave out what tells no model from another: "A6000", "4090". An RTX 5070 is no
     RTX 5070 Ti. The driver's names are known.
-
-    Args:
-        own_list: where the user may describe a card, for the message.
 
     Raises:
         SettingError: no card is named so, or several are; the message suggests the nearest.
@@ -189,13 +170,9 @@ def _nearest(wanted: Words, cards: Mapping[str, Card]) -> str:
 
 @dataclass(frozen=True)
 class UnlistedCard(Card):
-    """Name, memory and capability as the driver tells them; peaks, bandwidths and L2 are 0.
+    """Name, memory and capability as the driver tells them; peaks, bandwidths and L2 are 0."""
 
-    Attributes:
-        nearest: name of the listed card whose times are likely nearest.
-    """
-
-    nearest: str
+    nearest: str  # name of the listed card whose times are likely nearest
 
 
 def card_by_driver(facts: CardFacts, cards: Mapping[str, Card]) -> Card:

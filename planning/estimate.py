@@ -72,12 +72,7 @@ MOST_SIDE, MOST_ITEMS = 2048, 2
 
 
 def basis_within(basis: Basis, request: RunRequest, setting: Setting) -> Basis:
-    """Says what the times of a request in a setting rest on.
-
-    Args:
-        basis: of the card's rates.
-        setting: what the plan has settled.
-    """
+    """Says what the times of a request in a setting rest on."""
     left_out = setting.precision in basis.left_out
     if basis.kind != "measured" or not (left_out or _beyond_the_runs(request, setting)):
         return basis
@@ -105,17 +100,12 @@ def _beyond_the_runs(request: RunRequest, setting: Setting) -> bool:
 
 
 class RunTimes(NamedTuple):
-    """How long an option's run takes, each from the fastest to the slowest that is to be expected.
-
-    Attributes:
-        phases: {name: seconds} of the first run.
-        cold_start: From the start of ComfyUI until all weights are on the card, from an NVMe disk.
-        bound: What bounds a step at the slowest, `times.CARD` or `times.PROCESSOR`.
-    """
+    """How long an option's run takes, each from the fastest to the slowest to expect."""
 
     phases: Mapping[str, Range]
+    # From the start of ComfyUI until all weights are on the card, from an NVMe disk.
     cold_start: Range
-    bound: str
+    bound: str  # what bounds a step at the slowest, `times.CARD` or `times.PROCESSOR`
 
 
 def run_times(option: PlanOption, slow: Rates, fast: Rates) -> RunTimes:
@@ -185,33 +175,24 @@ def _bytes_of_turns(option: PlanOption) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Memory, time and cost of a request on a card.
-
-    Attributes:
-        options: All of the plan; everything here is of the first: the recommended one, or what the
-            request names.
-        files: {model file of the option: bytes}.
-        host_memory: {what it is for: bytes}.
-        ram_bytes: Of the machine; None where nobody said.
-        times: None, as all times below, on a card that is neither listed nor calibrated.
-        own_usd_per_hour: The user's own price; None for the list's.
-        calibration: What the times rest on where the card was measured; else None.
-        stock: {what ComfyUI without this package runs: a step of it}.
-        notes: Sentences of the caller's; `charts.text` has those of an estimate.
-        card_note: Why it is of this card, where the user's own cannot be it; empty elsewhere.
-    """
+    """Memory, time and cost of a request on a card."""
 
     card: Card
     request: RunRequest
+    # All of the plan; everything here is of the first: the recommended one, or what the request
+    # names.
     options: tuple[PlanOption, ...]
     files: Mapping[str, int]
     host_memory: Mapping[str, int]
     basis: Basis
+    # None, as all times below, on a card that is neither listed nor calibrated.
     times: RunTimes | None = None
-    own_usd_per_hour: float | None = None
+    own_usd_per_hour: float | None = None  # the user's own price; None for the list's
     calibration: Rates | None = None
+    # {what ComfyUI without this package runs: a step of it}.
     stock: Mapping[str, Range] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    # Why it is of this card, where the user's own cannot be it; empty elsewhere.
     card_note: str = ""
     ram_bytes: int | None = None
 
@@ -407,11 +388,7 @@ class Estimate:
 
 
 def check_price(usd_per_hour: Any) -> None:
-    """Refuses what is no price.
-
-    Raises:
-        SettingError: it is negative, infinite or no number.
-    """
+    """Refuses what is no price."""
     if not _is_finite(usd_per_hour) or usd_per_hour < 0:
         raise SettingError(
             f"usd_per_hour is {usd_per_hour!r}: give the price of one GPU in USD per hour, 0 or "
@@ -420,11 +397,7 @@ def check_price(usd_per_hour: Any) -> None:
 
 
 def check_positive(name: str, value: Any) -> None:
-    """Refuses what is no amount.
-
-    Raises:
-        SettingError: it is zero, negative, infinite or no number.
-    """
+    """Refuses what is no amount."""
     if not _is_finite(value) or value <= 0:
         raise SettingError(f"{name} is {value!r}: give a finite number above 0.")
 
@@ -451,7 +424,6 @@ def estimate(
     """Answers for the first setting of the plan.
 
     Args:
-        calibration: what `qwen-l40s bench --calibrate` measured on such a card.
         usd_per_hour: of one card; without it the lowest price on demand in the card's list.
         ram_bytes: the machine's system RAM; None asks for no verdict on it.
 

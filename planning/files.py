@@ -139,23 +139,14 @@ START = Range(12.6, 17.4)
 
 
 class Load(NamedTuple):
-    """The work of a load, in bytes.
+    """The work of a load, in bytes."""
 
-    Attributes:
-        read: Of the files that hold full precision.
-        read_quantized: Of the files that are quantized already.
-        quantized: In bf16, of the weights that are quantized on load.
-        brought: Of the transformer's weights that go to the card, in full precision.
-        brought_8_bits: Of those of a transformer in 8 bits, as loaded.
-        to_card: As loaded, of the others.
-    """
-
-    read: int
-    read_quantized: int = 0
-    quantized: int = 0
-    brought: int = 0
-    brought_8_bits: int = 0
-    to_card: int = 0
+    read: int  # of the files that hold full precision
+    read_quantized: int = 0  # of the files that are quantized already
+    quantized: int = 0  # in bf16, of the weights that are quantized on load
+    brought: int = 0  # of the transformer's weights that go to the card, in full precision
+    brought_8_bits: int = 0  # of those of a transformer in 8 bits, as loaded
+    to_card: int = 0  # as loaded, of the others
 
 
 def load_of(option: PlanOption) -> Load:

@@ -41,31 +41,21 @@ MOST = 4096  # of everything that is counted
 
 @dataclass(frozen=True)
 class Option:
-    """One option of a request.
-
-    Attributes:
-        name: of a node's input.
-        default: its type is the option's.
-        help: the tooltip and the text of `--help`.
-        choices: of a text.
-        least, most, step: of a number; no step is the type's own.
-        wired: what a node with sockets adds: what a connected part changes.
-        flag: of the command line; None where it has none, empty for `--name`.
-        rare: whether few people change it.
-        added: whether it came later. Nodes have it last and optional, because saved graphs hold
-            the values of widgets by their places.
-    """
+    """One option of a request."""
 
     name: str
-    default: Any
+    default: Any  # its type is the option's
     help: str
     choices: tuple[str, ...] = ()
+    # least, most, step: of a number; no step is the type's own.
     least: float = 0
     most: float = MOST
     step: float | None = None
-    wired: str = ""
-    flag: str | None = ""
+    wired: str = ""  # what a node with sockets adds: what a connected part changes
+    flag: str | None = ""  # of the command line; None where it has none, empty for `--name`
     rare: bool = False
+    # Whether it came later. Nodes have it last and optional, because saved graphs hold the values
+    # of widgets by their places.
     added: bool = False
 
 
@@ -252,17 +242,11 @@ OPTIONS = (
 
 @dataclass(frozen=True)
 class Older:
-    """What a setting was called in an earlier release.
-
-    Attributes:
-        name: of the input.
-        values: {older value: the value of today}.
-        flag: of the command line; None where it had none.
-    """
+    """What a setting was called in an earlier release."""
 
     name: str
-    values: Mapping[str, str] = field(default_factory=dict)
-    flag: str | None = None
+    values: Mapping[str, str] = field(default_factory=dict)  # {older value: the value of today}
+    flag: str | None = None  # of the command line; None where it had none
 
 
 # {name of today: what it was before}, for nodes, command line and page. A node that has one of them

@@ -55,23 +55,14 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True)
 class Phase:
-    """The card at the worst moment of one phase, in bytes.
-
-    Attributes:
-        name: One of `PHASES`.
-        weights: Of the part that works: text encoder, modulation on its way, transformer, VAE.
-        activations: Tensors that come and go.
-        workspace: What GEMMs and convolutions take besides them, and the allocator's rounding.
-        context: The CUDA context, kernels, cuBLAS and cuDNN.
-        resident: {what else stays in VRAM: bytes}.
-    """
+    """The card at the worst moment of one phase, in bytes."""
 
     name: str
-    weights: int
+    weights: int  # of the part that works: text encoder, modulation on its way, transformer, VAE
     activations: int
-    workspace: int
+    workspace: int  # what GEMMs and convolutions take besides them, and the allocator's rounding
     context: int
-    resident: Mapping[str, int] = field(default_factory=dict)
+    resident: Mapping[str, int] = field(default_factory=dict)  # {what else stays in VRAM: bytes}
     seconds: Range | None = None
 
     @property
@@ -150,7 +141,6 @@ def phases(
     """Counts every phase of a run by name, in order; their `seconds` are left open.
 
     Args:
-        request: what is run.
         setting: how. Where it is resident, all is there that is to stay, whether it fits or not;
             where not, what really is on the card: the rest is moved to it when its turn comes.
         card_bytes: what CUDA shows of the card; by it the decoder plans its tiles. None where

@@ -59,29 +59,20 @@ def auto_precision(card: CardFacts | None) -> str:
 def left_as_stored(requested: str, needed: int, room: int) -> bool:
     """Tells whether `auto` takes a file as it is, because system RAM has no room for what a load
     rounds.
-
-    Args:
-        requested: a precision, or `AUTO`.
-        needed: bytes of system RAM that the load takes.
-        room: bytes that there are.
     """
     return requested == AUTO and needed > room
 
 
 @dataclass(frozen=True)
 class PlanOption:
-    """One way to run a request on a card.
-
-    Attributes:
-        request: What runs, with the transformer's sizes in the setting's precision.
-        setting: What the plan settles. Where it is not resident, the host moves what does not stay.
-        asked: What the plan is for, of which `request` and `setting` settle what is "auto".
-    """
+    """One way to run a request on a card."""
 
     card: CardFacts
-    request: RunRequest
+    request: RunRequest  # what runs, with the transformer's sizes in the setting's precision
+    # What the plan settles. Where it is not resident, the host moves what does not stay.
     setting: Setting
     recommended: bool = False
+    # What the plan is for, of which `request` and `setting` settle what is "auto".
     asked: Question | None = field(default=None, repr=False)
 
     @property
@@ -111,9 +102,6 @@ class PlanOption:
     def needs(self) -> Mapping[str, int]:
         """Counts {phase: bytes that the card would need for all to stay that is to}; CUDA graphs
         are given up before anything leaves.
-
-        Raises:
-            UnavailableError: as of `phases`.
         """
         stays = replace(self.setting, resident=True)
         sampling, total = self._steps["sampling"], self.card.total_bytes
@@ -356,7 +344,6 @@ def sized(
 
     Args:
         stored: the precision that the sizes in `request.parts` are of; None for the request's.
-        known_sizes: {precision: sizes} that stand above these.
     """
     known = (known_sizes or {}).get(precision)
     if known is None and stored is None:
@@ -392,10 +379,6 @@ def published_bytes(request: RunRequest, precision: str) -> TransformerBytes | N
 
 def check_tensor_cores(name: str, card: CardFacts, choices: tuple[str, ...]) -> None:
     """Refuses a demand alone: weights that are quantized already save memory on any card.
-
-    Args:
-        name: a precision that was asked for by name.
-        choices: what else could be asked for.
 
     Raises:
         UnavailableError: the card does not multiply it.

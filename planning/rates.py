@@ -30,24 +30,16 @@ PUBLIC = Path(__file__).with_name("public.json")
 
 @dataclass(frozen=True)
 class Constants:
-    """How much of a card's dense peaks the programs reach, and what memory cannot be counted.
+    """How much of a card's dense peaks the programs reach, and what memory cannot be counted."""
 
-    Attributes:
-        gemm_bf16, gemm_fp8, gemm_int8: Of the precision's own peak.
-        attention: Of the bf16 peak.
-        bandwidth: Of the memory's.
-        convolution: Of the bf16 peak, in the VAE.
-        workspace: Bytes besides weights and activations while sampling.
-        context: Bytes of the CUDA context, kernels and libraries.
-    """
-
+    # gemm_bf16, gemm_fp8, gemm_int8: of the precision's own peak.
     gemm_bf16: float
     gemm_fp8: float
     gemm_int8: float
-    attention: float
+    attention: float  # of the bf16 peak
     bandwidth: float
-    convolution: float
-    workspace: float
+    convolution: float  # of the bf16 peak, in the VAE
+    workspace: float  # bytes besides weights and activations while sampling
     context: float
 
     def gemm(self, precision: str) -> float:
@@ -102,26 +94,19 @@ def _is_figure(value: object) -> bool:
 
 @dataclass(frozen=True)
 class CardClass:
-    """What cards of one kind reach, as (slowest, fastest) shares of their dense peaks.
-
-    Attributes:
-        source: Whose figures that comes from, with the date; empty where nobody has published one.
-        within: How far the measured card's constants are off; 0 where the shares below count.
-        gemm: By precision.
-        attention, convolution: Of the bf16 peak.
-        bandwidth: Of the memory's.
-        vae: Time of our VAE layers in that of ComfyUI's.
-        stock: {"int8", "fp8", "attention": time of ComfyUI's own kernels in that of ours}.
-    """
+    """What cards of one kind reach, as (slowest, fastest) shares of their dense peaks."""
 
     name: str
+    # Whose figures that comes from, with the date; empty where nobody has published one.
     source: str
-    within: float
+    within: float  # how far the measured card's constants are off; 0 where the shares below count
     gemm: Mapping[str, Sequence[float]]
+    # attention, convolution: of the bf16 peak.
     attention: Sequence[float]
     bandwidth: Sequence[float]
     convolution: Sequence[float]
-    vae: float
+    vae: float  # time of our VAE layers in that of ComfyUI's
+    # {"int8", "fp8", "attention": time of ComfyUI's own kernels in that of ours}.
     stock: Mapping[str, float]
 
 
@@ -194,17 +179,12 @@ MOST_OF_PEAK = 1.25
 
 @dataclass(frozen=True)
 class Launches:
-    """Holds the seconds that the CPU needs for a forward pass.
+    """Holds the seconds that the CPU needs for a forward pass."""
 
-    Attributes:
-        block: To launch one block kernel by kernel, by the precision of its weights.
-        graph: To replay all blocks as a CUDA graph.
-        host: For the host's code before and after the blocks.
-    """
-
+    # To launch one block kernel by kernel, by the precision of its weights.
     block: Mapping[str, float]
-    graph: float
-    host: float
+    graph: float  # to replay all blocks as a CUDA graph
+    host: float  # for the host's code before and after the blocks
 
     def seconds(self, blocks: int, precision: str, *, graph: bool = False) -> float:
         return self.host + (self.graph if graph else blocks * self.block[precision])
@@ -217,47 +197,30 @@ LAUNCHES = Launches({"bf16": 0.00025, "fp8": 0.00028, "int8": 0.00017}, graph=0.
 
 @dataclass(frozen=True)
 class Rates:
-    """The rates that a card reaches, per second, and what its CPU launches.
+    """The rates that a card reaches, per second, and what its CPU launches."""
 
-    Attributes:
-        gemm: FLOP/s of the transformer's matrix products, by the precision of both operands; a
-            precision that the card's tensor cores do not multiply is absent.
-        attention: FLOP/s in bf16; in 8 bits after `attending`.
-        bandwidth: Bytes/s of its memory.
-        convolution: FLOP/s of the VAE's convolutions in bf16.
-        encoder: FLOP/s of matrix products in fp32, in which ComfyUI computes the text encoder.
-        pcie: Bytes/s from pinned system RAM.
-        launches: Of the machine that the card is in.
-        vae: Time of our VAE layers in that of ComfyUI's.
-        hides: Share of copies of weights that computing hides, or of computing where that is
-            shorter.
-    """
-
+    # FLOP/s of the transformer's matrix products, by the precision of both operands; a precision
+    # that the card's tensor cores do not multiply is absent.
     gemm: Mapping[str, float]
-    attention: float
+    attention: float  # FLOP/s in bf16; in 8 bits after `attending`
     bandwidth: float
-    convolution: float
-    encoder: float
-    pcie: float
+    convolution: float  # FLOP/s of the VAE's convolutions in bf16
+    encoder: float  # FLOP/s of matrix products in fp32, in which ComfyUI computes the text encoder
+    pcie: float  # bytes/s from pinned system RAM
     launches: Launches = LAUNCHES
-    vae: float = FUSED_VAE
+    vae: float = FUSED_VAE  # time of our VAE layers in that of ComfyUI's
+    # Share of copies of weights that computing hides, or of computing where that is shorter.
     hides: float = 1.0
 
 
 @dataclass(frozen=True)
 class Basis:
-    """The basis of times: measured or predicted.
+    """The basis of times: measured or predicted."""
 
-    Attributes:
-        kind: "measured" on this card, "predicted", or "unknown" where there are no times.
-        text: For the user.
-        origin: Where measured rates are from, in words; empty where none are.
-        left_out: Precisions whose rate is predicted although the others were measured.
-    """
-
-    kind: str
+    kind: str  # "measured" on this card, "predicted", or "unknown" where there are no times
     text: str
-    origin: str = ""
+    origin: str = ""  # where measured rates are from, in words; empty where none are
+    # Precisions whose rate is predicted although the others were measured.
     left_out: tuple[str, ...] = ()
 
 

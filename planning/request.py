@@ -46,15 +46,12 @@ MOST_PIXELS = 2**20
 
 @dataclass(frozen=True)
 class Loras:
-    """LoRAs on a transformer.
-
-    Args:
-        mode: "merge" into the weights, "bypass": computed beside them in each step, or "auto":
-            bypass beside quantized weights, which a merge would round once more.
-    """
+    """LoRAs on a transformer."""
 
     count: int = 0
     rank: int = 32
+    # "merge" into the weights, "bypass": computed beside them in each step, or "auto": bypass
+    # beside quantized weights, which a merge would round once more.
     mode: str = "auto"
 
     def beside(self, precision: str) -> int:
@@ -66,34 +63,25 @@ class Loras:
 
 @dataclass(frozen=True)
 class Parts:
-    """The true sizes of parts that the user has; None is what the published model has.
-
-    Args:
-        transformer_bytes: of all its weights as loaded, modulation among them.
-        modulation_bytes: of its modulation as loaded.
-        text_encoder_bytes: of the text encoder as loaded.
-        vae_bytes: of its weights as loaded.
-        packed: (transformer_bytes, modulation_bytes) of a file in 4 or 6 bits whose weights stay
-            so where int8 does not fit in VRAM.
-        file_bytes: what their files take, as stored: pairs of `TRANSFORMER`, `TEXT_ENCODER` or
-            `VAE` and bytes; what is not named takes its size as loaded.
-        gguf: whether the transformer's file is GGUF, of which a load expands every weight.
-        converted: of another file, what a load decodes, converts or joins in system RAM.
-        kept: the precision of a quantized transformer that was left as it is; "" of others.
-        cast: whether fp8 was cast without scales, as which a file only stores its weights.
-    """
+    """The true sizes of parts that the user has; None is what the published model has."""
 
     transformer: TransformerShape | None = None
-    transformer_bytes: int | None = None
+    transformer_bytes: int | None = None  # of all its weights as loaded, modulation among them
     modulation_bytes: int | None = None
     text_encoder_bytes: int | None = None
     vae: VaeShape | None = None
     vae_bytes: int | None = None
+    # (transformer_bytes, modulation_bytes) of a file in 4 or 6 bits whose weights stay so where
+    # int8 does not fit in VRAM.
     packed: tuple[int, int] | None = None
+    # What their files take, as stored: pairs of `TRANSFORMER`, `TEXT_ENCODER` or `VAE` and bytes;
+    # what is not named takes its size as loaded.
     file_bytes: tuple[tuple[str, int], ...] = ()
+    # Whether the transformer's file is GGUF, of which a load expands every weight.
     gguf: bool = False
-    converted: int = 0
-    kept: str = ""
+    converted: int = 0  # of another file, what a load decodes, converts or joins in system RAM
+    kept: str = ""  # the precision of a quantized transformer that was left as it is; "" of others
+    # Whether fp8 was cast without scales, as which a file only stores its weights.
     cast: bool = False
 
     @property
@@ -103,12 +91,7 @@ class Parts:
 
 
 class OtherModel(NamedTuple):
-    """A model that stays in VRAM beside the one that runs, with its text encoder and VAE.
-
-    Attributes:
-        family: A name in `families.registry.members`.
-        precision: Of its transformer: bf16, fp8 or int8.
-    """
+    """A model that stays in VRAM beside the one that runs, with its text encoder and VAE."""
 
     family: str
     precision: str
@@ -118,54 +101,38 @@ class OtherModel(NamedTuple):
 class RunRequest:
     """A run to plan. "auto" and 0 tiles leave a choice to the plan.
 
-    Args:
-        family: a name in `families.registry.members`.
-        precision: of the transformer, one of `PRECISIONS`.
-        width, height: pixels, divisible by 16; None is the family's side.
-        batch: images that are sampled together.
-        steps: of the sampler, each with one forward pass, or two with `cfg`; None is the family's.
-        cfg: one of `CFG_MODES`; "auto" is the family's.
-        references: reference images, of one megapixel each.
-        layers: that Layered generates besides the whole image; None is the family's.
-        text_tokens: of the longest prompt, without what references add.
-        nag_tokens: of the negative prompt of NAG, likewise; 0 without NAG.
-        modulation: where a third of the transformer waits, one of `spec.transformer.PLACES`.
-        text_encoder: the precision of its file, one of `TEXT_ENCODER_PRECISIONS`; "auto" chooses
-            among those that are published.
-        text_encoder_place: one of `TEXT_ENCODER_PLACEMENTS`; "auto" chooses for the shortest
-            encoding of a new prompt.
-        controlnet_bytes: of the weights of a ControlNet that runs in each step; 0 for none.
-        others: models that stay in VRAM beside it.
-        tiles: of the VAE: 0 leaves it to the plan, 1 is whole, more are at least so many.
-        cache: the step cache, one of `step_cache.CHOICES`; "custom" needs `computed`.
-        computed: of the steps, those that call the transformer; 0 counts them from `cache`.
-        attention: one of `ATTENTIONS`; "fast" with its default bound, which allows "kitchen_int8".
-        parts: true sizes of the user's files.
-
     Raises:
         SettingError: a setting breaks its rule or contradicts another; the message names both.
     """
 
-    family: str = "qwen-image"
+    family: str = "qwen-image"  # a name in `families.registry.members`
     precision: str = "auto"
+    # width, height: pixels, divisible by 16; None is the family's side.
     width: int | None = 1328
     height: int | None = 1328
     batch: int = 1
+    # Of the sampler, each with one forward pass, or two with `cfg`; None is the family's.
     steps: int | None = 20
     cfg: str = "two passes"
-    references: int = 0
+    references: int = 0  # reference images, of one megapixel each
+    # That Layered generates besides the whole image; None is the family's.
     layers: int | None = None
-    text_tokens: int = 200
-    nag_tokens: int = 0
+    text_tokens: int = 200  # of the longest prompt, without what references add
+    nag_tokens: int = 0  # of the negative prompt of NAG, likewise; 0 without NAG
+    # Where a third of the transformer waits, one of `spec.transformer.PLACES`.
     modulation: str = "auto"
+    # The precision of its file, one of `TEXT_ENCODER_PRECISIONS`; "auto" chooses among those that
+    # are published.
     text_encoder: str = "auto"
+    # One of `TEXT_ENCODER_PLACEMENTS`; "auto" chooses for the shortest encoding of a new prompt.
     text_encoder_place: str = "auto"
     loras: Loras = Loras()
-    controlnet_bytes: int = 0
+    controlnet_bytes: int = 0  # of the weights of a ControlNet that runs in each step; 0 for none
     others: tuple[OtherModel, ...] = ()
-    tiles: int = 0
-    cache: str = OFF
-    computed: int = 0
+    tiles: int = 0  # of the VAE: 0 leaves it to the plan, 1 is whole, more are at least so many
+    cache: str = OFF  # the step cache, one of `step_cache.CHOICES`; "custom" needs `computed`
+    computed: int = 0  # of the steps, those that call the transformer; 0 counts them from `cache`
+    # One of `ATTENTIONS`; "fast" with its default bound, which allows "kitchen_int8".
     attention: str = EXACT
     parts: Parts = field(default_factory=Parts)
 
@@ -326,26 +293,17 @@ TEXT_PLACES = (ON_CARD, DROPPED, STREAMED, ON_PROCESSOR)
 
 @dataclass(frozen=True)
 class Setting:
-    """How a request is run; nothing in it is left to choose.
-
-    Args:
-        precision: of the transformer, one of `MULTIPLIED`.
-        modulation: "on card", or "off card", where a table stands in for its weights.
-        text_encoder: precision of the text encoder, one of `MULTIPLIED`, or `W4A8`.
-        text_encoder_place: one of `TEXT_PLACES`.
-        resident: False where the host has to move weights to the card and off it during a run.
-        weight_only: whether products in the precision do not run, so that weights are expanded to
-            bf16 one by one.
-        packed: whether weights stay in 4 or 6 bits, as `Parts.packed`, and are decoded one by one.
-        attention: "exact" or "kitchen_int8".
-    """
+    """How a request is run; nothing in it is left to choose."""
 
     precision: str = "bf16"
-    modulation: str = ON_CARD
+    modulation: str = ON_CARD  # "on card", or "off card", where a table stands in for its weights
     text_encoder: str = "bf16"
     text_encoder_place: str = ON_CARD
+    # False where the host has to move weights to the card and off it during a run.
     resident: bool = True
+    # Whether products in the precision do not run, so that weights are expanded to bf16 one by one.
     weight_only: bool = False
+    # Whether weights stay in 4 or 6 bits, as `Parts.packed`, and are decoded one by one.
     packed: bool = False
     attention: str = EXACT
 

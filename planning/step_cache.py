@@ -32,23 +32,17 @@ MOST_IN_A_ROW = 8
 class CacheSettings:
     """What a step cache may skip, and how it forecasts what it skips.
 
-    Args:
-        name: Of the preset, or `CUSTOM`.
-        budget: Most steps that are skipped, as a share of those beyond the tenth.
-        head, tail: Shares of all steps that are computed at the beginning and at the end.
-        longest: Most steps that are skipped in a row.
-        gain: Of the slope between the last two computed velocities; 0 holds the last.
-
     Raises:
         SettingError: A value is outside its range, or of another kind.
     """
 
     name: str = CUSTOM
-    budget: float = 0.6
+    budget: float = 0.6  # most steps that are skipped, as a share of those beyond the tenth
+    # head, tail: shares of all steps that are computed at the beginning and at the end.
     head: float = 0.16
     tail: float = 0.08
     longest: int = 2
-    gain: float = 0.5
+    gain: float = 0.5  # of the slope between the last two computed velocities; 0 holds the last
 
     def __post_init__(self) -> None:
         for name, least, most in (
@@ -88,15 +82,10 @@ def cache_settings(name: str) -> CacheSettings | None:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Which steps of a run are skipped.
-
-    Attributes:
-        skipped: Of each step, whether it is.
-        reason: Why none may be, in one clause; empty where some may.
-    """
+    """Which steps of a run are skipped."""
 
     skipped: tuple[bool, ...]
-    reason: str = ""
+    reason: str = ""  # why none may be, in one clause; empty where some may
 
     @property
     def steps(self) -> int:

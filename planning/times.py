@@ -74,7 +74,6 @@ def block_bytes(
     Args:
         expanded: whether the card does not multiply the precision, so that activations stay bf16
             and outputs of products are copied.
-        attention: as of `Setting`.
     """
     dim, block = work.shape.dim, work.shape.block
     narrow = precision in QUANTIZED and not expanded
@@ -151,13 +150,10 @@ def forward_times(
     to need as long for it as the card.
 
     Args:
-        precision: bf16, fp8 or int8, in which the weights are loaded.
         rates: after `attending`, where attention is in 8 bits.
         moved_bytes: of weights that the host brings to the card in each pass, because they do not
             all stay there.
         graph: whether the blocks replay a CUDA graph, as `request.replays_graph` predicts.
-        packed: whether weights are decoded one by one, as `Setting.packed`.
-        attention: as of `Setting`.
     """
     work, added = Pass.of(request), 0.0
     if beside := request.loras.beside(precision):
@@ -214,9 +210,6 @@ def sampling_seconds(
 def table_seconds(request: RunRequest, rates: Rates, modulation: str) -> float:
     """Predicts the modulation of a new schedule: one pass of the weights over the link where they
     are off the card, and one over the card's memory for each timestep.
-
-    Args:
-        modulation: "on card" or "off card".
     """
     weights = request.parts.modulation_bytes
     if weights is None:
@@ -327,15 +320,9 @@ def _controlnet_seconds(work: Pass, weights: int, rates: Rates) -> float:
 
 
 class StockFormat(NamedTuple):
-    """How stock ComfyUI runs a transformer.
+    """How stock ComfyUI runs a transformer."""
 
-    Attributes:
-        weights: The precision of all its weights, modulation among them.
-        products: The precision of its products.
-        attention: As of `Setting`.
-    """
-
-    weights: str
+    weights: str  # the precision of all its weights, modulation among them
     products: str
     attention: str = EXACT
 

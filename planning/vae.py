@@ -39,26 +39,16 @@ LEAST_ROOM = int(1.5 * GIB)
 
 @dataclass(frozen=True)
 class VaePlan:
-    """How a batch is decoded or encoded.
-
-    Attributes:
-        latent: Latent pixels of the whole, (height, width).
-        tiles: (rows, columns) of tiles.
-        middle_rows: Latent rows in one slice of the middle; all of them when it is not sliced.
-        batch: Items that run together.
-        peak_bytes: Predicted peak of activations on the card, with input and output.
-        reason: One clause for the user.
-        fits: Whether it keeps to its budget; else it has the smallest tiles, and `reason` is what
-            stops it.
-    """
+    """How a batch is decoded or encoded."""
 
     direction: Direction
-    latent: Size
-    tiles: Size
-    middle_rows: int
+    latent: Size  # latent pixels of the whole, (height, width)
+    tiles: Size  # (rows, columns) of tiles
+    middle_rows: int  # latent rows in one slice of the middle; all of them when it is not sliced
     batch: int
-    peak_bytes: int
+    peak_bytes: int  # predicted peak of activations on the card, with input and output
     reason: str
+    # Whether it keeps to its budget; else it has the smallest tiles, and `reason` is what stops it.
     fits: bool = True
 
     @property
@@ -240,10 +230,6 @@ def decode_plan(request: RunRequest, free: int | None, others: int = 0) -> VaePl
 
 def plan_in_room(planner: Planner, free: int, others: int) -> VaePlan:
     """Plans within what is free; else within the least room that does.
-
-    Args:
-        free: bytes that are free for what the plan counts.
-        others: bytes of other models' weights that could leave the card.
 
     Returns:
         A plan whose `peak_bytes` are more than `free` needs the host to move other models off the

@@ -216,7 +216,6 @@ def vae_seconds(
     """Predicts an image from or to system RAM, in ComfyUI's layers or a share of their time.
 
     Args:
-        latent: latent pixels, (height, width).
         tiles: as of `decode_seconds`; the middle runs whole.
     """
     rows, columns = in_pixels(shape, latent)
