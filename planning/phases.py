@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from ..errors import UnavailableError
 from ..families.registry import find_member
 from ..spec.formats import GIB, MIB
 from ..spec.transformer import ON_CARD, REFERENCE_SIDE
@@ -120,19 +119,10 @@ def within(phase: Phase, usable: int) -> Phase:
 # Counted for ComfyUI from the second image on, when every part that is to stay in VRAM is
 # there. The workspace and the CUDA context are the two figures that are measured and not counted.
 
-# Where `measured.json` gives none, on which the loaders' choice shall not depend: an H200's.
-WORKSPACE_BYTES, CONTEXT_BYTES = 0.05 * GIB, 0.74 * GIB
 # What ComfyUI leaves free on Linux (comfy.model_management.EXTRA_RESERVED_VRAM); Windows: 600 MiB.
 KEPT_FREE_BYTES = 400 * MIB
 # Modulation layers on the card while their weights pass it: one computes, one is on its way.
 LAYERS_ON_CARD = 2
-
-
-class Overhead(NamedTuple):
-    """Fitted bytes: workspaces while sampling, and the CUDA context."""
-
-    workspace: int
-    context: int
 
 
 def phases(
@@ -156,7 +146,8 @@ def phases(
 
 def steps(request: RunRequest, setting: Setting, card_bytes: int | None = None) -> dict[str, Phase]:
     """Counts the phases before decoding, as `phases`: no tiles have to be planned for them."""
-    overhead, place = _overhead(), setting.text_encoder_place
+    place, measured = setting.text_encoder_place, constants()
+    workspace, context = int(measured.workspace), int(measured.context)
     weights = transformer_bytes(request, setting)
     on_card = weights.total - (weights.modulation if setting.off_card else 0)
     text = text_encoder_bytes(request, setting.text_encoder)
@@ -173,7 +164,7 @@ def steps(request: RunRequest, setting: Setting, card_bytes: int | None = None) 
     usable = None if card_bytes is None else card_bytes - KEPT_FREE_BYTES
     moves = usable is not None and not setting.resident
     if moves:
-        room = usable - activations - sum(overhead) - sum(stays.values())
+        room = usable - activations - workspace - context - sum(stays.values())
         text_stays = min(text_stays, max(0, room - least_weights(request, on_card)))
         sampled = min(on_card, max(0, room - text_stays))
     stays["text encoder"] = text_stays
@@ -183,10 +174,10 @@ def steps(request: RunRequest, setting: Setting, card_bytes: int | None = None) 
         weights: int,
         activations: int,
         resident: Mapping[str, int],
-        workspace: int = overhead.workspace,
+        workspace: int = workspace,
     ) -> Phase:
         there = {part: count for part, count in resident.items() if count}
-        return Phase(name, weights, activations, workspace, overhead.context, there)
+        return Phase(name, weights, activations, workspace, context, there)
 
     # What passes while the modulation's table is filled, two layers at a time where it waits off
     # the card.
@@ -316,11 +307,3 @@ def _table_activations(request: RunRequest) -> int:
     # through a layer, and once more for the first layer's proof.
     dim, rows = request.transformer.dim, request.transformer.block.modulation_rows
     return input_bytes(request) + BF16 * table_rows(request) * dim * (1 + 3 * rows)
-
-
-def _overhead() -> Overhead:
-    try:
-        found = constants()
-    except UnavailableError:
-        return Overhead(int(WORKSPACE_BYTES), int(CONTEXT_BYTES))
-    return Overhead(int(found.workspace), int(found.context))

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..caches import cached
-from ..errors import SettingError, UnavailableError
+from ..errors import SettingError
 from ..spec.formats import KITCHEN_INT8, MULTIPLIED
 from .cards import Card, is_named
 from .request import EXACT
@@ -51,45 +51,14 @@ CONSTANT_NAMES = tuple(field.name for field in fields(Constants))
 
 @cached
 def measured() -> Mapping[str, Any]:
-    """Reads `measured.json`: conditions, constants, their errors, runs and loads.
-
-    Raises:
-        UnavailableError: the file is not there or damaged.
-    """
-    return _read(MEASURED)
-
-
-def _read(file: Path) -> Mapping[str, Any]:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(found, dict):
-            raise ValueError("no JSON object")
-    except (OSError, ValueError) as error:
-        raise UnavailableError(
-            f"{file.name} cannot be read ({error}), and estimates need it: install the package "
-            "again."
-        ) from error
-    return found
+    """Reads `measured.json`: conditions, constants, their errors, runs and loads."""
+    return json.loads(MEASURED.read_text(encoding="utf-8"))
 
 
 @cached
 def constants() -> Constants:
-    """Reads the fitted constants.
-
-    Raises:
-        UnavailableError: as `measured`; or a constant is missing.
-    """
-    found = measured().get("constants", {})
-    if missing := [name for name in CONSTANT_NAMES if not _is_figure(found.get(name))]:
-        raise UnavailableError(
-            f"{MEASURED.name} has no constant {missing[0]}: install the package again, or run "
-            "`python -m qwen_l40s.bench.fit` in a clone."
-        )
-    return Constants(**{name: float(found[name]) for name in CONSTANT_NAMES})
-
-
-def _is_figure(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
+    """Gives the fitted constants."""
+    return Constants(**measured()["constants"])
 
 
 @dataclass(frozen=True)
@@ -112,12 +81,8 @@ class CardClass:
 
 @cached
 def public() -> Mapping[str, Any]:
-    """Reads `public.json`: sources, figures, and classes of cards.
-
-    Raises:
-        UnavailableError: as `measured`.
-    """
-    return _read(PUBLIC)
+    """Reads `public.json`: sources, figures, and classes of cards."""
+    return json.loads(PUBLIC.read_text(encoding="utf-8"))
 
 
 def class_of(card: Card) -> CardClass:
@@ -233,7 +198,6 @@ def rates_of(card: Card, calibration: Rates | None = None) -> tuple[Rates, Rates
 
     Raises:
         SettingError: the user's list gives the card a peak far below what was measured on it.
-        UnavailableError: `measured.json` is damaged.
     """
     if calibration is not None:
         return _calibrated(card, calibration)
@@ -244,7 +208,9 @@ def rates_of(card: Card, calibration: Rates | None = None) -> tuple[Rates, Rates
     if here and not card.changed and worst == 1:
         rates = rates_by(found, card)
         origin = f"measured on an {conditions['card']} on {conditions['date']}"
-        return rates, rates, Basis("measured", f"{origin}{_accuracy()}", origin)
+        error = measured()["fit"]["test"]["step_worst"]
+        text = f"{origin}; for runs outside the fit, a step is within {error:.1%}"
+        return rates, rates, Basis("measured", text, origin)
     changed = " with the figures of your list" * (here and card.changed)
     text = f"predicted as a range: no {card.name}{changed} was measured"
     if kind.within:
@@ -359,8 +325,3 @@ def _predicted(card: Card, kind: CardClass, end: int) -> Rates:
         pcie=LINK[end] * card.pcie_bytes_per_second,
         vae=kind.vae,
     )
-
-
-def _accuracy() -> str:
-    error = measured().get("fit", {}).get("test", {}).get("step_worst")
-    return "" if error is None else f"; for runs outside the fit, a step is within {error:.1%}"
