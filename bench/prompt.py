@@ -96,9 +96,7 @@ def hold_all_but(free_gib: float | None) -> torch.Tensor | None:
 
 
 def _prompts(setup: BenchSetup, row: Row, repeats: int) -> Iterator[tuple[Inputs, str, float]]:
-    """Yields what prompts in a fresh server took: the first, the first of another size, those of a
-    new text, and others.
-    """
+    """Yields what prompts of a fresh server took: first ones, one of a new text, and others."""
     on_card, seeds = setup.device.type == "cuda", count(1)
     with tempfile.TemporaryDirectory() as folder:
         if on_card:

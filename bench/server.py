@@ -104,11 +104,7 @@ class ComfyUIServer:
             raise ComfyUIServerError(f"ComfyUI refuses the graph: {said}") from None
 
     def end(self, prompt: str) -> dict[str, Any]:
-        """Waits for a prompt's end; returns its entry in the history.
-
-        Raises:
-            ComfyUIServerError: it fails, the server ends, or it takes too long.
-        """
+        """Waits for a prompt; returns its entry in the history, or raises ComfyUIServerError."""
         deadline = time.monotonic() + PROMPT_SECONDS
         while not (entry := self.ask(f"/history/{prompt}").get(prompt)):
             self.check_alive()

@@ -88,11 +88,7 @@ def settings_of(choices: Mapping[str, Sequence[Any]], number: int) -> list[Setti
 
 
 def graph_of(setting: Setting, turn: int = 0) -> Graph:
-    """Makes the shared workflow of the micro model one of the setting.
-
-    Args:
-        turn: an input that the sampler passes over, and ComfyUI's cache does not: it samples again.
-    """
+    """Makes the micro model's workflow one of the setting; another `turn` samples it again."""
     nodes: Graph = json.loads(TEMPLATE.read_text(encoding="utf-8"))
     sample, (width, height) = nodes["sample"]["inputs"], setting["size"]
     lora, files = setting["model"]

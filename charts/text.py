@@ -84,9 +84,7 @@ SHOWN = {"bf16": "bf16 (most accurate)"}
 
 
 def estimate_text(estimate: Estimate, cards: Iterable[str] = ()) -> str:
-    """Says what `qwen-l40s estimate` prints and a node keeps behind its picture: the answer, then
-    what it rests on.
-    """
+    """Says what `estimate` prints and a node keeps: the answer, then what it rests on."""
     files = {**estimate.files, "software and outputs": SOFTWARE_BYTES}
     sizes = zip(files, adding_up([*files.values()]), strict=True)
     disk = f"{tenths(estimate.disk_bytes)} GiB: {', '.join(map(' '.join, sizes))}"
@@ -827,9 +825,7 @@ def cards_json(found: Together) -> dict[str, Any]:
 
 
 def advise_text(advice: Advice) -> str:
-    """Says what `qwen-l40s advise` prints and the node keeps behind its picture: the cheapest card
-    first, then all of them.
-    """
+    """Says what `advise` prints and a node keeps: the cheapest card, then all cards."""
     if not advice.offers:
         return "\n".join(["None of these GPUs has a price.", *_without_offer(advice)])
     blocks = [
@@ -847,9 +843,7 @@ def advise_text(advice: Advice) -> str:
 
 
 def advise_summary(advice: Advice) -> list[str]:
-    """Says what the node shows, in at most six lines: the cheapest card, what follows, and the
-    settings.
-    """
+    """Says what the node shows: the cheapest card, the next ones, and the settings."""
     if not advice.fitting:
         return ["Every GPU with a price needs offloading: choose a smaller size or batch."]
     load = advice.images_per_hour

@@ -212,9 +212,7 @@ def _model_checks(folders: Mapping[str, list[Path]]) -> Iterator[Capability]:
 
 
 def _model_files(folders: list[Path]) -> Iterator[Path]:
-    """Finds files and diffusers folders, sorted; follows links, as ComfyUI does. Of several parts
-    the first stands for all.
-    """
+    """Finds files and diffusers folders, sorted, also behind links; of parts the first."""
     for folder in dict.fromkeys(folders):
         for base, inside, names in os.walk(folder, followlinks=True):
             inside.sort()

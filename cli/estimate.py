@@ -167,9 +167,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _count_and_file(given: Sequence[str]) -> tuple[int, Path | None]:
-    """Returns (how many cards generate an image, the file of the user's own cards) of --cards,
-    which takes either; of each the last.
-    """
+    """Returns (how many cards, the file of the user's own) of --cards, of each the last."""
     count, file = 1, None
     for text in given:
         try:

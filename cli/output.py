@@ -55,12 +55,7 @@ def parse_size(text: str) -> tuple[int, int]:
 
 
 def check_png(option: str, path: str) -> None:
-    """Refuses, before a long computation, an image that could not be written.
-
-    Raises:
-        SettingError: the name does not end in .png, or is a folder.
-        UnavailableError: the folder cannot be written.
-    """
+    """Raises SettingError for a name but .png, UnavailableError where it cannot be written."""
     if not path.lower().endswith(".png"):
         raise SettingError(f"{option} is {path!r}, but must end in .png.")
     check_target(option, path)

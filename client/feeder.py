@@ -322,9 +322,7 @@ class Feeder:
         self._run.wake()
 
     async def _look(self, *, anew: bool = False) -> float:
-        """Looks at all jobs, which another process (`anew`) has forgotten; returns the seconds that
-        the server took to tell its queue.
-        """
+        """Looks at all jobs, and returns the seconds that the server took to tell its queue."""
         start, breaks = time.monotonic(), self._breaks
         queue = await self.server.queue()
         took = time.monotonic() - start

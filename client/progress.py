@@ -74,9 +74,7 @@ async def within(waiting: Coroutine[Any, Any, Any], seconds: float | None) -> No
 
 
 class Progress:
-    """Shows jobs and the running node: two bars on a terminal, else now and then a line; a
-    context manager.
-    """
+    """Shows jobs and the running node: two bars on a terminal, else now and then a line."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -122,11 +120,7 @@ class Progress:
             self._stream.write(printable(text, self._stream) + "\n")
 
     def show(self, *, done: int, total: int, failed: int, ahead: int) -> None:
-        """Shows the whole run.
-
-        Args:
-            ahead: prompts of others before the first of ours; 0 when one of ours runs.
-        """
+        """Shows the whole run; `ahead` are prompts of others before the first of ours."""
         facts = [f"{failed} failed"] * bool(failed)
         facts += [f"{ahead} ahead in the queue"] * bool(ahead)
         if self._jobs is not None:

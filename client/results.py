@@ -151,9 +151,7 @@ async def fetch(
 
 
 def fault_of(path: Path, suffix: str, size: int) -> str | None:
-    """Says why a file is not what its suffix (in small letters) says, by its first and last bytes;
-    None where it may be.
-    """
+    """Says by first and last bytes why a file is not what its suffix says; None if it may be."""
     if not size:
         return None if suffix in TEXTS else "is empty"
     with path.open("rb") as file:

@@ -100,9 +100,7 @@ class Run:
         self._progress.begin(len(jobs), done=done)
 
     def add(self, jobs: Iterable[Job]) -> None:
-        """Takes in jobs; those that are done by the journal have their results at once, unless a
-        model of theirs was replaced.
-        """
+        """Takes in jobs; those done by the journal have results, unless a model was replaced."""
         self._take(jobs)
         self._hand_over()
 
@@ -138,14 +136,7 @@ class Run:
             self._posted.setdefault(attempt.server, []).append((attempt, stray))
 
     async def reach(self, listed: list[Listed] | None, wait: float) -> dict[str, Takes]:
-        """Asks all servers what they are, until one answers, or for `wait` seconds.
-
-        Returns:
-            {server: what tells why it cannot run a job}, of those that answer.
-
-        Raises:
-            ServerError: none answered.
-        """
+        """Waits for a server; returns {server: why it refuses a job}, or raises ServerError."""
         give_up = time.monotonic() + wait
         while True:
             for each in listed or ():
@@ -314,14 +305,7 @@ class Run:
 
 
 def check_jobs(jobs: Sequence[Job], takes: Mapping[str, Takes]) -> list[str]:
-    """Checks that some server takes each job.
-
-    Returns:
-        A sentence for each server that does not take the first job while another does.
-
-    Raises:
-        SettingError: no server takes one of the jobs.
-    """
+    """Names servers that cannot run the first job; raises SettingError for a job of none."""
     for job in jobs:
         if all(why(job) for why in takes.values()):
             raise SettingError(next(iter(takes.values()))(job)["message"])

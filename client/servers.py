@@ -61,11 +61,7 @@ class Listed:
 
 @dataclass
 class ServerList:
-    """The servers that were named, and those of a file, which is read anew when it changes.
-
-    Raises:
-        SettingError: a header is none.
-    """
+    """The servers that were named, and those of a file, which is read anew when it changes."""
 
     addresses: Sequence[str] = ()
     file: Path | None = None
@@ -80,11 +76,7 @@ class ServerList:
                 raise SettingError('a header must be "Name: value", such as "X-Token: 5".')
 
     def read(self) -> list[Listed]:
-        """Returns all servers, each once.
-
-        Raises:
-            SettingError: an address or the file is wrong, or a password is there twice.
-        """
+        """Returns all servers, each once, or raises SettingError for what is wrong in the lists."""
         found = [Listed(Address.parse(text)) for text in self.addresses]
         if self.file is not None:
             self._stamp = self._changed()

@@ -49,9 +49,7 @@ Place = tuple[str, str]  # node id, input name
 
 @dataclass(frozen=True)
 class InputTarget:
-    """The input that a key means; `where` is its address for messages, `other` the other name of an
-    input that has an older one, or "".
-    """
+    """The input that a key means, its address for messages, and its older or newer name."""
 
     node: str
     input: str
@@ -143,9 +141,7 @@ class _Inputs:
         ]
 
     def of_node(self, key: str) -> list[Place]:
-        """Finds the inputs that a node's id or title means; none where one node has several,
-        and there are inputs of that name.
-        """
+        """Finds inputs of a node's id or title; none of several beside inputs so named."""
         nodes = nodes_called(self.graph, key)
         found = [place for node in nodes for place in self._main_inputs(node, key)]
         if len(nodes) == 1 and len(found) > 1 and self._unwired_named(key):
@@ -325,11 +321,7 @@ def _values(key: str, value: str) -> tuple[str, ...]:
 
 
 def number_range(text: str, spec: NodeInput, where: str) -> range | None:
-    """Returns the range that `1..8` means for a number; None for any other text or input.
-
-    Raises:
-        SettingError: it runs downwards.
-    """
+    """Returns the range of `1..8` for a number, else None; raises SettingError for `8..1`."""
     match = RANGE.fullmatch(text.strip()) if spec.kind in ("INT", "FLOAT") else None
     if match is None:
         return None
@@ -342,11 +334,7 @@ def number_range(text: str, spec: NodeInput, where: str) -> range | None:
 
 
 def value_of(text: str, spec: NodeInput, where: str) -> Any:
-    """Returns the value that a text means for an input, which messages call `where`.
-
-    Raises:
-        SettingError: the text is no such value, or breaks the input's rules.
-    """
+    """Returns the value of a text for the input `where`, or raises SettingError."""
     if spec.kind == "INT":
         return _in_steps(_in_bounds(_whole(text.strip(), where), spec, where), spec, where)
     if spec.kind == "FLOAT":

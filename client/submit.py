@@ -130,9 +130,7 @@ class SubmitRequest:
 
 @dataclass(frozen=True)
 class SubmitOutcome:
-    """How a run ended: by an error, stopped by Ctrl-C or SIGTERM, or with all jobs; its servers are
-    addresses without passwords.
-    """
+    """How a run ended: by an error, stopped, or with all jobs. Servers have no passwords."""
 
     request: SubmitRequest
     servers: list[str]
@@ -261,9 +259,7 @@ def local_images(
 def image_inputs(
     graph: Graph, object_info: Mapping[str, Any], known: dict[str, dict[str, NodeInput]]
 ) -> Iterator[tuple[str, str, NodeInput, str]]:
-    """Yields (node id, input, what the server says of it, name of the image); fills `known`, the
-    inputs that take images by class.
-    """
+    """Yields (node id, input, its rules, image) and fills `known`, image inputs by class."""
     for node, described in graph.items():
         kind = described["class_type"]
         images = known.get(kind)
@@ -294,11 +290,7 @@ def _local_file(value: str, folder: Path) -> Path | None:
 
 
 def check_image(path: Path, used_by: str) -> None:
-    """Reads the first image of a file, for the node `used_by`, to its end.
-
-    Raises:
-        SettingError: the file is missing, empty, no image, damaged, cut off or too large.
-    """
+    """Reads the first image of a file to its end, or raises SettingError for the node `used_by`."""
     Image.init()
     formats = [name for name in IMAGE_FORMATS if name in Image.OPEN]
     try:

@@ -100,9 +100,7 @@ class ServerError(QwenL40SError):
 
 
 class AwayError(ServerError):
-    """No usable answer came for `waited` seconds; a `silent` server takes requests and answers
-    none, as while it loads a large model.
-    """
+    """No usable answer came for `waited` seconds; a `silent` server takes requests."""
 
     def __init__(self, message: str, waited: float = 0.0, *, silent: bool = False) -> None:
         super().__init__(message)
@@ -123,9 +121,7 @@ class ForeignIdError(ServerError):
 
 
 class AnswerError(ServerError):
-    """The server answered with an error status that no second try would change; `body` is its
-    JSON or its text.
-    """
+    """An error status that no second try would change; `body` is its JSON or its text."""
 
     def __init__(self, message: str, status: int, body: Any) -> None:
         super().__init__(message)

@@ -215,9 +215,7 @@ def _prompt_of(path: Path, data: bytes) -> str:
 
 
 def png_texts(file: BinaryIO) -> dict[str, str]:
-    """Reads the texts of a PNG, as ComfyUI's page does before and after the pixels; leaves out what
-    cannot be read.
-    """
+    """Reads the texts of a PNG before and after the pixels, as far as they can be read."""
     texts = {}
     file.seek(len(PNG_START))
     while len(head := file.read(8)) == 8:
@@ -410,9 +408,7 @@ def _texts_at(graph: Graph, name: str) -> list[str]:
 
 
 def input_called(graph: Graph, node: str, name: str) -> str:
-    """Returns what to type for this node's input: `Prompt.text`, or `6.text` where the title is not
-    the node's alone.
-    """
+    """Returns what to type for an input: `Prompt.text`, or `6.text` where titles repeat."""
     text = title(graph, node)
     return f"{text if nodes_called(graph, text) == [node] else node}.{name}"
 

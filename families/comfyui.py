@@ -77,11 +77,7 @@ def _kinds(families: tuple[Family, ...]) -> tuple[ModelKind, ...]:
 
 
 def kind_of_family(family: Family, path: Path) -> ModelKind:
-    """Returns the kind of a family.
-
-    Raises:
-        UnavailableError: this ComfyUI has it in a form that is unknown here; the log says which.
-    """
+    """Returns a family's kind; raises UnavailableError where ComfyUI's form is unknown."""
     for kind in kinds():
         if kind.family is family:
             return kind

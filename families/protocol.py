@@ -137,9 +137,7 @@ Files = Mapping[str, File]
 
 
 class Template(NamedTuple):
-    """Names a workflow of this package, with the LoRA that it adds and, where it is not the
-    member's, its transformer.
-    """
+    """Names a workflow of this package, its LoRA, and a transformer that is not the member's."""
 
     name: str
     lora: File | None = None
@@ -265,9 +263,7 @@ class Member:
         return self.template_side or self.side
 
     def file(self, precision: str) -> File | None:
-        """Finds the published transformer that `auto` runs in a precision: fp8, cast without
-        scales, becomes int8.
-        """
+        """Finds the transformer that `auto` runs: fp8, cast without scales, becomes int8."""
         names = (precision, "fp8", "bf16") if precision == "int8" else (precision, "bf16")
         return next(filter(None, map(self.files.get, names)), None)
 
@@ -324,11 +320,7 @@ class Family(Protocol):
         """Tells whether tensors are a transformer of it, or are trained for one."""
 
     def shape(self, sizes: Mapping[str, int], dims: Mapping[str, int | str], title: str) -> Any:
-        """Makes the shape of a transformer that was identified.
-
-        Args:
-            sizes: what every `TransformerShape` takes.
-        """
+        """Makes the shape of a transformer that was identified."""
 
     def from_config(self, identity: Identity, config: Mapping[str, Any]) -> Identity:
         """Completes an identity, or a `CheckpointPart`, by what only a config.json tells."""
@@ -340,18 +332,12 @@ class Family(Protocol):
         """Says what an adapter is for; None where it is not for this family."""
 
     def step_tokens(self, words: int, painted: int, references: int) -> StepTokens:
-        """Counts the tokens of one item in a forward pass.
-
-        Args:
-            words: of text, with those that references add.
-        """
+        """Counts the tokens of one item in a forward pass; `words` include those of references."""
 
     def member_of(
         self, shape: TransformerShape, timestep_zero: bool, references: int
     ) -> tuple[Member, str]:
-        """Returns the member that a loaded transformer counts as, and a note where others have the
-        same weights.
-        """
+        """Returns the member that a transformer counts as, and a note where others are alike."""
 
     def contradiction(self, member: Member, shape: TransformerShape, timestep_zero: bool) -> str:
         """Says what a loaded transformer is instead of a member; empty where it may be one."""

@@ -35,11 +35,7 @@ def _members(families: tuple[Family, ...]) -> Mapping[str, Member]:
 
 
 def find_member(name: str) -> Member:
-    """Returns the published model of a name.
-
-    Raises:
-        SettingError: there is none.
-    """
+    """Returns the published model of a name; raises SettingError where there is none."""
     known = members()
     if name not in known:
         raise SettingError(f"family {name!r} is unknown: choose {', '.join(known)}.")
@@ -70,11 +66,7 @@ def family_of_schedule(name: str) -> Family | None:
 
 
 def find_schedule(name: str, family: Family) -> Schedule:
-    """Returns a schedule for models of a family.
-
-    Raises:
-        SettingError: it is another family's, or there is none.
-    """
+    """Returns a schedule for models of a family; raises SettingError for another family's."""
     known = {it.name: it for it in (OFFICIAL, *family.schedules)}
     if name in known:
         return known[name]
@@ -141,9 +133,7 @@ def pixels_of(channels: int) -> int:
 
 
 def counted_vae(shape: VaeShape) -> VaeShape:
-    """Returns the shape that an estimate counts: of one in strips, which were counted of it alone,
-    the published one.
-    """
+    """Returns the shape that an estimate counts: for one in strips the published one."""
     return vae_shapes().get(shape.latent_channels, shape) if shape.strips else shape
 
 
@@ -180,9 +170,7 @@ def may_be(name: str, found: str) -> bool:
 
 
 def belongs(part: Any, model: Any) -> bool:
-    """Tells whether a text encoder or a VAE is what a transformer runs with; both are a
-    `CheckpointPart`.
-    """
+    """Tells whether a text encoder or a VAE is what a transformer runs with."""
     family = family_titled(model.family)
     if part.role == "text_encoder":
         fits = part.dims.get("hidden") == model.dims.get("joint_dim")
@@ -208,9 +196,7 @@ def adapts_other(title: str, family: Family) -> bool:
 
 
 def is_later(title: str, dims: Mapping[str, int | str]) -> bool:
-    """Tells whether a transformer or what it runs with is of another model than the first, which a
-    new node has chosen.
-    """
+    """Tells whether a part is of another model than the first, which a new node has chosen."""
     first = FAMILIES[0]
     own = (family_titled(title) or first) is first and not title.startswith(LAYERED.told_as)
     encoder = next((it for it in text_encoders() if title.startswith(it.title)), first.text_encoder)
@@ -225,9 +211,7 @@ def pipeline_family(pipeline: str) -> Family | None:
 
 
 def title_by_pipeline(title: str, pipeline: str) -> str | None:
-    """Returns what a transformer is whose tensors leave it open, by the class of the pipeline that
-    it lies in; None where that says no more.
-    """
+    """Returns the title by the pipeline around a transformer; None where that adds nothing."""
     family = pipeline_family(pipeline)
     named = family.pipelines[pipeline] if family and family.title == title else None
     return None if named == title else named
@@ -295,9 +279,7 @@ def _in_blocks(names: Iterable[tuple[str, str]]) -> re.Pattern[str]:
 
 
 def first_reader(layer: str) -> str:
-    """Returns the first of the layers of a block that read the same rows as this one: equal for all
-    of them.
-    """
+    """Returns the first of a block's layers that read the same rows, equal for all of them."""
     for spec in block_specs():
         for group in spec.qkv:
             for name in group:
@@ -328,9 +310,7 @@ def spec_of(block: Any) -> BlockSpec | None:
 
 
 def modulation_of(block: Any) -> Mapping[str, str]:
-    """Returns {stream: layer} of what makes a block's modulation, whatever else is changed in it;
-    empty where all blocks share one.
-    """
+    """Returns {stream: layer} of a block's modulation; empty where all blocks share one."""
     for spec in block_specs():
         if spec.modulation and all(hasattr(block, name) for name in spec.modulation.values()):
             return spec.modulation
@@ -353,12 +333,7 @@ def blocks_of(transformer: Any) -> tuple[Any, ...]:
 
 
 def load(name: str) -> Any:
-    """Imports what a family or a part names, `module` or `module:name`: of this package where it
-    begins with a dot.
-
-    Raises:
-        ImportError: a package that it needs is missing or too old.
-    """
+    """Imports `module` or `module:name`, of this package after a dot; raises ImportError."""
     path, _, attribute = name.partition(":")
     module = importlib.import_module(path, __package__.rpartition(".")[0])
     return getattr(module, attribute) if attribute else module
@@ -374,9 +349,7 @@ def in_diffusers() -> dict[str, ModuleType]:
 
 
 def pass_of(transformer: object) -> type | None:
-    """Returns the `TransformerPass` of `hosts.diffusers.qwen_image` that makes a call; None of
-    another model's.
-    """
+    """Returns the `TransformerPass` that makes a call; None of another model's."""
     found = (module.PASSES.get(type(transformer)) for module in in_diffusers().values())
     return next(filter(None, found), None)
 

@@ -87,11 +87,7 @@ class Schedule:
     ranks: tuple[int, ...] = ()  # of its LoRA's layers, at least; empty where they do not tell it
 
     def steps(self, asked: int | None, usual: int) -> int:
-        """Returns its number of steps, else those that are asked for, else the `usual`.
-
-        Raises:
-            SettingError: it has other steps than those that are asked for.
-        """
+        """Returns its steps, else `asked`, else `usual`; raises SettingError for other steps."""
         own = len(self.nodes)
         if own and asked not in (None, 0, own):
             raise SettingError(

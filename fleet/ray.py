@@ -135,14 +135,7 @@ class RayFleet:
         self._give_up = time.monotonic() + PLACE_SECONDS
 
     def look(self, drain: bool) -> bool:
-        """Asks the actors how their servers fare, or to end them after their jobs.
-
-        Returns:
-            Whether all servers have ended for good.
-
-        Raises:
-            UnavailableError: Ray starts none.
-        """
+        """Asks actors for states, or to drain; says if all ended. Raises UnavailableError."""
         with self.unless_lost():
             nodes = self._ray.nodes()
             if not any(node["Alive"] and node["NodeID"] == self._home for node in nodes):

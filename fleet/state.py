@@ -106,11 +106,7 @@ class StateFile:
 
 
 def get_json(url: str, seconds: float) -> Any:
-    """Returns what a server of the fleet answers, past any proxy.
-
-    Raises:
-        OSError, ValueError: it does not answer in time, or not in JSON.
-    """
+    """Returns what a server answers, past any proxy, or raises OSError or ValueError."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(url, timeout=seconds) as answer:
         return json.load(answer)
@@ -133,11 +129,7 @@ def is_running(path: Path) -> bool:
 
 
 def read_states(path: Path) -> list[ServerState]:
-    """Returns the servers of a fleet's file; all stopped where its fleet was killed.
-
-    Raises:
-        SettingError: there is none, or it is no such file.
-    """
+    """Returns a file's servers, all stopped if the fleet was killed; raises SettingError."""
     try:
         servers = json.loads(path.read_text(encoding="utf-8"))["servers"]
         found = [ServerState(**each) for each in servers]
@@ -189,11 +181,7 @@ def ask(server: ServerState) -> ServerStatus:
 
 
 def rate(history: dict[str, Any], now: float) -> tuple[float, int]:
-    """Images an hour and failures of a ComfyUI's history.
-
-    Args:
-        now: seconds since 1970, by the server's clock.
-    """
+    """Counts images an hour and failures of a history; `now` is its server's time since 1970."""
     first, images, failures = now, 0, 0
     for entry in history.values():
         messages = dict(entry["status"]["messages"])

@@ -57,12 +57,7 @@ def check_plan(plan: ServerPlan) -> None:
 
 
 def find_cards(text: str) -> list[str]:
-    """Returns the cards of `--cards`: "all", "0,1", or "cpu:2" for two servers without one.
-
-    Raises:
-        SettingError: it means none.
-        UnavailableError: the machine has no such card.
-    """
+    """Returns the cards of `all`, `0,1` or `cpu:2`; raises SettingError, UnavailableError."""
     kind, _, count = text.partition(":")
     if kind == "cpu":
         if not (count or "1").isdecimal() or int(count or 1) < 1:

@@ -37,11 +37,7 @@ def choose_device(requested: str) -> str:
 
 
 def card_to_measure(name: str, small: str) -> torch.device:
-    """Makes the device of `bench --device` the current one.
-
-    Raises:
-        UnavailableError: `auto` finds no card; the arguments `small` try it on a CPU.
-    """
+    """Makes the device of `bench` the current one; raises UnavailableError without a card."""
     chosen = choose_device(name)
     if chosen == "cpu" and name == "auto":
         raise UnavailableError(

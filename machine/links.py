@@ -349,11 +349,7 @@ _links: dict[tuple[torch.device, torch.device], Link] = remembered({})
 
 
 def link_between(first: torch.device, second: torch.device, again: bool = False) -> Link:
-    """Returns the one link that this process has of two cards, in either order.
-
-    Raises:
-        RuntimeError: A card does not answer.
-    """
+    """Returns this process's one link of two cards; raises RuntimeError for a failed card."""
     pair = tuple(sorted((first, second), key=str))
     link = _links.get(pair)
     if link is None or again:

@@ -294,9 +294,7 @@ def is_newer_than_tested(version: str) -> bool:
 
 
 def models_folder(code: Path | None) -> Path | None:
-    """Finds where this ComfyUI keeps models: below its --base-directory, which holds this package
-    too, else below its code.
-    """
+    """Finds ComfyUI's models: below its --base-directory around this package, or its code."""
     nodes = _package().parent
     if nodes.name == "custom_nodes" and nodes not in extra_folders(code).get("custom_nodes", ()):
         return nodes.parent / "models"
@@ -313,9 +311,7 @@ def model_folders(models: Path, code: Path | None = None) -> dict[str, list[Path
 
 
 def extra_folders(code: Path | None) -> dict[str, list[Path]]:
-    """Reads {name: folders} of extra_model_paths.yaml as ComfyUI does; empty where there is none,
-    or where it cannot be read.
-    """
+    """Reads {name: folders} of extra_model_paths.yaml as ComfyUI does; empty without one."""
     if code is None or find_spec("yaml") is None:
         return {}
     import yaml

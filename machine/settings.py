@@ -78,11 +78,7 @@ def settings() -> Settings:
 
 
 def read_settings(path: Path) -> Settings:
-    """Reads a file; one that is not there is empty.
-
-    Raises:
-        SettingError: it is damaged, of a newer version, or has a setting that there is not.
-    """
+    """Reads a file, or nothing where it is missing; raises SettingError for a wrong one."""
     names = [field.name for field in fields(Settings)]
     remedy = f"write the version and any of {', '.join(names)}, or delete the file"
     try:

@@ -46,11 +46,7 @@ def own_cards_path() -> Path:
 
 
 def known_cards(path: Path | None = None) -> dict[str, Card]:
-    """Reads the cards of `planning.card_list.read_cards` by name.
-
-    Args:
-        path: a list of the user's own; by default that of the cache folder, where there is one.
-    """
+    """Reads the cards of `read_cards` by name, by default with the list in the cache folder."""
     if path is None and os.path.lexists(own_cards_path()):
         path = own_cards_path()
         if path.is_fifo():  # of a neighbour, which would block for ever

@@ -62,11 +62,7 @@ class MixSum:
 
 
 def run_mix(parts: Sequence[MixPart], device: torch.device, seconds: float) -> dict[str, MixSum]:
-    """Runs the parts in their order, again and again, until the time is up.
-
-    Returns:
-        What the parts of each name did and took, without the beginning.
-    """
+    """Runs the parts in turn until the time is up; sums by name, without the beginning."""
     for part in parts:  # libraries choose their kernels, Triton compiles
         part.call()
     if device.type == "cuda":

@@ -116,11 +116,7 @@ class _Blob:
 
 
 def adherence(image: Image.Image | np.ndarray, scene: Scene) -> Adherence:
-    """Compares an image with the scene that it should show.
-
-    Args:
-        image: PIL image, or uint8 / float array (H, W, 3) in 0..255.
-    """
+    """Compares an image, of PIL or (H, W, 3) in 0..255, with the scene that it should show."""
     pixels = np.asarray(
         image.convert("RGB") if isinstance(image, Image.Image) else image, dtype=np.float32
     )
@@ -186,9 +182,7 @@ def _analyse(pixels: np.ndarray) -> tuple[str, list[_Blob]]:
 def _halfway(
     pixels: np.ndarray, rough: np.ndarray, level: np.ndarray, colour: np.ndarray
 ) -> tuple[np.ndarray, tuple[slice, slice]]:
-    """Cuts the mask, which a soft edge widens, where background and colour mix half and half;
-    returns its box in `rough`.
-    """
+    """Cuts a mask where background and colour mix half and half; returns its box in `rough`."""
     axis = colour - level
     mask = rough & ((pixels - level) @ axis > 0.5 * axis @ axis)
     box = ndimage.find_objects(mask.astype(np.int8))[0]

@@ -63,11 +63,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class Advice:
-    """Cards for a load.
-
-    Raises:
-        SettingError: the load is not a finite number above 0, or beyond `LOADS`.
-    """
+    """Cards for a load; raises SettingError for a load beyond `LOADS`."""
 
     images_per_hour: float
     offers: Sequence[Offer]

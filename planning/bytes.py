@@ -259,9 +259,7 @@ KEYS_AT_ONCE, SCALES_OF_QUERIES, SCALES_OF_KEYS = 128, 32, 4
 
 
 def heads_bytes(request: RunRequest, attention: str) -> int:
-    """Counts what attention in 8 bits makes beside its result: q, k and v in int8, and their
-    scales; 0 for exact attention.
-    """
+    """Counts int8 copies of q, k and v with scales for attention in 8 bits; 0 for exact."""
     if attention == EXACT:
         return 0
     head_dim, tokens = request.transformer.head_dim, request.step_tokens

@@ -202,9 +202,7 @@ class Estimate:
 
     @property
     def phases(self) -> Mapping[str, Phase]:
-        """Gives by name what really is on the card, with seconds where times are known. What each
-        phase would need is in `option.needs`.
-        """
+        """Gives by name what really is on the card; what each phase needs is in `option.needs`."""
         if self.times is None:
             return self.option.phases
         return {
@@ -346,9 +344,7 @@ class Estimate:
 
     @cached_property
     def image_seconds(self) -> Range | None:
-        """Gives one image of a run with a new prompt, when everything is loaded and the schedule's
-        modulation table is there.
-        """
+        """Gives one image with a new prompt, when models and the modulation's table are there."""
         return self.times and self._warm_seconds().times(1 / self.request.batch)
 
     @property

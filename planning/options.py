@@ -301,11 +301,7 @@ CHOICE_LABELS = {
 
 
 def todays(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Gives settings their names and values of today; names that no option has are left out.
-
-    Raises:
-        SettingError: an older name and that of today say different things.
-    """
+    """Gives settings today's names and values; raises SettingError where both names differ."""
     found = {}
     for option in OPTIONS:
         older = OLDER.get(option.name)

@@ -101,9 +101,7 @@ def least_weights(request: RunRequest, weights: int) -> int:
 
 
 def within(phase: Phase, usable: int) -> Phase:
-    """Moves what does not fit off the card: from the other parts first, then from the part that
-    works.
-    """
+    """Moves off the card what does not fit: from other parts, then from the part that works."""
     over, resident = phase.card_bytes - usable, dict(phase.resident)
     if over <= 0:
         return phase
@@ -204,9 +202,7 @@ def steps(request: RunRequest, setting: Setting, card_bytes: int | None = None) 
 def decoding(
     request: RunRequest, setting: Setting, sampling: Phase, card_bytes: int | None
 ) -> Phase:
-    """Counts the decoder with what stays in VRAM after sampling. What it lacks, ComfyUI moves
-    off the card first.
-    """
+    """Counts the decoder with what stays after sampling; what it lacks, ComfyUI moves first."""
     vae, context = vae_bytes(request), sampling.context
     resident = {**sampling.resident, "transformer": sampling.weights, "VAE": 0, GRAPHS: 0}
     usable = free = None
@@ -239,9 +235,7 @@ def _with_graphs(phase: Phase, request: RunRequest, setting: Setting, usable: in
 
 
 def transformer_bytes(request: RunRequest, setting: Setting) -> TransformerBytes:
-    """Counts the transformer's weights in the setting's precision; true sizes in `request.parts`
-    stand above what its shape tells.
-    """
+    """Counts the weights in the setting's precision; true sizes stand above the shape's."""
     counted, parts = weight_bytes(request.transformer, setting.precision), request.parts
     if setting.packed and parts.packed is not None:
         return TransformerBytes(*parts.packed)

@@ -57,9 +57,7 @@ def auto_precision(card: CardFacts | None) -> str:
 
 
 def left_as_stored(requested: str, needed: int, room: int) -> bool:
-    """Tells whether `auto` takes a file as it is, because system RAM has no room for what a load
-    rounds.
-    """
+    """Tells whether `auto` keeps a file as it is: system RAM has no room to round it."""
     return requested == AUTO and needed > room
 
 
@@ -91,18 +89,12 @@ class PlanOption:
 
     @cached_property
     def phases(self) -> Mapping[str, Phase]:
-        """Counts the card in each phase as it runs, never fuller than it is large.
-
-        Raises:
-            UnavailableError: the image does not decode on the card even alone.
-        """
+        """Counts the card in each phase; raises UnavailableError where the image never decodes."""
         return phases(self.request, self.setting, self.card.total_bytes)
 
     @cached_property
     def needs(self) -> Mapping[str, int]:
-        """Counts {phase: bytes that the card would need for all to stay that is to}; CUDA graphs
-        are given up before anything leaves.
-        """
+        """Counts {phase: bytes for all to stay that is to}; CUDA graphs are given up before."""
         stays = replace(self.setting, resident=True)
         sampling, total = self._steps["sampling"], self.card.total_bytes
         decode = decoding(self.request, stays, sampling, total)
@@ -155,9 +147,7 @@ class PlanOption:
 
     @property
     def least_bytes(self) -> int:
-        """Counts the smallest card on which a run's phases before the decoder's go through, with
-        all weights moved that can be.
-        """
+        """Counts the smallest card for all phases but the decoder's, with weights that move."""
         least = {name: within(phase, 0).needed_bytes for name, phase in self._steps.items()}
         least["sampling"] += least_weights(self.request, self.weights_bytes)
         return max(least.values()) + KEPT_FREE_BYTES
@@ -340,11 +330,7 @@ def sized(
     stored: str | None = None,
     known_sizes: Mapping[str, TransformerBytes] | None = None,
 ) -> RunRequest:
-    """Returns a request whose parts have the transformer's sizes in a precision.
-
-    Args:
-        stored: the precision that the sizes in `request.parts` are of; None for the request's.
-    """
+    """Returns a request with its sizes in a precision; the sizes that it has are of `stored`."""
     known = (known_sizes or {}).get(precision)
     if known is None and stored is None:
         known = published_bytes(request, precision)
@@ -378,11 +364,7 @@ def published_bytes(request: RunRequest, precision: str) -> TransformerBytes | N
 
 
 def check_tensor_cores(name: str, card: CardFacts, choices: tuple[str, ...]) -> None:
-    """Refuses a demand alone: weights that are quantized already save memory on any card.
-
-    Raises:
-        UnavailableError: the card does not multiply it.
-    """
+    """Raises UnavailableError where the card does not multiply a precision that was named."""
     if card.multiplies(name):
         return
     others = [other for other in choices if other != name and card.multiplies(other)]

@@ -51,11 +51,7 @@ class BlockSeconds(NamedTuple):
     def shared(
         cls, seconds: float, tokens: StepTokens, width: int, *, quantized: bool, text: float
     ) -> BlockSeconds:
-        """Shares a measured block out by the operations of its parts.
-
-        Args:
-            text: seconds of the text's products, which were measured too.
-        """
+        """Shares a measured block out by operations; `text` are measured seconds of the text."""
         product = 2 * PRODUCTS * tokens.image_rows * width**2
         product *= QUANTIZED_OPERATION if quantized else 1
         attention = 4 * tokens.rows * tokens.joint * width

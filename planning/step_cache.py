@@ -30,11 +30,7 @@ MOST_IN_A_ROW = 8
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """What a step cache may skip, and how it forecasts what it skips.
-
-    Raises:
-        SettingError: A value is outside its range, or of another kind.
-    """
+    """What a step cache may skip, and how it forecasts; raises SettingError out of range."""
 
     name: str = CUSTOM
     budget: float = 0.6  # most steps that are skipped, as a share of those beyond the tenth
@@ -68,11 +64,7 @@ CHOICES = (OFF, *PRESETS)
 
 
 def cache_settings(name: str) -> CacheSettings | None:
-    """Gives a preset; None for `OFF`.
-
-    Raises:
-        SettingError: There is none of that name.
-    """
+    """Gives a preset, None for `OFF`; raises SettingError for another name."""
     if name == OFF:
         return None
     if name not in CHOICES:  # also what has no hash

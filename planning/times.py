@@ -180,12 +180,7 @@ def forward_seconds(request: RunRequest, precision: str, rates: Rates, **how: An
 def sampling_seconds(
     request: RunRequest, precision: str, rates: Rates, *, repaid: int = 0, **how: Any
 ) -> float:
-    """Predicts all steps of a run, without the modulation's table; as of `forward_times`.
-
-    Args:
-        repaid: steps after which CUDA graphs have saved what their capture takes, as
-            `request.repaid_by` counts them; 0 where none is captured.
-    """
+    """Predicts all steps without the modulation's table; graphs replay after `repaid`, if any."""
     plain, more = replace(request, nag_tokens=0), request.passes - 1
 
     def step(graph: bool) -> float:

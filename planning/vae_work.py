@@ -98,11 +98,7 @@ def outside_middle_bytes(
 
 
 def attention_bytes(direction: str, shape: VaeShape, itemsize: int, pixels: int, keys: int) -> int:
-    """Counts the most that attention holds with `pixels` queries, with its input.
-
-    Args:
-        keys: of ours, whose scores are in memory.
-    """
+    """Counts the most that attention holds with `pixels` queries; `keys` count for ours."""
     channels = shape.middle_channels(direction)
     if shape.fused:
         keys += -keys % SCORES_TOGETHER
@@ -114,11 +110,7 @@ def attention_bytes(direction: str, shape: VaeShape, itemsize: int, pixels: int,
 
 
 def middle_bytes(direction: str, shape: VaeShape, latent: Size, itemsize: int, rows: int) -> int:
-    """Counts the most that the middle holds, with what directly precedes and follows it.
-
-    Args:
-        rows: latent rows of a slice; all of them for a middle that runs whole.
-    """
+    """Counts the most that the middle holds in slices of latent `rows`, with its neighbours."""
     height, width = latent
     hidden = hidden_bytes(direction, shape, latent, itemsize)
     read, channels = min(rows + SLICE_MARGIN, height), shape.middle_channels(direction)
@@ -188,11 +180,7 @@ PIXEL_BYTES, HOST_BYTES_PER_SECOND = 4, 5.3e9
 
 
 def decode_seconds(request: RunRequest, tiles: Size | int, rates: Rates) -> float:
-    """Predicts the images of a batch.
-
-    Args:
-        tiles: (rows, columns), or how many; 1 is whole.
-    """
+    """Predicts the images of a batch; `tiles` are (rows, columns) or a count, 1 for whole."""
     side = request.vae.pixels
     latent = request.height // side, request.width // side
     one = vae_seconds("decode", request.vae, latent, tiles, rates, rates.vae)
@@ -213,11 +201,7 @@ def vae_seconds(
     rates: Rates,
     share: float = 1.0,
 ) -> float:
-    """Predicts an image from or to system RAM, in ComfyUI's layers or a share of their time.
-
-    Args:
-        tiles: as of `decode_seconds`; the middle runs whole.
-    """
+    """Predicts an image from or to system RAM, in a `share` of the time of ComfyUI's layers."""
     rows, columns = in_pixels(shape, latent)
     copied = PIXEL_BYTES * shape.image_channels * rows * columns
     copied /= min(HOST_BYTES_PER_SECOND, rates.pcie)

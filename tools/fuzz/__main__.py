@@ -138,11 +138,7 @@ def tried(target: Target, path: Path, data: bytes, zeros: int = 0) -> str | None
 
 
 def search(name: str, path: Path, seed: int, cases: float, end: float) -> tuple[int, int]:
-    """Tries cases of a target until `end`; shows the first of each kind that is wrong.
-
-    Returns:
-        How many cases, and how many kinds.
-    """
+    """Tries cases of a target until `end`, shows what is wrong, counts (cases, kinds of it)."""
     number, places = 0, set()
     while number < cases and time.monotonic() < end:
         data, zeros = drawn(TARGETS[name], Random(f"{seed} {name} {number}"))
