@@ -75,15 +75,8 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def read_bytes(path: Path, most: int = 2**24, *, pipes: bool = True) -> bytes:
-    """Reads a file of which a part is of no use.
-
-    Args:
-        most: more bytes are no such file, whatever somebody has put there.
-        pipes: False where others may write into the folder: a pipe would block for ever.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is larger, or no file.
+    """Reads a file of at most `most` bytes, or raises OSError or ValueError. Without `pipes` a pipe
+    is no file: it would block for ever where others may write into the folder.
     """
     found = path.stat()
     plain = stat.S_ISREG(found.st_mode)

@@ -87,12 +87,8 @@ def is_assumed() -> bool:
 
 
 def try_once(what: Hashable, trial: Callable[[], str]) -> Verdict | None:
-    """Says why something does not run; None where it does.
-
-    An answer stays for the process. Out of memory is none: another time the card has room.
-
-    Args:
-        trial: Runs it, and says what is wrong with the result, in one clause.
+    """Says why something does not run, by a `trial` that says what is wrong; None where it does. An
+    answer stays for the process, but for out of memory.
     """
     import torch  # a verdict needs none
 
@@ -113,12 +109,8 @@ def try_once(what: Hashable, trial: Callable[[], str]) -> Verdict | None:
 
 
 def read_or(otherwise: _Found, look: Callable[..., _Found], *given: Any) -> _Found:
-    """Looks at what others have made or changed; gives `otherwise` where its form is unknown here.
-
-    A check before a run that cannot read what it wants lets the run go on.
-
-    Raises:
-        QwenL40SError: what the look itself says.
+    """Looks at what others have made or changed; gives `otherwise` where its form is unknown here,
+    so that a check lets the run go on. Raises QwenL40SError of the look.
     """
     try:
         return look(*given)
@@ -130,9 +122,6 @@ def read_or(otherwise: _Found, look: Callable[..., _Found], *given: Any) -> _Fou
 
 
 def first_line(error: object) -> str:
-    """Takes the first line of an exception's or warning's text; its class where that is empty.
-
-    Of Triton's compiler the last one: its first lines are a place and the kernel's source.
-    """
+    """Takes an error's or warning's first line, of Triton's compiler the last; else its class."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[-1] if type(error).__name__ == "CompilationError" else lines[0]

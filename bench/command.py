@@ -196,12 +196,8 @@ def conditions(device: Any, comfyui: str = "") -> dict[str, Any]:
 
 
 def import_comfyui(*, cpu: bool, keep_on_card: bool = True) -> str:
-    """Imports ComfyUI as a library, without dynamic VRAM and a command line: one that is importable
-    already, else the one `doctor` finds. Returns its version.
-
-    Args:
-        keep_on_card: Whether models stay where they are (its `--highvram`), which changes no
-            computation.
+    """Imports ComfyUI, one that is importable already, else the one `doctor` finds, without dynamic
+    VRAM. `keep_on_card` is its --highvram. Returns its version, or raises UnavailableError.
     """
     started = "comfy.model_management" in sys.modules
     if not started and find_spec("comfy") is None:

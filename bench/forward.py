@@ -88,12 +88,8 @@ def sizes_of(shape: TransformerShape) -> dict[str, Any]:
 
 @torch.inference_mode()  # as loader nodes run: quantized tensors cannot enter it later
 def quantized_model(weights: str, shape: TransformerShape, device: torch.device, edit: bool) -> Any:
-    """Makes the random weights in fp8 or int8, tensor by tensor.
-
-    Args:
-        weights: "comfyui fp8" or "comfyui int8" as ComfyUI's own files and operations have it (fp8
-            with one scale a tensor, int8 as ConvRot); "ours fp8" or "ours int8" as this package's
-            loader does (one scale a row).
+    """Makes the random weights tensor by tensor: "comfyui fp8" with one scale a tensor, "comfyui
+    int8" as ConvRot, "ours fp8" and "ours int8" as our loader does.
     """
     from ..hosts.comfyui.linear import quantized_operations
 
@@ -144,11 +140,8 @@ def random_model(
     build_on: torch.device | str = "meta",
     operations: type | None = None,
 ) -> Any:
-    """Does as `load_diffusion_model_state_dict` in comfy/sd.py, but not through system RAM.
-
-    Args:
-        tensors: emptied, so that none is held twice.
-        build_on: "meta" takes the tensors, which are on the device, without a copy.
+    """Does as `load_diffusion_model_state_dict` in comfy/sd.py without a copy in system RAM. Takes
+    the tensors out of their dictionary; built on "meta", the model has them as they are.
     """
     import comfy.supported_models
     import comfy.utils
@@ -199,10 +192,8 @@ def text_encoder_shapes(member: Member) -> Shapes:
 
 
 def write_models(folder: Path, files: Published, int8: bool = False) -> None:
-    """Writes a model of the published sizes with random weights, made on the card.
-
-    The folder gets diffusion_models, text_encoders and vae, each with one file in bf16 and in
-    ComfyUI's names: 58 GB of Qwen-Image, 33 of 2.1. A file that is there is left alone.
+    """Writes random models of the published sizes in ComfyUI's folders and names, unless they are
+    there: 58 GB of Qwen-Image, 33 of 2.1.
     """
     from comfy.utils import save_torch_file
 
@@ -255,9 +246,8 @@ Body = Callable[[ForwardProgram], Measured]
 
 
 def schedule() -> list[float]:
-    """Lists timesteps from 1 down to above 0 as ComfyUI's `simple` scheduler has them.
-
-    Rounded to bf16, in which diffusers takes its timestep, so that every program gets the same.
+    """Lists timesteps of ComfyUI's `simple` scheduler, rounded to bf16, in which diffusers takes
+    its own.
     """
     moved = math.exp(SHIFT)
     times = [1 - step / STEPS for step in range(STEPS)]
@@ -291,11 +281,8 @@ def input_tensors(shape: TransformerShape, inputs: Inputs, device: torch.device)
 def measure_forward(
     program: ForwardProgram, setup: BenchSetup, tensors: InputTensors, repeats: int, again: bool
 ) -> Measured:
-    """Times a program, with the schedule's next timestep in each call.
-
-    Returns:
-        Times in milliseconds and memory in GiB, and the image stream in fp32 on the CPU; `again`
-        only times.
+    """Times a program over the schedule's timesteps: (milliseconds and GiB, the image stream in
+    fp32 on the CPU); `again` only times.
     """
     device, sigmas = setup.device, itertools.cycle(tensors.sigmas)
     on_card = device.type == "cuda"
@@ -398,11 +385,8 @@ def _forward_pass(model: Any, model_options: dict[str, Any], tensors: InputTenso
 def build_transformer(
     weights: Mapping[str, torch.Tensor], shape: TransformerShape, edit: bool, *, compiled: bool
 ) -> torch.nn.Module:
-    """Builds diffusers' own model over bf16 tensors that are on the device, without a copy.
-
-    Args:
-        compiled: Whether it has cuDNN's attention and compiled blocks, the fastest that diffusers
-            documents for bf16.
+    """Builds diffusers' model over bf16 tensors of the device; `compiled`, with cuDNN's attention
+    and compiled blocks, the fastest that diffusers documents.
     """
     from diffusers import QwenImageTransformer2DModel
 

@@ -74,14 +74,8 @@ def kernel_ms(call: Callable[[], Any], device: torch.device) -> float | None:
 def by_turns(
     things: Sequence[Any], inputs: Inputs, one: One, setup: BenchSetup
 ) -> Iterator[Fields]:
-    """Measures every thing, then every thing again, so that a card that slows down slows all.
-
-    Args:
-        one: Measures a thing so many times, the first time with all that is wanted of it. What it
-            raises is the thing's "error".
-
-    Yields:
-        The row of each thing, with the samples of all turns and their median.
+    """Measures all things, then all again, so that a card that slows down slows all. Yields their
+    rows; what `one` raises is a row's "error".
     """
     found: list[Fields] = [{"samples_ms": []} for _ in things]
     turns = min(TURNS, setup.repeats)

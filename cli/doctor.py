@@ -88,11 +88,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def diagnose(models: Path | None = None, comfyui: Path | None = None) -> Diagnosis:
-    """Looks at the machine; imports torch, diffusers and transformers where they are installed.
-
-    Args:
-        models: The models folder; None for ComfyUI's, or Hugging Face's where there is no ComfyUI.
-        comfyui: ComfyUI's folder, also that of its settings; None for the one around this package.
+    """Looks at the machine, by default with the ComfyUI around this package and its models; imports
+    torch, diffusers and transformers where they are installed.
     """
     torch_check, torch = software.check_torch()
     cards = read_cards(torch)

@@ -334,10 +334,7 @@ def _values(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _choice(option: Option, text: str) -> str:
-    """Returns the choice of that name, whose words may be joined by hyphens.
-
-    A flag that kept its name takes the older names of its choices too.
-    """
+    """Returns the choice of that name, whose words hyphens may join, or of an older name."""
     older = OLDER.get(option.name)
     kept = older.values if older and older.flag is None else {}
     for choice in (*option.choices, *kept):

@@ -27,14 +27,8 @@ PIP_NAMES = {"PIL": "pillow"}
 def require_packages(
     what: str, names: Iterable[str], *, extra: str = "standalone", instead: str = ""
 ) -> None:
-    """Checks that packages can be imported, without importing them.
-
-    Args:
-        what: needs them, as the sentence begins.
-        instead: of installing, what else would do.
-
-    Raises:
-        UnavailableError: some are missing.
+    """Raises UnavailableError where packages cannot be imported, without importing them: `what`
+    needs them, and `instead` of installing ends the remedy.
     """
     missing = [PIP_NAMES.get(name, name) for name in names if find_spec(name) is None]
     if missing:

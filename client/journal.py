@@ -32,14 +32,12 @@ class DiskError(QwenL40SError):
 
 @dataclass(slots=True)
 class Attempt:
-    """A job that was posted to a process (`Feeder.boot`) of a server.
-
-    `local` is {path: `file_state`} of the models that it loads and this machine has.
-    """
+    """A job that was posted to a process (`Feeder.boot`) of a server."""
 
     prompt_id: str
     server: str = ""
     boot: str = ""
+    # {path: `file_state`} of the models that it loads and this machine has.
     local: Mapping[str, Any] = field(default_factory=lambda: NOTHING)
 
 

@@ -272,13 +272,8 @@ class Collector:
         journal: Journal,
         late: Callable[[ServerError], None],
     ) -> Fetched | Missing:
-        """Asks for the results until they are here or gone, or it was asked often enough.
-
-        Returns:
-            What the prompt made, under temporary names; nothing of a job that another server ended.
-
-        Raises:
-            DiskError: the folder takes no more.
+        """Asks for the results, under temporary names, until they are here or gone, or were
+        asked for often enough. Raises DiskError. A job that another server ended brings nothing.
         """
         pause, began = FETCH_PAUSE, time.monotonic()
         for tries in itertools.count(1):

@@ -161,11 +161,8 @@ class Run:
             listed = self._servers.changed()
 
     async def go(self, more: Callable[[], bool] = lambda: False) -> None:
-        """Returns when no job is open, and no more come.
-
-        Raises:
-            ServerError: all servers stayed away; jobs that are open may still run there.
-            DiskError: the output folder takes no more.
+        """Returns when no job is open, and no more come. Raises ServerError where all servers
+        stayed away, and DiskError.
         """
         # A job counts once the journal has it: until then a full disk may still be told.
         while self._counts["done"] < self._counts["total"] or more():

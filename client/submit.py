@@ -158,12 +158,7 @@ async def submit(
     request: SubmitRequest, log: TextIO, ended: Callable[[Job], None]
 ) -> SubmitOutcome:
     """Runs a workflow on servers; `ended` is called once for each job that ended, while no bar is
-    drawn.
-
-    Raises:
-        SettingError: bad input; nothing was queued.
-        ServerError: no server; nothing was queued.
-        asyncio.CancelledError: stopped before anything was queued.
+    drawn. Raises SettingError, ServerError and CancelledError only before anything is queued.
     """
     with cancelled_by_signals(asyncio.current_task()), Progress(log) as progress:
         graph = read_workflow(request.workflow)

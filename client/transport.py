@@ -223,14 +223,8 @@ class Transport:
         return await self._patiently(once, before_retry)
 
     async def download(self, item: Mapping[str, str], target: Path, most: float) -> tuple[int, str]:
-        """Writes a file that an output names into `target`, in one try.
-
-        Returns:
-            How many bytes it has, `most` at the most, and their sha256.
-
-        Raises:
-            ServerError: it does not come, or not whole.
-            OSError: of the file.
+        """Writes a file that an output names into `target`, in one try; returns (bytes, sha256).
+        Raises ServerError where it does not come whole, or has more than `most` bytes, and OSError.
         """
 
         async def once() -> tuple[int, str]:

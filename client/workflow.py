@@ -146,9 +146,8 @@ def _saves_models(inputs: Mapping[str, Any]) -> bool:
 
 
 def always_names(graph: Graph, object_info: Mapping[str, Any]) -> str | None:
-    """Names a node that saves files and tells their names; None where there is none.
-
-    Packs' nodes need tell none, nor do those that save models or write data sets into a folder.
+    """Names a node that saves files and tells their names, or None. Packs' nodes need tell none,
+    nor do those that save models or write data sets into a folder.
     """
     for node, described in graph.items():
         kind = described["class_type"]
@@ -162,17 +161,8 @@ def always_names(graph: Graph, object_info: Mapping[str, Any]) -> str | None:
 
 
 def read_workflow(path: Path) -> Graph:
-    """Returns the graph of a workflow file.
-
-    Args:
-        path: a .json in API form, or a body or an entry of a history that holds one; or a PNG that
-            ComfyUI saved.
-
-    Returns:
-        {node id: {class_type, inputs, _meta?}}; whatever else the file says of a node is left out.
-
-    Raises:
-        SettingError: the file is missing, or holds no workflow in API form.
+    """Returns the graph of a .json in API form, as `graph_of` takes it, or of a PNG that ComfyUI
+    saved: {node id: {class_type, inputs, _meta?}}. Raises SettingError.
     """
     try:
         data = read_bytes(path, LARGEST)
@@ -245,13 +235,8 @@ def png_texts(file: BinaryIO) -> dict[str, str]:
 
 
 def graph_of(data: Any, path: Path | None = None) -> Graph:
-    """Returns the graph in JSON that was read from a file, `path`, or made by a program.
-
-    The JSON may be the graph, or hold it: the body of a POST /prompt or of another service, or an
-    entry of a history.
-
-    Raises:
-        SettingError: the JSON holds no workflow in API form, or several.
+    """Returns the graph in JSON of a file, `path`, or of a program. It may lie in the body of a
+    POST /prompt or of another service, or in a history. Raises SettingError.
     """
     dicts = list(_dicts(data))
     graphs = [each for each in dicts if _is_graph(each)]

@@ -220,11 +220,8 @@ def title_by_pipeline(title: str, pipeline: str) -> str | None:
 def shape_from_header(
     title: str, dims: Mapping[str, int | str], blocks: int | None
 ) -> TransformerShape:
-    """Makes the shape of a transformer of what inspection found: a part's `family`, `dims` and
-    `blocks`.
-
-    Raises:
-        CheckpointError: the tensors leave a size open, or the heads do not make up the width.
+    """Makes a transformer's shape of an inspected part's `family`, `dims` and `blocks`; raises
+    CheckpointError where a size is open.
     """
     family = family_titled(title)
     if family is None:

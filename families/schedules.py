@@ -128,9 +128,8 @@ def steps_in(name: str) -> int | None:
 
 
 def schedule_of_file(name: str, schedules: Iterable[Schedule]) -> Schedule | None:
-    """Returns the schedule that a published file is for; None where its plain name leaves it open.
-
-    Sources of the names: the lists of files of the repositories above, and of Comfy-Org.
+    """Returns the schedule of a published file, in a list of its repository or of Comfy-Org, or
+    None.
     """
     count = steps_in(name)
     named = (it for it in schedules if it.named and re.search(it.named, name))
@@ -139,11 +138,8 @@ def schedule_of_file(name: str, schedules: Iterable[Schedule]) -> Schedule | Non
 
 
 def schedule_of_lora(outside: str, rank: int, schedules: Iterable[Schedule]) -> Schedule | None:
-    """Returns the schedule of a published LoRA whose tensors no other LoRA has; None of others.
-
-    Args:
-        outside: The layers that it changes outside the blocks, in order, with commas.
-        rank: The smallest of its layers.
+    """Returns the schedule of a LoRA by the layers that it alone changes outside the blocks, in
+    order with commas, and its smallest rank; None of others.
     """
     told = (it for it in schedules if it.outside and re.fullmatch(it.outside, outside))
     return next((it for it in told if rank in (it.ranks or (rank,))), None)

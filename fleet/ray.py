@@ -70,20 +70,9 @@ def run_ray_fleet(
     cpu: bool = False,
     open_: bool = False,
 ) -> int:
-    """Runs a server on each card of a cluster until SIGINT or SIGTERM.
-
-    Args:
-        address: of the cluster: "auto", "host:6379" or "ray://host:10001".
-        open_: whether they listen on the addresses of their machines, without a password; else on
-            127.0.0.1, which takes a cluster of one machine.
-
-    Returns:
-        The exit code: 0 after a signal, 1 where no server can be started, 3 where the cluster was
-        lost.
-
-    Raises:
-        UnavailableError: Ray is missing, has another version, or the cluster lacks the cards.
-        SettingError: no cluster is there, or it has several machines and is not `open_`.
+    """Runs a server on each card of a cluster until SIGINT or SIGTERM; `open_` servers listen on
+    their machines' addresses. Returns 0, 1 where none can be started, 3 where the cluster was lost.
+    Raises UnavailableError and SettingError before.
     """
     if count is not None and count < 1:
         raise SettingError("--cards must name at least one server.")

@@ -54,10 +54,8 @@ class ServerState:
 
 
 class StateFile:
-    """Writes servers.json, whole or not at all, and tells what changed; one fleet a folder.
-
-    Raises:
-        SettingError: another fleet uses the folder, or nothing can be written there.
+    """Writes servers.json, whole or not at all, and tells what changed. Raises SettingError where
+    another fleet uses the folder, or nothing can be written there.
     """
 
     def __init__(self, folder: Path, notify: Callable[[str], None]) -> None:

@@ -21,12 +21,8 @@ OWN_FLAGS = {"--port", "--output-directory", "--temp-directory", "--cuda-device"
 
 
 def check_plan(plan: ServerPlan) -> None:
-    """Checks what can be checked before anything starts.
-
-    Raises:
-        SettingError: ComfyUI, its Python or the warm-up is not there, or ComfyUI's arguments have
-            one that a fleet sets.
-        UnavailableError: the system is not Linux.
+    """Raises SettingError where ComfyUI, its Python, the warm-up or an argument cannot be used, and
+    UnavailableError but on Linux.
     """
     if sys.platform != "linux":
         raise UnavailableError(
@@ -121,15 +117,8 @@ def check_ports(ports: Sequence[int], host: str = "127.0.0.1") -> None:
 def run_fleet(
     plan: ServerPlan, cards: Sequence[str], port: int, notify: Callable[[str], None]
 ) -> int:
-    """Runs a server for each card until SIGINT or SIGTERM.
-
-    The first signal drains the servers, a second one ends them at once.
-
-    Returns:
-        The exit code: 0 after a signal, 1 where no server can be started.
-
-    Raises:
-        SettingError: bad input; nothing was started.
+    """Runs a server for each card until SIGINT or SIGTERM, which drains them; a second signal ends
+    them at once. Returns 0, or 1 where no server can be started; raises SettingError before.
     """
     check_plan(plan)
     host = listen_address(plan.arguments)

@@ -12,10 +12,7 @@ from .memory import available_memory
 
 def choose_device(requested: str) -> str:
     """Returns `cpu` or `cuda:N`; `auto` is the current CUDA card, or the CPU where there is none.
-
-    Raises:
-        SettingError: the name is not `auto`, `cpu`, `cuda` or `cuda:N`.
-        UnavailableError: the card that was asked for is not there.
+    Raises SettingError for another name, UnavailableError without that card.
     """
     match = re.fullmatch(r"auto|cpu|cuda(?::(\d+))?", requested)
     if not match:

@@ -81,16 +81,8 @@ class CardOperations:
 
 
 class Route:
-    """Copies from one card to another, in order.
-
-    Whoever copies keeps the tensors alive until both cards have waited for the copy.
-
-    Args:
-        peer: Whether they go from card to card; else through pinned system RAM, whose pieces
-            overlap both ways.
-
-    Raises:
-        UnavailableError: No system RAM can be pinned, or no driver answers.
+    """Copies from one card to another, in order, or through pinned system RAM, whose pieces
+    overlap. Whoever copies keeps the tensors until both cards have waited. Raises UnavailableError.
     """
 
     def __init__(
@@ -111,13 +103,8 @@ class Route:
             weakref.finalize(self, stream.synchronize).atexit = False
 
     def copy(self, pairs: Iterable[Pair]) -> None:
-        """Copies once the current streams of both cards come to this point; nobody waits for it.
-
-        Args:
-            pairs: Contiguous (source, target) of equal bytes.
-
-        Raises:
-            ValueError: A pair differs in bytes.
+        """Copies pairs of contiguous (source, target), once the current streams of both cards come
+        to this point; nobody waits for it. Raises ValueError where a pair differs in bytes.
         """
         moves = _moves(pairs)
         current = self._operations.current
@@ -285,13 +272,9 @@ class Link:
         return self._both(self.peer)[self.cards.index(source)]
 
     def verify(self) -> None:
-        """Sends a pattern from card to card and back, on the streams that copy. Where it does not
-        come back as it was, all copies go through pinned system RAM from then on.
-
-        The first call measures what the link reaches, too, in about 0.2 s.
-
-        Raises:
-            RuntimeError: A card does not answer.
+        """Sends a pattern from card to card and back; where it is damaged, all copies go through
+        pinned system RAM. The first call also measures the link, in 0.2 s. Raises RuntimeError for
+        a failed card.
         """
         if not self.damaged:
             try:

@@ -107,13 +107,8 @@ def cgroup_available() -> int | None:
 
 
 class MappedPages:
-    """The pages of mapped files in this process, which it can give back when it has read them: they
-    stay in the system's page cache, and are mapped again by whoever reads them again.
-
-    Does nothing where the system does not list its mappings (Linux does).
-
-    Args:
-        files: those whose pages may go. What lies in any other memory is left alone.
+    """The pages of mapped files in this process, on Linux, which it gives back when it has read
+    them: they stay in the system's page cache.
     """
 
     def __init__(self, files: Iterable[Path]) -> None:

@@ -74,11 +74,7 @@ KITCHEN_ATTENTION = replace(KITCHEN, needs="int8_attention")
 
 
 def check_package(package: Package, *, load: bool = True) -> tuple[Capability, ModuleType | None]:
-    """Finds one package and imports it; returns the module too when it was imported.
-
-    Args:
-        load: False looks at the version only, for a package whose own needs are missing.
-    """
+    """Finds one package and, unless `load` is False, imports it; returns the module too then."""
     package = package.present
     name = package.distribution
     install = f'pip install "{package.requirement}"'

@@ -76,10 +76,7 @@ class Calibration:
 
 
 def load_calibration(card: Card) -> Rates | None:
-    """Finds the newest measurement of a card; None where there is none.
-
-    A file that is damaged counts as empty and is logged once.
-    """
+    """Finds the newest measurement of a card, or None; a damaged file is logged once."""
     entries = read_calibrations(cache_folder())
     found = [entry for entry in entries if is_named(card, entry.card)]
     return max(found, key=lambda entry: entry.date).rates if found else None

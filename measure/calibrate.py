@@ -78,13 +78,8 @@ def small_sizes(shape: TransformerShape) -> CalibrationSizes:
 def calibrate(
     device: torch.device, sizes: CalibrationSizes, say: Callable[[str], None]
 ) -> tuple[Calibration, dict[str, Verdict]]:
-    """Measures everything.
-
-    Returns:
-        The rates, and {precision or `GRAPH`: why it is not among them}.
-
-    Raises:
-        UnavailableError: There is too little free memory.
+    """Measures everything; returns the rates, and {precision or `GRAPH`: why it is not among them}.
+    Raises UnavailableError where memory is short.
     """
     try:
         return _calibrate(device, sizes, say)

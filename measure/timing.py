@@ -106,10 +106,7 @@ def _round(parts: Sequence[MixPart], device: torch.device) -> Iterable[tuple[Mix
 
 
 class LaunchedBlocks:
-    """Holds blocks of `shape` that the executor runs as those of a model.
-
-    They have one set of weights in `precision`, bf16, fp8 or int8, which mean nothing.
-    """
+    """Holds blocks of `shape` that the executor runs, with one set of random weights."""
 
     def __init__(
         self,

@@ -111,14 +111,8 @@ def advise(
     own_prices: Mapping[str, float] | None = None,
     calibration_of: Callable[[Card], Rates | None] = lambda card: None,
 ) -> Advice:
-    """Estimates a request on every card, each in the setting that its plan recommends.
-
-    Args:
-        own_prices: {card's name: USD an hour} over those of the list, of which the cheapest on
-            demand counts.
-
-    Raises:
-        SettingError: a price is negative or no number, or the load is none.
+    """Estimates a request on every card, each in the setting that its plan recommends; `own_prices`
+    are {card's name: USD an hour} over those of the list. Raises SettingError.
     """
     own_prices = own_prices or {}
     offers, unpriced = [], []
@@ -145,12 +139,8 @@ COMMENT = "#"
 
 
 def read_prices(text: str, cards: Mapping[str, Card]) -> dict[str, float]:
-    """Reads {card's name in the list: USD an hour}; empty lines say nothing.
-
-    Raises:
-        SettingError: it is no text; or a line is no `card = price`, its card is unknown or was
-            there before, or its price is negative or no number; the message begins with the line's
-            number.
+    """Reads {card's name in the list: USD an hour} of lines; raises SettingError, whose message
+    begins with the number of the line.
     """
     if not isinstance(text, str):
         raise SettingError(f"prices are {text!r} and must be a text of lines such as {EXAMPLE!r}.")
@@ -236,12 +226,8 @@ class Together:
 
 
 def together(found: Estimate, cards: int, link: float | None = None) -> Together | None:
-    """Estimates an image on several such cards; None where no times are known.
-
-    Args:
-        cards: at least 2; with CFG, half of them compute each prompt.
-        link: bytes a second each way between two cards, above 0; None for what PCIe is likely to
-            reach.
+    """Estimates an image on at least 2 such cards, of which half compute each prompt with CFG;
+    `link` is in bytes/s, None for PCIe's. None where no times are known.
     """
     scale = (found.card.pcie_bytes_per_second or PCIE_4) / PCIE_4
     links = tuple(scale * each for each in LINKS) if link is None else (link,) * 3

@@ -44,15 +44,8 @@ class TransformerBytes(NamedTuple):
 def weight_bytes(
     shape: TransformerShape, precision: str, keep: frozenset[str] = frozenset()
 ) -> WeightBytes:
-    """Counts a transformer in one precision; equals the sum over its tensors exactly.
-
-    Args:
-        precision: a name in `BYTES_PER_WEIGHT`. In fp8 and int8 everything that is not a
-            quantizable layer is bf16.
-        keep: names of quantizable layers that stay bf16 in fp8 and int8.
-
-    Raises:
-        SettingError: `keep` names no quantizable layer.
+    """Counts a transformer in a name of `BYTES_PER_WEIGHT`, exactly: in fp8 and int8 all layers but
+    the quantizable are bf16, and those of `keep`. Raises SettingError for other names in it.
     """
     layers = shape.quantizable_layers()
     if unknown := sorted(keep - layers.keys()):
@@ -163,9 +156,8 @@ def input_bytes(request: RunRequest) -> int:
 
 
 def embedding_rows(request: RunRequest) -> tuple[int, int]:
-    """Counts (rows of the timestep embedding for the image stream, for the text) of one pass.
-
-    Edit-2511 modulates its references as at timestep zero, which doubles the first.
+    """Counts rows of the timestep embedding for (image, text) of one pass. Edit-2511 modulates its
+    references as at timestep zero, which doubles the first.
     """
     doubled = request.member.timestep_zero and request.references > 0
     return request.items * (2 if doubled else 1), request.items
@@ -194,10 +186,8 @@ def _row_bytes(request: RunRequest) -> int:
 
 
 def graph_bytes(request: RunRequest, setting: Setting) -> int:
-    """Counts CUDA graphs of the blocks, beside a pass without them; 0 where none is predicted.
-
-    They share one pool: the rows of the streams and of attention, which stay where they are from
-    replay to replay, and the modulation of one timestep.
+    """Counts CUDA graphs of the blocks, 0 where none is predicted. They share one pool: rows of the
+    streams and of attention, and the modulation of one timestep.
     """
     if not replays_graph(request, setting):
         return 0

@@ -70,13 +70,8 @@ class Card:
 
 
 def find_card(name: str, cards: Mapping[str, Card], own_list: object = "cards.json") -> Card:
-    """Finds the card of a name, whatever case, spaces, order and vendor stand there.
-
-    A name may leave out what tells no model from another: "A6000", "4090". An RTX 5070 is no
-    RTX 5070 Ti. The driver's names are known.
-
-    Raises:
-        SettingError: no card is named so, or several are; the message suggests the nearest.
+    """Finds the card of a name, whatever case, spaces, order and vendor stand there, or raises
+    SettingError. What tells no model from another may be left out: "A6000", "4090", but no Ti.
     """
     wanted = words_of(name)
     short = (card.name for card in cards.values() if _is_short(wanted, card))
@@ -136,11 +131,7 @@ def cards_by_name(
     cards: Iterable[tuple[str, Iterable[str]]], where: str = ""
 ) -> dict[Words, list[str]]:
     """Returns {words of each name: the cards of it} of pairs of a card's name and its other names.
-
-    Cards that differ in the size of their memory alone may have a driver's name in common.
-
-    Raises:
-        SettingError: two other cards have one name; the message begins with `where`.
+    Of several cards of a name only the memory may differ; else it raises SettingError.
     """
     found: dict[Words, list[str]] = {}
     for name, also in cards:
@@ -176,10 +167,8 @@ class UnlistedCard(Card):
 
 
 def card_by_driver(facts: CardFacts, cards: Mapping[str, Card]) -> Card:
-    """Finds the listed card of a driver's name with the memory it shows, or an `UnlistedCard`.
-
-    Only a whole name counts: "NVIDIA A40" is a part of an A100 40GB's. Of several cards with that
-    name it is the one whose memory is nearest.
+    """Finds the listed card of a driver's whole name, or an `UnlistedCard`: "NVIDIA A40" is a part
+    of an A100 40GB's. Of several cards the nearest memory counts.
     """
 
     def difference(name: str) -> float:

@@ -417,16 +417,8 @@ def estimate(
     usd_per_hour: float | None = None,
     ram_bytes: int | None = None,
 ) -> Estimate:
-    """Answers for the first setting of the plan.
-
-    Args:
-        usd_per_hour: of one card; without it the lowest price on demand in the card's list.
-        ram_bytes: the machine's system RAM; None asks for no verdict on it.
-
-    Raises:
-        SettingError: the price is negative or no number.
-        UnavailableError: the card does not compute what the request names.
-        DoesNotFitError: nothing that the request allows runs on the card.
+    """Answers for the first setting of the plan, without a price at the list's lowest on demand,
+    and without `ram_bytes` for any system RAM. Raises SettingError, and as `plan`.
     """
     if usd_per_hour is not None:
         check_price(usd_per_hour)

@@ -331,11 +331,8 @@ def options(*, rare: bool = False, added: bool = False) -> Iterator[Option]:
 
 
 def request_settings(**given: Any) -> dict[str, Any]:
-    """Makes arguments of `RunRequest` of options; what is left out is the option's default.
-
-    Raises:
-        SettingError: the ControlNet's size is negative or not finite, or the schedule is another
-            family's or has other steps.
+    """Makes arguments of `RunRequest` of options; what is left out is the option's default. Raises
+    SettingError for a ControlNet's size, or a schedule that does not suit.
     """
     settings = {option.name: option.default for option in OPTIONS} | given
     _take_schedule(settings, settings.pop("schedule"))

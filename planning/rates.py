@@ -190,14 +190,8 @@ class Basis:
 
 
 def rates_of(card: Card, calibration: Rates | None = None) -> tuple[Rates, Rates, Basis]:
-    """Gives the slowest and fastest rates to expect of a card; equal where it was measured.
-
-    Args:
-        calibration: What `qwen-l40s bench --calibrate` measured on the user's card of this name. A
-            precision that it left out although the card multiplies it is predicted.
-
-    Raises:
-        SettingError: the user's list gives the card a peak far below what was measured on it.
+    """Gives the slowest and fastest rates to expect of a card, equal where it was measured; what a
+    calibration left out is predicted. Raises SettingError where the user's peak is far below it.
     """
     if calibration is not None:
         return _calibrated(card, calibration)

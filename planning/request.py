@@ -99,11 +99,7 @@ class OtherModel(NamedTuple):
 
 @dataclass(frozen=True)
 class RunRequest:
-    """A run to plan. "auto" and 0 tiles leave a choice to the plan.
-
-    Raises:
-        SettingError: a setting breaks its rule or contradicts another; the message names both.
-    """
+    """A run to plan; "auto" and 0 tiles leave a choice to the plan. Raises SettingError."""
 
     family: str = "qwen-image"  # a name in `families.registry.members`
     precision: str = "auto"

@@ -121,11 +121,8 @@ class SplitCost:
         )
 
     def _exchange(self, name: str, row_bytes: int, *, made: float, window: float) -> Exchange:
-        """Computes a block with one exchange.
-
-        Args:
-            made: share of a stream's products that every card computes of all rows.
-            window: share of a card's own products behind which the copy hides.
+        """Computes a block with one exchange. Every card makes a share of a stream's products of
+        all rows, `made`; the copy hides behind a share of its own, `window`.
         """
         tokens, block, others = self.tokens, self.block, self.cards - 1
         each = block.joint / tokens.joint

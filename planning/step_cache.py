@@ -91,15 +91,8 @@ class StepPlan:
 def plan_steps(
     sigmas: Sequence[float], settings: CacheSettings, kept: Collection[int] = ()
 ) -> StepPlan:
-    """Chooses the steps of a run that cost the image least.
-
-    The cost of a skipped step is its length times the way of the velocity since the last computed
-    step (`_moved`). The cheapest set is taken of all that have as many steps as the budget, or as
-    the other limits leave.
-
-    Args:
-        sigmas: Of the run, one more than it has steps.
-        kept: Steps that are computed besides, such as those where a ControlNet ends.
+    """Chooses the steps that cost the image least, of one more sigmas; those `kept` are computed. A
+    skipped step costs its length times the way of the velocity since the last computed one.
     """
     steps = len(sigmas) - 1
     if reason := _unusable(sigmas):

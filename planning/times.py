@@ -50,10 +50,8 @@ class Pass(NamedTuple):
         return cls(request.transformer, request.step_tokens, request.nag_tokens > 0)
 
     def products(self, layer: str) -> tuple[int, int]:
-        """Counts (how many, rows of each) of the matrix products of one of the block's layers.
-
-        Attention wants text and image of an item side by side, and what it reads and gives is
-        multiplied item by item; the MLPs take a stream at once.
+        """Counts (how many, rows of each) of a layer's matrix products. Attention's go item by
+        item, with text and image side by side; the MLPs take a stream at once.
         """
         block, (text, image, _, items) = self.shape.block, self.tokens
         tokens = text if layer.startswith(block.text_layers) else image

@@ -191,14 +191,8 @@ def _fewest(latent: Size, least: int, most: Size, fits: Callable[[Size], bool]) 
 
 
 def decode_plan(request: RunRequest, free: int | None, others: int = 0) -> VaePlan:
-    """Plans how our decoding node decodes the request's images in `free` bytes.
-
-    Args:
-        free: bytes for what comes and goes; None for any number.
-        others: bytes of other models' weights that could leave the card.
-
-    Raises:
-        UnavailableError: it does not fit `free` and `others` together.
+    """Plans how our node decodes the request's images in `free` bytes, None for any number, from
+    which `others` could leave. Raises UnavailableError where both do not do.
     """
     vae = replace(request.vae, fused=True)
     together = 1 if request.tiles == 1 else min(request.batch * request.frames, MOST_TOGETHER)
@@ -229,14 +223,8 @@ def decode_plan(request: RunRequest, free: int | None, others: int = 0) -> VaePl
 
 
 def plan_in_room(planner: Planner, free: int, others: int) -> VaePlan:
-    """Plans within what is free; else within the least room that does.
-
-    Returns:
-        A plan whose `peak_bytes` are more than `free` needs the host to move other models off the
-        card.
-
-    Raises:
-        UnavailableError: it would not fit even with all other models off the card.
+    """Plans within `free` bytes, else within the least room with `others`, for which the host moves
+    other models off the card. Raises UnavailableError where that does not do.
     """
     most, room, found = free + others, LEAST_ROOM, planner(free)
     while not found.fits and room < most:

@@ -151,10 +151,7 @@ def whole_bytes(direction: str, shape: VaeShape, latent: Size, itemsize: int) ->
 
 
 def encode_peak_bytes(shape: VaeShape, height: int, width: int, itemsize: int) -> int:
-    """Counts the peak of encoding one item whole in ComfyUI; height and width are latent pixels.
-
-    Strips of rows read what they need of their neighbours.
-    """
+    """Counts the peak of encoding one item whole in ComfyUI; height and width are latent pixels."""
     if shape.strips:
         always, pixel = shape.strips.encode_bytes
         return always + pixel * shape.pixels**2 * height * width

@@ -238,10 +238,7 @@ def table(head: str, rows: Sequence[str]) -> list[str]:
 
 
 def measured() -> tuple[dict[str, Any], dict[tuple[str, str], dict[str, float]]]:
-    """Reads conditions and {(model, size): {name: ms}} of the figure.
-
-    The file is one that `bench forward --json` writes; a row of Qwen-Image-2.1 has `model` "2.1".
-    """
+    """Reads conditions and {(model, size): {name: ms}} of a file of `bench forward --json`."""
     found = json.loads((RESULTS / "readme-h200.json").read_text(encoding="utf-8"))
     groups: dict[tuple[str, str], dict[str, float]] = {}
     for row in found["rows"]:
