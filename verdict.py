@@ -27,8 +27,7 @@ class Verdict:
     fact: str
     rule: str = ""  # what it breaks; empty where the fact says it
     remedy: str = ""
-    # Whether it stays so for this model on this card, so that nothing is tried again.
-    final: bool = False
+    final: bool = False  # for this model on this card: nothing is tried again
 
     def __str__(self) -> str:
         return ": ".join(filter(None, (self.fact, self.rule, self.remedy)))

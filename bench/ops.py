@@ -33,8 +33,7 @@ class OpCase(NamedTuple):
 
     task: str
     program: str
-    # Makes the inputs and gives the call; raises UnavailableError where it cannot run.
-    make: Callable[[], Call]
+    make: Callable[[], Call]  # makes inputs and gives the call, or raises UnavailableError
     flops: int  # of products and attention; 0 where memory is what counts
     bytes: int  # inputs read once and outputs written once
 

@@ -119,8 +119,7 @@ class Published:
     encodes: str  # the node that encodes text and references
     image: str  # its input for a reference, by number
     cfg: float  # with more than `prompt.FEW` steps
-    # What else that node takes where it encodes the negative prompt too.
-    both: Mapping[str, Any] = field(default_factory=dict)
+    both: Mapping[str, Any] = field(default_factory=dict)  # its inputs for the negative prompt too
 
     @property
     def int8(self) -> str:

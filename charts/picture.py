@@ -74,8 +74,7 @@ class Bar:
     """One phase."""
 
     name: str
-    # {a name of `COLOURS`: how much}, bytes, or seconds where memory is not counted.
-    parts: Mapping[str, float]
+    parts: Mapping[str, float]  # {a name of `COLOURS`: bytes, or seconds without memory}
     value: str = ""
     time: str = ""
 

@@ -51,8 +51,7 @@ class Job:
     graph: Mapping[str, Any]
     settings: Mapping[str, Any] = field(default_factory=lambda: NOTHING)
     label: str = ""
-    # {what the graph calls it: its file here}, for each server to get first.
-    images: Mapping[str, Path] = field(default_factory=lambda: NOTHING)
+    images: Mapping[str, Path] = field(default_factory=lambda: NOTHING)  # {name in the graph: file}
     loads: str = ""  # equal for jobs that share loaded models; see `workflow.loaders_key`
     prompt_id: str = ""
     server: str = ""
@@ -62,8 +61,7 @@ class Job:
     names: Sequence[str] = ()  # of its files in `folder`: a hundred thousand paths would take 35 MB
     texts: Mapping[str, list[str]] = field(default_factory=lambda: NOTHING)
     error: dict[str, Any] | None = None  # see `server.failure`; None unless it failed
-    # (server, boot) of those that ended while they ran it.
-    deaths: frozenset[tuple[str, str]] = frozenset()
+    deaths: frozenset[tuple[str, str]] = frozenset()  # (server, boot) that ended while they ran it
     # {server: why it does not take this job, or failed it}.
     refused: Mapping[str, dict[str, Any]] = field(default_factory=lambda: NOTHING)
     ran: int = 0
@@ -102,18 +100,14 @@ class Lane:
     """A server as the scheduler knows it."""
 
     name: str
-    # Why it cannot run a job; None where it can.
-    takes: Callable[[Job], dict[str, Any] | None] = lambda job: None
+    takes: Callable[[Job], dict[str, Any] | None] = lambda job: None  # why it cannot run a job
     held: dict[Job, None] = field(default_factory=dict)
     loads: str | None = None  # of the job that it was given last: what it has loaded, or will have
     taken: set[str] = field(default_factory=set)
-    # {loads: how many of these jobs it refused}.
-    refusals: dict[str, int] = field(default_factory=dict)
-    # {loads: the group's `arrivals` when it had nothing for this server}.
-    seen: dict[str, int] = field(default_factory=dict)
+    refusals: dict[str, int] = field(default_factory=dict)  # {loads: jobs that it refused}
+    seen: dict[str, int] = field(default_factory=dict)  # {loads: `arrivals` of its last vain look}
     fetching: set[Job] = field(default_factory=set)
-    # Jobs that it failed since it last did one, and that no other server failed.
-    strikes: set[Job] = field(default_factory=set)
+    strikes: set[Job] = field(default_factory=set)  # failed here in a row, and on no other server
     resting: bool = False
 
     @property

@@ -120,8 +120,7 @@ class SubmitRequest:
     server_file: Path | None = None
     settings: Sequence[str] = ()
     headers: Mapping[str, str] | None = None
-    # Seconds to wait for a first server; None for none, and `WAIT_SECONDS` for lost ones.
-    wait: float | None = None
+    wait: float | None = None  # for a first server in s; None: none, `WAIT_SECONDS` for lost ones
     resume: bool = False
     again: bool = False
     dry_run: bool = False

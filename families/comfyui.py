@@ -31,10 +31,8 @@ class ModelKind:
     transformer: type  # of its `diffusion_model`
     config: type  # of `comfy.supported_models`
     shape: Callable[[torch.nn.Module], TransformerShape]
-    # Reads the width of text and the latent channels, whatever its blocks are.
-    takes: Callable[[torch.nn.Module], tuple[int, int]]
-    # Reads what config.json says of a transformer and no tensor tells.
-    settings: Callable[[torch.nn.Module], dict[str, Any]]
+    takes: Callable[[torch.nn.Module], tuple[int, int]]  # reads width of text, latent channels
+    settings: Callable[[torch.nn.Module], dict[str, Any]]  # reads what only config.json says
     passes: Callable[..., Any]  # makes a `sample.forward.ComfyPass` of one call of the transformer
     # Tells whether a transformer has its references modulated as at timestep zero.
     timestep_zero: Callable[[torch.nn.Module], bool] = lambda transformer: False
@@ -117,18 +115,14 @@ def imported_code() -> list[str]:
 class VaeKind:
     """Describes ComfyUI's class of a VAE."""
 
-    # Tells whether a `first_stage_model` is one, of a class made of it too.
-    takes: Callable[[Any], bool]
+    takes: Callable[[Any], bool]  # tells whether a `first_stage_model` is one
     # Makes one, of the dims and the {native name: shape} that a header tells.
     build: Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]]], torch.nn.Module]
     shape: Callable[[Any], VaeShape]
-    # Says why its layers differ from those that this package computes; empty where they do not.
-    other_layers: Callable[[Any], str]
+    other_layers: Callable[[Any], str]  # why its layers are not those computed here, or empty
     up: Callable[[Any], list[torch.nn.Module]]  # takes what is behind the decoder's middle apart
     layers: Mapping[type, str]  # {class: what of `decode.fused.FusedLayers` computes it}
-    # Says why ComfyUI's own way stays where our layers do not run; empty where tiles of its layers
-    # are exact.
-    strips: str = ""
+    strips: str = ""  # why ComfyUI's code stays without our layers; empty: its tiles are exact
 
 
 def vae_kinds() -> tuple[VaeKind, ...]:

@@ -34,17 +34,13 @@ Tensors = Mapping[str, HasShape]
 class Identity:
     """Tells what a set of tensors is."""
 
-    # The name people know it by, such as "Qwen-Image-Edit-2511" or "not Qwen-Image: looks like
-    # FLUX".
-    family: str
-    # transformer, text_encoder, vision_tower, vae, lora, controlnet, model_patch or other.
-    role: str
+    family: str  # such as "Qwen-Image-Edit-2511" or "not Qwen-Image: looks like FLUX"
+    role: str  # such as transformer, text_encoder, vision_tower, lora, controlnet, other
     variant: str | None = None  # what the tensors leave open, or which of several forms it is
     dims: Mapping[str, int | str] = field(default_factory=dict)
     blocks: int | None = None
     folder: str | None = None
-    # Of the published weights, where it is another one than this package's.
-    licence: str | None = None
+    licence: str | None = None  # of published weights, if another than this package's
     cannot_run: tuple[str, ...] = ()
     errors: tuple[str, ...] = ()
 
@@ -102,8 +98,7 @@ class Adapted(NamedTuple):
 
     targets: set[str]  # their names inside a block, or whole where they are in none
     blocks: set[int]
-    # {target: the widths of what it reads}, as far as the tensors tell them.
-    widths: Mapping[str, set[int]]
+    widths: Mapping[str, set[int]]  # {target: widths of what it reads}, as far as known
     foreign: bool  # whether some are in a stack of blocks that is another model's
 
 
@@ -212,11 +207,9 @@ class Vae:
     # Makes the sizes of what `identify` found in `dims`; without the numbers that a header does not
     # tell.
     read_shape: Callable[[Mapping[str, int]], VaeShape]
-    # Maps the name that diffusers has for a tensor to ComfyUI's; others stay.
-    native_name: Callable[[str], str]
+    native_name: Callable[[str], str]  # from diffusers' name of a tensor to ComfyUI's
     comfyui: str  # `module:name` of its `families.comfyui.VaeKind`
-    # What a load says of one with so many channels of images.
-    other_channels: tuple[tuple[int, str], ...] = ()
+    other_channels: tuple[tuple[int, str], ...] = ()  # (image channels, a load's note on them)
 
     def fits(self, shape: VaeShape) -> bool:
         """Tells whether a VAE takes the same latents."""
@@ -235,14 +228,11 @@ class Member:
     transformer: TransformerShape
     vae: VaeShape
     marker: str = ""  # the tensor that tells it in files for ComfyUI; empty for none
-    # What inspection calls it and no other; empty where neither tensors nor a pipeline tell it.
-    told_as: str = ""
+    told_as: str = ""  # what inspection calls it alone; empty where nothing tells it
     steps: int = 50
     cfg: float = 4.0  # the scale of classifier-free guidance, as in its pipeline; 1 is off
     most_references: int = 0
-    # Whether references are modulated as at timestep zero, which doubles the rows of the
-    # modulation.
-    timestep_zero: bool = False
+    timestep_zero: bool = False  # of references; it doubles rows of the modulation
     layers: int = 0  # that its template generates with the whole image; 0 for none
     vision_tokens: int = 0  # tokens that each reference image adds to what the text encoder reads
     reference_words: int = 0  # text tokens that it adds to what the transformer reads
@@ -254,8 +244,7 @@ class Member:
     # {steps without CFG: the workflow for them}; 0 stands for all other runs, "bf16" for those in
     # bf16.
     templates: Mapping[int | str, Template] = field(default_factory=dict, hash=False)
-    # {precision: the transformer that Comfy-Org publishes}.
-    files: Files = field(default_factory=dict, hash=False)
+    files: Files = field(default_factory=dict, hash=False)  # {precision: Comfy-Org's transformer}
     vae_file: File | None = None
 
     @property
@@ -286,8 +275,7 @@ class Family(Protocol):
 
     title: str
     label: str  # the same where it has to be told from later ones
-    # The published models; the first is what tensors stand for that leave it open.
-    members: tuple[Member, ...]
+    members: tuple[Member, ...]  # the first is what tensors stand for that leave it open
     stack: str  # the name of the module that holds the transformer's blocks
     blocks: tuple[BlockSpec, ...]
     text_encoder: TextEncoder
@@ -296,25 +284,18 @@ class Family(Protocol):
     pipelines: Mapping[str, str]  # {class of a diffusers pipeline: title of what it generates with}
     sigmas: str  # the key in such a pipeline's index that lists a Turbo's sigmas; empty for none
     schedules: tuple[Schedule, ...]
-    # {key in a transformer's config.json: name in `Identity.dims`, or "blocks"}.
-    config: Mapping[str, str]
+    config: Mapping[str, str]  # {key of config.json: name in `Identity.dims`, or "blocks"}
     repository: str  # who has its files for ComfyUI, below huggingface.co
-    # The folder in models/ of the bundled model, and its name for people; None without.
-    micro: tuple[str, str] | None
+    micro: tuple[str, str] | None  # folder in models/ of the bundled model, its name for people
     split_rows: bool  # whether cards can share a pass's rows
-    # Whether its pipeline rescales guided predictions to the positive one's norms.
-    norm_guided: bool
+    norm_guided: bool  # whether its pipeline rescales guided predictions to the norm
     untimed: str  # what a prediction says is not measured of it; empty where it is
     needs: str  # the oldest ComfyUI that has it; empty for all that this package runs in
-    # {layer: the layers that hold its rows in other files}, as ComfyUI has one for them.
-    joined: Mapping[str, tuple[str, ...]]
+    joined: Mapping[str, tuple[str, ...]]  # {layer in ComfyUI: its layers in other files}
     comfyui_class: str  # what ComfyUI calls it in `comfy.supported_models`
     comfyui_code: str
-    # `module:name` of its `families.comfyui.ModelKind`; None is there in a ComfyUI that is older.
-    comfyui: str
-    # The module with what diffusers has of it: `PIPELINE`, `PASSES`, `VAE`, `parts`, `vae_shape`,
-    # `up_layers` and `denormalized`, as in `hosts.diffusers.qwen_image`.
-    diffusers: str
+    comfyui: str  # `module:name` of its `ModelKind`, which is None in an older ComfyUI
+    diffusers: str  # module with PIPELINE, PASSES, VAE ..., as `hosts.diffusers.qwen_image`
 
     def identify(self, tensors: Tensors) -> Identity | None:
         """Tells whether tensors are a transformer of it, or are trained for one."""

@@ -73,8 +73,7 @@ class QwenImageShape(TransformerShape):
     """Holds the sizes of a Qwen-Image transformer: diffusers' `QwenImageTransformer2DModel`."""
 
     patch = 2
-    # Whether there is the second time embedding of Qwen-Image-Layered.
-    addition_t_cond: bool = False
+    addition_t_cond: bool = False  # the second time embedding of Qwen-Image-Layered
 
     @property
     def family(self) -> Family:

@@ -72,8 +72,7 @@ class Schedule:
 
     name: str
     source: str
-    # Its sigmas before they are shifted, without the last 0; empty for any number.
-    nodes: tuple[float, ...] = ()
+    nodes: tuple[float, ...] = ()  # sigmas before the shift, without the last 0; empty: any number
     shift: float | None = None  # at every size; None grows with the size, as `shift_of` says
     # What has to be loaded for it, in words; empty for every model of the family. It is published
     # for CFG 1 and, of a LoRA, for strength 1.

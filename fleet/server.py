@@ -78,8 +78,7 @@ class ServerPlan:
     python: Path
     folder: Path
     arguments: Sequence[str] = ()
-    # A workflow in API form, run before the server is ready; None for none.
-    warm_up: Path | None = None
+    warm_up: Path | None = None  # a workflow in API form, run before the server is ready
     settings: Sequence[str] = ()
     drain: float = 600.0  # seconds to wait for a server's jobs before it is stopped
 

@@ -152,8 +152,7 @@ class ServerStatus:
     server: ServerState
     job: str = ""
     waiting: int = 0
-    # Of the last hour, or of the time since the oldest prompt in the history.
-    images_per_hour: float = 0.0
+    images_per_hour: float = 0.0  # of the last hour, or since the oldest prompt in the history
     failures: int = 0
 
     def as_dict(self) -> dict[str, Any]:

@@ -85,8 +85,7 @@ class InstalledCards:
 
     usable: tuple[InstalledCard, ...] = ()  # in torch's order
     driver: str = ""  # the NVIDIA driver's version; empty when no driver answers
-    # Why `usable` is empty; else what torch warns of, such as a card that it has no kernels for.
-    why: Verdict = NOTHING
+    why: Verdict = NOTHING  # why `usable` is empty; else torch's warnings, such as of kernels
 
 
 def read_cards(torch: ModuleType | None) -> InstalledCards:

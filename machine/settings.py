@@ -28,8 +28,7 @@ NAME, VERSION = "qwen-l40s.json", 1
 class Settings:
     """Holds what a user sets once for a machine; empty is the default."""
 
-    # The folder for measurements; `~` is the user's, and a relative one lies beside the file.
-    cache: str = ""
+    cache: str = ""  # for measurements; a relative path lies beside the file
     attention: str = ""
     gemm_fp8: str = ""
     gemm_int8: str = ""

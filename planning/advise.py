@@ -193,8 +193,7 @@ class Together:
     assumed: bool
     prompts: int  # how many are computed at once, each on its own cards: 2 with CFG
     refusal: str  # why one card computes a pass whatever it gains, in one clause; else empty
-    # A pass at the likely link and the slowest of each card; None where one computes it.
-    likely: SplitCost | None
+    likely: SplitCost | None  # at the likely link and slow cards; None where one computes
     gain: Range  # how many times as fast as one card the cards of a pass are, over all links
     alone: Range
     together: Range

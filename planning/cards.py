@@ -49,15 +49,12 @@ class Card:
     # Peak FLOP/s by precision: bf16 and fp8 with fp32 accumulation, int8, and fp32 outside the
     # tensor cores; without structured sparsity. Absent where there is none.
     dense_flops: Mapping[str, float]
-    # What its lanes carry one way. Copies reach less: 86 % on an H200.
-    pcie_bytes_per_second: float
+    pcie_bytes_per_second: float  # of its lanes, one way; 86 % of it on an H200
     tdp_watts: int
     prices: tuple[Price, ...]
     source: str
-    # Whether the user's own list has other figures, on which times depend, than the bundled list.
-    changed: bool = field(default=False, kw_only=True)
-    # The power limit that is set on this machine's card; 0 for its own.
-    limit_watts: int = field(default=0, kw_only=True)
+    changed: bool = field(default=False, kw_only=True)  # by the user's list, so that times differ
+    limit_watts: int = field(default=0, kw_only=True)  # the one that is set; 0 for its own
     no_int8: str = field(default="", kw_only=True)
 
     def facts(self) -> CardFacts:

@@ -103,8 +103,7 @@ class RunTimes(NamedTuple):
     """How long an option's run takes, each from the fastest to the slowest to expect."""
 
     phases: Mapping[str, Range]
-    # From the start of ComfyUI until all weights are on the card, from an NVMe disk.
-    cold_start: Range
+    cold_start: Range  # from the start of ComfyUI and an NVMe disk until weights are there
     bound: str  # what bounds a step at the slowest, `times.CARD` or `times.PROCESSOR`
 
 
@@ -179,21 +178,16 @@ class Estimate:
 
     card: Card
     request: RunRequest
-    # All of the plan; everything here is of the first: the recommended one, or what the request
-    # names.
-    options: tuple[PlanOption, ...]
+    options: tuple[PlanOption, ...]  # of the plan; all below is of the first
     files: Mapping[str, int]
     host_memory: Mapping[str, int]
     basis: Basis
-    # None, as all times below, on a card that is neither listed nor calibrated.
-    times: RunTimes | None = None
+    times: RunTimes | None = None  # None, as all below, on a card neither listed nor calibrated
     own_usd_per_hour: float | None = None  # the user's own price; None for the list's
     calibration: Rates | None = None
-    # {what ComfyUI without this package runs: a step of it}.
-    stock: Mapping[str, Range] = field(default_factory=dict)
+    stock: Mapping[str, Range] = field(default_factory=dict)  # {format of stock ComfyUI: step}
     notes: tuple[str, ...] = ()
-    # Why it is of this card, where the user's own cannot be it; empty elsewhere.
-    card_note: str = ""
+    card_note: str = ""  # why it is of this card, where the user's own cannot be it
     ram_bytes: int | None = None
 
     @property

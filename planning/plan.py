@@ -67,8 +67,7 @@ class PlanOption:
 
     card: CardFacts
     request: RunRequest  # what runs, with the transformer's sizes in the setting's precision
-    # What the plan settles. Where it is not resident, the host moves what does not stay.
-    setting: Setting
+    setting: Setting  # not resident: the host moves what does not stay
     recommended: bool = False
     # What the plan is for, of which `request` and `setting` settle what is "auto".
     asked: Question | None = field(default=None, repr=False)

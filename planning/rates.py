@@ -66,8 +66,7 @@ class CardClass:
     """What cards of one kind reach, as (slowest, fastest) shares of their dense peaks."""
 
     name: str
-    # Whose figures that comes from, with the date; empty where nobody has published one.
-    source: str
+    source: str  # whose figures, with the date; empty where nobody has published one
     within: float  # how far the measured card's constants are off; 0 where the shares below count
     gemm: Mapping[str, Sequence[float]]
     # attention, convolution: of the bf16 peak.
@@ -75,8 +74,7 @@ class CardClass:
     bandwidth: Sequence[float]
     convolution: Sequence[float]
     vae: float  # time of our VAE layers in that of ComfyUI's
-    # {"int8", "fp8", "attention": time of ComfyUI's own kernels in that of ours}.
-    stock: Mapping[str, float]
+    stock: Mapping[str, float]  # {"int8", "fp8", "attention": ComfyUI's time in ours}
 
 
 @cached
@@ -146,8 +144,7 @@ MOST_OF_PEAK = 1.25
 class Launches:
     """Holds the seconds that the CPU needs for a forward pass."""
 
-    # To launch one block kernel by kernel, by the precision of its weights.
-    block: Mapping[str, float]
+    block: Mapping[str, float]  # to launch one kernel by kernel, by precision of weights
     graph: float  # to replay all blocks as a CUDA graph
     host: float  # for the host's code before and after the blocks
 
@@ -164,9 +161,7 @@ LAUNCHES = Launches({"bf16": 0.00025, "fp8": 0.00028, "int8": 0.00017}, graph=0.
 class Rates:
     """The rates that a card reaches, per second, and what its CPU launches."""
 
-    # FLOP/s of the transformer's matrix products, by the precision of both operands; a precision
-    # that the card's tensor cores do not multiply is absent.
-    gemm: Mapping[str, float]
+    gemm: Mapping[str, float]  # FLOP/s of products by precision, of those that run
     attention: float  # FLOP/s in bf16; in 8 bits after `attending`
     bandwidth: float
     convolution: float  # FLOP/s of the VAE's convolutions in bf16
@@ -174,8 +169,7 @@ class Rates:
     pcie: float  # bytes/s from pinned system RAM
     launches: Launches = LAUNCHES
     vae: float = FUSED_VAE  # time of our VAE layers in that of ComfyUI's
-    # Share of copies of weights that computing hides, or of computing where that is shorter.
-    hides: float = 1.0
+    hides: float = 1.0  # share of weights' copies that computing hides, or the reverse
 
 
 @dataclass(frozen=True)
@@ -185,8 +179,7 @@ class Basis:
     kind: str  # "measured" on this card, "predicted", or "unknown" where there are no times
     text: str
     origin: str = ""  # where measured rates are from, in words; empty where none are
-    # Precisions whose rate is predicted although the others were measured.
-    left_out: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()  # precisions that are predicted although others were measured
 
 
 def rates_of(card: Card, calibration: Rates | None = None) -> tuple[Rates, Rates, Basis]:

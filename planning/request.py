@@ -77,12 +77,10 @@ class Parts:
     # What their files take, as stored: pairs of `TRANSFORMER`, `TEXT_ENCODER` or `VAE` and bytes;
     # what is not named takes its size as loaded.
     file_bytes: tuple[tuple[str, int], ...] = ()
-    # Whether the transformer's file is GGUF, of which a load expands every weight.
-    gguf: bool = False
+    gguf: bool = False  # of the transformer, whose weights a load expands
     converted: int = 0  # of another file, what a load decodes, converts or joins in system RAM
     kept: str = ""  # the precision of a quantized transformer that was left as it is; "" of others
-    # Whether fp8 was cast without scales, as which a file only stores its weights.
-    cast: bool = False
+    cast: bool = False  # whether fp8 was cast without scales, as for storing alone
 
     @property
     def at_hand(self) -> bool:
@@ -107,29 +105,22 @@ class RunRequest:
     width: int | None = 1328
     height: int | None = 1328
     batch: int = 1
-    # Of the sampler, each with one forward pass, or two with `cfg`; None is the family's.
-    steps: int | None = 20
+    steps: int | None = 20  # of the sampler, of one or two forward passes each; None: the family's
     cfg: str = "two passes"
     references: int = 0  # reference images, of one megapixel each
-    # That Layered generates besides the whole image; None is the family's.
-    layers: int | None = None
+    layers: int | None = None  # besides the whole image, of Layered; None is the family's
     text_tokens: int = 200  # of the longest prompt, without what references add
     nag_tokens: int = 0  # of the negative prompt of NAG, likewise; 0 without NAG
-    # Where a third of the transformer waits, one of `spec.transformer.PLACES`.
-    modulation: str = "auto"
-    # The precision of its file, one of `TEXT_ENCODER_PRECISIONS`; "auto" chooses among those that
-    # are published.
-    text_encoder: str = "auto"
-    # One of `TEXT_ENCODER_PLACEMENTS`; "auto" chooses for the shortest encoding of a new prompt.
-    text_encoder_place: str = "auto"
+    modulation: str = "auto"  # where its weights wait, one of `PLACES`
+    text_encoder: str = "auto"  # of its file, one of `TEXT_ENCODER_PRECISIONS`
+    text_encoder_place: str = "auto"  # one of `TEXT_ENCODER_PLACEMENTS`
     loras: Loras = Loras()
     controlnet_bytes: int = 0  # of the weights of a ControlNet that runs in each step; 0 for none
     others: tuple[OtherModel, ...] = ()
     tiles: int = 0  # of the VAE: 0 leaves it to the plan, 1 is whole, more are at least so many
     cache: str = OFF  # the step cache, one of `step_cache.CHOICES`; "custom" needs `computed`
     computed: int = 0  # of the steps, those that call the transformer; 0 counts them from `cache`
-    # One of `ATTENTIONS`; "fast" with its default bound, which allows "kitchen_int8".
-    attention: str = EXACT
+    attention: str = EXACT  # one of `ATTENTIONS`; "fast" allows "kitchen_int8"
     parts: Parts = field(default_factory=Parts)
 
     def __post_init__(self) -> None:
@@ -295,12 +286,9 @@ class Setting:
     modulation: str = ON_CARD  # "on card", or "off card", where a table stands in for its weights
     text_encoder: str = "bf16"
     text_encoder_place: str = ON_CARD
-    # False where the host has to move weights to the card and off it during a run.
-    resident: bool = True
-    # Whether products in the precision do not run, so that weights are expanded to bf16 one by one.
-    weight_only: bool = False
-    # Whether weights stay in 4 or 6 bits, as `Parts.packed`, and are decoded one by one.
-    packed: bool = False
+    resident: bool = True  # False where the host moves weights to the card and off it
+    weight_only: bool = False  # whether weights are expanded to bf16 one by one
+    packed: bool = False  # as `Parts.packed`: decoded one by one
     attention: str = EXACT
 
     @property

@@ -78,15 +78,12 @@ class SplitCost:
     tokens: StepTokens
     width: int
     block: BlockSeconds
-    # Of a normalized row as it is sent (`row_bytes`); None where only keys can be: with LoRAs
-    # beside weights, or layers that run themselves.
-    row_bytes: int | None
+    row_bytes: int | None  # of a normalized row; None where only keys can be sent
     cards: int  # at least 2, and at most the image rows of an item
     link: float  # bytes a second from card to card, both ways at once
     blocks: int = 60
     outside: float = 0.0  # seconds before and after the blocks, on the first card alone
-    # Seconds of the CPU for a block on one card; one thread launches all cards'.
-    launch: float = 0.0
+    launch: float = 0.0  # CPU's seconds for a block; one thread launches all
 
     @cached_property
     def best(self) -> Exchange:

@@ -48,8 +48,7 @@ class VaePlan:
     batch: int
     peak_bytes: int  # predicted peak of activations on the card, with input and output
     reason: str
-    # Whether it keeps to its budget; else it has the smallest tiles, and `reason` is what stops it.
-    fits: bool = True
+    fits: bool = True  # else it has the smallest tiles, and `reason` is what stops it
 
     @property
     def whole(self) -> bool:

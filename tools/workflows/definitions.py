@@ -42,8 +42,7 @@ class Input(NamedTuple):
     widget: bool  # whether it has one in the page; other inputs are sockets
     optional: bool  # whether a graph may leave it out
     options: Mapping[str, Any]  # what else the node says of it, of `KEPT_OPTIONS`
-    # Of a COMBO or `DYNAMIC_COMBO`; None where they differ from machine to machine.
-    choices: Sequence[str] | None = None
+    choices: Sequence[str] | None = None  # None where they differ from machine to machine
 
 
 class Output(NamedTuple):
