@@ -23,7 +23,7 @@ from ..planning.options import OLDER, OPTIONS, Option, request_settings, todays
 from ..planning.request import AUTO, CFG_MODES, OtherModel, Parts, RunRequest
 from ..planning.split_cost import check_link
 from ..spec.formats import GIB, MULTIPLIED, CardFacts
-from .output import check_plot, write_plot
+from .output import check_plot, parse_size, write_plot
 
 CARDS_HELP = (
     "your own GPUs, as JSON; default: cards.json in the settings' cache folder, else in "
@@ -270,6 +270,7 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
     newest = find_member("qwen-image-2.1")
     group.add_argument(
         "--size",
+        type=parse_size,
         metavar="WxH",
         help=f"pixels; default: the template's, {TEXT_TO_IMAGE.default_side} square, of "
         f"{newest.name} {newest.default_side}",
@@ -316,7 +317,7 @@ def request_of(args: argparse.Namespace) -> RunRequest:
     elif family == AUTO:
         family = likely_member(settings["references"], settings["layers"]).name
     if args.size is not None:
-        settings["width"], settings["height"] = _size(args.size)
+        settings["width"], settings["height"] = args.size
     return RunRequest(**{**settings, "family": family}, parts=parts)
 
 
@@ -341,13 +342,6 @@ def _choice(option: Option, text: str) -> str:
         if text in (choice, choice.replace(" ", "-")):
             return choice
     raise SettingError(f"{option.name} {text!r} is unknown: choose {', '.join(option.choices)}.")
-
-
-def _size(text: str) -> tuple[int, int]:
-    width, cross, height = text.lower().partition("x")
-    if cross and all(side.isdecimal() and len(side) < 7 for side in (width, height)):
-        return int(width), int(height)
-    raise SettingError(f"--size {text!r} must be WIDTHxHEIGHT in pixels, such as 1328x1328.")
 
 
 def _cfg(text: str) -> str:

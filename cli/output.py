@@ -16,7 +16,7 @@ from ..files import check_target, check_writable, write_whole
 from ..spec.formats import METADATA_KEY
 
 if TYPE_CHECKING:
-    from PIL import Image, ImageFont
+    from PIL import Image
 
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,7 +41,7 @@ def require_packages(
 def parse_size(text: str) -> tuple[int, int]:
     """Reads width and height of "1328x1328", as argparse calls it."""
     width, cross, height = text.lower().partition("x")
-    if not (cross and width.isdecimal() and height.isdecimal()):
+    if not (cross and all(it.isdecimal() and len(it) < 7 for it in (width, height))):
         raise argparse.ArgumentTypeError(
             f"{text!r} must be WIDTHxHEIGHT in pixels, such as 1328x1328"
         )
@@ -118,12 +118,13 @@ def write_sheet(
     """Writes images of one size with captions on one sheet, a PNG; an existing file is replaced.
     Without `columns` the sheet has as many as rows.
     """
-    from PIL import Image, ImageDraw, ImageFont
+    from PIL import Image, ImageDraw
+
+    from ..charts.picture import font, wrapped
 
     pairs = list(zip(images, captions, strict=True))
-    font = ImageFont.load_default(FONT_SIZE)
     width, height = pairs[0][0].size
-    texts = [_wrap(caption, width, font) for _, caption in pairs]
+    texts = [wrapped(caption, FONT_SIZE, width) for _, caption in pairs]
     columns = columns or math.ceil(math.sqrt(len(pairs)))
     rows = math.ceil(len(pairs) / columns)
     step_x = width + SHEET_MARGIN
@@ -132,21 +133,12 @@ def write_sheet(
         "RGB", (SHEET_MARGIN + columns * step_x, SHEET_MARGIN + rows * step_y), "white"
     )
     draw = ImageDraw.Draw(sheet)
-    for place, ((image, _), lines) in enumerate(zip(pairs, texts, strict=True)):
-        x = SHEET_MARGIN + place % columns * step_x
-        y = SHEET_MARGIN + place // columns * step_y
+    for index, ((image, _), lines) in enumerate(zip(pairs, texts, strict=True)):
+        x = SHEET_MARGIN + index % columns * step_x
+        y = SHEET_MARGIN + index // columns * step_y
         sheet.paste(image, (x, y))
         for number, line in enumerate(lines):
-            draw.text((x, y + height + 2 + number * LINE_HEIGHT), line, fill="black", font=font)
+            draw.text(
+                (x, y + height + 2 + number * LINE_HEIGHT), line, fill="black", font=font(FONT_SIZE)
+            )
     write_whole(path, png_bytes(sheet))
-
-
-def _wrap(caption: str, width: int, font: ImageFont.FreeTypeFont) -> list[str]:
-    lines = [""]
-    for word in caption.split():
-        longer = f"{lines[-1]} {word}".strip()
-        if font.getlength(longer) <= width or not lines[-1]:
-            lines[-1] = longer
-        else:
-            lines.append(word)
-    return lines

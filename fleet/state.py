@@ -193,30 +193,3 @@ def rate(history: dict[str, Any], now: float) -> tuple[float, int]:
             for item in output.get("images", ())
         )
     return (images / max(now - first, 1.0) * HOUR if images else 0.0), failures
-
-
-def table(rows: Sequence[ServerStatus]) -> str:
-    """Writes the rows in columns, and a line with their sum."""
-    heads = ("server", "card", "state", "job", "waiting", "images/h", "failures")
-    cells = [heads] + [
-        (
-            row.server.url,
-            row.server.card,
-            row.server.state,
-            row.job[:8] or "-",
-            str(row.waiting),
-            f"{row.images_per_hour:.0f}",
-            str(row.failures),
-        )
-        for row in rows
-    ]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(heads))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in cells
-    ]
-    lines += [f"{row.server.url}: {row.server.error}" for row in rows if row.server.error]
-    ready = sum(row.server.state == READY for row in rows)
-    images = sum(row.images_per_hour for row in rows)
-    lines.append(f"{ready} of {len(rows)} servers ready, {images:.0f} images an hour")
-    return "\n".join(lines)

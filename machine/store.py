@@ -7,7 +7,6 @@ import json
 import logging
 import math
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from operator import itemgetter
@@ -15,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ..caches import remembered
-from ..errors import SettingError
-from ..files import read_bytes, user_path
+from ..errors import SettingError, UnavailableError
+from ..files import read_bytes, user_path, write_whole
 from ..planning.card_list import read_cards
 from ..planning.cards import Card, is_named
 from ..planning.phases import figure
@@ -190,16 +189,9 @@ def _save(path: Path, key: str, entry: Mapping[str, Any]) -> None:
     text = json.dumps({"version": VERSION, "measured": entries}, indent=1)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        try:
-            with open(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.replace(temporary, path)
-        except OSError:
-            os.unlink(temporary)
-            raise
-    except OSError as error:
-        _log(path, error.strerror or str(error))
+        write_whole(path, text.encode())
+    except (OSError, UnavailableError) as error:
+        _log(path, str(error))
 
 
 def _measured(path: Path) -> Any:
