@@ -55,7 +55,6 @@ class Verdicts:
         self._found[part][verdict] += count
 
     def of(self, part: str) -> Counter[Verdict]:
-        """Gives those of one part, with how often each was added."""
         return self._found[part]
 
     def lines(self, part: str, **words: object) -> list[str]:

@@ -78,7 +78,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _setup(args: argparse.Namespace) -> BenchSetup:
-    """Finds everything that can be wrong before anything is built."""
     image = args.what == "image"
     for option in ("models", "free_gib", "family") if not image else ():
         if getattr(args, option):

@@ -71,7 +71,6 @@ def random_tensor(name: str, size: tuple[int, ...], device: torch.device) -> tor
 
 
 def sizes_of(shape: TransformerShape) -> dict[str, Any]:
-    """Names the sizes as ComfyUI and diffusers both do."""
     # A head's frame, height and width: 16, 56 and 56 of the published 128.
     frame = shape.head_dim // 8
     side = (shape.head_dim - frame) // 2
@@ -162,7 +161,6 @@ def random_model(
 
 
 def vae_shapes(member: Member) -> Shapes:
-    """Lists the tensors of the published VAE, from ComfyUI's class."""
     shape = member.vae
     dims = {"dim": shape.encoder_dim or shape.dim}
     with torch.device("meta"):
@@ -180,7 +178,6 @@ def random_vae(device: torch.device) -> Any:
 
 
 def text_encoder_shapes(member: Member) -> Shapes:
-    """Lists the tensors of the published text encoder, in its file's names."""
     kind = load(member.text_encoder.comfyui).kind()
     found = shapes_of(kind.model({}, torch.bfloat16, "meta", torch.nn))
     if kind.nested:
@@ -209,7 +206,6 @@ def write_models(folder: Path, files: Published, int8: bool = False) -> None:
 
 
 def write_random(path: Path, shapes: Shapes, device: torch.device) -> None:
-    """Writes random weights of these shapes, unless the file is there."""
     if path.exists():
         return
     specs = {name: ("BF16", shape) for name, shape in shapes.items()}
@@ -223,8 +219,6 @@ def write_random(path: Path, shapes: Shapes, device: torch.device) -> None:
 
 
 class InputTensors(NamedTuple):
-    """Holds what is handed to a program, on its device."""
-
     inputs: Inputs
     latents: torch.Tensor  # (batch, channels, 1, height / 8, width / 8), fp32
     text: torch.Tensor  # (batch, text tokens, joint_dim), bf16
@@ -233,8 +227,6 @@ class InputTensors(NamedTuple):
 
 
 class ForwardProgram(NamedTuple):
-    """Holds one program's forward pass."""
-
     call: Callable[[torch.Tensor], Any]  # at a timestep (batch,)
     norm_out: torch.nn.Module  # which reads the image stream after the last block
     paths: Callable[[], str] = str  # says afterwards which code ran

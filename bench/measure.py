@@ -146,7 +146,6 @@ class RowWriter:
             write_whole(self._path, json.dumps(self.results(), indent=1).encode() + b"\n")
 
     def results(self) -> Fields:
-        """Returns the file's contents, floats with five digits."""
         whole = json.dumps({"conditions": self.conditions, self._key: self.rows})
         return json.loads(whole, parse_float=lambda text: float(f"{float(text):.{SIGNIFICANT}g}"))
 

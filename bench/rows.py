@@ -35,7 +35,6 @@ class Row:
 
     @property
     def ours(self) -> bool:
-        """Whether it is this package that computes."""
         return self.name.startswith("ours")
 
     @property
@@ -88,8 +87,6 @@ def select(names: Sequence[str], patterns: Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Describes what a forward pass is asked for."""
-
     width: int  # pixels, as `height` divisible by 16
     height: int
     batch: int = 1
@@ -123,7 +120,6 @@ class Published:
 
     @property
     def int8(self) -> str:
-        """As the published files of ComfyUI's int8 ConvRot."""
         return self.transformer.replace("bf16", "int8_convrot")
 
 
@@ -153,14 +149,11 @@ PUBLISHED = (
 
 
 def published(name: str | None) -> Published:
-    """Finds what `--family` names; the first without."""
     return next(it for it in PUBLISHED if name in (it.name, None))
 
 
 @dataclass(frozen=True)
 class BenchSetup:
-    """Holds what a run measures, as the options of `bench` name it."""
-
     device: torch.device
     shape: TransformerShape
     rows: tuple[Row, ...]  # in the order of `FORWARD`; none of `ops`

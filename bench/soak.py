@@ -116,7 +116,6 @@ def graph_of(setting: Setting, turn: int = 0) -> Graph:
 
 
 def micro_models(models: Path) -> list[Model]:
-    """Writes a LoRA for each bundled model into a folder."""
     found = []
     for title, name in (("micro", "1.x"), ("micro 2.1", "2.1")):
         shape = check_complete(open_source(bundled_micro_folder(name), "transformer"))
@@ -127,7 +126,6 @@ def micro_models(models: Path) -> list[Model]:
 
 
 def full_size_models(models: Path) -> list[Model]:
-    """Writes random weights of Qwen-Image and a LoRA into a folder."""
     import_comfyui(cpu=False)
     files, lora = published(None), "soak.safetensors"
     write_models(models, files)
@@ -184,7 +182,6 @@ class Soak:
 
 
 def resident(pid: int) -> int:
-    """Bytes of system RAM that a process has, as Linux tells them."""
     found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     return int(found[1]) * 1024
 

@@ -62,8 +62,6 @@ COLOURS = {
 
 @dataclass(frozen=True)
 class Figure:
-    """One of the large figures, with a smaller line below it."""
-
     label: str
     value: str
     below: str = ""
@@ -71,8 +69,6 @@ class Figure:
 
 @dataclass(frozen=True)
 class Bar:
-    """One phase."""
-
     name: str
     parts: Mapping[str, float]  # {a name of `COLOURS`: bytes, or seconds without memory}
     value: str = ""
@@ -90,8 +86,6 @@ class Limit:
 
 @dataclass(frozen=True)
 class RunPicture:
-    """What a picture of a run shows, from top to bottom."""
-
     sign: str
     answer: str
     basis: str = ""
@@ -148,7 +142,6 @@ def _phase_bar(estimate: Estimate, phase: Phase) -> Bar:
 
 
 def refusal_chart(refusal: Refusal) -> Image.Image:
-    """Draws what stops a request."""
     lines = [refusal.card_note, refusal.reason]
     return run_chart(RunPicture("bad", "Does not fit", "predicted", lines, refusal.about))
 

@@ -250,7 +250,6 @@ def remedy(estimate: Estimate) -> str:
 
 
 def safer_text(estimate: Estimate) -> str:
-    """Says what to set where it is tight, and what that leaves."""
     safer = estimate.safer
     if safer is None:
         return NOTHING_SAFER
@@ -370,7 +369,6 @@ def option_text(option: PlanOption) -> str:
 
 
 def notes_of(found: Estimate) -> list[str]:
-    """Lists the sentences beside the figures."""
     return [*_time_notes(found), *_other_notes(found), *_price_notes(found)]
 
 

@@ -122,7 +122,6 @@ def _size(text: str) -> tuple[int, int]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures and prints; returns 1 when a row failed."""
     if args.calibrate:
         return calibrate_card(args)
     if args.what is None:

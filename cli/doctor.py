@@ -132,7 +132,6 @@ def diagnose(models: Path | None = None, comfyui: Path | None = None) -> Diagnos
 
 
 def check_settings(path: Path) -> Capability:
-    """Checks the settings file: which it is, and what it sets."""
     try:
         found = read_settings(path)
     except SettingError as error:

@@ -117,7 +117,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the estimate."""
     from ..charts.text import Refusal, cards_answer, estimate_json, estimate_text
     from ..machine.store import known_cards, load_calibration
     from ..planning.estimate import FITS, RUNS_SLOWLY, estimate
@@ -302,7 +301,6 @@ def _add(group: argparse._ArgumentGroup, option: Option) -> None:
 
 
 def request_of(args: argparse.Namespace) -> RunRequest:
-    """Returns what the options ask for."""
     settings = request_settings(**_values(args))
     family, parts = settings["family"], Parts()
     if args.model is not None:

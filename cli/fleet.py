@@ -105,7 +105,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the fleet, or shows its status."""
     if args.rest == ["status"]:
         return _status(args)
     if args.rest and not args.rest[0].startswith("-"):
@@ -172,7 +171,6 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def table(rows: Sequence[ServerStatus]) -> str:
-    """Writes the rows in columns, and a line with their sum."""
     from ..charts.figures import table as columns
     from ..fleet.state import READY
 

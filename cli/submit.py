@@ -130,7 +130,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Submits the jobs."""
     require_packages("submit", PACKAGES, extra="client", instead=", or use ComfyUI's Python")
     from ..client.progress import losable
     from ..client.submit import SubmitRequest, submit

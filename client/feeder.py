@@ -76,8 +76,6 @@ class Shared(Protocol):
 
 @dataclass
 class Posted:
-    """A job at this server."""
-
     job: Job
     boot: str
     breaks: int = -1  # `Feeder._breaks` when the server was last known to have it
@@ -187,7 +185,6 @@ class Feeder:
         return await self.server.withdraw(list(self.posted))
 
     def running(self) -> tuple[Job, RunningPrompt] | None:
-        """Returns the job that runs, and how far it is."""
         here = self.listener.running.keys() & self.posted.keys()
         return next(((self.posted[i].job, self.listener.running[i]) for i in here), None)
 

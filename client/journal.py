@@ -43,8 +43,6 @@ class Attempt:
 
 @dataclass(slots=True)
 class Record:
-    """What the journal says of a job."""
-
     status: str = ""
     prompt_id: str = ""
     server: str = ""

@@ -79,8 +79,6 @@ class ResultFile(NamedTuple):
 
 @dataclass
 class Fetched:
-    """What a prompt made."""
-
     parts: list[ResultFile] = field(default_factory=list)
     texts: dict[str, list[str]] = field(default_factory=dict)
     seconds: float | None = None
@@ -247,8 +245,6 @@ def _sync(path: Path) -> None:
 
 @dataclass
 class Missing:
-    """Results that do not come."""
-
     fault: ServerError
     tries: int
     lost: bool  # whether the server has them no more; else it went away

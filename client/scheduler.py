@@ -44,8 +44,6 @@ MOST_FETCHED = 4
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """Changes as the run goes on."""
-
     number: int
     key: str
     graph: Mapping[str, Any]
@@ -74,7 +72,6 @@ class Job:
 
     @property
     def worn(self) -> bool:
-        """Whether it ended often enough."""
         return self.ran + len(self.deaths) >= MOST_RUNS
 
     @property
@@ -131,8 +128,6 @@ class Group:
 
 
 class Scheduler:
-    """Jobs and servers of a run."""
-
     def __init__(self, jobs: Iterable[Job] = ()) -> None:
         self.lanes: dict[str, Lane] = {}
         self.ready: set[str] = set()
@@ -290,7 +285,6 @@ class Scheduler:
         ]
 
     def reason(self, job: Job) -> dict[str, Any]:
-        """Returns why a server does not take the job."""
         found = (job.refused.get(lane.name) or lane.takes(job) for lane in self.lanes.values())
         nobody = {"type": "refused", "message": "no server accepts the job.", "nodes": []}
         return next(filter(None, found), nobody)
@@ -301,7 +295,6 @@ class Scheduler:
         lane.fetching.discard(job)
 
     def _others(self, lane: Lane) -> bool:
-        """Returns whether another server does its jobs."""
         others = (self.lanes[name] for name in self.ready - {lane.name})
         return any(not other.strikes for other in others)
 

@@ -181,7 +181,6 @@ class Server(Transport):
         return next(iter(found), None)
 
     async def has(self, prompt_id: str) -> bool:
-        """Asks whether the prompt waits, runs or has ended."""
         return prompt_id in await self.queue() or await self.history(prompt_id) is not None
 
     async def submit(

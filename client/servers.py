@@ -186,7 +186,6 @@ class Admission:
     _classes: dict[str, Any] = field(default_factory=dict)
 
     async def admit(self, name: str, server: Server) -> Admitted:
-        """Learns what a server is."""
         data = await server.object_info()
         try:
             stats = await server.stats()

@@ -112,8 +112,6 @@ def labels(chosen: Sequence[Mapping[str, Any]]) -> list[str]:
 
 @dataclass(frozen=True)
 class SubmitRequest:
-    """What was asked for."""
-
     workflow: Path
     output: Path
     servers: Sequence[str] = ()

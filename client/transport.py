@@ -72,7 +72,6 @@ class Address:
         return cls(url.with_path(url.raw_path.rstrip("/") + "/", encoded=True))
 
     def url(self, path: str) -> URL:
-        """Returns the address of a route, such as "history/<id>"."""
         return self.base.join(URL(path))
 
     def websocket(self, client_id: str) -> URL:
@@ -81,7 +80,6 @@ class Address:
 
     @property
     def loopback(self) -> bool:
-        """Whether this is the machine itself."""
         host = self.base.host
         try:
             address = ipaddress.ip_address(host)

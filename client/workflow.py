@@ -342,7 +342,6 @@ def called(graph: Mapping[str, Any], node: str) -> str:
 
 
 def shortened(text: str, most: int = 60) -> str:
-    """Quotes a text, cut where it is long."""
     return repr(text if len(text) <= most else f"{text[:most]}...")
 
 
@@ -432,8 +431,6 @@ def _loaders(graph: Graph) -> Iterator[Mapping[str, Any]]:
 
 @dataclass(frozen=True)
 class NodeInput:
-    """One input."""
-
     kind: str  # `INT`, `FLOAT`, `BOOLEAN`, `STRING`, `COMBO`, or the type of a socket
     rules: Mapping[str, Any] = field(default_factory=dict)
     choices: tuple[Any, ...] = ()

@@ -55,7 +55,6 @@ def later(name: str) -> Callable[..., Any]:
 
 
 def kinds() -> tuple[ModelKind, ...]:
-    """Lists those that this ComfyUI has."""
     return _kinds(tuple(FAMILIES))
 
 
@@ -113,8 +112,6 @@ def imported_code() -> list[str]:
 
 @dataclass(frozen=True)
 class VaeKind:
-    """Describes ComfyUI's class of a VAE."""
-
     takes: Callable[[Any], bool]  # tells whether a `first_stage_model` is one
     # Makes one, of the dims and the {native name: shape} that a header tells.
     build: Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]]], torch.nn.Module]

@@ -22,8 +22,6 @@ LICENCE_21 = (
 
 
 class HasShape(Protocol):
-    """Gives the shape of a tensor, as a file's header tells it."""
-
     shape: tuple[int, ...]
 
 
@@ -110,8 +108,6 @@ WHOLE_TENSORS = (
 
 
 class Fits(NamedTuple):
-    """Tells what an adapter is for."""
-
     title: str
     licence: str | None = None
     cannot_run: tuple[str, ...] = ()
@@ -197,8 +193,6 @@ class TextEncoder:
 
 @dataclass(frozen=True)
 class Vae:
-    """Describes the VAE of a family."""
-
     title: str
     part: str  # the same with its article, where one has to be chosen
     shape: VaeShape
@@ -221,8 +215,6 @@ class Vae:
 
 @dataclass(frozen=True)
 class Member:
-    """Describes one published model."""
-
     family: Family
     name: str
     transformer: TransformerShape
@@ -257,7 +249,6 @@ class Member:
         return next(filter(None, map(self.files.get, names)), None)
 
     def template(self, steps: int, cfg: str, precision: str) -> Template | None:
-        """Finds the workflow for a run."""
         few = self.templates.get(steps) if cfg == "off" else None
         return few or self.templates.get(precision) or self.templates.get(0)
 

@@ -25,7 +25,6 @@ FAMILIES: list[Family] = [QWEN_IMAGE, QWEN_IMAGE_21]
 
 
 def members() -> Mapping[str, Member]:
-    """Returns the published models by the name that `--family` takes."""
     return _members(tuple(FAMILIES))
 
 
@@ -89,7 +88,6 @@ def vaes() -> list[Vae]:
 
 
 def family_with(part: TextEncoder | Vae) -> Family:
-    """Returns the first family that runs with a text encoder or a VAE."""
     return next(family for family in FAMILIES if part in (family.text_encoder, family.vae))
 
 
@@ -121,7 +119,6 @@ def micro_folders() -> dict[str, str]:
 
 
 def member_of_file(name: str) -> Member | None:
-    """Returns the member whose name a file's name begins with."""
     named = [it for it in members() if name.startswith(it.replace("-", "_"))]
     return members()[max(named, key=len)] if named else None
 

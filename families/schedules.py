@@ -68,8 +68,6 @@ def _shifted(sigmas: Iterable[float], shift: float) -> list[float]:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Describes a schedule of sigmas."""
-
     name: str
     source: str
     nodes: tuple[float, ...] = ()  # sigmas before the shift, without the last 0; empty: any number

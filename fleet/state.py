@@ -40,8 +40,6 @@ HISTORY = 100
 
 @dataclass
 class ServerState:
-    """One server."""
-
     url: str
     card: str  # the index of its card, or "cpu"
     state: str = STARTING
@@ -79,7 +77,6 @@ class StateFile:
             )
 
     def write(self, servers: list[ServerState]) -> None:
-        """Replaces the file."""
         text = json.dumps({"version": VERSION, "servers": [asdict(each) for each in servers]})
         with self._writing:
             try:
@@ -99,7 +96,6 @@ class StateFile:
                     self._notify(words)
 
     def close(self) -> None:
-        """Lets another fleet use the folder."""
         self._lock.close()
 
 
@@ -147,8 +143,6 @@ def read_states(path: Path) -> list[ServerState]:
 
 @dataclass
 class ServerStatus:
-    """One row."""
-
     server: ServerState
     job: str = ""
     waiting: int = 0

@@ -157,7 +157,6 @@ def run_fleet(
 
 @contextlib.contextmanager
 def on_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Calls `stop` for each SIGINT and SIGTERM."""
     before = {
         number: signal.signal(number, lambda *_: stop())
         for number in (signal.SIGINT, signal.SIGTERM)

@@ -55,8 +55,6 @@ class Capability:
 
 @dataclass(frozen=True)
 class InstalledCard:
-    """One NVIDIA GPU."""
-
     name: str  # as the driver calls it, such as "NVIDIA L40S"
     sm: tuple[int, int]  # compute capability, (8, 9) on an L40S
     # What programs can allocate together. ECC has taken its share already: of an L40S's 48 GiB,
@@ -67,7 +65,6 @@ class InstalledCard:
     limit_watts: int = 0  # the power limit that is set; 0 when unknown
 
     def facts(self, no_int8: str = "") -> CardFacts:
-        """Gives what a plan needs to know of it."""
         return CardFacts(self.name, self.memory_bytes, self.sm, self.limit_watts, no_int8)
 
     def __str__(self) -> str:

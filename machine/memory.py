@@ -183,7 +183,6 @@ def qwen_bytes(folder: Path) -> int:
 
 
 def hugging_face_cache() -> Path:
-    """Finds where huggingface_hub keeps downloads."""
     if find_spec("huggingface_hub") is None:
         return user_path("~/.cache/huggingface/hub")
     from huggingface_hub.constants import HF_HUB_CACHE

@@ -53,7 +53,6 @@ def default_file() -> Path:
 
 
 def settings_file() -> Path:
-    """Names the file in use."""
     return _source if isinstance(_source, Path) else default_file()
 
 

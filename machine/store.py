@@ -40,7 +40,6 @@ def cache_folder() -> Path:
 
 
 def own_cards_path() -> Path:
-    """Finds the user's own list of cards, which need not exist."""
     return cache_folder() / CARDS
 
 

@@ -65,12 +65,10 @@ class CalibrationSizes(NamedTuple):
 
 
 def full_sizes(shape: TransformerShape) -> CalibrationSizes:
-    """Returns those of the published model at 1024x1024."""
     return CalibrationSizes(Pass(shape, StepTokens(TEXT_TOKENS, IMAGE_TOKENS)))
 
 
 def small_sizes(shape: TransformerShape) -> CalibrationSizes:
-    """Returns those that only show that it runs."""
     return CalibrationSizes(Pass(shape, StepTokens(8, 64)), ((16, 16),), (8, 64, 128), 2**20, 0.05)
 
 

@@ -27,8 +27,6 @@ Distance = Callable[[np.ndarray, np.ndarray], float]
 
 
 class LayerError(NamedTuple):
-    """Says what quantizing one layer loses."""
-
     layer: str  # such as `transformer_blocks.0.attn.to_q`
     error: float  # relative, of its output
     outlier: float  # its largest activation, in root mean squares of the same pass

@@ -41,8 +41,6 @@ EPS = 1e-6
 
 
 class MixPart(NamedTuple):
-    """Describes one call of a mix."""
-
     name: str  # of its figure
     call: Callable[[], Any]
     work: float  # operations, or bytes

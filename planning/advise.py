@@ -30,8 +30,6 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Offer:
-    """A card at a price."""
-
     found: Estimate
     usd_per_hour: float
     price: Price | None = None  # the listed one; None where it is the user's own

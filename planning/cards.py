@@ -24,8 +24,6 @@ LEAST_SHOWN = 0.9
 
 @dataclass(frozen=True)
 class Price:
-    """The price of an hour of one card."""
-
     usd_per_hour: float
     provider: str
     # "on demand", "from" (the lowest that a provider announces for it on demand), "spot",
@@ -37,8 +35,6 @@ class Price:
 
 @dataclass(frozen=True)
 class Card:
-    """One kind of card."""
-
     name: str
     also: tuple[str, ...]
     architecture: str

@@ -144,7 +144,6 @@ class Load(NamedTuple):
 
 
 def load_of(option: PlanOption) -> Load:
-    """Counts the load of a plan's option."""
     request, setting, phase = option.request, option.setting, option.phases["load"]
     files = model_files(request, setting)
     made = made_on_load(request, setting)

@@ -41,8 +41,6 @@ MOST = 4096  # of everything that is counted
 
 @dataclass(frozen=True)
 class Option:
-    """One option of a request."""
-
     name: str
     default: Any  # its type is the option's
     help: str

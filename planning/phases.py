@@ -71,7 +71,6 @@ class Phase:
 
     @property
     def card_bytes(self) -> int:
-        """Counts everything that is on the card."""
         return self.peak_bytes + self.context + sum(self.resident.values())
 
     @property

@@ -63,8 +63,6 @@ def left_as_stored(requested: str, needed: int, room: int) -> bool:
 
 @dataclass(frozen=True)
 class PlanOption:
-    """One way to run a request on a card."""
-
     card: CardFacts
     request: RunRequest  # what runs, with the transformer's sizes in the setting's precision
     setting: Setting  # not resident: the host moves what does not stay

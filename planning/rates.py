@@ -57,7 +57,6 @@ def measured() -> Mapping[str, Any]:
 
 @cached
 def constants() -> Constants:
-    """Gives the fitted constants."""
     return Constants(**measured()["constants"])
 
 

@@ -46,8 +46,6 @@ MOST_PIXELS = 2**20
 
 @dataclass(frozen=True)
 class Loras:
-    """LoRAs on a transformer."""
-
     count: int = 0
     rank: int = 32
     # "merge" into the weights, "bypass": computed beside them in each step, or "auto": bypass
@@ -148,12 +146,10 @@ class RunRequest:
 
     @cached_property
     def transformer(self) -> TransformerShape:
-        """Gives the transformer's shape: the true one, or the published."""
         return self.parts.transformer or self.member.transformer
 
     @cached_property
     def vae(self) -> VaeShape:
-        """Gives the VAE's shape: the true one, or the published."""
         return self.parts.vae or self.member.vae
 
     @property

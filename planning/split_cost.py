@@ -40,8 +40,6 @@ QUANTIZED_OPERATION = 2 / 3
 
 
 class BlockSeconds(NamedTuple):
-    """One block on one card."""
-
     # image, text: products of each stream.
     image: float
     text: float
@@ -61,8 +59,6 @@ class BlockSeconds(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """One block with one exchange."""
-
     seconds: float
     name: str
     image_rows: tuple[int, ...]  # of an item, by card; the first has the text rows, too

@@ -74,8 +74,6 @@ def cache_settings(name: str) -> CacheSettings | None:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Which steps of a run are skipped."""
-
     skipped: tuple[bool, ...]
     reason: str = ""  # why none may be, in one clause; empty where some may
 

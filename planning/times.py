@@ -39,8 +39,6 @@ GUIDED = 4 * WIDE
 
 
 class Pass(NamedTuple):
-    """One forward pass of a transformer."""
-
     shape: TransformerShape
     tokens: StepTokens
     nag: bool = False
@@ -313,8 +311,6 @@ def _controlnet_seconds(work: Pass, weights: int, rates: Rates) -> float:
 
 
 class StockFormat(NamedTuple):
-    """How stock ComfyUI runs a transformer."""
-
     weights: str  # the precision of all its weights, modulation among them
     products: str
     attention: str = EXACT

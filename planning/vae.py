@@ -39,8 +39,6 @@ LEAST_ROOM = int(1.5 * GIB)
 
 @dataclass(frozen=True)
 class VaePlan:
-    """How a batch is decoded or encoded."""
-
     direction: Direction
     latent: Size  # latent pixels of the whole, (height, width)
     tiles: Size  # (rows, columns) of tiles

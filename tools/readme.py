@@ -118,7 +118,6 @@ CONDITIONS = {
 
 
 def template(name: str) -> dict[str, Any]:
-    """Reads the API form of a template."""
     file = ROOT / "workflows" / "api" / f"{name}.json"
     return json.loads(file.read_text(encoding="utf-8"))
 
@@ -286,7 +285,6 @@ def picture() -> Image.Image:
 
 
 def made() -> dict[Path, str]:
-    """Returns each page with its tables as they are to be."""
     blocks = {
         "README.md": {"speed": caption("en"), "gpus": gpus("en", "", GPUS)},
         "README.zh-CN.md": {"speed": caption("zh"), "gpus": gpus("zh", "", GPUS)},

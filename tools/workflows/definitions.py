@@ -35,8 +35,6 @@ AFTER_A_RUN = "randomize"
 
 
 class Input(NamedTuple):
-    """Describes an input of a node."""
-
     name: str
     type: str
     widget: bool  # whether it has one in the page; other inputs are sockets
@@ -88,7 +86,6 @@ def subset(object_info: Mapping[str, Any], names: Iterable[str]) -> dict[str, An
 
 @functools.cache
 def definitions() -> dict[str, Definition]:
-    """Reads what `subset` gave."""
     return {
         name: Definition(
             name,

@@ -46,8 +46,6 @@ Graph = Mapping[str, Mapping[str, Any]]
 
 
 class ModelFile(NamedTuple):
-    """Describes a published file."""
-
     name: str
     url: str
     size: str  # as the table says it
