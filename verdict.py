@@ -1,6 +1,5 @@
-"""Says why something of this package does not run, and what runs instead of it.
-
-What builds of torch, compilers, drivers and packages can is declared nowhere: it is tried once.
+"""Says why something of this package does not run, and what runs instead. What builds of torch,
+compilers, drivers and packages can is declared nowhere: it is tried once.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
-"""Random models of the published sizes, and one forward pass of a transformer: its inputs, what
-is measured of it whichever program computes it, and the rows of `bench forward`.
-
-Stock ComfyUI and this package go through the same code and differ in the patcher alone. A forward
-pass is called from inside a sampling run: a sampler of our own stands where `euler` would, so that
-patches, wrappers and callbacks apply as they do in a workflow.
+"""Random models of the published sizes, one forward pass of a transformer through any program,
+and the rows of `bench forward`. ComfyUI's forward pass is called where `euler` would call it, so
+that patches, wrappers and callbacks apply as in a workflow.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Times a prompt, from its start to its file, in a real ComfyUI server: stock nodes and ours.
 
-`bench image --models FOLDER` gives each row a fresh server in each of `TURNS`, one at a time: its
-first prompt, prompts of the same text, and a new text. References are pictures that the prompt
-edits, new for each server. Up to `FEW` steps run without CFG, as with
-Lightning LoRAs; more with it, and ours with the step cache `CACHE`. Peaks are the driver's, above
-what was in use before the first server began, so they count its CUDA context too.
+Each row gets a fresh server in each of `TURNS`. Up to `FEW` steps run without CFG, as with
+Lightning LoRAs; more with it, and ours with the step cache `CACHE`. Peaks are the driver's.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Feeds one server: keeps two jobs there, fetches their results, and outlasts restarts.
 
 What the server's queue and history say decides. A job in neither of them was taken out by someone,
-or forgotten by a process that ended. While the websocket stays open, and no connection was lost
-since the job was last seen, the process is the same. Else it is the same where its history still
-has an entry that it had before, or where the fleet's file gives it the same boot id.
+or forgotten by a process that ended: `Feeder._recognize` tells which.
 """
 
 from __future__ import annotations
@@ -12,13 +10,13 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ..errors import SettingError
-from .journal import Attempt, DiskError, Journal
+from .journal import Attempt, DiskError
 from .progress import Listener, RunningPrompt, within
 from .results import Collector, Fetched, place
 from .scheduler import (
@@ -30,10 +28,9 @@ from .scheduler import (
     QUEUED,
     WAITING,
     Job,
-    Scheduler,
 )
 from .server import Server, failure, fault, of_execution, of_validation
-from .servers import Admission, Admitted, Listed
+from .servers import Admitted, Listed
 from .transport import AnswerError, AwayError, ForeignIdError, GoneError, ServerError
 from .workflow import OURS, always_names, renamed, with_job_id
 
@@ -55,25 +52,6 @@ REST_SECONDS, LONGEST_REST = 30.0, 900.0
 UNABLE = re.compile(r"OutOfMemory|\.(Unavailable|DoesNotFit)Error$")
 
 
-class Shared(Protocol):
-    """What the feeders of a run share; `run.Run` says what each is."""
-
-    scheduler: Scheduler
-    admission: Admission
-    journal: Journal | None
-    headers: Mapping[str, str]
-    wait: float
-    most: float
-    downloads: asyncio.Semaphore
-    all_asked: bool
-    say: Callable[[str], None]
-
-    def say_once(self, line: str) -> None: ...
-    def wake(self) -> None: ...
-    def watch(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]: ...
-    def job_ended(self, job: Job) -> None: ...
-
-
 @dataclass
 class Posted:
     job: Job
@@ -90,7 +68,7 @@ class Posted:
 class Feeder:
     """One server of a run."""
 
-    def __init__(self, listed: Listed, run: Shared) -> None:
+    def __init__(self, listed: Listed, run: Any) -> None:  # a `run.Run`, which imports this
         self.listed = listed
         self.name = str(listed.address)
         # Which process it is: the id in the fleet's file, or one that is made when the server is

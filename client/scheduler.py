@@ -1,8 +1,6 @@
 """Decides which server runs which job, without connections, files or a clock.
 
-A job is executed at least once and accepted exactly once. A server that is lost gives its jobs
-back, and they wait at the front; whichever server brings the first result wins, and `end` says so
-to the others.
+A job is executed at least once and accepted exactly once: whichever server brings the first result.
 """
 
 from __future__ import annotations

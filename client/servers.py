@@ -1,7 +1,5 @@
 """Knows the servers of a run: their addresses, a file that lists them, and what each can run.
-
-What POST /prompt refuses with the input's name is left to it: missing inputs, numbers out of their
-bounds, values of a list, links of the wrong type.
+What POST /prompt refuses with the input's name is left to it, such as missing inputs.
 """
 
 from __future__ import annotations

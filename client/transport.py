@@ -1,7 +1,5 @@
-"""Sends HTTP requests that outlast a server which is busy, down or restarting.
-
-A request is tried again until `wait` seconds after its first failure. It is tried after a lost
-connection, and after a proxy's own answers, while the server behind the proxy is busy or gone.
+"""Sends HTTP requests that outlast a server which is busy, down or restarting: for `wait` seconds
+after a lost connection, or a proxy's own answer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Describes Qwen-Image, 2512, Edit and Layered: a stream of text and one of the image, each
-modulated by its own layers, in the names of diffusers and ComfyUI. Sizes come from first
-dimensions, norms and biases, because 4-bit formats pack the second dimension and flatten the
-weight.
+modulated by its own layers. Sizes come from norms, biases and first dimensions, because 4-bit
+formats flatten the weight.
 """
 
 from __future__ import annotations

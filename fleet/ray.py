@@ -1,7 +1,5 @@
-"""Runs the fleet of a Ray cluster: each server is an actor, which Ray places and restarts.
-
-Ray knows nothing of jobs: these go by HTTP, and their journal is the client's. So Ray may end at
-any time, and the next fleet goes on.
+"""Runs the fleet of a Ray cluster: each server is an actor, which Ray places and restarts. Jobs go
+by HTTP, and their journal is the client's, so that the next fleet goes on.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Runs one ComfyUI server of a fleet: starts, warms up, watches, restarts and drains it.
 
-The process never outlives the fleet: the kernel kills it when the thread that started it ends, in
-whatever way, so no orphan holds the GPU. It has its own process group, so that Ctrl-C reaches the
-fleet alone, but no session of its own. Processes that its nodes have started are found by a
-variable of the environment. They end with the server, or if the fleet was killed, when the next
-server starts.
+The kernel kills the process when the thread that started it ends, so that no orphan holds the GPU.
+What its nodes have started is found by a variable of the environment, and ends with the server.
 """
 
 from __future__ import annotations

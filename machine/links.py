@@ -1,9 +1,7 @@
 """Copies between two cards of this machine, and measures whether copies arrive and how fast.
 
-Copies go on streams of their own, card to card or through system RAM; copy engines do them, so
-that they take nothing of the tensor cores. With an IOMMU that translates, or ACS that redirects,
-the driver promises peer access and data never arrives. So a pattern goes from card to card and back
-at the start of every run.
+With an IOMMU that translates, or ACS that redirects, the driver promises peer access and data never
+arrives. So a pattern goes from card to card and back at the start of every run.
 """
 
 from __future__ import annotations

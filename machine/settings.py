@@ -2,8 +2,7 @@
 
     {"version": 1, "cache": "~/measured", "attention": "fast", "gemm_fp8": "triton"}
 
-Inside ComfyUI it lies in its user folder, elsewhere in the user's configuration folder. Nothing of
-it comes from the environment: the registry's scan refuses a pack that reads that.
+Nothing comes from the environment: the registry's scan refuses a pack that reads that.
 """
 
 from __future__ import annotations

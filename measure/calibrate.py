@@ -1,7 +1,5 @@
-"""Measures what the estimates need to know of this card, in under a minute.
-
-A product alone runs faster than among others, because a card at its power limit slows its clock
-down: what a block consists of is run together.
+"""Measures what the estimates need to know of this card, in under a minute. What a block consists
+of is run together: a product alone runs faster, because a card at its power limit slows down.
 """
 
 from __future__ import annotations

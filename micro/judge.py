@@ -1,7 +1,5 @@
-"""Judges from pixels alone whether an image shows a scene: shapes, colours and places.
-
-The background is the median colour along the border; what differs from it falls into connected
-blobs, each with a median colour, a place, and the shape whose outline its edge follows best.
+"""Judges from pixels alone whether an image shows a scene: shapes, colours and places. What differs
+from the border's median colour falls into blobs, whose edges the outlines are compared with.
 """
 
 from __future__ import annotations

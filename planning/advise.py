@@ -1,7 +1,5 @@
-"""Finds the card that generates a load of images for the least money, rented all day.
-
-N images an hour at t seconds each need ceil(N t / 3600) cards, where t is the slow end of a range.
-`together` compares two uses of several cards of a machine: one image sooner, or many images.
+"""Finds the card that generates N images an hour for the least money, rented all day: at t seconds
+each, the slow end, it takes ceil(N t / 3600) cards. `together` compares two uses of several cards.
 """
 
 from __future__ import annotations

@@ -1,13 +1,8 @@
 """Gives the rates of a card, for products and bytes: measured, or a range by data sheet.
 
-Eight numbers of the estimates are fitted, all from what a card measured.
-
-`bench/fit.py` fits them on one half of the runs in `measured.json` and writes them there with
-their errors on both halves; nothing else in an estimate is fitted.
-
-Figures of the host and its link are no fits: each was measured once, on the host of an H200, and is
-taken for every machine. What is predicted says so where it stands. What other cards reach of their
-data sheets' peaks is in `public.json` by class of card, with the figures that it comes from.
+The constants of `measured.json`, which `bench/fit.py` fits to one half of its runs, are the only
+fits in an estimate. Figures of the CPU and its link were measured once, on an H200's machine. The
+shares of their peaks that other cards reach are in `public.json`, with the figures behind them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Predicts how long a run's parts take: counted work over measured or expected rates.
 
-A product takes as long as its arithmetic or its bytes, whichever is more (S. Williams, A. Waterman,
-D. Patterson: Roofline, CACM 52(4), 2009); kernels follow one another, so that their times add up.
+A product takes as long as its arithmetic or its bytes (Roofline, CACM 52(4), 2009); times add up.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ follows an implementation's largest layer for each pixel, time the arithmetic of
 
 from __future__ import annotations
 
+import bisect
+import functools
 from typing import Literal
 
 from ..spec.transformer import REFERENCE_SIDE
@@ -132,14 +134,10 @@ def middle_slices(
     whole = middle_bytes(direction, shape, latent, itemsize, height)
     if room is None or whole <= room:
         return height, whole
-    low, high = 1, max(1, min(height - 1, SLICE_PIXELS // width))
-    while low < high:
-        rows = (low + high + 1) // 2
-        if middle_bytes(direction, shape, latent, itemsize, rows) <= room:
-            low = rows
-        else:
-            high = rows - 1
-    return low, middle_bytes(direction, shape, latent, itemsize, low)
+    sizes = range(1, max(1, min(height - 1, SLICE_PIXELS // width)) + 1)
+    needed = functools.partial(middle_bytes, direction, shape, latent, itemsize)
+    rows = sizes[max(0, bisect.bisect(sizes, room, key=needed) - 1)]
+    return rows, needed(rows)
 
 
 def whole_bytes(direction: str, shape: VaeShape, latent: Size, itemsize: int) -> int:

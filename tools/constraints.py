@@ -1,7 +1,5 @@
-"""Writes constraints.txt: exact versions of what `make` installs, for Python 3.10 to 3.14.
-
-Torch's version stands in the Makefile; its own triton and CUDA libraries follow it. Needs uv, which
-resolves for several Pythons at once.
+"""Writes constraints.txt: exact versions of what `make` installs, for Python 3.10 to 3.14, by uv.
+Torch's version stands in the Makefile; its own triton and CUDA libraries follow it.
 """
 
 import re

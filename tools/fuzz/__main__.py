@@ -1,9 +1,6 @@
 """Feeds broken files and texts to the package's readers: each is read, or refused in the error of
-its room, within 2 s of the CPU's time and half a gigabyte.
-
-A case is drawn from its target, seed and number alone. A finding is printed with the file that
-repeats it, and ends the command with 1. What crashes or hangs ends it with a traceback; its case is
-the file that the first line names.
+its room, within 2 s of the CPU's time and half a gigabyte. A finding is printed with the file that
+repeats it, and ends the command with 1. A crash's case is the file that the first line names.
 """
 
 import argparse

@@ -1,7 +1,5 @@
-"""Writes the generated lines of a workflow's note: its files, and what it takes of GPUs.
-
-Both follow from the workflow: `--write` puts them below the headings of `FILES` and `TAKES`, and
-leaves all other words of a note alone.
+"""Writes the generated lines of a workflow's note, below the headings `FILES` and `TAKES`: its
+files, and what it takes of GPUs.
 """
 
 from __future__ import annotations
