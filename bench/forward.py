@@ -186,9 +186,7 @@ def text_encoder_shapes(member: Member) -> Shapes:
 
 
 def write_models(folder: Path, files: Published, int8: bool = False) -> None:
-    """Writes random models of the published sizes in ComfyUI's folders and names, unless they are
-    there: 58 GB of Qwen-Image, 33 of 2.1.
-    """
+    """Writes random models of the published sizes, unless they are there: 58 GB, 33 of 2.1."""
     from comfy.utils import save_torch_file
 
     member, device = find_member(files.member), torch.device("cuda")
@@ -235,9 +233,7 @@ Body = Callable[[ForwardProgram], Measured]
 
 
 def schedule() -> list[float]:
-    """Lists timesteps of ComfyUI's `simple` scheduler, rounded to bf16, in which diffusers takes
-    its own.
-    """
+    """Lists timesteps of ComfyUI's `simple` scheduler in bf16, in which diffusers takes them."""
     moved = math.exp(SHIFT)
     times = [1 - step / STEPS for step in range(STEPS)]
     sigmas = [moved * t / (1 + (moved - 1) * t) for t in times]
@@ -270,9 +266,7 @@ def input_tensors(shape: TransformerShape, inputs: Inputs, device: torch.device)
 def measure_forward(
     program: ForwardProgram, setup: BenchSetup, tensors: InputTensors, repeats: int, again: bool
 ) -> Measured:
-    """Times a program over the schedule's timesteps: (milliseconds and GiB, the image stream in
-    fp32 on the CPU); `again` only times.
-    """
+    """Times a program: (ms and GiB, the image stream in fp32); `again` only times."""
     device, sigmas = setup.device, itertools.cycle(tensors.sigmas)
     on_card = device.type == "cuda"
 
@@ -374,9 +368,7 @@ def _forward_pass(model: Any, model_options: dict[str, Any], tensors: InputTenso
 def build_transformer(
     weights: Mapping[str, torch.Tensor], shape: TransformerShape, edit: bool, *, compiled: bool
 ) -> torch.nn.Module:
-    """Builds diffusers' model over bf16 tensors of the device; `compiled`, with cuDNN's attention
-    and compiled blocks, the fastest that diffusers documents.
-    """
+    """Builds diffusers' model over the device's bf16 tensors; `compiled` is its fastest way."""
     from diffusers import QwenImageTransformer2DModel
 
     sizes = sizes_of(shape)

@@ -74,9 +74,7 @@ def kernel_ms(call: Callable[[], Any], device: torch.device) -> float | None:
 def by_turns(
     things: Sequence[Any], inputs: Inputs, one: One, setup: BenchSetup
 ) -> Iterator[Fields]:
-    """Measures all things, then all again, so that a card that slows down slows all. Yields their
-    rows; what `one` raises is a row's "error".
-    """
+    """Yields rows of things that are measured alternately; what `one` raises is an "error"."""
     found: list[Fields] = [{"samples_ms": []} for _ in things]
     turns = min(TURNS, setup.repeats)
     for turn in range(turns):

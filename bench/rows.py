@@ -48,9 +48,7 @@ class Row:
 
     @property
     def weights(self) -> str:
-        """Which random model it needs: "bf16", of all programs, or such as "comfyui fp8". Rows of
-        one model stand together, so that it is built once and its rows are timed alternately.
-        """
+        """Names the random model that it shares with its neighbours: "bf16" or "comfyui fp8"."""
         of_all = self.precision == "bf16"
         return self.precision if of_all else f"{self.name.split()[0]} {self.precision}"
 

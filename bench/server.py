@@ -136,9 +136,7 @@ class ComfyUIServer:
 
 
 def _free_port() -> int:
-    """Finds a port outside of those that the system hands out: until the server takes the port,
-    seconds pass in which another program could get it.
-    """
+    """Finds a port that the system hands out to no other program meanwhile."""
     for port in random.SystemRandom().sample(range(10_000, 32_000), 100):
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("127.0.0.1", port))

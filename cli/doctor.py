@@ -88,9 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def diagnose(models: Path | None = None, comfyui: Path | None = None) -> Diagnosis:
-    """Looks at the machine, by default with the ComfyUI around this package and its models; imports
-    torch, diffusers and transformers where they are installed.
-    """
+    """Looks at the machine, by default with the ComfyUI around this package and its models."""
     torch_check, torch = software.check_torch()
     cards = read_cards(torch)
     load = torch is not None

@@ -27,9 +27,7 @@ PIP_NAMES = {"PIL": "pillow"}
 def require_packages(
     what: str, names: Iterable[str], *, extra: str = "standalone", instead: str = ""
 ) -> None:
-    """Raises UnavailableError where packages cannot be imported, without importing them: `what`
-    needs them, and `instead` of installing ends the remedy.
-    """
+    """Raises UnavailableError where `what` needs packages that cannot be imported."""
     missing = [PIP_NAMES.get(name, name) for name in names if find_spec(name) is None]
     if missing:
         raise UnavailableError(
@@ -115,9 +113,7 @@ SHEET_MARGIN, FONT_SIZE, LINE_HEIGHT = 12, 14, 18
 def write_sheet(
     path: Path, images: Sequence[Image.Image], captions: Sequence[str], columns: int = 0
 ) -> None:
-    """Writes images of one size with captions on one sheet, a PNG; an existing file is replaced.
-    Without `columns` the sheet has as many as rows.
-    """
+    """Writes images of one size with captions as a PNG, with as many columns as rows or so many."""
     from PIL import Image, ImageDraw
 
     from ..charts.picture import font, wrapped

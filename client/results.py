@@ -252,9 +252,7 @@ class Missing:
 
 
 class Collector:
-    """Brings what the prompts of one server made, at most `most` bytes a file; `downloads` limits
-    how many results of all servers are fetched at once.
-    """
+    """Brings what the prompts of one server made; `downloads` limits those of all servers."""
 
     def __init__(self, server: Server, most: float, downloads: asyncio.Semaphore) -> None:
         self._server, self._most = server, most

@@ -161,9 +161,7 @@ class Run:
             listed = self._servers.changed()
 
     async def go(self, more: Callable[[], bool] = lambda: False) -> None:
-        """Returns when no job is open, and no more come. Raises ServerError where all servers
-        stayed away, and DiskError.
-        """
+        """Returns when no job is open or comes; raises ServerError or DiskError."""
         # A job counts once the journal has it: until then a full disk may still be told.
         while self._counts["done"] < self._counts["total"] or more():
             if not self.all_asked and all(each.asked for each in self.feeders.values()):

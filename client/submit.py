@@ -154,9 +154,7 @@ class SubmitOutcome:
 async def submit(
     request: SubmitRequest, log: TextIO, ended: Callable[[Job], None]
 ) -> SubmitOutcome:
-    """Runs a workflow on servers; `ended` is called once for each job that ended, while no bar is
-    drawn. Raises SettingError, ServerError and CancelledError only before anything is queued.
-    """
+    """Runs a workflow; `ended` takes each job. Raises its errors before anything is queued."""
     with cancelled_by_signals(asyncio.current_task()), Progress(log) as progress:
         graph = read_workflow(request.workflow)
         settings = parse_settings(request.settings, graph)

@@ -146,9 +146,7 @@ def _saves_models(inputs: Mapping[str, Any]) -> bool:
 
 
 def always_names(graph: Graph, object_info: Mapping[str, Any]) -> str | None:
-    """Names a node that saves files and tells their names, or None. Packs' nodes need tell none,
-    nor do those that save models or write data sets into a folder.
-    """
+    """Names a node of ComfyUI or ours that saves images and tells their names, or None."""
     for node, described in graph.items():
         kind = described["class_type"]
         inputs = _inputs_of(object_info, kind)
@@ -323,9 +321,7 @@ def meta(node: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def title(graph: Mapping[str, Any], node: str) -> str:
-    """Returns the node's title on the page, such as `Prompt`; its class where the file names none,
-    and its id where the graph has no such node, as a server may tell of one.
-    """
+    """Returns a node's title on the page, else its class; its id where the graph lacks it."""
     if node not in graph:
         return node
     text = meta(graph[node]).get("title")

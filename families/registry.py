@@ -217,9 +217,7 @@ def title_by_pipeline(title: str, pipeline: str) -> str | None:
 def shape_from_header(
     title: str, dims: Mapping[str, int | str], blocks: int | None
 ) -> TransformerShape:
-    """Makes a transformer's shape of an inspected part's `family`, `dims` and `blocks`; raises
-    CheckpointError where a size is open.
-    """
+    """Makes a shape of what inspection found, or raises CheckpointError for an open size."""
     family = family_titled(title)
     if family is None:
         raise CheckpointError(

@@ -125,9 +125,7 @@ def steps_in(name: str) -> int | None:
 
 
 def schedule_of_file(name: str, schedules: Iterable[Schedule]) -> Schedule | None:
-    """Returns the schedule of a published file, in a list of its repository or of Comfy-Org, or
-    None.
-    """
+    """Returns the schedule of a file that its repository or Comfy-Org published, or None."""
     count = steps_in(name)
     named = (it for it in schedules if it.named and re.search(it.named, name))
     found = [it for it in named if count in (None, len(it.nodes))]

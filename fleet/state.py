@@ -52,9 +52,7 @@ class ServerState:
 
 
 class StateFile:
-    """Writes servers.json, whole or not at all, and tells what changed. Raises SettingError where
-    another fleet uses the folder, or nothing can be written there.
-    """
+    """Writes servers.json and tells what changed; raises SettingError for a folder in use."""
 
     def __init__(self, folder: Path, notify: Callable[[str], None]) -> None:
         self.path = folder / NAME

@@ -21,9 +21,7 @@ OWN_FLAGS = {"--port", "--output-directory", "--temp-directory", "--cuda-device"
 
 
 def check_plan(plan: ServerPlan) -> None:
-    """Raises SettingError where ComfyUI, its Python, the warm-up or an argument cannot be used, and
-    UnavailableError but on Linux.
-    """
+    """Raises SettingError for what cannot be used, and UnavailableError but on Linux."""
     if sys.platform != "linux":
         raise UnavailableError(
             "fleet needs Linux, where the servers end with the fleet: here, start ComfyUI once "

@@ -107,9 +107,7 @@ def cgroup_available() -> int | None:
 
 
 class MappedPages:
-    """The pages of mapped files in this process, on Linux, which it gives back when it has read
-    them: they stay in the system's page cache.
-    """
+    """The pages of mapped files, which stay in the system's cache when they are given back."""
 
     def __init__(self, files: Iterable[Path]) -> None:
         names = {str(file.resolve()) for file in files}

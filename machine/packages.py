@@ -153,9 +153,7 @@ def check_triton(cards: InstalledCards) -> Capability:
 
 
 def triton_remedy() -> str:
-    """Writes the line that installs Triton on Windows into this Python: of ComfyUI's portable
-    build, of its desktop application, or of an environment.
-    """
+    """Writes the line that installs Triton on Windows into this Python, whoever made it."""
     python = Path(sys.executable)
     portable = python.parent.name == "python_embeded"
     shown = r"python_embeded\python.exe" if portable else f'"{python}"'

@@ -74,9 +74,7 @@ def small_sizes(shape: TransformerShape) -> CalibrationSizes:
 def calibrate(
     device: torch.device, sizes: CalibrationSizes, say: Callable[[str], None]
 ) -> tuple[Calibration, dict[str, Verdict]]:
-    """Measures everything; returns the rates, and {precision or `GRAPH`: why it is not among them}.
-    Raises UnavailableError where memory is short.
-    """
+    """Measures rates, and {precision or `GRAPH`: why not}; raises UnavailableError."""
     try:
         return _calibrate(device, sizes, say)
     except torch.OutOfMemoryError as error:

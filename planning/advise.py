@@ -135,9 +135,7 @@ COMMENT = "#"
 
 
 def read_prices(text: str, cards: Mapping[str, Card]) -> dict[str, float]:
-    """Reads {card's name in the list: USD an hour} of lines; raises SettingError, whose message
-    begins with the number of the line.
-    """
+    """Reads {card's name in the list: USD an hour}; raises SettingError with a line's number."""
     if not isinstance(text, str):
         raise SettingError(f"prices are {text!r} and must be a text of lines such as {EXAMPLE!r}.")
     prices: dict[str, float] = {}

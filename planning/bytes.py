@@ -156,9 +156,7 @@ def input_bytes(request: RunRequest) -> int:
 
 
 def embedding_rows(request: RunRequest) -> tuple[int, int]:
-    """Counts rows of the timestep embedding for (image, text) of one pass. Edit-2511 modulates its
-    references as at timestep zero, which doubles the first.
-    """
+    """Counts rows of the timestep embedding for (image, text); Edit-2511 doubles the first."""
     doubled = request.member.timestep_zero and request.references > 0
     return request.items * (2 if doubled else 1), request.items
 

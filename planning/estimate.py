@@ -297,9 +297,7 @@ class Estimate:
 
     @cached_property
     def safer(self) -> PlanOption | None:
-        """Finds, where it is tight, the setting nearest to bf16 that stays in VRAM and leaves
-        `TIGHT_BYTES`; None where nothing does, or nothing is tight.
-        """
+        """Finds, where it is tight, the setting nearest to bf16 that leaves `TIGHT_BYTES`."""
         if not self.tight:
             return None
         room = math.inf if self.ram_bytes is None else self.ram_bytes

@@ -329,9 +329,7 @@ def options(*, rare: bool = False, added: bool = False) -> Iterator[Option]:
 
 
 def request_settings(**given: Any) -> dict[str, Any]:
-    """Makes arguments of `RunRequest` of options; what is left out is the option's default. Raises
-    SettingError for a ControlNet's size, or a schedule that does not suit.
-    """
+    """Makes arguments of `RunRequest` of options and their defaults, or raises SettingError."""
     settings = {option.name: option.default for option in OPTIONS} | given
     _take_schedule(settings, settings.pop("schedule"))
     controlnet_gib = settings.pop("controlnet_gib")

@@ -249,9 +249,7 @@ def vae_bytes(request: RunRequest) -> int:
 
 
 def others_bytes(request: RunRequest, setting: Setting) -> dict[str, int]:
-    """Counts {family and precision: bytes} of the models that stay in VRAM beside the one that
-    runs. A text encoder or VAE that several have is there once.
-    """
+    """Counts {family and precision: bytes} of other models; what several have is there once."""
     member, found = request.member, {}
     encoders, vaes = {member.text_encoder}, {member.vae}
     for family, precision in request.others:

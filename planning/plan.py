@@ -349,9 +349,7 @@ def encoder_precisions(request: RunRequest) -> tuple[str, ...]:
 
 
 def published_bytes(request: RunRequest, precision: str) -> TransformerBytes | None:
-    """Counts the published file in a quantized precision, whose modulation is quantized too; None
-    where none is published, or the user has a file.
-    """
+    """Counts the published file in a quantized precision, if any, unless the user has a file."""
     file = request.member.files.get(precision)
     if request.parts.at_hand or file is None or precision not in QUANTIZED:
         return None

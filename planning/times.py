@@ -88,9 +88,7 @@ def block_bytes(
 
 
 def heads_moved(work: Pass, attention: str) -> int:
-    """Counts the bytes that attention in 8 bits moves around its products: q, k and v are read and
-    written in int8, and the result is copied.
-    """
+    """Counts the bytes that attention in 8 bits moves for q, k and v in int8 and its result."""
     if attention == EXACT:
         return 0
     read = 3 * work.tokens.rows + 2 * work.tokens.prefix_rows

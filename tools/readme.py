@@ -131,9 +131,7 @@ def predicted(name: str, card: Card) -> Estimate:
 
 
 def gpu_row(name: str, gb: int, model: str, folder: str, *, recommended: bool) -> str:
-    """Writes a GPU's row of one model: memory of the few-step template, both times, and a step of
-    the default template against the fastest stock format with exact attention.
-    """
+    """Writes a GPU's row of one model; a step is that of the default template."""
     card = find_card(name, known_cards(BUNDLED))
     default, few_steps = MODELS[model]
     quick = few_steps[max(least for least in few_steps if gb >= least)]

@@ -24,9 +24,7 @@ Graph = dict[str, Any]
 
 
 def tidy(graph: Mapping[str, Any]) -> Graph:
-    """Makes the whole file of what a page saved; raises ValueError where it is no such graph, or
-    has a node that is not in `definitions.json`.
-    """
+    """Makes the whole file of what a page saved; raises ValueError for an unknown node or form."""
     if graph.get("version") != VERSION:
         raise ValueError(f"it is no graph of version {VERSION}: export it from ComfyUI's page")
     nodes = [_node(node) for node in graph["nodes"]]

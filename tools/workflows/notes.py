@@ -62,9 +62,7 @@ def published() -> dict[str, ModelFile]:
 
 
 def written(text: str, graph: Graph) -> str:
-    """Puts into a note what follows from its workflow, in API form; raises ValueError where a
-    heading is missing, or stands there for nothing.
-    """
+    """Puts into a note what follows from its workflow; raises ValueError for its headings."""
     named = [link["name"] for node in graph.values() for link in node["_meta"].get("models", ())]
     request = run_request(graph)
     lines = "\n".join(_line(published()[file]) for file in named)
