@@ -37,11 +37,8 @@ SIGNIFICANT = 5
 
 
 def times_ms(call: Callable[[], Any], device: torch.device, repeats: int) -> list[float]:
-    """Calls twice without measuring, then times by `triton.testing.do_bench` on a card.
-
-    do_bench empties the card's L2 cache before each call and times from event to event; of short
-    calls it takes more than `repeats`. Where Triton is missing, and on a CPU, it is the time until
-    the device has finished.
+    """Calls twice, then times by `triton.testing.do_bench`, which empties the card's L2 cache
+    before each call; without Triton, and on a CPU, until the device has finished.
     """
 
     def by_clock(count: int) -> list[float]:

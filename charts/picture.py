@@ -16,7 +16,7 @@ from ..planning.times import PROCESSOR
 from .figures import dollars, duration, tenths, usd
 from .text import (
     BOUND,
-    PHASE_NAMES,
+    PHASE_WORDS,
     WORKING,
     Refusal,
     answer,
@@ -134,7 +134,7 @@ def _phase_bar(estimate: Estimate, phase: Phase) -> Bar:
     held = parts_of(phase)
     parts = {part: held.pop(part) for part in ("transformer", "text encoder", WORKING)}
     return Bar(
-        PHASE_NAMES[phase.name],
+        PHASE_WORDS[phase.name][0],
         {**parts, "other": sum(held.values()), HOST_MEMORY: beyond},
         f"{tenths(phase.card_bytes)} GiB",
         "" if phase.seconds is None else duration(phase.seconds),

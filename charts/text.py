@@ -48,19 +48,13 @@ from .figures import (
     usd,
 )
 
-PHASE_NAMES = {
-    "load": "load",
-    "text": "text encode",
-    "tables": "modulation",
-    "sampling": "sampling",
-    "decode": "decode",
-}
-WORK_OF_PHASE = {
-    "load": "loading",
-    "text": "encoding the prompt",
-    "tables": "filling the modulation table",
-    "sampling": "sampling",
-    "decode": "decoding",
+# {phase: (its name, what goes on)}
+PHASE_WORDS = {
+    "load": ("load", "loading"),
+    "text": ("text encode", "encoding the prompt"),
+    "tables": ("modulation", "filling the modulation table"),
+    "sampling": ("sampling", "sampling"),
+    "decode": ("decode", "decoding"),
 }
 LORA_WORDS = {
     "auto": "merged, or in bypass mode beside int8 and fp8",
@@ -126,7 +120,7 @@ def verdict(estimate: Estimate) -> str:
     spare = f"{tenths_between(peak, usable)} GiB to spare, " if estimate.fits else ""
     return (
         f"{answer(estimate)}: {spare or moves(estimate) + '; '}{tenths(peak)} of {tenths(usable)} "
-        f"GiB of VRAM in {PHASE_NAMES[phase.name]}; {ram}."
+        f"GiB of VRAM in {PHASE_WORDS[phase.name][0]}; {ram}."
     )
 
 
@@ -336,7 +330,7 @@ def _phase_table(phases: Iterable[Phase]) -> list[str]:
     for phase, parts in held:
         figures = adding_up([parts.get(name, 0) for name in names])
         time = "" if phase.seconds is None else duration(phase.seconds)
-        columns.append([PHASE_NAMES[phase.name], *figures, tenths(phase.card_bytes), time])
+        columns.append([PHASE_WORDS[phase.name][0], *figures, tenths(phase.card_bytes), time])
     return table([*zip(*columns, strict=True)], right=range(1, len(columns)))
 
 
@@ -408,27 +402,22 @@ def _other_notes(found: Estimate) -> Iterator[str]:
                 f"{many(request.loras.count, 'LoRA')} in bypass mode add {added} to each step "
                 "(computed, not measured). Merged, they cost nothing."
             )
-        yield from attention_notes(found)
+        asked, form = request.attention, option.setting.attention
+        if form != EXACT:
+            share = between(Range(*attention_share(found.card, form)), "{:.0%}".format)
+            fast = "fast counts as " * (asked == FAST)
+            yield (
+                f"Attention {fast}{form}: predicted at {share} of the time of exact attention, not "
+                "measured in a run."
+            )
+        elif asked == FAST and not request.nag_tokens:
+            yield "Attention fast counts as exact, which is predicted to be faster on this GPU."
         if request.controlnet_bytes:
             yield "The ControlNet's time is computed from its size, not measured."
         if request.layers:
             yield f"One image here is the whole image and its {request.layers} layers."
     if request.member.licence != APACHE:
         yield f"The licence of the weights: {request.member.licence}."
-
-
-def attention_notes(found: Estimate) -> Iterator[str]:
-    """Says which attention counts, where it is not simply exact."""
-    asked, form = found.request.attention, found.option.setting.attention
-    if form != EXACT:
-        share = between(Range(*attention_share(found.card, form)), "{:.0%}".format)
-        fast = "fast counts as " * (asked == FAST)
-        yield (
-            f"Attention {fast}{form}: predicted at {share} of the time of exact attention, not "
-            "measured in a run."
-        )
-    elif asked == FAST and not found.request.nag_tokens:
-        yield "Attention fast counts as exact, which is predicted to be faster on this GPU."
 
 
 def _price_notes(found: Estimate) -> Iterator[str]:
@@ -496,12 +485,8 @@ def _refusal(name: str, card: CardFacts) -> str:
 def precision_reason(
     name: str, card: CardFacts | None, requested: str, stored: str | None, *, gguf: bool = False
 ) -> str:
-    """Says why a transformer is loaded in a precision.
-
-    Args:
-        card: None where there is no NVIDIA card.
-        requested: a precision, `AUTO` or `AS_STORED`.
-        stored: what the file holds, or its GGUF blocks become; None for any.
+    """Says why a transformer is loaded in a precision. `requested` may be `AUTO` or `AS_STORED`;
+    `stored` is what the file holds, None for any; no card is none of NVIDIA's.
     """
     made = stored and _conversion(stored, name)
     if gguf and name == stored:
@@ -583,7 +568,7 @@ def _text_encoder_reason(option: PlanOption) -> str:
 def _room_reason(option: PlanOption) -> str:
     weights, moved, card = option.weights_bytes, option.moved_bytes, option.card.name
     need, usable = option.needs[option.short_phase], option.usable_bytes
-    work, passes = WORK_OF_PHASE[option.short_phase], option.request.passes
+    work, passes = PHASE_WORDS[option.short_phase][1], option.request.passes
     of = f"{need / GIB:.1f} of {format_gib(usable)}"
     if moved:
         every = "step" if passes == 1 else f"pass, {format_gib(passes * moved)} in every step"

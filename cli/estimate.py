@@ -38,13 +38,13 @@ def cards_table(cards: Mapping[str, Card], *, as_json: bool, sources: bool) -> s
         return json.dumps({"cards": [asdict(card) for card in cards.values()]})
     rows = [["card", "GiB", "GB/s", *(f"{name} TFLOPS" for name in MULTIPLIED), "W", "price"]]
     for card in cards.values():
-        price = card.price()
+        price, peaks = card.price(), {n: f"{it / 1e12:.0f}" for n, it in card.dense_flops.items()}
         rows.append(
             [
                 card.name,
                 f"{card.memory_bytes / GIB:.1f}",
                 f"{card.bandwidth / 1e9:.0f}",
-                *(_tera(card.dense_flops.get(name)) for name in MULTIPLIED),
+                *(peaks.get(name, "-") for name in MULTIPLIED),
                 f"{card.tdp_watts}",
                 f"${price.usd_per_hour:.2f}/h, {price_source(price)}" if price else "none",
             ]
@@ -57,10 +57,6 @@ def cards_table(cards: Mapping[str, Card], *, as_json: bool, sources: bool) -> s
     lines += ["", "sources"]
     lines += folded(f"{card.name}: {card.source}" for card in cards.values())
     return "\n".join(lines)
-
-
-def _tera(flops: float | None) -> str:
-    return "-" if flops is None else f"{flops / 1e12:.0f}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -67,11 +67,8 @@ def write_plot(image: Image.Image, path: str) -> None:
 
 
 class ImageTarget:
-    """Names the images of a run from `--output`.
-
-    A file name is that file, and replaced: its name was typed. A batch numbers it, `name_00001.png`
-    and on, also replacing. A folder, or nothing for the current one, takes the first numbers that
-    are free: `image_00001.png`.
+    """Names the images of a run from `--output`. A file is replaced, and numbered for a batch,
+    `name_00001.png`. A folder, by default the current one, takes the first free numbers.
     """
 
     def __init__(self, output: str | None, *, stem: str = "image") -> None:

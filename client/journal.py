@@ -56,15 +56,10 @@ class Record:
 
 
 class Journal:
-    """The journal of one workflow in one output folder; a context manager.
-
-    Lines are appended at once, and reach the disk with `sync`. The line of a job is there before a
-    server hears of it, and that of its files before they have their names: a run that is killed
-    leaves no unknown job and no result twice.
-
-    Raises:
-        SettingError: nothing can be written in the folder, another run has the journal, a newer
-            version wrote it, or there is none to resume.
+    """The journal of one workflow in one output folder; a context manager. A job's line is there
+    before a server hears of it, and its files' line before they have names. So a killed run leaves
+    no unknown job and no result twice. Raises SettingError where the folder or the journal cannot
+    be used, or there is none to `resume`.
     """
 
     def __init__(self, folder: Path, stem: str, *, resume: bool = False) -> None:

@@ -102,16 +102,9 @@ async def fetch(
     most: int,
     owns: Callable[[Mapping[str, str], Path], bool | None],
 ) -> None:
-    """Fetches what an ended prompt made; of a failed one too, as far as it is there.
-
-    Args:
-        part: makes a temporary name on the disk of the results.
-        owns: whether a file of the server, fetched to a path, is this job's; None where nothing
-            tells.
-
-    Raises:
-        ServerError: the server went away, or does not give a file; a ResultError: gives another.
-        DiskError: the folder takes no more.
+    """Fetches what an ended prompt made; of a failed one too, as far as it is there. `part` makes a
+    temporary name, and `owns` says whether a file is this job's, None where nothing tells. Raises
+    ServerError, ResultError for another file, and DiskError.
     """
     status = entry["status"]
     messages = dict(status["messages"])
@@ -166,11 +159,8 @@ def fault_of(path: Path, suffix: str, size: int) -> str | None:
 
 
 def owned(path: Path, key: str, keys: Collection[str]) -> bool | None:
-    """Returns whether a PNG is that of a job among those of all `keys`, by its text `prompt`; None
-    where the text does not tell.
-
-    The ids of jobs in its graph decide. Without one, as where a pack rewrites the text, the graph
-    does, where it is a job's.
+    """Returns whether a PNG is that of the job `key`; None where its text `prompt` does not tell.
+    The ids of jobs in that graph decide, else the graph, where it is one of `keys`.
     """
     try:
         with path.open("rb") as file:
@@ -189,13 +179,8 @@ def place(
     parts: Sequence[ResultFile], folder: Path, key: str, told: Callable[[list[Path]], None]
 ) -> list[Path]:
     """Gives the files their names, `<key>_<n>.png` from 1, and replaces none but the beginning of
-    the same file; `told` gets the names before.
-
-    A file that is there with the same content, from a run that was killed before it noted the job
-    as done, is the result.
-
-    Raises:
-        DiskError: the folder takes no names.
+    the same file; `told` gets the names before. A file with the same content is the result. Raises
+    DiskError.
     """
     numbers = itertools.count(1)
 

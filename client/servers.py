@@ -227,12 +227,8 @@ class Checker:
 
     def check(self, graph: Graph) -> None:
         """Finds what the server lacks or ignores: nodes, files, ends of links, inputs of ours.
-
-        As the server does, it looks at the nodes that lead to an output, and at the class of every
-        one. Values in nodes of other packs may have rules that object_info does not show.
-
-        Raises:
-            SettingError: something is wrong; one sentence for each problem, on lines of their own.
+        Values in nodes of other packs may have rules that object_info does not show. Raises
+        SettingError with a line for each problem.
         """
         problems = [
             self._missing(graph, n) for n in graph if graph[n]["class_type"] not in self.info

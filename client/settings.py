@@ -59,19 +59,9 @@ class InputTarget:
 
 
 def find_input(graph: Graph, key: str, object_info: Mapping[str, Any]) -> InputTarget:
-    """Returns the input that a person means by a key.
-
-    In this order, so that `prompt` is the node called Prompt even where another node has an input
-    of that name:
-
-    1. `node.input`, the node by its id or its title.
-    2. A node by its id or its title: its input of the same name, else its only text, else its only
-       input that is not wired.
-    3. An input's name, where one node alone has it unwired.
-
-    Raises:
-        SettingError: the key means several inputs, which are listed; or none, and those that are
-            there are listed, the most alike first; or one that is wired.
+    """Returns the input that a person means by a key. `node.input` comes first. Then a node counts,
+    with its input of the same name, its only text or its only unwired input. Then an input's name
+    counts that one node alone has unwired. Raises SettingError, which lists inputs.
     """
     if len(key) > LONGEST_KEY:  # whose every dot may end a title
         raise SettingError(
@@ -201,16 +191,9 @@ class Variation:
 def parse_settings(
     texts: Sequence[str], graph: Graph = MappingProxyType({})
 ) -> dict[str, tuple[str, ...]]:
-    """Reads `KEY=VALUE` texts: `seed=7`, `seed=1..8`, `prompt=@file` with a value on each line.
-
-    `@@x` is a text that begins with @. A key may hold `=` in the title or id of a node.
-
-    Returns:
-        {key: its values as typed}, not yet fitted to an input: `1..8` is a range or a text by the
-        input's type.
-
-    Raises:
-        SettingError: a text has no key or no `=`, a key comes twice, or a file cannot be read.
+    """Reads {key: its values as typed} of `seed=7`, `seed=1..8`, and `prompt=@file` with a value on
+    each line; `@@x` is a text that begins with @. A title or id in a key may hold `=`. Raises
+    SettingError.
     """
     settings: dict[str, tuple[str, ...]] = {}
     titles = {plain(name) for node in graph for name in (title(graph, node), node) if "=" in name}

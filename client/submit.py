@@ -212,18 +212,9 @@ async def _go(
 def local_images(
     graph: Graph, object_info: Mapping[str, Any], folder: Path
 ) -> dict[tuple[str, str], Path]:
-    """Finds the images that the server lacks and this machine has, each read once to its end.
-
-    A name that the server lists is the server's file; `./name` is the one here. A name that ends
-    with `[input]`, `[output]` or `[temp]` is a file in that folder of the server. Anything else is
-    a path from the working directory, or else from the workflow file's folder.
-
-    Returns:
-        {(node id, input): absolute path}.
-
-    Raises:
-        SettingError: a name is neither the server's nor a file here, or the file is damaged or no
-            image.
+    """Finds {(node id, input): path} of images that the server lacks and this machine has, each
+    read once. A path starts from the working directory, else from the workflow file. A name in the
+    server's list, or with `[input]` at its end, is the server's. Raises SettingError.
     """
     found: dict[tuple[str, str], Path] = {}
     for node, name, spec, value in image_inputs(graph, object_info, {}):

@@ -151,11 +151,8 @@ Answer = tuple[str, bytes]  # the content type and the body of one with a status
 
 
 class Transport:
-    """The requests of one server; an async context manager.
-
-    Args:
-        headers: sent with every request; of names that differ in case the last one counts.
-        wait: seconds to go on trying after a failure; none where nothing listens.
+    """The requests of one server; an async context manager. Of `headers` that differ in case the
+    last one counts. After a failure it goes on trying for `wait` seconds, unless nothing listens.
     """
 
     def __init__(
@@ -198,15 +195,9 @@ class Transport:
         optional: bool = False,
         **arguments: Any,
     ) -> Answer:
-        """Sends a request, whose form is made anew for each try, until an answer comes.
-
-        Args:
-            before_retry: asked before each further try; unless None, what it returns is the result.
-            optional: whether a proxy may have reason to let no one see the route.
-
-        Raises:
-            AnswerError: an error status.
-            AwayError: no usable answer within `wait` seconds.
+        """Sends a request, whose form is made anew for each try, until an answer comes, or
+        `before_retry` knows one. A proxy may let no one see an `optional` route. Raises AnswerError
+        for an error status, and AwayError after `wait` seconds.
         """
 
         async def once() -> Answer:

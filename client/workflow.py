@@ -85,12 +85,8 @@ def job_id(key: str) -> str:
 def with_job_id(
     graph: Graph, object_info: Mapping[str, Any], key: str, ran: int = 0, fresh: str = ""
 ) -> Graph:
-    """Copies the graph with its own names for the files that its nodes save on a server, by the
-    job's key and how often it ran before. Two jobs never share a name, in whatever folder servers
-    write.
-
-    Args:
-        fresh: another text for each prompt makes ComfyUI run the output nodes, whatever it keeps.
+    """Copies the graph with names for the files that its nodes save that no other job has, by its
+    key and how often it ran. `fresh` makes ComfyUI run the output nodes, whatever it keeps.
     """
     own = job_id(key) + (f"-{ran}" if ran else "")
     joins, values = {}, {}
@@ -347,11 +343,9 @@ def plain(name: str) -> str:
 
 
 def nodes_called(graph: Graph, name: str) -> list[str]:
-    """Returns the ids of the nodes that a person means by `name`.
-
-    An id written exactly is that node alone. Else every node whose title or id is `name` but for
-    case, spaces, dashes and underscores. Else `prompt` and `negative prompt` are the nodes whose
-    text reaches a sampler.
+    """Returns the ids of the nodes that a person means by `name`: an id written exactly, else every
+    node of that title or id. Case, spaces, dashes and underscores do not count. `prompt` and
+    `negative prompt` are texts that reach a sampler.
     """
     if name in graph:
         return [name]
@@ -394,11 +388,8 @@ def input_called(graph: Graph, node: str, name: str) -> str:
 
 
 def loaders_key(graph: Graph) -> str:
-    """Returns a short hash of the models that a graph loads, equal in every process.
-
-    Every node counts that loads models or LoRAs by the name of its class, with all its values, so
-    jobs of one key share what a ComfyUI keeps loaded. Node ids, wires and titles do not count, nor
-    do prompts, seeds, sizes and images.
+    """Returns a short hash of the models that a graph loads. It counts all values of nodes whose
+    class name says that they load, so jobs of one key share loaded models.
     """
     loads = sorted(
         json.dumps(

@@ -177,7 +177,12 @@ class FleetServer:
         end_left(log.parent)
         command = self._plan.command(self._port, self.state.card)
         self.state.starts += 1
-        self._check_port()
+        # Another program there would answer in the server's place.
+        host, _, port = self.state.url.removeprefix("http://").rpartition(":")
+        try:
+            try_port(host, int(port))
+        except OSError as error:
+            raise ServerEndedError(f"port {port} is in use ({error.strerror}).") from error
         with contextlib.suppress(FileNotFoundError):  # which says why the last one ended
             log.replace(log.with_suffix(".log.1"))
         with open(log, "wb", opener=private) as file:
@@ -260,14 +265,6 @@ class FleetServer:
             raise ServerEndedError(
                 f"the server ended with {how}: {self._last_line()} ({self.state.log})."
             )
-
-    def _check_port(self) -> None:
-        """Keeps another program there from answering in the server's place."""
-        host, _, port = self.state.url.removeprefix("http://").rpartition(":")
-        try:
-            try_port(host, int(port))
-        except OSError as error:
-            raise ServerEndedError(f"port {port} is in use ({error.strerror}).") from error
 
     def _last_line(self) -> str:
         text = re.sub(

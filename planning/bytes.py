@@ -13,7 +13,7 @@ from ..families.protocol import StepTokens, TextEncoder
 from ..spec.formats import BYTES_PER_SCALE, BYTES_PER_WEIGHT, MIB, QUANTIZED
 from ..spec.sizes import COMPARED_AT_ONCE, MOST_TABLE_BYTES, RANKS_AT_ONCE, ROWS_AT_ONCE
 from ..spec.transformer import REFERENCE_TOKENS, TransformerShape
-from .request import EXACT, FAST, W4A8, RunRequest, Setting, replays_graph
+from .request import EXACT, FAST, W4A8, RunRequest, Setting, repaid_by
 from .step_cache import OFF
 
 BF16, FP32 = 2, 4
@@ -187,7 +187,7 @@ def graph_bytes(request: RunRequest, setting: Setting) -> int:
     """Counts CUDA graphs of the blocks, 0 where none is predicted. They share one pool: rows of the
     streams and of attention, and the modulation of one timestep.
     """
-    if not replays_graph(request, setting):
+    if not repaid_by(request, setting):
         return 0
     rows = 2 * request.step_tokens.rows * request.transformer.dim * BF16
     rows += heads_bytes(request, setting.attention)

@@ -375,15 +375,6 @@ class Estimate:
         return sum(self.files.values()) + SOFTWARE_BYTES
 
 
-def check_price(usd_per_hour: Any) -> None:
-    """Refuses what is no price."""
-    if not _is_finite(usd_per_hour) or usd_per_hour < 0:
-        raise SettingError(
-            f"usd_per_hour is {usd_per_hour!r}: give the price of one GPU in USD per hour, 0 or "
-            "more."
-        )
-
-
 def check_positive(name: str, value: Any) -> None:
     """Refuses what is no amount."""
     if not _is_finite(value) or value <= 0:
@@ -412,8 +403,11 @@ def estimate(
     """Answers for the first setting of the plan, without a price at the list's lowest on demand,
     and without `ram_bytes` for any system RAM. Raises SettingError, and as `plan`.
     """
-    if usd_per_hour is not None:
-        check_price(usd_per_hour)
+    if usd_per_hour is not None and not (_is_finite(usd_per_hour) and usd_per_hour >= 0):
+        raise SettingError(
+            f"usd_per_hour is {usd_per_hour!r}: give the price of one GPU in USD per hour, 0 or "
+            "more."
+        )
     options = plan(card.facts(), request)
     if ram_bytes is not None:
         options = _within(ram_bytes, options)

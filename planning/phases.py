@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -125,16 +125,9 @@ LAYERS_ON_CARD = 2
 def phases(
     request: RunRequest, setting: Setting, card_bytes: int | None = None
 ) -> dict[str, Phase]:
-    """Counts every phase of a run by name, in order; their `seconds` are left open.
-
-    Args:
-        setting: how. Where it is resident, all is there that is to stay, whether it fits or not;
-            where not, what really is on the card: the rest is moved to it when its turn comes.
-        card_bytes: what CUDA shows of the card; by it the decoder plans its tiles. None where
-            memory is no concern.
-
-    Raises:
-        UnavailableError: the image does not decode on the card even alone.
+    """Counts every phase of a run by name, in order, without seconds. A resident setting has all
+    there that is to stay; else the rest moves to the card when its turn comes. The decoder plans
+    tiles by `card_bytes`, None for no limit. Raises UnavailableError where the image never decodes.
     """
     found = steps(request, setting, card_bytes)
     decode = decoding(request, setting, found["sampling"], card_bytes)
@@ -176,19 +169,29 @@ def steps(request: RunRequest, setting: Setting, card_bytes: int | None = None) 
         there = {part: count for part, count in resident.items() if count}
         return Phase(name, weights, activations, workspace, context, there)
 
+    encoding, there = encoding_bytes(request), {**stays, "text encoder": 0, "transformer": sampled}
+    if place == ON_PROCESSOR:
+        text = encoding = 0
+    if place in (DROPPED, STREAMED):
+        # The transformer's turn is over, or has not come yet.
+        there = {name: stays[name] for name in ("VAE", *others)}
+    if request.references:
+        side = REFERENCE_SIDE // request.vae.pixels
+        encoding = max(encoding, encode_peak_bytes(request.vae, side, side, BF16))
+    if place == STREAMED and usable is None:  # the least that it needs
+        text = min(text, BLOCKS_ON_CARD * -(-text // request.member.text_encoder.layers))
     # What passes while the modulation's table is filled, two layers at a time where it waits off
-    # the card.
+    # the card. All rows go at once through a layer, and once more for the first layer's proof.
+    rows, dim = request.transformer.block.modulation_rows, request.transformer.dim
+    filling = input_bytes(request) + BF16 * table_rows(request) * dim * (1 + 3 * rows)
     passing = min(weights.modulation, sampled)
     if setting.off_card:
-        rows, dim = request.transformer.block.modulation_rows, request.transformer.dim
         passing = min(weights.modulation, LAYERS_ON_CARD * rows * dim * (dim + 1) * BF16)
     waiting = sampled if setting.off_card else sampled - passing
     found = {
         "load": phase("load", sampled, 0, {**stays, "modulation table": 0}, workspace=0),
-        "text": _text(request, setting, text, sampled, stays, others, usable, phase),
-        "tables": phase(
-            "tables", passing, _table_activations(request), {**stays, "transformer": waiting}
-        ),
+        "text": phase("text", text, encoding, there, workspace if encoding else 0),
+        "tables": phase("tables", passing, filling, {**stays, "transformer": waiting}),
         "sampling": phase("sampling", sampled, activations, stays),
     }
     if moves:
@@ -264,37 +267,3 @@ def others_bytes(request: RunRequest, setting: Setting) -> dict[str, int]:
         name = f"{family} in {precision}"
         found[name] = found.get(name, 0) + count
     return found
-
-
-def _text(
-    request: RunRequest,
-    setting: Setting,
-    encoder: int,
-    transformer: int,
-    stays: Mapping[str, int],
-    others: Mapping[str, int],
-    usable: int | None,
-    phase: Callable[..., Phase],
-) -> Phase:
-    place = setting.text_encoder_place
-    resident = {**stays, "text encoder": 0, "transformer": transformer}
-    activations = encoding_bytes(request)
-    if place == ON_PROCESSOR:
-        encoder = activations = 0
-    if place in (DROPPED, STREAMED):
-        # The transformer's turn is over, or has not come yet.
-        resident = {name: stays[name] for name in ("VAE", *others)}
-    if request.references:
-        side = REFERENCE_SIDE // request.vae.pixels
-        activations = max(activations, encode_peak_bytes(request.vae, side, side, BF16))
-    if place == STREAMED and usable is None:  # the least that it needs
-        encoder = min(encoder, BLOCKS_ON_CARD * -(-encoder // request.member.text_encoder.layers))
-    without = {} if activations else {"workspace": 0}
-    return phase("text", encoder, activations, resident, **without)
-
-
-def _table_activations(request: RunRequest) -> int:
-    # The first step waits for it: the input of its first block is there. All rows go at once
-    # through a layer, and once more for the first layer's proof.
-    dim, rows = request.transformer.dim, request.transformer.block.modulation_rows
-    return input_bytes(request) + BF16 * table_rows(request) * dim * (1 + 3 * rows)

@@ -47,11 +47,8 @@ WIDE = BYTES_PER_WEIGHT["bf16"]
 
 
 def auto_precision(card: CardFacts | None) -> str:
-    """Names what `auto` makes of weights in full precision: int8 with rotation on every NVIDIA card
-    on which its products run, else bf16.
-
-    Args:
-        card: None where there is no NVIDIA card.
+    """Names what `auto` makes of weights in full precision: int8 with rotation where the NVIDIA
+    card runs its products, else bf16. None is no such card.
     """
     return "int8" if card is not None and card.runs("int8") else "bf16"
 
@@ -309,9 +306,8 @@ class Question:
 def plan_with_room(
     asked: Question, spare: int, runs: Callable[[PlanOption], bool]
 ) -> PlanOption | None:
-    """Finds the first setting that stays in VRAM, leaves so many bytes free and runs.
-
-    What the question names is kept if it can be; None where even free choice leaves less.
+    """Finds the first setting that stays in VRAM, leaves so many bytes free and runs, or None. What
+    the question names is kept if it can be.
     """
     for case in (asked, replace(asked, request=_unnamed(asked.request, asked.stored))):
         with contextlib.suppress(UnavailableError):  # it does not decode

@@ -185,7 +185,9 @@ def rates_of(card: Card, calibration: Rates | None = None) -> tuple[Rates, Rates
     found, kind = constants(), class_of(card)
     conditions = measured()["conditions"]
     here = is_named(card, conditions["card"])
-    worst, best = limited_clock(card)
+    # The clock's share under the power limit that is set.
+    share = min(1.0, card.limit_watts / card.tdp_watts) if card.tdp_watts else 1.0
+    worst, best = (share, share**LIMITED) if share else (1.0, 1.0)
     if here and not card.changed and worst == 1:
         rates = rates_by(found, card)
         origin = f"measured on an {conditions['card']} on {conditions['date']}"
@@ -206,12 +208,6 @@ def rates_of(card: Card, calibration: Rates | None = None) -> tuple[Rates, Rates
         text += f"{worst:.0%} to {best:.0%} of its clock"
     text += "; `qwen-l40s bench --calibrate` measures yours"
     return _scaled(slow, worst), _scaled(fast, best), Basis("predicted", text)
-
-
-def limited_clock(card: Card) -> tuple[float, float]:
-    """Predicts the clock's share under the power limit that is set: (at worst, at best)."""
-    share = min(1.0, card.limit_watts / card.tdp_watts) if card.tdp_watts else 1.0
-    return (share, share**LIMITED) if share else (1.0, 1.0)
 
 
 def _scaled(rates: Rates, share: float) -> Rates:

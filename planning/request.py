@@ -298,11 +298,8 @@ class Setting:
 
 
 def repaid_by(request: RunRequest, setting: Setting) -> int:
-    """Counts the steps after which a CUDA graph of the blocks has repaid its capture; 0 where the
-    forward passes of a run are predicted to replay none.
-
-    The run itself goes by what it sees: whether the card waits for the CPU, whether weights
-    move, and whether others take part between blocks or in their layers.
+    """Counts the steps after which a CUDA graph of the blocks has repaid its capture; 0 where none
+    is predicted. The run itself goes by what it sees.
     """
     tokens = request.step_tokens
     rows = request.items * (tokens.text + tokens.image)
@@ -313,8 +310,3 @@ def repaid_by(request: RunRequest, setting: Setting) -> int:
     # Two passes launch kernel by kernel. The CPU bounds those of few rows.
     steps = 2 + REPAID_BY[few]
     return steps if fitting and request.computed_steps >= steps else 0
-
-
-def replays_graph(request: RunRequest, setting: Setting) -> bool:
-    """Predicts whether the forward passes of a run replay a CUDA graph of the blocks."""
-    return repaid_by(request, setting) > 0

@@ -137,16 +137,9 @@ def forward_times(
     packed: bool = False,
     attention: str = EXACT,
 ) -> PassTimes:
-    """Predicts one forward pass of `request.items` images through the fused blocks.
-
-    What a bypass LoRA and a ControlNet add is counted and was not measured; the CPU is taken
-    to need as long for it as the card.
-
-    Args:
-        rates: after `attending`, where attention is in 8 bits.
-        moved_bytes: of weights that the host brings to the card in each pass, because they do not
-            all stay there.
-        graph: whether the blocks replay a CUDA graph, as `request.replays_graph` predicts.
+    """Predicts one forward pass of `request.items` images through the fused blocks. `rates` are
+    those after `attending`; `moved_bytes` of weights come to the card in each pass; `graph` as of
+    `request.repaid_by`. What a bypass LoRA and a ControlNet add was not measured.
     """
     work, added = Pass.of(request), 0.0
     if beside := request.loras.beside(precision):
@@ -334,12 +327,8 @@ TWO_STREAMS, ONE_STREAM = (7.05, (0.00195, 0.0033)), (2.2, (0.00095, 0.0022))
 def stock_steps(
     request: RunRequest, card: Card, slow: Rates, fast: Rates, room: int
 ) -> dict[str, Range]:
-    """Predicts {what of `STOCK_FORMATS`: seconds of a step}, with weights beyond `room` crossing
-    the link in each pass.
-
-    Args:
-        slow, fast: the card's, with exact attention.
-        room: bytes for a transformer; LoRAs, ControlNets and layers are not predicted.
+    """Predicts {what of `STOCK_FORMATS`: seconds of a step} at rates with exact attention, with
+    weights beyond `room` crossing the link; LoRAs, ControlNets and layers are not predicted.
     """
     found: dict[str, Range] = {}
     request = replace(request, nag_tokens=0)

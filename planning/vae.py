@@ -84,18 +84,9 @@ def plan_vae(
     budget: int | None,
     tiles: int | None = None,
 ) -> VaePlan:
-    """Chooses the fewest tiles that fit.
-
-    Args:
-        height, width: latent pixels.
-        image_on_card: whether the image is kept on the card, or goes to system RAM in tiles.
-        batch: items; those that do not fit together run one after another.
-        itemsize: bytes of a number in the VAE's dtype.
-        budget: bytes that are free for activations; None where memory is no concern.
-        tiles: at least this many tiles; None or 0 leaves it to the plan.
-
-    Raises:
-        SettingError: a size is not positive, or there are to be more tiles than latent pixels.
+    """Chooses the fewest tiles that fit the `budget` of bytes, None for any, but no less than
+    `tiles`. Sizes are in latent pixels; items that do not fit together run one after another;
+    `itemsize` is a number's bytes. Raises SettingError.
     """
     latent = height, width
     named = {"latent height": height, "latent width": width, "batch": batch, "itemsize": itemsize}

@@ -65,9 +65,12 @@ def written(text: str, graph: Graph) -> str:
     """Puts into a note what follows from its workflow; raises ValueError for its headings."""
     named = [link["name"] for node in graph.values() for link in node["_meta"].get("models", ())]
     request = run_request(graph)
-    lines = "\n".join(_line(published()[file]) for file in named)
+    lines = ""
+    for file in map(published().__getitem__, named):
+        size = f", {file.size}" if file.size.endswith("GiB") else ""
+        lines += f"\n- [{file.name}]({file.url}){size} → `models/{file.directory}`"
     for heading, below in (
-        (FILES, lines and f"\n\n{lines}"),
+        (FILES, lines and f"\n{lines}"),
         (TAKES, takes(request) if request else ""),
     ):
         if (heading in text) != bool(below):
@@ -97,11 +100,6 @@ def _height(text: str, width: int) -> int:
         height += 16 * math.ceil(len(line) * 5.2 / (width - (56 if item else 24)))
         height += 6 * (item or not line)
     return height
-
-
-def _line(file: ModelFile) -> str:
-    size = f", {file.size}" if file.size.endswith("GiB") else ""
-    return f"- [{file.name}]({file.url}){size} → `models/{file.directory}`"
 
 
 def run_request(graph: Graph) -> RunRequest | None:
