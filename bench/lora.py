@@ -3,13 +3,12 @@
     python -m qwen_l40s.bench.lora
 
 Runs in the Python that runs ComfyUI, with random weights of Qwen-Image; prints a row for each rank,
-and how long `auto` takes to tell what a merge would lose.
+and what a merge would lose.
 """
 
 from __future__ import annotations
 
 import tempfile
-import time
 from pathlib import Path
 from statistics import median
 
@@ -46,7 +45,7 @@ def write_lora(path: Path, shape: TransformerShape, rank: int, device: torch.dev
 def compare() -> None:
     device = torch.device(choose_device("auto"))
     import_comfyui(cpu=device.type == "cpu")
-    from ..hosts.comfyui.lora import apply, loss
+    from ..hosts.comfyui.lora import apply
     from ..hosts.comfyui.sample.optimize import optimize
 
     tensors = FULL_SIZE.tensors().items()
@@ -58,15 +57,6 @@ def compare() -> None:
         sigma = tensors.sigmas[0]
         return {"ms": median(times_ms(lambda: program.call(sigma), device, REPEATS))}, None
 
-    seconds = []
-
-    def timed_loss(*arguments: object) -> float | None:
-        begun = time.perf_counter()
-        found = loss.merge_loss(*arguments)
-        seconds.append(time.perf_counter() - begun)
-        return found
-
-    apply.merge_loss = timed_loss
     for rank in RANKS:
         patched, told = model, ""
         if rank:
@@ -75,7 +65,7 @@ def compare() -> None:
                 write_lora(path, FULL_SIZE, rank, device)
                 lost = apply.apply_lora(model, path, 1.0, how="auto")[1].loss
                 patched = apply.apply_lora(model, path, 1.0, how="bypass")[0]
-            told = f", a merge loses {lost:.1%}, told in {seconds[-1] * 1000:.0f} ms"
+            told = f", a merge loses {lost:.1%}"
         milliseconds = in_comfyui(optimize(patched), tensors, body)[0]["ms"]
         known = known or milliseconds
         print(f"rank {rank}: {milliseconds:.1f} ms ({milliseconds / known:.3f}){told}", flush=True)

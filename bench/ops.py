@@ -29,8 +29,6 @@ Call = Callable[[], Any]
 
 
 class OpCase(NamedTuple):
-    """Describes an operation through one program; cases of one task stand together."""
-
     task: str
     program: str
     make: Callable[[], Call]  # makes inputs and gives the call, or raises UnavailableError

@@ -203,7 +203,6 @@ def price_of(found: Estimate) -> str:
 
 
 def settings_text(option: PlanOption) -> str:
-    """Says how an option is set in the loaders."""
     setting = option.setting
     encoder = f"precision {setting.text_encoder}, placement {setting.placement}"
     encoder = f"Load Qwen-Image Text Encoder: {encoder}"

@@ -47,8 +47,6 @@ LISTED = 3  # files of a part
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Holds every check, and whether `qwen-l40s generate` and the ComfyUI nodes can run."""
-
     checks: tuple[Capability, ...]  # in the order they are shown
     device: str | None  # "cuda" or "cpu"; None when generation cannot run
     remedy: str  # what makes generation possible; empty when it is

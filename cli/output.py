@@ -37,7 +37,6 @@ def require_packages(
 
 
 def parse_size(text: str) -> tuple[int, int]:
-    """Reads width and height of "1328x1328", as argparse calls it."""
     width, cross, height = text.lower().partition("x")
     if not (cross and all(it.isdecimal() and len(it) < 7 for it in (width, height))):
         raise argparse.ArgumentTypeError(

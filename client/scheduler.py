@@ -92,8 +92,6 @@ class Job:
 
 @dataclass(eq=False, slots=True)
 class Lane:
-    """A server as the scheduler knows it."""
-
     name: str
     takes: Callable[[Job], dict[str, Any] | None] = lambda job: None  # why it cannot run a job
     held: dict[Job, None] = field(default_factory=dict)
@@ -115,8 +113,6 @@ class Lane:
 
 @dataclass(eq=False, slots=True)
 class Group:
-    """Jobs that load the same."""
-
     # Those that wait, among others that no longer do: taking one out of the middle of a million
     # would take milliseconds.
     jobs: deque[Job] = field(default_factory=deque)

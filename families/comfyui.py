@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..caches import cached
 from ..errors import UnavailableError
 from ..spec.transformer import TransformerShape
 from ..spec.vae import VaeShape
-from .protocol import Family, Vae
-from .registry import FAMILIES, load, vaes
+from .protocol import Family
+from .registry import FAMILIES, load, of_families, vaes
 
 if TYPE_CHECKING:
     import torch
@@ -54,14 +53,10 @@ def later(name: str) -> Callable[..., Any]:
     return lambda *given: load(name)(*given)
 
 
+@of_families
 def kinds() -> tuple[ModelKind, ...]:
-    return _kinds(tuple(FAMILIES))
-
-
-@cached
-def _kinds(families: tuple[Family, ...]) -> tuple[ModelKind, ...]:
     found = []
-    for family in families:
+    for family in FAMILIES:
         try:
             found.append(load(family.comfyui))
         except (ImportError, AttributeError) as error:  # a newer ComfyUI has renamed something
@@ -122,13 +117,9 @@ class VaeKind:
     strips: str = ""  # why ComfyUI's code stays without our layers; empty: its tiles are exact
 
 
+@of_families
 def vae_kinds() -> tuple[VaeKind, ...]:
-    return _vae_kinds(tuple(vaes()))
-
-
-@cached
-def _vae_kinds(known: tuple[Vae, ...]) -> tuple[VaeKind, ...]:
-    return tuple(load(vae.comfyui) for vae in known)
+    return tuple(load(vae.comfyui) for vae in vaes())
 
 
 def kind_of_vae(model: Any) -> VaeKind | None:

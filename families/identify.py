@@ -322,7 +322,6 @@ NAMED = 60  # letters of a tensor's name
 
 
 def told(title: str) -> str:
-    """Returns what inspection says of another model, without that it is one."""
     return title.removeprefix(NOT_RUN)
 
 

@@ -55,14 +55,11 @@ def known(**dims: int | str | None) -> dict[str, int | str]:
 
 
 def count_blocks(names: Iterable[str], prefix: str) -> int:
-    """Counts the different numbers N in names that begin `<prefix>N.`"""
     pattern = re.compile(re.escape(prefix) + r"(\d+)\.")
     return len({match[1] for match in map(pattern.match, names) if match})
 
 
 class StepTokens(NamedTuple):
-    """Counts the tokens of a forward pass."""
-
     # text, image: of one item, that are computed; references are among the image's.
     text: int
     image: int
@@ -92,8 +89,6 @@ class StepTokens(NamedTuple):
 
 
 class Adapted(NamedTuple):
-    """Tells which modules an adapter such as a LoRA changes."""
-
     targets: set[str]  # their names inside a block, or whole where they are in none
     blocks: set[int]
     widths: Mapping[str, set[int]]  # {target: widths of what it reads}, as far as known
@@ -206,7 +201,6 @@ class Vae:
     other_channels: tuple[tuple[int, str], ...] = ()  # (image channels, a load's note on them)
 
     def fits(self, shape: VaeShape) -> bool:
-        """Tells whether a VAE takes the same latents."""
         return shape.latent_channels == self.shape.latent_channels
 
     def notes(self, dims: Mapping[str, Any]) -> list[str]:

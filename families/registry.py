@@ -8,9 +8,9 @@ from __future__ import annotations
 import functools
 import importlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from ..caches import cached
 from ..errors import CheckpointError, SettingError
@@ -22,15 +22,18 @@ from .qwen_image_21 import QWEN_IMAGE_21
 from .schedules import OFFICIAL, Schedule
 
 FAMILIES: list[Family] = [QWEN_IMAGE, QWEN_IMAGE_21]
+_Found = TypeVar("_Found")
 
 
+def of_families(look: Callable[[], _Found]) -> Callable[[], _Found]:
+    """Remembers what a look at all families found, until there is one more."""
+    found = cached(lambda families: look())
+    return lambda: found(tuple(FAMILIES))
+
+
+@of_families  # an estimate asks for its member hundreds of times
 def members() -> Mapping[str, Member]:
-    return _members(tuple(FAMILIES))
-
-
-@cached  # an estimate asks for its member hundreds of times
-def _members(families: tuple[Family, ...]) -> Mapping[str, Member]:
-    return {member.name: member for family in families for member in family.members}
+    return {member.name: member for family in FAMILIES for member in family.members}
 
 
 def find_member(name: str) -> Member:
@@ -54,7 +57,6 @@ def member_by_text(references: int, text_tokens: int) -> Member | None:
 
 
 def schedule_names() -> tuple[str, ...]:
-    """Lists the schedules of sigmas, the official one first."""
     names = (it.name for family in FAMILIES for it in family.schedules)
     return tuple(dict.fromkeys((OFFICIAL.name, *names)))
 
@@ -247,17 +249,17 @@ def shape_from_header(
 
 def is_quantizable(layer: str) -> bool:
     """Tells whether a layer is one of attention or the MLP in a block, which may be quantized."""
-    return _layer_names(tuple(FAMILIES))[0].fullmatch(layer) is not None
+    return _layer_names()[0].fullmatch(layer) is not None
 
 
 def is_modulation(layer: str) -> bool:
     """Tells whether a layer computes a block's modulation, from the timestep alone."""
-    return _layer_names(tuple(FAMILIES))[1].fullmatch(layer) is not None
+    return _layer_names()[1].fullmatch(layer) is not None
 
 
-@cached
-def _layer_names(families: tuple[Family, ...]) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    blocks = [(family.stack, spec) for family in families for spec in family.blocks]
+@of_families
+def _layer_names() -> tuple[re.Pattern[str], re.Pattern[str]]:
+    blocks = [(family.stack, spec) for family in FAMILIES for spec in family.blocks]
     quantized = ((stack, name) for stack, spec in blocks for name in spec.gemms)
     modulation = (
         (stack, f"{name}.1") for stack, spec in blocks for name in spec.modulation.values()
@@ -309,13 +311,9 @@ def modulation_of(block: Any) -> Mapping[str, str]:
     return {}
 
 
+@of_families  # asked of each block in each pass
 def attention_names() -> tuple[str, ...]:
-    return _attention_names(tuple(FAMILIES))
-
-
-@cached  # asked of each block in each pass
-def _attention_names(families: tuple[Family, ...]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(spec.attention for family in families for spec in family.blocks))
+    return tuple(dict.fromkeys(spec.attention for spec in block_specs()))
 
 
 def blocks_of(transformer: Any) -> tuple[Any, ...]:

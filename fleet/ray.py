@@ -111,8 +111,6 @@ def run_ray_fleet(
 
 
 class RayFleet:
-    """The actors of a fleet, and what they said last."""
-
     def __init__(self, ray: Any, file: StateFile, notify: Callable[[str], None]) -> None:
         self.file = file
         self.actors: list[Any] = []

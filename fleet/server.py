@@ -69,8 +69,6 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 @dataclass(frozen=True)
 class ServerPlan:
-    """What the servers of a fleet have in common."""
-
     comfyui: Path
     python: Path
     folder: Path

@@ -49,7 +49,6 @@ class Capability:
 
     @property
     def usable(self) -> bool:
-        """Tells whether it works at all, with or without restriction."""
         return self.state is not State.NOT_USABLE
 
 

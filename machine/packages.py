@@ -101,7 +101,6 @@ def check_package(package: Package, *, load: bool = True) -> tuple[Capability, M
 
 
 def check_torch() -> tuple[Capability, ModuleType | None]:
-    """Checks torch as `check_package` does, with its CUDA build and cuDNN in the reason."""
     capability, torch = check_package(TORCH)
     return (capability, None) if torch is None else (torch_capability(torch), torch)
 

@@ -57,8 +57,6 @@ def known_cards(path: Path | None = None) -> dict[str, Card]:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The rates of one card with one driver and torch."""
-
     card: str
     driver: str
     torch: str

@@ -48,7 +48,6 @@ class Offer:
         return max(1, math.ceil(needed * (1 - ROUNDING)))
 
     def usd_for(self, images_per_hour: float, seconds: float | None = None) -> float:
-        """Gives US dollars for an image at a load, idle time included, on those cards."""
         return self.cards_for(images_per_hour, seconds) * self.usd_per_hour / images_per_hour
 
     def utilisation(self, images_per_hour: float) -> float:

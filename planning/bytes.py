@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..caches import cached
-from ..errors import SettingError
 from ..families.parts import QWEN25_VL
 from ..families.protocol import StepTokens, TextEncoder
 from ..spec.formats import BYTES_PER_SCALE, BYTES_PER_WEIGHT, MIB, QUANTIZED
@@ -44,16 +43,8 @@ class TransformerBytes(NamedTuple):
 def weight_bytes(
     shape: TransformerShape, precision: str, keep: frozenset[str] = frozenset()
 ) -> WeightBytes:
-    """Counts a transformer in a name of `BYTES_PER_WEIGHT`, exactly: in fp8 and int8 all layers but
-    the quantizable are bf16, and those of `keep`. Raises SettingError for other names in it.
-    """
-    layers = shape.quantizable_layers()
-    if unknown := sorted(keep - layers.keys()):
-        raise SettingError(
-            f"{unknown[0]!r} is not a layer that can be quantized: name linear layers of the "
-            f"attention or the MLPs, such as {next(iter(layers))!r}."
-        )
-    size = BYTES_PER_WEIGHT[precision]
+    """Counts a transformer exactly; in fp8 and int8 the quantizable layers but `keep` are so."""
+    layers, size = shape.quantizable_layers(), BYTES_PER_WEIGHT[precision]
     plain = 2 if precision in QUANTIZED else size
     gemm = scales = 0
     for name, (rows, columns) in layers.items():
@@ -104,8 +95,6 @@ GRAPH_WORKSPACES = 2 * 32 * MIB
 
 
 class StepBytes(NamedTuple):
-    """Activations of one forward pass at its worst moment."""
-
     first: int  # of the first step, which compares a block with the host's
     later: int
 

@@ -174,8 +174,6 @@ def _bytes_of_turns(option: PlanOption) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Memory, time and cost of a request on a card."""
-
     card: Card
     request: RunRequest
     options: tuple[PlanOption, ...]  # of the plan; all below is of the first
@@ -220,7 +218,6 @@ class Estimate:
 
     @property
     def template(self) -> Template | None:
-        """Finds the workflow of this package for the run; None where the user has files."""
         request = self.request
         if request.parts != Parts():
             return None
@@ -228,7 +225,6 @@ class Estimate:
 
     @property
     def downloads(self) -> tuple[File, ...]:
-        """Lists the published files of the run; empty where the user has files."""
         if self.template is None:
             return ()
         member, setting = self.request.member, self.option.setting
@@ -322,7 +318,6 @@ class Estimate:
 
     @cached_property
     def faster(self) -> dict[str, Range]:
-        """Gives how many times as fast a step is as each one of stock ComfyUI."""
         ours = self.step_seconds
         ends = {
             name: sorted(theirs / own for theirs, own in zip(seconds, ours, strict=True))

@@ -168,8 +168,6 @@ class Rates:
 
 @dataclass(frozen=True)
 class Basis:
-    """The basis of times: measured or predicted."""
-
     kind: str  # "measured" on this card, "predicted", or "unknown" where there are no times
     text: str
     origin: str = ""  # where measured rates are from, in words; empty where none are

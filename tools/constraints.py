@@ -18,7 +18,6 @@ OF_TORCH = re.compile(r"torch=|triton=|nvidia-|cuda-")
 
 
 def main() -> None:
-    """Asks the package index for the newest versions that go together."""
     torch = re.search(r"^TORCH \?= (.+)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
     try:
         resolved = subprocess.run(
