@@ -30,11 +30,7 @@ def user_path(text: str) -> Path:
 
 
 def name_file(part: Path, path: Path) -> None:
-    """Moves a whole file to a name in its folder.
-
-    Raises:
-        FileExistsError: the name is taken.
-    """
+    """Moves a whole file to a name in its folder; raises FileExistsError where it is taken."""
     try:
         os.link(part, path)  # unlike a rename, it replaces nothing
     except OSError as error:
@@ -52,33 +48,20 @@ def name_file(part: Path, path: Path) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Creates and removes a file, because permissions alone do not show a read-only or full disk.
-
-    Raises:
-        UnavailableError: no file can be written in `folder`.
-    """
+    """Writes a file and removes it, as permissions do not tell all; raises UnavailableError."""
     with plain_write_errors(folder), tempfile.TemporaryFile(dir=folder) as file:
         file.write(b"\0")
 
 
 def check_target(option: str, text: str) -> None:
-    """Refuses a file that could not be written.
-
-    Raises:
-        SettingError: it is a folder.
-        UnavailableError: no file can be written next to it.
-    """
+    """Raises SettingError for a folder, UnavailableError where no file can be written."""
     if Path(text).is_dir():
         raise SettingError(f"{option} names a folder: name a file in it.", Path(text))
     check_writable(Path(text).parent)
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Writes next to the target and renames: `path` is the old file or the new one, never a part.
-
-    Raises:
-        UnavailableError: the folder is not writable or the disk is full.
-    """
+    """Writes a file whole or not at all; raises UnavailableError where the disk takes none."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     with plain_write_errors(path):
         try:
@@ -92,15 +75,8 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def read_bytes(path: Path, most: int = 2**24, *, pipes: bool = True) -> bytes:
-    """Reads a file of which a part is of no use.
-
-    Args:
-        most: more bytes are no such file, whatever somebody has put there.
-        pipes: False where others may write into the folder: a pipe would block for ever.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is larger, or no file.
+    """Reads a file of at most `most` bytes, or raises OSError or ValueError. Without `pipes` a pipe
+    is no file: it would block for ever where others may write into the folder.
     """
     found = path.stat()
     plain = stat.S_ISREG(found.st_mode)
@@ -120,14 +96,7 @@ def private(path: str, flags: int) -> int:
 
 
 def lock(file: BinaryIO) -> bool:
-    """Locks a file until its process ends, however it ends.
-
-    Returns:
-        Whether nobody else has it locked.
-
-    Raises:
-        OSError: its disk locks no files.
-    """
+    """Locks a file until its process ends; returns whether it was free. Raises OSError."""
     try:
         try:
             import fcntl
@@ -161,11 +130,7 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def parse_json(data: bytes) -> Any:
-    """Parses one UTF-8 JSON value.
-
-    Raises:
-        ValueError: with the reason, when `data` is anything else or an object in it repeats a key.
-    """
+    """Parses one UTF-8 JSON value; raises ValueError for all else, and for a key given twice."""
     try:
         text = data.decode("utf-8")
         value = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
@@ -180,11 +145,7 @@ def parse_json(data: bytes) -> Any:
 
 
 def parse_object(data: bytes) -> dict[str, Any]:
-    """Parses one UTF-8 JSON object, as strictly as `parse_json`.
-
-    Raises:
-        ValueError: as `parse_json`, and for any other value.
-    """
+    """Parses one UTF-8 JSON object, as strictly as `parse_json`, or raises ValueError."""
     value = parse_json(data)
     if not isinstance(value, dict):
         raise ValueError(f"it is a JSON {type(value).__name__}, not an object")

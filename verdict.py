@@ -1,6 +1,5 @@
-"""Says why something of this package does not run, and what runs instead of it.
-
-What builds of torch, compilers, drivers and packages can is declared nowhere: it is tried once.
+"""Says why something of this package does not run, and what runs instead. What builds of torch,
+compilers, drivers and packages can is declared nowhere: it is tried once.
 """
 
 from __future__ import annotations
@@ -22,19 +21,12 @@ _Found = TypeVar("_Found")
 
 @dataclass(frozen=True)
 class Verdict:
-    """One reason why something of this package, or that it could use, does not run.
-
-    Attributes:
-        fact: One clause.
-        rule: What it breaks; empty where the fact says it.
-        remedy: What would change it; empty where nothing is known.
-        final: Whether it stays so for this model on this card, so that nothing is tried again.
-    """
+    """One reason why something of this package, or that it could use, does not run."""
 
     fact: str
-    rule: str = ""
+    rule: str = ""  # what it breaks; empty where the fact says it
     remedy: str = ""
-    final: bool = False
+    final: bool = False  # for this model on this card: nothing is tried again
 
     def __str__(self) -> str:
         return ": ".join(filter(None, (self.fact, self.rule, self.remedy)))
@@ -62,7 +54,6 @@ class Verdicts:
         self._found[part][verdict] += count
 
     def of(self, part: str) -> Counter[Verdict]:
-        """Gives those of one part, with how often each was added."""
         return self._found[part]
 
     def lines(self, part: str, **words: object) -> list[str]:
@@ -93,13 +84,8 @@ def is_assumed() -> bool:
 
 
 def try_once(what: Hashable, trial: Callable[[], str]) -> Verdict | None:
-    """Says why something does not run; None where it does.
-
-    An answer stays for the process. Out of memory is none: another time the card has room.
-
-    Args:
-        what: Whose answer it is.
-        trial: Runs it, and says what is wrong with the result, in one clause.
+    """Says why something does not run, by a `trial` that says what is wrong; None where it does. An
+    answer stays for the process, but for out of memory.
     """
     import torch  # a verdict needs none
 
@@ -120,12 +106,8 @@ def try_once(what: Hashable, trial: Callable[[], str]) -> Verdict | None:
 
 
 def read_or(otherwise: _Found, look: Callable[..., _Found], *given: Any) -> _Found:
-    """Looks at what others have made or changed; gives `otherwise` where its form is unknown here.
-
-    A check before a run that cannot read what it wants lets the run go on.
-
-    Raises:
-        QwenL40SError: what the look itself says.
+    """Looks at what others have made or changed; gives `otherwise` where its form is unknown here,
+    so that a check lets the run go on. Raises QwenL40SError of the look.
     """
     try:
         return look(*given)
@@ -137,9 +119,6 @@ def read_or(otherwise: _Found, look: Callable[..., _Found], *given: Any) -> _Fou
 
 
 def first_line(error: object) -> str:
-    """Takes the first line of an exception's or warning's text; its class where that is empty.
-
-    Of Triton's compiler the last one: its first lines are a place and the kernel's source.
-    """
+    """Takes an error's or warning's first line, of Triton's compiler the last; else its class."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[-1] if type(error).__name__ == "CompilationError" else lines[0]

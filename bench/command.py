@@ -78,12 +78,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _setup(args: argparse.Namespace) -> BenchSetup:
-    """Finds everything that can be wrong before anything is built.
-
-    Raises:
-        SettingError: an argument breaks its rule.
-        UnavailableError: a package or a card is missing, or a file cannot be written.
-    """
     image = args.what == "image"
     for option in ("models", "free_gib", "family") if not image else ():
         if getattr(args, option):
@@ -201,15 +195,8 @@ def conditions(device: Any, comfyui: str = "") -> dict[str, Any]:
 
 
 def import_comfyui(*, cpu: bool, keep_on_card: bool = True) -> str:
-    """Imports ComfyUI as a library, without dynamic VRAM and a command line: one that is importable
-    already, else the one `doctor` finds. Returns its version.
-
-    Args:
-        keep_on_card: Whether models stay where they are (its `--highvram`), which changes no
-            computation.
-
-    Raises:
-        UnavailableError: There is none, it is too old, or a package is missing that it imports.
+    """Imports ComfyUI, one that is importable already, else the one `doctor` finds, without dynamic
+    VRAM. `keep_on_card` is its --highvram. Returns its version, or raises UnavailableError.
     """
     started = "comfy.model_management" in sys.modules
     if not started and find_spec("comfy") is None:

@@ -145,7 +145,6 @@ def measured(call: Callable[[], Any], used: Callable[[], int]) -> Fields:
 
 
 def median_ms(call: Callable[[], Any]) -> Fields:
-    """Measures calls as a node waits for them."""
     seconds = timeit.repeat(call, timer=timer, repeat=REPEATS, number=1)
     return {"ms": 1e3 * statistics.median(seconds)}
 
@@ -182,7 +181,6 @@ def sample(patcher: Any, case: Fields, used: Callable[[], int]) -> Fields:
 
 @torch.inference_mode()  # as execution.py runs every prompt
 def measure_sampling(folder: Path, add: Add, used: Callable[[], int]) -> None:
-    """Measures every case of every model."""
     import comfy.model_management
 
     from ..hosts.comfyui.load.transformer import load_model
@@ -211,7 +209,6 @@ def measure_sampling(folder: Path, add: Add, used: Callable[[], int]) -> None:
 
 @torch.inference_mode()
 def measure_vae(add: Add, used: Callable[[], int]) -> None:
-    """Decodes and encodes, from and to system RAM as the nodes do."""
     import comfy.model_management
 
     from ..hosts.comfyui.decode import decode as planned_vae
@@ -315,7 +312,6 @@ def measured_seconds(run: MeasuredRun) -> float:
 
 
 def counted_bytes(run: MeasuredRun) -> int:
-    """Counts the activation memory of a sampling run, without its workspace."""
     named = ("family", "width", "height", "batch", "references", "cfg", "steps")
     vision = run["references"] * find_member(run["family"]).vision_tokens
     about = {name: run[name] for name in named}
@@ -325,7 +321,6 @@ def counted_bytes(run: MeasuredRun) -> int:
 
 
 def counted_weights(run: MeasuredRun) -> int:
-    """Counts the bytes of the transformer that stay in VRAM."""
     found = weight_bytes(find_member(run["family"]).transformer, run["precision"])
     return found.total - (found.modulation if run["modulation"] == "off card" else 0)
 
@@ -339,11 +334,7 @@ def kernel_rows(results: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def fit(found: Mapping[str, Any], card: Card) -> dict[str, float]:
-    """Finds the constants from the fit half and "kernels": least squares of relative errors.
-
-    Raises:
-        SettingError: a kind of run is not in the fit half.
-    """
+    """Finds the constants from the fit half and "kernels": least squares of relative errors."""
     runs = found["runs"]
     timed = half(runs, FIT, "sampling", "decode", "encode")
     sampled = half(runs, FIT, "sampling")

@@ -1,9 +1,6 @@
-"""Random models of the published sizes, and one forward pass of a transformer: its inputs, what
-is measured of it whichever program computes it, and the rows of `bench forward`.
-
-Stock ComfyUI and this package go through the same code and differ in the patcher alone. A forward
-pass is called from inside a sampling run: a sampler of our own stands where `euler` would, so that
-patches, wrappers and callbacks apply as they do in a workflow.
+"""Random models of the published sizes, one forward pass of a transformer through any program,
+and the rows of `bench forward`. ComfyUI's forward pass is called where `euler` would call it, so
+that patches, wrappers and callbacks apply as in a workflow.
 """
 
 from __future__ import annotations
@@ -71,7 +68,6 @@ def random_tensor(name: str, size: tuple[int, ...], device: torch.device) -> tor
 
 
 def sizes_of(shape: TransformerShape) -> dict[str, Any]:
-    """Names the sizes as ComfyUI and diffusers both do."""
     # A head's frame, height and width: 16, 56 and 56 of the published 128.
     frame = shape.head_dim // 8
     side = (shape.head_dim - frame) // 2
@@ -88,12 +84,8 @@ def sizes_of(shape: TransformerShape) -> dict[str, Any]:
 
 @torch.inference_mode()  # as loader nodes run: quantized tensors cannot enter it later
 def quantized_model(weights: str, shape: TransformerShape, device: torch.device, edit: bool) -> Any:
-    """Makes the random weights in fp8 or int8, tensor by tensor.
-
-    Args:
-        weights: "comfyui fp8" or "comfyui int8" as ComfyUI's own files and operations have it (fp8
-            with one scale a tensor, int8 as ConvRot); "ours fp8" or "ours int8" as this package's
-            loader does (one scale a row).
+    """Makes the random weights tensor by tensor: "comfyui fp8" with one scale a tensor, "comfyui
+    int8" as ConvRot, "ours fp8" and "ours int8" as our loader does.
     """
     from ..hosts.comfyui.linear import quantized_operations
 
@@ -144,11 +136,8 @@ def random_model(
     build_on: torch.device | str = "meta",
     operations: type | None = None,
 ) -> Any:
-    """Does as `load_diffusion_model_state_dict` in comfy/sd.py, but not through system RAM.
-
-    Args:
-        tensors: emptied, so that none is held twice.
-        build_on: "meta" takes the tensors, which are on the device, without a copy.
+    """Does as `load_diffusion_model_state_dict` in comfy/sd.py without a copy in system RAM. Takes
+    the tensors out of their dictionary; built on "meta", the model has them as they are.
     """
     import comfy.supported_models
     import comfy.utils
@@ -169,7 +158,6 @@ def random_model(
 
 
 def vae_shapes(member: Member) -> Shapes:
-    """Lists the tensors of the published VAE, from ComfyUI's class."""
     shape = member.vae
     dims = {"dim": shape.encoder_dim or shape.dim}
     with torch.device("meta"):
@@ -187,7 +175,6 @@ def random_vae(device: torch.device) -> Any:
 
 
 def text_encoder_shapes(member: Member) -> Shapes:
-    """Lists the tensors of the published text encoder, in its file's names."""
     kind = load(member.text_encoder.comfyui).kind()
     found = shapes_of(kind.model({}, torch.bfloat16, "meta", torch.nn))
     if kind.nested:
@@ -199,14 +186,7 @@ def text_encoder_shapes(member: Member) -> Shapes:
 
 
 def write_models(folder: Path, files: Published, int8: bool = False) -> None:
-    """Writes a model of the published sizes with random weights, made on the card.
-
-    The folder gets diffusion_models, text_encoders and vae, each with one file in bf16 and in
-    ComfyUI's names: 58 GB of Qwen-Image, 33 of 2.1. A file that is there is left alone.
-
-    Args:
-        int8: also writes the transformer as ComfyUI's int8 ConvRot.
-    """
+    """Writes random models of the published sizes, unless they are there: 58 GB, 33 of 2.1."""
     from comfy.utils import save_torch_file
 
     member, device = find_member(files.member), torch.device("cuda")
@@ -221,7 +201,6 @@ def write_models(folder: Path, files: Published, int8: bool = False) -> None:
 
 
 def write_random(path: Path, shapes: Shapes, device: torch.device) -> None:
-    """Writes random weights of these shapes, unless the file is there."""
     if path.exists():
         return
     specs = {name: ("BF16", shape) for name, shape in shapes.items()}
@@ -235,8 +214,6 @@ def write_random(path: Path, shapes: Shapes, device: torch.device) -> None:
 
 
 class InputTensors(NamedTuple):
-    """Holds what is handed to a program, on its device."""
-
     inputs: Inputs
     latents: torch.Tensor  # (batch, channels, 1, height / 8, width / 8), fp32
     text: torch.Tensor  # (batch, text tokens, joint_dim), bf16
@@ -245,8 +222,6 @@ class InputTensors(NamedTuple):
 
 
 class ForwardProgram(NamedTuple):
-    """Holds one program's forward pass."""
-
     call: Callable[[torch.Tensor], Any]  # at a timestep (batch,)
     norm_out: torch.nn.Module  # which reads the image stream after the last block
     paths: Callable[[], str] = str  # says afterwards which code ran
@@ -258,10 +233,7 @@ Body = Callable[[ForwardProgram], Measured]
 
 
 def schedule() -> list[float]:
-    """Lists timesteps from 1 down to above 0 as ComfyUI's `simple` scheduler has them.
-
-    Rounded to bf16, in which diffusers takes its timestep, so that every program gets the same.
-    """
+    """Lists timesteps of ComfyUI's `simple` scheduler in bf16, in which diffusers takes them."""
     moved = math.exp(SHIFT)
     times = [1 - step / STEPS for step in range(STEPS)]
     sigmas = [moved * t / (1 + (moved - 1) * t) for t in times]
@@ -294,15 +266,7 @@ def input_tensors(shape: TransformerShape, inputs: Inputs, device: torch.device)
 def measure_forward(
     program: ForwardProgram, setup: BenchSetup, tensors: InputTensors, repeats: int, again: bool
 ) -> Measured:
-    """Times a program, with the schedule's next timestep in each call.
-
-    Returns:
-        Times in milliseconds and memory in GiB, and the image stream in fp32 on the CPU; `again`
-        only times.
-
-    Raises:
-        UnavailableError: The stream holds NaN or infinity.
-    """
+    """Times a program: (ms and GiB, the image stream in fp32); `again` only times."""
     device, sigmas = setup.device, itertools.cycle(tensors.sigmas)
     on_card = device.type == "cuda"
 
@@ -404,12 +368,7 @@ def _forward_pass(model: Any, model_options: dict[str, Any], tensors: InputTenso
 def build_transformer(
     weights: Mapping[str, torch.Tensor], shape: TransformerShape, edit: bool, *, compiled: bool
 ) -> torch.nn.Module:
-    """Builds diffusers' own model over bf16 tensors that are on the device, without a copy.
-
-    Args:
-        compiled: Whether it has cuDNN's attention and compiled blocks, the fastest that diffusers
-            documents for bf16.
-    """
+    """Builds diffusers' model over the device's bf16 tensors; `compiled` is its fastest way."""
     from diffusers import QwenImageTransformer2DModel
 
     sizes = sizes_of(shape)

@@ -1,18 +1,14 @@
 """Times a forward pass in bf16 with a LoRA in addition to the weights, by rank.
 
-    python -m qwen_l40s.bench.lora [--side 1328] [--blocks 60] [--device cuda] [--repeats 10]
+    python -m qwen_l40s.bench.lora
 
 Runs in the Python that runs ComfyUI, with random weights of Qwen-Image; prints a row for each rank,
-and how long `auto` takes to tell what a merge would lose.
+and what a merge would lose.
 """
 
 from __future__ import annotations
 
-import argparse
 import tempfile
-import time
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -34,7 +30,7 @@ from .forward import (
 from .measure import times_ms
 from .rows import Inputs
 
-RANKS = (0, 16, 32, 64, 128, 256)
+RANKS, SIDE, REPEATS = (0, 16, 32, 64, 128, 256), 1328, 10
 
 
 def write_lora(path: Path, shape: TransformerShape, rank: int, device: torch.device) -> None:
@@ -46,53 +42,38 @@ def write_lora(path: Path, shape: TransformerShape, rank: int, device: torch.dev
     save_file(tensors, path)
 
 
-def compare(args: argparse.Namespace) -> None:
-    device = torch.device(choose_device(args.device))
+def compare() -> None:
+    device = torch.device(choose_device("auto"))
     import_comfyui(cpu=device.type == "cpu")
-    from ..hosts.comfyui.lora import apply, loss
+    from ..hosts.comfyui.lora import apply
     from ..hosts.comfyui.sample.optimize import optimize
 
-    shape = replace(FULL_SIZE, blocks=args.blocks)
-    weights = {name: random_tensor(name, size, device) for name, size in shape.tensors().items()}
-    model = random_model(weights, shape, device, edit=False)
-    tensors, known = input_tensors(shape, Inputs(args.side, args.side), device), 0.0
+    tensors = FULL_SIZE.tensors().items()
+    weights = {name: random_tensor(name, size, device) for name, size in tensors}
+    model = random_model(weights, FULL_SIZE, device, edit=False)
+    tensors, known = input_tensors(FULL_SIZE, Inputs(SIDE, SIDE), device), 0.0
 
     def body(program: ForwardProgram) -> Measured:
         sigma = tensors.sigmas[0]
-        return {"ms": median(times_ms(lambda: program.call(sigma), device, args.repeats))}, None
+        return {"ms": median(times_ms(lambda: program.call(sigma), device, REPEATS))}, None
 
-    seconds = []
-
-    def timed_loss(*arguments: object) -> float | None:
-        begun = time.perf_counter()
-        found = loss.merge_loss(*arguments)
-        seconds.append(time.perf_counter() - begun)
-        return found
-
-    apply.merge_loss = timed_loss
     for rank in RANKS:
         patched, told = model, ""
         if rank:
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder) / "lora.safetensors"
-                write_lora(path, shape, rank, device)
+                write_lora(path, FULL_SIZE, rank, device)
                 lost = apply.apply_lora(model, path, 1.0, how="auto")[1].loss
                 patched = apply.apply_lora(model, path, 1.0, how="bypass")[0]
-            told = f", a merge loses {lost:.1%}, reported in {seconds[-1] * 1000:.0f} ms"
+            told = f", a merge loses {lost:.1%}"
         milliseconds = in_comfyui(optimize(patched), tensors, body)[0]["ms"]
         known = known or milliseconds
         print(f"rank {rank}: {milliseconds:.1f} ms ({milliseconds / known:.3f}){told}", flush=True)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--side", type=int, default=1328)
-    add("--blocks", type=int, default=FULL_SIZE.blocks)
-    add("--device", default="auto")
-    add("--repeats", type=int, default=10)
+def main() -> None:
     with torch.inference_mode():
-        compare(parser.parse_args(arguments))
+        compare()
 
 
 if __name__ == "__main__":

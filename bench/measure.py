@@ -37,11 +37,8 @@ SIGNIFICANT = 5
 
 
 def times_ms(call: Callable[[], Any], device: torch.device, repeats: int) -> list[float]:
-    """Calls twice without measuring, then times by `triton.testing.do_bench` on a card.
-
-    do_bench empties the card's L2 cache before each call and times from event to event; of short
-    calls it takes more than `repeats`. Where Triton is missing, and on a CPU, it is the time until
-    the device has finished.
+    """Calls twice, then times by `triton.testing.do_bench`, which empties the card's L2 cache
+    before each call; without Triton, and on a CPU, until the device has finished.
     """
 
     def by_clock(count: int) -> list[float]:
@@ -74,15 +71,7 @@ def kernel_ms(call: Callable[[], Any], device: torch.device) -> float | None:
 def by_turns(
     things: Sequence[Any], inputs: Inputs, one: One, setup: BenchSetup
 ) -> Iterator[Fields]:
-    """Measures every thing, then every thing again, so that a card that slows down slows all.
-
-    Args:
-        one: Measures a thing so many times, the first time with all that is wanted of it. What it
-            raises is the thing's "error".
-
-    Yields:
-        The row of each thing, with the samples of all turns and their median.
-    """
+    """Yields rows of things that are measured alternately; what `one` raises is an "error"."""
     found: list[Fields] = [{"samples_ms": []} for _ in things]
     turns = min(TURNS, setup.repeats)
     for turn in range(turns):
@@ -106,11 +95,7 @@ def by_turns(
 
 
 def used_bytes() -> Callable[[], int]:
-    """Returns a call that asks the driver how much of the first card is in use, by all processes.
-
-    Raises:
-        UnavailableError: nvidia-ml-py is not installed.
-    """
+    """Returns a call that asks the driver how much of the first card all processes use."""
     try:
         import pynvml
     except ModuleNotFoundError as error:
@@ -143,11 +128,7 @@ class PeakReader(threading.Thread):
 
 
 class RowWriter:
-    """Prints each row as it comes, and keeps all in a JSON file, if any, that is always whole.
-
-    Args:
-        key: Of the rows in the file.
-    """
+    """Prints each row as it comes, and keeps all in a JSON file, if any, that is always whole."""
 
     def __init__(self, conditions: Fields, path: Path | None, key: str = "rows") -> None:
         self.conditions, self.rows = conditions, []
@@ -160,7 +141,6 @@ class RowWriter:
             write_whole(self._path, json.dumps(self.results(), indent=1).encode() + b"\n")
 
     def results(self) -> Fields:
-        """Returns the file's contents, floats with five digits."""
         whole = json.dumps({"conditions": self.conditions, self._key: self.rows})
         return json.loads(whole, parse_float=lambda text: float(f"{float(text):.{SIGNIFICANT}g}"))
 

@@ -29,19 +29,11 @@ Call = Callable[[], Any]
 
 
 class OpCase(NamedTuple):
-    """Describes an operation through one program; cases of one task stand together.
-
-    Attributes:
-        make: Makes the inputs and gives the call; raises UnavailableError where it cannot run.
-        flops: Of products and attention; 0 where memory is what counts.
-        bytes: Inputs read once and outputs written once.
-    """
-
     task: str
     program: str
-    make: Callable[[], Call]
-    flops: int
-    bytes: int
+    make: Callable[[], Call]  # makes inputs and gives the call, or raises UnavailableError
+    flops: int  # of products and attention; 0 where memory is what counts
+    bytes: int  # inputs read once and outputs written once
 
     @property
     def name(self) -> str:

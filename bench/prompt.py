@@ -1,10 +1,7 @@
 """Times a prompt, from its start to its file, in a real ComfyUI server: stock nodes and ours.
 
-`bench image --models FOLDER` gives each row a fresh server in each of `TURNS`, one at a time: its
-first prompt, prompts of the same text, and a new text. References are images that the prompt
-edits, new for each server. Up to `FEW` steps run without CFG, as with
-Lightning LoRAs; more with it, and ours with the step cache `CACHE`. Peaks are the driver's, above
-what was in use before the first server began, so they count its CUDA context too.
+Each row gets a fresh server in each of `TURNS`. Up to `FEW` steps run without CFG, as with
+Lightning LoRAs; more with it, and ours with the step cache `CACHE`. Peaks are the driver's.
 """
 
 from __future__ import annotations
@@ -96,9 +93,7 @@ def hold_all_but(free_gib: float | None) -> torch.Tensor | None:
 
 
 def _prompts(setup: BenchSetup, row: Row, repeats: int) -> Iterator[tuple[Inputs, str, float]]:
-    """Yields what prompts in a fresh server took: the first, the first of another size, those of a
-    new text, and others.
-    """
+    """Yields what prompts of a fresh server took: first ones, one of a new text, and others."""
     on_card, seeds = setup.device.type == "cuda", count(1)
     with tempfile.TemporaryDirectory() as folder:
         if on_card:

@@ -40,8 +40,6 @@ HEAD = ("source", "card", "engine", "what", "ms", "predicted", "middle", "inside
 
 
 class Row(NamedTuple):
-    """Holds one figure and what is predicted of it."""
-
     figure: Mapping[str, Any]
     seconds: Range
 

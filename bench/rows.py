@@ -35,7 +35,6 @@ class Row:
 
     @property
     def ours(self) -> bool:
-        """Whether it is this package that computes."""
         return self.name.startswith("ours")
 
     @property
@@ -49,9 +48,7 @@ class Row:
 
     @property
     def weights(self) -> str:
-        """Which random model it needs: "bf16", of all programs, or such as "comfyui fp8". Rows of
-        one model stand together, so that it is built once and its rows are timed alternately.
-        """
+        """Names the random model that it shares with its neighbours: "bf16" or "comfyui fp8"."""
         of_all = self.precision == "bf16"
         return self.precision if of_all else f"{self.name.split()[0]} {self.precision}"
 
@@ -76,11 +73,7 @@ IMAGE = (
 
 
 def select(names: Sequence[str], patterns: Sequence[str]) -> tuple[str, ...]:
-    """Picks the names that any pattern matches; all without patterns.
-
-    Raises:
-        SettingError: A pattern matches none.
-    """
+    """Picks the names that any pattern matches; all without patterns."""
     found = {pattern: matching(names, pattern) for pattern in patterns}
     for pattern in (pattern for pattern, each in found.items() if not each):
         raise SettingError(
@@ -92,8 +85,6 @@ def select(names: Sequence[str], patterns: Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Describes what a forward pass is asked for."""
-
     width: int  # pixels, as `height` divisible by 16
     height: int
     batch: int = 1
@@ -123,12 +114,10 @@ class Published:
     encodes: str  # the node that encodes text and references
     image: str  # its input for a reference, by number
     cfg: float  # with more than `prompt.FEW` steps
-    # What else that node takes where it encodes the negative prompt too.
-    both: Mapping[str, Any] = field(default_factory=dict)
+    both: Mapping[str, Any] = field(default_factory=dict)  # its inputs for the negative prompt too
 
     @property
     def int8(self) -> str:
-        """As the published files of ComfyUI's int8 ConvRot."""
         return self.transformer.replace("bf16", "int8_convrot")
 
 
@@ -158,14 +147,11 @@ PUBLISHED = (
 
 
 def published(name: str | None) -> Published:
-    """Finds what `--family` names; the first without."""
     return next(it for it in PUBLISHED if name in (it.name, None))
 
 
 @dataclass(frozen=True)
 class BenchSetup:
-    """Holds what a run measures, as the options of `bench` name it."""
-
     device: torch.device
     shape: TransformerShape
     rows: tuple[Row, ...]  # in the order of `FORWARD`; none of `ops`

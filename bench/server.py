@@ -38,14 +38,7 @@ class ComfyUIServerError(UnavailableError):
 
 
 class ComfyUIServer:
-    """Starts ComfyUI on a free port with this pack, and waits until it answers.
-
-    Args:
-        python: that has ComfyUI's requirements.
-        base: folder for custom_nodes, models, input, output and the log.
-        arguments: more of ComfyUI's command line.
-        pack: the folder name under which the pack is installed.
-    """
+    """Starts ComfyUI on a free port with this pack, and waits until it answers."""
 
     def __init__(
         self,
@@ -111,11 +104,7 @@ class ComfyUIServer:
             raise ComfyUIServerError(f"ComfyUI refuses the graph: {said}") from None
 
     def end(self, prompt: str) -> dict[str, Any]:
-        """Waits for a prompt's end; returns its entry in the history.
-
-        Raises:
-            ComfyUIServerError: it fails, the server ends, or it takes too long.
-        """
+        """Waits for a prompt; returns its entry in the history, or raises ComfyUIServerError."""
         deadline = time.monotonic() + PROMPT_SECONDS
         while not (entry := self.ask(f"/history/{prompt}").get(prompt)):
             self.check_alive()
@@ -147,9 +136,7 @@ class ComfyUIServer:
 
 
 def _free_port() -> int:
-    """Finds a port outside of those that the system hands out: until the server takes the port,
-    seconds pass in which another program could get it.
-    """
+    """Finds a port that the system hands out to no other program meanwhile."""
     for port in random.SystemRandom().sample(range(10_000, 32_000), 100):
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("127.0.0.1", port))

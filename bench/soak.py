@@ -88,11 +88,7 @@ def settings_of(choices: Mapping[str, Sequence[Any]], number: int) -> list[Setti
 
 
 def graph_of(setting: Setting, turn: int = 0) -> Graph:
-    """Makes the shared workflow of the micro model one of the setting.
-
-    Args:
-        turn: an input that the sampler passes over, and ComfyUI's cache does not: it samples again.
-    """
+    """Makes the micro model's workflow one of the setting; another `turn` samples it again."""
     nodes: Graph = json.loads(TEMPLATE.read_text(encoding="utf-8"))
     sample, (width, height) = nodes["sample"]["inputs"], setting["size"]
     lora, files = setting["model"]
@@ -120,7 +116,6 @@ def graph_of(setting: Setting, turn: int = 0) -> Graph:
 
 
 def micro_models(models: Path) -> list[Model]:
-    """Writes a LoRA for each bundled model into a folder."""
     found = []
     for title, name in (("micro", "1.x"), ("micro 2.1", "2.1")):
         shape = check_complete(open_source(bundled_micro_folder(name), "transformer"))
@@ -131,7 +126,6 @@ def micro_models(models: Path) -> list[Model]:
 
 
 def full_size_models(models: Path) -> list[Model]:
-    """Writes random weights of Qwen-Image and a LoRA into a folder."""
     import_comfyui(cpu=False)
     files, lora = published(None), "soak.safetensors"
     write_models(models, files)
@@ -188,7 +182,6 @@ class Soak:
 
 
 def resident(pid: int) -> int:
-    """Bytes of system RAM that a process has, as Linux tells them."""
     found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     return int(found[1]) * 1024
 

@@ -64,9 +64,7 @@ class Micro:
         self._calls += 1
 
     def sample(self, model: Any, prompt: str, seed: int, steps: int) -> tuple[torch.Tensor, float]:
-        """Returns one image's latent and how many of its steps called the transformer; each prompt
-        takes a call of its own in a computed step.
-        """
+        """Returns one image's latent, and how many of its steps called the transformer."""
         import comfy.sample
 
         self._calls = 0

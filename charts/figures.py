@@ -84,8 +84,6 @@ def file_size(count: int) -> str:
 
 def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
     """Writes lines of columns as wide as their longest entry; those in `right` end flush."""
-    if not rows:
-        return []
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "  ".join(

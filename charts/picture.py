@@ -16,7 +16,7 @@ from ..planning.times import PROCESSOR
 from .figures import dollars, duration, tenths, usd
 from .text import (
     BOUND,
-    PHASE_NAMES,
+    PHASE_WORDS,
     WORKING,
     Refusal,
     answer,
@@ -62,8 +62,6 @@ COLOURS = {
 
 @dataclass(frozen=True)
 class Figure:
-    """One of the large figures, with a smaller line below it."""
-
     label: str
     value: str
     below: str = ""
@@ -71,15 +69,8 @@ class Figure:
 
 @dataclass(frozen=True)
 class Bar:
-    """One phase.
-
-    Attributes:
-        parts: {a name of `COLOURS`: how much}, bytes, or seconds where memory is not counted.
-        value: The same as words; empty where they are all seconds.
-    """
-
     name: str
-    parts: Mapping[str, float]
+    parts: Mapping[str, float]  # {a name of `COLOURS`: bytes, or seconds without memory}
     value: str = ""
     time: str = ""
 
@@ -95,16 +86,6 @@ class Limit:
 
 @dataclass(frozen=True)
 class RunPicture:
-    """What a picture of a run shows, from top to bottom.
-
-    Attributes:
-        sign: One of `SIGNS`.
-        basis: What all figures are, such as "predicted".
-        about: What ran or is to run, in a fainter line.
-        figures: At most three; of memory the first.
-        limit: None where memory is not counted.
-    """
-
     sign: str
     answer: str
     basis: str = ""
@@ -112,7 +93,7 @@ class RunPicture:
     about: str = ""
     figures: Sequence[Figure] = ()
     bars: Sequence[Bar] = ()
-    limit: Limit | None = None
+    limit: Limit | None = None  # None where memory is not counted
 
 
 def memory_chart(estimate: Estimate) -> Image.Image:
@@ -153,7 +134,7 @@ def _phase_bar(estimate: Estimate, phase: Phase) -> Bar:
     held = parts_of(phase)
     parts = {part: held.pop(part) for part in ("transformer", "text encoder", WORKING)}
     return Bar(
-        PHASE_NAMES[phase.name],
+        PHASE_WORDS[phase.name][0],
         {**parts, "other": sum(held.values()), HOST_MEMORY: beyond},
         f"{tenths(phase.card_bytes)} GiB",
         "" if phase.seconds is None else duration(phase.seconds),
@@ -161,7 +142,6 @@ def _phase_bar(estimate: Estimate, phase: Phase) -> Bar:
 
 
 def refusal_chart(refusal: Refusal) -> Image.Image:
-    """Draws what stops a request."""
     lines = [refusal.card_note, refusal.reason]
     return run_chart(RunPicture("bad", "Does not fit", "predicted", lines, refusal.about))
 

@@ -49,19 +49,13 @@ from .figures import (
     usd,
 )
 
-PHASE_NAMES = {
-    "load": "load",
-    "text": "text encode",
-    "tables": "modulation",
-    "sampling": "sampling",
-    "decode": "decode",
-}
-WORK_OF_PHASE = {
-    "load": "loading",
-    "text": "encoding the prompt",
-    "tables": "filling the modulation table",
-    "sampling": "sampling",
-    "decode": "decoding",
+# {phase: (its name, what goes on)}
+PHASE_WORDS = {
+    "load": ("load", "loading"),
+    "text": ("text encode", "encoding the prompt"),
+    "tables": ("modulation", "filling the modulation table"),
+    "sampling": ("sampling", "sampling"),
+    "decode": ("decode", "decoding"),
 }
 LORA_WORDS = {
     "auto": "merged, or in bypass mode beside int8 and fp8",
@@ -86,12 +80,7 @@ DEVICES = CHOICE_LABELS["placement"]
 
 
 def estimate_text(estimate: Estimate, cards: Iterable[str] = ()) -> str:
-    """Says what `qwen-l40s estimate` prints and a node keeps behind its chart: the answer, then
-    what it rests on.
-
-    Args:
-        cards: sentences about several cards (`cards_lines`).
-    """
+    """Says what `estimate` prints and a node keeps: the answer, then what it rests on."""
     files = {**estimate.files, "software and outputs": SOFTWARE_BYTES}
     sizes = zip(files, adding_up([*files.values()]), strict=True)
     disk = f"{tenths(estimate.disk_bytes)} GiB: {', '.join(map(' '.join, sizes))}"
@@ -133,7 +122,7 @@ def verdict(estimate: Estimate) -> str:
     spare = f"{tenths_between(peak, usable)} GiB to spare, " if estimate.fits else ""
     return (
         f"{answer(estimate)}: {spare or moves(estimate) + '; '}{tenths(peak)} of {tenths(usable)} "
-        f"GiB of VRAM in {PHASE_NAMES[phase.name]}; {ram}."
+        f"GiB of VRAM in {PHASE_WORDS[phase.name][0]}; {ram}."
     )
 
 
@@ -216,7 +205,6 @@ def price_of(found: Estimate) -> str:
 
 
 def settings_text(option: PlanOption) -> str:
-    """Says how an option is set in the loaders."""
     setting = option.setting
     model = {"precision": option.loads_as, "modulation": setting.modulation}
     encoder = {"precision": setting.text_encoder, "placement": setting.placement}
@@ -259,7 +247,6 @@ def remedy(estimate: Estimate) -> str:
 
 
 def safer_text(estimate: Estimate) -> str:
-    """Says what to set where it is tight, and what that leaves."""
     safer = estimate.safer
     if safer is None:
         return NOTHING_SAFER
@@ -347,7 +334,7 @@ def _phase_table(phases: Iterable[Phase]) -> list[str]:
     for phase, parts in held:
         figures = adding_up([parts.get(name, 0) for name in names])
         time = "" if phase.seconds is None else duration(phase.seconds)
-        columns.append([PHASE_NAMES[phase.name], *figures, tenths(phase.card_bytes), time])
+        columns.append([PHASE_WORDS[phase.name][0], *figures, tenths(phase.card_bytes), time])
     return table([*zip(*columns, strict=True)], right=range(1, len(columns)))
 
 
@@ -379,7 +366,6 @@ def option_text(option: PlanOption) -> str:
 
 
 def notes_of(found: Estimate) -> list[str]:
-    """Lists the sentences beside the figures."""
     return [*_time_notes(found), *_other_notes(found), *_price_notes(found)]
 
 
@@ -419,27 +405,22 @@ def _other_notes(found: Estimate) -> Iterator[str]:
                 f"{many(request.loras.count, 'LoRA')} in bypass mode add {added} to each step "
                 "(computed, not measured). Merged, they cost nothing."
             )
-        yield from attention_notes(found)
+        asked, form = request.attention, option.setting.attention
+        if form != EXACT:
+            share = between(Range(*attention_share(found.card, form)), "{:.0%}".format)
+            fast = "fast counts as " * (asked == FAST)
+            yield (
+                f"Attention {fast}{form}: predicted at {share} of the time of exact attention, not "
+                "measured in a run."
+            )
+        elif asked == FAST and not request.nag_tokens:
+            yield "Attention fast counts as exact, which is predicted to be faster on this GPU."
         if request.controlnet_bytes:
             yield "The ControlNet's time is computed from its size, not measured."
         if request.layers:
             yield f"One image here is the whole image and its {request.layers} layers."
     if request.member.licence != APACHE:
         yield f"The licence of the weights: {request.member.licence}."
-
-
-def attention_notes(found: Estimate) -> Iterator[str]:
-    """Says which attention counts, where it is not simply exact."""
-    asked, form = found.request.attention, found.option.setting.attention
-    if form != EXACT:
-        share = between(Range(*attention_share(found.card, form)), "{:.0%}".format)
-        fast = "fast counts as " * (asked == FAST)
-        yield (
-            f"Attention {fast}{form}: predicted at {share} of the time of exact attention, not "
-            "measured in a run."
-        )
-    elif asked == FAST and not found.request.nag_tokens:
-        yield "Attention fast counts as exact, which is predicted to be faster on this GPU."
 
 
 def _price_notes(found: Estimate) -> Iterator[str]:
@@ -485,11 +466,7 @@ def reasons(option: PlanOption) -> dict[str, str]:
 
 
 def weight_only(name: str, card: CardFacts | None) -> str:
-    """Says what quantized weights gain where their products do not run; empty elsewhere.
-
-    Args:
-        card: None where there is no NVIDIA card.
-    """
+    """Says what quantized weights gain where their products do not run; empty elsewhere."""
     if name not in QUANTIZED or (card and card.runs(name)):
         return ""
     if card is None:
@@ -511,12 +488,8 @@ def _refusal(name: str, card: CardFacts) -> str:
 def precision_reason(
     name: str, card: CardFacts | None, requested: str, stored: str | None, *, gguf: bool = False
 ) -> str:
-    """Says why a transformer is loaded in a precision.
-
-    Args:
-        card: None where there is no NVIDIA card.
-        requested: a precision, `AUTO` or `AS_STORED`.
-        stored: what the file holds, or its GGUF blocks become; None for any.
+    """Says why a transformer is loaded in a precision. `requested` may be `AUTO` or `AS_STORED`;
+    `stored` is what the file holds, None for any; no card is none of NVIDIA's.
     """
     made = stored and _conversion(stored, name)
     if gguf and name == stored:
@@ -598,7 +571,7 @@ def _text_encoder_reason(option: PlanOption) -> str:
 def _room_reason(option: PlanOption) -> str:
     weights, moved, card = option.weights_bytes, option.moved_bytes, option.card.name
     need, usable = option.needs[option.short_phase], option.usable_bytes
-    work, passes = WORK_OF_PHASE[option.short_phase], option.request.passes
+    work, passes = PHASE_WORDS[option.short_phase][1], option.request.passes
     of = f"{need / GIB:.1f} of {format_gib(usable)}"
     if moved:
         every = "step" if passes == 1 else f"pass, {format_gib(passes * moved)} in every step"
@@ -759,11 +732,7 @@ EXCHANGED = {ROWS: "normalized rows", KEYS: "keys and values"}
 def cards_answer(
     found: Estimate, count: int, link: float | None = None
 ) -> tuple[Iterable[str], dict[str, Any]]:
-    """Gives (sentences about several cards, what of them belongs into the estimate's JSON object).
-
-    Args:
-        count, link: as of `together`.
-    """
+    """Gives (sentences about several cards, their part of the estimate's JSON object)."""
     several = together(found, count, link)
     if several is None:
         return (), {"cards": None}
@@ -842,9 +811,7 @@ def cards_json(found: Together) -> dict[str, Any]:
 
 
 def advise_text(advice: Advice) -> str:
-    """Says what `qwen-l40s advise` prints and the node keeps behind its picture: the cheapest card
-    first, then all of them.
-    """
+    """Says what `advise` prints and a node keeps: the cheapest card, then all cards."""
     if not advice.offers:
         return "\n".join(["None of these GPUs has a price.", *_without_offer(advice)])
     blocks = [
@@ -862,9 +829,7 @@ def advise_text(advice: Advice) -> str:
 
 
 def advise_summary(advice: Advice) -> list[str]:
-    """Says what the node shows, in at most six lines: the cheapest card, what follows, and the
-    settings.
-    """
+    """Says what the node shows: the cheapest card, the next ones, and the settings."""
     if not advice.fitting:
         return ["Every GPU with a price needs offloading: choose a smaller size or batch."]
     load = advice.images_per_hour

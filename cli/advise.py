@@ -53,11 +53,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the advice.
-
-    Returns:
-        0, or 1 when no card with a price holds what is to run.
-    """
     from ..charts.text import advise_text
     from ..machine.store import known_cards, load_calibration
     from ..planning.advise import advise, read_prices

@@ -126,7 +126,6 @@ def _size(text: str) -> tuple[int, int]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures and prints; returns 1 when a row failed."""
     if args.calibrate:
         return calibrate_card(args)
     if args.what is None:
@@ -158,13 +157,7 @@ def _check_alone(args: argparse.Namespace) -> None:
 
 
 def calibrate_card(args: argparse.Namespace) -> int:
-    """Measures the card's rates, prints and keeps them; a CPU's are printed only.
-
-    Raises:
-        SettingError: an option of WHAT is given with --calibrate.
-        UnavailableError: the fused blocks do not run on the card, it is full, or a file cannot be
-            written.
-    """
+    """Measures the card's rates, prints and keeps them; a CPU's are printed only."""
     _check_alone(args)
     if args.json:
         check_target("--json", args.json)

@@ -47,8 +47,6 @@ LISTED = 3  # files of a part
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Holds every check, and whether `qwen-l40s generate` and the ComfyUI nodes can run."""
-
     checks: tuple[Capability, ...]  # in the order they are shown
     device: str | None  # "cuda" or "cpu"; None when generation cannot run
     remedy: str  # what makes generation possible; empty when it is
@@ -88,12 +86,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def diagnose(models: Path | None = None, comfyui: Path | None = None) -> Diagnosis:
-    """Looks at the machine; imports torch, diffusers and transformers where they are installed.
-
-    Args:
-        models: The models folder; None for ComfyUI's, or Hugging Face's where there is no ComfyUI.
-        comfyui: ComfyUI's folder, also that of its settings; None for the one around this package.
-    """
+    """Looks at the machine, by default with the ComfyUI around this package and its models."""
     torch_check, torch = software.check_torch()
     cards = read_cards(torch)
     load = torch is not None
@@ -135,7 +128,6 @@ def diagnose(models: Path | None = None, comfyui: Path | None = None) -> Diagnos
 
 
 def check_settings(path: Path) -> Capability:
-    """Checks the settings file: which it is, and what it sets."""
     try:
         found = read_settings(path)
     except SettingError as error:
@@ -212,9 +204,7 @@ def _model_checks(folders: Mapping[str, list[Path]]) -> Iterator[Capability]:
 
 
 def _model_files(folders: list[Path]) -> Iterator[Path]:
-    """Finds files and diffusers folders, sorted; follows links, as ComfyUI does. Of several parts
-    the first stands for all.
-    """
+    """Finds files and diffusers folders, sorted, also behind links; of parts the first."""
     for folder in dict.fromkeys(folders):
         for base, inside, names in os.walk(folder, followlinks=True):
             inside.sort()

@@ -23,7 +23,7 @@ from ..planning.options import OLDER, OPTIONS, Option, request_settings, todays
 from ..planning.request import AUTO, CFG_MODES, OtherModel, Parts, RunRequest
 from ..planning.split_cost import check_link
 from ..spec.formats import GIB, MULTIPLIED, CardFacts
-from .output import check_plot, write_plot
+from .output import check_plot, parse_size, write_plot
 
 CARDS_HELP = (
     "your own GPUs, as JSON; default: cards.json in the settings' cache folder, else in "
@@ -38,13 +38,13 @@ def cards_table(cards: Mapping[str, Card], *, as_json: bool, sources: bool) -> s
         return json.dumps({"cards": [asdict(card) for card in cards.values()]})
     rows = [["card", "GiB", "GB/s", *(f"{name} TFLOPS" for name in MULTIPLIED), "W", "price"]]
     for card in cards.values():
-        price = card.price()
+        price, peaks = card.price(), {n: f"{it / 1e12:.0f}" for n, it in card.dense_flops.items()}
         rows.append(
             [
                 card.name,
                 f"{card.memory_bytes / GIB:.1f}",
                 f"{card.bandwidth / 1e9:.0f}",
-                *(_tera(card.dense_flops.get(name)) for name in MULTIPLIED),
+                *(peaks.get(name, "-") for name in MULTIPLIED),
                 f"{card.tdp_watts}",
                 f"${price.usd_per_hour:.2f}/h, {price_source(price)}" if price else "none",
             ]
@@ -57,10 +57,6 @@ def cards_table(cards: Mapping[str, Card], *, as_json: bool, sources: bool) -> s
     lines += ["", "sources"]
     lines += folded(f"{card.name}: {card.source}" for card in cards.values())
     return "\n".join(lines)
-
-
-def _tera(flops: float | None) -> str:
-    return "-" if flops is None else f"{flops / 1e12:.0f}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -117,11 +113,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the estimate.
-
-    Returns:
-        0 when it fits, 4 when it fits with offloading, 1 when it does not fit.
-    """
     from ..charts.text import Refusal, cards_answer, estimate_json, estimate_text
     from ..machine.store import known_cards, load_calibration
     from ..planning.estimate import FITS, RUNS_SLOWLY, estimate
@@ -171,9 +162,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _count_and_file(given: Sequence[str]) -> tuple[int, Path | None]:
-    """Returns (how many cards generate an image, the file of the user's own cards) of --cards,
-    which takes either; of each the last.
-    """
+    """Returns (how many cards, the file of the user's own) of --cards, of each the last."""
     count, file = 1, None
     for text in given:
         try:
@@ -276,6 +265,7 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
     newest = find_member("qwen-image-2.1")
     group.add_argument(
         "--size",
+        type=parse_size,
         metavar="WxH",
         help=f"pixels; default: the template's, {TEXT_TO_IMAGE.default_side} square, of "
         f"{newest.name} {newest.default_side}",
@@ -307,12 +297,6 @@ def _add(group: argparse._ArgumentGroup, option: Option) -> None:
 
 
 def request_of(args: argparse.Namespace) -> RunRequest:
-    """Returns what the options ask for.
-
-    Raises:
-        SettingError: an option breaks its rule or contradicts another.
-        CheckpointError: `--model` is no Qwen-Image that this package runs.
-    """
     settings = request_settings(**_values(args))
     family, parts = settings["family"], Parts()
     if args.model is not None:
@@ -327,7 +311,7 @@ def request_of(args: argparse.Namespace) -> RunRequest:
     elif family == AUTO:
         family = likely_member(settings["references"], settings["layers"]).name
     if args.size is not None:
-        settings["width"], settings["height"] = _size(args.size)
+        settings["width"], settings["height"] = args.size
     return RunRequest(**{**settings, "family": family}, parts=parts)
 
 
@@ -345,23 +329,13 @@ def _values(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _choice(option: Option, text: str) -> str:
-    """Returns the choice of that name, whose words may be joined by hyphens.
-
-    A flag that kept its name takes the older names of its choices too.
-    """
+    """Returns the choice of that name, whose words hyphens may join, or of an older name."""
     older = OLDER.get(option.name)
     kept = older.values if older and older.flag is None else {}
     for choice in (*option.choices, *kept):
         if text in (choice, choice.replace(" ", "-")):
             return choice
     raise SettingError(f"{option.name} {text!r} is unknown: choose {', '.join(option.choices)}.")
-
-
-def _size(text: str) -> tuple[int, int]:
-    width, cross, height = text.lower().partition("x")
-    if cross and all(side.isdecimal() and len(side) < 7 for side in (width, height)):
-        return int(width), int(height)
-    raise SettingError(f"--size {text!r} must be WIDTHxHEIGHT in pixels, such as 1328x1328.")
 
 
 def _cfg(text: str) -> str:

@@ -6,10 +6,15 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..errors import SettingError
 from ..files import print_text
+
+if TYPE_CHECKING:
+    from ..fleet.state import ServerStatus
 
 PORT = 8188
 REFRESH_SECONDS = 5.0
@@ -100,11 +105,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the fleet, or shows its status.
-
-    Returns:
-        0 after a signal, 1 where no server can be started, 3 where the Ray cluster was lost.
-    """
     if args.rest == ["status"]:
         return _status(args)
     if args.rest and not args.rest[0].startswith("-"):
@@ -151,7 +151,7 @@ def _python_of(comfyui: Path) -> Path:
 
 
 def _status(args: argparse.Namespace) -> int:
-    from ..fleet.state import NAME, ask_all, is_running, read_states, table
+    from ..fleet.state import NAME, ask_all, is_running, read_states
 
     path = args.folder / NAME
     while True:
@@ -168,3 +168,20 @@ def _status(args: argparse.Namespace) -> int:
         sys.stdout.write(CLEAR)
         print_text(text)
         time.sleep(REFRESH_SECONDS)
+
+
+def table(rows: Sequence[ServerStatus]) -> str:
+    from ..charts.figures import table as columns
+    from ..fleet.state import READY
+
+    cells = [["server", "card", "state", "job", "waiting", "images/h", "failures"]]
+    for row in rows:
+        figures = str(row.waiting), f"{row.images_per_hour:.0f}", str(row.failures)
+        server = row.server
+        cells.append([server.url, server.card, server.state, row.job[:8] or "-", *figures])
+    lines = columns(cells)
+    lines += [f"{row.server.url}: {row.server.error}" for row in rows if row.server.error]
+    ready = sum(row.server.state == READY for row in rows)
+    images = sum(row.images_per_hour for row in rows)
+    lines.append(f"{ready} of {len(rows)} servers ready, {images:.0f} images an hour")
+    return "\n".join(lines)

@@ -34,7 +34,6 @@ from .output import ImageTarget, check_png, parse_size, png_bytes, require_packa
 if TYPE_CHECKING:
     from ..hosts.diffusers.load import LoadedPipeline
     from ..hosts.diffusers.sample import Generation
-    from ..optimizations.step_cache import CacheFigures
 
 MAKING = "making images"
 PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "safetensors", "PIL", "psutil")
@@ -282,6 +281,13 @@ def run_facts(pipeline: LoadedPipeline, result: Generation) -> Mapping[str, Any]
 def _where(pipeline: LoadedPipeline, result: Generation) -> dict[str, Any]:
     optimized, cached = pipeline.optimized, result.cached
     ran = ["diffusers' code"] if optimized is None else optimized.report().splitlines()
+    facts = cached and {
+        "computed": cached.computed,
+        "skipped": cached.skipped,
+        "missed": [round(missed, 5) for missed in cached.missed],
+        "distance": None if cached.distance is None else round(cached.distance, 5),
+        "seconds_saved": round(cached.seconds_saved, 3),
+    }
     return {
         "model": str(pipeline.folder),
         "device": pipeline.device,
@@ -290,15 +296,5 @@ def _where(pipeline: LoadedPipeline, result: Generation) -> dict[str, Any]:
         "optimized": optimized is not None,
         # The path of every part that ran.
         "ran": ran if cached is None else [*ran, *cached.lines()],
-        **({} if cached is None else {"step_cache": _cache_facts(cached)}),
-    }
-
-
-def _cache_facts(cached: CacheFigures) -> dict[str, Any]:
-    return {
-        "computed": cached.computed,
-        "skipped": cached.skipped,
-        "missed": [round(missed, 5) for missed in cached.missed],
-        "distance": None if cached.distance is None else round(cached.distance, 5),
-        "seconds_saved": round(cached.seconds_saved, 3),
+        **({"step_cache": facts} if facts else {}),
     }

@@ -16,7 +16,7 @@ from ..files import check_target, check_writable, write_whole
 from ..spec.formats import METADATA_KEY
 
 if TYPE_CHECKING:
-    from PIL import Image, ImageFont
+    from PIL import Image
 
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,17 +27,7 @@ PIP_NAMES = {"PIL": "pillow"}
 def require_packages(
     what: str, names: Iterable[str], *, extra: str = "standalone", instead: str = ""
 ) -> None:
-    """Checks that packages can be imported, without importing them.
-
-    Args:
-        what: needs them, as the sentence begins.
-        names: of what is imported.
-        extra: of this package, which brings them.
-        instead: of installing, what else would do.
-
-    Raises:
-        UnavailableError: some are missing.
-    """
+    """Raises UnavailableError where `what` needs packages that cannot be imported."""
     missing = [PIP_NAMES.get(name, name) for name in names if find_spec(name) is None]
     if missing:
         raise UnavailableError(
@@ -47,9 +37,8 @@ def require_packages(
 
 
 def parse_size(text: str) -> tuple[int, int]:
-    """Reads width and height of "1328x1328", as argparse calls it."""
     width, cross, height = text.lower().partition("x")
-    if not (cross and width.isdecimal() and height.isdecimal()):
+    if not (cross and all(it.isdecimal() and len(it) < 7 for it in (width, height))):
         raise argparse.ArgumentTypeError(
             f"{text!r} must be WIDTHxHEIGHT in pixels, such as 1328x1328"
         )
@@ -57,12 +46,7 @@ def parse_size(text: str) -> tuple[int, int]:
 
 
 def check_png(option: str, path: str) -> None:
-    """Refuses, before a long computation, an image that could not be written.
-
-    Raises:
-        SettingError: the name does not end in .png, or is a folder.
-        UnavailableError: the folder cannot be written.
-    """
+    """Raises SettingError for a name but .png, UnavailableError where it cannot be written."""
     if not path.lower().endswith(".png"):
         raise SettingError(f"{option} is {path!r}, but must end in .png.")
     check_target(option, path)
@@ -82,11 +66,8 @@ def write_plot(image: Image.Image, path: str) -> None:
 
 
 class ImageTarget:
-    """Names the images of a run from `--output`.
-
-    A file name is that file, and replaced: its name was typed. A batch numbers it, `name_00001.png`
-    and on, also replacing. A folder, or nothing for the current one, takes the first numbers that
-    are free: `image_00001.png`.
+    """Names the images of a run from `--output`. A file is replaced, and numbered for a batch,
+    `name_00001.png`. A folder, by default the current one, takes the first free numbers.
     """
 
     def __init__(self, output: str | None, *, stem: str = "image") -> None:
@@ -128,15 +109,14 @@ SHEET_MARGIN, FONT_SIZE, LINE_HEIGHT = 12, 14, 18
 def write_sheet(
     path: Path, images: Sequence[Image.Image], captions: Sequence[str], columns: int = 0
 ) -> None:
-    """Writes images of one size with captions on one sheet, a PNG; an existing file is replaced.
-    Without `columns` the sheet has as many as rows.
-    """
-    from PIL import Image, ImageDraw, ImageFont
+    """Writes images of one size with captions as a PNG, with as many columns as rows or so many."""
+    from PIL import Image, ImageDraw
+
+    from ..charts.picture import font, wrapped
 
     pairs = list(zip(images, captions, strict=True))
-    font = ImageFont.load_default(FONT_SIZE)
     width, height = pairs[0][0].size
-    texts = [_wrap(caption, width, font) for _, caption in pairs]
+    texts = [wrapped(caption, FONT_SIZE, width) for _, caption in pairs]
     columns = columns or math.ceil(math.sqrt(len(pairs)))
     rows = math.ceil(len(pairs) / columns)
     step_x = width + SHEET_MARGIN
@@ -145,21 +125,12 @@ def write_sheet(
         "RGB", (SHEET_MARGIN + columns * step_x, SHEET_MARGIN + rows * step_y), "white"
     )
     draw = ImageDraw.Draw(sheet)
-    for place, ((image, _), lines) in enumerate(zip(pairs, texts, strict=True)):
-        x = SHEET_MARGIN + place % columns * step_x
-        y = SHEET_MARGIN + place // columns * step_y
+    for index, ((image, _), lines) in enumerate(zip(pairs, texts, strict=True)):
+        x = SHEET_MARGIN + index % columns * step_x
+        y = SHEET_MARGIN + index // columns * step_y
         sheet.paste(image, (x, y))
         for number, line in enumerate(lines):
-            draw.text((x, y + height + 2 + number * LINE_HEIGHT), line, fill="black", font=font)
+            draw.text(
+                (x, y + height + 2 + number * LINE_HEIGHT), line, fill="black", font=font(FONT_SIZE)
+            )
     write_whole(path, png_bytes(sheet))
-
-
-def _wrap(caption: str, width: int, font: ImageFont.FreeTypeFont) -> list[str]:
-    lines = [""]
-    for word in caption.split():
-        longer = f"{lines[-1]} {word}".strip()
-        if font.getlength(longer) <= width or not lines[-1]:
-            lines[-1] = longer
-        else:
-            lines.append(word)
-    return lines

@@ -130,11 +130,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Submits the jobs.
-
-    Returns:
-        0 when all are done, 1 when one is not, 3 when the server was lost, 130 when stopped.
-    """
     require_packages("submit", PACKAGES, extra="client", instead=", or use ComfyUI's Python")
     from ..client.progress import losable
     from ..client.submit import SubmitRequest, submit

@@ -1,9 +1,7 @@
 """Feeds one server: keeps two jobs there, fetches their results, and outlasts restarts.
 
 What the server's queue and history say decides. A job in neither of them was taken out by someone,
-or forgotten by a process that ended. While the websocket stays open, and no connection was lost
-since the job was last seen, the process is the same. Else it is the same where its history still
-has an entry that it had before, or where the fleet's file gives it the same boot id.
+or forgotten by a process that ended: `Feeder._recognize` tells which.
 """
 
 from __future__ import annotations
@@ -12,13 +10,13 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ..errors import SettingError
-from .journal import Attempt, DiskError, Journal
+from .journal import Attempt, DiskError
 from .progress import Listener, RunningPrompt, within
 from .results import Collector, Fetched, place
 from .scheduler import (
@@ -30,10 +28,9 @@ from .scheduler import (
     QUEUED,
     WAITING,
     Job,
-    Scheduler,
 )
 from .server import Server, failure, fault, of_execution, of_validation
-from .servers import Admission, Admitted, Listed
+from .servers import Admitted, Listed
 from .transport import AnswerError, AwayError, ForeignIdError, GoneError, ServerError
 from .workflow import OURS, always_names, renamed, with_job_id
 
@@ -55,29 +52,8 @@ REST_SECONDS, LONGEST_REST = 30.0, 900.0
 UNABLE = re.compile(r"OutOfMemory|\.(Unavailable|DoesNotFit)Error$")
 
 
-class Shared(Protocol):
-    """What the feeders of a run share; `run.Run` says what each is."""
-
-    scheduler: Scheduler
-    admission: Admission
-    journal: Journal | None
-    headers: Mapping[str, str]
-    wait: float
-    most: float
-    downloads: asyncio.Semaphore
-    all_asked: bool
-    say: Callable[[str], None]
-
-    def say_once(self, line: str) -> None: ...
-    def wake(self) -> None: ...
-    def watch(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]: ...
-    def job_ended(self, job: Job) -> None: ...
-
-
 @dataclass
 class Posted:
-    """A job at this server."""
-
     job: Job
     boot: str
     breaks: int = -1  # `Feeder._breaks` when the server was last known to have it
@@ -90,26 +66,19 @@ class Posted:
 
 
 class Feeder:
-    """One server of a run.
+    """One server of a run."""
 
-    Attributes:
-        boot: which process it is: the id in the fleet's file, or one that is made when the server
-            is first met and after each restart.
-        ahead: prompts of others before the first of ours; 0 while one of ours runs.
-        error, away_since: why and from when on (time.monotonic) it is away; None while it is not.
-        asked: whether it has said what it has, or was lost.
-        leaving: it gets no more jobs; `go` returns when it has none.
-    """
-
-    def __init__(self, listed: Listed, run: Shared) -> None:
+    def __init__(self, listed: Listed, run: Any) -> None:  # a `run.Run`, which imports this
         self.listed = listed
         self.name = str(listed.address)
+        # Which process it is: the id in the fleet's file, or one that is made when the server is
+        # first met and after each restart.
         self.boot = listed.boot or uuid.uuid4().hex
         self.admitted: Admitted | None = None
-        self.ahead = 0
+        self.ahead = 0  # prompts of others before the first of ours; 0 while one of ours runs
         self.error: ServerError | None = None
         self.away_since = 0.0
-        self.asked = False
+        self.asked = False  # whether it has said what it has, or was lost
         self.leaving = False
         self.wake = asyncio.Event()
         options = {"headers": run.headers, "wait": run.wait, "notify": run.say}
@@ -194,7 +163,6 @@ class Feeder:
         return await self.server.withdraw(list(self.posted))
 
     def running(self) -> tuple[Job, RunningPrompt] | None:
-        """Returns the job that runs, and how far it is."""
         here = self.listener.running.keys() & self.posted.keys()
         return next(((self.posted[i].job, self.listener.running[i]) for i in here), None)
 
@@ -329,9 +297,7 @@ class Feeder:
         self._run.wake()
 
     async def _look(self, *, anew: bool = False) -> float:
-        """Looks at all jobs, which another process (`anew`) has forgotten; returns the seconds that
-        the server took to tell its queue.
-        """
+        """Looks at all jobs, and returns the seconds that the server took to tell its queue."""
         start, breaks = time.monotonic(), self._breaks
         queue = await self.server.queue()
         took = time.monotonic() - start

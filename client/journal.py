@@ -32,62 +32,39 @@ class DiskError(QwenL40SError):
 
 @dataclass(slots=True)
 class Attempt:
-    """A job that was posted to a process (`Feeder.boot`) of a server.
-
-    `local` is {path: `file_state`} of the models that it loads and this machine has.
-    """
+    """A job that was posted to a process (`Feeder.boot`) of a server."""
 
     prompt_id: str
     server: str = ""
     boot: str = ""
+    # {path: `file_state`} of the models that it loads and this machine has.
     local: Mapping[str, Any] = field(default_factory=lambda: NOTHING)
 
 
 @dataclass(slots=True)
 class Record:
-    """What the journal says of a job.
-
-    Attributes:
-        status: of the last line; "queued" while a server has it.
-        sizes: of the files, in bytes.
-        kept: whether the server may have results that could not be fetched.
-        local: of the attempt that ended.
-        open: attempts that brought nothing yet.
-    """
-
     status: str = ""
     prompt_id: str = ""
     server: str = ""
     seconds: float | None = None
     files: tuple[str, ...] = ()
     sizes: tuple[int, ...] = ()
-    kept: bool = False
+    kept: bool = False  # whether the server may have results that could not be fetched
     texts: Mapping[str, list[str]] = field(default_factory=lambda: NOTHING)
     local: Mapping[str, Any] = field(default_factory=lambda: NOTHING)
-    open: Sequence[Attempt] = ()
+    open: Sequence[Attempt] = ()  # attempts that brought nothing yet
 
 
 class Journal:
-    """The journal of one workflow in one output folder; a context manager.
-
-    Lines are appended at once, and reach the disk with `sync`. The line of a job is there before a
-    server hears of it, and that of its files before they have their names: a run that is killed
-    leaves no unknown job and no result twice.
-
-    Args:
-        resume: there has to be one from an earlier run.
-
-    Attributes:
-        records: {job key: what is known of it}, from earlier runs and this one.
-        unsynced: whether `sync` has something to do.
-
-    Raises:
-        SettingError: nothing can be written in the folder, another run has the journal, a newer
-            version wrote it, or there is none to resume.
+    """The journal of one workflow in one output folder; a context manager. A job's line is there
+    before a server hears of it, and its files' line before they have names. So a killed run leaves
+    no unknown job and no result twice. Raises SettingError where the folder or the journal cannot
+    be used, or there is none to `resume`.
     """
 
     def __init__(self, folder: Path, stem: str, *, resume: bool = False) -> None:
         self.path = folder / f"{stem}{SUFFIX}"
+        # {job key: what is known of it}, from earlier runs and this one.
         self.records: dict[str, Record] = {}
         if resume and not self.path.is_file():
             raise SettingError(
@@ -193,11 +170,7 @@ class Journal:
         )
 
     def ended(self, event: str, key: str, prompt_id: str, **facts: Any) -> None:
-        """Notes what became of an attempt: "done", "failed", ..., "late" for a dropped result.
-
-        Args:
-            facts: `files` are names in the output folder, `sizes` their bytes.
-        """
+        """Notes what became of an attempt: "done", "failed", ..., "late" for a dropped result."""
         facts = {name: value for name, value in facts.items() if value}
         self._write(event, key=key, prompt_id=prompt_id, **facts)
 

@@ -74,9 +74,7 @@ async def within(waiting: Coroutine[Any, Any, Any], seconds: float | None) -> No
 
 
 class Progress:
-    """Shows jobs and the running node: two bars on a terminal, else now and then a line; a
-    context manager.
-    """
+    """Shows jobs and the running node: two bars on a terminal, else now and then a line."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -122,12 +120,7 @@ class Progress:
             self._stream.write(printable(text, self._stream) + "\n")
 
     def show(self, *, done: int, total: int, failed: int, ahead: int) -> None:
-        """Shows the whole run.
-
-        Args:
-            done: jobs that ended, whichever way.
-            ahead: prompts of others before the first of ours; 0 when one of ours runs.
-        """
+        """Shows the whole run; `ahead` are prompts of others before the first of ours."""
         facts = [f"{failed} failed"] * bool(failed)
         facts += [f"{ahead} ahead in the queue"] * bool(ahead)
         if self._jobs is not None:
@@ -220,17 +213,6 @@ class Listener:
     ComfyUI registers a socket under its client id, and drops a new one's registration when an old
     one of that id ends late (server.py, websocket_handler). With an id of its own a new socket is
     heard; what was queued before it shows no progress, and is found ended by the history.
-
-    Args:
-        changed: called when a prompt ended or failed, and when the socket was opened or lost.
-
-    Attributes:
-        client_id: under which the next prompt is queued.
-        turns: how often one was opened or lost; unseen, a server restarts only between the two.
-        ended: ids of prompts that ended since the reader last emptied it.
-        errors: what execution_error said, by prompt id.
-        tried: set once the server has said something, or refused the websocket: before it has
-            registered one, prompts start unnoticed.
     """
 
     def __init__(
@@ -242,10 +224,13 @@ class Listener:
     ) -> None:
         self.client_id = uuid.uuid4().hex
         self.connected = False
+        # How often one was opened or lost; unseen, a server restarts only between the two.
         self.turns = 0
         self.running: dict[str, RunningPrompt] = {}
         self.ended: list[str] = []
         self.errors: dict[str, Mapping[str, Any]] = {}
+        # Set once the server has said something, or refused the websocket: before it has registered
+        # one, prompts start unnoticed.
         self.tried = asyncio.Event()
         self._server = server
         self._changed = changed

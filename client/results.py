@@ -79,21 +79,12 @@ class ResultFile(NamedTuple):
 
 @dataclass
 class Fetched:
-    """What a prompt made.
-
-    Attributes:
-        texts: {title of a node: the texts that it shows}.
-        seconds: that the run took, by the server's clock; None where it does not say.
-        error: see `server.failure`; None where the run succeeded.
-        doubtful: whether nothing tells that a file is this job's.
-    """
-
     parts: list[ResultFile] = field(default_factory=list)
     texts: dict[str, list[str]] = field(default_factory=dict)
     seconds: float | None = None
     error: dict[str, Any] | None = None
     interrupted: bool = False
-    doubtful: bool = False
+    doubtful: bool = False  # whether nothing tells that a file is this job's
 
     def discard(self) -> None:
         """Removes what has not been given a name."""
@@ -111,18 +102,9 @@ async def fetch(
     most: int,
     owns: Callable[[Mapping[str, str], Path], bool | None],
 ) -> None:
-    """Fetches what an ended prompt made; of a failed one too, as far as it is there.
-
-    Args:
-        entry: of the server's history.
-        part: makes a temporary name on the disk of the results.
-        most: bytes that a file may have.
-        owns: whether a file of the server, fetched to a path, is this job's; None where nothing
-            tells.
-
-    Raises:
-        ServerError: the server went away, or does not give a file; a ResultError: gives another.
-        DiskError: the folder takes no more.
+    """Fetches what an ended prompt made; of a failed one too, as far as it is there. `part` makes a
+    temporary name, and `owns` says whether a file is this job's, None where nothing tells. Raises
+    ServerError, ResultError for another file, and DiskError.
     """
     status = entry["status"]
     messages = dict(status["messages"])
@@ -160,9 +142,7 @@ async def fetch(
 
 
 def fault_of(path: Path, suffix: str, size: int) -> str | None:
-    """Says why a file is not what its suffix (in small letters) says, by its first and last bytes;
-    None where it may be.
-    """
+    """Says by first and last bytes why a file is not what its suffix says; None if it may be."""
     if not size:
         return None if suffix in TEXTS else "is empty"
     with path.open("rb") as file:
@@ -179,11 +159,8 @@ def fault_of(path: Path, suffix: str, size: int) -> str | None:
 
 
 def owned(path: Path, key: str, keys: Collection[str]) -> bool | None:
-    """Returns whether a PNG is that of a job among those of all `keys`, by its text `prompt`; None
-    where the text does not tell.
-
-    The ids of jobs in its graph decide. Without one, as where a pack rewrites the text, the graph
-    does, where it is a job's.
+    """Returns whether a PNG is that of the job `key`; None where its text `prompt` does not tell.
+    The ids of jobs in that graph decide, else the graph, where it is one of `keys`.
     """
     try:
         with path.open("rb") as file:
@@ -202,13 +179,8 @@ def place(
     parts: Sequence[ResultFile], folder: Path, key: str, told: Callable[[list[Path]], None]
 ) -> list[Path]:
     """Gives the files their names, `<key>_<n>.png` from 1, and replaces none but the beginning of
-    the same file; `told` gets the names before.
-
-    A file that is there with the same content, from a run that was killed before it noted the job
-    as done, is the result.
-
-    Raises:
-        DiskError: the folder takes no names.
+    the same file; `told` gets the names before. A file with the same content is the result. Raises
+    DiskError.
     """
     numbers = itertools.count(1)
 
@@ -258,24 +230,14 @@ def _sync(path: Path) -> None:
 
 @dataclass
 class Missing:
-    """Results that do not come.
-
-    Attributes:
-        fault: why, at the last of `tries`.
-        lost: whether the server has them no more; else it went away.
-        last: whether they were asked for often enough.
-    """
-
     fault: ServerError
     tries: int
-    lost: bool
-    last: bool
+    lost: bool  # whether the server has them no more; else it went away
+    last: bool  # whether they were asked for often enough
 
 
 class Collector:
-    """Brings what the prompts of one server made, at most `most` bytes a file; `downloads` limits
-    how many results of all servers are fetched at once.
-    """
+    """Brings what the prompts of one server made; `downloads` limits those of all servers."""
 
     def __init__(self, server: Server, most: float, downloads: asyncio.Semaphore) -> None:
         self._server, self._most = server, most
@@ -289,16 +251,8 @@ class Collector:
         journal: Journal,
         late: Callable[[ServerError], None],
     ) -> Fetched | Missing:
-        """Asks for the results until they are here or gone, or it was asked often enough.
-
-        Args:
-            late: takes what went wrong the first time.
-
-        Returns:
-            What the prompt made, under temporary names; nothing of a job that another server ended.
-
-        Raises:
-            DiskError: the folder takes no more.
+        """Asks for the results, under temporary names, until they are here or gone, or were
+        asked for often enough. Raises DiskError. A job that another server ended brings nothing.
         """
         pause, began = FETCH_PAUSE, time.monotonic()
         for tries in itertools.count(1):

@@ -35,17 +35,7 @@ MOST_BYTES = 4e9
 
 
 class Run:
-    """The feeders of a run, one for each server, and what they share.
-
-    Args:
-        ended: called once for each job, when its results are there or it failed.
-
-    Attributes:
-        journal: None until jobs are there.
-        most: bytes that a file of a server may have.
-        downloads: limits how many results are fetched at once.
-        all_asked: whether every server was asked for the jobs of earlier runs.
-    """
+    """The feeders of a run, one for each server, and what they share."""
 
     def __init__(
         self,
@@ -63,7 +53,7 @@ class Run:
         self.say = progress.say
         self.wait, self.most = wait, most
         self.downloads = asyncio.Semaphore(DOWNLOADS)
-        self.all_asked = False
+        self.all_asked = False  # whether every server was asked for the jobs of earlier runs
         self.feeders: dict[str, Feeder] = {}
         self._servers = servers
         self._progress = progress
@@ -110,9 +100,7 @@ class Run:
         self._progress.begin(len(jobs), done=done)
 
     def add(self, jobs: Iterable[Job]) -> None:
-        """Takes in jobs; those that are done by the journal have their results at once, unless a
-        model of theirs was replaced.
-        """
+        """Takes in jobs; those done by the journal have results, unless a model was replaced."""
         self._take(jobs)
         self._hand_over()
 
@@ -148,14 +136,7 @@ class Run:
             self._posted.setdefault(attempt.server, []).append((attempt, stray))
 
     async def reach(self, listed: list[Listed] | None, wait: float) -> dict[str, Takes]:
-        """Asks all servers what they are, until one answers, or for `wait` seconds.
-
-        Returns:
-            {server: what tells why it cannot run a job}, of those that answer.
-
-        Raises:
-            ServerError: none answered.
-        """
+        """Waits for a server; returns {server: why it refuses a job}, or raises ServerError."""
         give_up = time.monotonic() + wait
         while True:
             for each in listed or ():
@@ -180,12 +161,7 @@ class Run:
             listed = self._servers.changed()
 
     async def go(self, more: Callable[[], bool] = lambda: False) -> None:
-        """Returns when no job is open, and no more come.
-
-        Raises:
-            ServerError: all servers stayed away; jobs that are open may still run there.
-            DiskError: the output folder takes no more.
-        """
+        """Returns when no job is open or comes; raises ServerError or DiskError."""
         # A job counts once the journal has it: until then a full disk may still be reported.
         while self._counts["done"] < self._counts["total"] or more():
             if not self.all_asked and all(each.asked for each in self.feeders.values()):
@@ -324,14 +300,7 @@ class Run:
 
 
 def check_jobs(jobs: Sequence[Job], takes: Mapping[str, Takes]) -> list[str]:
-    """Checks that some server takes each job.
-
-    Returns:
-        A sentence for each server that does not take the first job while another does.
-
-    Raises:
-        SettingError: no server takes one of the jobs.
-    """
+    """Names servers that cannot run the first job; raises SettingError for a job of none."""
     for job in jobs:
         if all(why(job) for why in takes.values()):
             raise SettingError(next(iter(takes.values()))(job)["message"])

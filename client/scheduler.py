@@ -1,8 +1,6 @@
 """Decides which server runs which job, without connections, files or a clock.
 
-A job is executed at least once and accepted exactly once. A server that is lost gives its jobs
-back, and they wait at the front; whichever server brings the first result wins, and `end` says so
-to the others.
+A job is executed at least once and accepted exactly once: whichever server brings the first result.
 """
 
 from __future__ import annotations
@@ -44,46 +42,27 @@ MOST_FETCHED = 4
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """Changes as the run goes on.
-
-    Attributes:
-        number: from 1, in the order of the settings.
-        key: the hash of its graph.
-        settings: what --set chose, by key.
-        label: for people, with the settings in which the jobs differ: "job 3 (seed=3)".
-        images: {what the graph calls it: its file here}, for each server to get first.
-        loads: equal for jobs that share loaded models; see `workflow.loaders_key`.
-        prompt_id, server: of the attempt that brought the result, or of the last one.
-        seconds: that the server ran it.
-        names: of its files in `folder`: a hundred thousand paths would take 35 MB.
-        error: see `server.failure`; None unless it failed.
-        deaths: (server, boot) of those that ended while they ran it.
-        refused: {server: why it does not take this job, or failed it}.
-        ran: how often it ended on a server, whatever came of it.
-        failed: whether it failed on a server.
-        alone: whether it was given to a server while no other job was at any.
-    """
-
     number: int
     key: str
     graph: Mapping[str, Any]
     settings: Mapping[str, Any] = field(default_factory=lambda: NOTHING)
     label: str = ""
-    images: Mapping[str, Path] = field(default_factory=lambda: NOTHING)
-    loads: str = ""
+    images: Mapping[str, Path] = field(default_factory=lambda: NOTHING)  # {name in the graph: file}
+    loads: str = ""  # equal for jobs that share loaded models; see `workflow.loaders_key`
     prompt_id: str = ""
     server: str = ""
     status: str = WAITING
     seconds: float | None = None
     folder: Path | None = None
-    names: Sequence[str] = ()
+    names: Sequence[str] = ()  # of its files in `folder`: a hundred thousand paths would take 35 MB
     texts: Mapping[str, list[str]] = field(default_factory=lambda: NOTHING)
-    error: dict[str, Any] | None = None
-    deaths: frozenset[tuple[str, str]] = frozenset()
+    error: dict[str, Any] | None = None  # see `server.failure`; None unless it failed
+    deaths: frozenset[tuple[str, str]] = frozenset()  # (server, boot) that ended while they ran it
+    # {server: why it does not take this job, or failed it}.
     refused: Mapping[str, dict[str, Any]] = field(default_factory=lambda: NOTHING)
     ran: int = 0
     failed: bool = False
-    alone: bool = False
+    alone: bool = False  # whether it was given to a server while no other job was at any
 
     @property
     def files(self) -> list[Path]:
@@ -91,7 +70,6 @@ class Job:
 
     @property
     def worn(self) -> bool:
-        """Whether it ended often enough."""
         return self.ran + len(self.deaths) >= MOST_RUNS
 
     @property
@@ -114,29 +92,15 @@ class Job:
 
 @dataclass(eq=False, slots=True)
 class Lane:
-    """A server as the scheduler knows it.
-
-    Attributes:
-        takes: why it cannot run a job; None where it can.
-        held: what it was given and has not ended, in that order.
-        loads: of the job that it was given last: what it has loaded, or will have.
-        taken: the loads of jobs that it did.
-        refusals: {loads: how many of these jobs it refused}.
-        seen: {loads: the group's `arrivals` when it had nothing for this server}.
-        fetching: jobs whose results are on their way.
-        strikes: jobs that it failed since it last did one, and that no other server failed.
-        resting: it gets nothing while another server does.
-    """
-
     name: str
-    takes: Callable[[Job], dict[str, Any] | None] = lambda job: None
+    takes: Callable[[Job], dict[str, Any] | None] = lambda job: None  # why it cannot run a job
     held: dict[Job, None] = field(default_factory=dict)
-    loads: str | None = None
+    loads: str | None = None  # of the job that it was given last: what it has loaded, or will have
     taken: set[str] = field(default_factory=set)
-    refusals: dict[str, int] = field(default_factory=dict)
-    seen: dict[str, int] = field(default_factory=dict)
+    refusals: dict[str, int] = field(default_factory=dict)  # {loads: jobs that it refused}
+    seen: dict[str, int] = field(default_factory=dict)  # {loads: `arrivals` of its last vain look}
     fetching: set[Job] = field(default_factory=set)
-    strikes: set[Job] = field(default_factory=set)
+    strikes: set[Job] = field(default_factory=set)  # failed here in a row, and on no other server
     resting: bool = False
 
     @property
@@ -149,15 +113,8 @@ class Lane:
 
 @dataclass(eq=False, slots=True)
 class Group:
-    """Jobs that load the same.
-
-    Attributes:
-        jobs: those that wait, among others that no longer do: taking one out of the middle of a
-            million would take milliseconds.
-        arrivals: how often one was added.
-        lanes: servers that have these models loaded.
-    """
-
+    # Those that wait, among others that no longer do: taking one out of the middle of a million
+    # would take milliseconds.
     jobs: deque[Job] = field(default_factory=deque)
     waiting: int = 0
     arrivals: int = 0
@@ -165,20 +122,11 @@ class Group:
 
 
 class Scheduler:
-    """Jobs and servers of a run.
-
-    Attributes:
-        ready: servers that may be given jobs.
-        waiting: how many jobs no server has.
-        open: how many jobs have not ended.
-        alone: whether a job waits until no server has another.
-    """
-
     def __init__(self, jobs: Iterable[Job] = ()) -> None:
         self.lanes: dict[str, Lane] = {}
         self.ready: set[str] = set()
         self.waiting = self.open = 0
-        self.alone = False
+        self.alone = False  # whether a job waits until no server has another
         self._groups: dict[str, Group] = {}
         for job in jobs:
             self.add(job)
@@ -331,7 +279,6 @@ class Scheduler:
         ]
 
     def reason(self, job: Job) -> dict[str, Any]:
-        """Returns why a server does not take the job."""
         found = (job.refused.get(lane.name) or lane.takes(job) for lane in self.lanes.values())
         nobody = {"type": "refused", "message": "no server accepts the job.", "nodes": []}
         return next(filter(None, found), nobody)
@@ -342,7 +289,6 @@ class Scheduler:
         lane.fetching.discard(job)
 
     def _others(self, lane: Lane) -> bool:
-        """Returns whether another server does its jobs."""
         others = (self.lanes[name] for name in self.ready - {lane.name})
         return any(not other.strikes for other in others)
 

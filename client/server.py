@@ -181,20 +181,13 @@ class Server(Transport):
         return next(iter(found), None)
 
     async def has(self, prompt_id: str) -> bool:
-        """Asks whether the prompt waits, runs or has ended."""
         return prompt_id in await self.queue() or await self.history(prompt_id) is not None
 
     async def submit(
         self, graph: Mapping[str, Any], prompt_id: str, client_id: str
     ) -> Mapping[str, Any]:
-        """Queues a graph under an id of ours, once, even when the answer gets lost.
-
-        Returns:
-            The nodes that the server left out, with their errors.
-
-        Raises:
-            AnswerError: the server refuses the graph.
-            ForeignIdError: it chooses the id itself.
+        """Queues a graph under an id of ours, once, even when the answer gets lost; returns the
+        nodes that were left out, with errors. Raises AnswerError, or ForeignIdError for another id.
         """
         body = {
             "prompt": graph,
@@ -218,11 +211,8 @@ class Server(Transport):
         return content.get("node_errors") or {}
 
     async def upload(self, path: Path, name: str) -> str:
-        """Puts an image under `subfolder/name` into the server's input folder; the same bytes again
-        change nothing. Returns what the server calls it, should it have another file of that name.
-
-        Raises:
-            AnswerError: the server does not take it.
+        """Puts an image under `subfolder/name` into the server's input folder, or raises
+        AnswerError. Returns what the server calls it, should it have another file of that name.
         """
         data, (subfolder, _, file) = path.read_bytes(), name.rpartition("/")
 

@@ -1,7 +1,5 @@
 """Knows the servers of a run: their addresses, a file that lists them, and what each can run.
-
-What POST /prompt refuses with the input's name is left to it: missing inputs, numbers out of their
-bounds, values of a list, links of the wrong type.
+What POST /prompt refuses with the input's name is left to it, such as missing inputs.
 """
 
 from __future__ import annotations
@@ -61,15 +59,7 @@ class Listed:
 
 @dataclass
 class ServerList:
-    """The servers that were named, and those of a file, which is read anew when it changes.
-
-    Attributes:
-        file: JSON of `qwen-l40s fleet`, or a text with an address on each line; None for none.
-        headers: sent with every request, without the spaces and line ends around them.
-
-    Raises:
-        SettingError: a header is none.
-    """
+    """The servers that were named, and those of a file, which is read anew when it changes."""
 
     addresses: Sequence[str] = ()
     file: Path | None = None
@@ -84,11 +74,7 @@ class ServerList:
                 raise SettingError('a header must be "Name: value", such as "X-Token: 5".')
 
     def read(self) -> list[Listed]:
-        """Returns all servers, each once.
-
-        Raises:
-            SettingError: an address or the file is wrong, or a password is there twice.
-        """
+        """Returns all servers, each once, or raises SettingError for what is wrong in the lists."""
         found = [Listed(Address.parse(text)) for text in self.addresses]
         if self.file is not None:
             self._stamp = self._changed()
@@ -198,7 +184,6 @@ class Admission:
     _classes: dict[str, Any] = field(default_factory=dict)
 
     async def admit(self, name: str, server: Server) -> Admitted:
-        """Learns what a server is."""
         data = await server.object_info()
         try:
             stats = await server.stats()
@@ -242,12 +227,8 @@ class Checker:
 
     def check(self, graph: Graph) -> None:
         """Finds what the server lacks or ignores: nodes, files, ends of links, inputs of ours.
-
-        As the server does, it looks at the nodes that lead to an output, and at the class of every
-        one. Values in nodes of other packs may have rules that object_info does not show.
-
-        Raises:
-            SettingError: something is wrong; one sentence for each problem, on lines of their own.
+        Values in nodes of other packs may have rules that object_info does not show. Raises
+        SettingError with a line for each problem.
         """
         problems = [
             self._missing(graph, n) for n in graph if graph[n]["class_type"] not in self.info

@@ -49,9 +49,7 @@ Place = tuple[str, str]  # node id, input name
 
 @dataclass(frozen=True)
 class InputTarget:
-    """The input that a key means; `where` is its address for messages, `other` the other name of an
-    input that has an older one, or "".
-    """
+    """The input that a key means, its address for messages, and its older or newer name."""
 
     node: str
     input: str
@@ -61,19 +59,9 @@ class InputTarget:
 
 
 def find_input(graph: Graph, key: str, object_info: Mapping[str, Any]) -> InputTarget:
-    """Returns the input that a person means by a key.
-
-    In this order, so that `prompt` is the node called Prompt even where another node has an input
-    of that name:
-
-    1. `node.input`, the node by its id or its title.
-    2. A node by its id or its title: its input of the same name, else its only text, else its only
-       input that is not wired.
-    3. An input's name, where one node alone has it unwired.
-
-    Raises:
-        SettingError: the key means several inputs, which are listed; or none, and those that are
-            there are listed, the most alike first; or one that is wired.
+    """Returns the input that a person means by a key. `node.input` comes first. Then a node counts,
+    with its input of the same name, its only text or its only unwired input. Then an input's name
+    counts that one node alone has unwired. Raises SettingError, which lists inputs.
     """
     if len(key) > LONGEST_KEY:  # whose every dot may end a title
         raise SettingError(
@@ -143,9 +131,7 @@ class _Inputs:
         ]
 
     def of_node(self, key: str) -> list[Place]:
-        """Finds the inputs that a node's id or title means; none where one node has several,
-        and there are inputs of that name.
-        """
+        """Finds inputs of a node's id or title; none of several beside inputs so named."""
         nodes = nodes_called(self.graph, key)
         found = [place for node in nodes for place in self._main_inputs(node, key)]
         if len(nodes) == 1 and len(found) > 1 and self._unwired_named(key):
@@ -205,16 +191,9 @@ class Variation:
 def parse_settings(
     texts: Sequence[str], graph: Graph = MappingProxyType({})
 ) -> dict[str, tuple[str, ...]]:
-    """Reads `KEY=VALUE` texts: `seed=7`, `seed=1..8`, `prompt=@file` with a value on each line.
-
-    `@@x` is a text that begins with @. A key may hold `=` in the title or id of a node.
-
-    Returns:
-        {key: its values as typed}, not yet fitted to an input: `1..8` is a range or a text by the
-        input's type.
-
-    Raises:
-        SettingError: a text has no key or no `=`, a key comes twice, or a file cannot be read.
+    """Reads {key: its values as typed} of `seed=7`, `seed=1..8`, and `prompt=@file` with a value on
+    each line; `@@x` is a text that begins with @. A title or id in a key may hold `=`. Raises
+    SettingError.
     """
     settings: dict[str, tuple[str, ...]] = {}
     titles = {plain(name) for node in graph for name in (title(graph, node), node) if "=" in name}
@@ -256,9 +235,6 @@ def variations(
     """Returns a graph for each combination of values; the last setting varies fastest.
 
     The graphs share every node that no setting changes.
-
-    Args:
-        object_info: of GET /object_info, which says what types the inputs have.
 
     Raises:
         SettingError: a key means no input or several, two mean the same one, a value does not fit
@@ -328,11 +304,7 @@ def _values(key: str, value: str) -> tuple[str, ...]:
 
 
 def number_range(text: str, spec: NodeInput, where: str) -> range | None:
-    """Returns the range that `1..8` means for a number; None for any other text or input.
-
-    Raises:
-        SettingError: it runs downwards.
-    """
+    """Returns the range of `1..8` for a number, else None; raises SettingError for `8..1`."""
     match = RANGE.fullmatch(text.strip()) if spec.kind in ("INT", "FLOAT") else None
     if match is None:
         return None
@@ -345,11 +317,7 @@ def number_range(text: str, spec: NodeInput, where: str) -> range | None:
 
 
 def value_of(text: str, spec: NodeInput, where: str) -> Any:
-    """Returns the value that a text means for an input, which messages call `where`.
-
-    Raises:
-        SettingError: the text is no such value, or breaks the input's rules.
-    """
+    """Returns the value of a text for the input `where`, or raises SettingError."""
     if spec.kind == "INT":
         return _in_steps(_in_bounds(_whole(text.strip(), where), spec, where), spec, where)
     if spec.kind == "FLOAT":

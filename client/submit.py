@@ -57,7 +57,6 @@ def plan_jobs(
     """Returns the jobs of a workflow, each graph once, and how many equal ones were left out.
 
     Args:
-        folder: of the workflow file.
         say: gets a line for each image outside it that the file itself names.
 
     Raises:
@@ -113,22 +112,13 @@ def labels(chosen: Sequence[Mapping[str, Any]]) -> list[str]:
 
 @dataclass(frozen=True)
 class SubmitRequest:
-    """What was asked for.
-
-    Attributes:
-        settings: as they are typed after --set.
-        again: run jobs that are done, too.
-        wait: seconds to wait for a first server; None for none, and `WAIT_SECONDS` for lost ones.
-        most: bytes that a file of a server may have.
-    """
-
     workflow: Path
     output: Path
     servers: Sequence[str] = ()
     server_file: Path | None = None
     settings: Sequence[str] = ()
     headers: Mapping[str, str] | None = None
-    wait: float | None = None
+    wait: float | None = None  # for a first server in s; None: none, `WAIT_SECONDS` for lost ones
     resume: bool = False
     again: bool = False
     dry_run: bool = False
@@ -137,9 +127,7 @@ class SubmitRequest:
 
 @dataclass(frozen=True)
 class SubmitOutcome:
-    """How a run ended: by an error, stopped by Ctrl-C or SIGTERM, or with all jobs; its servers are
-    addresses without passwords.
-    """
+    """How a run ended: by an error, stopped, or with all jobs. Servers have no passwords."""
 
     request: SubmitRequest
     servers: list[str]
@@ -166,14 +154,7 @@ class SubmitOutcome:
 async def submit(
     request: SubmitRequest, log: TextIO, ended: Callable[[Job], None]
 ) -> SubmitOutcome:
-    """Runs a workflow on servers; `ended` is called once for each job that ended, while no bar is
-    drawn.
-
-    Raises:
-        SettingError: bad input; nothing was queued.
-        ServerError: no server; nothing was queued.
-        asyncio.CancelledError: stopped before anything was queued.
-    """
+    """Runs a workflow; `ended` takes each job. Raises its errors before anything is queued."""
     with cancelled_by_signals(asyncio.current_task()), Progress(log) as progress:
         graph = read_workflow(request.workflow)
         settings = parse_settings(request.settings, graph)
@@ -231,18 +212,9 @@ async def _go(
 def local_images(
     graph: Graph, object_info: Mapping[str, Any], folder: Path
 ) -> dict[tuple[str, str], Path]:
-    """Finds the images that the server lacks and this machine has, each read once to its end.
-
-    A name that the server lists is the server's file; `./name` is the one here. A name that ends
-    with `[input]`, `[output]` or `[temp]` is a file in that folder of the server. Anything else is
-    a path from the working directory, or else from the workflow file's folder.
-
-    Returns:
-        {(node id, input): absolute path}.
-
-    Raises:
-        SettingError: a name is neither the server's nor a file here, or the file is damaged or no
-            image.
+    """Finds {(node id, input): path} of images that the server lacks and this machine has, each
+    read once. A path starts from the working directory, else from the workflow file. A name in the
+    server's list, or with `[input]` at its end, is the server's. Raises SettingError.
     """
     found: dict[tuple[str, str], Path] = {}
     for node, name, spec, value in image_inputs(graph, object_info, {}):
@@ -268,9 +240,7 @@ def local_images(
 def image_inputs(
     graph: Graph, object_info: Mapping[str, Any], known: dict[str, dict[str, NodeInput]]
 ) -> Iterator[tuple[str, str, NodeInput, str]]:
-    """Yields (node id, input, what the server says of it, name of the image); fills `known`, the
-    inputs that take images by class.
-    """
+    """Yields (node id, input, its rules, image) and fills `known`, image inputs by class."""
     for node, described in graph.items():
         kind = described["class_type"]
         images = known.get(kind)
@@ -301,11 +271,7 @@ def _local_file(value: str, folder: Path) -> Path | None:
 
 
 def check_image(path: Path, used_by: str) -> None:
-    """Reads the first image of a file, for the node `used_by`, to its end.
-
-    Raises:
-        SettingError: the file is missing, empty, no image, damaged, cut off or too large.
-    """
+    """Reads the first image of a file to its end, or raises SettingError for the node `used_by`."""
     Image.init()
     formats = [name for name in IMAGE_FORMATS if name in Image.OPEN]
     try:

@@ -1,7 +1,5 @@
-"""Sends HTTP requests that outlast a server which is busy, down or restarting.
-
-A request is tried again until `wait` seconds after its first failure. It is tried after a lost
-connection, and after a proxy's own answers, while the server behind the proxy is busy or gone.
+"""Sends HTTP requests that outlast a server which is busy, down or restarting: for `wait` seconds
+after a lost connection, or a proxy's own answer.
 """
 
 from __future__ import annotations
@@ -72,7 +70,6 @@ class Address:
         return cls(url.with_path(url.raw_path.rstrip("/") + "/", encoded=True))
 
     def url(self, path: str) -> URL:
-        """Returns the address of a route, such as "history/<id>"."""
         return self.base.join(URL(path))
 
     def websocket(self, client_id: str) -> URL:
@@ -81,7 +78,6 @@ class Address:
 
     @property
     def loopback(self) -> bool:
-        """Whether this is the machine itself."""
         host = self.base.host
         try:
             address = ipaddress.ip_address(host)
@@ -100,9 +96,7 @@ class ServerError(QwenL40SError):
 
 
 class AwayError(ServerError):
-    """No usable answer came for `waited` seconds; a `silent` server takes requests and answers
-    none, as while it loads a large model.
-    """
+    """No usable answer came for `waited` seconds; a `silent` server takes requests."""
 
     def __init__(self, message: str, waited: float = 0.0, *, silent: bool = False) -> None:
         super().__init__(message)
@@ -123,9 +117,7 @@ class ForeignIdError(ServerError):
 
 
 class AnswerError(ServerError):
-    """The server answered with an error status that no second try would change; `body` is its
-    JSON or its text.
-    """
+    """An error status that no second try would change; `body` is its JSON or its text."""
 
     def __init__(self, message: str, status: int, body: Any) -> None:
         super().__init__(message)
@@ -159,15 +151,8 @@ Answer = tuple[str, bytes]  # the content type and the body of one with a status
 
 
 class Transport:
-    """The requests of one server; an async context manager.
-
-    Args:
-        headers: sent with every request; of names that differ in case the last one counts.
-        wait: seconds to go on trying after a failure; none where nothing listens.
-        notify: gets one line when the server is waited for, and when it is back.
-
-    Attributes:
-        breaks: how often a request found no server: a restart cannot hide from it.
+    """The requests of one server; an async context manager. Of `headers` that differ in case the
+    last one counts. After a failure it goes on trying for `wait` seconds, unless nothing listens.
     """
 
     def __init__(
@@ -179,7 +164,7 @@ class Transport:
         notify: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.address = address
-        self.breaks = 0
+        self.breaks = 0  # how often a request found no server: a restart cannot hide from it
         self._wait = wait
         self._notify = notify
         self._answered = False
@@ -210,15 +195,9 @@ class Transport:
         optional: bool = False,
         **arguments: Any,
     ) -> Answer:
-        """Sends a request, whose form is made anew for each try, until an answer comes.
-
-        Args:
-            before_retry: asked before each further try; unless None, what it returns is the result.
-            optional: whether a proxy may have reason to let no one see the route.
-
-        Raises:
-            AnswerError: an error status.
-            AwayError: no usable answer within `wait` seconds.
+        """Sends a request, whose form is made anew for each try, until an answer comes, or
+        `before_retry` knows one. A proxy may let no one see an `optional` route. Raises AnswerError
+        for an error status, and AwayError after `wait` seconds.
         """
 
         async def once() -> Answer:
@@ -231,14 +210,8 @@ class Transport:
         return await self._patiently(once, before_retry)
 
     async def download(self, item: Mapping[str, str], target: Path, most: float) -> tuple[int, str]:
-        """Writes a file that an output names into `target`, in one try.
-
-        Returns:
-            How many bytes it has, `most` at the most, and their sha256.
-
-        Raises:
-            ServerError: it does not come, or not whole.
-            OSError: of the file.
+        """Writes a file that an output names into `target`, in one try; returns (bytes, sha256).
+        Raises ServerError where it does not come whole, or has more than `most` bytes, and OSError.
         """
 
         async def once() -> tuple[int, str]:

@@ -85,12 +85,8 @@ def job_id(key: str) -> str:
 def with_job_id(
     graph: Graph, object_info: Mapping[str, Any], key: str, ran: int = 0, fresh: str = ""
 ) -> Graph:
-    """Copies the graph with its own names for the files that its nodes save on a server, by the
-    job's key and how often it ran before. Two jobs never share a name, in whatever folder servers
-    write.
-
-    Args:
-        fresh: another text for each prompt makes ComfyUI run the output nodes, whatever it keeps.
+    """Copies the graph with names for the files that its nodes save that no other job has, by its
+    key and how often it ran. `fresh` makes ComfyUI run the output nodes, whatever it keeps.
     """
     own = job_id(key) + (f"-{ran}" if ran else "")
     joins, values = {}, {}
@@ -146,10 +142,7 @@ def _saves_models(inputs: Mapping[str, Any]) -> bool:
 
 
 def always_names(graph: Graph, object_info: Mapping[str, Any]) -> str | None:
-    """Names a node that saves files and tells their names; None where there is none.
-
-    Packs' nodes need tell none, nor do those that save models or write data sets into a folder.
-    """
+    """Names a node of ComfyUI or ours that saves images and tells their names, or None."""
     for node, described in graph.items():
         kind = described["class_type"]
         inputs = _inputs_of(object_info, kind)
@@ -162,17 +155,8 @@ def always_names(graph: Graph, object_info: Mapping[str, Any]) -> str | None:
 
 
 def read_workflow(path: Path) -> Graph:
-    """Returns the graph of a workflow file.
-
-    Args:
-        path: a .json in API form, or a body or an entry of a history that holds one; or a PNG that
-            ComfyUI saved.
-
-    Returns:
-        {node id: {class_type, inputs, _meta?}}; whatever else the file says of a node is left out.
-
-    Raises:
-        SettingError: the file is missing, or holds no workflow in API form.
+    """Returns the graph of a .json in API form, as `graph_of` takes it, or of a PNG that ComfyUI
+    saved: {node id: {class_type, inputs, _meta?}}. Raises SettingError.
     """
     try:
         data = read_bytes(path, LARGEST)
@@ -215,9 +199,7 @@ def _prompt_of(path: Path, data: bytes) -> str:
 
 
 def png_texts(file: BinaryIO) -> dict[str, str]:
-    """Reads the texts of a PNG, as ComfyUI's page does before and after the pixels; leaves out what
-    cannot be read.
-    """
+    """Reads the texts of a PNG before and after the pixels, as far as they can be read."""
     texts = {}
     file.seek(len(PNG_START))
     while len(head := file.read(8)) == 8:
@@ -247,13 +229,8 @@ def png_texts(file: BinaryIO) -> dict[str, str]:
 
 
 def graph_of(data: Any, path: Path | None = None) -> Graph:
-    """Returns the graph in JSON that was read from a file, `path`, or made by a program.
-
-    The JSON may be the graph, or hold it: the body of a POST /prompt or of another service, or an
-    entry of a history.
-
-    Raises:
-        SettingError: the JSON holds no workflow in API form, or several.
+    """Returns the graph in JSON of a file, `path`, or of a program. It may lie in the body of a
+    POST /prompt or of another service, or in a history. Raises SettingError.
     """
     dicts = list(_dicts(data))
     graphs = [each for each in dicts if _is_graph(each)]
@@ -340,9 +317,7 @@ def meta(node: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def title(graph: Mapping[str, Any], node: str) -> str:
-    """Returns the node's title on the page, such as `Prompt`; its class where the file names none,
-    and its id where the graph has no such node, as a server may tell of one.
-    """
+    """Returns a node's title on the page, else its class; its id where the graph lacks it."""
     if node not in graph:
         return node
     text = meta(graph[node]).get("title")
@@ -359,7 +334,6 @@ def called(graph: Mapping[str, Any], node: str) -> str:
 
 
 def shortened(text: str, most: int = 60) -> str:
-    """Quotes a text, cut where it is long."""
     return repr(text if len(text) <= most else f"{text[:most]}...")
 
 
@@ -369,11 +343,9 @@ def plain(name: str) -> str:
 
 
 def nodes_called(graph: Graph, name: str) -> list[str]:
-    """Returns the ids of the nodes that a person means by `name`.
-
-    An id written exactly is that node alone. Else every node whose title or id is `name` but for
-    case, spaces, dashes and underscores. Else `prompt` and `negative prompt` are the nodes whose
-    text reaches a sampler.
+    """Returns the ids of the nodes that a person means by `name`: an id written exactly, else every
+    node of that title or id. Case, spaces, dashes and underscores do not count. `prompt` and
+    `negative prompt` are texts that reach a sampler.
     """
     if name in graph:
         return [name]
@@ -410,19 +382,14 @@ def _texts_at(graph: Graph, name: str) -> list[str]:
 
 
 def input_called(graph: Graph, node: str, name: str) -> str:
-    """Returns what to type for this node's input: `Prompt.text`, or `6.text` where the title is not
-    the node's alone.
-    """
+    """Returns what to type for an input: `Prompt.text`, or `6.text` where titles repeat."""
     text = title(graph, node)
     return f"{text if nodes_called(graph, text) == [node] else node}.{name}"
 
 
 def loaders_key(graph: Graph) -> str:
-    """Returns a short hash of the models that a graph loads, equal in every process.
-
-    Every node counts that loads models or LoRAs by the name of its class, with all its values, so
-    jobs of one key share what a ComfyUI keeps loaded. Node ids, wires and titles do not count, nor
-    do prompts, seeds, sizes and images.
+    """Returns a short hash of the models that a graph loads. It counts all values of nodes whose
+    class name says that they load, so jobs of one key share loaded models.
     """
     loads = sorted(
         json.dumps(
@@ -451,20 +418,11 @@ def _loaders(graph: Graph) -> Iterator[Mapping[str, Any]]:
 
 @dataclass(frozen=True)
 class NodeInput:
-    """One input.
-
-    Attributes:
-        kind: `INT`, `FLOAT`, `BOOLEAN`, `STRING`, `COMBO`, or the type of a socket.
-        rules: what object_info says besides the type: `min`, `max`, `step`, `image_upload` ...
-        closed: whether the server takes nothing but what is listed in `choices`.
-        opens: whether what it is set to decides which other inputs the node has.
-    """
-
-    kind: str
+    kind: str  # `INT`, `FLOAT`, `BOOLEAN`, `STRING`, `COMBO`, or the type of a socket
     rules: Mapping[str, Any] = field(default_factory=dict)
     choices: tuple[Any, ...] = ()
-    closed: bool = False
-    opens: bool = False
+    closed: bool = False  # whether the server takes nothing but what is listed in `choices`
+    opens: bool = False  # whether what it is set to decides which other inputs the node has
 
 
 def node_inputs(

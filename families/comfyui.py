@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..caches import cached
 from ..errors import UnavailableError
 from ..spec.transformer import TransformerShape
 from ..spec.vae import VaeShape
-from .protocol import Family, Vae
-from .registry import FAMILIES, load, vaes
+from .protocol import Family
+from .registry import FAMILIES, load, of_families, vaes
 
 if TYPE_CHECKING:
     import torch
@@ -24,34 +23,24 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ModelKind:
-    """Holds ComfyUI's classes of a family, and how they are read and run.
-
-    Attributes:
-        base: Of `comfy.model_base`.
-        transformer: Of its `diffusion_model`.
-        config: Of `comfy.supported_models`.
-        shape: Reads the sizes of a transformer's modules.
-        takes: Reads the width of text and the latent channels, whatever its blocks are.
-        settings: Reads what config.json says of a transformer and no tensor tells.
-        passes: Makes a `sample.forward.ComfyPass` of one call of the transformer.
-        timestep_zero: Tells whether a transformer has its references modulated as at timestep zero.
-        embed: Makes (transformer, timestep, like, additional_t_cond) what its blocks' modulation is
-            made of; None where all blocks share one.
-        add_negative: Adds a `sample.nag.NegativePrompt` to a call of a transformer; None where that
-            is unknown. Takes the transformer, its arguments by name, the prompt, the `Guidance`
-            and what is kept in a run, and gives the arguments that change.
-    """
+    """Holds ComfyUI's classes of a family, and how they are read and run."""
 
     family: Family
-    base: type
-    transformer: type
-    config: type
+    base: type  # of `comfy.model_base`
+    transformer: type  # of its `diffusion_model`
+    config: type  # of `comfy.supported_models`
     shape: Callable[[torch.nn.Module], TransformerShape]
-    takes: Callable[[torch.nn.Module], tuple[int, int]]
-    settings: Callable[[torch.nn.Module], dict[str, Any]]
-    passes: Callable[..., Any]
+    takes: Callable[[torch.nn.Module], tuple[int, int]]  # reads width of text, latent channels
+    settings: Callable[[torch.nn.Module], dict[str, Any]]  # reads what only config.json says
+    passes: Callable[..., Any]  # makes a `sample.forward.ComfyPass` of one call of the transformer
+    # Tells whether a transformer has its references modulated as at timestep zero.
     timestep_zero: Callable[[torch.nn.Module], bool] = lambda transformer: False
+    # Makes (transformer, timestep, like, additional_t_cond) what its blocks' modulation is made of;
+    # None where all blocks share one.
     embed: Callable[..., torch.Tensor] | None = None
+    # Adds a `sample.nag.NegativePrompt` to a call of a transformer; None where that is unknown.
+    # Takes the transformer, its arguments by name, the prompt, the `Guidance` and what is kept in a
+    # run, and gives the arguments that change.
     add_negative: Callable[..., dict[str, Any]] | None = None
 
     def holds(self, transformer: object) -> bool:
@@ -64,15 +53,10 @@ def later(name: str) -> Callable[..., Any]:
     return lambda *given: load(name)(*given)
 
 
+@of_families
 def kinds() -> tuple[ModelKind, ...]:
-    """Lists those that this ComfyUI has."""
-    return _kinds(tuple(FAMILIES))
-
-
-@cached
-def _kinds(families: tuple[Family, ...]) -> tuple[ModelKind, ...]:
     found = []
-    for family in families:
+    for family in FAMILIES:
         try:
             found.append(load(family.comfyui))
         except (ImportError, AttributeError) as error:  # a newer ComfyUI has renamed something
@@ -85,11 +69,7 @@ def _kinds(families: tuple[Family, ...]) -> tuple[ModelKind, ...]:
 
 
 def kind_of_family(family: Family, path: Path) -> ModelKind:
-    """Returns the kind of a family.
-
-    Raises:
-        UnavailableError: this ComfyUI has it in a form that is unknown here; the log says which.
-    """
+    """Returns a family's kind; raises UnavailableError where ComfyUI's form is unknown."""
     for kind in kinds():
         if kind.family is family:
             return kind
@@ -127,36 +107,19 @@ def imported_code() -> list[str]:
 
 @dataclass(frozen=True)
 class VaeKind:
-    """Describes ComfyUI's class of a VAE.
-
-    Attributes:
-        takes: Tells whether a `first_stage_model` is one, of a class made of it too.
-        build: Makes one, of the dims and the {native name: shape} that a header tells.
-        shape: Reads the sizes of one.
-        other_layers: Says why its layers differ from those that this package computes; empty where
-            they do not.
-        up: Takes what is behind the decoder's middle apart.
-        layers: {class: what of `decode.fused.FusedLayers` computes it}.
-        strips: Says why ComfyUI's own way stays where our layers do not run; empty where tiles of
-            its layers are exact.
-    """
-
-    takes: Callable[[Any], bool]
+    takes: Callable[[Any], bool]  # tells whether a `first_stage_model` is one
+    # Makes one, of the dims and the {native name: shape} that a header tells.
     build: Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]]], torch.nn.Module]
     shape: Callable[[Any], VaeShape]
-    other_layers: Callable[[Any], str]
-    up: Callable[[Any], list[torch.nn.Module]]
-    layers: Mapping[type, str]
-    strips: str = ""
+    other_layers: Callable[[Any], str]  # why its layers are not those computed here, or empty
+    up: Callable[[Any], list[torch.nn.Module]]  # takes what is behind the decoder's middle apart
+    layers: Mapping[type, str]  # {class: what of `decode.fused.FusedLayers` computes it}
+    strips: str = ""  # why ComfyUI's code stays without our layers; empty: its tiles are exact
 
 
+@of_families
 def vae_kinds() -> tuple[VaeKind, ...]:
-    return _vae_kinds(tuple(vaes()))
-
-
-@cached
-def _vae_kinds(known: tuple[Vae, ...]) -> tuple[VaeKind, ...]:
-    return tuple(load(vae.comfyui) for vae in known)
+    return tuple(load(vae.comfyui) for vae in vaes())
 
 
 def kind_of_vae(model: Any) -> VaeKind | None:

@@ -267,11 +267,9 @@ _ADAPTER = re.compile(r"\.lora_([AB])\.[^.]+\.weight$")
 
 
 def normalize_name(name: str) -> str:
-    """Returns the same tensor's name as ComfyUI maps it; a normalized name stays as it is.
-
-    Example:
-        base_model.model.transformer_blocks.0.attn.to_q.lora_A.default.weight
-        becomes transformer_blocks.0.attn.to_q.lora_A.weight
+    """Returns the same tensor's name as ComfyUI maps it:
+    base_model.model.transformer_blocks.0.attn.to_q.lora_A.default.weight becomes
+    transformer_blocks.0.attn.to_q.lora_A.weight.
     """
     simpler = None
     while simpler != name:  # not by recursion, for a file may hold any name
@@ -324,7 +322,6 @@ NAMED = 60  # letters of a tensor's name
 
 
 def told(title: str) -> str:
-    """Returns what inspection says of another model, without that it is one."""
     return title.removeprefix(NOT_RUN)
 
 

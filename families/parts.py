@@ -34,9 +34,7 @@ SIZES_OF_QWEN3_VL = {2048: "2B", 2560: "4B", 4096: "8B", 5120: "32B"}  # by thei
 
 
 def qwen25_vl(tensors: Tensors) -> Identity | None:
-    """Recognizes Qwen2.5(-VL), which has biases on q, k and v, and no norm on q and k, unlike Llama
-    and Qwen3.
-    """
+    """Recognizes Qwen2.5(-VL) by biases on q, k and v without norms, unlike Llama and Qwen3."""
     for language, visual, style in LAYOUTS:
         first = f"{language}layers.0.self_attn."
         if f"{first}k_proj.bias" in tensors and f"{first}q_norm.weight" not in tensors:

@@ -22,8 +22,6 @@ LICENCE_21 = (
 
 
 class HasShape(Protocol):
-    """Gives the shape of a tensor, as a file's header tells it."""
-
     shape: tuple[int, ...]
 
 
@@ -32,29 +30,15 @@ Tensors = Mapping[str, HasShape]
 
 @dataclass(frozen=True)
 class Identity:
-    """Tells what a set of tensors is.
+    """Tells what a set of tensors is."""
 
-    Args:
-        family: the name people know it by, such as "Qwen-Image-Edit-2511" or "not Qwen-Image: looks
-            like FLUX".
-        role: transformer, text_encoder, vision_tower, vae, lora, controlnet, model_patch
-            or other.
-        variant: what the tensors leave open, or which of several forms it is.
-        dims: sizes read from the tensors, by name.
-        blocks: number of blocks or layers, where the model is a stack of them.
-        folder: the folder under ComfyUI's `models/` that it belongs in.
-        licence: of the published weights, where it is another one than this package's.
-        cannot_run: sentences about what this package cannot run.
-        errors: sentences about tensors that contradict each other.
-    """
-
-    family: str
-    role: str
-    variant: str | None = None
+    family: str  # such as "Qwen-Image-Edit-2511" or "not Qwen-Image: looks like FLUX"
+    role: str  # such as transformer, text_encoder, vision_tower, lora, controlnet, other
+    variant: str | None = None  # what the tensors leave open, or which of several forms it is
     dims: Mapping[str, int | str] = field(default_factory=dict)
     blocks: int | None = None
     folder: str | None = None
-    licence: str | None = None
+    licence: str | None = None  # of published weights, if another than this package's
     cannot_run: tuple[str, ...] = ()
     errors: tuple[str, ...] = ()
 
@@ -71,23 +55,15 @@ def known(**dims: int | str | None) -> dict[str, int | str]:
 
 
 def count_blocks(names: Iterable[str], prefix: str) -> int:
-    """Counts the different numbers N in names that begin `<prefix>N.`"""
     pattern = re.compile(re.escape(prefix) + r"(\d+)\.")
     return len({match[1] for match in map(pattern.match, names) if match})
 
 
 class StepTokens(NamedTuple):
-    """Counts the tokens of a forward pass.
-
-    Attributes:
-        text, image: Of one item, that are computed; references are among the image's.
-        prefix: Of one item, before them, whose keys and values are cached.
-        items: Images in it.
-    """
-
+    # text, image: of one item, that are computed; references are among the image's.
     text: int
     image: int
-    prefix: int = 0
+    prefix: int = 0  # of one item, before them, whose keys and values are cached
     items: int = 1
 
     @property
@@ -113,19 +89,10 @@ class StepTokens(NamedTuple):
 
 
 class Adapted(NamedTuple):
-    """Tells which modules an adapter such as a LoRA changes.
-
-    Attributes:
-        targets: Their names inside a block, or whole where they are in none.
-        blocks: The numbers of their blocks.
-        widths: {target: the widths of what it reads}, as far as the tensors tell them.
-        foreign: Whether some are in a stack of blocks that is another model's.
-    """
-
-    targets: set[str]
+    targets: set[str]  # their names inside a block, or whole where they are in none
     blocks: set[int]
-    widths: Mapping[str, set[int]]
-    foreign: bool
+    widths: Mapping[str, set[int]]  # {target: widths of what it reads}, as far as known
+    foreign: bool  # whether some are in a stack of blocks that is another model's
 
 
 # Of an adapter such as Fun-Acc, which a family may refuse.
@@ -136,13 +103,6 @@ WHOLE_TENSORS = (
 
 
 class Fits(NamedTuple):
-    """Tells what an adapter is for.
-
-    Attributes:
-        title: The family's, or with other models that have the same names.
-        licence, cannot_run: As of `Identity`.
-    """
-
     title: str
     licence: str | None = None
     cannot_run: tuple[str, ...] = ()
@@ -163,9 +123,7 @@ Files = Mapping[str, File]
 
 
 class Template(NamedTuple):
-    """Names a workflow of this package, with the LoRA that it adds and, where it is not the
-    member's, its transformer.
-    """
+    """Names a workflow of this package, its LoRA, and a transformer that is not the member's."""
 
     name: str
     lora: File | None = None
@@ -174,41 +132,30 @@ class Template(NamedTuple):
 
 @dataclass(frozen=True)
 class TextEncoder:
-    """Describes a text encoder: a Qwen-VL, without lm_head, which encoding never reads.
-
-    Attributes:
-        name: Of the published model.
-        title: As header inspection calls all sizes of it.
-        part: The same with its article, where one has to be chosen.
-        published: {(width, layers): name} of the sizes that there are, where they have to be told.
-        identify: Tells whether tensors are one, of any size.
-        comfyui: `module:name` of its `hosts.comfyui.load.encoder_kind.HostEncoder`.
-        hidden, intermediate, heads, kv_heads, layers, vocabulary: Of the language model.
-        biases: Whether q, k and v have biases; heads are normalized where not.
-        vision, vision_hidden, vision_head: Parameters of the vision tower, its width, and that of
-            a head.
-        template: Tokens of the system prompt, which are cut off what comes out.
-        files: {precision: the file that Comfy-Org publishes}, the most accurate first.
-    """
+    """Describes a text encoder: a Qwen-VL, without lm_head, which encoding never reads."""
 
     name: str
-    title: str
-    part: str
+    title: str  # as header inspection calls all sizes of it
+    part: str  # the same with its article, where one has to be chosen
     identify: Callable[[Tensors], Identity | None]
-    comfyui: str
+    comfyui: str  # `module:name` of its `hosts.comfyui.load.encoder_kind.HostEncoder`
     hidden: int
     intermediate: int
     heads: int
     kv_heads: int
     layers: int
     vocabulary: int
-    biases: bool
+    biases: bool  # whether q, k and v have biases; heads are normalized where not
+    # vision, vision_hidden, vision_head: parameters of the vision tower, its width, and that of a
+    # head.
     vision: int
     vision_hidden: int
     vision_head: int
-    template: int
+    template: int  # tokens of the system prompt, which are cut off what comes out
     head_dim: int = 128
+    # {(width, layers): name} of the sizes that there are, where they have to be told.
     published: Mapping[tuple[int, int], str] = field(default_factory=dict, hash=False)
+    # {precision: the file that Comfy-Org publishes}, the most accurate first.
     files: Files = field(default_factory=dict, hash=False)
 
     @property
@@ -241,33 +188,19 @@ class TextEncoder:
 
 @dataclass(frozen=True)
 class Vae:
-    """Describes the VAE of a family.
-
-    Attributes:
-        title: As header inspection calls it.
-        part: The same with its article, where one has to be chosen.
-        shape: The published sizes.
-        bytes: Of its weights in bf16.
-        identify: Tells whether tensors are one.
-        read_shape: Makes the sizes of what `identify` found in `dims`; without the numbers that a
-            header does not tell.
-        native_name: Maps the name that diffusers has for a tensor to ComfyUI's; others stay.
-        comfyui: `module:name` of its `families.comfyui.VaeKind`.
-        other_channels: What a load says of one with so many channels of images.
-    """
-
     title: str
-    part: str
+    part: str  # the same with its article, where one has to be chosen
     shape: VaeShape
-    bytes: int
+    bytes: int  # of its weights in bf16
     identify: Callable[[Tensors], Identity | None]
+    # Makes the sizes of what `identify` found in `dims`; without the numbers that a header does not
+    # tell.
     read_shape: Callable[[Mapping[str, int]], VaeShape]
-    native_name: Callable[[str], str]
-    comfyui: str
-    other_channels: tuple[tuple[int, str], ...] = ()
+    native_name: Callable[[str], str]  # from diffusers' name of a tensor to ComfyUI's
+    comfyui: str  # `module:name` of its `families.comfyui.VaeKind`
+    other_channels: tuple[tuple[int, str], ...] = ()  # (image channels, a load's note on them)
 
     def fits(self, shape: VaeShape) -> bool:
-        """Tells whether a VAE takes the same latents."""
         return shape.latent_channels == self.shape.latent_channels
 
     def notes(self, dims: Mapping[str, Any]) -> list[str]:
@@ -276,54 +209,28 @@ class Vae:
 
 @dataclass(frozen=True)
 class Member:
-    """Describes one published model.
-
-    Attributes:
-        family: That it is of.
-        name: As `--family` takes it.
-        marker: The tensor that tells it in files for ComfyUI; empty for none.
-        told_as: What inspection calls it and no other; empty where neither tensors nor a pipeline
-            tell it.
-        steps: Of the sampler, as in its model card.
-        cfg: The scale of classifier-free guidance, as in its pipeline; 1 is off.
-        most_references: Reference images that its workflows take.
-        timestep_zero: Whether references are modulated as at timestep zero, which doubles the rows
-            of the modulation.
-        layers: That its template generates with the whole image; 0 for none.
-        vision_tokens: Tokens that each reference image adds to what the text encoder reads.
-        reference_words: Text tokens that it adds to what the transformer reads.
-        transformer, vae: The published sizes.
-        alone: Whether no other member has its tensors, or the marker among them.
-        licence: Of the weights.
-        side: Of a square that it is trained to generate, in pixels.
-        size_step: What both sides are multiples of, in pixels.
-        template_side: Of the square that its template generates, where it is not `side`.
-        templates: {steps without CFG: the workflow for them}; 0 stands for all other runs, "bf16"
-            for those in bf16.
-        files: {precision: the transformer that Comfy-Org publishes}.
-        vae_file: The same of its VAE.
-    """
-
     family: Family
     name: str
     transformer: TransformerShape
     vae: VaeShape
-    marker: str = ""
-    told_as: str = ""
+    marker: str = ""  # the tensor that tells it in files for ComfyUI; empty for none
+    told_as: str = ""  # what inspection calls it alone; empty where nothing tells it
     steps: int = 50
-    cfg: float = 4.0
+    cfg: float = 4.0  # the scale of classifier-free guidance, as in its pipeline; 1 is off
     most_references: int = 0
-    timestep_zero: bool = False
-    layers: int = 0
-    vision_tokens: int = 0
-    reference_words: int = 0
-    alone: bool = False
+    timestep_zero: bool = False  # of references; it doubles rows of the modulation
+    layers: int = 0  # that its template generates with the whole image; 0 for none
+    vision_tokens: int = 0  # tokens that each reference image adds to what the text encoder reads
+    reference_words: int = 0  # text tokens that it adds to what the transformer reads
+    alone: bool = False  # whether no other member has its tensors, or the marker among them
     licence: str = APACHE
-    side: int = USUAL_SIDE
-    size_step: int = PIXELS_PER_TOKEN_SIDE
+    side: int = USUAL_SIDE  # of a square that it is trained to generate, in pixels
+    size_step: int = PIXELS_PER_TOKEN_SIDE  # what both sides are multiples of, in pixels
     template_side: int = 0
+    # {steps without CFG: the workflow for them}; 0 stands for all other runs, "bf16" for those in
+    # bf16.
     templates: Mapping[int | str, Template] = field(default_factory=dict, hash=False)
-    files: Files = field(default_factory=dict, hash=False)
+    files: Files = field(default_factory=dict, hash=False)  # {precision: Comfy-Org's transformer}
     vae_file: File | None = None
 
     @property
@@ -331,14 +238,11 @@ class Member:
         return self.template_side or self.side
 
     def file(self, precision: str) -> File | None:
-        """Finds the published transformer that `auto` runs in a precision: fp8, cast without
-        scales, becomes int8.
-        """
+        """Finds the transformer that `auto` runs: fp8, cast without scales, becomes int8."""
         names = (precision, "fp8", "bf16") if precision == "int8" else (precision, "bf16")
         return next(filter(None, map(self.files.get, names)), None)
 
     def template(self, steps: int, cfg: str, precision: str) -> Template | None:
-        """Finds the workflow for a run."""
         few = self.templates.get(steps) if cfg == "off" else None
         return few or self.templates.get(precision) or self.templates.get(0)
 
@@ -352,69 +256,37 @@ class Member:
 
 
 class Family(Protocol):
-    """Tells everything that differs between models whose transformers have one block.
-
-    Attributes:
-        title: As header inspection and people call it.
-        label: The same where it has to be told from later ones.
-        members: The published models; the first is what tensors stand for that leave it open.
-        stack: The name of the module that holds the transformer's blocks.
-        blocks: The forms of a block, in files and in the hosts.
-        text_encoder, vae: What it runs with.
-        lora_targets: The layers of a block that LoRAs change.
-        pipelines: {class of a diffusers pipeline: title of what it generates with}.
-        sigmas: The key in such a pipeline's index that lists a Turbo's sigmas; empty for none.
-        schedules: Of its few-step models.
-        config: {key in a transformer's config.json: name in `Identity.dims`, or "blocks"}.
-        repository: Who has its files for ComfyUI, below huggingface.co.
-        micro: The folder in models/ of the bundled model, and its name for people; None without.
-        split_rows: Whether cards can share a pass's rows.
-        norm_guided: Whether its pipeline rescales guided predictions to the positive one's norms.
-        untimed: What a prediction says is not measured of it; empty where it is.
-        needs: The oldest ComfyUI that has it; empty for all that this package runs in.
-        joined: {layer: the layers that hold its rows in other files}, as ComfyUI has one for them.
-        comfyui_class: What ComfyUI calls it in `comfy.supported_models`.
-        comfyui_code: ComfyUI's module with its blocks.
-        comfyui: `module:name` of its `families.comfyui.ModelKind`; None is there in a ComfyUI that
-            is older.
-        diffusers: The module with what diffusers has of it: `PIPELINE`, `PASSES`, `VAE`, `parts`,
-            `vae_shape`, `up_layers` and `denormalized`, as in `hosts.diffusers.qwen_image`.
-    """
+    """Tells everything that differs between models whose transformers have one block."""
 
     title: str
-    label: str
-    members: tuple[Member, ...]
-    stack: str
+    label: str  # the same where it has to be told from later ones
+    members: tuple[Member, ...]  # the first is what tensors stand for that leave it open
+    stack: str  # the name of the module that holds the transformer's blocks
     blocks: tuple[BlockSpec, ...]
     text_encoder: TextEncoder
     vae: Vae
     lora_targets: tuple[str, ...]
-    pipelines: Mapping[str, str]
-    sigmas: str
+    pipelines: Mapping[str, str]  # {class of a diffusers pipeline: title of what it generates with}
+    sigmas: str  # the key in such a pipeline's index that lists a Turbo's sigmas; empty for none
     schedules: tuple[Schedule, ...]
-    config: Mapping[str, str]
-    repository: str
-    micro: tuple[str, str] | None
-    split_rows: bool
-    norm_guided: bool
-    untimed: str
-    needs: str
-    joined: Mapping[str, tuple[str, ...]]
-    comfyui_class: str
+    config: Mapping[str, str]  # {key of config.json: name in `Identity.dims`, or "blocks"}
+    repository: str  # who has its files for ComfyUI, below huggingface.co
+    micro: tuple[str, str] | None  # folder in models/ of the bundled model, its name for people
+    split_rows: bool  # whether cards can share a pass's rows
+    norm_guided: bool  # whether its pipeline rescales guided predictions to the norm
+    untimed: str  # what a prediction says is not measured of it; empty where it is
+    needs: str  # the oldest ComfyUI that has it; empty for all that this package runs in
+    joined: Mapping[str, tuple[str, ...]]  # {layer in ComfyUI: its layers in other files}
+    comfyui_class: str  # what ComfyUI calls it in `comfy.supported_models`
     comfyui_code: str
-    comfyui: str
-    diffusers: str
+    comfyui: str  # `module:name` of its `ModelKind`, which is None in an older ComfyUI
+    diffusers: str  # module with PIPELINE, PASSES, VAE ..., as `hosts.diffusers.qwen_image`
 
     def identify(self, tensors: Tensors) -> Identity | None:
         """Tells whether tensors are a transformer of it, or are trained for one."""
 
     def shape(self, sizes: Mapping[str, int], dims: Mapping[str, int | str], title: str) -> Any:
-        """Makes the shape of a transformer that was identified.
-
-        Args:
-            sizes: what every `TransformerShape` takes.
-            dims, title: of its identity.
-        """
+        """Makes the shape of a transformer that was identified."""
 
     def from_config(self, identity: Identity, config: Mapping[str, Any]) -> Identity:
         """Completes an identity, or a `CheckpointPart`, by what only a config.json tells."""
@@ -426,20 +298,12 @@ class Family(Protocol):
         """Says what an adapter is for; None where it is not for this family."""
 
     def step_tokens(self, words: int, painted: int, references: int) -> StepTokens:
-        """Counts the tokens of one item in a forward pass.
-
-        Args:
-            words: of text, with those that references add.
-            generated: tokens that are denoised.
-            references: tokens of reference images.
-        """
+        """Counts the tokens of one item in a forward pass; `words` include those of references."""
 
     def member_of(
         self, shape: TransformerShape, timestep_zero: bool, references: int
     ) -> tuple[Member, str]:
-        """Returns the member that a loaded transformer counts as, and a note where others have the
-        same weights.
-        """
+        """Returns the member that a transformer counts as, and a note where others are alike."""
 
     def contradiction(self, member: Member, shape: TransformerShape, timestep_zero: bool) -> str:
         """Says what a loaded transformer is instead of a member; empty where it may be one."""

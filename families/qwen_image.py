@@ -1,7 +1,6 @@
 """Describes Qwen-Image, 2512, Edit and Layered: a stream of text and one of the image, each
-modulated by its own layers, in the names of diffusers and ComfyUI. Sizes come from first
-dimensions, norms and biases, because 4-bit formats pack the second dimension and flatten the
-weight.
+modulated by its own layers. Sizes come from norms, biases and first dimensions, because 4-bit
+formats flatten the weight.
 """
 
 from __future__ import annotations
@@ -70,14 +69,10 @@ BLOCK_GEMMS = DOUBLE_STREAM.gemms
 
 @dataclass(frozen=True)
 class QwenImageShape(TransformerShape):
-    """Holds the sizes of a Qwen-Image transformer: diffusers' `QwenImageTransformer2DModel`.
-
-    Args:
-        addition_t_cond: whether there is the second time embedding of Qwen-Image-Layered.
-    """
+    """Holds the sizes of a Qwen-Image transformer: diffusers' `QwenImageTransformer2DModel`."""
 
     patch = 2
-    addition_t_cond: bool = False
+    addition_t_cond: bool = False  # the second time embedding of Qwen-Image-Layered
 
     @property
     def family(self) -> Family:
@@ -114,11 +109,7 @@ class QwenImageShape(TransformerShape):
 
 
 def rope_axes(settings: Mapping[str, Any], head_dim: int) -> dict[str, tuple[int, ...]]:
-    """Says how a head is split over time, height and width, which no tensor tells.
-
-    Raises:
-        CheckpointError: the settings of the weights do not, or not rightly.
-    """
+    """Says how a head is split over its axes; raises CheckpointError where nothing says it."""
     axes = settings.get("axes_dims_rope")
     if axes is None and head_dim == 128:
         return {}  # the published models: ComfyUI's default
@@ -229,9 +220,7 @@ class _QwenImage(Family):
         )
 
     def contradiction(self, member: Member, shape: QwenImageShape, timestep_zero: bool) -> str:
-        """As of `Family`. An Edit-2511 without its marker can be set by a node to modulate as at
-        timestep zero.
-        """
+        """As of `Family`; a node can make an Edit-2511 without its marker modulate so."""
         if member not in MEMBERS:
             return f"not one of {member.told_as.removeprefix('Qwen-Image-')}"
         if shape.addition_t_cond != (member.layers > 0):
@@ -363,9 +352,7 @@ def transformer_dims(tensors: Tensors) -> dict[str, int | str]:
 
 
 def controlnet(tensors: Tensors) -> Identity | None:
-    """Recognizes ControlNets of InstantX's layout (diffusers' `QwenImageControlNetModel`) and of
-    the Fun layout.
-    """
+    """Recognizes ControlNets of InstantX's layout and of the Fun layout."""
     if "controlnet_x_embedder.weight" in tensors and "txt_norm.weight" in tensors:
         dims = transformer_dims(tensors)
         control = size(tensors, "controlnet_x_embedder.weight", 1)

@@ -69,15 +69,10 @@ def single_stream(fused_mlp: bool, mlp_ratio: int = 3) -> BlockSpec:
 
 @dataclass(frozen=True)
 class QwenImage21Shape(TransformerShape):
-    """Holds the sizes of a Qwen-Image-2.1: diffusers' `QwenImage21Transformer2DModel`.
+    """Holds the sizes of a Qwen-Image-2.1: diffusers' `QwenImage21Transformer2DModel`."""
 
-    Args:
-        fused_mlp: whether gate and up are one weight, as in ComfyUI's own files.
-        mlp_ratio: width of the gated MLP in multiples of dim.
-    """
-
-    fused_mlp: bool = False
-    mlp_ratio: int = 3
+    fused_mlp: bool = False  # whether gate and up are one weight, as in ComfyUI's own files
+    mlp_ratio: int = 3  # width of the gated MLP in multiples of dim
 
     @property
     def family(self) -> Family:

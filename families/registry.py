@@ -8,9 +8,9 @@ from __future__ import annotations
 import functools
 import importlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from ..caches import cached
 from ..errors import CheckpointError, SettingError
@@ -22,24 +22,22 @@ from .qwen_image_21 import QWEN_IMAGE_21
 from .schedules import OFFICIAL, Schedule
 
 FAMILIES: list[Family] = [QWEN_IMAGE, QWEN_IMAGE_21]
+_Found = TypeVar("_Found")
 
 
+def of_families(look: Callable[[], _Found]) -> Callable[[], _Found]:
+    """Remembers what a look at all families found, until there is one more."""
+    found = cached(lambda families: look())
+    return lambda: found(tuple(FAMILIES))
+
+
+@of_families  # an estimate asks for its member hundreds of times
 def members() -> Mapping[str, Member]:
-    """Returns the published models by the name that `--family` takes."""
-    return _members(tuple(FAMILIES))
-
-
-@cached  # an estimate asks for its member hundreds of times
-def _members(families: tuple[Family, ...]) -> Mapping[str, Member]:
-    return {member.name: member for family in families for member in family.members}
+    return {member.name: member for family in FAMILIES for member in family.members}
 
 
 def find_member(name: str) -> Member:
-    """Returns the published model of a name.
-
-    Raises:
-        SettingError: there is none.
-    """
+    """Returns the published model of a name; raises SettingError where there is none."""
     known = members()
     if name not in known:
         raise SettingError(f"family {name!r} is unknown: choose {', '.join(known)}.")
@@ -59,7 +57,6 @@ def member_by_text(references: int, text_tokens: int) -> Member | None:
 
 
 def schedule_names() -> tuple[str, ...]:
-    """Lists the schedules of sigmas, the official one first."""
     names = (it.name for family in FAMILIES for it in family.schedules)
     return tuple(dict.fromkeys((OFFICIAL.name, *names)))
 
@@ -70,11 +67,7 @@ def family_of_schedule(name: str) -> Family | None:
 
 
 def find_schedule(name: str, family: Family) -> Schedule:
-    """Returns a schedule for models of a family.
-
-    Raises:
-        SettingError: it is another family's, or there is none.
-    """
+    """Returns a schedule for models of a family; raises SettingError for another family's."""
     known = {it.name: it for it in (OFFICIAL, *family.schedules)}
     if name in known:
         return known[name]
@@ -97,7 +90,6 @@ def vaes() -> list[Vae]:
 
 
 def family_with(part: TextEncoder | Vae) -> Family:
-    """Returns the first family that runs with a text encoder or a VAE."""
     return next(family for family in FAMILIES if part in (family.text_encoder, family.vae))
 
 
@@ -129,7 +121,6 @@ def micro_folders() -> dict[str, str]:
 
 
 def member_of_file(name: str) -> Member | None:
-    """Returns the member whose name a file's name begins with."""
     named = [it for it in members() if name.startswith(it.replace("-", "_"))]
     return members()[max(named, key=len)] if named else None
 
@@ -141,9 +132,7 @@ def pixels_of(channels: int) -> int:
 
 
 def counted_vae(shape: VaeShape) -> VaeShape:
-    """Returns the shape that an estimate counts: of one in strips, which were counted of it alone,
-    the published one.
-    """
+    """Returns the shape that an estimate counts: for one in strips the published one."""
     return vae_shapes().get(shape.latent_channels, shape) if shape.strips else shape
 
 
@@ -180,9 +169,7 @@ def may_be(name: str, found: str) -> bool:
 
 
 def belongs(part: Any, model: Any) -> bool:
-    """Tells whether a text encoder or a VAE is what a transformer runs with; both are a
-    `CheckpointPart`.
-    """
+    """Tells whether a text encoder or a VAE is what a transformer runs with."""
     family = family_titled(model.family)
     if part.role == "text_encoder":
         fits = part.dims.get("hidden") == model.dims.get("joint_dim")
@@ -208,9 +195,7 @@ def adapts_other(title: str, family: Family) -> bool:
 
 
 def is_later(title: str, dims: Mapping[str, int | str]) -> bool:
-    """Tells whether a transformer or what it runs with is of another model than the first, which a
-    new node has chosen.
-    """
+    """Tells whether a part is of another model than the first, which a new node has chosen."""
     first = FAMILIES[0]
     own = (family_titled(title) or first) is first and not title.startswith(LAYERED.told_as)
     encoder = next((it for it in text_encoders() if title.startswith(it.title)), first.text_encoder)
@@ -225,9 +210,7 @@ def pipeline_family(pipeline: str) -> Family | None:
 
 
 def title_by_pipeline(title: str, pipeline: str) -> str | None:
-    """Returns what a transformer is whose tensors leave it open, by the class of the pipeline that
-    it lies in; None where that says no more.
-    """
+    """Returns the title by the pipeline around a transformer; None where that adds nothing."""
     family = pipeline_family(pipeline)
     named = family.pipelines[pipeline] if family and family.title == title else None
     return None if named == title else named
@@ -236,12 +219,7 @@ def title_by_pipeline(title: str, pipeline: str) -> str | None:
 def shape_from_header(
     title: str, dims: Mapping[str, int | str], blocks: int | None
 ) -> TransformerShape:
-    """Makes the shape of a transformer of what inspection found: a part's `family`, `dims` and
-    `blocks`.
-
-    Raises:
-        CheckpointError: the tensors leave a size open, or the heads do not make up the width.
-    """
+    """Makes a shape of what inspection found, or raises CheckpointError for an open size."""
     family = family_titled(title)
     if family is None:
         raise CheckpointError(
@@ -271,17 +249,17 @@ def shape_from_header(
 
 def is_quantizable(layer: str) -> bool:
     """Tells whether a layer is one of attention or the MLP in a block, which may be quantized."""
-    return _layer_names(tuple(FAMILIES))[0].fullmatch(layer) is not None
+    return _layer_names()[0].fullmatch(layer) is not None
 
 
 def is_modulation(layer: str) -> bool:
     """Tells whether a layer computes a block's modulation, from the timestep alone."""
-    return _layer_names(tuple(FAMILIES))[1].fullmatch(layer) is not None
+    return _layer_names()[1].fullmatch(layer) is not None
 
 
-@cached
-def _layer_names(families: tuple[Family, ...]) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    blocks = [(family.stack, spec) for family in families for spec in family.blocks]
+@of_families
+def _layer_names() -> tuple[re.Pattern[str], re.Pattern[str]]:
+    blocks = [(family.stack, spec) for family in FAMILIES for spec in family.blocks]
     quantized = ((stack, name) for stack, spec in blocks for name in spec.gemms)
     modulation = (
         (stack, f"{name}.1") for stack, spec in blocks for name in spec.modulation.values()
@@ -295,9 +273,7 @@ def _in_blocks(names: Iterable[tuple[str, str]]) -> re.Pattern[str]:
 
 
 def first_reader(layer: str) -> str:
-    """Returns the first of the layers of a block that read the same rows as this one: equal for all
-    of them.
-    """
+    """Returns the first of a block's layers that read the same rows, equal for all of them."""
     for spec in block_specs():
         for group in spec.qkv:
             for name in group:
@@ -328,22 +304,16 @@ def spec_of(block: Any) -> BlockSpec | None:
 
 
 def modulation_of(block: Any) -> Mapping[str, str]:
-    """Returns {stream: layer} of what makes a block's modulation, whatever else is changed in it;
-    empty where all blocks share one.
-    """
+    """Returns {stream: layer} of a block's modulation; empty where all blocks share one."""
     for spec in block_specs():
         if spec.modulation and all(hasattr(block, name) for name in spec.modulation.values()):
             return spec.modulation
     return {}
 
 
+@of_families  # asked of each block in each pass
 def attention_names() -> tuple[str, ...]:
-    return _attention_names(tuple(FAMILIES))
-
-
-@cached  # asked of each block in each pass
-def _attention_names(families: tuple[Family, ...]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(spec.attention for family in families for spec in family.blocks))
+    return tuple(dict.fromkeys(spec.attention for spec in block_specs()))
 
 
 def blocks_of(transformer: Any) -> tuple[Any, ...]:
@@ -353,12 +323,7 @@ def blocks_of(transformer: Any) -> tuple[Any, ...]:
 
 
 def load(name: str) -> Any:
-    """Imports what a family or a part names, `module` or `module:name`: of this package where it
-    begins with a dot.
-
-    Raises:
-        ImportError: a package that it needs is missing or too old.
-    """
+    """Imports `module` or `module:name`, of this package after a dot; raises ImportError."""
     path, _, attribute = name.partition(":")
     module = importlib.import_module(path, __package__.rpartition(".")[0])
     return getattr(module, attribute) if attribute else module
@@ -374,9 +339,7 @@ def in_diffusers() -> dict[str, ModuleType]:
 
 
 def pass_of(transformer: object) -> type | None:
-    """Returns the `TransformerPass` of `hosts.diffusers.qwen_image` that makes a call; None of
-    another model's.
-    """
+    """Returns the `TransformerPass` that makes a call; None of another model's."""
     found = (module.PASSES.get(type(transformer)) for module in in_diffusers().values())
     return next(filter(None, found), None)
 

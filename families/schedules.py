@@ -68,37 +68,23 @@ def _shifted(sigmas: Iterable[float], shift: float) -> list[float]:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Describes a schedule of sigmas.
-
-    Attributes:
-        name: As nodes and command take it.
-        source: Where its sigmas are published; as the card states, where it is a model's page.
-        nodes: Its sigmas before they are shifted, without the last 0; empty for any number.
-        shift: At every size; None grows with the size, as `shift_of` says.
-        trained: What has to be loaded for it, in words; empty for every model of the family. It is
-            published for CFG 1 and, of a LoRA, for strength 1.
-        named: What the names of its published files have, in the form of `plain_name`; empty for
-            a second schedule of the same files.
-        outside: What its LoRA changes outside the blocks, layers in order; a pattern. Empty where
-            other LoRAs change the same.
-        ranks: Of its LoRA's layers, at least; empty where they do not tell it.
-    """
-
     name: str
     source: str
-    nodes: tuple[float, ...] = ()
-    shift: float | None = None
+    nodes: tuple[float, ...] = ()  # sigmas before the shift, without the last 0; empty: any number
+    shift: float | None = None  # at every size; None grows with the size, as `shift_of` says
+    # What has to be loaded for it, in words; empty for every model of the family. It is published
+    # for CFG 1 and, of a LoRA, for strength 1.
     trained: str = ""
+    # What the names of its published files have, in the form of `plain_name`; empty for a second
+    # schedule of the same files.
     named: str = ""
+    # What its LoRA changes outside the blocks, layers in order; a pattern. Empty where other LoRAs
+    # change the same.
     outside: str = ""
-    ranks: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()  # of its LoRA's layers, at least; empty where they do not tell it
 
     def steps(self, asked: int | None, usual: int) -> int:
-        """Returns its number of steps, else those that are asked for, else the `usual`.
-
-        Raises:
-            SettingError: it has other steps than those that are asked for.
-        """
+        """Returns its steps, else `asked`, else `usual`; raises SettingError for other steps."""
         own = len(self.nodes)
         if own and asked not in (None, 0, own):
             raise SettingError(
@@ -139,10 +125,7 @@ def steps_in(name: str) -> int | None:
 
 
 def schedule_of_file(name: str, schedules: Iterable[Schedule]) -> Schedule | None:
-    """Returns the schedule that a published file is for; None where its plain name leaves it open.
-
-    Sources of the names: the lists of files of the repositories above, and of Comfy-Org.
-    """
+    """Returns the schedule of a file that its repository or Comfy-Org published, or None."""
     count = steps_in(name)
     named = (it for it in schedules if it.named and re.search(it.named, name))
     found = [it for it in named if count in (None, len(it.nodes))]
@@ -150,11 +133,8 @@ def schedule_of_file(name: str, schedules: Iterable[Schedule]) -> Schedule | Non
 
 
 def schedule_of_lora(outside: str, rank: int, schedules: Iterable[Schedule]) -> Schedule | None:
-    """Returns the schedule of a published LoRA whose tensors no other LoRA has; None of others.
-
-    Args:
-        outside: The layers that it changes outside the blocks, in order, with commas.
-        rank: The smallest of its layers.
+    """Returns the schedule of a LoRA by the layers that it alone changes outside the blocks, in
+    order with commas, and its smallest rank; None of others.
     """
     told = (it for it in schedules if it.outside and re.fullmatch(it.outside, outside))
     return next((it for it in told if rank in (it.ranks or (rank,))), None)

@@ -1,7 +1,5 @@
-"""Runs the fleet of a Ray cluster: each server is an actor, which Ray places and restarts.
-
-Ray knows nothing of jobs: these go by HTTP, and their journal is the client's. So Ray may end at
-any time, and the next fleet goes on.
+"""Runs the fleet of a Ray cluster: each server is an actor, which Ray places and restarts. Jobs go
+by HTTP, and their journal is the client's, so that the next fleet goes on.
 """
 
 from __future__ import annotations
@@ -70,23 +68,9 @@ def run_ray_fleet(
     cpu: bool = False,
     open_: bool = False,
 ) -> int:
-    """Runs a server on each card of a cluster until SIGINT or SIGTERM.
-
-    Args:
-        address: of the cluster: "auto", "host:6379" or "ray://host:10001".
-        count: servers; None for one on each card.
-        port: the first that a server tries on its machine.
-        cpu: whether the servers use no card.
-        open_: whether they listen on the addresses of their machines, without a password; else on
-            127.0.0.1, which takes a cluster of one machine.
-
-    Returns:
-        The exit code: 0 after a signal, 1 where no server can be started, 3 where the cluster was
-        lost.
-
-    Raises:
-        UnavailableError: Ray is missing, has another version, or the cluster lacks the cards.
-        SettingError: no cluster is there, or it has several machines and is not `open_`.
+    """Runs a server on each card of a cluster until SIGINT or SIGTERM; `open_` servers listen on
+    their machines' addresses. Returns 0, 1 where none can be started, 3 where the cluster was lost.
+    Raises UnavailableError and SettingError before.
     """
     if count is not None and count < 1:
         raise SettingError("--cards must name at least one server.")
@@ -127,14 +111,6 @@ def run_ray_fleet(
 
 
 class RayFleet:
-    """The actors of a fleet, and what they said last.
-
-    Args:
-        ray: the module, connected.
-        file: for their states.
-        notify: is told that the cluster is lost.
-    """
-
     def __init__(self, ray: Any, file: StateFile, notify: Callable[[str], None]) -> None:
         self.file = file
         self.actors: list[Any] = []
@@ -144,14 +120,7 @@ class RayFleet:
         self._give_up = time.monotonic() + PLACE_SECONDS
 
     def look(self, drain: bool) -> bool:
-        """Asks the actors how their servers fare, or to end them after their jobs.
-
-        Returns:
-            Whether all servers have ended for good.
-
-        Raises:
-            UnavailableError: Ray starts none.
-        """
+        """Asks actors for states, or to drain; says if all ended. Raises UnavailableError."""
         with self.unless_lost():
             nodes = self._ray.nodes()
             if not any(node["Alive"] and node["NodeID"] == self._home for node in nodes):

@@ -1,10 +1,7 @@
 """Runs one ComfyUI server of a fleet: starts, warms up, watches, restarts and drains it.
 
-The process never outlives the fleet: the kernel kills it when the thread that started it ends, in
-whatever way, so no orphan holds the GPU. It has its own process group, so that Ctrl-C reaches the
-fleet alone, but no session of its own. Processes that its nodes have started are found by a
-variable of the environment. They end with the server, or if the fleet was killed, when the next
-server starts.
+The kernel kills the process when the thread that started it ends, so that no orphan holds the GPU.
+What its nodes have started is found by a variable of the environment, and ends with the server.
 """
 
 from __future__ import annotations
@@ -72,24 +69,13 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 @dataclass(frozen=True)
 class ServerPlan:
-    """What the servers of a fleet have in common.
-
-    Attributes:
-        python: that has ComfyUI's requirements.
-        folder: for logs, outputs and temporary files.
-        arguments: more of ComfyUI's command line.
-        warm_up: a workflow in API form, run before the server is ready; None for none.
-        settings: of the warm-up, as after `submit --set`.
-        drain: seconds to wait for a server's jobs before it is stopped.
-    """
-
     comfyui: Path
     python: Path
     folder: Path
     arguments: Sequence[str] = ()
-    warm_up: Path | None = None
+    warm_up: Path | None = None  # a workflow in API form, run before the server is ready
     settings: Sequence[str] = ()
-    drain: float = 600.0
+    drain: float = 600.0  # seconds to wait for a server's jobs before it is stopped
 
     def command(self, port: int, card: str) -> list[str]:
         """Writes ComfyUI's for a card: an index, "cpu", or empty for what the environment shows."""
@@ -118,17 +104,7 @@ class ServerPlan:
 
 
 class FleetServer:
-    """Keeps one server running, in a thread of its own.
-
-    Args:
-        host: under which the server is reached.
-        changed: called whenever `state` has changed.
-
-    Attributes:
-        state: for servers.json.
-        stopping: set to drain the server and end the thread.
-        hurry: set to end without draining.
-    """
+    """Keeps one server running, in a thread of its own."""
 
     def __init__(
         self,
@@ -139,6 +115,8 @@ class FleetServer:
         host: str = "127.0.0.1",
         changed: Callable[[], None] = lambda: None,
     ) -> None:
+        # stopping: set to drain the server and end the thread.
+        # hurry: set to end without draining.
         self.stopping, self.hurry = threading.Event(), threading.Event()
         self._plan, self._port = plan, port
         self._changed = changed
@@ -197,7 +175,12 @@ class FleetServer:
         end_left(log.parent)
         command = self._plan.command(self._port, self.state.card)
         self.state.starts += 1
-        self._check_port()
+        # Another program there would answer in the server's place.
+        host, _, port = self.state.url.removeprefix("http://").rpartition(":")
+        try:
+            try_port(host, int(port))
+        except OSError as error:
+            raise ServerEndedError(f"port {port} is in use ({error.strerror}).") from error
         with contextlib.suppress(FileNotFoundError):  # which says why the last one ended
             log.replace(log.with_suffix(".log.1"))
         with open(log, "wb", opener=private) as file:
@@ -280,14 +263,6 @@ class FleetServer:
             raise ServerEndedError(
                 f"the server ended with {how}: {self._last_line()} ({self.state.log})."
             )
-
-    def _check_port(self) -> None:
-        """Keeps another program there from answering in the server's place."""
-        host, _, port = self.state.url.removeprefix("http://").rpartition(":")
-        try:
-            try_port(host, int(port))
-        except OSError as error:
-            raise ServerEndedError(f"port {port} is in use ({error.strerror}).") from error
 
     def _last_line(self) -> str:
         text = re.sub(

@@ -40,17 +40,8 @@ HISTORY = 100
 
 @dataclass
 class ServerState:
-    """One server.
-
-    Attributes:
-        card: the index of its card, or "cpu".
-        boot: another one at each start of the process.
-        log: path of what it prints.
-        error: why it is not ready; empty while nothing is wrong.
-    """
-
     url: str
-    card: str
+    card: str  # the index of its card, or "cpu"
     state: str = STARTING
     boot: str = ""
     pid: int = 0
@@ -61,14 +52,7 @@ class ServerState:
 
 
 class StateFile:
-    """Writes servers.json, whole or not at all, and tells what changed; one fleet a folder.
-
-    Args:
-        notify: gets a line for each change.
-
-    Raises:
-        SettingError: another fleet uses the folder, or nothing can be written there.
-    """
+    """Writes servers.json and tells what changed; raises SettingError for a folder in use."""
 
     def __init__(self, folder: Path, notify: Callable[[str], None]) -> None:
         self.path = folder / NAME
@@ -91,7 +75,6 @@ class StateFile:
             )
 
     def write(self, servers: list[ServerState]) -> None:
-        """Replaces the file."""
         text = json.dumps({"version": VERSION, "servers": [asdict(each) for each in servers]})
         with self._writing:
             try:
@@ -111,16 +94,11 @@ class StateFile:
                     self._notify(words)
 
     def close(self) -> None:
-        """Lets another fleet use the folder."""
         self._lock.close()
 
 
 def get_json(url: str, seconds: float) -> Any:
-    """Returns what a server of the fleet answers, past any proxy.
-
-    Raises:
-        OSError, ValueError: it does not answer in time, or not in JSON.
-    """
+    """Returns what a server answers, past any proxy, or raises OSError or ValueError."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(url, timeout=seconds) as answer:
         return json.load(answer)
@@ -143,11 +121,7 @@ def is_running(path: Path) -> bool:
 
 
 def read_states(path: Path) -> list[ServerState]:
-    """Returns the servers of a fleet's file; all stopped where its fleet was killed.
-
-    Raises:
-        SettingError: there is none, or it is no such file.
-    """
+    """Returns a file's servers, all stopped if the fleet was killed; raises SettingError."""
     try:
         servers = json.loads(path.read_text(encoding="utf-8"))["servers"]
         found = [ServerState(**each) for each in servers]
@@ -167,19 +141,10 @@ def read_states(path: Path) -> list[ServerState]:
 
 @dataclass
 class ServerStatus:
-    """One row.
-
-    Attributes:
-        job: id of the prompt that runs; empty when none does.
-        waiting: prompts in its queue.
-        images_per_hour: of the last hour, or of the time since the oldest prompt in the history.
-        failures: prompts that failed in that time.
-    """
-
     server: ServerState
     job: str = ""
     waiting: int = 0
-    images_per_hour: float = 0.0
+    images_per_hour: float = 0.0  # of the last hour, or since the oldest prompt in the history
     failures: int = 0
 
     def as_dict(self) -> dict[str, Any]:
@@ -205,11 +170,7 @@ def ask(server: ServerState) -> ServerStatus:
 
 
 def rate(history: dict[str, Any], now: float) -> tuple[float, int]:
-    """Images an hour and failures of a ComfyUI's history.
-
-    Args:
-        now: seconds since 1970, by the server's clock.
-    """
+    """Counts images an hour and failures of a history; `now` is its server's time since 1970."""
     first, images, failures = now, 0, 0
     for entry in history.values():
         messages = dict(entry["status"]["messages"])
@@ -224,30 +185,3 @@ def rate(history: dict[str, Any], now: float) -> tuple[float, int]:
             for item in output.get("images", ())
         )
     return (images / max(now - first, 1.0) * HOUR if images else 0.0), failures
-
-
-def table(rows: Sequence[ServerStatus]) -> str:
-    """Writes the rows in columns, and a line with their sum."""
-    heads = ("server", "card", "state", "job", "waiting", "images/h", "failures")
-    cells = [heads] + [
-        (
-            row.server.url,
-            row.server.card,
-            row.server.state,
-            row.job[:8] or "-",
-            str(row.waiting),
-            f"{row.images_per_hour:.0f}",
-            str(row.failures),
-        )
-        for row in rows
-    ]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(heads))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in cells
-    ]
-    lines += [f"{row.server.url}: {row.server.error}" for row in rows if row.server.error]
-    ready = sum(row.server.state == READY for row in rows)
-    images = sum(row.images_per_hour for row in rows)
-    lines.append(f"{ready} of {len(rows)} servers ready, {images:.0f} images an hour")
-    return "\n".join(lines)

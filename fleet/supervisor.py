@@ -21,13 +21,7 @@ OWN_FLAGS = {"--port", "--output-directory", "--temp-directory", "--cuda-device"
 
 
 def check_plan(plan: ServerPlan) -> None:
-    """Checks what can be checked before anything starts.
-
-    Raises:
-        SettingError: ComfyUI, its Python or the warm-up is not there, or ComfyUI's arguments have
-            one that a fleet sets.
-        UnavailableError: the system is not Linux.
-    """
+    """Raises SettingError for what cannot be used, and UnavailableError but on Linux."""
     if sys.platform != "linux":
         raise UnavailableError(
             "fleet needs Linux, where the servers end with the fleet: here, start ComfyUI once "
@@ -57,12 +51,7 @@ def check_plan(plan: ServerPlan) -> None:
 
 
 def find_cards(text: str) -> list[str]:
-    """Returns the cards of `--cards`: "all", "0,1", or "cpu:2" for two servers without one.
-
-    Raises:
-        SettingError: it means none.
-        UnavailableError: the machine has no such card.
-    """
+    """Returns the cards of `all`, `0,1` or `cpu:2`; raises SettingError, UnavailableError."""
     kind, _, count = text.partition(":")
     if kind == "cpu":
         if not (count or "1").isdecimal() or int(count or 1) < 1:
@@ -126,19 +115,8 @@ def check_ports(ports: Sequence[int], host: str = "127.0.0.1") -> None:
 def run_fleet(
     plan: ServerPlan, cards: Sequence[str], port: int, notify: Callable[[str], None]
 ) -> int:
-    """Runs a server for each card until SIGINT or SIGTERM.
-
-    The first signal drains the servers, a second one ends them at once.
-
-    Args:
-        port: of the first server; the next ones count upwards.
-        notify: gets a line for each change.
-
-    Returns:
-        The exit code: 0 after a signal, 1 where no server can be started.
-
-    Raises:
-        SettingError: bad input; nothing was started.
+    """Runs a server for each card until SIGINT or SIGTERM, which drains them; a second signal ends
+    them at once. Returns 0, or 1 where no server can be started; raises SettingError before.
     """
     check_plan(plan)
     host = listen_address(plan.arguments)
@@ -177,7 +155,6 @@ def run_fleet(
 
 @contextlib.contextmanager
 def on_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Calls `stop` for each SIGINT and SIGTERM."""
     before = {
         number: signal.signal(number, lambda *_: stop())
         for number in (signal.SIGINT, signal.SIGTERM)

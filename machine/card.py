@@ -49,14 +49,11 @@ class Capability:
 
     @property
     def usable(self) -> bool:
-        """Tells whether it works at all, with or without restriction."""
         return self.state is not State.NOT_USABLE
 
 
 @dataclass(frozen=True)
 class InstalledCard:
-    """One NVIDIA GPU."""
-
     name: str  # as the driver calls it, such as "NVIDIA L40S"
     sm: tuple[int, int]  # compute capability, (8, 9) on an L40S
     # What programs can allocate together. ECC has taken its share already: of an L40S's 48 GiB,
@@ -67,7 +64,6 @@ class InstalledCard:
     limit_watts: int = 0  # the power limit that is set; 0 when unknown
 
     def facts(self, no_int8: str = "") -> CardFacts:
-        """Gives what a plan needs to know of it."""
         return CardFacts(self.name, self.memory_bytes, self.sm, self.limit_watts, no_int8)
 
     def __str__(self) -> str:
@@ -85,8 +81,7 @@ class InstalledCards:
 
     usable: tuple[InstalledCard, ...] = ()  # in torch's order
     driver: str = ""  # the NVIDIA driver's version; empty when no driver answers
-    # Why `usable` is empty; else what torch warns of, such as a card that it has no kernels for.
-    why: Verdict = NOTHING
+    why: Verdict = NOTHING  # why `usable` is empty; else torch's warnings, such as of kernels
 
 
 def read_cards(torch: ModuleType | None) -> InstalledCards:

@@ -12,10 +12,7 @@ from .memory import available_memory
 
 def choose_device(requested: str) -> str:
     """Returns `cpu` or `cuda:N`; `auto` is the current CUDA card, or the CPU where there is none.
-
-    Raises:
-        SettingError: the name is not `auto`, `cpu`, `cuda` or `cuda:N`.
-        UnavailableError: the card that was asked for is not there.
+    Raises SettingError for another name, UnavailableError without that card.
     """
     match = re.fullmatch(r"auto|cpu|cuda(?::(\d+))?", requested)
     if not match:
@@ -37,11 +34,7 @@ def choose_device(requested: str) -> str:
 
 
 def card_to_measure(name: str, small: str) -> torch.device:
-    """Makes the device of `bench --device` the current one.
-
-    Raises:
-        UnavailableError: `auto` finds no card; the arguments `small` try it on a CPU.
-    """
+    """Makes the device of `bench` the current one; raises UnavailableError without a card."""
     chosen = choose_device(name)
     if chosen == "cpu" and name == "auto":
         raise UnavailableError(

@@ -1,9 +1,7 @@
 """Copies between two cards of this machine, and measures whether copies arrive and how fast.
 
-Copies go on streams of their own, card to card or through system RAM; copy engines do them, so
-that they take nothing of the tensor cores. With an IOMMU that translates, or ACS that redirects,
-the driver promises peer access and data never arrives. So a pattern goes from card to card and back
-at the start of every run.
+With an IOMMU that translates, or ACS that redirects, the driver promises peer access and data never
+arrives. So a pattern goes from card to card and back at the start of every run.
 """
 
 from __future__ import annotations
@@ -81,22 +79,8 @@ class CardOperations:
 
 
 class Route:
-    """Copies from one card to another, in order.
-
-    Whoever copies keeps the tensors alive until both cards have waited for the copy.
-
-    Args:
-        source, target: Cards.
-        peer: Whether they go from card to card; else through pinned system RAM, whose pieces
-            overlap both ways.
-        operations: What CUDA does; tests replace it.
-
-    Attributes:
-        out, into: Its streams on the source and on the target, or one where it needs no more.
-        landed: The event of the last copy.
-
-    Raises:
-        UnavailableError: No system RAM can be pinned, or no driver answers.
+    """Copies from one card to another, in order, or through pinned system RAM, whose pieces
+    overlap. Whoever copies keeps the tensors until both cards have waited. Raises UnavailableError.
     """
 
     def __init__(
@@ -117,13 +101,8 @@ class Route:
             weakref.finalize(self, stream.synchronize).atexit = False
 
     def copy(self, pairs: Iterable[Pair]) -> None:
-        """Copies once the current streams of both cards come to this point; nobody waits for it.
-
-        Args:
-            pairs: Contiguous (source, target) of equal bytes.
-
-        Raises:
-            ValueError: A pair differs in bytes.
+        """Copies pairs of contiguous (source, target), once the current streams of both cards come
+        to this point; nobody waits for it. Raises ValueError where a pair differs in bytes.
         """
         moves = _moves(pairs)
         current = self._operations.current
@@ -254,23 +233,16 @@ Speeds = tuple[Speed, Speed]  # from the first card to the second, and back
 
 
 class Link:
-    """What joins two cards: the routes both ways, and what was found out of them.
-
-    Args:
-        first, second: Two cards of this machine with their indices.
-        operations: As of `Route`.
-
-    Attributes:
-        reason: Why copies go through pinned system RAM, in one clause; empty where they go from
-            card to card.
-        damaged: Whether a pattern did not come back as it was; it is not tried again.
-    """
+    """What joins two cards: the routes both ways, and what was found out of them."""
 
     def __init__(self, first: torch.device, second: torch.device, operations: Any = None) -> None:
         self.cards = first, second
         self._operations = operations or CardOperations()
         self._routes: dict[bool, tuple[Route, Route]] = {}  # by whether from card to card
         self._speeds: dict[bool, Speeds] = {}
+        # reason: why copies go through pinned system RAM, in one clause; empty where they go from
+        # card to card.
+        # damaged: whether a pattern did not come back as it was; it is not tried again.
         self.reason, self.damaged = "", False
 
     @property
@@ -298,13 +270,9 @@ class Link:
         return self._both(self.peer)[self.cards.index(source)]
 
     def verify(self) -> None:
-        """Sends a pattern from card to card and back, on the streams that copy. Where it does not
-        come back as it was, all copies go through pinned system RAM from then on.
-
-        The first call measures what the link reaches, too, in about 0.2 s.
-
-        Raises:
-            RuntimeError: A card does not answer.
+        """Sends a pattern from card to card and back; where it is damaged, all copies go through
+        pinned system RAM. The first call also measures the link, in 0.2 s. Raises RuntimeError for
+        a failed card.
         """
         if not self.damaged:
             try:
@@ -315,11 +283,7 @@ class Link:
 
     @torch.inference_mode()
     def measure(self, peer: bool) -> Speeds | None:
-        """Measures both ways once; None where memory is short, and the next call tries again.
-
-        Args:
-            peer: Whether from card to card; else through pinned system RAM.
-        """
+        """Measures both ways once; None where memory is short, and the next call tries again."""
         if peer not in self._speeds:
             try:
                 self._speeds[peer] = self._measure(self._both(peer))
@@ -366,14 +330,7 @@ _links: dict[tuple[torch.device, torch.device], Link] = remembered({})
 
 
 def link_between(first: torch.device, second: torch.device, again: bool = False) -> Link:
-    """Returns the one link that this process has of two cards, in either order.
-
-    Args:
-        again: Whether to verify it also where that was done before.
-
-    Raises:
-        RuntimeError: A card does not answer.
-    """
+    """Returns this process's one link of two cards; raises RuntimeError for a failed card."""
     pair = tuple(sorted((first, second), key=str))
     link = _links.get(pair)
     if link is None or again:

@@ -107,14 +107,7 @@ def cgroup_available() -> int | None:
 
 
 class MappedPages:
-    """The pages of mapped files in this process, which it can give back when it has read them: they
-    stay in the system's page cache, and are mapped again by whoever reads them again.
-
-    Does nothing where the system does not list its mappings (Linux does).
-
-    Args:
-        files: those whose pages may go. What lies in any other memory is left alone.
-    """
+    """The pages of mapped files, which stay in the system's cache when they are given back."""
 
     def __init__(self, files: Iterable[Path]) -> None:
         names = {str(file.resolve()) for file in files}
@@ -160,12 +153,7 @@ def check_system_disk() -> Capability:
 
 
 def check_model_disk(folder: Path, more: Iterable[Path] = ()) -> Capability:
-    """Checks what is free and what is already there of the disk of models, against `MODEL_DISK`.
-
-    Args:
-        folder: Where models live; it need not exist yet.
-        more: Other folders of models, on this disk or another.
-    """
+    """Checks what is free and what is already there of the disk of models, against `MODEL_DISK`."""
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     free = shutil.disk_usage(existing).free
     there = sum(map(qwen_bytes, {folder, *more}))
@@ -193,7 +181,6 @@ def qwen_bytes(folder: Path) -> int:
 
 
 def hugging_face_cache() -> Path:
-    """Finds where huggingface_hub keeps downloads."""
     if find_spec("huggingface_hub") is None:
         return user_path("~/.cache/huggingface/hub")
     from huggingface_hub.constants import HF_HUB_CACHE

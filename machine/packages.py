@@ -74,11 +74,7 @@ KITCHEN_ATTENTION = replace(KITCHEN, needs="int8_attention")
 
 
 def check_package(package: Package, *, load: bool = True) -> tuple[Capability, ModuleType | None]:
-    """Finds one package and imports it; returns the module too when it was imported.
-
-    Args:
-        load: False looks at the version only, for a package whose own needs are missing.
-    """
+    """Finds one package and, unless `load` is False, imports it; returns the module too then."""
     package = package.present
     name = package.distribution
     install = f'pip install "{package.requirement}"'
@@ -105,7 +101,6 @@ def check_package(package: Package, *, load: bool = True) -> tuple[Capability, M
 
 
 def check_torch() -> tuple[Capability, ModuleType | None]:
-    """Checks torch as `check_package` does, with its CUDA build and cuDNN in the reason."""
     capability, torch = check_package(TORCH)
     return (capability, None) if torch is None else (torch_capability(torch), torch)
 
@@ -157,9 +152,7 @@ def check_triton(cards: InstalledCards) -> Capability:
 
 
 def triton_remedy() -> str:
-    """Writes the line that installs Triton on Windows into this Python: of ComfyUI's portable
-    build, of its desktop application, or of an environment.
-    """
+    """Writes the line that installs Triton on Windows into this Python, whoever made it."""
     python = Path(sys.executable)
     portable = python.parent.name == "python_embeded"
     shown = r"python_embeded\python.exe" if portable else f'"{python}"'
@@ -294,9 +287,7 @@ def is_newer_than_tested(version: str) -> bool:
 
 
 def models_folder(code: Path | None) -> Path | None:
-    """Finds where this ComfyUI keeps models: below its --base-directory, which holds this package
-    too, else below its code.
-    """
+    """Finds ComfyUI's models: below its --base-directory around this package, or its code."""
     nodes = _package().parent
     if nodes.name == "custom_nodes" and nodes not in extra_folders(code).get("custom_nodes", ()):
         return nodes.parent / "models"
@@ -313,9 +304,7 @@ def model_folders(models: Path, code: Path | None = None) -> dict[str, list[Path
 
 
 def extra_folders(code: Path | None) -> dict[str, list[Path]]:
-    """Reads {name: folders} of extra_model_paths.yaml as ComfyUI does; empty where there is none,
-    or where it cannot be read.
-    """
+    """Reads {name: folders} of extra_model_paths.yaml as ComfyUI does; empty without one."""
     if code is None or find_spec("yaml") is None:
         return {}
     import yaml

@@ -2,8 +2,7 @@
 
     {"version": 1, "cache": "~/measured", "attention": "fast", "gemm_fp8": "triton"}
 
-Inside ComfyUI it lies in its user folder, elsewhere in the user's configuration folder. Nothing of
-it comes from the environment: the registry's scan refuses a pack that reads that.
+Nothing comes from the environment: the registry's scan refuses a pack that reads that.
 """
 
 from __future__ import annotations
@@ -26,16 +25,9 @@ NAME, VERSION = "qwen-l40s.json", 1
 
 @dataclass(frozen=True)
 class Settings:
-    """Holds what a user sets once for a machine; empty is the default.
+    """Holds what a user sets once for a machine; empty is the default."""
 
-    Attributes:
-        cache: the folder for measurements; `~` is the user's, and a relative one lies beside the
-            file.
-        attention: a backend, for "auto".
-        gemm_fp8, gemm_int8: a backend of these products.
-    """
-
-    cache: str = ""
+    cache: str = ""  # for measurements; a relative path lies beside the file
     attention: str = ""
     gemm_fp8: str = ""
     gemm_int8: str = ""
@@ -60,7 +52,6 @@ def default_file() -> Path:
 
 
 def settings_file() -> Path:
-    """Names the file in use."""
     return _source if isinstance(_source, Path) else default_file()
 
 
@@ -84,11 +75,7 @@ def settings() -> Settings:
 
 
 def read_settings(path: Path) -> Settings:
-    """Reads a file; one that is not there is empty.
-
-    Raises:
-        SettingError: it is damaged, of a newer version, or has a setting that there is not.
-    """
+    """Reads a file, or nothing where it is missing; raises SettingError for a wrong one."""
     names = [field.name for field in fields(Settings)]
     remedy = f"write the version and any of {', '.join(names)}, or delete the file"
     try:

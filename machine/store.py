@@ -7,7 +7,6 @@ import json
 import logging
 import math
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from operator import itemgetter
@@ -15,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ..caches import remembered
-from ..errors import SettingError
-from ..files import read_bytes, user_path
+from ..errors import SettingError, UnavailableError
+from ..files import read_bytes, user_path, write_whole
 from ..planning.card_list import read_cards
 from ..planning.cards import Card, is_named
 from ..planning.phases import figure
@@ -41,16 +40,11 @@ def cache_folder() -> Path:
 
 
 def own_cards_path() -> Path:
-    """Finds the user's own list of cards, which need not exist."""
     return cache_folder() / CARDS
 
 
 def known_cards(path: Path | None = None) -> dict[str, Card]:
-    """Reads the cards of `planning.card_list.read_cards` by name.
-
-    Args:
-        path: a list of the user's own; by default that of the cache folder, where there is one.
-    """
+    """Reads the cards of `read_cards` by name, by default with the list in the cache folder."""
     if path is None and os.path.lexists(own_cards_path()):
         path = own_cards_path()
         if path.is_fifo():  # of a neighbour, which would block for ever
@@ -63,13 +57,6 @@ def known_cards(path: Path | None = None) -> dict[str, Card]:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The rates of one card with one driver and torch.
-
-    Attributes:
-        card: As the driver calls it.
-        date: Of the measurement, ISO 8601.
-    """
-
     card: str
     driver: str
     torch: str
@@ -85,10 +72,7 @@ class Calibration:
 
 
 def load_calibration(card: Card) -> Rates | None:
-    """Finds the newest measurement of a card; None where there is none.
-
-    A file that is damaged counts as empty and is logged once.
-    """
+    """Finds the newest measurement of a card, or None; a damaged file is logged once."""
     entries = read_calibrations(cache_folder())
     found = [entry for entry in entries if is_named(card, entry.card)]
     return max(found, key=lambda entry: entry.date).rates if found else None
@@ -105,11 +89,7 @@ def read_calibrations(folder: Path) -> list[Calibration]:
 
 
 def with_calibration(folder: Path, new: Calibration) -> str:
-    """Writes the folder's file anew, with a measurement instead of an older one of its kind.
-
-    Returns:
-        The text.
-    """
+    """Writes the folder's file anew, with a measurement instead of an older one of its kind."""
     others = [
         entry
         for entry in read_calibrations(folder)
@@ -206,16 +186,9 @@ def _save(path: Path, key: str, entry: Mapping[str, Any]) -> None:
     text = json.dumps({"version": VERSION, "measured": entries}, indent=1)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        try:
-            with open(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.replace(temporary, path)
-        except OSError:
-            os.unlink(temporary)
-            raise
-    except OSError as error:
-        _log(path, error.strerror or str(error))
+        write_whole(path, text.encode())
+    except (OSError, UnavailableError) as error:
+        _log(path, str(error))
 
 
 def _measured(path: Path) -> Any:

@@ -1,7 +1,5 @@
-"""Measures what the estimates need to know of this card, in under a minute.
-
-A product alone runs faster than among others, because a card at its power limit slows its clock
-down: what a block consists of is run together.
+"""Measures what the estimates need to know of this card, in under a minute. What a block consists
+of is run together: a product alone runs faster, because a card at its power limit slows down.
 """
 
 from __future__ import annotations
@@ -65,12 +63,10 @@ class CalibrationSizes(NamedTuple):
 
 
 def full_sizes(shape: TransformerShape) -> CalibrationSizes:
-    """Returns those of the published model at 1024x1024."""
     return CalibrationSizes(Pass(shape, StepTokens(TEXT_TOKENS, IMAGE_TOKENS)))
 
 
 def small_sizes(shape: TransformerShape) -> CalibrationSizes:
-    """Returns those that only show that it runs."""
     return CalibrationSizes(Pass(shape, StepTokens(8, 64)), ((16, 16),), (8, 64, 128), 2**20, 0.05)
 
 
@@ -78,18 +74,7 @@ def small_sizes(shape: TransformerShape) -> CalibrationSizes:
 def calibrate(
     device: torch.device, sizes: CalibrationSizes, say: Callable[[str], None]
 ) -> tuple[Calibration, dict[str, Verdict]]:
-    """Measures everything.
-
-    Args:
-        device: A card, or the CPU to try it.
-        say: Called with what is measured next.
-
-    Returns:
-        The rates, and {precision or `GRAPH`: why it is not among them}.
-
-    Raises:
-        UnavailableError: There is too little free memory.
-    """
+    """Measures rates, and {precision or `GRAPH`: why not}; raises UnavailableError."""
     try:
         return _calibrate(device, sizes, say)
     except torch.OutOfMemoryError as error:

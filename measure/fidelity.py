@@ -27,8 +27,6 @@ Distance = Callable[[np.ndarray, np.ndarray], float]
 
 
 class LayerError(NamedTuple):
-    """Says what quantizing one layer loses."""
-
     layer: str  # such as `transformer_blocks.0.attn.to_q`
     error: float  # relative, of its output
     outlier: float  # its largest activation, in root mean squares of the same pass
@@ -55,11 +53,8 @@ def _ratio(pieces: Sequence[torch.Tensor]) -> float:
 def measured_layers(
     transformer: torch.nn.Module, precision: str, keep: Sequence[str] = ()
 ) -> Iterator[list[LayerError]]:
-    """Multiplies every activation in the format too, inside of it, and compares.
-
-    Yields:
-        A list that holds the layers afterwards. Weights are rounded anew in each pass, which takes
-        time and no memory.
+    """Multiplies every activation in the format too, inside of it, and compares; the list holds the
+    layers afterwards. Weights are rounded anew in each pass, which takes no memory.
     """
     found: list[LayerError] = []
     modules = {name: transformer.get_submodule(name) for name in quantizable(transformer, keep)}
@@ -86,10 +81,7 @@ def measured_layers(
 
 
 def propose_keep(layers: Sequence[LayerError], target: float) -> list[LayerError]:
-    """Keeps layers until the others' summed error is at most `target`.
-
-    The most squared error for a byte first, which is the smallest set of layers of one size.
-    """
+    """Keeps layers of the most squared error a byte until the others' sum is at most `target`."""
     kept: list[LayerError] = []
     rest = sum(layer.error**2 for layer in layers)
     for layer in sorted(layers, key=lambda layer: -(layer.error**2) / max(1, layer.bytes)):

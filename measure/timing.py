@@ -41,8 +41,6 @@ EPS = 1e-6
 
 
 class MixPart(NamedTuple):
-    """Describes one call of a mix."""
-
     name: str  # of its figure
     call: Callable[[], Any]
     work: float  # operations, or bytes
@@ -62,11 +60,7 @@ class MixSum:
 
 
 def run_mix(parts: Sequence[MixPart], device: torch.device, seconds: float) -> dict[str, MixSum]:
-    """Runs the parts in their order, again and again, until the time is up.
-
-    Returns:
-        What the parts of each name did and took, without the beginning.
-    """
+    """Runs the parts in turn until the time is up; sums by name, without the beginning."""
     for part in parts:  # libraries choose their kernels, Triton compiles
         part.call()
     if device.type == "cuda":
@@ -110,10 +104,7 @@ def _round(parts: Sequence[MixPart], device: torch.device) -> Iterable[tuple[Mix
 
 
 class LaunchedBlocks:
-    """Holds blocks of `shape` that the executor runs as those of a model.
-
-    They have one set of weights in `precision`, bf16, fp8 or int8, which mean nothing.
-    """
+    """Holds blocks of `shape` that the executor runs, with one set of random weights."""
 
     def __init__(
         self,

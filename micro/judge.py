@@ -1,7 +1,5 @@
-"""Judges from pixels alone whether an image shows a scene: shapes, colours and places.
-
-The background is the median colour along the border; what differs from it falls into connected
-blobs, each with a median colour, a place, and the shape whose outline its edge follows best.
+"""Judges from pixels alone whether an image shows a scene: shapes, colours and places. What differs
+from the border's median colour falls into blobs, whose edges the outlines are compared with.
 """
 
 from __future__ import annotations
@@ -116,12 +114,7 @@ class _Blob:
 
 
 def adherence(image: Image.Image | np.ndarray, scene: Scene) -> Adherence:
-    """Compares an image with the scene that it should show.
-
-    Args:
-        image: PIL image, or uint8 / float array (H, W, 3) in 0..255.
-        scene: the scene, as `parse_prompt` reads it.
-    """
+    """Compares an image, of PIL or (H, W, 3) in 0..255, with the scene that it should show."""
     pixels = np.asarray(
         image.convert("RGB") if isinstance(image, Image.Image) else image, dtype=np.float32
     )
@@ -187,9 +180,7 @@ def _analyse(pixels: np.ndarray) -> tuple[str, list[_Blob]]:
 def _halfway(
     pixels: np.ndarray, rough: np.ndarray, level: np.ndarray, colour: np.ndarray
 ) -> tuple[np.ndarray, tuple[slice, slice]]:
-    """Cuts the mask, which a soft edge widens, where background and colour mix half and half;
-    returns its box in `rough`.
-    """
+    """Cuts a mask where background and colour mix half and half; returns its box in `rough`."""
     axis = colour - level
     mask = rough & ((pixels - level) @ axis > 0.5 * axis @ axis)
     box = ndimage.find_objects(mask.astype(np.int8))[0]

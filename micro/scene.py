@@ -156,7 +156,6 @@ _PLACE_WORDS = {"top", "bottom", "left", "right", "center"}
 
 
 def place_phrases(position: str) -> tuple[str, ...]:
-    """Lists the ways to say a place, each complete with its preposition."""
     if position == "center":
         return ("in the center", "at the center", "in the middle", "in the centre")
     if " " in position:

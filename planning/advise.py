@@ -1,7 +1,5 @@
-"""Finds the card that generates a load of images for the least money, rented all day.
-
-N images an hour at t seconds each need ceil(N t / 3600) cards, where t is the slow end of a range.
-`together` compares two uses of several cards of a machine: one image sooner, or many images.
+"""Finds the card that generates N images an hour for the least money, rented all day: at t seconds
+each, the slow end, it takes ceil(N t / 3600) cards. `together` compares two uses of several cards.
 """
 
 from __future__ import annotations
@@ -30,16 +28,9 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Offer:
-    """A card at a price.
-
-    Args:
-        found: of the request on it.
-        price: the listed one; None where it is the user's own.
-    """
-
     found: Estimate
     usd_per_hour: float
-    price: Price | None = None
+    price: Price | None = None  # the listed one; None where it is the user's own
 
     @property
     def name(self) -> str:
@@ -57,7 +48,6 @@ class Offer:
         return max(1, math.ceil(needed * (1 - ROUNDING)))
 
     def usd_for(self, images_per_hour: float, seconds: float | None = None) -> float:
-        """Gives US dollars for an image at a load, idle time included, on those cards."""
         return self.cards_for(images_per_hour, seconds) * self.usd_per_hour / images_per_hour
 
     def utilisation(self, images_per_hour: float) -> float:
@@ -68,16 +58,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class Advice:
-    """Cards for a load.
-
-    Args:
-        offers: of the cards that have a price and run it.
-        unpriced: names of cards that would run it and have no price.
-        refused: {name of a card that cannot run it: why}.
-
-    Raises:
-        SettingError: the load is not a finite number above 0, or beyond `LOADS`.
-    """
+    """Cards for a load; raises SettingError for a load beyond `LOADS`."""
 
     images_per_hour: float
     offers: Sequence[Offer]
@@ -125,15 +106,8 @@ def advise(
     own_prices: Mapping[str, float] | None = None,
     calibration_of: Callable[[Card], Rates | None] = lambda card: None,
 ) -> Advice:
-    """Estimates a request on every card, each in the setting that its plan recommends.
-
-    Args:
-        own_prices: {card's name: USD an hour} over those of the list, of which the cheapest on
-            demand counts.
-        calibration_of: gives what was measured on a card, or None.
-
-    Raises:
-        SettingError: a price is negative or no number, or the load is none.
+    """Estimates a request on every card, each in the setting that its plan recommends; `own_prices`
+    are {card's name: USD an hour} over those of the list. Raises SettingError.
     """
     own_prices = own_prices or {}
     offers, unpriced = [], []
@@ -160,13 +134,7 @@ COMMENT = "#"
 
 
 def read_prices(text: str, cards: Mapping[str, Card]) -> dict[str, float]:
-    """Reads {card's name in the list: USD an hour}; empty lines say nothing.
-
-    Raises:
-        SettingError: it is no text; or a line is no `card = price`, its card is unknown or was
-            there before, or its price is negative or no number; the message begins with the line's
-            number.
-    """
+    """Reads {card's name in the list: USD an hour}; raises SettingError with a line's number."""
     if not isinstance(text, str):
         raise SettingError(f"prices are {text!r} and must be a text of lines such as {EXAMPLE!r}.")
     prices: dict[str, float] = {}
@@ -211,28 +179,15 @@ CFG_SPLIT = Range(1.78, 1.88)
 
 @dataclass(frozen=True)
 class Together:
-    """One image on several cards of one kind, and many images on as many servers.
-
-    Attributes:
-        cards: How many.
-        links: Bytes a second each way: the least, the likely and the most.
-        assumed: Whether nobody has given the link.
-        prompts: How many are computed at once, each on its own cards: 2 with CFG.
-        refusal: Why one card computes a pass whatever it gains, in one clause; else empty.
-        likely: A pass at the likely link and the slowest of each card; None where one computes it.
-        gain: How many times as fast as one card the cards of a pass are, over all links.
-        alone: Seconds of an image on one card.
-        together: On all of them.
-        first_bytes, other_bytes: The most on the first card, and on each other one.
-    """
+    """One image on several cards of one kind, and many images on as many servers."""
 
     cards: int
-    links: tuple[float, float, float]
+    links: tuple[float, float, float]  # bytes a second each way: the least, the likely and the most
     assumed: bool
-    prompts: int
-    refusal: str
-    likely: SplitCost | None
-    gain: Range
+    prompts: int  # how many are computed at once, each on its own cards: 2 with CFG
+    refusal: str  # why one card computes a pass whatever it gains, in one clause; else empty
+    likely: SplitCost | None  # at the likely link and slow cards; None where one computes
+    gain: Range  # how many times as fast as one card the cards of a pass are, over all links
     alone: Range
     together: Range
     first_bytes: int
@@ -263,12 +218,8 @@ class Together:
 
 
 def together(found: Estimate, cards: int, link: float | None = None) -> Together | None:
-    """Estimates an image on several such cards; None where no times are known.
-
-    Args:
-        cards: at least 2; with CFG, half of them compute each prompt.
-        link: bytes a second each way between two cards, above 0; None for what PCIe is likely to
-            reach.
+    """Estimates an image on at least 2 such cards, of which half compute each prompt with CFG;
+    `link` is in bytes/s, None for PCIe's. None where no times are known.
     """
     scale = (found.card.pcie_bytes_per_second or PCIE_4) / PCIE_4
     links = tuple(scale * each for each in LINKS) if link is None else (link,) * 3

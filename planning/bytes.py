@@ -7,13 +7,12 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..caches import cached
-from ..errors import SettingError
 from ..families.parts import QWEN25_VL
 from ..families.protocol import StepTokens, TextEncoder
 from ..spec.formats import BYTES_PER_SCALE, BYTES_PER_WEIGHT, MIB, QUANTIZED
 from ..spec.sizes import COMPARED_AT_ONCE, MOST_TABLE_BYTES, RANKS_AT_ONCE, ROWS_AT_ONCE
 from ..spec.transformer import REFERENCE_TOKENS, TransformerShape
-from .request import EXACT, FAST, W4A8, RunRequest, Setting, replays_graph
+from .request import EXACT, FAST, W4A8, RunRequest, Setting, repaid_by
 from .step_cache import OFF
 
 BF16, FP32 = 2, 4
@@ -21,18 +20,11 @@ BF16, FP32 = 2, 4
 
 @dataclass(frozen=True)
 class WeightBytes:
-    """Holds what a loaded transformer takes, allocator rounding (512 bytes a tensor) left out.
+    """Holds what a loaded transformer takes, allocator rounding (512 bytes a tensor) left out."""
 
-    Args:
-        gemm: weight matrices of the layers that may be quantized.
-        modulation: weights and biases of `img_mod` and `txt_mod`, never quantized.
-        rest: everything else, with the biases of the quantizable layers.
-        scales: fp32 scales, one for each output row of a quantized layer.
-    """
-
-    gemm: int
-    modulation: int
-    rest: int
+    gemm: int  # weight matrices of the layers that may be quantized
+    modulation: int  # weights and biases of `img_mod` and `txt_mod`, never quantized
+    rest: int  # everything else, with the biases of the quantizable layers
     scales: int
 
     @property
@@ -51,23 +43,8 @@ class TransformerBytes(NamedTuple):
 def weight_bytes(
     shape: TransformerShape, precision: str, keep: frozenset[str] = frozenset()
 ) -> WeightBytes:
-    """Counts a transformer in one precision; equals the sum over its tensors exactly.
-
-    Args:
-        precision: a name in `BYTES_PER_WEIGHT`. In fp8 and int8 everything that is not a
-            quantizable layer is bf16.
-        keep: names of quantizable layers that stay bf16 in fp8 and int8.
-
-    Raises:
-        SettingError: `keep` names no quantizable layer.
-    """
-    layers = shape.quantizable_layers()
-    if unknown := sorted(keep - layers.keys()):
-        raise SettingError(
-            f"{unknown[0]!r} is not a layer that can be quantized: name linear layers of the "
-            f"attention or the MLPs, such as {next(iter(layers))!r}."
-        )
-    size = BYTES_PER_WEIGHT[precision]
+    """Counts a transformer exactly; in fp8 and int8 the quantizable layers but `keep` are so."""
+    layers, size = shape.quantizable_layers(), BYTES_PER_WEIGHT[precision]
     plain = 2 if precision in QUANTIZED else size
     gemm = scales = 0
     for name, (rows, columns) in layers.items():
@@ -118,14 +95,7 @@ GRAPH_WORKSPACES = 2 * 32 * MIB
 
 
 class StepBytes(NamedTuple):
-    """Activations of one forward pass at its worst moment.
-
-    Attributes:
-        first: Of the first step, which compares a block with the host's.
-        later: Of every other one.
-    """
-
-    first: int
+    first: int  # of the first step, which compares a block with the host's
     later: int
 
     @property
@@ -175,10 +145,7 @@ def input_bytes(request: RunRequest) -> int:
 
 
 def embedding_rows(request: RunRequest) -> tuple[int, int]:
-    """Counts (rows of the timestep embedding for the image stream, for the text) of one pass.
-
-    Edit-2511 modulates its references as at timestep zero, which doubles the first.
-    """
+    """Counts rows of the timestep embedding for (image, text); Edit-2511 doubles the first."""
     doubled = request.member.timestep_zero and request.references > 0
     return request.items * (2 if doubled else 1), request.items
 
@@ -206,12 +173,10 @@ def _row_bytes(request: RunRequest) -> int:
 
 
 def graph_bytes(request: RunRequest, setting: Setting) -> int:
-    """Counts CUDA graphs of the blocks, beside a pass without them; 0 where none is predicted.
-
-    They share one pool: the rows of the streams and of attention, which stay where they are from
-    replay to replay, and the modulation of one timestep.
+    """Counts CUDA graphs of the blocks, 0 where none is predicted. They share one pool: rows of the
+    streams and of attention, and the modulation of one timestep.
     """
-    if not replays_graph(request, setting):
+    if not repaid_by(request, setting):
         return 0
     rows = 2 * request.step_tokens.rows * request.transformer.dim * BF16
     rows += heads_bytes(request, setting.attention)
@@ -271,9 +236,7 @@ KEYS_AT_ONCE, SCALES_OF_QUERIES, SCALES_OF_KEYS = 128, 32, 4
 
 
 def heads_bytes(request: RunRequest, attention: str) -> int:
-    """Counts what attention in 8 bits makes beside its result: q, k and v in int8, and their
-    scales; 0 for exact attention.
-    """
+    """Counts int8 copies of q, k and v with scales for attention in 8 bits; 0 for exact."""
     if attention == EXACT:
         return 0
     head_dim, tokens = request.transformer.head_dim, request.step_tokens
@@ -349,11 +312,7 @@ PATCHES_PER_TOKEN = 4
 
 
 def text_encoder_bytes(request: RunRequest, precision: str) -> int:
-    """Counts the encoder's weights as loaded; fp8 and int8 are the language model's linears alone.
-
-    Args:
-        precision: bf16, fp8, int8 or w4a8. True sizes in `request.parts` stand above it.
-    """
+    """Counts the encoder's weights as loaded; in fp8 and int8 the language model's linears."""
     known = request.parts.text_encoder_bytes
     return encoder_bytes(request.member.text_encoder, precision) if known is None else known
 

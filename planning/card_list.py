@@ -32,21 +32,9 @@ OWN_PRICE = {"provider": "your own", "kind": "on demand", "date": "undated", "so
 
 
 def read_cards(path: Path | None = None) -> tuple[dict[str, str], dict[str, Card]]:
-    """Reads the bundled list, with the user's own over it.
-
-    Both are strict JSON of the form {"notes": {topic: text}, "cards": {name: {field: value}}}, with
-    the fields of `FIELDS`. Of a card that is known, by any of its names, the user's own list gives
-    only what differs, such as its prices: {"cards": {"L40S": {"prices": [...]}}}.
-
-    Args:
-        path: of the user's own list; None for the bundled one alone.
-
-    Returns:
-        ({topic: what the bundled list says of its figures}, the cards by name).
-
-    Raises:
-        SettingError: the file cannot be read, or a field is missing, unknown or of no use; the
-            message names file, card and field.
+    """Reads (notes on the bundled list, the cards by name), with the user's own list over it. That
+    is strict JSON with the fields of `FIELDS`, and gives only what differs: {"cards": {"L40S":
+    {"prices": [...]}}}. Raises SettingError, which names file, card and field.
     """
     notes, bundled = _listed(BUNDLED, {}, {})
     listed = bundled

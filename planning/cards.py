@@ -24,17 +24,10 @@ LEAST_SHOWN = 0.9
 
 @dataclass(frozen=True)
 class Price:
-    """The price of an hour of one card.
-
-    Attributes:
-        kind: "on demand", "from" (the lowest that a provider announces for it on demand), "spot",
-            "serverless" or "community" (somebody else's machine).
-        date: of the offer, year-month-day, or "undated".
-        source: where it was published.
-    """
-
     usd_per_hour: float
     provider: str
+    # "on demand", "from" (the lowest that a provider announces for it on demand), "spot",
+    # "serverless" or "community" (somebody else's machine).
     kind: str
     date: str
     source: str
@@ -42,38 +35,22 @@ class Price:
 
 @dataclass(frozen=True)
 class Card:
-    """One kind of card.
-
-    Attributes:
-        also: other names, the driver's among them.
-        capability: compute capability, (8, 9) on an L40S.
-        memory_bytes: what CUDA shows (torch's `total_memory`), less than nvidia-smi's figure.
-        bandwidth: of its memory, bytes/s.
-        dense_flops: peak FLOP/s by precision: bf16 and fp8 with fp32 accumulation, int8, and fp32
-            outside the tensor cores; without structured sparsity. Absent where there is none.
-        pcie_bytes_per_second: what its lanes carry one way. Copies reach less: 86 % on an H200.
-        prices: of the list or of the user's own; may be empty.
-        source: where the figures are from.
-        changed: whether the user's own list has other figures, on which times depend, than the
-            bundled list.
-        limit_watts: the power limit that is set on this machine's card; 0 for its own.
-        no_int8: as of `CardFacts`.
-    """
-
     name: str
     also: tuple[str, ...]
     architecture: str
-    capability: tuple[int, int]
-    memory_bytes: int
-    bandwidth: float
+    capability: tuple[int, int]  # compute capability, (8, 9) on an L40S
+    memory_bytes: int  # what CUDA shows (torch's `total_memory`), less than nvidia-smi's figure
+    bandwidth: float  # of its memory, bytes/s
     l2_bytes: int
+    # Peak FLOP/s by precision: bf16 and fp8 with fp32 accumulation, int8, and fp32 outside the
+    # tensor cores; without structured sparsity. Absent where there is none.
     dense_flops: Mapping[str, float]
-    pcie_bytes_per_second: float
+    pcie_bytes_per_second: float  # of its lanes, one way; 86 % of it on an H200
     tdp_watts: int
     prices: tuple[Price, ...]
     source: str
-    changed: bool = field(default=False, kw_only=True)
-    limit_watts: int = field(default=0, kw_only=True)
+    changed: bool = field(default=False, kw_only=True)  # by the user's list, so that times differ
+    limit_watts: int = field(default=0, kw_only=True)  # the one that is set; 0 for its own
     no_int8: str = field(default="", kw_only=True)
 
     def facts(self) -> CardFacts:
@@ -86,16 +63,8 @@ class Card:
 
 
 def find_card(name: str, cards: Mapping[str, Card], own_list: object = "cards.json") -> Card:
-    """Finds the card of a name, whatever case, spaces, order and vendor stand there.
-
-    A name may leave out what tells no model from another: "A6000", "4090". An RTX 5070 is no
-    RTX 5070 Ti. The driver's names are known.
-
-    Args:
-        own_list: where the user may describe a card, for the message.
-
-    Raises:
-        SettingError: no card is named so, or several are; the message suggests the nearest.
+    """Finds the card of a name, whatever case, spaces, order and vendor stand there, or raises
+    SettingError. What tells no model from another may be left out: "A6000", "4090", but no Ti.
     """
     wanted = words_of(name)
     short = (card.name for card in cards.values() if _is_short(wanted, card))
@@ -155,11 +124,7 @@ def cards_by_name(
     cards: Iterable[tuple[str, Iterable[str]]], where: str = ""
 ) -> dict[Words, list[str]]:
     """Returns {words of each name: the cards of it} of pairs of a card's name and its other names.
-
-    Cards that differ in the size of their memory alone may have a driver's name in common.
-
-    Raises:
-        SettingError: two other cards have one name; the message begins with `where`.
+    Of several cards of a name only the memory may differ; else it raises SettingError.
     """
     found: dict[Words, list[str]] = {}
     for name, also in cards:
@@ -189,20 +154,14 @@ def _nearest(wanted: Words, cards: Mapping[str, Card]) -> str:
 
 @dataclass(frozen=True)
 class UnlistedCard(Card):
-    """Name, memory and capability as the driver tells them; peaks, bandwidths and L2 are 0.
+    """Name, memory and capability as the driver tells them; peaks, bandwidths and L2 are 0."""
 
-    Attributes:
-        nearest: name of the listed card whose times are likely nearest.
-    """
-
-    nearest: str
+    nearest: str  # name of the listed card whose times are likely nearest
 
 
 def card_by_driver(facts: CardFacts, cards: Mapping[str, Card]) -> Card:
-    """Finds the listed card of a driver's name with the memory it shows, or an `UnlistedCard`.
-
-    Only a whole name counts: "NVIDIA A40" is a part of an A100 40GB's. Of several cards with that
-    name it is the one whose memory is nearest.
+    """Finds the listed card of a driver's whole name, or an `UnlistedCard`: "NVIDIA A40" is a part
+    of an A100 40GB's. Of several cards the nearest memory counts.
     """
 
     def difference(name: str) -> float:

@@ -72,12 +72,7 @@ MOST_SIDE, MOST_ITEMS = 2048, 2
 
 
 def basis_within(basis: Basis, request: RunRequest, setting: Setting) -> Basis:
-    """Says what the times of a request in a setting rest on.
-
-    Args:
-        basis: of the card's rates.
-        setting: what the plan has settled.
-    """
+    """Says what the times of a request in a setting rest on."""
     left_out = setting.precision in basis.left_out
     if basis.kind != "measured" or not (left_out or _beyond_the_runs(request, setting)):
         return basis
@@ -105,17 +100,11 @@ def _beyond_the_runs(request: RunRequest, setting: Setting) -> bool:
 
 
 class RunTimes(NamedTuple):
-    """How long an option's run takes, each from the fastest to the slowest that is to be expected.
-
-    Attributes:
-        phases: {name: seconds} of the first run.
-        cold_start: From the start of ComfyUI until all weights are on the card, from an NVMe disk.
-        bound: What bounds a step at the slowest, `times.CARD` or `times.PROCESSOR`.
-    """
+    """How long an option's run takes, each from the fastest to the slowest to expect."""
 
     phases: Mapping[str, Range]
-    cold_start: Range
-    bound: str
+    cold_start: Range  # from the start of ComfyUI and an NVMe disk until weights are there
+    bound: str  # what bounds a step at the slowest, `times.CARD` or `times.PROCESSOR`
 
 
 def run_times(option: PlanOption, slow: Rates, fast: Rates) -> RunTimes:
@@ -185,34 +174,18 @@ def _bytes_of_turns(option: PlanOption) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Memory, time and cost of a request on a card.
-
-    Attributes:
-        options: All of the plan; everything here is of the first: the recommended one, or what the
-            request names.
-        files: {model file of the option: bytes}.
-        host_memory: {what it is for: bytes}.
-        ram_bytes: Of the machine; None where nobody said.
-        times: None, as all times below, on a card that is neither listed nor calibrated.
-        own_usd_per_hour: The user's own price; None for the list's.
-        calibration: What the times rest on where the card was measured; else None.
-        stock: {what ComfyUI without this package runs: a step of it}.
-        notes: Sentences of the caller's; `charts.text` has those of an estimate.
-        card_note: Why it is of this card, where the user's own cannot be it; empty elsewhere.
-    """
-
     card: Card
     request: RunRequest
-    options: tuple[PlanOption, ...]
+    options: tuple[PlanOption, ...]  # of the plan; all below is of the first
     files: Mapping[str, int]
     host_memory: Mapping[str, int]
     basis: Basis
-    times: RunTimes | None = None
-    own_usd_per_hour: float | None = None
+    times: RunTimes | None = None  # None, as all below, on a card neither listed nor calibrated
+    own_usd_per_hour: float | None = None  # the user's own price; None for the list's
     calibration: Rates | None = None
-    stock: Mapping[str, Range] = field(default_factory=dict)
+    stock: Mapping[str, Range] = field(default_factory=dict)  # {format of stock ComfyUI: step}
     notes: tuple[str, ...] = ()
-    card_note: str = ""
+    card_note: str = ""  # why it is of this card, where the user's own cannot be it
     ram_bytes: int | None = None
 
     @property
@@ -221,9 +194,7 @@ class Estimate:
 
     @property
     def phases(self) -> Mapping[str, Phase]:
-        """Gives by name what really is on the card, with seconds where times are known. What each
-        phase would need is in `option.needs`.
-        """
+        """Gives by name what really is on the card; what each phase needs is in `option.needs`."""
         if self.times is None:
             return self.option.phases
         return {
@@ -247,7 +218,6 @@ class Estimate:
 
     @property
     def template(self) -> Template | None:
-        """Finds the workflow of this package for the run; None where the user has files."""
         request = self.request
         if request.parts != Parts():
             return None
@@ -255,7 +225,6 @@ class Estimate:
 
     @property
     def downloads(self) -> tuple[File, ...]:
-        """Lists the published files of the run; empty where the user has files."""
         if self.template is None:
             return ()
         member, setting = self.request.member, self.option.setting
@@ -324,9 +293,7 @@ class Estimate:
 
     @cached_property
     def safer(self) -> PlanOption | None:
-        """Finds, where it is tight, the setting nearest to bf16 that stays in VRAM and leaves
-        `TIGHT_BYTES`; None where nothing does, or nothing is tight.
-        """
+        """Finds, where it is tight, the setting nearest to bf16 that leaves `TIGHT_BYTES`."""
         if not self.tight:
             return None
         room = math.inf if self.ram_bytes is None else self.ram_bytes
@@ -351,7 +318,6 @@ class Estimate:
 
     @cached_property
     def faster(self) -> dict[str, Range]:
-        """Gives how many times as fast a step is as each one of stock ComfyUI."""
         ours = self.step_seconds
         ends = {
             name: sorted(theirs / own for theirs, own in zip(seconds, ours, strict=True))
@@ -365,9 +331,7 @@ class Estimate:
 
     @cached_property
     def image_seconds(self) -> Range | None:
-        """Gives one image of a run with a new prompt, when everything is loaded and the schedule's
-        modulation table is there.
-        """
+        """Gives one image with a new prompt, when models and the modulation's table are there."""
         return self.times and self._warm_seconds().times(1 / self.request.batch)
 
     @property
@@ -406,25 +370,8 @@ class Estimate:
         return sum(self.files.values()) + SOFTWARE_BYTES
 
 
-def check_price(usd_per_hour: Any) -> None:
-    """Refuses what is no price.
-
-    Raises:
-        SettingError: it is negative, infinite or no number.
-    """
-    if not _is_finite(usd_per_hour) or usd_per_hour < 0:
-        raise SettingError(
-            f"usd_per_hour is {usd_per_hour!r}: give the price of one GPU in USD per hour, 0 or "
-            "more."
-        )
-
-
 def check_positive(name: str, value: Any) -> None:
-    """Refuses what is no amount.
-
-    Raises:
-        SettingError: it is zero, negative, infinite or no number.
-    """
+    """Refuses what is no amount."""
     if not _is_finite(value) or value <= 0:
         raise SettingError(f"{name} is {value!r}: give a finite number above 0.")
 
@@ -448,20 +395,14 @@ def estimate(
     usd_per_hour: float | None = None,
     ram_bytes: int | None = None,
 ) -> Estimate:
-    """Answers for the first setting of the plan.
-
-    Args:
-        calibration: what `qwen-l40s bench --calibrate` measured on such a card.
-        usd_per_hour: of one card; without it the lowest price on demand in the card's list.
-        ram_bytes: the machine's system RAM; None asks for no verdict on it.
-
-    Raises:
-        SettingError: the price is negative or no number.
-        UnavailableError: the card does not compute what the request names.
-        DoesNotFitError: nothing that the request allows runs on the card.
+    """Answers for the first setting of the plan, without a price at the list's lowest on demand,
+    and without `ram_bytes` for any system RAM. Raises SettingError, and as `plan`.
     """
-    if usd_per_hour is not None:
-        check_price(usd_per_hour)
+    if usd_per_hour is not None and not (_is_finite(usd_per_hour) and usd_per_hour >= 0):
+        raise SettingError(
+            f"usd_per_hour is {usd_per_hour!r}: give the price of one GPU in USD per hour, 0 or "
+            "more."
+        )
     options = plan(card.facts(), request)
     if ram_bytes is not None:
         options = _within(ram_bytes, options)

@@ -70,14 +70,8 @@ IMAGE_COPIES = 2
 
 
 def host_memory(request: RunRequest, setting: Setting, *, moved_bytes: int = 0) -> dict[str, int]:
-    """Counts {what it is for: bytes of system RAM}.
-
-    Weights stay in their files, which ComfyUI maps, wherever they wait: the system caches what
-    memory is left for. Counted are copies, and what streams to the card in each forward pass.
-
-    Args:
-        moved_bytes: of the transformer, what the plan's option brings to the card in each forward
-            pass; it waits in system RAM, where a copy that was quantized on load is already.
+    """Counts {what it is for: bytes of system RAM}: copies, and what streams to the card in each
+    forward pass, `moved_bytes`, unless it is a copy already. The system maps and caches files.
     """
     weights = transformer_bytes(request, setting)
     parts = {"ComfyUI, torch and CUDA": PROGRAM_BYTES}
@@ -139,27 +133,17 @@ START = Range(12.6, 17.4)
 
 
 class Load(NamedTuple):
-    """The work of a load, in bytes.
+    """The work of a load, in bytes."""
 
-    Attributes:
-        read: Of the files that hold full precision.
-        read_quantized: Of the files that are quantized already.
-        quantized: In bf16, of the weights that are quantized on load.
-        brought: Of the transformer's weights that go to the card, in full precision.
-        brought_8_bits: Of those of a transformer in 8 bits, as loaded.
-        to_card: As loaded, of the others.
-    """
-
-    read: int
-    read_quantized: int = 0
-    quantized: int = 0
-    brought: int = 0
-    brought_8_bits: int = 0
-    to_card: int = 0
+    read: int  # of the files that hold full precision
+    read_quantized: int = 0  # of the files that are quantized already
+    quantized: int = 0  # in bf16, of the weights that are quantized on load
+    brought: int = 0  # of the transformer's weights that go to the card, in full precision
+    brought_8_bits: int = 0  # of those of a transformer in 8 bits, as loaded
+    to_card: int = 0  # as loaded, of the others
 
 
 def load_of(option: PlanOption) -> Load:
-    """Counts the load of a plan's option."""
     request, setting, phase = option.request, option.setting, option.phases["load"]
     files = model_files(request, setting)
     made = made_on_load(request, setting)
@@ -180,13 +164,8 @@ def load_of(option: PlanOption) -> Load:
 
 
 def load_seconds(load: Load, rates: Rates, *, cold: bool = False) -> Range:
-    """Predicts the time of weights from their files to where they stay, by loads on an H200's host.
-
-    A file that is read for the first time takes at least the disk's time. At most it takes the
-    disk's time, then the way from memory: without dynamic VRAM the two do not overlap.
-
-    Args:
-        cold: whether the files are on an NVMe disk, and not in memory already.
+    """Predicts the time of weights from their files to where they stay. A `cold` file takes at
+    least the disk's time, and at most that and the way from memory, without dynamic VRAM.
     """
     memory = READ.times(load.read) + READ_QUANTIZED.times(load.read_quantized)
     memory += _linked(QUANTIZING, rates).times(load.quantized)

@@ -41,31 +41,19 @@ MOST = 4096  # of everything that is counted
 
 @dataclass(frozen=True)
 class Option:
-    """One option of a request.
-
-    Attributes:
-        name: of a node's input.
-        default: its type is the option's.
-        help: the tooltip and the text of `--help`.
-        choices: of a text.
-        least, most, step: of a number; no step is the type's own.
-        wired: what a node with sockets adds: what a connected part changes.
-        flag: of the command line; None where it has none, empty for `--name`.
-        rare: whether few people change it.
-        added: whether it came later. Nodes have it last and optional, because saved graphs hold
-            the values of widgets by their places.
-    """
-
     name: str
-    default: Any
+    default: Any  # its type is the option's
     help: str
     choices: tuple[str, ...] = ()
+    # least, most, step: of a number; no step is the type's own.
     least: float = 0
     most: float = MOST
     step: float | None = None
-    wired: str = ""
-    flag: str | None = ""
+    wired: str = ""  # what a node with sockets adds: what a connected part changes
+    flag: str | None = ""  # of the command line; None where it has none, empty for `--name`
     rare: bool = False
+    # Whether it came later. Nodes have it last and optional, because saved graphs hold the values
+    # of widgets by their places.
     added: bool = False
 
 
@@ -252,17 +240,11 @@ OPTIONS = (
 
 @dataclass(frozen=True)
 class Older:
-    """What a setting was called in an earlier release.
-
-    Attributes:
-        name: of the input.
-        values: {older value: the value of today}.
-        flag: of the command line; None where it had none.
-    """
+    """What a setting was called in an earlier release."""
 
     name: str
-    values: Mapping[str, str] = field(default_factory=dict)
-    flag: str | None = None
+    values: Mapping[str, str] = field(default_factory=dict)  # {older value: the value of today}
+    flag: str | None = None  # of the command line; None where it had none
 
 
 # {name of today: what it was before}, for nodes, command line and page. A node that has one of them
@@ -327,11 +309,7 @@ def labelled(name: str, choice: str) -> str:
 
 
 def todays(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Gives settings their names and values of today; names that no option has are left out.
-
-    Raises:
-        SettingError: an older name and that of today say different things.
-    """
+    """Gives settings today's names and values; raises SettingError where both names differ."""
     found = {}
     for option in OPTIONS:
         older = OLDER.get(option.name)
@@ -361,12 +339,7 @@ def options(*, rare: bool = False, added: bool = False) -> Iterator[Option]:
 
 
 def request_settings(**given: Any) -> dict[str, Any]:
-    """Makes arguments of `RunRequest` of options; what is left out is the option's default.
-
-    Raises:
-        SettingError: the ControlNet's size is negative or not finite, or the schedule is another
-            family's or has other steps.
-    """
+    """Makes arguments of `RunRequest` of options and their defaults, or raises SettingError."""
     settings = {option.name: option.default for option in OPTIONS} | given
     _take_schedule(settings, settings.pop("schedule"))
     controlnet_gib = settings.pop("controlnet_gib")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from ..errors import UnavailableError
 from ..families.registry import find_member
 from ..spec.formats import GIB, MIB
 from ..spec.transformer import ON_CARD, REFERENCE_SIDE
@@ -55,23 +54,14 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True)
 class Phase:
-    """The card at the worst moment of one phase, in bytes.
-
-    Attributes:
-        name: One of `PHASES`.
-        weights: Of the part that works: text encoder, modulation on its way, transformer, VAE.
-        activations: Tensors that come and go.
-        workspace: What GEMMs and convolutions take besides them, and the allocator's rounding.
-        context: The CUDA context, kernels, cuBLAS and cuDNN.
-        resident: {what else stays in VRAM: bytes}.
-    """
+    """The card at the worst moment of one phase, in bytes."""
 
     name: str
-    weights: int
+    weights: int  # of the part that works: text encoder, modulation on its way, transformer, VAE
     activations: int
-    workspace: int
+    workspace: int  # what GEMMs and convolutions take besides them, and the allocator's rounding
     context: int
-    resident: Mapping[str, int] = field(default_factory=dict)
+    resident: Mapping[str, int] = field(default_factory=dict)  # {what else stays in VRAM: bytes}
     seconds: Range | None = None
 
     @property
@@ -81,7 +71,6 @@ class Phase:
 
     @property
     def card_bytes(self) -> int:
-        """Counts everything that is on the card."""
         return self.peak_bytes + self.context + sum(self.resident.values())
 
     @property
@@ -111,9 +100,7 @@ def least_weights(request: RunRequest, weights: int) -> int:
 
 
 def within(phase: Phase, usable: int) -> Phase:
-    """Moves what does not fit off the card: from the other parts first, then from the part that
-    works.
-    """
+    """Moves off the card what does not fit: from other parts, then from the part that works."""
     over, resident = phase.card_bytes - usable, dict(phase.resident)
     if over <= 0:
         return phase
@@ -129,35 +116,18 @@ def within(phase: Phase, usable: int) -> Phase:
 # Counted for ComfyUI from the second image on, when every part that is to stay in VRAM is
 # there. The workspace and the CUDA context are the two figures that are measured and not counted.
 
-# Where `measured.json` gives none, on which the loaders' choice shall not depend: an H200's.
-WORKSPACE_BYTES, CONTEXT_BYTES = 0.05 * GIB, 0.74 * GIB
 # What ComfyUI leaves free on Linux (comfy.model_management.EXTRA_RESERVED_VRAM); Windows: 600 MiB.
 KEPT_FREE_BYTES = 400 * MIB
 # Modulation layers on the card while their weights pass it: one computes, one is on its way.
 LAYERS_ON_CARD = 2
 
 
-class Overhead(NamedTuple):
-    """Fitted bytes: workspaces while sampling, and the CUDA context."""
-
-    workspace: int
-    context: int
-
-
 def phases(
     request: RunRequest, setting: Setting, card_bytes: int | None = None
 ) -> dict[str, Phase]:
-    """Counts every phase of a run by name, in order; their `seconds` are left open.
-
-    Args:
-        request: what is run.
-        setting: how. Where it is resident, all is there that is to stay, whether it fits or not;
-            where not, what really is on the card: the rest is moved to it when its turn comes.
-        card_bytes: what CUDA shows of the card; by it the decoder plans its tiles. None where
-            memory is no concern.
-
-    Raises:
-        UnavailableError: the image does not decode on the card even alone.
+    """Counts every phase of a run by name, in order, without seconds. A resident setting has all
+    there that is to stay; else the rest moves to the card when its turn comes. The decoder plans
+    tiles by `card_bytes`, None for no limit. Raises UnavailableError where the image never decodes.
     """
     found = steps(request, setting, card_bytes)
     decode = decoding(request, setting, found["sampling"], card_bytes)
@@ -166,7 +136,8 @@ def phases(
 
 def steps(request: RunRequest, setting: Setting, card_bytes: int | None = None) -> dict[str, Phase]:
     """Counts the phases before decoding, as `phases`: no tiles have to be planned for them."""
-    overhead, place = _overhead(), setting.text_encoder_place
+    place, measured = setting.text_encoder_place, constants()
+    workspace, context = int(measured.workspace), int(measured.context)
     weights = transformer_bytes(request, setting)
     on_card = weights.total - (weights.modulation if setting.off_card else 0)
     text = text_encoder_bytes(request, setting.text_encoder)
@@ -183,7 +154,7 @@ def steps(request: RunRequest, setting: Setting, card_bytes: int | None = None) 
     usable = None if card_bytes is None else card_bytes - KEPT_FREE_BYTES
     moves = usable is not None and not setting.resident
     if moves:
-        room = usable - activations - sum(overhead) - sum(stays.values())
+        room = usable - activations - workspace - context - sum(stays.values())
         text_stays = min(text_stays, max(0, room - least_weights(request, on_card)))
         sampled = min(on_card, max(0, room - text_stays))
     stays["text encoder"] = text_stays
@@ -193,24 +164,34 @@ def steps(request: RunRequest, setting: Setting, card_bytes: int | None = None) 
         weights: int,
         activations: int,
         resident: Mapping[str, int],
-        workspace: int = overhead.workspace,
+        workspace: int = workspace,
     ) -> Phase:
         there = {part: count for part, count in resident.items() if count}
-        return Phase(name, weights, activations, workspace, overhead.context, there)
+        return Phase(name, weights, activations, workspace, context, there)
 
+    encoding, there = encoding_bytes(request), {**stays, "text encoder": 0, "transformer": sampled}
+    if place == ON_PROCESSOR:
+        text = encoding = 0
+    if place in (DROPPED, STREAMED):
+        # The transformer's turn is over, or has not come yet.
+        there = {name: stays[name] for name in ("VAE", *others)}
+    if request.references:
+        side = REFERENCE_SIDE // request.vae.pixels
+        encoding = max(encoding, encode_peak_bytes(request.vae, side, side, BF16))
+    if place == STREAMED and usable is None:  # the least that it needs
+        text = min(text, BLOCKS_ON_CARD * -(-text // request.member.text_encoder.layers))
     # What passes while the modulation's table is filled, two layers at a time where it waits off
-    # the card.
+    # the card. All rows go at once through a layer, and once more for the first layer's proof.
+    rows, dim = request.transformer.block.modulation_rows, request.transformer.dim
+    filling = input_bytes(request) + BF16 * table_rows(request) * dim * (1 + 3 * rows)
     passing = min(weights.modulation, sampled)
     if setting.off_card:
-        rows, dim = request.transformer.block.modulation_rows, request.transformer.dim
         passing = min(weights.modulation, LAYERS_ON_CARD * rows * dim * (dim + 1) * BF16)
     waiting = sampled if setting.off_card else sampled - passing
     found = {
         "load": phase("load", sampled, 0, {**stays, "modulation table": 0}, workspace=0),
-        "text": _text(request, setting, text, sampled, stays, others, usable, phase),
-        "tables": phase(
-            "tables", passing, _table_activations(request), {**stays, "transformer": waiting}
-        ),
+        "text": phase("text", text, encoding, there, workspace if encoding else 0),
+        "tables": phase("tables", passing, filling, {**stays, "transformer": waiting}),
         "sampling": phase("sampling", sampled, activations, stays),
     }
     if moves:
@@ -223,9 +204,7 @@ def steps(request: RunRequest, setting: Setting, card_bytes: int | None = None) 
 def decoding(
     request: RunRequest, setting: Setting, sampling: Phase, card_bytes: int | None
 ) -> Phase:
-    """Counts the decoder with what stays in VRAM after sampling. What it lacks, ComfyUI moves
-    off the card first.
-    """
+    """Counts the decoder with what stays after sampling; what it lacks, ComfyUI moves first."""
     vae, context = vae_bytes(request), sampling.context
     resident = {**sampling.resident, "transformer": sampling.weights, "VAE": 0, GRAPHS: 0}
     usable = free = None
@@ -258,9 +237,7 @@ def _with_graphs(phase: Phase, request: RunRequest, setting: Setting, usable: in
 
 
 def transformer_bytes(request: RunRequest, setting: Setting) -> TransformerBytes:
-    """Counts the transformer's weights in the setting's precision; true sizes in `request.parts`
-    stand above what its shape tells.
-    """
+    """Counts the weights in the setting's precision; true sizes stand above the shape's."""
     counted, parts = weight_bytes(request.transformer, setting.precision), request.parts
     if setting.packed and parts.packed is not None:
         return TransformerBytes(*parts.packed)
@@ -275,9 +252,7 @@ def vae_bytes(request: RunRequest) -> int:
 
 
 def others_bytes(request: RunRequest, setting: Setting) -> dict[str, int]:
-    """Counts {family and precision: bytes} of the models that stay in VRAM beside the one that
-    runs. A text encoder or VAE that several have is there once.
-    """
+    """Counts {family and precision: bytes} of other models; what several have is there once."""
     member, found = request.member, {}
     encoders, vaes = {member.text_encoder}, {member.vae}
     for family, precision in request.others:
@@ -292,45 +267,3 @@ def others_bytes(request: RunRequest, setting: Setting) -> dict[str, int]:
         name = f"{family} in {precision}"
         found[name] = found.get(name, 0) + count
     return found
-
-
-def _text(
-    request: RunRequest,
-    setting: Setting,
-    encoder: int,
-    transformer: int,
-    stays: Mapping[str, int],
-    others: Mapping[str, int],
-    usable: int | None,
-    phase: Callable[..., Phase],
-) -> Phase:
-    place = setting.text_encoder_place
-    resident = {**stays, "text encoder": 0, "transformer": transformer}
-    activations = encoding_bytes(request)
-    if place == ON_PROCESSOR:
-        encoder = activations = 0
-    if place in (DROPPED, STREAMED):
-        # The transformer's turn is over, or has not come yet.
-        resident = {name: stays[name] for name in ("VAE", *others)}
-    if request.references:
-        side = REFERENCE_SIDE // request.vae.pixels
-        activations = max(activations, encode_peak_bytes(request.vae, side, side, BF16))
-    if place == STREAMED and usable is None:  # the least that it needs
-        encoder = min(encoder, BLOCKS_ON_CARD * -(-encoder // request.member.text_encoder.layers))
-    without = {} if activations else {"workspace": 0}
-    return phase("text", encoder, activations, resident, **without)
-
-
-def _table_activations(request: RunRequest) -> int:
-    # The first step waits for it: the input of its first block is there. All rows go at once
-    # through a layer, and once more for the first layer's proof.
-    dim, rows = request.transformer.dim, request.transformer.block.modulation_rows
-    return input_bytes(request) + BF16 * table_rows(request) * dim * (1 + 3 * rows)
-
-
-def _overhead() -> Overhead:
-    try:
-        found = constants()
-    except UnavailableError:
-        return Overhead(int(WORKSPACE_BYTES), int(CONTEXT_BYTES))
-    return Overhead(int(found.workspace), int(found.context))

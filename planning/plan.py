@@ -47,41 +47,24 @@ WIDE = BYTES_PER_WEIGHT["bf16"]
 
 
 def auto_precision(card: CardFacts | None) -> str:
-    """Names what `auto` makes of weights in full precision: int8 with rotation on every NVIDIA card
-    on which its products run, else bf16.
-
-    Args:
-        card: None where there is no NVIDIA card.
+    """Names what `auto` makes of weights in full precision: int8 with rotation where the NVIDIA
+    card runs its products, else bf16. None is no such card.
     """
     return "int8" if card is not None and card.runs("int8") else "bf16"
 
 
 def left_as_stored(requested: str, needed: int, room: int) -> bool:
-    """Tells whether `auto` takes a file as it is, because system RAM has no room for what a load
-    rounds.
-
-    Args:
-        requested: a precision, or `AUTO`.
-        needed: bytes of system RAM that the load takes.
-        room: bytes that there are.
-    """
+    """Tells whether `auto` keeps a file as it is: system RAM has no room to round it."""
     return requested == AUTO and needed > room
 
 
 @dataclass(frozen=True)
 class PlanOption:
-    """One way to run a request on a card.
-
-    Attributes:
-        request: What runs, with the transformer's sizes in the setting's precision.
-        setting: What the plan settles. Where it is not resident, the host moves what does not stay.
-        asked: What the plan is for, of which `request` and `setting` settle what is "auto".
-    """
-
     card: CardFacts
-    request: RunRequest
-    setting: Setting
+    request: RunRequest  # what runs, with the transformer's sizes in the setting's precision
+    setting: Setting  # not resident: the host moves what does not stay
     recommended: bool = False
+    # What the plan is for, of which `request` and `setting` settle what is "auto".
     asked: Question | None = field(default=None, repr=False)
 
     @property
@@ -100,21 +83,12 @@ class PlanOption:
 
     @cached_property
     def phases(self) -> Mapping[str, Phase]:
-        """Counts the card in each phase as it runs, never fuller than it is large.
-
-        Raises:
-            UnavailableError: the image does not decode on the card even alone.
-        """
+        """Counts the card in each phase; raises UnavailableError where the image never decodes."""
         return phases(self.request, self.setting, self.card.total_bytes)
 
     @cached_property
     def needs(self) -> Mapping[str, int]:
-        """Counts {phase: bytes that the card would need for all to stay that is to}; CUDA graphs
-        are given up before anything leaves.
-
-        Raises:
-            UnavailableError: as of `phases`.
-        """
+        """Counts {phase: bytes for all to stay that is to}; CUDA graphs are given up before."""
         stays = replace(self.setting, resident=True)
         sampling, total = self._steps["sampling"], self.card.total_bytes
         decode = decoding(self.request, stays, sampling, total)
@@ -167,9 +141,7 @@ class PlanOption:
 
     @property
     def least_bytes(self) -> int:
-        """Counts the smallest card on which a run's phases before the decoder's go through, with
-        all weights moved that can be.
-        """
+        """Counts the smallest card for all phases but the decoder's, with weights that move."""
         least = {name: within(phase, 0).needed_bytes for name, phase in self._steps.items()}
         least["sampling"] += least_weights(self.request, self.weights_bytes)
         return max(least.values()) + KEPT_FREE_BYTES
@@ -334,9 +306,8 @@ class Question:
 def plan_with_room(
     asked: Question, spare: int, runs: Callable[[PlanOption], bool]
 ) -> PlanOption | None:
-    """Finds the first setting that stays in VRAM, leaves so many bytes free and runs.
-
-    What the question names is kept if it can be; None where even free choice leaves less.
+    """Finds the first setting that stays in VRAM, leaves so many bytes free and runs, or None. What
+    the question names is kept if it can be.
     """
     for case in (asked, replace(asked, request=_unnamed(asked.request, asked.stored))):
         with contextlib.suppress(UnavailableError):  # it does not decode
@@ -352,12 +323,7 @@ def sized(
     stored: str | None = None,
     known_sizes: Mapping[str, TransformerBytes] | None = None,
 ) -> RunRequest:
-    """Returns a request whose parts have the transformer's sizes in a precision.
-
-    Args:
-        stored: the precision that the sizes in `request.parts` are of; None for the request's.
-        known_sizes: {precision: sizes} that stand above these.
-    """
+    """Returns a request with its sizes in a precision; the sizes that it has are of `stored`."""
     known = (known_sizes or {}).get(precision)
     if known is None and stored is None:
         known = published_bytes(request, precision)
@@ -379,9 +345,7 @@ def encoder_precisions(request: RunRequest) -> tuple[str, ...]:
 
 
 def published_bytes(request: RunRequest, precision: str) -> TransformerBytes | None:
-    """Counts the published file in a quantized precision, whose modulation is quantized too; None
-    where none is published, or the user has a file.
-    """
+    """Counts the published file in a quantized precision, if any, unless the user has a file."""
     file = request.member.files.get(precision)
     if request.parts.at_hand or file is None or precision not in QUANTIZED:
         return None
@@ -391,15 +355,7 @@ def published_bytes(request: RunRequest, precision: str) -> TransformerBytes | N
 
 
 def check_tensor_cores(name: str, card: CardFacts, choices: tuple[str, ...]) -> None:
-    """Refuses a demand alone: weights that are quantized already save memory on any card.
-
-    Args:
-        name: a precision that was asked for by name.
-        choices: what else could be asked for.
-
-    Raises:
-        UnavailableError: the card does not multiply it.
-    """
+    """Raises UnavailableError where the card does not multiply a precision that was named."""
     if card.multiplies(name):
         return
     others = [other for other in choices if other != name and card.multiplies(other)]

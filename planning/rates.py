@@ -1,13 +1,8 @@
 """Gives the rates of a card, for products and bytes: measured, or a range by data sheet.
 
-Eight numbers of the estimates are fitted, all from what a card measured.
-
-`bench/fit.py` fits them on one half of the runs in `measured.json` and writes them there with
-their errors on both halves; nothing else in an estimate is fitted.
-
-Figures of the host and its link are no fits: each was measured once, on the host of an H200, and is
-taken for every machine. What is predicted says so where it stands. What other cards reach of their
-data sheets' peaks is in `public.json` by class of card, with the figures that it comes from.
+The constants of `measured.json`, which `bench/fit.py` fits to one half of its runs, are the only
+fits in an estimate. Figures of the CPU and its link were measured once, on an H200's machine. The
+shares of their peaks that other cards reach are in `public.json`, with the figures behind them.
 """
 
 from __future__ import annotations
@@ -19,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..caches import cached
-from ..errors import SettingError, UnavailableError
+from ..errors import SettingError
 from ..spec.formats import KITCHEN_INT8, MULTIPLIED
 from .cards import Card, is_named
 from .request import EXACT
@@ -30,24 +25,16 @@ PUBLIC = Path(__file__).with_name("public.json")
 
 @dataclass(frozen=True)
 class Constants:
-    """How much of a card's dense peaks the programs reach, and what memory cannot be counted.
+    """How much of a card's dense peaks the programs reach, and what memory cannot be counted."""
 
-    Attributes:
-        gemm_bf16, gemm_fp8, gemm_int8: Of the precision's own peak.
-        attention: Of the bf16 peak.
-        bandwidth: Of the memory's.
-        convolution: Of the bf16 peak, in the VAE.
-        workspace: Bytes besides weights and activations while sampling.
-        context: Bytes of the CUDA context, kernels and libraries.
-    """
-
+    # gemm_bf16, gemm_fp8, gemm_int8: of the precision's own peak.
     gemm_bf16: float
     gemm_fp8: float
     gemm_int8: float
-    attention: float
+    attention: float  # of the bf16 peak
     bandwidth: float
-    convolution: float
-    workspace: float
+    convolution: float  # of the bf16 peak, in the VAE
+    workspace: float  # bytes besides weights and activations while sampling
     context: float
 
     def gemm(self, precision: str) -> float:
@@ -59,80 +46,35 @@ CONSTANT_NAMES = tuple(field.name for field in fields(Constants))
 
 @cached
 def measured() -> Mapping[str, Any]:
-    """Reads `measured.json`: conditions, constants, their errors, runs and loads.
-
-    Raises:
-        UnavailableError: the file is not there or damaged.
-    """
-    return _read(MEASURED)
-
-
-def _read(file: Path) -> Mapping[str, Any]:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(found, dict):
-            raise ValueError("no JSON object")
-    except (OSError, ValueError) as error:
-        raise UnavailableError(
-            f"{file.name} cannot be read ({error}), and estimates need it: install the package "
-            "again."
-        ) from error
-    return found
+    """Reads `measured.json`: conditions, constants, their errors, runs and loads."""
+    return json.loads(MEASURED.read_text(encoding="utf-8"))
 
 
 @cached
 def constants() -> Constants:
-    """Reads the fitted constants.
-
-    Raises:
-        UnavailableError: as `measured`; or a constant is missing.
-    """
-    found = measured().get("constants", {})
-    if missing := [name for name in CONSTANT_NAMES if not _is_figure(found.get(name))]:
-        raise UnavailableError(
-            f"{MEASURED.name} has no constant {missing[0]}: install the package again, or run "
-            "`python -m qwen_l40s.bench.fit` in a clone."
-        )
-    return Constants(**{name: float(found[name]) for name in CONSTANT_NAMES})
-
-
-def _is_figure(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
+    return Constants(**measured()["constants"])
 
 
 @dataclass(frozen=True)
 class CardClass:
-    """What cards of one kind reach, as (slowest, fastest) shares of their dense peaks.
-
-    Attributes:
-        source: Whose figures that comes from, with the date; empty where nobody has published one.
-        within: How far the measured card's constants are off; 0 where the shares below count.
-        gemm: By precision.
-        attention, convolution: Of the bf16 peak.
-        bandwidth: Of the memory's.
-        vae: Time of our VAE layers in that of ComfyUI's.
-        stock: {"int8", "fp8", "attention": time of ComfyUI's own kernels in that of ours}.
-    """
+    """What cards of one kind reach, as (slowest, fastest) shares of their dense peaks."""
 
     name: str
-    source: str
-    within: float
+    source: str  # whose figures, with the date; empty where nobody has published one
+    within: float  # how far the measured card's constants are off; 0 where the shares below count
     gemm: Mapping[str, Sequence[float]]
+    # attention, convolution: of the bf16 peak.
     attention: Sequence[float]
     bandwidth: Sequence[float]
     convolution: Sequence[float]
-    vae: float
-    stock: Mapping[str, float]
+    vae: float  # time of our VAE layers in that of ComfyUI's
+    stock: Mapping[str, float]  # {"int8", "fp8", "attention": ComfyUI's time in ours}
 
 
 @cached
 def public() -> Mapping[str, Any]:
-    """Reads `public.json`: sources, figures, and classes of cards.
-
-    Raises:
-        UnavailableError: as `measured`.
-    """
-    return _read(PUBLIC)
+    """Reads `public.json`: sources, figures, and classes of cards."""
+    return json.loads(PUBLIC.read_text(encoding="utf-8"))
 
 
 def class_of(card: Card) -> CardClass:
@@ -194,17 +136,11 @@ MOST_OF_PEAK = 1.25
 
 @dataclass(frozen=True)
 class Launches:
-    """Holds the seconds that the CPU needs for a forward pass.
+    """Holds the seconds that the CPU needs for a forward pass."""
 
-    Attributes:
-        block: To launch one block kernel by kernel, by the precision of its weights.
-        graph: To replay all blocks as a CUDA graph.
-        host: For the host's code before and after the blocks.
-    """
-
-    block: Mapping[str, float]
-    graph: float
-    host: float
+    block: Mapping[str, float]  # to launch one kernel by kernel, by precision of weights
+    graph: float  # to replay all blocks as a CUDA graph
+    host: float  # for the host's code before and after the blocks
 
     def seconds(self, blocks: int, precision: str, *, graph: bool = False) -> float:
         return self.host + (self.graph if graph else blocks * self.block[precision])
@@ -217,71 +153,45 @@ LAUNCHES = Launches({"bf16": 0.00025, "fp8": 0.00028, "int8": 0.00017}, graph=0.
 
 @dataclass(frozen=True)
 class Rates:
-    """The rates that a card reaches, per second, and what its CPU launches.
+    """The rates that a card reaches, per second, and what its CPU launches."""
 
-    Attributes:
-        gemm: FLOP/s of the transformer's matrix products, by the precision of both operands; a
-            precision that the card's tensor cores do not multiply is absent.
-        attention: FLOP/s in bf16; in 8 bits after `attending`.
-        bandwidth: Bytes/s of its memory.
-        convolution: FLOP/s of the VAE's convolutions in bf16.
-        encoder: FLOP/s of matrix products in fp32, in which ComfyUI computes the text encoder.
-        pcie: Bytes/s from pinned system RAM.
-        launches: Of the machine that the card is in.
-        vae: Time of our VAE layers in that of ComfyUI's.
-        hides: Share of copies of weights that computing hides, or of computing where that is
-            shorter.
-    """
-
-    gemm: Mapping[str, float]
-    attention: float
+    gemm: Mapping[str, float]  # FLOP/s of products by precision, of those that run
+    attention: float  # FLOP/s in bf16; in 8 bits after `attending`
     bandwidth: float
-    convolution: float
-    encoder: float
-    pcie: float
+    convolution: float  # FLOP/s of the VAE's convolutions in bf16
+    encoder: float  # FLOP/s of matrix products in fp32, in which ComfyUI computes the text encoder
+    pcie: float  # bytes/s from pinned system RAM
     launches: Launches = LAUNCHES
-    vae: float = FUSED_VAE
-    hides: float = 1.0
+    vae: float = FUSED_VAE  # time of our VAE layers in that of ComfyUI's
+    hides: float = 1.0  # share of weights' copies that computing hides, or the reverse
 
 
 @dataclass(frozen=True)
 class Basis:
-    """The basis of times: measured or predicted.
-
-    Attributes:
-        kind: "measured" on this card, "predicted", or "unknown" where there are no times.
-        text: For the user.
-        origin: Where measured rates are from, in words; empty where none are.
-        left_out: Precisions whose rate is predicted although the others were measured.
-    """
-
-    kind: str
+    kind: str  # "measured" on this card, "predicted", or "unknown" where there are no times
     text: str
-    origin: str = ""
-    left_out: tuple[str, ...] = ()
+    origin: str = ""  # where measured rates are from, in words; empty where none are
+    left_out: tuple[str, ...] = ()  # precisions that are predicted although others were measured
 
 
 def rates_of(card: Card, calibration: Rates | None = None) -> tuple[Rates, Rates, Basis]:
-    """Gives the slowest and fastest rates to expect of a card; equal where it was measured.
-
-    Args:
-        calibration: What `qwen-l40s bench --calibrate` measured on the user's card of this name. A
-            precision that it left out although the card multiplies it is predicted.
-
-    Raises:
-        SettingError: the user's list gives the card a peak far below what was measured on it.
-        UnavailableError: `measured.json` is damaged.
+    """Gives the slowest and fastest rates to expect of a card, equal where it was measured; what a
+    calibration left out is predicted. Raises SettingError where the user's peak is far below it.
     """
     if calibration is not None:
         return _calibrated(card, calibration)
     found, kind = constants(), class_of(card)
     conditions = measured()["conditions"]
     here = is_named(card, conditions["card"])
-    worst, best = limited_clock(card)
+    # The clock's share under the power limit that is set.
+    share = min(1.0, card.limit_watts / card.tdp_watts) if card.tdp_watts else 1.0
+    worst, best = (share, share**LIMITED) if share else (1.0, 1.0)
     if here and not card.changed and worst == 1:
         rates = rates_by(found, card)
         origin = f"measured on an {conditions['card']} on {conditions['date']}"
-        return rates, rates, Basis("measured", f"{origin}{_accuracy()}", origin)
+        error = measured()["fit"]["test"]["step_worst"]
+        text = f"{origin}; for runs outside the fit, a step is within {error:.1%}"
+        return rates, rates, Basis("measured", text, origin)
     changed = " with the figures of your list" * (here and card.changed)
     text = f"predicted as a range: no {card.name}{changed} was measured"
     if kind.within:
@@ -296,12 +206,6 @@ def rates_of(card: Card, calibration: Rates | None = None) -> tuple[Rates, Rates
         text += f"{worst:.0%} to {best:.0%} of its clock"
     text += "; `qwen-l40s bench --calibrate` measures yours"
     return _scaled(slow, worst), _scaled(fast, best), Basis("predicted", text)
-
-
-def limited_clock(card: Card) -> tuple[float, float]:
-    """Predicts the clock's share under the power limit that is set: (at worst, at best)."""
-    share = min(1.0, card.limit_watts / card.tdp_watts) if card.tdp_watts else 1.0
-    return (share, share**LIMITED) if share else (1.0, 1.0)
 
 
 def _scaled(rates: Rates, share: float) -> Rates:
@@ -396,8 +300,3 @@ def _predicted(card: Card, kind: CardClass, end: int) -> Rates:
         pcie=LINK[end] * card.pcie_bytes_per_second,
         vae=kind.vae,
     )
-
-
-def _accuracy() -> str:
-    error = measured().get("fit", {}).get("test", {}).get("step_worst")
-    return "" if error is None else f"; for runs outside the fit, a step is within {error:.1%}"

@@ -46,15 +46,10 @@ MOST_PIXELS = 2**20
 
 @dataclass(frozen=True)
 class Loras:
-    """LoRAs on a transformer.
-
-    Args:
-        mode: "merge" into the weights, "bypass": computed beside them in each step, or "auto":
-            bypass beside quantized weights, which a merge would round once more.
-    """
-
     count: int = 0
     rank: int = 32
+    # "merge" into the weights, "bypass": computed beside them in each step, or "auto": bypass
+    # beside quantized weights, which a merge would round once more.
     mode: str = "auto"
 
     def beside(self, precision: str) -> int:
@@ -66,35 +61,24 @@ class Loras:
 
 @dataclass(frozen=True)
 class Parts:
-    """The true sizes of parts that the user has; None is what the published model has.
-
-    Args:
-        transformer_bytes: of all its weights as loaded, modulation among them.
-        modulation_bytes: of its modulation as loaded.
-        text_encoder_bytes: of the text encoder as loaded.
-        vae_bytes: of its weights as loaded.
-        packed: (transformer_bytes, modulation_bytes) of a file in 4 or 6 bits whose weights stay
-            so where int8 does not fit in VRAM.
-        file_bytes: what their files take, as stored: pairs of `TRANSFORMER`, `TEXT_ENCODER` or
-            `VAE` and bytes; what is not named takes its size as loaded.
-        gguf: whether the transformer's file is GGUF, of which a load expands every weight.
-        converted: of another file, what a load decodes, converts or joins in system RAM.
-        kept: the precision of a quantized transformer that was left as it is; "" of others.
-        cast: whether fp8 was cast without scales, as which a file only stores its weights.
-    """
+    """The true sizes of parts that the user has; None is what the published model has."""
 
     transformer: TransformerShape | None = None
-    transformer_bytes: int | None = None
+    transformer_bytes: int | None = None  # of all its weights as loaded, modulation among them
     modulation_bytes: int | None = None
     text_encoder_bytes: int | None = None
     vae: VaeShape | None = None
     vae_bytes: int | None = None
+    # (transformer_bytes, modulation_bytes) of a file in 4 or 6 bits whose weights stay so where
+    # int8 does not fit in VRAM.
     packed: tuple[int, int] | None = None
+    # What their files take, as stored: pairs of `TRANSFORMER`, `TEXT_ENCODER` or `VAE` and bytes;
+    # what is not named takes its size as loaded.
     file_bytes: tuple[tuple[str, int], ...] = ()
-    gguf: bool = False
-    converted: int = 0
-    kept: str = ""
-    cast: bool = False
+    gguf: bool = False  # of the transformer, whose weights a load expands
+    converted: int = 0  # of another file, what a load decodes, converts or joins in system RAM
+    kept: str = ""  # the precision of a quantized transformer that was left as it is; "" of others
+    cast: bool = False  # whether fp8 was cast without scales, as for storing alone
 
     @property
     def at_hand(self) -> bool:
@@ -103,12 +87,7 @@ class Parts:
 
 
 class OtherModel(NamedTuple):
-    """A model that stays in VRAM beside the one that runs, with its text encoder and VAE.
-
-    Attributes:
-        family: A name in `families.registry.members`.
-        precision: Of its transformer: bf16, fp8 or int8.
-    """
+    """A model that stays in VRAM beside the one that runs, with its text encoder and VAE."""
 
     family: str
     precision: str
@@ -116,57 +95,30 @@ class OtherModel(NamedTuple):
 
 @dataclass(frozen=True)
 class RunRequest:
-    """A run to plan. "auto" and 0 tiles leave a choice to the plan.
+    """A run to plan; "auto" and 0 tiles leave a choice to the plan. Raises SettingError."""
 
-    Args:
-        family: a name in `families.registry.members`.
-        precision: of the transformer, one of `PRECISIONS`.
-        width, height: pixels, divisible by 16; None is the family's side.
-        batch: images that are sampled together.
-        steps: of the sampler, each with one forward pass, or two with `cfg`; None is the family's.
-        cfg: one of `CFG_MODES`; "auto" is the family's.
-        references: reference images, of one megapixel each.
-        layers: that Layered generates besides the whole image; None is the family's.
-        text_tokens: of the longest prompt, without what references add.
-        nag_tokens: of the negative prompt of NAG, likewise; 0 without NAG.
-        modulation: where a third of the transformer waits, one of `spec.transformer.PLACES`.
-        text_encoder: the precision of its file, one of `TEXT_ENCODER_PRECISIONS`; "auto" chooses
-            among those that are published.
-        text_encoder_place: one of `TEXT_ENCODER_PLACEMENTS`; "auto" chooses for the shortest
-            encoding of a new prompt.
-        controlnet_bytes: of the weights of a ControlNet that runs in each step; 0 for none.
-        others: models that stay in VRAM beside it.
-        tiles: of the VAE: 0 leaves it to the plan, 1 is whole, more are at least so many.
-        cache: the step cache, one of `step_cache.CHOICES`; "custom" needs `computed`.
-        computed: of the steps, those that call the transformer; 0 counts them from `cache`.
-        attention: one of `ATTENTIONS`; "fast" with its default bound, which allows "kitchen_int8".
-        parts: true sizes of the user's files.
-
-    Raises:
-        SettingError: a setting breaks its rule or contradicts another; the message names both.
-    """
-
-    family: str = "qwen-image"
+    family: str = "qwen-image"  # a name in `families.registry.members`
     precision: str = "auto"
+    # width, height: pixels, divisible by 16; None is the family's side.
     width: int | None = 1328
     height: int | None = 1328
     batch: int = 1
-    steps: int | None = 20
+    steps: int | None = 20  # of the sampler, of one or two forward passes each; None: the family's
     cfg: str = "two passes"
-    references: int = 0
-    layers: int | None = None
-    text_tokens: int = 200
-    nag_tokens: int = 0
-    modulation: str = "auto"
-    text_encoder: str = "auto"
-    text_encoder_place: str = "auto"
+    references: int = 0  # reference images, of one megapixel each
+    layers: int | None = None  # besides the whole image, of Layered; None is the family's
+    text_tokens: int = 200  # of the longest prompt, without what references add
+    nag_tokens: int = 0  # of the negative prompt of NAG, likewise; 0 without NAG
+    modulation: str = "auto"  # where its weights wait, one of `PLACES`
+    text_encoder: str = "auto"  # of its file, one of `TEXT_ENCODER_PRECISIONS`
+    text_encoder_place: str = "auto"  # one of `TEXT_ENCODER_PLACEMENTS`
     loras: Loras = Loras()
-    controlnet_bytes: int = 0
+    controlnet_bytes: int = 0  # of the weights of a ControlNet that runs in each step; 0 for none
     others: tuple[OtherModel, ...] = ()
-    tiles: int = 0
-    cache: str = OFF
-    computed: int = 0
-    attention: str = EXACT
+    tiles: int = 0  # of the VAE: 0 leaves it to the plan, 1 is whole, more are at least so many
+    cache: str = OFF  # the step cache, one of `step_cache.CHOICES`; "custom" needs `computed`
+    computed: int = 0  # of the steps, those that call the transformer; 0 counts them from `cache`
+    attention: str = EXACT  # one of `ATTENTIONS`; "fast" allows "kitchen_int8"
     parts: Parts = field(default_factory=Parts)
 
     def __post_init__(self) -> None:
@@ -194,12 +146,10 @@ class RunRequest:
 
     @cached_property
     def transformer(self) -> TransformerShape:
-        """Gives the transformer's shape: the true one, or the published."""
         return self.parts.transformer or self.member.transformer
 
     @cached_property
     def vae(self) -> VaeShape:
-        """Gives the VAE's shape: the true one, or the published."""
         return self.parts.vae or self.member.vae
 
     @property
@@ -326,27 +276,15 @@ TEXT_PLACES = (ON_CARD, DROPPED, STREAMED, ON_PROCESSOR)
 
 @dataclass(frozen=True)
 class Setting:
-    """How a request is run; nothing in it is left to choose.
-
-    Args:
-        precision: of the transformer, one of `MULTIPLIED`.
-        modulation: "on card", or "off card", where a table stands in for its weights.
-        text_encoder: precision of the text encoder, one of `MULTIPLIED`, or `W4A8`.
-        text_encoder_place: one of `TEXT_PLACES`.
-        resident: False where the host has to move weights to the card and off it during a run.
-        weight_only: whether products in the precision do not run, so that weights are expanded to
-            bf16 one by one.
-        packed: whether weights stay in 4 or 6 bits, as `Parts.packed`, and are decoded one by one.
-        attention: "exact" or "kitchen_int8".
-    """
+    """How a request is run; nothing in it is left to choose."""
 
     precision: str = "bf16"
-    modulation: str = ON_CARD
+    modulation: str = ON_CARD  # "on card", or "off card", where a table stands in for its weights
     text_encoder: str = "bf16"
     text_encoder_place: str = ON_CARD
-    resident: bool = True
-    weight_only: bool = False
-    packed: bool = False
+    resident: bool = True  # False where the host moves weights to the card and off it
+    weight_only: bool = False  # whether weights are expanded to bf16 one by one
+    packed: bool = False  # as `Parts.packed`: decoded one by one
     attention: str = EXACT
 
     @property
@@ -360,11 +298,8 @@ class Setting:
 
 
 def repaid_by(request: RunRequest, setting: Setting) -> int:
-    """Counts the steps after which a CUDA graph of the blocks has repaid its capture; 0 where the
-    forward passes of a run are predicted to replay none.
-
-    The run itself goes by what it sees: whether the card waits for the CPU, whether weights
-    move, and whether others take part between blocks or in their layers.
+    """Counts the steps after which a CUDA graph of the blocks has repaid its capture; 0 where none
+    is predicted. The run itself goes by what it sees.
     """
     tokens = request.step_tokens
     rows = request.items * (tokens.text + tokens.image)
@@ -375,8 +310,3 @@ def repaid_by(request: RunRequest, setting: Setting) -> int:
     # Two passes launch kernel by kernel. The CPU bounds those of few rows.
     steps = 2 + REPAID_BY[few]
     return steps if fitting and request.computed_steps >= steps else 0
-
-
-def replays_graph(request: RunRequest, setting: Setting) -> bool:
-    """Predicts whether the forward passes of a run replay a CUDA graph of the blocks."""
-    return repaid_by(request, setting) > 0

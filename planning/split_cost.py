@@ -40,27 +40,16 @@ QUANTIZED_OPERATION = 2 / 3
 
 
 class BlockSeconds(NamedTuple):
-    """One block on one card.
-
-    Attributes:
-        image, text: Products of each stream.
-        joint: Attention, and all between products; as long for every row.
-    """
-
+    # image, text: products of each stream.
     image: float
     text: float
-    joint: float
+    joint: float  # attention, and all between products; as long for every row
 
     @classmethod
     def shared(
         cls, seconds: float, tokens: StepTokens, width: int, *, quantized: bool, text: float
     ) -> BlockSeconds:
-        """Shares a measured block out by the operations of its parts.
-
-        Args:
-            quantized: whether products are in 8 bits.
-            text: seconds of the text's products, which were measured too.
-        """
+        """Shares a measured block out by operations; `text` are measured seconds of the text."""
         product = 2 * PRODUCTS * tokens.image_rows * width**2
         product *= QUANTIZED_OPERATION if quantized else 1
         attention = 4 * tokens.rows * tokens.joint * width
@@ -70,45 +59,27 @@ class BlockSeconds(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """One block with one exchange.
-
-    Attributes:
-        name: `KEYS` or `ROWS`.
-        image_rows: Of an item, by card; the first has the text rows, too.
-        early: Whether rows leave in two pieces, the first behind the second's last product of the
-            block before: only where the copy would be exposed otherwise, and of one item.
-    """
-
     seconds: float
     name: str
-    image_rows: tuple[int, ...]
+    image_rows: tuple[int, ...]  # of an item, by card; the first has the text rows, too
+    # Whether rows leave in two pieces, the first behind the second's last product of the block
+    # before: only where the copy would be exposed otherwise, and of one item.
     early: bool
 
 
 @dataclass(frozen=True)
 class SplitCost:
-    """One pass over `cards` cards; figures are predicted or measured, as they are given.
-
-    Args:
-        width: numbers of a row.
-        block: on one card.
-        row_bytes: of a normalized row as it is sent (`row_bytes`); None where only keys can be:
-            with LoRAs beside weights, or layers that run themselves.
-        cards: at least 2, and at most the image rows of an item.
-        link: bytes a second from card to card, both ways at once.
-        outside: seconds before and after the blocks, on the first card alone.
-        launch: seconds of the CPU for a block on one card; one thread launches all cards'.
-    """
+    """One pass over `cards` cards; figures are predicted or measured, as they are given."""
 
     tokens: StepTokens
     width: int
     block: BlockSeconds
-    row_bytes: int | None
-    cards: int
-    link: float
+    row_bytes: int | None  # of a normalized row; None where only keys can be sent
+    cards: int  # at least 2, and at most the image rows of an item
+    link: float  # bytes a second from card to card, both ways at once
     blocks: int = 60
-    outside: float = 0.0
-    launch: float = 0.0
+    outside: float = 0.0  # seconds before and after the blocks, on the first card alone
+    launch: float = 0.0  # CPU's seconds for a block; one thread launches all
 
     @cached_property
     def best(self) -> Exchange:
@@ -143,12 +114,8 @@ class SplitCost:
         )
 
     def _exchange(self, name: str, row_bytes: int, *, made: float, window: float) -> Exchange:
-        """Computes a block with one exchange.
-
-        Args:
-            row_bytes: that are sent of each row.
-            made: share of a stream's products that every card computes of all rows.
-            window: share of a card's own products behind which the copy hides.
+        """Computes a block with one exchange. Every card makes a share of a stream's products of
+        all rows, `made`; the copy hides behind a share of its own, `window`.
         """
         tokens, block, others = self.tokens, self.block, self.cards - 1
         each = block.joint / tokens.joint

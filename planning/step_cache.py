@@ -30,25 +30,15 @@ MOST_IN_A_ROW = 8
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """What a step cache may skip, and how it forecasts what it skips.
-
-    Args:
-        name: Of the preset, or `CUSTOM`.
-        budget: Most steps that are skipped, as a share of those beyond the tenth.
-        head, tail: Shares of all steps that are computed at the beginning and at the end.
-        longest: Most steps that are skipped in a row.
-        gain: Of the slope between the last two computed velocities; 0 holds the last.
-
-    Raises:
-        SettingError: A value is outside its range, or of another kind.
-    """
+    """What a step cache may skip, and how it forecasts; raises SettingError out of range."""
 
     name: str = CUSTOM
-    budget: float = 0.6
+    budget: float = 0.6  # most steps that are skipped, as a share of those beyond the tenth
+    # head, tail: shares of all steps that are computed at the beginning and at the end.
     head: float = 0.16
     tail: float = 0.08
     longest: int = 2
-    gain: float = 0.5
+    gain: float = 0.5  # of the slope between the last two computed velocities; 0 holds the last
 
     def __post_init__(self) -> None:
         for name, least, most in (
@@ -74,11 +64,7 @@ CHOICES = (OFF, *PRESETS)
 
 
 def cache_settings(name: str) -> CacheSettings | None:
-    """Gives a preset; None for `OFF`.
-
-    Raises:
-        SettingError: There is none of that name.
-    """
+    """Gives a preset, None for `OFF`; raises SettingError for another name."""
     if name == OFF:
         return None
     if name not in CHOICES:  # also what has no hash
@@ -88,15 +74,8 @@ def cache_settings(name: str) -> CacheSettings | None:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Which steps of a run are skipped.
-
-    Attributes:
-        skipped: Of each step, whether it is.
-        reason: Why none may be, in one clause; empty where some may.
-    """
-
     skipped: tuple[bool, ...]
-    reason: str = ""
+    reason: str = ""  # why none may be, in one clause; empty where some may
 
     @property
     def steps(self) -> int:
@@ -110,15 +89,8 @@ class StepPlan:
 def plan_steps(
     sigmas: Sequence[float], settings: CacheSettings, kept: Collection[int] = ()
 ) -> StepPlan:
-    """Chooses the steps of a run that cost the image least.
-
-    The cost of a skipped step is its length times the way of the velocity since the last computed
-    step (`_moved`). The cheapest set is taken of all that have as many steps as the budget, or as
-    the other limits leave.
-
-    Args:
-        sigmas: Of the run, one more than it has steps.
-        kept: Steps that are computed besides, such as those where a ControlNet ends.
+    """Chooses the steps that cost the image least, of one more sigmas; those `kept` are computed. A
+    skipped step costs its length times the way of the velocity since the last computed one.
     """
     steps = len(sigmas) - 1
     if reason := _unusable(sigmas):

@@ -1,7 +1,6 @@
 """Predicts how long a run's parts take: counted work over measured or expected rates.
 
-A product takes as long as its arithmetic or its bytes, whichever is more (S. Williams, A. Waterman,
-D. Patterson: Roofline, CACM 52(4), 2009); kernels follow one another, so that their times add up.
+A product takes as long as its arithmetic or its bytes (Roofline, CACM 52(4), 2009); times add up.
 """
 
 from __future__ import annotations
@@ -39,8 +38,6 @@ GUIDED = 4 * WIDE
 
 
 class Pass(NamedTuple):
-    """One forward pass of a transformer."""
-
     shape: TransformerShape
     tokens: StepTokens
     nag: bool = False
@@ -50,10 +47,8 @@ class Pass(NamedTuple):
         return cls(request.transformer, request.step_tokens, request.nag_tokens > 0)
 
     def products(self, layer: str) -> tuple[int, int]:
-        """Counts (how many, rows of each) of the matrix products of one of the block's layers.
-
-        Attention wants text and image of an item side by side, and what it reads and gives is
-        multiplied item by item; the MLPs take a stream at once.
+        """Counts (how many, rows of each) of a layer's matrix products. Attention's go item by
+        item, with text and image side by side; the MLPs take a stream at once.
         """
         block, (text, image, _, items) = self.shape.block, self.tokens
         tokens = text if layer.startswith(block.text_layers) else image
@@ -74,7 +69,6 @@ def block_bytes(
     Args:
         expanded: whether the card does not multiply the precision, so that activations stay bf16
             and outputs of products are copied.
-        attention: as of `Setting`.
     """
     dim, block = work.shape.dim, work.shape.block
     narrow = precision in QUANTIZED and not expanded
@@ -94,9 +88,7 @@ def block_bytes(
 
 
 def heads_moved(work: Pass, attention: str) -> int:
-    """Counts the bytes that attention in 8 bits moves around its products: q, k and v are read and
-    written in int8, and the result is copied.
-    """
+    """Counts the bytes that attention in 8 bits moves for q, k and v in int8 and its result."""
     if attention == EXACT:
         return 0
     read = 3 * work.tokens.rows + 2 * work.tokens.prefix_rows
@@ -145,19 +137,9 @@ def forward_times(
     packed: bool = False,
     attention: str = EXACT,
 ) -> PassTimes:
-    """Predicts one forward pass of `request.items` images through the fused blocks.
-
-    What a bypass LoRA and a ControlNet add is counted and was not measured; the CPU is taken
-    to need as long for it as the card.
-
-    Args:
-        precision: bf16, fp8 or int8, in which the weights are loaded.
-        rates: after `attending`, where attention is in 8 bits.
-        moved_bytes: of weights that the host brings to the card in each pass, because they do not
-            all stay there.
-        graph: whether the blocks replay a CUDA graph, as `request.replays_graph` predicts.
-        packed: whether weights are decoded one by one, as `Setting.packed`.
-        attention: as of `Setting`.
+    """Predicts one forward pass of `request.items` images through the fused blocks. `rates` are
+    those after `attending`; `moved_bytes` of weights come to the card in each pass; `graph` as of
+    `request.repaid_by`. What a bypass LoRA and a ControlNet add was not measured.
     """
     work, added = Pass.of(request), 0.0
     if beside := request.loras.beside(precision):
@@ -184,12 +166,7 @@ def forward_seconds(request: RunRequest, precision: str, rates: Rates, **how: An
 def sampling_seconds(
     request: RunRequest, precision: str, rates: Rates, *, repaid: int = 0, **how: Any
 ) -> float:
-    """Predicts all steps of a run, without the modulation's table; as of `forward_times`.
-
-    Args:
-        repaid: steps after which CUDA graphs have saved what their capture takes, as
-            `request.repaid_by` counts them; 0 where none is captured.
-    """
+    """Predicts all steps without the modulation's table; graphs replay after `repaid`, if any."""
     plain, more = replace(request, nag_tokens=0), request.passes - 1
 
     def step(graph: bool) -> float:
@@ -214,9 +191,6 @@ def sampling_seconds(
 def table_seconds(request: RunRequest, rates: Rates, modulation: str) -> float:
     """Predicts the modulation of a new schedule: one pass of the weights over the link where they
     are off the card, and one over the card's memory for each timestep.
-
-    Args:
-        modulation: "on card" or "off card".
     """
     weights = request.parts.modulation_bytes
     if weights is None:
@@ -327,15 +301,7 @@ def _controlnet_seconds(work: Pass, weights: int, rates: Rates) -> float:
 
 
 class StockFormat(NamedTuple):
-    """How stock ComfyUI runs a transformer.
-
-    Attributes:
-        weights: The precision of all its weights, modulation among them.
-        products: The precision of its products.
-        attention: As of `Setting`.
-    """
-
-    weights: str
+    weights: str  # the precision of all its weights, modulation among them
     products: str
     attention: str = EXACT
 
@@ -361,12 +327,8 @@ TWO_STREAMS, ONE_STREAM = (7.05, (0.00195, 0.0033)), (2.2, (0.00095, 0.0022))
 def stock_steps(
     request: RunRequest, card: Card, slow: Rates, fast: Rates, room: int
 ) -> dict[str, Range]:
-    """Predicts {what of `STOCK_FORMATS`: seconds of a step}, with weights beyond `room` crossing
-    the link in each pass.
-
-    Args:
-        slow, fast: the card's, with exact attention.
-        room: bytes for a transformer; LoRAs, ControlNets and layers are not predicted.
+    """Predicts {what of `STOCK_FORMATS`: seconds of a step} at rates with exact attention, with
+    weights beyond `room` crossing the link; LoRAs, ControlNets and layers are not predicted.
     """
     found: dict[str, Range] = {}
     request = replace(request, nag_tokens=0)

@@ -39,27 +39,14 @@ LEAST_ROOM = int(1.5 * GIB)
 
 @dataclass(frozen=True)
 class VaePlan:
-    """How a batch is decoded or encoded.
-
-    Attributes:
-        latent: Latent pixels of the whole, (height, width).
-        tiles: (rows, columns) of tiles.
-        middle_rows: Latent rows in one slice of the middle; all of them when it is not sliced.
-        batch: Items that run together.
-        peak_bytes: Predicted peak of activations on the card, with input and output.
-        reason: One clause for the user.
-        fits: Whether it keeps to its budget; else it has the smallest tiles, and `reason` is what
-            stops it.
-    """
-
     direction: Direction
-    latent: Size
-    tiles: Size
-    middle_rows: int
+    latent: Size  # latent pixels of the whole, (height, width)
+    tiles: Size  # (rows, columns) of tiles
+    middle_rows: int  # latent rows in one slice of the middle; all of them when it is not sliced
     batch: int
-    peak_bytes: int
+    peak_bytes: int  # predicted peak of activations on the card, with input and output
     reason: str
-    fits: bool = True
+    fits: bool = True  # else it has the smallest tiles, and `reason` is what stops it
 
     @property
     def whole(self) -> bool:
@@ -97,18 +84,9 @@ def plan_vae(
     budget: int | None,
     tiles: int | None = None,
 ) -> VaePlan:
-    """Chooses the fewest tiles that fit.
-
-    Args:
-        height, width: latent pixels.
-        image_on_card: whether the image is kept on the card, or goes to system RAM in tiles.
-        batch: items; those that do not fit together run one after another.
-        itemsize: bytes of a number in the VAE's dtype.
-        budget: bytes that are free for activations; None where memory is no concern.
-        tiles: at least this many tiles; None or 0 leaves it to the plan.
-
-    Raises:
-        SettingError: a size is not positive, or there are to be more tiles than latent pixels.
+    """Chooses the fewest tiles that fit the `budget` of bytes, None for any, but no less than
+    `tiles`. Sizes are in latent pixels; items that do not fit together run one after another;
+    `itemsize` is a number's bytes. Raises SettingError.
     """
     latent = height, width
     named = {"latent height": height, "latent width": width, "batch": batch, "itemsize": itemsize}
@@ -201,14 +179,8 @@ def _fewest(latent: Size, least: int, most: Size, fits: Callable[[Size], bool]) 
 
 
 def decode_plan(request: RunRequest, free: int | None, others: int = 0) -> VaePlan:
-    """Plans how our decoding node decodes the request's images in `free` bytes.
-
-    Args:
-        free: bytes for what comes and goes; None for any number.
-        others: bytes of other models' weights that could leave the card.
-
-    Raises:
-        UnavailableError: it does not fit `free` and `others` together.
+    """Plans how our node decodes the request's images in `free` bytes, None for any number, from
+    which `others` could leave. Raises UnavailableError where both do not do.
     """
     vae = replace(request.vae, fused=True)
     together = 1 if request.tiles == 1 else min(request.batch * request.frames, MOST_TOGETHER)
@@ -239,18 +211,8 @@ def decode_plan(request: RunRequest, free: int | None, others: int = 0) -> VaePl
 
 
 def plan_in_room(planner: Planner, free: int, others: int) -> VaePlan:
-    """Plans within what is free; else within the least room that does.
-
-    Args:
-        free: bytes that are free for what the plan counts.
-        others: bytes of other models' weights that could leave the card.
-
-    Returns:
-        A plan whose `peak_bytes` are more than `free` needs the host to move other models off the
-        card.
-
-    Raises:
-        UnavailableError: it would not fit even with all other models off the card.
+    """Plans within `free` bytes, else within the least room with `others`, for which the host moves
+    other models off the card. Raises UnavailableError where that does not do.
     """
     most, room, found = free + others, LEAST_ROOM, planner(free)
     while not found.fits and room < most:

@@ -4,6 +4,8 @@ follows an implementation's largest layer for each pixel, time the arithmetic of
 
 from __future__ import annotations
 
+import bisect
+import functools
 from typing import Literal
 
 from ..spec.transformer import REFERENCE_SIDE
@@ -98,11 +100,7 @@ def outside_middle_bytes(
 
 
 def attention_bytes(direction: str, shape: VaeShape, itemsize: int, pixels: int, keys: int) -> int:
-    """Counts the most that attention holds with `pixels` queries, with its input.
-
-    Args:
-        keys: of ours, whose scores are in memory.
-    """
+    """Counts the most that attention holds with `pixels` queries; `keys` count for ours."""
     channels = shape.middle_channels(direction)
     if shape.fused:
         keys += -keys % SCORES_TOGETHER
@@ -114,11 +112,7 @@ def attention_bytes(direction: str, shape: VaeShape, itemsize: int, pixels: int,
 
 
 def middle_bytes(direction: str, shape: VaeShape, latent: Size, itemsize: int, rows: int) -> int:
-    """Counts the most that the middle holds, with what directly precedes and follows it.
-
-    Args:
-        rows: latent rows of a slice; all of them for a middle that runs whole.
-    """
+    """Counts the most that the middle holds in slices of latent `rows`, with its neighbours."""
     height, width = latent
     hidden = hidden_bytes(direction, shape, latent, itemsize)
     read, channels = min(rows + SLICE_MARGIN, height), shape.middle_channels(direction)
@@ -140,14 +134,10 @@ def middle_slices(
     whole = middle_bytes(direction, shape, latent, itemsize, height)
     if room is None or whole <= room:
         return height, whole
-    low, high = 1, max(1, min(height - 1, SLICE_PIXELS // width))
-    while low < high:
-        rows = (low + high + 1) // 2
-        if middle_bytes(direction, shape, latent, itemsize, rows) <= room:
-            low = rows
-        else:
-            high = rows - 1
-    return low, middle_bytes(direction, shape, latent, itemsize, low)
+    sizes = range(1, max(1, min(height - 1, SLICE_PIXELS // width)) + 1)
+    needed = functools.partial(middle_bytes, direction, shape, latent, itemsize)
+    rows = sizes[max(0, bisect.bisect(sizes, room, key=needed) - 1)]
+    return rows, needed(rows)
 
 
 def whole_bytes(direction: str, shape: VaeShape, latent: Size, itemsize: int) -> int:
@@ -159,10 +149,7 @@ def whole_bytes(direction: str, shape: VaeShape, latent: Size, itemsize: int) ->
 
 
 def encode_peak_bytes(shape: VaeShape, height: int, width: int, itemsize: int) -> int:
-    """Counts the peak of encoding one item whole in ComfyUI; height and width are latent pixels.
-
-    Strips of rows read what they need of their neighbours.
-    """
+    """Counts the peak of encoding one item whole in ComfyUI; height and width are latent pixels."""
     if shape.strips:
         always, pixel = shape.strips.encode_bytes
         return always + pixel * shape.pixels**2 * height * width
@@ -188,11 +175,7 @@ PIXEL_BYTES, HOST_BYTES_PER_SECOND = 4, 5.3e9
 
 
 def decode_seconds(request: RunRequest, tiles: Size | int, rates: Rates) -> float:
-    """Predicts the images of a batch.
-
-    Args:
-        tiles: (rows, columns), or how many; 1 is whole.
-    """
+    """Predicts the images of a batch; `tiles` are (rows, columns) or a count, 1 for whole."""
     side = request.vae.pixels
     latent = request.height // side, request.width // side
     one = vae_seconds("decode", request.vae, latent, tiles, rates, rates.vae)
@@ -213,12 +196,7 @@ def vae_seconds(
     rates: Rates,
     share: float = 1.0,
 ) -> float:
-    """Predicts an image from or to system RAM, in ComfyUI's layers or a share of their time.
-
-    Args:
-        latent: latent pixels, (height, width).
-        tiles: as of `decode_seconds`; the middle runs whole.
-    """
+    """Predicts an image from or to system RAM, in a `share` of the time of ComfyUI's layers."""
     rows, columns = in_pixels(shape, latent)
     copied = PIXEL_BYTES * shape.image_channels * rows * columns
     copied /= min(HOST_BYTES_PER_SECOND, rates.pcie)

@@ -1,7 +1,5 @@
-"""Writes constraints.txt: exact versions of what `make` installs, for Python 3.10 to 3.14.
-
-Torch's version stands in the Makefile; its own triton and CUDA libraries follow it. Needs uv, which
-resolves for several Pythons at once.
+"""Writes constraints.txt: exact versions of what `make` installs, for Python 3.10 to 3.14, by uv.
+Torch's version stands in the Makefile; its own triton and CUDA libraries follow it.
 """
 
 import re
@@ -20,7 +18,6 @@ OF_TORCH = re.compile(r"torch=|triton=|nvidia-|cuda-")
 
 
 def main() -> None:
-    """Asks the package index for the newest versions that go together."""
     torch = re.search(r"^TORCH \?= (.+)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
     try:
         resolved = subprocess.run(

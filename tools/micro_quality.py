@@ -1,14 +1,10 @@
 """Measures how well the bundled micro model follows prompts of pairs that training never showed.
 
-    make micro-quality                      200 prompts, about 4 minutes on two CPU cores
-    make micro-quality ARGS="--precision fp8"
-    make micro-quality ARGS="--attention int8"
+    make micro-quality ARGS="--precision fp8"    200 prompts, about 4 minutes on two CPU cores
 
-Ends with one JSON line; exits with 1 when the bar is missed: colours and position right in 95 % of
-the images, the shape in 90 %. fp8, int8 and an attention that is named are compared with bf16 from
-the same noise, too: no share may fall by more than 2 points, and the line has the PSNR. Their
-activations are rounded as tensor cores need it, on a CPU too: hosts/diffusers/quantized.py says
-why.
+Ends with one JSON line, and with 1 where colours and position are right in less than 95 % of the
+images, or the shape in 90 %. fp8, int8 and a named `--attention` are compared with bf16 from the
+same noise, too: no share may fall by more than 2 points.
 """
 
 from __future__ import annotations

@@ -118,7 +118,6 @@ CONDITIONS = {
 
 
 def template(name: str) -> dict[str, Any]:
-    """Reads the API form of a template."""
     file = ROOT / "workflows" / "api" / f"{name}.json"
     return json.loads(file.read_text(encoding="utf-8"))
 
@@ -132,9 +131,7 @@ def predicted(name: str, card: Card) -> Estimate:
 
 
 def gpu_row(name: str, gb: int, model: str, folder: str, *, recommended: bool) -> str:
-    """Writes a GPU's row of one model: memory of the few-step template, both times, and a step of
-    the default template against the fastest stock format with exact attention.
-    """
+    """Writes a GPU's row of one model; a step is that of the default template."""
     card = find_card(name, known_cards(BUNDLED))
     default, few_steps = MODELS[model]
     quick = few_steps[max(least for least in few_steps if gb >= least)]
@@ -238,10 +235,7 @@ def table(head: str, rows: Sequence[str]) -> list[str]:
 
 
 def measured() -> tuple[dict[str, Any], dict[tuple[str, str], dict[str, float]]]:
-    """Reads conditions and {(model, size): {name: ms}} of the figure.
-
-    The file is one that `bench forward --json` writes; a row of Qwen-Image-2.1 has `model` "2.1".
-    """
+    """Reads conditions and {(model, size): {name: ms}} of a file of `bench forward --json`."""
     found = json.loads((RESULTS / "readme-h200.json").read_text(encoding="utf-8"))
     groups: dict[tuple[str, str], dict[str, float]] = {}
     for row in found["rows"]:
@@ -289,7 +283,6 @@ def picture() -> Image.Image:
 
 
 def made() -> dict[Path, str]:
-    """Returns each page with its tables as they are to be."""
     blocks = {
         "README.md": {"speed": caption("en"), "gpus": gpus("en", "", GPUS)},
         "README.zh-CN.md": {"speed": caption("zh"), "gpus": gpus("zh", "", GPUS)},

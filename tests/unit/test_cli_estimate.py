@@ -38,7 +38,11 @@ def printed(capsys, *argv, code=0):
 
 def refused(capsys, *argv):
     """The one sentence of an error."""
-    assert main(["estimate", *argv]) == 2
+    try:
+        code = main(["estimate", *argv])
+    except SystemExit as ended:  # of the parser
+        code = ended.code
+    assert code == 2
     output = capsys.readouterr()
     assert output.out == ""
     (line,) = output.err.splitlines()

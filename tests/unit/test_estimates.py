@@ -62,7 +62,7 @@ from qwen_l40s.planning.request import (
     Parts,
     RunRequest,
     Setting,
-    replays_graph,
+    repaid_by,
 )
 from qwen_l40s.planning.times import STOCK_FORMATS, forward_seconds, sampling_seconds
 from qwen_l40s.planning.vae import decode_plan
@@ -411,7 +411,7 @@ def test_a_faster_card_and_fewer_passes_are_never_slower(request, setting, name)
     assert twice == pytest.approx(2 * once)
     guided = replace(one, nag_tokens=60)
     assert once < sampling_seconds(guided, precision, slow) < twice * 1.2
-    assert replays_graph(request, setting) == (graph_bytes(request, setting) > 0)
+    assert (repaid_by(request, setting) > 0) == (graph_bytes(request, setting) > 0)
 
 
 # --- choices

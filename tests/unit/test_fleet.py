@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import waiting
 
+from qwen_l40s.cli.fleet import table
 from qwen_l40s.errors import SettingError, UnavailableError
 from qwen_l40s.fleet import ray, supervisor
 from qwen_l40s.fleet import server as module
@@ -29,7 +30,6 @@ from qwen_l40s.fleet.state import (
     ask_all,
     rate,
     read_states,
-    table,
 )
 
 ROOT = Path(__file__).resolve().parents[2]

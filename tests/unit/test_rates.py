@@ -18,7 +18,6 @@ from qwen_l40s.planning.rates import (
     Rates,
     attention_share,
     class_of,
-    constants,
     measured,
     rates_of,
 )
@@ -42,8 +41,7 @@ def file(monkeypatch, tmp_path):
 
     def put(contents):
         path = tmp_path / "measured.json"
-        if contents is not None:
-            path.write_text(contents if isinstance(contents, str) else json.dumps(contents))
+        path.write_text(json.dumps(contents))
         monkeypatch.setattr(module, "MEASURED", path)
         forget()
 
@@ -254,21 +252,3 @@ def test_cards_are_known_by_the_drivers_name_and_not_by_a_part_of_it(cards):
     h200 = cards["H200"]
     assert is_named(h200, "NVIDIA H200") and is_named(h200, "h200")
     assert not is_named(replace(h200, name="H200 NVL", also=()), "NVIDIA H200")
-
-
-@pytest.mark.parametrize(
-    ("contents", "words"),
-    [
-        (None, "cannot be read"),
-        ("{", "cannot be read"),
-        ("[1]", "cannot be read"),
-        ({"conditions": CONDITIONS}, "no constant gemm_bf16"),
-        ({"constants": {**VALUES, "context": "much"}}, "no constant context"),
-        ({"constants": {**VALUES, "context": True}}, "no constant context"),
-        ({"constants": {**VALUES, "attention": -1}}, "no constant attention"),
-    ],
-)
-def test_a_damaged_file_is_an_error_with_the_remedy(file, contents, words):
-    file(contents)
-    with pytest.raises(UnavailableError, match=f"{words}.*install the package again"):
-        constants()

@@ -1,9 +1,6 @@
 """Feeds broken files and texts to the package's readers: each is read, or refused in the error of
-its room, within 2 s of the CPU's time and half a gigabyte.
-
-A case is drawn from its target, seed and number alone. A finding is printed with the file that
-repeats it, and ends the command with 1. What crashes or hangs ends it with a traceback; its case is
-the file that the first line names.
+its room, within 2 s of the CPU's time and half a gigabyte. A finding is printed with the file that
+repeats it, and ends the command with 1. A crash's case is the file that the first line names.
 """
 
 import argparse
@@ -138,11 +135,7 @@ def tried(target: Target, path: Path, data: bytes, zeros: int = 0) -> str | None
 
 
 def search(name: str, path: Path, seed: int, cases: float, end: float) -> tuple[int, int]:
-    """Tries cases of a target until `end`; shows the first of each kind that is wrong.
-
-    Returns:
-        How many cases, and how many kinds.
-    """
+    """Tries cases of a target until `end`, shows what is wrong, counts (cases, kinds of it)."""
     number, places = 0, set()
     while number < cases and time.monotonic() < end:
         data, zeros = drawn(TARGETS[name], Random(f"{seed} {name} {number}"))

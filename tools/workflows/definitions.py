@@ -35,15 +35,12 @@ AFTER_A_RUN = "randomize"
 
 
 class Input(NamedTuple):
-    """Describes an input of a node."""
-
     name: str
     type: str
     widget: bool  # whether it has one in the page; other inputs are sockets
     optional: bool  # whether a graph may leave it out
     options: Mapping[str, Any]  # what else the node says of it, of `KEPT_OPTIONS`
-    # Of a COMBO or `DYNAMIC_COMBO`; None where they differ from machine to machine.
-    choices: Sequence[str] | None = None
+    choices: Sequence[str] | None = None  # None where they differ from machine to machine
 
 
 class Output(NamedTuple):
@@ -89,7 +86,6 @@ def subset(object_info: Mapping[str, Any], names: Iterable[str]) -> dict[str, An
 
 @functools.cache
 def definitions() -> dict[str, Definition]:
-    """Reads what `subset` gave."""
     return {
         name: Definition(
             name,

@@ -1,8 +1,5 @@
-"""Makes both forms of a workflow: the page's (graph version 0.4) and that of POST /prompt.
-
-What ComfyUI's page saves depends on who saves it. `tidy` leaves out names in their language and a
-socket for each widget, writes 1.0 where the page writes 1, and puts back titles and the mark of the
-first view, which the page leaves out.
+"""Makes both forms of a workflow: the page's (graph version 0.4) and that of POST /prompt. `tidy`
+makes alike what ComfyUI's page saves for each user, and puts back titles and the first view's mark.
 """
 
 from __future__ import annotations
@@ -27,9 +24,7 @@ Graph = dict[str, Any]
 
 
 def tidy(graph: Mapping[str, Any]) -> Graph:
-    """Makes the whole file of what a page saved; raises ValueError where it is no such graph, or
-    has a node that is not in `definitions.json`.
-    """
+    """Makes the whole file of what a page saved; raises ValueError for an unknown node or form."""
     if graph.get("version") != VERSION:
         raise ValueError(f"it is no graph of version {VERSION}: export it from ComfyUI's page")
     nodes = [_node(node) for node in graph["nodes"]]

@@ -1,7 +1,5 @@
-"""Writes the generated lines of a workflow's note: its files, and what it takes of GPUs.
-
-Both follow from the workflow: `--write` puts them below the headings of `FILES` and `TAKES`, and
-leaves all other words of a note alone.
+"""Writes the generated lines of a workflow's note, below the headings `FILES` and `TAKES`: its
+files, and what it takes of GPUs.
 """
 
 from __future__ import annotations
@@ -46,8 +44,6 @@ Graph = Mapping[str, Mapping[str, Any]]
 
 
 class ModelFile(NamedTuple):
-    """Describes a published file."""
-
     name: str
     url: str
     size: str  # as the table says it
@@ -66,14 +62,15 @@ def published() -> dict[str, ModelFile]:
 
 
 def written(text: str, graph: Graph) -> str:
-    """Puts into a note what follows from its workflow, in API form; raises ValueError where a
-    heading is missing, or stands there for nothing.
-    """
+    """Puts into a note what follows from its workflow; raises ValueError for its headings."""
     named = [link["name"] for node in graph.values() for link in node["_meta"].get("models", ())]
     request = run_request(graph)
-    lines = "\n".join(_line(published()[file]) for file in named)
+    lines = ""
+    for file in map(published().__getitem__, named):
+        size = f", {file.size}" if file.size.endswith("GiB") else ""
+        lines += f"\n- [{file.name}]({file.url}){size} → `models/{file.directory}`"
     for heading, below in (
-        (FILES, lines and f"\n\n{lines}"),
+        (FILES, lines and f"\n{lines}"),
         (TAKES, takes(request) if request else ""),
     ):
         if (heading in text) != bool(below):
@@ -103,11 +100,6 @@ def _height(text: str, width: int) -> int:
         height += 16 * math.ceil(len(line) * 5.2 / (width - (56 if item else 24)))
         height += 6 * (item or not line)
     return height
-
-
-def _line(file: ModelFile) -> str:
-    size = f", {file.size}" if file.size.endswith("GiB") else ""
-    return f"- [{file.name}]({file.url}){size} → `models/{file.directory}`"
 
 
 def run_request(graph: Graph) -> RunRequest | None:
