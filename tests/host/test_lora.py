@@ -98,10 +98,12 @@ def build(form: str | None = PLAIN, disable_dynamic: bool = False) -> Patcher:
 
 
 def sample(model: Patcher, hooks: comfy.hooks.HookGroup | None = None, steps: int = 1):
-    prompt = narrow.prompt(5)
+    noise = torch.Generator().manual_seed(3)
+    latent = torch.randn(1, 16, 1, 8, 8, generator=noise)
+    prompt = [[torch.randn(1, 5, narrow.SHAPE.joint_dim, generator=noise), {}]]
     if hooks is not None:
         prompt = comfy.hooks.set_hooks_for_conditioning(prompt, hooks)
-    return narrow.sample(model, prompt, steps=steps)
+    return narrow.sample(model, prompt, steps=steps, noise=latent)
 
 
 def lora(seed: int = 1, rank: int = 4, alpha: float | None = 2.0) -> Tensors:
