@@ -450,9 +450,6 @@ def test_qwen_image_21(name, cache, monkeypatch, inference_mode):
 def test_graphs_of_qwen_image_21(name, played_graphs, monkeypatch, inference_mode):
     """Whole rows at once, but for the passes that are compared: of each length one."""
     case = CASES_21[name]
-    check(
-        replace(case, how={"steps": 3} | case.how),
-        with_cache(case.form, "off", monkeypatch),
-    )
+    check(replace(case, how={"steps": 3} | case.how), with_cache(case.form, "off", monkeypatch))
     assert len(played_graphs) >= (4 if "cfg" in case.how else 2)
     assert all(step.segments and step.prefix is None for step in played_graphs)

@@ -205,8 +205,7 @@ def test_bf16_is_bit_for_bit_what_comfyui_s_own_loader_gives():
 
 @with_files
 @pytest.mark.parametrize(
-    ("name", "settings"),
-    [("edit_2511", {}), ("layered", {"additional_t_cond": torch.tensor([0])})],
+    ("name", "settings"), [("edit_2511", {}), ("layered", {"additional_t_cond": torch.tensor([0])})]
 )
 def test_the_other_families_are_bit_for_bit_the_same(name, settings):
     theirs = comfy.sd.load_diffusion_model(str(FOLDER / f"{name}.safetensors"))

@@ -21,11 +21,7 @@ from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.loaders.source import bundled_micro_folder
 from qwen_l40s.machine import packages as software
 from qwen_l40s.nodes import NODES
-from qwen_l40s.nodes.loaders import (
-    QwenL40SLoadModel,
-    QwenL40SLoadTextEncoder,
-    QwenL40SLoadVAE,
-)
+from qwen_l40s.nodes.loaders import QwenL40SLoadModel, QwenL40SLoadTextEncoder, QwenL40SLoadVAE
 from qwen_l40s.nodes.lora import QwenL40SLoadLora
 
 pytestmark = [pytest.mark.usefixtures("inference_mode"), pytest.mark.timeout(120)]
@@ -49,10 +45,7 @@ UNREADABLE = {
     "a link to nothing": lambda path: path.symlink_to("nowhere"),
     "a loop of links": lambda path: path.symlink_to(path.name),
     "a pipe": os.mkfifo,
-    "a link to a pipe": lambda path: (
-        os.mkfifo(path.with_name("pipe")),
-        path.symlink_to("pipe"),
-    ),
+    "a link to a pipe": lambda path: (os.mkfifo(path.with_name("pipe")), path.symlink_to("pipe")),
     "a socket": lambda path: os.mknod(path, stat.S_IFSOCK | 0o600),
     "a device": lambda path: path.symlink_to("/dev/zero"),
     "a folder": lambda path: path.mkdir(),

@@ -279,10 +279,7 @@ def test_a_text_encoder_of_another_width_is_refused_from_its_header():
     save_file(tensors, folder / "narrow.safetensors")
     choice = {"precision": "auto", "text_encoder": "narrow.safetensors", "vae": MICRO}
     with nothing_mapped():
-        words = (
-            "text_encoder: the model takes text 512 wide",
-            "gives 64",
-        )
+        words = ("text_encoder: the model takes text 512 wide", "gives 64")
         for run in (QwenL40SLoad.execute, QwenL40SLoad.validate_inputs):
             refused(CheckpointError, *words, run=functools.partial(run, model=MICRO, **choice))
 

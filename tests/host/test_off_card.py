@@ -24,11 +24,7 @@ from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.hosts.comfyui.lora.apply import apply_lora
 from qwen_l40s.hosts.comfyui.sample import off_card as off_card_pass
 from qwen_l40s.hosts.comfyui.sample.modulation import ModelModulation
-from qwen_l40s.hosts.comfyui.sample.off_card import (
-    OffCardLinear,
-    PassFigures,
-    off_card_layers,
-)
+from qwen_l40s.hosts.comfyui.sample.off_card import OffCardLinear, PassFigures, off_card_layers
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of
 from qwen_l40s.hosts.comfyui.sample.run import OPTIMIZATION_KEY as OPTIMIZATION
 from qwen_l40s.hosts.comfyui.save import loaded_weights

@@ -15,10 +15,7 @@ from qwen_l40s.errors import SettingError, UnavailableError
 from qwen_l40s.hosts.comfyui.encode import EXACT, EncodeSettings
 from qwen_l40s.hosts.comfyui.load import plan as load_plan
 from qwen_l40s.hosts.comfyui.load import text_encoder
-from qwen_l40s.hosts.comfyui.load.text_encoder import (
-    PLACEMENTS,
-    load_text_encoder,
-)
+from qwen_l40s.hosts.comfyui.load.text_encoder import PLACEMENTS, load_text_encoder
 from qwen_l40s.nodes.loaders import QwenL40SLoadTextEncoder
 from qwen_l40s.planning.request import DROPPED, TEXT_ENCODER_PLACEMENTS
 

@@ -13,14 +13,7 @@ import comfy.utils
 import pytest
 import torch
 from comfyui_boot import MODE, ROOT, refused
-from vae_cases import (
-    assert_close,
-    core_decode,
-    core_encode,
-    core_encode_each,
-    random,
-    random_vae,
-)
+from vae_cases import assert_close, core_decode, core_encode, core_encode_each, random, random_vae
 
 from qwen_l40s.errors import SettingError, UnavailableError
 from qwen_l40s.hosts.comfyui.decode import decode as planned_vae
@@ -472,11 +465,7 @@ def test_more_than_host_memory_is_refused_before_anything_is_loaded():
         mock.patch.object(management, "load_models_gpu") as load,
     ):
         for run, source, what in refusals:
-            words = (
-                f"system RAM to {what}: ",
-                "20.0 GiB is available",
-                "smaller",
-            )
+            words = (f"system RAM to {what}: ", "20.0 GiB is available", "smaller")
             refused(UnavailableError, *words, run=lambda run=run, s=source: run(EXACT, s))
     load.assert_not_called()
 

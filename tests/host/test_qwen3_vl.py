@@ -144,8 +144,7 @@ PRUNED, BUILT = "pruned vocabulary", "merged in ComfyUI"
 
 @newer
 @pytest.mark.parametrize(
-    ("form", "known"),
-    [*itertools.product((*PARALLEL, PRUNED), (False, True)), (BUILT, True)],
+    ("form", "known"), [*itertools.product((*PARALLEL, PRUNED), (False, True)), (BUILT, True)]
 )
 def test_a_form_that_only_comfyui_knows(form, known, monkeypatch):
     """Its own loading takes it; where that lacks a tensor or fails, the file is refused."""

@@ -30,10 +30,7 @@ from qwen_l40s.hosts.comfyui import record as measuring
 from qwen_l40s.hosts.comfyui import report as reporting
 from qwen_l40s.hosts.comfyui.decode.decode import decode, encode
 from qwen_l40s.hosts.comfyui.estimate import cards as this_card
-from qwen_l40s.hosts.comfyui.load.text_encoder import (
-    PlacedClip,
-    load_text_encoder,
-)
+from qwen_l40s.hosts.comfyui.load.text_encoder import PlacedClip, load_text_encoder
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.hosts.comfyui.load.vae import load_vae
 from qwen_l40s.hosts.comfyui.record import MeasuredPhase, inner_phase, measured, phase
@@ -257,10 +254,7 @@ def test_a_pass_knows_how_many_steps_call_the_model():
         return executor(x, t, *args, **kwargs)
 
     model = optimized(load())
-    for changed, steps in (
-        (model, 20),
-        (cached(model), computed_with(20, CACHE)),
-    ):
+    for changed, steps in ((model, 20), (cached(model), computed_with(20, CACHE))):
         found.clear()
         changed.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "look", look)
         sample(changed, steps=20)

@@ -291,8 +291,7 @@ def test_samplers_that_it_refuses_are_not_changed():
         **dict.fromkeys(("heun", "dpm_2", "seeds_2"), "the sampler calls the model at sigma"),
         **dict.fromkeys(("euler_cfg_pp", "dpmpp_2m_cfg_pp"), "uses a step's prompts separately"),
         **dict.fromkeys(
-            ("euler_ancestral", "dpmpp_2m_sde", "ddpm", "lcm", "er_sde"),
-            "the sampler adds noise",
+            ("euler_ancestral", "dpmpp_2m_sde", "ddpm", "lcm", "er_sde"), "the sampler adds noise"
         ),
     }.items():
         run, plain = sample(cached(EAGER), sampler=sampler), sample(model(), sampler=sampler)
