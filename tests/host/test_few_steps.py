@@ -330,7 +330,7 @@ def test_a_model_of_21_gets_its_schedules():
     for name in ("lightning 4", *schedule_names()[3:]):
         found, report = by_node(model, name, latent=empty(1024, 1024))
         assert len(found) == int(name[-1]) + 1 and name in report.splitlines()[1]
-    refused("'lightning 8' is of Qwen-Image, and", run=lambda: by_node(model, "lightning 8"))
+    refused("'lightning 8' is of Qwen-Image", run=lambda: by_node(model, "lightning 8"))
     refused("1040x1024", "multiples of 32", run=lambda: by_node(model, width=1040, height=1024))
     _, report = by_node(model, latent={"samples": torch.ones(1, 64, 65, 64)})
     assert "multiples of 32, but the LATENT is 1024x1040" in report
