@@ -6,28 +6,11 @@ from types import FunctionType, ModuleType
 HOSTS = {"accelerate", "comfy", "comfy_aimdo", "comfy_api", "comfy_execution", "comfy_kitchen"}
 HOSTS |= {"diffusers", "torch", "triton"}
 # What a model keeps of this package until it goes, and what it has under dynamic VRAM.
-LISTED = {
-    *(
-        "_parameters",
-        "weight",
-        "bias",
-        "_v_weight",
-        "_v_bias",
-        "_v_signature",
-        "cached_patcher_init",
-    ),
-    *(
-        "comfy_cast_weights",
-        "custom_operations",
-        "img_mod",
-        "txt_mod",
-        "modulation",
-        "size",
-        "__class__",
-    ),
-    *("memory_required", "memory_usage_factor", "get_key_patches", "qwen_l40s_modulation"),
-    *("prefix_cache", "current_loaded_models", "PREFETCH_QUEUES"),
-}
+LISTED = {"_parameters", "weight", "bias", "_v_weight", "_v_bias", "_v_signature", "size"}
+LISTED |= {"comfy_cast_weights", "custom_operations", "img_mod", "txt_mod", "modulation"}
+LISTED |= {"memory_required", "memory_usage_factor", "get_key_patches", "qwen_l40s_modulation"}
+LISTED |= {"cached_patcher_init", "prefix_cache", "current_loaded_models", "PREFETCH_QUEUES"}
+LISTED.add("__class__")
 # What a run of ComfyUI's or diffusers' alone changes, and a late import of Triton's.
 OF_THEIRS = {"current_weight_patches_uuid", "global_progress_registry", "latent_shapes", "modules"}
 OF_THEIRS |= {"sigmas", "timesteps"}

@@ -5,8 +5,12 @@ Used inside ComfyUI's Python too, so it imports torch and safetensors only.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 from safetensors.torch import save_file
@@ -134,3 +138,50 @@ def write_shards(folder: Path, tensors: Tensors) -> Path:
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     return folder
+
+
+# Of 2.1's text encoder, for `small`.
+TEXT_21 = {"hidden_size": HIDDEN, "intermediate_size": 128, "num_hidden_layers": 3}
+TEXT_21 |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+def small() -> contextlib.ExitStack:
+    """Makes ComfyUI's encoders of fewer and narrower layers until it is closed."""
+    from comfy.text_encoders import llama, qwen_image
+
+    tower = partial(llama.qwen_vl.Qwen2VLVisionTransformer, num_layers=2, intermediate_size=64)
+    read = functools.lru_cache(qwen_image.Qwen2Tokenizer.from_pretrained)
+    patches = [
+        mock.patch.object(llama.qwen_vl, "Qwen2VLVisionTransformer", tower),
+        mock.patch.object(qwen_image.Qwen2Tokenizer, "from_pretrained", read),
+    ]
+    if hasattr(llama, "Qwen3VL_8BConfig"):
+        from comfy.text_encoders import qwen3vl
+
+        config = partial(llama.Qwen3VL_8BConfig, **TEXT_21)
+        vision = {"hidden_size": 64, "intermediate_size": 64, "depth": 2}
+        vision |= {"deepstack_visual_indexes": [0, 1]}
+        configs = {"qwen3vl_8b": lambda **given: config(**given)}
+        patches += [
+            mock.patch.dict(qwen3vl.QWEN3VL_CONFIGS, configs),
+            mock.patch.dict(qwen3vl.QWEN3VL_VISION, {"qwen3vl_8b": vision}),
+        ]
+    stack = contextlib.ExitStack()
+    for patch in patches:
+        stack.enter_context(patch)
+    return stack
+
+
+def random_like(model: torch.nn.Module) -> Tensors:
+    generator = torch.Generator().manual_seed(0)
+    found = {}
+    for name, weight in model.state_dict().items():
+        value = torch.randn(weight.shape, generator=generator) / weight.shape[-1] ** 0.5
+        found[name] = (value if weight.dim() > 1 else 1 + 0.1 * value).bfloat16()
+    return found
+
+
+def weights_21() -> Tensors:
+    from comfy.text_encoders.qwen3vl import Qwen3VL
+
+    return random_like(Qwen3VL({}, torch.bfloat16, "meta", torch.nn))

@@ -167,12 +167,24 @@ def difference(found: torch.Tensor, known: torch.Tensor) -> float:
     return float((found - known).norm() / known.norm())
 
 
-def sample(model, *prompts, steps=2, cfg=1.0, sampler="euler", noise=None, **more):
-    """A few of ComfyUI's steps, at 64 x 64 from fixed noise; one prompt stands for both."""
+def prompt(tokens: int, width: int = SHAPE.joint_dim, **values) -> list:
+    return [[random(1, tokens, width, seed=tokens), values]]
+
+
+def sample(model, *prompts, steps=2, cfg=1.0, sampler="euler", noise=None, batch=1, side=8, **more):
+    """A few of ComfyUI's steps from fixed noise, of 1.x or of `narrow_21`.
+
+    Args:
+        prompts: conditioning, or how many tokens it has; one stands for both.
+        more: what a conditioning that is made here has besides its text, as `values`.
+    """
     import comfy.sample
 
+    later, values = type(model.model).__name__ == "QwenImage21", more.pop("values", {})
     if noise is None:
-        noise = random(1, 16, 1, 8, 8)
+        noise = random(batch, *((64,) if later else (16, 1)), side, side)
+    width = 96 if later else SHAPE.joint_dim
+    prompts = [prompt(it, width, **values) if isinstance(it, int) else it for it in prompts]
     prompts = prompts * 2 if len(prompts) == 1 else prompts
     how = steps, cfg, sampler, "simple", *prompts, torch.zeros_like(noise)
     with torch.inference_mode():

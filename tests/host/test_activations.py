@@ -31,12 +31,7 @@ from qwen_l40s.optimizations.modulation import compute_entry
 from qwen_l40s.optimizations.run import Optimization
 from qwen_l40s.planning import bytes as text_encoder
 from qwen_l40s.planning.bytes import FP32, SAMPLER_LATENTS, control_bytes, step_bytes
-from qwen_l40s.planning.request import (
-    Loras,
-    Parts,
-    RunRequest,
-    Setting,
-)
+from qwen_l40s.planning.request import Loras, Parts, RunRequest, Setting
 from qwen_l40s.spec.formats import RowFormat
 
 SHAPE = QwenImageShape(

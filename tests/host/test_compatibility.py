@@ -486,14 +486,14 @@ ELSEWHERE = {
         "yes; its layers run themselves",
         "test_optimize.py::test_a_model_of_another_loader_of_gguf",
     ),
-    "LoRAs as bypass": ("yes", "test_optimize.py::test_a_merged_lora_and_one_beside"),
+    "LoRAs as bypass": ("yes", "test_equality.py::test_qwen_image"),
     "Extract and Save LoRA, Save Checkpoint": (
         "as with other files",
         "test_loader.py::test_what_comfyui_s_own_nodes_save_is_read_again",
     ),
     "patches of attention (attn1_patch)": (
         "no: attn1_patch",
-        "test_optimize.py::test_a_patch_of_attention_leaves_the_blocks_to_comfyui",
+        "test_equality.py::test_qwen_image",
     ),
     "MultiGPU CFG Split": ("yes", "test_cards.py::test_nodes_may_stand_in_any_order"),
     "weights partly in system RAM": ("yes", "test_optimize.py::test_a_partly_loaded_model"),

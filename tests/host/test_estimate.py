@@ -1,7 +1,6 @@
 """The estimator's nodes, executed as ComfyUI executes them."""
 
 import json
-import time
 from pathlib import Path
 from unittest import mock
 
@@ -31,11 +30,10 @@ from qwen_l40s.nodes.advise import QwenL40SAdviseGPU
 from qwen_l40s.nodes.estimate import QwenL40SEstimateVRAM
 from qwen_l40s.nodes.loaders import QwenL40SLoadModel, QwenL40SLoadTextEncoder
 from qwen_l40s.planning.estimate import estimate
-from qwen_l40s.planning.options import OLDER, Older, labelled
+from qwen_l40s.planning.options import OLDER, Older
 from qwen_l40s.planning.request import RunRequest
 from qwen_l40s.planning.step_cache import CacheSettings
 from qwen_l40s.spec.formats import GIB, CardFacts
-from qwen_l40s.spec.transformer import PLACES
 
 MICRO = ROOT / "models" / "micro"
 NODES = (QwenL40SEstimateVRAM, QwenL40SAdviseGPU)
@@ -77,15 +75,6 @@ def shown(output):
 # --- the nodes
 
 
-def test_the_answer_stands_on_the_node():
-    inputs = {**defaults(QwenL40SEstimateVRAM), "card": "L40S"}
-    output = QwenL40SEstimateVRAM.execute(**inputs)
-    lines = output.args[1].splitlines()
-    assert output.ui["qwen_l40s"] == ["\n".join(lines[:5])] and lines[5] == "", lines
-    output = advice()
-    assert output.ui["qwen_l40s"] == [output.args[1].split("\n\n")[0]]
-
-
 def test_an_estimate_without_wires_is_the_planners_own():
     image, report, fits, found = run(card="L40S", width=1024, height=1024, steps=8)
     expected = estimate(
@@ -98,46 +87,16 @@ def test_an_estimate_without_wires_is_the_planners_own():
     assert "L40S" in report and image.shape[0] == 1
 
 
-def test_it_takes_less_than_a_second():
-    run()
-    begin = time.process_time()
-    run(width=2048, height=2048, batch=4)
-    assert time.process_time() - begin < 1
-
-
 def test_the_price_is_the_users_own_or_the_lists():
     listed, dear = (run(card="L40S", price_per_hour=price)[3] for price in (0, 7200))
     assert dear["usd_per_image"] > 1000 * listed["usd_per_image"] > 0
     refused(SettingError, "-1", run=lambda: run(price_per_hour=-1.0))
 
 
-def test_the_modulation_stays_where_it_is_set():
-    for place in PLACES[1:]:
-        assert run(card="H200", modulation=place)[3]["settings"]["modulation"] == place
-
-
-def test_ten_settings_of_an_estimate_are_for_everybody():
-    inputs = QwenL40SEstimateVRAM.GET_SCHEMA().inputs
-    widgets = [each.id for each in inputs if hasattr(each, "default") and not each.advanced]
-    assert widgets == [
-        *("card", "family", "precision", "width", "height", "batch", "steps", "cfg"),
-        *("references", "cache"),
-    ]
-
-
 def test_a_step_cache_is_counted_by_name_or_as_the_model_has_it():
-    for node in NODES:
-        last = node.GET_SCHEMA().inputs[-4:]
-        # Graphs that were saved without them keep the places of their widgets' values.
-        assert [each.id for each in last] == ["cache", "attention", "schedule", "nag_tokens"]
-        assert all(each.optional for each in last)
-        assert [bool(each.advanced) for each in last] == [False, True, True, True]
     by_name = run(card="L40S", cache="balanced")
-    assert "\nStep cache: balanced computes 26 of 50 steps, " in by_name[1]
     assert by_name[3]["step_cache"]["computed_steps"] == 26
-    inputs = {**defaults(QwenL40SEstimateVRAM), "card": "L40S"}
-    del inputs["cache"]
-    assert json.loads(QwenL40SEstimateVRAM.execute(**inputs).args[3])["step_cache"] is None
+    assert run(card="L40S", cache="off")[3]["step_cache"] is None
     with torch.inference_mode():
         model = load_model(MICRO, "bf16")[0]
     wired = run(card="L40S", model=cache_steps(model, CacheSettings(budget=0.3)))[3]
@@ -193,11 +152,8 @@ def test_attention_in_8_bits_is_counted_as_the_model_has_it(set_settings, monkey
         assert wired["settings"]["attention"] == counted
         said = [note for note in wired["notes"] if note.startswith("Attention ")]
         assert len(said) == (counted != "exact")
-    assert said[0].startswith("Attention fast counts as kitchen_int8: predicted at ")
     for name in ("kitchen_int8", "int8", "int8_fp8"):  # also as older workflows have it
-        notes = run(card="L40S", attention=name)[3]["notes"]
-        (note,) = (note for note in notes if note.startswith("Attention "))
-        assert note.startswith("Attention kitchen_int8: predicted at 49% to 57% of the time of")
+        assert run(card="L40S", attention=name)[3]["settings"]["attention"] == "kitchen_int8"
     named = QwenL40SAdviseGPU.execute(**{**defaults(QwenL40SAdviseGPU), "attention": "int8"})
     assert "needs a GPU of sm_80 or newer" in named.args[1]
 
@@ -215,9 +171,6 @@ def test_a_plan_is_given_as_the_loaders_take_it():
         encoder = {each.id: each for each in QwenL40SLoadTextEncoder.GET_SCHEMA().inputs}
         taken = [model["precision"], model["modulation"], encoder["placement"]]
         assert all(value in each.options for value, each in zip(given, taken, strict=True))
-        said = map(labelled, ("precision", "modulation", "placement"), given)
-        words = "Set: Load Qwen-Image Model: {}, {}; ".format(*said)
-        assert words in output.args[1] and f"{labelled('placement', given[2])}." in output.args[1]
 
 
 def test_older_names_and_values_mean_what_they_meant(monkeypatch):
@@ -232,13 +185,6 @@ def test_older_names_and_values_mean_what_they_meant(monkeypatch):
     inputs = {each.id: each for each in schema.inputs}
     assert schema.accept_all_inputs and inputs["modulation"].as_dict()["older_name"] == "tables"
     assert "on" in inputs["modulation"].options and "maybe" not in inputs["modulation"].options
-
-
-def test_a_node_without_sockets_speaks_of_none():
-    for each in QwenL40SAdviseGPU.GET_SCHEMA().inputs:
-        assert not any(word in each.tooltip for word in ("wired", "MODEL", "LATENT", "layers")), (
-            each.tooltip
-        )
 
 
 # --- this card
@@ -278,15 +224,6 @@ def test_a_card_that_is_not_listed_is_answered_without_times():
     assert found["plan"][0]["precision"] == "int8" and "int8" in report
 
 
-def test_this_card_can_be_another_device():
-    asked = []
-    with mock.patch.object(this_card, "card_facts", side_effect=asked.append):
-        this_card.card_of("this card", torch.device("cuda", 3))
-        this_card.card_of(device=torch.device("cuda", 2))
-        this_card.card_of()
-    assert asked == [*(torch.device("cuda", place) for place in (3, 2)), torch.device("cpu")]
-
-
 def test_a_list_of_ones_own_in_the_cache_folder_is_read():
     path = BASE / "cache" / "cards.json"
     path.parent.mkdir(exist_ok=True)
@@ -324,18 +261,6 @@ def test_a_card_that_is_too_small_is_answered():
         assert blocked == [verdict == "does not fit"] * 3
     assert settings[0].message.startswith("L40S has 2.0 GiB and a step of one image of 1328x1328")
     assert output.ui["qwen_l40s"][0].startswith(f"Does not fit: {settings[0].message}\n")
-
-
-def test_what_is_left_out_is_the_familys_own():
-    for family, side, steps, cfg in (
-        ("auto", 1328, 50, "two passes"),
-        ("qwen-image-edit-2511", 1328, 40, "two passes"),
-        ("qwen-image-2.1", 1024, 40, "off"),
-        ("qwen-image-layered", 640, 50, "two passes"),
-    ):
-        found = run(card="H200", family=family)[3]["settings"]
-        named = ("width", "height", "steps", "cfg")
-        assert [found[name] for name in named] == [side, side, steps, cfg]
 
 
 # --- what is refused before anything is loaded
@@ -422,21 +347,12 @@ def test_nothing_that_was_measured_since_is_cached():
 # --- advice
 
 
-def test_advice_ranks_the_cards_and_draws_them():
-    report = shown(advice(images_per_hour=50.0, width=1024, height=1024))
-    assert "50 images per hour" in report.splitlines()[0], report
-    for card in ("L40S", "H100 SXM", "A100 80GB SXM"):
-        assert card in report, report
-
-
 def test_own_prices_stand_over_the_list():
-    report = shown(advice(prices="H200 = 0.01\nL40S = 40"))
+    report = shown(advice(prices="H200 = 0.01\nL40S = 40", width=1024, height=1024))
     assert ": 1 H200 in int8, $" in report.splitlines()[0], report
-    assert "\nH200: $0.010 an hour (your own);" in report
-    assert "\nL40S: $40.00 an hour (your own);" in report
+    assert "\nH200: $0.010 an hour (your own);" in report and "A100 80GB SXM" in report
     validate = QwenL40SAdviseGPU.validate_inputs
     assert validate() is validate(prices="L40S = 0.79") is validate(prices=None) is True
-    assert "prices are 5 and must be" in validate(prices=5)
     refused(SettingError, "prices are None", run=lambda: advice(prices=None))
     assert validate(prices="L40S = 0.79\nL40S = 1").startswith("prices, line 2: ")
 

@@ -2,24 +2,33 @@
 
 import math
 import os
+from functools import partial
 
+import comfy.model_base
 import comfy.model_sampling
 import comfy.samplers
 import comfy.sd
 import comfy.utils
+import comfyui_boot
 import narrow_transformer as narrow
 import pytest
 import torch
+from comfy_extras.nodes_custom_sampler import (
+    BasicGuider,
+    KSamplerSelect,
+    RandomNoise,
+    SamplerCustomAdvanced,
+)
 from comfy_extras.nodes_model_advanced import ModelSamplingAuraFlow
 from comfyui_boot import folder
-from narrow_21 import model_21, weights_21
+from narrow_21 import TEXT, model_21, weights_21
 from reported_runs import reported, running
 from safetensors.torch import save_file
 
-from qwen_l40s.errors import CheckpointError
+from qwen_l40s.errors import CheckpointError, SettingError
 from qwen_l40s.families.qwen_image import QWEN_IMAGE
 from qwen_l40s.families.qwen_image_21 import QWEN_IMAGE_21
-from qwen_l40s.families.registry import find_schedule
+from qwen_l40s.families.registry import find_schedule, schedule_names
 from qwen_l40s.families.schedules import official_sigmas
 from qwen_l40s.hosts.comfyui.lora.apply import apply_lora
 from qwen_l40s.hosts.comfyui.lora.bypass import compute_loras
@@ -59,8 +68,10 @@ def with_lora(model, path, strength=1.0, core=False):
     return apply_lora(model, path, strength, how="auto")[0]
 
 
-def sigmas(model, preset="auto", steps=0, width=1024, height=1024):
-    found, report = QwenL40SSigmas.execute(model, preset, steps, width, height).args
+def sigmas(model, preset="auto", steps=0, width=1024, height=1024, latent=None):
+    output = QwenL40SSigmas.execute(model, preset, steps, width, height, latent)
+    found, report = output.args
+    assert output.ui["text"] == [report] and found.dtype == torch.float32
     return found.tolist(), report
 
 
@@ -101,20 +112,6 @@ def test_auto_takes_the_schedule_of_the_lora(name):
     assert report.startswith(f"{schedule or 'official'}: {len(expected) - 1} steps at 1024x1024")
     assert all(it in report for it in words), report
     assert ("steps is 20" in report) == bool(schedule)
-
-
-def test_the_loras_node_says_what_it_is_trained_for():
-    model = built(model_1(), [(FOUR, 0.5)])
-    for name, strength, words in (
-        (FOUR, 0.5, ("'lightning 4'", "CFG 1")),
-        (EIGHT, 1.0, ("'lightning 8'", FOUR, "keep one")),
-        ("style.safetensors", 1.0, ()),
-    ):
-        _, report = apply_lora(
-            model if name != FOUR else model_1(), lora(name), strength, how="auto"
-        )
-        assert all(it in report.summary() and it in report.text() for it in words)
-        assert bool(report.steps) == bool(words)
 
 
 def test_auto_changes_nothing_of_a_preset():
@@ -274,3 +271,78 @@ def test_viggles_second_schedule_is_as_published():
             narrow.sample(model, [[narrow.random(1, 7, 96), {}]], **more)
         found = reported(model).data["notes"]
         assert sum("viggle-turbo" in it for it in found) == notes, found
+
+
+# --- the node that gives sigmas
+
+
+refused = partial(comfyui_boot.refused, SettingError)
+
+
+def by_node(model, preset="official", steps=0, width=0, height=0, latent=None):
+    return sigmas(model, preset, steps, width, height, latent)
+
+
+def empty(width, height, channels=16):
+    """As EmptySD3LatentImage makes it, which a sampler makes fit."""
+    samples = torch.zeros(1, channels, height // 8, width // 8)
+    return {"samples": samples, "downscale_ratio_spacial": 8}
+
+
+def test_a_model_of_1x_gets_diffusers_schedule():
+    model = model_1()
+    found, report = by_node(model, width=1664, height=928)
+    assert found == pytest.approx(official_sigmas(50, 104 * 58), abs=1e-6)
+    assert report == "official: 50 steps at 1664x928, for Qwen-Image."
+    found, report = by_node(model, steps=20, width=1664, height=928, latent=empty(512, 768))
+    assert found == pytest.approx(official_sigmas(20, 32 * 48), abs=1e-6)
+    found, report = by_node(model, "lightning 4")
+    assert found == pytest.approx([1, 0.9, 0.75, 0.5, 0], abs=1e-6)
+    assert "is only for a Lightning LoRA of 4 steps" in report
+
+
+def test_schedules_that_do_not_fit_are_refused():
+    model = model_1()
+    needs = "'turbo 8' is of Qwen-Image-2.1, which needs ComfyUI 0.37 or newer"
+    refused(
+        needs, "choose official, lightning 4, lightning 8", run=lambda: by_node(model, "turbo 8")
+    )
+    words = "steps is 8, but the schedule 'lightning 4' has 4 steps", "leave steps out"
+    refused(*words, run=lambda: by_node(model, "lightning 4", 8))
+    refused("1000x1024", "multiples of 16", run=lambda: by_node(model, width=1000, height=1024))
+    weights = narrow.weights() | {
+        "time_text_embed.addition_t_embedding.weight": torch.zeros(2, 128)
+    }
+    path = narrow.write(FOLDER / "layered.safetensors", weights)
+    layered = narrow.load_patcher(path, "bf16", False)
+    refused("qwen-image-layered", "BasicScheduler", run=lambda: by_node(layered))
+    model.model = comfy.model_base.BaseModel.__new__(comfy.model_base.BaseModel)
+    torch.nn.Module.__init__(model.model)
+    refused("the MODEL is BaseModel", "use BasicScheduler", run=lambda: by_node(model))
+
+
+@newer
+def test_a_model_of_21_gets_its_schedules():
+    model = model_21()
+    found, report = by_node(model)
+    assert found == pytest.approx(official_sigmas(40, 128 * 128), abs=1e-6)
+    assert report == "official: 40 steps at 2048x2048, for Qwen-Image-2.1."
+    for name in ("lightning 4", *schedule_names()[3:]):
+        found, report = by_node(model, name, latent=empty(1024, 1024))
+        assert len(found) == int(name[-1]) + 1 and name in report.splitlines()[1]
+    refused("'lightning 8' is of Qwen-Image", run=lambda: by_node(model, "lightning 8"))
+    refused("1040x1024", "multiples of 32", run=lambda: by_node(model, width=1040, height=1024))
+    _, report = by_node(model, latent={"samples": torch.ones(1, 64, 65, 64)})
+    assert "multiples of 32, but the LATENT is 1024x1040" in report
+
+
+@newer
+def test_cores_sampler_runs_it():
+    model, latent = model_21(), empty(128, 128)
+    found, _ = by_node(model, steps=3, latent=latent)
+    (guider,) = BasicGuider.execute(model, [[torch.ones(1, 5, TEXT), {}]]).args
+    (noise,) = RandomNoise.execute(1).args
+    (sampler,) = KSamplerSelect.execute("euler").args
+    given = noise, guider, sampler, torch.tensor(found), latent
+    output, _ = SamplerCustomAdvanced.execute(*given).args
+    assert output["samples"].shape == (1, 64, 8, 8) and output["samples"].isfinite().all()

@@ -11,15 +11,7 @@ import comfy.sd
 import pytest
 import torch
 from comfyui_boot import MODE, ROOT
-from vae_cases import (
-    assert_close,
-    core_decode,
-    core_encode_each,
-    random,
-    random_vae,
-    wan,
-    wan_21,
-)
+from vae_cases import assert_close, core_decode, core_encode_each, random, random_vae, wan, wan_21
 
 from qwen_l40s.hosts.comfyui.decode import fused
 from qwen_l40s.hosts.comfyui.decode.decode import decode, encode

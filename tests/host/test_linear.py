@@ -1,17 +1,25 @@
 """Linear layers, with what newer ComfyUI asks of them beside the product, against ComfyUI's own."""
 
 import json
+import logging
 from functools import partial
 
 import comfy.ops
+import narrow_transformer as narrow
 import pytest
 import torch
-from comfyui_boot import refused
+from comfy.quant_ops import QuantizedTensor
+from comfy_kitchen.backends.eager import quantization as kitchen
+from comfyui_boot import folder, refused
+from safetensors.torch import load_file
 
+from qwen_l40s.cli import main
 from qwen_l40s.errors import UnavailableError
 from qwen_l40s.hosts.comfyui.linear import quantized_operations
+from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.hosts.comfyui.lora.bypass import BesideLayer, BypassForward
-from qwen_l40s.loaders.quantize import dequantize_rows, quantize_rows
+from qwen_l40s.loaders.quantize import dequantize_rows, layers_to_quantize, quantize_rows
+from qwen_l40s.loaders.stored import rotate
 from qwen_l40s.spec import formats
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
@@ -127,3 +135,54 @@ def test_an_argument_that_nobody_knows_reaches_the_hosts_own_code(monkeypatch):
     assert ours(random(2, 3, K), gate=3) == "the host's" and seen == {"gate": 3}
     bypass = BypassForward(ours.forward, low_rank(random(N, 4), random(4, K)))
     refused(UnavailableError, "gate", "merge", run=lambda: bypass(random(2, 3, K), gate=3))
+
+
+# --- files that `qwen-l40s quantize` wrote, by ComfyUI's official loading
+
+FOLDER = folder("quantized")
+PLAIN = narrow.write(FOLDER / "bf16.safetensors", narrow.weights())
+GROUP = 16
+
+
+def written(precision):
+    path = FOLDER / f"{precision}.safetensors"
+    command = ["quantize", str(PLAIN), str(path), "--precision", precision, "--device", "cpu"]
+    assert main(command) == 0
+    return path
+
+
+def quantized(model):
+    return {
+        name: module.weight.dequantize()
+        for name, module in model.model.diffusion_model.named_modules()
+        if isinstance(getattr(module, "weight", None), QuantizedTensor)
+    }
+
+
+def test_comfyui_reads_int8_as_we_do(caplog):
+    """It only logs a tensor that it lacks."""
+    path = written("int8")
+    caplog.clear()
+    theirs, ours = quantized(narrow.stock(load_file(path))), quantized(load_model(path)[0])
+    assert [it for it in caplog.records if it.levelno >= logging.WARNING] == []
+    layers = [name.removesuffix(".weight") for name in narrow.weights()]
+    assert theirs.keys() == ours.keys() == layers_to_quantize(layers)
+    for layer, weight in theirs.items():
+        torch.testing.assert_close(weight, ours[layer].to(weight.dtype))
+
+
+def test_rows_are_quantized_and_rotated_as_comfy_kitchen_does():
+    matrix = torch.randn(50, 192, generator=torch.Generator().manual_seed(0))
+    matrix[7] = 0
+    their_values, their_scale = kitchen.quantize_int8_rowwise(matrix)
+    values, scale = quantize_rows(matrix, "int8")
+    assert torch.equal(their_values, values)
+    scale[7] = their_scale[7]  # of a row of zeros: any will do
+    assert torch.equal(their_scale, scale)
+    theirs = kitchen.rotate_int8_convrot_weight(matrix, GROUP)
+    assert torch.allclose(theirs, rotate(matrix, GROUP), atol=1e-6)
+
+
+def test_our_fp8_is_refused():
+    with pytest.raises(Exception, match="float8_e4m3fn_rowwise"):
+        narrow.stock(load_file(written("fp8")))

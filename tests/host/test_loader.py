@@ -17,6 +17,7 @@ import narrow_text_encoder
 import narrow_transformer as narrow
 import pytest
 import torch
+from comfy.quant_ops import QUANT_ALGOS
 from comfy_extras import nodes_model_merging
 from comfy_kitchen.backends.eager.w4a8_int8 import (
     _dequant_int4_grouped_to_int8,
@@ -27,13 +28,17 @@ from lora_forms import FAILING, FORMS
 from narrow_transformer import difference
 from safetensors.torch import load_file, save_file
 
-from qwen_l40s.families.qwen_image import QwenImageShape
+from qwen_l40s.families.qwen_image import FULL_SIZE, QwenImageShape
+from qwen_l40s.hosts.comfyui.load import plan as load_plan
 from qwen_l40s.hosts.comfyui.load.text_encoder import load_text_encoder
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.hosts.comfyui.load.vae import load_vae
 from qwen_l40s.loaders.checkpoint import inspect_checkpoint
 from qwen_l40s.loaders.quantize import comfy_quant_tensor, quantize_rows
+from qwen_l40s.loaders.source import Source, open_source
 from qwen_l40s.loaders.stored import rotate
+from qwen_l40s.loaders.writer import SafetensorsLayout
+from qwen_l40s.spec.formats import GIB, CardFacts
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 with_files = pytest.mark.usefixtures("files", "sizes")
@@ -200,8 +205,7 @@ def test_bf16_is_bit_for_bit_what_comfyui_s_own_loader_gives():
 
 @with_files
 @pytest.mark.parametrize(
-    ("name", "settings"),
-    [("edit_2511", {}), ("layered", {"additional_t_cond": torch.tensor([0])})],
+    ("name", "settings"), [("edit_2511", {}), ("layered", {"additional_t_cond": torch.tensor([0])})]
 )
 def test_the_other_families_are_bit_for_bit_the_same(name, settings):
     theirs = comfy.sd.load_diffusion_model(str(FOLDER / f"{name}.safetensors"))
@@ -310,3 +314,58 @@ def test_what_comfyui_s_own_nodes_save_is_read_again():
         again = load_text_encoder(text_file)[0]
         assert torch.equal(again.encode_from_tokens(again.tokenize("a star")), known_text)
         assert torch.equal(load_vae(vae_file)[0].decode(latents), vae.decode(latents))
+
+
+# --- where 4 or 6 bits are decoded on load, and where they stay as small as they are
+
+IN_BITS = {4: "asym_w4a8_int8", 6: "w6a8_int8"}
+
+
+def published(bits: int) -> Source:
+    """The header of a published transformer with all of its blocks' matrices in so many bits."""
+    specs, texts = {}, {}
+    for name, shape in FULL_SIZE.tensors().items():
+        specs[name] = "BF16", shape
+        if "transformer_blocks" not in name or len(shape) != 2:
+            continue
+        layer, (rows, columns) = name.removesuffix(".weight"), shape
+        texts[f"{layer}.comfy_quant"] = json.dumps({"format": IN_BITS[bits]}).encode()
+        specs[name] = "I8", (rows, columns * bits // 8)
+        specs[f"{layer}.weight_s_rel"] = "F8_E4M3", (rows, columns // 16)
+        specs[f"{layer}.weight_s_channel"] = "F32", (rows,)
+        specs[f"{layer}.comfy_quant"] = "U8", (len(texts[f"{layer}.comfy_quant"]),)
+    path = FOLDER / f"{bits}.safetensors"
+    layout = SafetensorsLayout(specs, {})
+    with path.open("wb") as file:
+        file.write(layout.header)
+        for name, text in texts.items():
+            file.seek(len(layout.header) + layout.tensors[name].start)
+            file.write(text)
+        file.truncate(layout.file_bytes)  # sparse
+    return open_source(path, "transformer")
+
+
+@pytest.mark.parametrize("bits", IN_BITS)
+def test_few_bits_are_decoded_where_the_card_has_room(bits):
+    """Blocks of 7.1 GiB in 4 bits, and 12.7 GiB in int8."""
+    source, known = published(bits), IN_BITS[bits] in QUANT_ALGOS
+    for gib, room, packed, off_card in (
+        (10, 64, "in int8 they would not fit in VRAM", True),
+        (12, 64, "in int8 they would not fit in VRAM", True),
+        (16, 64, "", True),
+        (48, 64, "", False),
+        (48, 16, "system RAM has no room for them in int8", False),
+    ):
+        if not known and room == 16:
+            continue
+        card = CardFacts("card", gib * GIB, (8, 9))
+        with (
+            mock.patch.object(load_plan, "card_facts", return_value=card),
+            mock.patch.object(load_plan, "available_memory", return_value=room * GIB),
+        ):
+            plan = load_plan.plan_load(source, "auto")
+        assert (plan.packed, plan.precision) == (packed if known else "", "int8"), gib
+        assert plan.off_card == off_card, gib
+        bytes_of_modulation = 60 * 2 * 3072 * 6 * 3072
+        share = bits / 8 + 1 / 16 if plan.packed else 1  # and a scale for each 16 columns
+        assert plan.modulation_bytes == pytest.approx(share * bytes_of_modulation, rel=1e-2)

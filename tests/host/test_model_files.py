@@ -3,6 +3,7 @@
 import os
 import shutil
 import stat
+from pathlib import Path
 
 import folder_paths
 import narrow_transformer as narrow
@@ -11,18 +12,16 @@ import torch
 from comfyui_boot import refused
 from gguf_files import stored, write_gguf
 from safetensors.torch import save_file
+from utils.extra_config import load_extra_path_config
 
 from qwen_l40s.errors import CheckpointError, QwenL40SError
 from qwen_l40s.families.qwen_image import QwenImageShape
 from qwen_l40s.hosts.comfyui.load import choose
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.loaders.source import bundled_micro_folder
+from qwen_l40s.machine import packages as software
 from qwen_l40s.nodes import NODES
-from qwen_l40s.nodes.loaders import (
-    QwenL40SLoadModel,
-    QwenL40SLoadTextEncoder,
-    QwenL40SLoadVAE,
-)
+from qwen_l40s.nodes.loaders import QwenL40SLoadModel, QwenL40SLoadTextEncoder, QwenL40SLoadVAE
 from qwen_l40s.nodes.lora import QwenL40SLoadLora
 
 pytestmark = [pytest.mark.usefixtures("inference_mode"), pytest.mark.timeout(120)]
@@ -46,10 +45,7 @@ UNREADABLE = {
     "a link to nothing": lambda path: path.symlink_to("nowhere"),
     "a loop of links": lambda path: path.symlink_to(path.name),
     "a pipe": os.mkfifo,
-    "a link to a pipe": lambda path: (
-        os.mkfifo(path.with_name("pipe")),
-        path.symlink_to("pipe"),
-    ),
+    "a link to a pipe": lambda path: (os.mkfifo(path.with_name("pipe")), path.symlink_to("pipe")),
     "a socket": lambda path: os.mknod(path, stat.S_IFSOCK | 0o600),
     "a device": lambda path: path.symlink_to("/dev/zero"),
     "a folder": lambda path: path.mkdir(),
@@ -200,3 +196,57 @@ def test_a_part_that_is_replaced_is_read_anew(models):
     known = loaded.model.diffusion_model.state_dict()
     for number, (name, sign) in enumerate(zip(sorted(WEIGHTS)[:2], (1, -1), strict=True)):
         assert torch.equal(known[name].float(), sign * WEIGHTS[name].float()), number
+
+
+# --- `doctor` looks for models where ComfyUI does
+
+KNOWN = folder_paths.folder_names_and_paths
+EXTRA = """
+# a comment
+empty:
+one:
+  base_path: $SHARED/模型
+  is_default: true
+  unet: |
+    a
+    b/../c
+  custom_nodes: custom_nodes
+two:
+  vae: extra
+  diffusion_models: /abs
+  clip: text
+"""
+
+
+@pytest.fixture
+def extra(tmp_path, monkeypatch):
+    """Writes an extra_model_paths.yaml; returns ComfyUI's folder."""
+    monkeypatch.setenv("SHARED", str(tmp_path))
+
+    def write(text):
+        (tmp_path / "extra_model_paths.yaml").write_text(text, encoding="utf-8")
+        return tmp_path
+
+    return write
+
+
+def test_extra_model_paths_are_read_as_comfyui_reads_them(extra, monkeypatch):
+    known = {name: ([*paths], ends) for name, (paths, ends) in KNOWN.items()}
+    monkeypatch.setattr(folder_paths, "folder_names_and_paths", known)
+    code = extra(EXTRA)
+    load_extra_path_config(str(code / "extra_model_paths.yaml"))
+    ours = software.model_folders(Path(folder_paths.models_dir), code)
+    for kind, folders in ours.items():
+        assert set(map(str, folders)) == set(known[kind][0]), kind
+
+
+def test_a_pack_in_a_shared_folder_leaves_the_models_where_they_are(extra, monkeypatch):
+    code = extra(EXTRA)
+    file = code / "模型" / "custom_nodes" / "pack" / "machine" / "packages.py"
+    monkeypatch.setattr(software, "__file__", str(file))
+    assert software.models_folder(code) == code / "models"
+
+
+@pytest.mark.parametrize("text", ["- a list", "{", "one: text", "one:\n  vae: 3", "\0"])
+def test_a_damaged_list_adds_nothing(extra, text):
+    assert not any(software.extra_folders(extra(text)).values())

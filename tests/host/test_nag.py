@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 
 from qwen_l40s.errors import SettingError
 from qwen_l40s.hosts.comfyui.lora.apply import apply_lora
-from qwen_l40s.hosts.comfyui.sample.attention import SLOT, GuidedAttention
+from qwen_l40s.hosts.comfyui.sample.attention import SLOT
 from qwen_l40s.hosts.comfyui.sample.nag import NagSettings, guide_attention
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of
 from qwen_l40s.hosts.comfyui.sample.run import NAG_KEY
@@ -34,7 +34,6 @@ from qwen_l40s.hosts.comfyui.sample.step_cache import cache_steps
 from qwen_l40s.nodes.nag import QwenL40SNAG
 from qwen_l40s.optimizations.attention import BACKENDS
 from qwen_l40s.optimizations.attention.choice import TRIAL_TOKENS
-from qwen_l40s.optimizations.attention.chosen import MeasuredErrors
 from qwen_l40s.optimizations.blocks.block import BlockExecutor
 from qwen_l40s.optimizations.nag import PrefixGuidance
 from qwen_l40s.planning.step_cache import CacheSettings
@@ -548,13 +547,6 @@ def test_another_models_text_and_settings_are_refused():
     refused(SettingError, words, run=lambda: NagSettings(start=3, end=3))
 
 
-def test_another_model_passes_through():
-    other = SimpleNamespace(model=SimpleNamespace())
-    found = QwenL40SNAG.execute(other, prompt(One), 5.0, 2.5, 0.25)
-    assert found.result[0] is other
-    assert "is left unchanged" in found.result[1]
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_node_and_the_report(family):
     model, negative = family.make(), prompt(family, seed=5)
@@ -565,16 +557,6 @@ def test_the_node_and_the_report(family):
     text = reported(found, None, None).text
     words = "the negative prompt, of 7 tokens, guides 2 of 2 forward passes: scale 4, tau 1.2"
     assert words in text
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_graph_of_all_blocks_is_handed_over(family, played_graphs):
-    """Of 2.1 there is none."""
-    model, negative = family.make(), prompt(family, seed=5)
-    expected = sample(family, guided(model, negative), steps=3)
-    optimized = optimize(guided(model, negative))
-    assert close(sample(family, optimized, steps=3), expected)
-    assert len(played_graphs) == (2 if family is One else 0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -591,16 +573,3 @@ def test_a_pass_that_is_made_again_is_guided_from_its_first_block(family, monkey
     monkeypatch.setattr(BlockExecutor, "go_to_last", raises)
     assert close(sample(family, optimized := optimize(model)), expected)
     assert "blocks: fused, 2 of" in report_of(optimized)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_errors_are_measured_once_a_block(family, monkeypatch):
-    """Also where both prompts are of one length."""
-    blocks, own = [], GuidedAttention.begin
-    monkeypatch.setattr(GuidedAttention, "begin", lambda *it: blocks.append(it[1]) or own(*it))
-    measured, add = [], MeasuredErrors.add
-    seen = lambda *given: measured.append(blocks[-1]) or add(*given)  # noqa: E731
-    monkeypatch.setattr(MeasuredErrors, "add", seen)
-    model = guided(family.make(), prompt(family, seed=5))
-    sample(family, optimize(model, OptimizeSettings(attention="fast")))
-    assert measured == [0, 1]

@@ -13,14 +13,7 @@ import comfy.utils
 import pytest
 import torch
 from comfyui_boot import MODE, ROOT, refused
-from vae_cases import (
-    assert_close,
-    core_decode,
-    core_encode,
-    core_encode_each,
-    random,
-    random_vae,
-)
+from vae_cases import assert_close, core_decode, core_encode, core_encode_each, random, random_vae
 
 from qwen_l40s.errors import SettingError, UnavailableError
 from qwen_l40s.hosts.comfyui.decode import decode as planned_vae
@@ -189,27 +182,6 @@ def test_encoding_is_the_host_s():
             assert report.startswith(words)
 
 
-def test_the_encoder_is_given_the_strides_that_the_host_gives_it():
-    """They decide which kernels of a card run."""
-    seen = []
-    pixels, vae = random(1, 40, 52, 3).sigmoid(), VAES["micro"]
-    model, pieces = vae.first_stage_model, planned_vae.pieces
-    stock, real = model.encode, pieces.encode
-
-    def run(stages, source, *arguments, dtype, **settings):
-        seen.append(source.to(dtype).stride())
-        return real(stages, source, *arguments, dtype=dtype, **settings)
-
-    def run_stock(source):
-        seen.append(source.stride())
-        return stock(source)
-
-    with mock.patch.object(pieces, "encode", run), mock.patch.object(model, "encode", run_stock):
-        encode(vae, pixels)
-        core_encode(vae, pixels)
-    assert len(seen) == 2 and seen[0] == seen[1], seen
-
-
 def test_other_vaes_are_the_host_s():
     tiny = comfy.taesd.taesd.TAESD().state_dict()
     vae = comfy.sd.VAE(sd={name: random(*t.shape) * 0.05 for name, t in tiny.items()})
@@ -329,18 +301,6 @@ def test_other_models_leave_only_where_no_plan_fits():
     assert card.asked == [plan.peak_bytes] and plan.peak_bytes > 100_000
     assert "0 MiB is free: ComfyUI offloads other models first" in report, report
     assert "ComfyUI offloaded 3.0 GiB of other models" in report, report
-
-
-def test_what_fits_nowhere_is_refused():
-    latents = torch.zeros(1).expand(1, 16, 1, 512, 512)
-    with as_on_a_card(free=0) as card:
-        words = (
-            "too little memory to decode 4096x4096 pixels",
-            "0 MiB is free",
-            "smaller size",
-        )
-        refused(UnavailableError, *words, run=lambda: decode(EXACT, latents))
-    assert not card.asked
 
 
 def test_whole_on_request():
@@ -463,46 +423,34 @@ def test_the_second_try_takes_half_of_what_is_free_then():
     assert plans[0].peak_bytes <= whole // 4
 
 
-def test_the_second_try_may_need_other_models_to_leave_too():
-    latents = random(1, 16, 1, 32, 24)
-    with as_on_a_card(free=100_000, others=GIB) as card, plans_run() as plans, out_of_memory([0]):
-        images, report = decode(EXACT, latents)
-    assert_close(images, core_decode(EXACT, latents))
-    assert len(card.asked) == 2 and card.asked[1] == plans[0].peak_bytes <= card.asked[0] // 2
-    assert "ran out of memory" in report
+LATENT = random(1, 16, 1, 32, 24)
+# {what: (what is short, latents, tiles, words of the sentence)}
+NO_ROOM = {
+    "fits nowhere": (
+        *(lambda: as_on_a_card(free=0), torch.zeros(1).expand(1, 16, 1, 512, 512)),
+        *(0, ("4096x4096", "0 MiB is free")),
+    ),
+    "out of memory twice": (lambda: out_of_memory([0, 1]), LATENT, 0, ("192x256", "is free now")),
+    "whole on request": (
+        lambda: out_of_memory([0]),
+        LATENT,
+        1,
+        ("192x256 whole", "set tiles to 0"),
+    ),
+    "too small for tiles": (lambda: out_of_memory([0]), random(1, 16, 1, 1, 1), 0, ("8x8 whole",)),
+}
 
 
-def test_out_of_memory_twice_is_one_sentence():
-    latents = random(1, 16, 1, 32, 24)
-    words = (
-        "the GPU ran out of memory to decode 1 image of 192x256 in ",
-        "was predicted",
-        "is free now. Free VRAM, or choose a smaller size or batch.",
-    )
-    with out_of_memory([0, 1]):
-        refused(UnavailableError, *words, run=lambda: decode(EXACT, latents))
+@pytest.mark.parametrize("name", NO_ROOM)
+def test_a_decode_without_room_is_one_sentence(name):
+    short, latents, tiles, words = NO_ROOM[name]
+    with short() as tried:
+        refused(UnavailableError, *words, run=lambda: decode(EXACT, latents, tiles))
+    if name == "fits nowhere":
+        assert not tried.asked
+        return
+    assert len(tried) == (1 if "whole" in words[0] else 2)
     assert_same(decode(EXACT, latents)[0], core_decode(EXACT, latents))
-
-
-def test_whole_on_request_is_never_tiled():
-    latents = random(1, 16, 1, 32, 24)
-    with out_of_memory([0]) as calls:
-        words = ("ran out of memory to decode 1 image of 192x256 whole", "set tiles to 0")
-        refused(UnavailableError, *words, run=lambda: decode(EXACT, latents, 1))
-    assert len(calls) == 1
-
-
-def test_an_image_too_small_for_tiles_is_not_tried_again():
-    with out_of_memory([0]) as calls:
-        words = ("ran out of memory to decode 1 image of 8x8 whole", "smaller size")
-        refused(UnavailableError, *words, run=lambda: decode(EXACT, random(1, 16, 1, 1, 1)))
-    assert len(calls) == 1
-
-
-def test_other_failures_stay_what_they_are():
-    broken = mock.patch.object(planned_vae.pieces, "decode", side_effect=ZeroDivisionError)
-    with broken, pytest.raises(ZeroDivisionError):
-        decode(EXACT, random(1, 16, 1, 8, 8))
 
 
 def test_more_than_host_memory_is_refused_before_anything_is_loaded():
@@ -517,11 +465,7 @@ def test_more_than_host_memory_is_refused_before_anything_is_loaded():
         mock.patch.object(management, "load_models_gpu") as load,
     ):
         for run, source, what in refusals:
-            words = (
-                f"system RAM to {what}: ",
-                "20.0 GiB is available",
-                "smaller",
-            )
+            words = (f"system RAM to {what}: ", "20.0 GiB is available", "smaller")
             refused(UnavailableError, *words, run=lambda run=run, s=source: run(EXACT, s))
     load.assert_not_called()
 

@@ -7,6 +7,7 @@ from functools import partial
 import comfy.model_base
 import comfy.sd
 import comfyui_boot
+import narrow_text_encoder as narrow
 import pytest
 import torch
 from comfy.text_encoders import llama
@@ -25,20 +26,7 @@ from qwen_l40s.loaders.source import open_source
 pytestmark = pytest.mark.usefixtures("inference_mode")
 newer = pytest.mark.host_has("comfy.model_base.QwenImage21")
 FOLDER = folder("qwen3_vl")
-WIDTH = 64
-TEXT = {
-    "hidden_size": WIDTH,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
-VISION = {
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "depth": 1,
-    "deepstack_visual_indexes": [0],
-}
+WIDTH = narrow.HIDDEN
 NAMES = {
     "ComfyUI's": lambda name: name.replace("visual.", "model.visual."),
     "flat": lambda name: name.replace("model.lm_head", "lm_head"),
@@ -51,34 +39,15 @@ NAMES = {
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch):
+def small():
     """ComfyUI's class with other sizes, and files of these sizes taken for the published one's."""
-    if not hasattr(llama, "Qwen3VL_8BConfig"):
-        yield
-        return
-    from comfy.text_encoders import qwen3vl
-
-    read = qwen3vl.Qwen2Tokenizer.from_pretrained
-    monkeypatch.setattr(qwen3vl.Qwen2Tokenizer, "from_pretrained", functools.lru_cache(read))
-    small = partial(llama.Qwen3VL_8BConfig, **TEXT)
-    monkeypatch.setitem(qwen3vl.QWEN3VL_CONFIGS, "qwen3vl_8b", lambda **config: small(**config))
-    monkeypatch.setitem(qwen3vl.QWEN3VL_VISION, "qwen3vl_8b", VISION)
-    forget()  # the published sizes, which another test may have read
-    yield
+    with narrow.small() as stack:
+        forget()  # the published sizes, which another test may have read
+        yield stack
     forget()
 
 
-@functools.cache
-def weights():
-    from comfy.text_encoders.qwen3vl import Qwen3VL
-
-    generator = torch.Generator().manual_seed(0)
-    model = Qwen3VL({}, torch.bfloat16, "meta", torch.nn)
-    found = {}
-    for name, weight in model.state_dict().items():
-        value = torch.randn(weight.shape, generator=generator) / weight.shape[-1] ** 0.5
-        found[name] = (value if weight.dim() > 1 else 1 + 0.1 * value).bfloat16()
-    return found
+weights = functools.cache(narrow.weights_21)
 
 
 def write(names):
@@ -120,7 +89,7 @@ def test_quantized_and_placed(precision, most):
     clip, report = load_text_encoder(path, precision, place)
     found = encoded(clip)["cond"]
     assert 0 < (found - exact).norm() / exact.norm() < most
-    assert report.precision == precision and "14 layers quantized" in report.text()
+    assert report.precision == precision and "21 layers quantized" in report.text()
 
 
 @newer
@@ -175,8 +144,7 @@ PRUNED, BUILT = "pruned vocabulary", "merged in ComfyUI"
 
 @newer
 @pytest.mark.parametrize(
-    ("form", "known"),
-    [*itertools.product((*PARALLEL, PRUNED), (False, True)), (BUILT, True)],
+    ("form", "known"), [*itertools.product((*PARALLEL, PRUNED), (False, True)), (BUILT, True)]
 )
 def test_a_form_that_only_comfyui_knows(form, known, monkeypatch):
     """Its own loading takes it; where that lacks a tensor or fails, the file is refused."""
@@ -199,7 +167,7 @@ def test_a_form_that_only_comfyui_knows(form, known, monkeypatch):
         rows = 151_660
         for name in ("model.embed_tokens.weight", "model.lm_head.weight"):
             names[name] = names[name][:rows].clone()
-        small = partial(llama.Qwen3VL_8BConfig, **TEXT, vocab_size=rows)
+        small = partial(llama.Qwen3VL_8BConfig, **narrow.TEXT_21, vocab_size=rows)
         if known:
             monkeypatch.setitem(qwen3vl.QWEN3VL_CONFIGS, "qwen3vl_8b", lambda **it: small(**it))
     elif known:
@@ -234,9 +202,9 @@ def test_an_older_comfyui_is_told(monkeypatch):
 
 
 @newer
-def test_a_small_one_with_a_tokenizer_of_its_own(monkeypatch):
+def test_a_small_one_with_a_tokenizer_of_its_own(small):
     """The micro model's: ComfyUI encodes a prompt as transformers does."""
-    monkeypatch.undo()
+    small.close()
     path = FOLDER / "micro_21"
     build_21().save(path)
     assert type(load_model(path)[0].model) is comfy.model_base.QwenImage21  # its MLP is narrower

@@ -12,7 +12,7 @@ import published_attention
 import pytest
 import torch
 from comfy.patcher_extension import WrappersMP
-from narrow_21 import TEXT, fun_control, random, weights_21
+from narrow_21 import TEXT, random, weights_21
 from narrow_21 import strong_21 as model_21
 from reported_runs import reported, running
 
@@ -24,9 +24,8 @@ from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, 
 from qwen_l40s.hosts.comfyui.sample.run import ComfyOptimization
 from qwen_l40s.optimizations import inventory
 from qwen_l40s.optimizations.attention.choice import TRIAL_TOKENS
-from qwen_l40s.optimizations.attention.chosen import ChosenAttention, attend_causal
+from qwen_l40s.optimizations.attention.chosen import attend_causal
 from qwen_l40s.optimizations.blocks.block import BlockExecutor
-from qwen_l40s.optimizations.blocks.workspace import Program
 from qwen_l40s.optimizations.passes import ForwardPass
 
 pytestmark = [
@@ -36,7 +35,6 @@ pytestmark = [
 EMPTY = torch.zeros(1, 64, 8, 8)
 REFERENCE = {"references": [random(1, 64, 4, 6)], "image_slots": [3]}
 TWO = {"references": [random(1, 64, 4, 6), random(1, 64, 2, 2)], "image_slots": [0, 3]}
-HOW = ({}, {"cfg": 3.0}, {"batch": 2}, REFERENCE, TWO | {"batch": 2})
 
 
 def sample(model, steps=3, cfg=1.0, batch=1, references=(), **more):
@@ -61,14 +59,6 @@ def assert_all_fused(model, how, expected):
     report = report_of(optimized)
     assert f"blocks: fused, {2 * passes} of {2 * passes} in {passes} forward passes" in report
     assert torch.equal(sample(model, **how), expected)
-
-
-@pytest.mark.parametrize("fused_mlp", [True, False])
-def test_the_blocks_run_fused_with_comfyuis_prefix_cache_on(fused_mlp):
-    model = model_21(fused_mlp)
-    for how in HOW:
-        expected = sample(model, **how)
-        assert_all_fused(model, how, expected)
 
 
 def test_off_is_comfyuis_own():
@@ -105,55 +95,6 @@ def test_what_a_graph_would_read_is_what_the_blocks_are_given(monkeypatch):
     assert found[-1][3] == qwen_image.NOT_READ
 
 
-@pytest.fixture
-def given(monkeypatch):
-    """What the fused blocks were given."""
-    found, own = [], qwen_image.PrefixedComfyPass.inputs
-
-    def inputs(self, *call):
-        found.append(own(self, *call))
-        return found[-1]
-
-    monkeypatch.setattr(qwen_image.PrefixedComfyPass, "inputs", inputs)
-    return found
-
-
-def segments(step):
-    """{name: (rows that it has in ComfyUI's order, keys that it reads, whether it is causal)}"""
-    tokens, names, found = step.tokens, {True: "text", False: "reference"}, {}
-    image = tokens.zero_from
-    for start, stop, first, last, causal in step.segments:
-        if stop <= image:
-            found["image"] = start + tokens.image - image, last - first, causal
-        else:
-            assert first == image
-            found[f"{names[causal]} at {start - image}"] = stop - start, last - first, causal
-    return found
-
-
-def test_the_segments_are_comfyuis(given):
-    """Text reads what is before it, a reference all up to its own end, the image everything."""
-    model = without_cache(model_21())
-    sample(optimize(model), steps=1)
-    assert segments(given[0].step) == {"image": (7, 71, False), "text at 0": (7, 7, True)}
-    sample(optimize(model), steps=1, **REFERENCE)
-    assert segments(given[-1].step) == {
-        "image": (31, 95, False),
-        "text at 0": (3, 3, True),
-        "reference at 3": (24, 27, False),
-        "text at 27": (4, 31, True),
-    }
-    sample(optimize(model_21()), steps=1, **TWO)
-    filling, reading = (it.step for it in given[-2:])
-    assert segments(filling) == {
-        "reference at 0": (24, 24, False),
-        "text at 24": (3, 27, True),
-        "reference at 27": (4, 31, False),
-        "text at 31": (4, 35, True),
-    }
-    assert reading.segments == () and reading.before == 35
-
-
 def test_causal_segments_need_no_plan_where_comfyuis_attention_is_torchs(monkeypatch):
     """On a card; here ComfyUI's own for a processor adds a mask's ones to the scores."""
     attention, found = comfy.ldm.modules.attention, []
@@ -178,23 +119,6 @@ def test_causal_segments_need_no_plan_where_comfyuis_attention_is_torchs(monkeyp
     del found[:]
     comfyuis = optimize(model, OptimizeSettings(attention="comfyui"))
     assert close(sample(comfyuis, **REFERENCE), expected) and not found
-
-
-def test_attention_is_told_which_lengths_one_pass_has(monkeypatch):
-    """A reference's rows are computed as the cache is filled, the image's in every step; each reads
-    the keys before it."""
-    asked, own = set(), ChosenAttention.choose
-
-    def choose(self, request, once=False, exact=False):
-        asked.add((request.tokens, once, exact))
-        return own(self, request, once, exact)
-
-    monkeypatch.setattr(ChosenAttention, "choose", choose)
-    sample(optimize(model_21()), **REFERENCE)
-    assert asked == {(3 + 24, True, True), (7 + 24 + 64, False, False)}
-    asked.clear()
-    sample(optimize(without_cache(model_21())), **REFERENCE)
-    assert asked == {(7 + 24 + 64, False, False), (3 + 24, False, True)}
 
 
 def without_cache(model):
@@ -238,25 +162,6 @@ def test_8_bits_are_for_the_images_tokens_alone(cached, monkeypatch):
     assert called - {(TRIAL_TOKENS, TRIAL_TOKENS)} == {(64, 7 + 24 + 4 + 64)}
 
 
-@pytest.mark.parametrize("fused_mlp", [True, False])
-@pytest.mark.parametrize("how", HOW)
-def test_without_the_cache_whole_rows_run_fused(fused_mlp, how, monkeypatch):
-    expected = None
-    for model in (without_cache(model_21(fused_mlp)), no_memory(model_21(fused_mlp), monkeypatch)):
-        expected = sample(model, **how) if expected is None else expected
-        assert_all_fused(model, how, expected)
-
-
-@pytest.mark.parametrize("how", HOW)
-def test_a_graph_runs_whole_rows_at_once(how, played_graphs):
-    """But for the passes that are compared, of each prompt's length one."""
-    model = without_cache(model_21())
-    expected = sample(model, **how)
-    assert_all_fused(model, how, expected)
-    assert len(played_graphs) == (4 if how.get("cfg") else 2)
-    assert all(step.segments and step.prefix is None for step in played_graphs)
-
-
 def test_a_block_that_is_given_other_rows_ends_the_graph(played_graphs, monkeypatch):
     """As by a pack that wraps what calls it."""
     model, late = without_cache(model_21()), []
@@ -277,30 +182,6 @@ def test_a_block_that_is_given_other_rows_ends_the_graph(played_graphs, monkeypa
     plain = model.clone()
     plain.add_object_patch("diffusion_model.transformer_blocks.1.forward", changed)
     assert before > 2 and close(found, sample(plain)) and not close(found, sample(model))
-
-
-def test_a_block_that_reads_the_cache_goes_on_with_the_rows_of_the_one_before(monkeypatch):
-    """Two blocks begin anew where each runs twice, with those that fill the cache in between."""
-    begun, own = [], Program.begin
-    monkeypatch.setattr(Program, "begin", lambda *given: begun.append(own(*given)))
-    model = model_21()
-    assert close(sample(optimize(model)), sample(model)) and len(begun) == 4 + 1 + 1
-
-
-def count(monkeypatch, owner, name):
-    calls, own = [], getattr(owner, name)
-    monkeypatch.setattr(owner, name, lambda *given: calls.append(own(*given)) or calls[-1])
-    return calls
-
-
-def test_whole_rows_are_turned_once_a_block_and_go_on_to_the_next(monkeypatch):
-    """Of three passes, the first compares a block; cos and sin are turned too."""
-    model = without_cache(model_21())
-    expected = sample(model)
-    begun = count(monkeypatch, Program, "begin")
-    turned = count(monkeypatch, torch.Tensor, "roll")
-    assert close(sample(optimize(model)), expected)
-    assert (len(begun), len(turned)) == (3, 3 * (2 + 1 + 2) + 1)
 
 
 def test_whole_rows_that_a_block_of_comfyuis_has_written_over_are_read_anew(monkeypatch):
@@ -335,59 +216,6 @@ def test_memory_that_runs_out_as_the_cache_is_filled_leaves_nothing_to_put_away(
     assert "blocks: fused, 6 of 6 in 3 forward passes" in report_of(optimized)
 
 
-@pytest.mark.parametrize("batch", [2, 3])
-def test_a_sampler_that_gives_all_items_one_timestep(batch):
-    model = model_21()
-    first = lambda executor, x, t, *given, **named: executor(x, t[:1], *given, **named)  # noqa: E731
-    model.add_wrapper(WrappersMP.APPLY_MODEL, first)
-    for made in (model, without_cache(model.clone())):
-        assert_all_fused(made, {"batch": batch}, sample(made, batch=batch))
-
-
-def hooked(model, name, hook):
-    patched = model.clone()
-    if name == "replaced":
-        patched.set_model_patch_replace(hook, "dit", "single_block", 0)
-    else:
-        patched.set_model_patch(hook, name)
-    return patched
-
-
-def halved(given):
-    given["img"].mul_(0.5)
-    return given
-
-
-HOOKS = {
-    "looks": ("replaced", lambda args, more: more["original_block"](args)),
-    "skips": ("replaced", lambda args, more: args),  # as SkipLayerGuidance
-    "changes": ("replaced", lambda args, more: halved(more["original_block"](args))),
-    "writes between": ("single_block", halved),
-    "writes before": ("post_input", halved),
-}
-
-
-@pytest.mark.parametrize("name", HOOKS)
-@pytest.mark.parametrize("how", [REFERENCE, TWO | {"batch": 2}])
-def test_what_is_hooked_into_blocks_is_heard(name, how):
-    model = model_21()
-    patched = hooked(model, *HOOKS[name])
-    expected = sample(patched, **how)
-    assert close(expected, sample(model, **how)) == (name == "looks")
-    optimized = optimize(patched)
-    assert close(sample(optimized, **how), expected)
-    run = 3 if name == "skips" else 6
-    assert f"blocks: fused, {run} of {run} in 3 forward passes" in report_of(optimized)
-
-
-def test_attention_that_is_patched_runs_comfyuis_blocks():
-    patched = model_21()
-    patched.set_model_attn1_patch(lambda q, k, v, **rest: {"q": q * 0.5})
-    optimized = optimize(patched)
-    assert torch.equal(sample(optimized), sample(patched))
-    assert "another node changes what attention reads (attn1_patch)" in report_of(optimized)
-
-
 def test_attention_that_a_wrapper_patches_after_the_check_runs_comfyuis_blocks():
     """Within a run whose first step was compared without the patch."""
     model, steps = without_cache(model_21()), []
@@ -405,18 +233,6 @@ def test_attention_that_a_wrapper_patches_after_the_check_runs_comfyuis_blocks()
     expected = sample(model)
     assert close(sample(optimized := optimize(model)), expected) and not close(expected, plain)
     assert "blocks: fused, 2 of 6 in 3 forward passes" in report_of(optimized)
-
-
-def test_a_fun_controlnet_runs_beside_fused_blocks():
-    """ComfyUI's own control blocks; outside of its range of sigmas the cache is on again."""
-    model = model_21()
-    for until in (0.0, 0.9):
-        for how in ({}, REFERENCE):
-            expected = sample(fun_control(model, until), **how)
-            assert not close(expected, sample(model, **how))
-            optimized = optimize(fun_control(model, until))
-            assert close(sample(optimized, **how), expected)
-            assert "blocks: fused, 6 of 6 in 3 forward passes" in report_of(optimized)
 
 
 def test_a_comfyui_whose_model_has_no_inner_forward_runs_its_own_blocks(monkeypatch):

@@ -114,47 +114,26 @@ def test_every_precision_is_known_by_its_weights():
             assert (found.modulation or "auto") == ("off card" if off_card else ON_CARD)
 
 
-MORE = "; activations and times assume bf16, so expect more"
-
-
-def form_notes(model, computed):
-    with mock.patch.object(model.model, "get_dtype_inference", return_value=computed):
-        wired, *notes = request(model).notes
-    assert wired == "Sizes are read from the connected inputs: MODEL."
-    return notes
-
-
 def test_what_is_counted_as_bf16_is_named_as_it_is_held_and_computed():
-    model = load()
+    model, computed = load(), torch.bfloat16
     for dtype, name in ((torch.float32, "fp32"), (torch.float8_e4m3fn, "float8_e4m3fn")):
         model.model.diffusion_model.to(dtype)
         found = model_sizes(model)
         assert (found.precision, found.stored) == ("bf16", name)
-        for computed, word, more in (
-            (torch.bfloat16, "bf16", ""),
-            (torch.float16, "fp16", ""),
-            (torch.float32, "fp32", MORE),
-        ):
-            note = f"The MODEL's weights are stored in {name} and computed in {word}{more}."
-            assert form_notes(model, computed) == [note]
-    for form in ("bf16", "int8"):
-        model = load(form)
-        assert form_notes(model, torch.bfloat16) == []
-        note = f"The MODEL's weights are stored in {form} and computed in fp32{MORE}."
-        assert form_notes(model, torch.float32) == [note]
-
-
-def test_blocks_of_whole_numbers_are_another_extensions():
-    model = load()
+        with mock.patch.object(model.model, "get_dtype_inference", return_value=computed):
+            assert name in request(model).notes[1]
     for block in model.model.diffusion_model.transformer_blocks:
         for linear in (each for each in block.modules() if hasattr(each, "in_features")):
             rows, columns = linear.out_features, linear.in_features
             packed = torch.zeros(rows, columns * 18 // 32, dtype=torch.uint8)  # as GGUF's Q4_0
             linear.weight = torch.nn.Parameter(packed, requires_grad=False)
     assert model_sizes(model).precision == "bf16"
-    held = "another extension's quantization"
-    note = f"The MODEL's weights are stored in {held} and computed in bf16."
-    assert form_notes(model, torch.bfloat16) == [note]
+    assert "another extension's quantization" in request(model).notes[1]
+    for form in ("bf16", "int8"):
+        model = load(form)
+        for computed, notes in ((torch.bfloat16, 1), (torch.float32, 2)):
+            with mock.patch.object(model.model, "get_dtype_inference", return_value=computed):
+                assert len(request(model).notes) == notes, (form, computed)
 
 
 def test_loras_are_told():

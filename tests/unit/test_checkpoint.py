@@ -85,7 +85,7 @@ def inspect_specs(tmp_path, specs, name="file.safetensors", **kwargs):
 
 
 def native_vae(dim=96, channels=3):
-    """Names as ComfyUI's class has them, which tests/host/test_parity.py loads them into."""
+    """Names as ComfyUI's class has them, which tests/host/test_clip_vae.py loads them into."""
     specs = specs_of(empty(AutoencoderKLQwenImage, base_dim=dim, input_channels=channels))
     return {vae_name_to_native(name): spec for name, spec in specs.items()}
 

@@ -18,7 +18,7 @@ from qwen_l40s.families.parts import (
 
 
 def test_each_tensor_of_the_vae_gets_a_name_of_its_own():
-    """tests/host/test_parity.py loads them by these into ComfyUI's class."""
+    """tests/host/test_clip_vae.py loads them by these into ComfyUI's class."""
     with init_empty_weights(include_buffers=True):
         names = AutoencoderKLQwenImage().state_dict()
     assert len(set(map(vae_name_to_native, names))) == len(names) == 194
