@@ -19,23 +19,14 @@ LOADER_PRECISIONS = (*PRECISIONS, AS_STORED)
 
 @dataclass(frozen=True)
 class LoadDecision:
-    """How a transformer is loaded.
+    """How a transformer is loaded."""
 
-    Args:
-        precision: a key of `BYTES_PER_WEIGHT`.
-        reason: why in that precision.
-        off_card: whether the modulation waits in system RAM.
-        place_reason: why there; empty where there is nothing to say.
-        why: both reasons in a few words.
-        option: of the plan that it follows; None without an NVIDIA card.
-    """
-
-    precision: str
-    reason: str
-    off_card: bool
-    place_reason: str
-    why: str
-    option: PlanOption | None = None
+    precision: str  # a key of `BYTES_PER_WEIGHT`
+    reason: str  # why in that precision
+    off_card: bool  # whether the modulation waits in system RAM
+    place_reason: str  # why there; empty where there is nothing to say
+    why: str  # both reasons in a few words
+    option: PlanOption | None = None  # of the plan that it follows; None without an NVIDIA card
 
 
 def check_known(setting: str, value: str, known: Iterable[str]) -> None:

@@ -72,26 +72,19 @@ WEIGHTLESS = ("Scheduler", "Tokenizer", "TokenizerFast", "Processor", "FeatureEx
 @dataclass(frozen=True, kw_only=True)
 class CheckpointPart(Identity):
     """Describes one model in a checkpoint: a whole file, one prefix of a full checkpoint, or one
-    folder of a diffusers folder.
-
-    Args:
-        name: the component folder, or "diffusion model", "vae", "text encoder", "weights" in a
-            file.
-        dtypes: {dtype: {"tensors": count, "bytes": bytes}}
-        folder: where it belongs, under ComfyUI's `models/` or inside a diffusers folder; None when
-            it does not.
-        prefix: what stands before its tensors' names in the file.
-        attention: {what the file asks ComfyUI for: number of blocks}; empty when it says nothing.
+    folder of a diffusers folder. Its folder is under ComfyUI's `models/` or in a diffusers folder.
     """
 
+    # the component folder, or "diffusion model", "vae", "text encoder", "weights" in a file
     name: str
     hint: str | None
     parameters: int
     tensors: int
     bytes: int
-    dtypes: Mapping[str, Mapping[str, int]]
+    dtypes: Mapping[str, Mapping[str, int]]  # {dtype: {"tensors": count, "bytes": bytes}}
     quantization: Quantization
-    prefix: str = ""
+    prefix: str = ""  # what stands before its tensors' names in the file
+    # {what the file asks ComfyUI for: number of blocks}; empty when it says nothing
     attention: Mapping[str, int] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:

@@ -110,20 +110,17 @@ REFUSALS = {
 
 @dataclass(frozen=True)
 class Quantization:
-    """Tells how the weights of one part are stored.
+    """Tells how the weights of one part are stored."""
 
-    Args:
-        layers: {layer: format}; empty when nothing is quantized.
-        granularity: {what one scale covers: number of layers}.
-        quantized: {layer name with block numbers as `*`: number of layers}.
-        kept: the same for the weight matrices that are not quantized, when others are.
-        settings: {layer: what `.comfy_quant` or `_quantization_metadata` says of it}.
-    """
-
+    # {layer: format}; empty when nothing is quantized
     layers: Mapping[str, str] = field(default_factory=dict)
+    # {what one scale covers: number of layers}
     granularity: Mapping[str, int] = field(default_factory=dict)
+    # {layer name with block numbers as `*`: number of layers}
     quantized: Mapping[str, int] = field(default_factory=dict)
+    # the same for the weight matrices that are not quantized, when others are
     kept: Mapping[str, int] = field(default_factory=dict)
+    # {layer: what `.comfy_quant` or `_quantization_metadata` says of it}
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property

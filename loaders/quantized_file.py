@@ -120,49 +120,33 @@ def check_destination(
 
 @dataclass(frozen=True)
 class QuantizedPlan:
-    """Describes a quantized file that could be written.
-
-    Args:
-        source: the transformer it is made from.
-        precision: one of `QUANTIZED`.
-        quantized: layers that are quantized.
-        kept: layers that could be, and stay in bf16 because a pattern says so.
-        layout: the file; `layout.file_bytes` is its size.
-    """
+    """Describes a quantized file that could be written."""
 
     source: Source
-    precision: str
+    precision: str  # one of `QUANTIZED`
     quantized: frozenset[str]
-    kept: frozenset[str]
-    layout: SafetensorsLayout
+    kept: frozenset[str]  # layers that could be, and stay in bf16 because a pattern says so
+    layout: SafetensorsLayout  # the file; `layout.file_bytes` is its size
 
 
 @dataclass(frozen=True)
 class QuantizedFile:
-    """Tells what was written.
-
-    Args:
-        bytes_before: of the transformer's tensors in the source.
-        bytes_after: of the file.
-        kept: layers that stayed in bf16 because a pattern said so.
-        worst_error, mean_error: |rounded - weight| / |weight| of the quantized layers.
-        worst_layer: where the worst one is.
-        readers: which programs read the file, and why no others do.
-    """
+    """Tells what was written."""
 
     path: Path
     source: Path
     precision: str
     device: str
-    bytes_before: int
-    bytes_after: int
+    bytes_before: int  # of the transformer's tensors in the source
+    bytes_after: int  # of the file
     quantized: int
-    kept: tuple[str, ...]
+    kept: tuple[str, ...]  # layers that stayed in bf16 because a pattern said so
+    # worst_error, mean_error: |rounded - weight| / |weight| of the quantized layers
     worst_error: float
-    worst_layer: str
+    worst_layer: str  # where the worst one is
     mean_error: float
     seconds: float
-    readers: str
+    readers: str  # which programs read the file, and why no others do
 
     def as_dict(self) -> dict[str, Any]:
         paths = {"path": str(self.path), "source": str(self.source)}

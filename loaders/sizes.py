@@ -37,30 +37,20 @@ from .source import PIPELINE_INDEX, Source, joined_bytes, open_source
 
 @dataclass(frozen=True)
 class CheckpointSizes:
-    """Holds a model's sizes, from its headers.
+    """Holds a model's sizes, from its headers."""
 
-    Attributes:
-        path: As it was named.
-        family: A name in `families.registry.members`; None where the tensors leave it open.
-        shape: Of the transformer.
-        transformer: What its header says.
-        loaded: Bytes of the transformer that is loaded as stored.
-        packed: The same where weights in 4 bits stay so; None where there are none.
-        text_encoder: None where the checkpoint has none, as `vae`.
-        converted: Bytes of the transformer that a load makes anew, if it loads as stored.
-        steps: That a Turbo is trained for; 0 of any other.
-    """
-
-    path: str
+    path: str  # as it was named
+    # a name in `families.registry.members`; None where the tensors leave it open
     family: str | None
     shape: TransformerShape
-    transformer: CheckpointPart
-    loaded: TransformerBytes
+    transformer: CheckpointPart  # what its header says
+    loaded: TransformerBytes  # bytes of the transformer that is loaded as stored
+    # the same where weights in 4 bits stay so; None where there are none
     packed: TransformerBytes | None
-    text_encoder: CheckpointPart | None
+    text_encoder: CheckpointPart | None  # None where the checkpoint has none, as `vae`
     vae: CheckpointPart | None
-    converted: int = 0
-    steps: int = 0
+    converted: int = 0  # bytes of the transformer that a load makes anew, if it loads as stored
+    steps: int = 0  # that a Turbo is trained for; 0 of any other
 
     def family_for(self, requested: str | None) -> str:
         """Returns the family of an estimate.

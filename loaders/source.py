@@ -93,21 +93,15 @@ PIPELINE_INDEX = "model_index.json"
 
 @dataclass(frozen=True)
 class Source:
-    """Describes one part of a model on disk.
+    """Describes one part of a model on disk."""
 
-    Args:
-        path: what was chosen, or the component folder inside it.
-        role: transformer, text_encoder or vae.
-        part: what its header says; `part.prefix` stands before its tensors' names in the files.
-        shards: the files and their headers.
-        config: the config.json of a component folder, or what a file of this package's own says
-            instead; empty when there is neither.
-    """
-
-    path: Path
-    role: str
+    path: Path  # what was chosen, or the component folder inside it
+    role: str  # transformer, text_encoder or vae
+    # what its header says; `part.prefix` stands before its tensors' names in the files
     part: CheckpointPart
     shards: Shards
+    # the config.json of a component folder, or what a file of this package's own says instead;
+    # empty when there is neither
     config: Mapping[str, Any]
 
     @property

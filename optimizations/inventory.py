@@ -34,17 +34,11 @@ HOOKED = Verdict("another extension has put a hook on all modules")
 
 
 class Function(NamedTuple):
-    """A function that the code of a host calls by name.
+    """A function that the code of a host calls by name."""
 
-    Attributes:
-        place: The class, or the module.
-        name: In that place.
-        own: What is there as long as nobody replaces it; None where somebody had.
-    """
-
-    place: Any
-    name: str
-    own: FunctionType | None
+    place: Any  # the class, or the module
+    name: str  # in that place
+    own: FunctionType | None  # what is there as long as nobody replaces it; None where somebody had
 
     @property
     def changed(self) -> bool:

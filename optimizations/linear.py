@@ -47,20 +47,13 @@ PREFERENCE: dict[tuple[str, tuple[int, int] | None], tuple[tuple[str, ...], str]
 
 @dataclass(frozen=True)
 class Gemm:
-    """How linear layers of one format are computed on one device.
+    """How linear layers of one format are computed on one device."""
 
-    Attributes:
-        format: "fp8" (float8_e4m3fn weights) or "int8".
-        backend: A key of the format's `gemms`.
-        reason: Why this one, and why not those that would be faster.
-        row_quantizer: "triton" or "torch": what quantizes the activations.
-        lasting: Whether the next choice is the same: not where the card was full in a trial.
-    """
-
-    format: str
-    backend: str
-    reason: str
-    row_quantizer: str = "torch"
+    format: str  # "fp8" (float8_e4m3fn weights) or "int8"
+    backend: str  # a key of the format's `gemms`
+    reason: str  # why this one, and why not those that would be faster
+    row_quantizer: str = "torch"  # "triton" or "torch": what quantizes the activations
+    # whether the next choice is the same: not where the card was full in a trial
     lasting: bool = True
 
     def __str__(self) -> str:

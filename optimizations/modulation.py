@@ -38,15 +38,10 @@ def modulation_layers(blocks: Sequence[torch.nn.Module]) -> Iterator[ModulationL
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """What the modulation linears give for one timestep embedding.
+    """What the modulation linears give for one timestep embedding."""
 
-    Attributes:
-        image: (blocks, R, 6 D), for R rows of the embedding.
-        text: (blocks, batch, 6 D).
-    """
-
-    image: torch.Tensor
-    text: torch.Tensor
+    image: torch.Tensor  # (blocks, R, 6 D), for R rows of the embedding
+    text: torch.Tensor  # (blocks, batch, 6 D)
 
     def of(self, block: int) -> tuple[Modulation, Modulation]:
         """Gives the halves of one block: attention's and the MLP's."""
@@ -87,22 +82,15 @@ def shared_entry(
 
 @dataclass
 class TableFigures:
-    """What one run asked of a table.
+    """What one run asked of a table."""
 
-    Attributes:
-        timesteps, bytes: Of the table, when it was last read.
-        read: Entries that were there.
-        filled: Entries that were computed.
-        direct: Forward passes that computed the modulation without a table.
-        fallback: Why they did.
-    """
-
+    # timesteps, bytes: of the table, when it was last read
     timesteps: int = 0
     bytes: int = 0
-    read: int = 0
-    filled: int = 0
-    direct: int = 0
-    fallback: Verdict | None = None
+    read: int = 0  # entries that were there
+    filled: int = 0  # entries that were computed
+    direct: int = 0  # forward passes that computed the modulation without a table
+    fallback: Verdict | None = None  # why they did
 
     def add(self, table: ModulationTable, before: tuple[int, int]) -> None:
         """Counts what was asked of a table since its (hits, filled) were these."""

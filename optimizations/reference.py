@@ -25,19 +25,13 @@ HEAD_DIMS, WIDEST_ROW = (16, 32, 64, 128, 256), 16384
 
 
 class Tokens(NamedTuple):
-    """How many tokens there are of each kind.
-
-    Attributes:
-        batch: Items of the batch.
-        text: Text tokens of one item.
-        image: Image tokens of one item, those of reference images included.
-        zero_from: The first image token that is modulated as at timestep 0; `image` where there is
-            none. Edit-2511 modulates its reference images so.
-    """
+    """How many tokens there are of each kind."""
 
     batch: int
-    text: int
-    image: int
+    text: int  # text tokens of one item
+    image: int  # image tokens of one item, those of reference images included
+    # The first image token that is modulated as at timestep 0; `image` where there is none.
+    # Edit-2511 modulates its reference images so.
     zero_from: int
 
     @property
@@ -55,15 +49,11 @@ class Tokens(NamedTuple):
 
 
 class Modulation(NamedTuple):
-    """Shift, scale and gate of one half of a block (attention or MLP), for both streams.
+    """Shift, scale and gate of one half of a block (attention or MLP), for both streams."""
 
-    Attributes:
-        text: (batch, 3 D), any row stride: shift, scale and gate side by side.
-        image: (batch, 3 D), or (2 batch, 3 D) where `Tokens.zero_from` is less than `image`: the
-            second half of the rows is for timestep 0.
-    """
-
-    text: torch.Tensor
+    text: torch.Tensor  # (batch, 3 D), any row stride: shift, scale and gate side by side
+    # (batch, 3 D), or (2 batch, 3 D) where `Tokens.zero_from` is less than `image`: the second half
+    # of the rows is for timestep 0
     image: torch.Tensor
 
 
@@ -77,18 +67,13 @@ class QKNorm(NamedTuple):
 
 
 class QuantizedRows(NamedTuple):
-    """Where a kernel writes the rows that it quantizes.
+    """Where a kernel writes the rows that it quantizes."""
 
-    Attributes:
-        values: (rows, K), float8_e4m3fn or int8, contiguous.
-        scale: (rows + gap, 1), fp32, contiguous: from row `cut` on scales lie `gap` further, so
-            that a GEMM finds those of both streams at multiples of 16 bytes.
-        cut: The first row of the second stream.
-    """
-
-    values: torch.Tensor
+    values: torch.Tensor  # (rows, K), float8_e4m3fn or int8, contiguous
+    # (rows + gap, 1), fp32, contiguous: from row `cut` on scales lie `gap` further, so that a GEMM
+    # finds those of both streams at multiples of 16 bytes
     scale: torch.Tensor
-    cut: int
+    cut: int  # the first row of the second stream
 
     @classmethod
     def empty(cls, rows: torch.Tensor, format: RowFormat) -> QuantizedRows:
@@ -416,19 +401,12 @@ def qk_norm_rope(
 
 
 class Guidance(NamedTuple):
-    """How far the image's rows are pushed.
+    """How far the image's rows are pushed."""
 
-    Attributes:
-        scale: How far from the negative prompt; at 1 nothing changes.
-        tau: How many times the norm of a row may grow.
-        alpha: The share of the result that is guided.
-        on: For each item of a batch, whether it is guided; empty for all.
-    """
-
-    scale: float
-    tau: float
-    alpha: float
-    on: tuple[bool, ...] = ()
+    scale: float  # how far from the negative prompt; at 1 nothing changes
+    tau: float  # how many times the norm of a row may grow
+    alpha: float  # the share of the result that is guided
+    on: tuple[bool, ...] = ()  # for each item of a batch, whether it is guided; empty for all
 
     def guide(self, positive: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
         """Pushes rows, with the norms that are the sums of their magnitudes.

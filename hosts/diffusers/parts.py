@@ -18,22 +18,16 @@ from ...loaders.source import TEMPLATE_PREFIX, check_prefix, holds_tokenizer
 
 @dataclass(frozen=True)
 class PipelineParts:
-    """Tells what differs between the pipelines that run here.
-
-    Attributes:
-        models: {part: class} of what diffusers itself defines.
-        words: The part that cuts prompts into tokens, which `load_words` reads from its folder.
-        arguments: Of a call of this pipeline alone; of a Turbo the sigmas that it is trained for.
-        member: The published model, with its steps and guidance.
-    """
+    """Tells what differs between the pipelines that run here."""
 
     pipeline: type[DiffusionPipeline]
-    models: Mapping[str, type[ModelMixin]]
+    models: Mapping[str, type[ModelMixin]]  # {part: class} of what diffusers itself defines
     text_encoder: type[PreTrainedModel]
-    words: str
+    words: str  # the part that cuts prompts into tokens, which `load_words` reads from its folder
     load_words: Callable[[Path], Qwen2Tokenizer | ProcessorMixin]
+    # of a call of this pipeline alone; of a Turbo the sigmas that it is trained for
     arguments: Mapping[str, Any]
-    member: Member
+    member: Member  # the published model, with its steps and guidance
 
 
 def load_tokenizer(folder: Path) -> Qwen2Tokenizer:

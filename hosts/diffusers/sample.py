@@ -33,17 +33,13 @@ StepCallback = Callable[[int, int, torch.Tensor], None]
 
 @dataclass(frozen=True)
 class Generation:
-    """Holds what a run made: image i comes from seed `settings.seed + i`.
-
-    Attributes:
-        cached: what the step cache did; None without one.
-    """
+    """Holds what a run made: image i comes from seed `settings.seed + i`."""
 
     images: list[Image.Image]
     settings: GenerateSettings
     sample_seconds: float
     decode_seconds: float
-    cached: CacheFigures | None = None
+    cached: CacheFigures | None = None  # what the step cache did; None without one
 
 
 def generate(

@@ -24,29 +24,25 @@ PIPELINE_PRECISIONS = (AUTO, "bf16", "fp32")
 class GenerateSettings:
     """Checks the settings of one generation.
 
-    Attributes:
-        width, height: pixels, divisible by 16.
-        steps: None for those of the schedule, else as many as a Turbo is trained for, or as of the
-            family's model card.
-        cfg: classifier-free guidance scale; at most 1 switches it off and halves the work. None for
-            the pipeline's own: 4, and 1 of Qwen-Image-2.1 and of few-step schedules.
-        seed: image i of the batch starts from the noise of `seed + i`.
-        cache: the step cache, one of `step_cache.CHOICES`.
-        schedule: one of `families.registry.schedule_names`; None for the folder's own.
-
     Raises:
         SettingError: a value breaks its rule.
     """
 
     prompt: str
     negative_prompt: str = " "
+    # width, height: pixels, divisible by 16
     width: int
     height: int
+    # None for those of the schedule, else as many as a Turbo is trained for, or as of the family's
+    # model card
     steps: int | None = None
+    # classifier-free guidance scale; at most 1 switches it off and halves the work. None for the
+    # pipeline's own: 4, and 1 of Qwen-Image-2.1 and of few-step schedules.
     cfg: float | None = None
-    seed: int = 0
+    seed: int = 0  # image i of the batch starts from the noise of `seed + i`
     batch: int = 1
-    cache: str = OFF
+    cache: str = OFF  # the step cache, one of `step_cache.CHOICES`
+    # one of `families.registry.schedule_names`; None for the folder's own
     schedule: str | None = None
 
     def __post_init__(self) -> None:

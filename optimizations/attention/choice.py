@@ -107,17 +107,11 @@ def refusal(name: str, request: AttentionRequest, tried: bool = False) -> Verdic
 
 @dataclass(frozen=True)
 class Attention:
-    """How a block's attention is computed.
+    """How a block's attention is computed."""
 
-    Attributes:
-        name: A key of `BACKENDS`.
-        reason: Why this one, in one clause, with the milliseconds where it was measured.
-        masked: Whether it was chosen for requests with a mask.
-    """
-
-    name: str
-    reason: str
-    masked: bool = False
+    name: str  # a key of `BACKENDS`
+    reason: str  # why this one, in one clause, with the milliseconds where it was measured
+    masked: bool = False  # whether it was chosen for requests with a mask
 
     def __str__(self) -> str:
         return f"{self.name}: {self.reason}"

@@ -39,19 +39,14 @@ class BlockGuidance(Protocol):
 
 
 class Segment(NamedTuple):
-    """Tokens that follow one another, and the keys that they read.
-
-    Attributes:
-        start, stop: The tokens.
-        first, last: The keys, from `first` up to `last`.
-        causal: Whether a token reads no key behind its own, which is as far from `last` as the
-            token is from `stop`.
-    """
+    """Tokens from `start` up to `stop`, and the keys from `first` up to `last` that they read."""
 
     start: int
     stop: int
     first: int
     last: int
+    # whether a token reads no key behind its own, which is as far from `last` as the token is from
+    # `stop`
     causal: bool
 
 

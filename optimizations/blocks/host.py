@@ -39,67 +39,51 @@ Streams = tuple[torch.Tensor, torch.Tensor]  # text and image
 
 
 class BlockInputs(NamedTuple):
-    """The arguments of one block.
+    """The arguments of one block."""
 
-    Attributes:
-        text, image: (batch, tokens, D).
-        embedding: Of the timestep, (batch, D), or (2 batch, D) where the second half is for
-            timestep 0; or whatever else the host makes the modulation of, the same object in all
-            blocks of a pass.
-        step: What the blocks of the pass share.
-        watched: Whether something reads or changes the streams on the way to the next block,
-            besides what `HostPass.additions` says.
-    """
-
+    # text, image: (batch, tokens, D)
     text: torch.Tensor
     image: torch.Tensor
+    # of the timestep, (batch, D), or (2 batch, D) where the second half is for timestep 0; or
+    # whatever else the host makes the modulation of, the same object in all blocks of a pass
     embedding: Any
     step: Step
+    # whether something reads or changes the streams on the way to the next block, besides what
+    # `HostPass.additions` says
     watched: bool
 
 
 class HostPass:
-    """A host's adapter: one call of its transformer.
+    """A host's adapter: one call of its transformer."""
 
-    Attributes:
-        owner: The host's model; referenced weakly.
-        state: What its weights are; what is known of the model in this run is known under it.
-        blocks: The transformer's, in order.
-        dtype, device: Of the activations.
-        latents: What the call denoises.
-        layers: Access to its layers.
-        modulation: Of the model, over its runs; `start_run()` begins new figures, `lines()` tells.
-        attention: This package's, where it computes the attention of the block that runs.
-        peers: Of cards that have nothing to do in this pass, each with its own copy of the model;
-            they have no modulation of their own in it, and what the host gives blocks is here.
-        in_turns: Whether passes of other cards are launched meanwhile, by threads that the
-            interpreter lets run in turns.
-        names: Of a block's arguments, as far as the host passes them by place.
-        streams: The names of what the host's block gets: text, image and embedding, or the last of
-            them.
-        additions: What the host adds to the first image rows after each block, (batch or 1, rows,
-            D) in any floating dtype, on this pass's device, or None; empty where nothing is added.
-        prefixes: What the attention of each block reads besides, where that is known before it is
-            called and stays where it is until the run ends; None for none.
-        steps: Of the run, where the host tells.
-    """
-
-    owner: Any
+    owner: Any  # the host's model; referenced weakly
+    # what its weights are; what is known of the model in this run is known under it
     state: Hashable
-    blocks: Sequence[torch.nn.Module]
+    blocks: Sequence[torch.nn.Module]  # the transformer's, in order
     dtype: torch.dtype
     device: torch.device
-    latents: torch.Tensor
+    latents: torch.Tensor  # what the call denoises
     layers: Layers
+    # of the model, over its runs; `start_run()` begins new figures, `lines()` tells
     modulation: Any
+    # this package's, where it computes the attention of the block that runs
     attention: ChosenAttention | None
+    # of cards that have nothing to do in this pass, each with its own copy of the model; they have
+    # no modulation of their own in it, and what the host gives blocks is here
     peers: Sequence[HostPass]
+    # whether passes of other cards are launched meanwhile, by threads that the interpreter lets run
+    # in turns
     in_turns: bool
-    names: Sequence[str] = ()
+    names: Sequence[str] = ()  # of a block's arguments, as far as the host passes them by place
+    # the names of what the host's block gets: text, image and embedding, or the last of them
     streams: tuple[str, ...]
+    # what the host adds to the first image rows after each block, (batch or 1, rows, D) in any
+    # floating dtype, on this pass's device, or None; empty where nothing is added
     additions: Sequence[torch.Tensor | None]
+    # what the attention of each block reads besides, where that is known before it is called and
+    # stays where it is until the run ends; None for none
     prefixes: Sequence[Prefix] | None = None
-    steps: int | None
+    steps: int | None  # of the run, where the host tells
     _kept: Mapping[Hashable, tuple[tuple, Step]] = MappingProxyType({})
 
     def fallback(self) -> Verdict | None:
@@ -342,27 +326,19 @@ EXCHANGED = {KEYS: "keys and values", ROWS: "normalized rows"}
 
 @dataclass
 class SplitFigures:
-    """Counts what several GPUs did in one run.
+    """Counts what several GPUs did in one run."""
 
-    Attributes:
-        check: Compares a block on all GPUs with that of ComfyUI or diffusers.
-        plan: Of the last pass that was split.
-        passes: How many were split.
-        blocks, seconds: What the CPU launched of them, and the time that it took.
-        gain: How many times as fast as one card they are; None where nobody measured.
-        verdicts: Of the run.
-        refusal: Why the passes that come run on one card.
-        sent: Whether normalized rows can be, and whether in 8 bits; None before anybody looked.
-    """
-
-    check: FirstBlockCheck
+    check: FirstBlockCheck  # compares a block on all GPUs with that of ComfyUI or diffusers
     verdicts: Verdicts
-    plan: Exchange | None = None
-    passes: int = 0
+    plan: Exchange | None = None  # of the last pass that was split
+    passes: int = 0  # how many were split
+    # blocks, seconds: what the CPU launched of them, and the time that it took
     blocks: int = 0
     seconds: float = 0.0
+    # how many times as fast as one card they are; None where nobody measured
     gain: float | None = None
-    refusal: Verdict | None = None
+    refusal: Verdict | None = None  # why the passes that come run on one card
+    # whether normalized rows can be, and whether in 8 bits; None before anybody looked
     sent: tuple[bool, bool] | None = None
 
     def refuse(self, reason: Verdict) -> None:

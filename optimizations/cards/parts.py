@@ -32,17 +32,11 @@ Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 class ShareCard(NamedTuple):
-    """What computes a share.
+    """What computes a share."""
 
-    Attributes:
-        executor: In the card's workspace, with what is known of its blocks.
-        blocks: Of its own copy of the model.
-        device: Of both.
-    """
-
-    executor: BlockExecutor
+    executor: BlockExecutor  # in the card's workspace, with what is known of its blocks
     workspace: Workspace
-    blocks: Sequence[torch.nn.Module]
+    blocks: Sequence[torch.nn.Module]  # of its own copy of the model
     device: torch.device
 
     def current(self) -> AbstractContextManager:

@@ -36,19 +36,12 @@ TOO_SMALL = Verdict("the image has fewer tokens than there are GPUs")
 
 
 class CardPass(NamedTuple):
-    """What a card brings to a pass.
+    """What a card brings to a pass."""
 
-    Attributes:
-        host: Its pass; the first is the one that the host has called.
-        prepared: What is known of its model.
-        memory: That no other pass uses meanwhile.
-        weights: Where they are; None where they may move.
-    """
-
-    host: HostPass
+    host: HostPass  # its pass; the first is the one that the host has called
     prepared: PreparedModel
-    memory: PassMemory
-    weights: Hashable | None
+    memory: PassMemory  # that no other pass uses meanwhile
+    weights: Hashable | None  # where they are; None where they may move
 
     def refusal(self) -> Verdict | None:
         """Says why it takes no share; None where it does."""
@@ -76,14 +69,11 @@ class CardPass(NamedTuple):
 
 @dataclass
 class ShapeFigures:
-    """What was found out of several cards for passes of one shape.
+    """What was found out of several cards for passes of one shape."""
 
-    Attributes:
-        milliseconds: Of a block, measured, by the number of cards.
-        plans: How a pass is split, or why it is not, by that and by what can be sent.
-    """
-
+    # of a block, measured, by the number of cards
     milliseconds: dict[int, float] = field(default_factory=dict)
+    # how a pass is split, or why it is not, by that and by what can be sent
     plans: dict[Hashable, Exchange | Verdict] = field(default_factory=dict)
 
 

@@ -86,22 +86,19 @@ def stage(layers: tuple[Layer, ...], shortcut: Layer) -> Layer:
 
 @dataclass(frozen=True)
 class Middle:
-    """A residual block, attention, and a residual block of a host.
+    """A residual block, attention, and a residual block of a host."""
 
-    Args:
-        first, last: (B, C, 1, height, width) to the same.
-        norm, qkv, project: the attention's layers, (B, C, height, width) to as many channels, or to
-            3 C.
-        attention: the host's, as `first`; None where that of the other arguments runs.
-        attend: query, keys and values, each (1, 1, pixels, C), to what is seen; None for torch's.
-    """
-
+    # first, last: (B, C, 1, height, width) to the same
     first: Layer
     last: Layer
+    # norm, qkv, project: the attention's layers, (B, C, height, width) to as many channels, or to 3
+    # C
     norm: Layer
     qkv: Layer
     project: Layer
+    # the host's, as `first`; None where that of the other arguments runs
     attention: Layer | None = None
+    # query, keys and values, each (1, 1, pixels, C), to what is seen; None for torch's
     attend: Callable[..., torch.Tensor] | None = None
 
     @classmethod
@@ -162,20 +159,15 @@ def _strips(height: int, rows: int) -> Iterator[Interval]:
 
 @dataclass(frozen=True)
 class Stages:
-    """A host's decoder or encoder in pieces; tensors are (B, channels, 1, height, width).
+    """A host's decoder or encoder in pieces; tensors are (B, channels, 1, height, width)."""
 
-    Args:
-        direction: "decode" or "encode".
-        end: latents to the middle's input, or the middle's output to the mean; reads one latent
-            pixel to each side.
-        outer: one layer for each of `spec.vae.up_steps(shape)`, or of `down_steps`.
-    """
-
-    direction: str
+    direction: str  # "decode" or "encode"
     shape: VaeShape
+    # latents to the middle's input, or the middle's output to the mean; reads one latent pixel to
+    # each side
     end: Layer
     middle: Middle
-    outer: tuple[Layer, ...]
+    outer: tuple[Layer, ...]  # one layer for each of `spec.vae.up_steps(shape)`, or of `down_steps`
 
     def __post_init__(self) -> None:
         if len(self.outer) != (wanted := len(self.rest.steps)):

@@ -244,24 +244,16 @@ WHOLE = 1
 
 @dataclass
 class VaeBatch:
-    """Runs items through the VAE.
-
-    Args:
-        what: such as "decode 2 images of 1328x1328".
-        size: shape of the result, items first.
-        tiles: as the user asks: 0 for the fewest that fit, or `WHOLE`, or at least so many.
-        plan: makes a plan for a budget in bytes, or None for any.
-        compute: runs some of the items as planned, into their part of the result.
-        host_bytes: system RAM that `compute` takes besides the result.
-    """
+    """Runs items through the VAE."""
 
     vae: comfy.sd.VAE
-    what: str
-    size: tuple[int, ...]
-    tiles: int
-    plan: Callable[[int | None], VaePlan]
+    what: str  # such as "decode 2 images of 1328x1328"
+    size: tuple[int, ...]  # shape of the result, items first
+    tiles: int  # as the user asks: 0 for the fewest that fit, or `WHOLE`, or at least so many
+    plan: Callable[[int | None], VaePlan]  # makes a plan for a budget in bytes, or None for any
+    # runs some of the items as planned, into their part of the result
     compute: Callable[[VaePlan, slice, torch.Tensor, Progress], None]
-    host_bytes: int = 0
+    host_bytes: int = 0  # system RAM that `compute` takes besides the result
     _result: torch.Tensor | None = field(default=None, init=False)
     _done: int = field(default=0, init=False)
     _cleared: bool = field(default=False, init=False)

@@ -36,18 +36,11 @@ USER = "user\n"
 
 @dataclass(frozen=True)
 class FolderTokenizer:
-    """A tokenizer on disk and the ids that this package asks it for.
+    """A tokenizer on disk and the ids that this package asks it for."""
 
-    Args:
-        folder: holds tokenizer.json, or vocab.json with merges.txt.
-        start: id of `<|im_start|>`.
-        user: ids of `user` and a line end, which follow it before the prompt.
-        pad: id for padding.
-    """
-
-    folder: Path
-    start: int
-    user: tuple[int, ...]
+    folder: Path  # holds tokenizer.json, or vocab.json with merges.txt
+    start: int  # id of `<|im_start|>`
+    user: tuple[int, ...]  # ids of `user` and a line end, which follow it before the prompt
     pad: int
 
 
@@ -173,49 +166,32 @@ def tokenizer_class(
 
 @dataclass(frozen=True)
 class EncoderKind:
-    """One of the text encoders.
+    """One of the text encoders."""
 
-    Attributes:
-        name: What ComfyUI calls it.
-        title: The same for people.
-        config: The published sizes.
-        fixed: What else its class is told.
-        vision_width: Of the vision tower in ComfyUI.
-        model: The module; `text_only` without the vision tower.
-        text_only_clip: From the id of the padding to the class around `text_only`.
-        te: ComfyUI's function of that name.
-        tokenizer: ComfyUI's class.
-        own_encoder: From what `te` returns, and a folder's tokenizer, to a class that cuts off the
-            chat template by that tokenizer's ids.
-        nested: Whether ComfyUI recognizes a file by nested names of the vision tower.
-        fixed_prefix: Whether ComfyUI cuts off as many tokens as Qwen-Image's template has.
-    """
-
-    name: str
+    name: str  # what ComfyUI calls it
     title: str
-    config: Callable[..., Any]
-    vision_width: int
+    config: Callable[..., Any]  # the published sizes
+    vision_width: int  # of the vision tower in ComfyUI
     model: type[torch.nn.Module]
     text_only: type[torch.nn.Module]
+    # from the id of the padding to the class around `text_only`
     text_only_clip: Callable[[int], type[comfy.sd1_clip.SDClipModel]]
     te: Callable[..., type]
     tokenizer: type[comfy.sd1_clip.SD1Tokenizer]
+    # from what `te` returns, and a folder's tokenizer, to a class that cuts off the chat template
+    # by that tokenizer's ids
     own_encoder: Callable[[type, FolderTokenizer], type]
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    nested: bool = False
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # what else its class is told
+    nested: bool = False  # whether ComfyUI recognizes a file by nested names of the vision tower
+    # whether ComfyUI cuts off as many tokens as Qwen-Image's template has
     fixed_prefix: bool = False
 
 
 class HostEncoder(NamedTuple):
-    """Gives ComfyUI's side of a text encoder.
+    """Gives ComfyUI's side of a text encoder."""
 
-    Attributes:
-        kind: Makes its `EncoderKind`, where this ComfyUI has it.
-        is_one: Tells whether a CLIP's `cond_stage_model` is one.
-    """
-
-    kind: Callable[[], EncoderKind]
-    is_one: Callable[[object], bool]
+    kind: Callable[[], EncoderKind]  # makes its `EncoderKind`, where this ComfyUI has it
+    is_one: Callable[[object], bool]  # tells whether a CLIP's `cond_stage_model` is one
 
 
 def kind_of(source: Source) -> EncoderKind:

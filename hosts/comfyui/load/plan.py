@@ -38,31 +38,21 @@ STORED = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
 
 @dataclass(frozen=True, kw_only=True)
 class LoadPlan(LoadDecision):
-    """A transformer as it is to be loaded; nothing in it is left to choose.
-
-    Args:
-        source: its files, as their headers describe them.
-        shape: its sizes.
-        left: layers that stay in bf16 when the others are quantized.
-        named: whether one quantized format is converted into another: where the user named one, or
-            `auto` found that the file's products do not run.
-        automatic: whether the user named no precision.
-        modulation_bytes: of the modulation weights in that precision.
-        packed: why weights of 4 and 6 bits stay so, and are int8 for the length of a product; empty
-            where they become int8 on load.
-        rounded: whether weights are rounded on load.
-        kept: where these are kept, if they are.
-    """
+    """A transformer as it is to be loaded; nothing in it is left to choose."""
 
     source: Source
     shape: TransformerShape
-    left: frozenset[str]
+    left: frozenset[str]  # layers that stay in bf16 when the others are quantized
+    # whether one quantized format is converted into another: where the user named one, or `auto`
+    # found that the file's products do not run
     named: bool
-    automatic: bool
-    modulation_bytes: int
+    automatic: bool  # whether the user named no precision
+    modulation_bytes: int  # of the modulation weights in that precision
+    # why weights of 4 and 6 bits stay so, and are int8 for the length of a product; empty where
+    # they become int8 on load
     packed: str = ""
-    rounded: bool = False
-    kept: KeptFile | None = None
+    rounded: bool = False  # whether weights are rounded on load
+    kept: KeptFile | None = None  # where these are kept, if they are
 
 
 def plan_load(

@@ -30,23 +30,14 @@ ONLY_7B = "Qwen-Image needs the 7B, which is 3584 wide: download it from the mod
 
 @dataclass(frozen=True)
 class TextEncoderLayout:
-    """How a file fits ComfyUI's class.
-
-    Args:
-        kind: the class.
-        names: {native name: name in the file, less its prefix} of what is loaded.
-        config: the sizes that differ from the published 7B.
-        vision: whether the vision tower is loaded.
-        vocabulary: rows of the embedding.
-        notes: sentences about what is left out.
-    """
+    """How a file fits ComfyUI's class."""
 
     kind: EncoderKind
-    names: Mapping[str, str]
-    config: Mapping[str, Any]
+    names: Mapping[str, str]  # {native name: name in the file, less its prefix} of what is loaded
+    config: Mapping[str, Any]  # the sizes that differ from the published 7B
     vision: bool
-    vocabulary: int
-    notes: tuple[str, ...]
+    vocabulary: int  # rows of the embedding
+    notes: tuple[str, ...]  # sentences about what is left out
 
 
 def read_layout(source: Source) -> TextEncoderLayout:
@@ -166,19 +157,12 @@ LANGUAGE_LINEAR = re.compile(
 
 @dataclass(frozen=True)
 class TextEncoderTensors:
-    """The tensors and settings for ComfyUI to load.
+    """The tensors and settings for ComfyUI to load."""
 
-    Args:
-        tensors: {native name: tensor}; mapped, unless they were converted.
-        converted: whether any is a new tensor in plain memory.
-        precision: what most of the language model is loaded in, in words.
-        notes: sentences about what was changed.
-    """
-
-    tensors: dict[str, torch.Tensor]
-    converted: bool
-    precision: str
-    notes: tuple[str, ...]
+    tensors: dict[str, torch.Tensor]  # {native name: tensor}; mapped, unless they were converted
+    converted: bool  # whether any is a new tensor in plain memory
+    precision: str  # what most of the language model is loaded in, in words
+    notes: tuple[str, ...]  # sentences about what was changed
 
 
 def text_encoder_tensors(

@@ -58,31 +58,23 @@ Key = str | tuple[str, tuple[int, int, int]]
 
 @dataclass(frozen=True)
 class LoraReport:
-    """The result of `apply_lora`.
-
-    Args:
-        how: "merge" or "bypass".
-        applied: modules of the model that the LoRA changes.
-        modules: modules that the file names.
-        not_applied: (name as in the file, reason) of the others, and of tensors left out.
-        ranks: smallest and largest, or None where the kind of LoRA has none.
-        bytes: of the tensors in the file.
-        why: what "auto" went by, or what the merge that was asked for loses.
-        loss: of `merge_loss`; None on quantized weights and where bypass was asked for.
-        steps: what a few-step LoRA is trained for, and what is wrong with it here, in sentences.
-    """
+    """The result of `apply_lora`."""
 
     path: Path
-    how: str
+    how: str  # "merge" or "bypass"
     strength: float
-    applied: int = 0
-    modules: int = 0
+    applied: int = 0  # modules of the model that the LoRA changes
+    modules: int = 0  # modules that the file names
+    # (name as in the file, reason) of the others, and of tensors left out
     not_applied: tuple[tuple[str, str], ...] = ()
+    # smallest and largest, or None where the kind of LoRA has none
     ranks: tuple[int, int] | None = None
-    bytes: int = 0
+    bytes: int = 0  # of the tensors in the file
     quantized: int = 0
-    why: str = ""
+    why: str = ""  # what "auto" went by, or what the merge that was asked for loses
+    # of `merge_loss`; None on quantized weights and where bypass was asked for
     loss: float | None = None
+    # what a few-step LoRA is trained for, and what is wrong with it here, in sentences
     steps: tuple[str, ...] = ()
 
     def summary(self) -> str:

@@ -175,21 +175,14 @@ LOWERED = "qwen_l40s_lowered"
 
 
 class Lowered(NamedTuple):
-    """The patches of a MODEL in two parts.
+    """The patches of a MODEL in two parts."""
 
-    Attributes:
-        merged: {key: patches} that ComfyUI merges.
-        hooks: {hook's reference: {key: patches}} that ComfyUI merges while the hook is on.
-        bypass: What is computed: of all LoRAs, and of each hook's.
-        rounded: Quantized weights that a merge rounds again.
-        token: The `patches_uuid` of `merged` alone.
-    """
-
-    merged: dict[str, list[Patch]]
+    merged: dict[str, list[Patch]]  # {key: patches} that ComfyUI merges
+    # {hook's reference: {key: patches}} that ComfyUI merges while the hook is on
     hooks: dict[Any, dict[str, list[Patch]]]
-    bypass: tuple[ModelPatcher, ...]
-    rounded: int
-    token: uuid.UUID
+    bypass: tuple[ModelPatcher, ...]  # what is computed: of all LoRAs, and of each hook's
+    rounded: int  # quantized weights that a merge rounds again
+    token: uuid.UUID  # the `patches_uuid` of `merged` alone
 
 
 # By the patches_uuid, which clones with the same patches share. A run takes its hooks' patches away

@@ -40,22 +40,13 @@ LIKE_THE_SCHEDULE = 0.02
 
 @dataclass(frozen=True)
 class FewSteps:
-    """Describes a LoRA or a model that is trained for few steps.
-
-    Attributes:
-        what: Its file in words.
-        schedule: What it is trained for; None where its sigmas are not known here.
-        steps: Of its schedule, else as its name says.
-        told_by: What told it, in words.
-        strength: Of a LoRA; 1 of a model.
-        of_lora: Whether it is a LoRA.
-    """
+    """Describes a LoRA or a model that is trained for few steps."""
 
     what: str
-    schedule: Schedule | None
-    steps: int
-    told_by: str = "the file's name"
-    strength: float = 1.0
+    schedule: Schedule | None  # what it is trained for; None where its sigmas are not known here
+    steps: int  # of its schedule, else as its name says
+    told_by: str = "the file's name"  # what told it, in words
+    strength: float = 1.0  # of a LoRA; 1 of a model
     of_lora: bool = True
 
     def words(self) -> str:

@@ -32,21 +32,18 @@ MOST_WAYS = 1e8  # that a pattern may take through the names of all modules: a s
 
 @dataclass(frozen=True)
 class LoraFile:
-    """The tensors of a LoRA.
-
-    Args:
-        tensors: by normalized name; on the CPU, in the file's dtypes. An alpha that only the
-            metadata tells is among them.
-        names: {normalized name of a tensor: its name in the file}
-        modules: {normalized name of a module: its name in the file}
-        attention: {name of a `.comfy_attention.config` in the file: its text, uint8}
-    """
+    """The tensors of a LoRA."""
 
     path: Path
     metadata: dict[str, str] | None
+    # by normalized name; on the CPU, in the file's dtypes. An alpha that only the metadata tells is
+    # among them.
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    # {normalized name of a tensor: its name in the file}
     names: dict[str, str] = field(default_factory=dict)
+    # {normalized name of a module: its name in the file}
     modules: dict[str, str] = field(default_factory=dict)
+    # {name of a `.comfy_attention.config` in the file: its text, uint8}
     attention: dict[str, torch.Tensor] = field(default_factory=dict)
 
 

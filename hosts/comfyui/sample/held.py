@@ -295,18 +295,13 @@ def _has_room(model: Any, shape: torch.Size) -> bool:
 
 
 class _Marks(NamedTuple):
-    """What changes with every way in which ComfyUI moves weights, whichever clone does it.
+    """What changes with every way in which ComfyUI moves weights, whichever clone does it."""
 
-    Attributes:
-        functions: Of a layer; `load` makes a new list.
-        norm: Of a norm, whose weight is a new parameter wherever dynamic VRAM loads or unloads.
-        values: That are compared.
-        weights: Of the layers, each by a reference, which another extension may exchange.
-    """
-
-    functions: list[Any]
+    functions: list[Any]  # of a layer; `load` makes a new list
+    # of a norm, whose weight is a new parameter wherever dynamic VRAM loads or unloads
     norm: Callable[[], torch.Tensor | None]
-    values: tuple[Any, ...]
+    values: tuple[Any, ...]  # that are compared
+    # of the layers, each by a reference, which another extension may exchange
     weights: list[Callable[[], torch.Tensor | None]]
 
     @classmethod

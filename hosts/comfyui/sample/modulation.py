@@ -51,18 +51,13 @@ def by_name(
 
 
 class Call(NamedTuple):
-    """One APPLY_MODEL call, as far as it decides the schedule.
+    """One APPLY_MODEL call, as far as it decides the schedule."""
 
-    Attributes:
-        t: Sigmas as APPLY_MODEL wrappers get them, (batch,).
-        options: The transformer_options; ComfyUI's samplers put the schedule into them.
-        given: All that the call is given behind x and t, by name.
-        blocks: The model's, as the call began; another extension may exchange one inside of it.
-    """
-
-    t: torch.Tensor
+    t: torch.Tensor  # sigmas as APPLY_MODEL wrappers get them, (batch,)
+    # the transformer_options; ComfyUI's samplers put the schedule into them
     options: dict[str, Any]
-    given: dict[str, Any]
+    given: dict[str, Any]  # all that the call is given behind x and t, by name
+    # the model's, as the call began; another extension may exchange one inside of it
     blocks: Sequence[torch.nn.Module]
 
 

@@ -39,17 +39,15 @@ WHOLE = {"area": None, "mask": None, "default": None, "strength": 1.0} | {
 class NagSettings:
     """The settings of `guide_attention`.
 
-    Attributes:
-        scale, tau, alpha: As of `Guidance`.
-        start, end: The first step that is guided, and the first that is not any more.
-
     Raises:
         SettingError: No step is guided.
     """
 
+    # scale, tau, alpha: as of `Guidance`
     scale: float = 5.0
     tau: float = 2.5
     alpha: float = 0.25
+    # start, end: the first step that is guided, and the first that is not any more
     start: int = 0
     end: int = LAST_STEP
 
