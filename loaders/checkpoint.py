@@ -193,10 +193,6 @@ def sample_sigmas(index: Mapping[str, Any], path: Path) -> list[float]:
     """Returns the sigmas that a Turbo is trained for, from 1 down; the last step ends at 0, which
     is not listed. Empty for any other folder.
 
-    Args:
-        index: of the folder.
-        path: of the index.
-
     Raises:
         CheckpointError: they are no sigmas.
     """

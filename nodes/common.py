@@ -48,9 +48,6 @@ def _label(inputs: Iterable[io.Input]) -> None:
 def needs(*capabilities: str) -> Iterator[None]:
     """Refuses what this ComfyUI is too old for or lacks, before anything runs; decorates `execute`.
 
-    Args:
-        capabilities: Of `contract.CAPABILITIES`.
-
     Raises:
         UnavailableError: The sentence names what is missing; or the files of this package are
             others than when ComfyUI started.

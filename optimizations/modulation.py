@@ -121,11 +121,6 @@ class ModulationTable:
         most_bytes: What the entries may take.
         compute: What gives the entries of embeddings for a batch; by default `compute_entries`,
             from weights that are where the embeddings are.
-
-    Attributes:
-        bytes: Of the entries, on the card.
-        hits, filled, passes: Entries that were there, entries that were computed, and walks through
-            the layers for them.
     """
 
     def __init__(
@@ -138,7 +133,9 @@ class ModulationTable:
         self._compute = compute or partial(compute_entries, blocks)
         self._most_bytes = most_bytes
         self._entries: dict[tuple, Entry] = {}
-        self.bytes = 0
+        self.bytes = 0  # of the entries, on the card
+        # hits, filled, passes: entries that were there, entries that were computed, and walks
+        # through the layers for them
         self.hits = self.filled = self.passes = 0
 
     def __len__(self) -> int:
@@ -158,7 +155,6 @@ class ModulationTable:
         Args:
             embedding: (batch, D), or (2 batch, D) where the second half is for timestep 0: the
                 image stream is modulated by all rows and the text stream by the first half.
-            batch: Items of the batch.
             state: What the weights are; entries are found again under the same state only, and
                 dropped once an object that it references weakly is gone.
             schedule: Asked where the entry is not there: the embeddings of the run's schedule, in
@@ -212,8 +208,6 @@ def compute_entries(
     a GEMM of more rows may add up in another order, for any weight, device and torch.
 
     Args:
-        embeddings: As of `ModulationTable.entry`.
-        batch: Items of the batch.
         layers: The modulation layers of the blocks, in order; a host whose weights are elsewhere
             brings each to the embeddings once, while it is had from this iterator.
     """

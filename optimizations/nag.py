@@ -22,7 +22,6 @@ def attend_both(attend: Attend, q: Tensor, image: Keys, *texts: Keys) -> list[At
     log-sum-exps, by which parts of the keys are merged.
 
     Args:
-        attend: An `Attend`.
         q: (batch, tokens, heads, head_dim).
 
     Returns:

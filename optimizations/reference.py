@@ -164,7 +164,6 @@ def row_quantize(x: torch.Tensor, format: RowFormat) -> tuple[torch.Tensor, torc
 
     Args:
         x: Rows, (M, K), bf16, fp16 or fp32.
-        format: How.
 
     Returns:
         q: (M, K), float8_e4m3fn or int8.
@@ -207,7 +206,6 @@ def residual_norm(
         gates: Whose gate multiplies the branch; None without a branch.
         norms: Whose shift and scale modulate the norm; None computes the residual alone.
         tokens: Which rows belong to which stream and item.
-        eps: Added to the variance.
         format: How h is quantized, as `row_quantize` does; None where it is not.
         plain: Where a quantized h is written as it was before, (rows, D) in x's dtype, contiguous.
 
@@ -249,7 +247,6 @@ def gelu_quantize(
 
     Args:
         x: Rows, (M, K), of any float dtype; the GELU is computed in fp32, or float64 for float64.
-        format: How.
         keep: Whether the GELU is written over x, rounded to its dtype.
 
     Returns:
@@ -378,10 +375,7 @@ def qk_norm_rope(
         q: (B, queries, heads, head_dim), in joint order from token `first` on; batch and tokens
             with any stride.
         k: (B, joint, heads, head_dim), likewise.
-        norm: Weights of both streams.
-        rotary: Cosines and sines of every token.
         tokens: How many of the tokens are text.
-        eps: Added to the mean square.
     """
     wide = wide_dtype(q)
     cos, sin = (part.to(wide).unsqueeze(2) for part in rotary)

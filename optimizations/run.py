@@ -85,7 +85,6 @@ class Optimization:
 
     Args:
         attention: This package's, or None for the host's alone.
-        blocks: Whether the executor runs the blocks.
     """
 
     host = "the host's"

@@ -112,7 +112,6 @@ class CachedRun:
     tells with `computed`. Nothing is kept for another run.
 
     Args:
-        settings: What may be skipped.
         sigmas: Of the run, one more than it has steps.
         kept: Steps that are computed besides.
         refusal: Why the host wants none skipped; None where it does not mind.

@@ -94,14 +94,10 @@ class BlockSpec:
 
 @dataclass(frozen=True)
 class TransformerShape:
-    """Holds the sizes of a transformer that fix all its tensors.
+    """Holds the sizes of a transformer that fix all its tensors."""
 
-    Attributes:
-        behind: the linear layers behind the blocks.
-        patch: latent pixels of a token's side.
-    """
-
-    patch: ClassVar[int] = 1
+    patch: ClassVar[int] = 1  # latent pixels of a token's side
+    # the linear layers behind the blocks
     behind: ClassVar[tuple[str, ...]] = ("norm_out.linear", "proj_out")
 
     blocks: int

@@ -190,9 +190,6 @@ KNOWN: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 def unsupported_host(capabilities: tuple[str, ...] = tuple(CAPABILITIES)) -> Verdict | None:
     """Says why something of this package does not run in this ComfyUI, in one sentence; None when
     all is well.
-
-    Args:
-        capabilities: What it needs, of `CAPABILITIES`.
     """
     floor = ".".join(map(str, COMFYUI_FLOOR))
     try:

@@ -84,8 +84,6 @@ def report_run(model: ModelPatcher, clip: Any = None, vae: Any = None) -> RunRep
 
     Args:
         model: the MODEL that sampled, or one that it is a clone of.
-        clip: the CLIP that encoded the prompts.
-        vae: the VAE that decoded.
     """
     with harmless():
         report = _report(model, clip, vae)

@@ -161,7 +161,6 @@ class TransformerModulation:
         """Returns the modulation of all blocks for a timestep embedding.
 
         Args:
-            given: What the transformer was called with.
             embedding: (batch, D), or (2 batch, D) where the second half is for timestep 0.
         """
         blocks, figures = blocks_of(transformer), self.figures

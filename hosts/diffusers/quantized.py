@@ -147,10 +147,6 @@ def quantize_transformer(
     Args:
         transformer: diffusers' `QwenImageTransformer2DModel` or `QwenImage21Transformer2DModel`.
         precision: "fp8" or "int8".
-        keep: as in `quantizable`.
-
-    Returns:
-        The names of the quantized layers.
 
     Raises:
         SettingError: the precision is unknown, or as in `quantizable`; nothing has changed then.

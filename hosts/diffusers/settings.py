@@ -120,7 +120,6 @@ def choose_offload(
     """Resolves `auto`, and refuses weights that cannot fit.
 
     Args:
-        requested: one of `OFFLOADS`.
         what: the subject of a refusal, such as `models/Qwen-Image in bf16`.
         weights: {part: bytes}.
         work: bytes that `auto` leaves free on a card for activations.

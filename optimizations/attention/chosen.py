@@ -45,14 +45,11 @@ class MeasuredErrors:
 
     Args:
         most: The largest relative error that is allowed.
-
-    Attributes:
-        complete: Whether the last block of a pass was measured.
     """
 
     def __init__(self, most: float) -> None:
         self.most = most
-        self.complete = False
+        self.complete = False  # whether the last block of a pass was measured
         self._pass = _Pass()
         self._found: dict[str, list[torch.Tensor]] = {}
         self._refused: dict[str, Verdict | None] = {}
@@ -184,7 +181,6 @@ class ChosenAttention:
 
     Attributes:
         host: Whose attention stands in for it, in the genitive.
-        fallback: Why that happens; final for the run where a backend gave NaN.
     """
 
     host = "the host's"
@@ -192,6 +188,7 @@ class ChosenAttention:
     def __init__(self, name: str, lossy: bool = False, most_error: float = MOST_ERROR) -> None:
         self.name = name
         self.lossy = lossy
+        # why that happens; final for the run where a backend gave NaN
         self.fallback: Verdict | None = None
         self._errors = MeasuredErrors(most_error)
         # By the request, whether errors were measured beside it, and as `choose` is asked.

@@ -64,8 +64,6 @@ def attend_parts(
     but for causal ones.
 
     Args:
-        guidance, segments: As of a `Step`.
-        guided_rows: As of `Ops`.
         q, k, v: (batch, tokens, heads, head_dim).
 
     Returns:

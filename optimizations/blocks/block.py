@@ -181,8 +181,6 @@ class BlockExecutor:
     """Runs the blocks of one forward pass; it carries the streams from block to block.
 
     Args:
-        layers: The host's access to layers.
-        ops, attend: The kernels, and the attention.
         workspace: Whose buffers no other pass uses meanwhile; None for one of its own.
         known: What was found of blocks whose tensors stay where they are, by block; is added to.
             None where they may move.
@@ -218,7 +216,6 @@ class BlockExecutor:
 
         Args:
             text, image: (batch, tokens, D), any strides.
-            step: What the forward pass is about.
             halves: The modulation of attention and of the MLP.
             following: The next block and its modulation of attention, where nothing reads or
                 changes the streams on the way to it. Its first norm is then part of this block's
@@ -381,11 +378,7 @@ class BlockExecutor:
         )
 
     def look(self, block: torch.nn.Module, like: torch.Tensor) -> KnownBlock:
-        """Returns what is known of a block.
-
-        Args:
-            like: Of the dtype and on the device of the pass.
-        """
+        """Returns what is known of a block."""
         found = self._blocks.get(block)
         if found is None:
             found = self._blocks[block] = self._look(block, like)

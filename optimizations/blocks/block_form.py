@@ -160,11 +160,7 @@ def unknown_modulation(blocks: Sequence[torch.nn.Module]) -> Verdict | None:
 
 
 def unsupported_block(block: torch.nn.Module, dtype: torch.dtype) -> Verdict | None:
-    """Returns why the executor does not compute a block; None when it does.
-
-    Args:
-        dtype: Of the activations.
-    """
+    """Returns why the executor does not compute a block; None when it does."""
     spec = spec_of(block)
     if spec is None:
         known = ", ".join(spec.told_by for spec in block_specs())

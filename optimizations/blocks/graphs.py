@@ -72,12 +72,7 @@ class Work(NamedTuple):
 
 
 class PassGraph:
-    """A captured pass.
-
-    Attributes:
-        pool: What it allocated comes from.
-        issued: When the CPU had issued the last replay, by `time.perf_counter`.
-    """
+    """A captured pass."""
 
     def __init__(
         self,
@@ -89,7 +84,7 @@ class PassGraph:
     ) -> None:
         self._graph, self._inputs = graph, inputs
         self.pool, self.weights, self.borrowed = pool, work.weights, work.borrowed
-        self.issued = 0.0
+        self.issued = 0.0  # when the CPU had issued the last replay, by `time.perf_counter`
         self._buffers = [(workspace, workspace.changes) for workspace in workspaces]
 
     @property
@@ -130,7 +125,6 @@ class Seen:
         """Returns why no graph is captured for the pass that is coming; None when one is.
 
         Args:
-            steps: Of the run; None where nobody tells.
             beside: Whether it would compute text and image side by side.
         """
         if self.refusal:

@@ -101,11 +101,7 @@ class HostPass:
         raise NotImplementedError
 
     def lasting(self, capturing: bool = False) -> AbstractContextManager[None]:
-        """Lets what is allocated meanwhile outlive the block that runs.
-
-        Args:
-            capturing: Whether a CUDA graph is captured.
-        """
+        """Lets what is allocated meanwhile outlive the block that runs."""
         return nullcontext()
 
     def failed(self, error: RuntimeError) -> Verdict | None:
@@ -241,16 +237,13 @@ class FirstBlockCheck:
     Args:
         rounds: Whether weights are quantized or attention is lossy, so that host and executor round
             differently.
-
-    Attributes:
-        failed: Why the host's blocks run from here on.
-        worst: The largest relative difference of a stream that passed; None before.
     """
 
     def __init__(self, rounds: bool) -> None:
         self._most = ROUNDING_TOLERANCE if rounds else EXACT_TOLERANCE
         self._passed: set[tuple] = set()
-        self.failed: Verdict | None = None
+        self.failed: Verdict | None = None  # why the host's blocks run from here on
+        # the largest relative difference of a stream that passed; None before
         self.worst: float | None = None
 
     def wanted(self, step: Step) -> bool:
@@ -366,55 +359,44 @@ class PreparedModel:
     """What is known of one model with one set of weights in one run; it does not hold the model.
 
     Args:
-        host: Its first pass.
         lossy_attention: Whether attention differs from exact attention by more than rounding.
         earlier: What was known of it with the same weights in the last run: where nothing has
             changed since, who watches the blocks and which shapes were compared is taken over.
-
-    Attributes:
-        ops: The kernels; a `Verdict` where there are none.
-        unknown: Why there is no modulation of all blocks; None where there is.
-        unsupported: Of each block, why the executor does not compute it.
-        read: The kinds of their layers.
-        rounds: Whether host and executor round differently.
-        kinds: With how many layers each.
-        quantized: Whether any is.
-        graphs: What this run had of CUDA graphs.
-        split: What it had of several cards; None where no pass had others.
-        verdicts: What did not run in it, and why.
-        exchanged: Whether somebody exchanged what blocks were given, unannounced.
-        dropped: How often graphs were given up because memory ran out.
     """
 
     def __init__(
         self, host: HostPass, lossy_attention: bool, earlier: PreparedModel | None = None
     ) -> None:
-        self.ops = choose_ops(host.device)
+        self.ops = choose_ops(host.device)  # the kernels; a `Verdict` where there are none
+        # why there is no modulation of all blocks; None where there is
         self.unknown = unknown_modulation(host.blocks)
         as_it_was = earlier is not None and earlier.is_unchanged(host.blocks)
         forms = [None] * len(host.blocks) if as_it_was else _unsupported(host)
+        # of each block, why the executor does not compute it
         self.unsupported = [
             reason or host.unsupported(block)
             for block, reason in zip(host.blocks, forms, strict=True)
         ]
         pairs = zip(host.blocks, self.unsupported, strict=True)
         read = [layer for block, reason in pairs if not reason for layer in token_layers(block)]
-        self.read = list(map(host.layers.kind, read))
-        self.kinds = Counter(self.read)
+        self.read = list(map(host.layers.kind, read))  # the kinds of their layers
+        self.kinds = Counter(self.read)  # with how many layers each
         self._formats = sorted(kind for kind in self.kinds if isinstance(kind, RowFormat))
         storages = dict.fromkeys(format.storage for format in self._formats)
         self._gemms = [host.layers.gemm(storage, host.device) for storage in storages]
         others = (layer for layer, kind in zip(read, self.read, strict=True) if kind != DENSE)
+        # whether host and executor round differently
         self.rounds = lossy_attention or any(map(host.layers.rounds, others))
         self.check = FirstBlockCheck(self.rounds)
+        # what it had of several cards; None where no pass had others
         self.split: SplitFigures | None = None
         self.modulation = host.modulation
         self.passes = self.fused = 0
-        self.verdicts = Verdicts()
-        self.quantized = bool(self._formats)
-        self.graphs = GraphFigures()
-        self.exchanged = False
-        self.dropped = 0
+        self.verdicts = Verdicts()  # what did not run in it, and why
+        self.quantized = bool(self._formats)  # whether any is
+        self.graphs = GraphFigures()  # what this run had of CUDA graphs
+        self.exchanged = False  # whether somebody exchanged what blocks were given, unannounced
+        self.dropped = 0  # how often graphs were given up because memory ran out
         self._blocks = tuple(map(weakref.ref, host.blocks))
         self._weights: Hashable = None
         self._known: dict[torch.nn.Module, KnownBlock] = {}

@@ -154,16 +154,12 @@ class Rows:
 
     Args:
         matrix: (rows, K); None where another tensor is given before each use.
-
-    Attributes:
-        quantized: By format.
-        fixed: Whether `matrix` stays the same tensor.
     """
 
     def __init__(self, matrix: torch.Tensor | None = None) -> None:
         self.matrix = matrix
-        self.fixed = matrix is not None
-        self.quantized: dict[RowFormat, QuantizedRows] = {}
+        self.fixed = matrix is not None  # whether `matrix` stays the same tensor
+        self.quantized: dict[RowFormat, QuantizedRows] = {}  # by format
 
     def plain(self, start: int, length: int) -> torch.Tensor:
         return self.matrix[start : start + length]

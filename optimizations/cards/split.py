@@ -82,16 +82,11 @@ class Split:
 
     Args:
         cards: The first has the inputs, and gets the result.
-        shares: Of each card.
         routes: Of each pair of cards, from the one to the other.
         additions: What the host adds to the image's rows after each block, (batch or 1, tokens, D)
             on the first card, or None; empty where it adds nothing.
         early: Whether normalized rows leave in two pieces, the first while the MLP goes on; of one
             item.
-
-    Attributes:
-        issued: When the CPU had issued all of the last run, by `time.perf_counter`.
-        timed: The blocks of the last run, on the first card.
     """
 
     def __init__(
@@ -107,8 +102,8 @@ class Split:
         self._additions = {block: it for block, it in enumerate(additions) if it is not None}
         self._kept: list[Pairs] = []  # that copies read
         self._sent: dict[Hashable, Pairs] = {}  # in blocks
-        self.timed = Timed(cards[0].device)
-        self.issued = 0.0
+        self.timed = Timed(cards[0].device)  # the blocks of the last run, on the first card
+        self.issued = 0.0  # when the CPU had issued all of the last run, by `time.perf_counter`
 
     def run(
         self,

@@ -55,7 +55,6 @@ class LayerRun:
 
         Args:
             source: (B, channels, 1, height, width), the whole input.
-            tile: of the last layer's output.
             device, dtype: where and in what to compute; the source's by default.
 
         Returns:

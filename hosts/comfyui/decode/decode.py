@@ -80,7 +80,6 @@ def encode(
     Args:
         pixels: (B, H, W, C) from 0 to 1, as an IMAGE holds them; sides are cut to multiples of 8,
             of 2.1 16, and channels added or dropped as the host does.
-        tiles, ours: as in `decode`.
 
     Returns:
         Latents (B, 16, 1, H / 8, W / 8), of 2.1 (B, 64, H / 16, W / 16), in ComfyUI's dtype for

@@ -48,10 +48,6 @@ def find_tokenizer(source: Source, vocabulary: int, fixed_prefix: bool) -> Folde
     """Finds the tokenizer of a text encoder: in `tokenizer/` or `processor/` next to its folder, or
     with it.
 
-    Args:
-        vocabulary: Rows of the embedding.
-        fixed_prefix: As of `EncoderKind`.
-
     Raises:
         CheckpointError: there is none or it is broken, it has more tokens than the embedding has
             rows, or it cuts the chat template into another number of tokens than Qwen-Image's.
@@ -121,11 +117,7 @@ def refuse_images() -> None:
 def tokenizer_class(
     tokenizer: FolderTokenizer, width: int, base: type[comfy.sd1_clip.SD1Tokenizer], name: str
 ) -> type[comfy.sd1_clip.SD1Tokenizer]:
-    """Returns ComfyUI's tokenizer over the folder's vocabulary, for embeddings `width` wide.
-
-    Args:
-        name: What ComfyUI calls the text encoder.
-    """
+    """Returns ComfyUI's tokenizer over the folder's vocabulary, for embeddings `width` wide."""
 
     class Words(comfy.sd1_clip.SDTokenizer):
         def __init__(

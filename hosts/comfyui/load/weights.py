@@ -71,9 +71,6 @@ def transformer_tensors(
 
     It reads only what it has to convert.
 
-    Args:
-        device: where weights are rounded.
-
     Raises:
         CheckpointError: a weight or a scale cannot be used; the message names it.
     """

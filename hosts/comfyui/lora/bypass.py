@@ -385,13 +385,7 @@ class BypassLayers(torch.nn.Module):
 
     Args:
         changes: (name of a layer, change), as often as there are LoRAs.
-        count: Of the LoRAs.
         hook: The reference of the hook that switches them; None where they are always on.
-
-    Attributes:
-        count, hook: As given.
-        names: Of the layers, for each of `changes`; a ModuleDict takes no names with dots.
-        downs: That the `BesideLayer` of `changes` share.
     """
 
     def __init__(
@@ -412,7 +406,7 @@ class BypassLayers(torch.nn.Module):
         readers: dict[str, list[str]] = defaultdict(list)
         for name in pairs:
             readers[first_reader(name)].append(name)
-        self.downs = torch.nn.ModuleList()
+        self.downs = torch.nn.ModuleList()  # that the `BesideLayer` of `changes` share
         found: list[tuple[str, torch.nn.Module]] = []
         for names in readers.values():
             joined = [_joined(pairs[name]) for name in names]
@@ -424,6 +418,7 @@ class BypassLayers(torch.nn.Module):
                 start += low.up.in_features
                 found.append((name, low))
         found += others
+        # of the layers, for each of `changes`; a ModuleDict takes no names with dots
         self.names = tuple(name for name, _ in found)
         self.changes = torch.nn.ModuleList(change for _, change in found)
         self._linears = (*self.downs, *(low.up for _, low in found if isinstance(low, BesideLayer)))
@@ -454,16 +449,11 @@ class BypassLayers(torch.nn.Module):
 
 
 class Beside:
-    """What lies beside the layers of ComfyUI's BaseModel in one pass.
-
-    Attributes:
-        lows: Of each layer that is changed: what the executor adds. None where the layer runs
-            itself, because a change is not two matrices or has a strength, or because matrices are
-            elsewhere.
-        place: Changes where the host moves them.
-    """
+    """What lies beside the layers of ComfyUI's BaseModel in one pass."""
 
     def __init__(self, model: Any) -> None:
+        # Of each layer that is changed: what the executor adds. None where the layer runs itself,
+        # because a change is not two matrices or has a strength, or because matrices are elsewhere.
         self.lows: dict[torch.nn.Module, LowRank | None] = {}
         place: list[Hashable] = []
         patcher = model.current_patcher
@@ -477,7 +467,7 @@ class Beside:
                     weights = change.down.weight, change.start, change.up.weight
                     low = LowRank(*weights)
                 self.lows[layer] = low
-        self.place = tuple(place)
+        self.place = tuple(place)  # changes where the host moves them
 
     def runs_itself(self, layer: torch.nn.Module) -> bool:
         """Returns whether the layer has a change that only its `forward` knows."""

@@ -95,14 +95,12 @@ class GuidedAttention:
     Args:
         before: What was there; None for nothing.
         of: Gives the guidance of a block, of `optimizations.nag`, by the block's index.
-
-    Attributes:
-        last: The block whose attention was guided: after it, a ControlNet of 2.1 calls the slot for
-            one of its own.
     """
 
     def __init__(self, before: Callable | None, of: Callable[[int], Any]) -> None:
         self.before, self.of = before, of
+        # the block whose attention was guided: after it, a ControlNet of 2.1 calls the slot for one
+        # of its own
         self.last: int | None = None
 
     def begin(self, index: int) -> Any:
@@ -211,15 +209,11 @@ def file_choice(block: torch.nn.Module) -> torch.nn.Module | None:
 
 
 class FileAttention:
-    """What files say of the attention of a model's blocks.
-
-    Attributes:
-        runs: {ComfyUI's name: blocks that run it}.
-        missing: {name: blocks that ask for it where ComfyUI cannot run it}.
-    """
+    """What files say of the attention of a model's blocks."""
 
     def __init__(self, blocks: Sequence[torch.nn.Module]) -> None:
-        self.runs: Counter[str] = Counter()
+        self.runs: Counter[str] = Counter()  # {ComfyUI's name: blocks that run it}
+        # {name: blocks that ask for it where ComfyUI cannot run it}
         self.missing: Counter[str] = Counter()
         self._blocks = len(blocks)
         for choice in map(file_choice, blocks):

@@ -129,7 +129,6 @@ class ComfyPass(DoubleStream):
     """Implements `optimizations.blocks.host.HostPass`.
 
     Args:
-        model: ComfyUI's BaseModel.
         attention: What computes attention as long as it is in ComfyUI's slot; None for whatever is.
         latents: As APPLY_MODEL wrappers get them.
         options: The call's transformer_options.
@@ -138,7 +137,6 @@ class ComfyPass(DoubleStream):
         idle: BaseModels of cards that have nothing to do in this pass.
 
     Attributes:
-        peers: Of these models, with the same options and attention.
         additions: What ControlNets add after each block.
         masked: Whether the attention of text rows has a mask of its own.
     """
@@ -164,6 +162,7 @@ class ComfyPass(DoubleStream):
         self._options = options  # of the block that runs, once one does
         self._block: torch.nn.Module | None = None  # that runs
         self._control = control
+        # of these models, with the same options and attention
         self.peers: Sequence[ComfyPass] = tuple(
             ComfyPass(peer, attention, latents, options, weights=weights) for peer in idle
         )

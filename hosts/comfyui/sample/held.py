@@ -81,12 +81,7 @@ class HeldWeights:
     def during(
         self, model: Any, blocks: Sequence[torch.nn.Module], read: Any, shape: torch.Size
     ) -> Iterator[Hashable | None]:
-        """Holds the weights for one pass: a token of where they are, or None where they may move.
-
-        Args:
-            read: The `ComfyLayers` of the pass.
-            shape: Of the latents.
-        """
+        """Holds the weights for one pass: a token of where they are, or None where they may move."""
         with ExitStack() as pins:
             found = self._hold(model, blocks, read, shape, pins)
             self.reason = found if isinstance(found, Verdict) else None

@@ -44,13 +44,8 @@ class ComfyLayers:
     """Implements `optimizations.blocks.block.Layers` for one pass.
 
     Args:
-        model: ComfyUI's BaseModel.
         shape: Of the latents.
         weights: What the run knows of where each model's are; None outside of a run.
-
-    Attributes:
-        beside: The model's LoRAs as bypass.
-        moving: Why the pass holds no weights; None where it does, or did.
     """
 
     def __init__(
@@ -59,12 +54,13 @@ class ComfyLayers:
         shape: torch.Size,
         weights: MutableMapping[Any, HeldWeights] | None = None,
     ) -> None:
+        # why the pass holds no weights; None where it does, or did
         self.moving: Verdict | None = NOT_YET
         self._model, self._shape = model, shape
         weights = {} if weights is None else weights
         self._weights = weights.setdefault(model, HeldWeights())
         self._holds = False
-        self.beside = Beside(model)
+        self.beside = Beside(model)  # the model's LoRAs as bypass
 
     @contextmanager
     def hold(self, blocks: Sequence[torch.nn.Module]) -> Iterator[Hashable | None]:

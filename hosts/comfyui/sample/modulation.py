@@ -68,17 +68,13 @@ class _Current(NamedTuple):
 
 
 class _Layers:
-    """The layers that make the modulation of some blocks, as they were when this was made.
-
-    Attributes:
-        unknown: Which of them is not the host's; None where all are.
-    """
+    """The layers that make the modulation of some blocks, as they were when this was made."""
 
     def __init__(self, blocks: Sequence[torch.nn.Module]) -> None:
         self.blocks = blocks
         self._names = tuple(modulation_of(blocks[0]).values()) if blocks else ()
         self._linears: list[torch.nn.Module] = []
-        self.unknown: Verdict | None = None
+        self.unknown: Verdict | None = None  # which of them is not the host's; None where all are
         for index, name in product(range(len(blocks)), self._names):
             module = getattr(blocks[index], name, None)
             if other := _unlike(module, name, type(query_layer(blocks[index]))):

@@ -370,7 +370,6 @@ def require_less_memory(model: Any, weights: int, device: torch.device) -> None:
 
     Args:
         weights: bytes that ComfyUI loads of the model.
-        device: where it loads them.
     """
     reference = weakref.ref(model)
 

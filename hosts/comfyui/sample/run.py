@@ -63,12 +63,7 @@ class ComfyOptimization(Optimization):
     """The attachment that `optimize` puts on a patcher; clones of the patcher share it.
 
     Args:
-        blocks: Whether the executor runs the blocks.
         attention: The attention that fills ComfyUI's slot, or None for the host's.
-        tf32, cudnn_benchmark: Switches during a run.
-
-    Attributes:
-        file: What the model file says of attention; None where the slot wins over it.
     """
 
     host = "ComfyUI's"
@@ -82,6 +77,7 @@ class ComfyOptimization(Optimization):
     ) -> None:
         super().__init__(attention, blocks)
         self._flags = tf32, cudnn_benchmark
+        # what the model file says of attention; None where the slot wins over it
         self.file: FileAttention | None = None
         self._rounded = 0  # quantized weights into which ComfyUI merges a patch
         self._masked = False  # whether another node's attention met text rows with a mask
