@@ -19,8 +19,6 @@ LOADER_PRECISIONS = (*PRECISIONS, AS_STORED)
 
 @dataclass(frozen=True)
 class LoadDecision:
-    """How a transformer is loaded."""
-
     precision: str  # a key of `BYTES_PER_WEIGHT`
     reason: str  # why in that precision
     off_card: bool  # whether the modulation waits in system RAM
@@ -30,7 +28,6 @@ class LoadDecision:
 
 
 def check_known(setting: str, value: str, known: Iterable[str]) -> None:
-    """Raises SettingError where a setting has another value than the known ones."""
     known = tuple(known)
     if value not in known:
         raise SettingError(f"{setting} {value!r} is unknown: choose {', '.join(known)}.")

@@ -44,7 +44,6 @@ Parsed = TypeVar("Parsed")
 
 
 def _contradictions(identity: Identity, config: Mapping[str, Any], tensors: Tensors) -> list[str]:
-    """Returns one sentence for every value that the tensors disprove."""
     if not config:
         return []
     nested = config.get("text_config")
@@ -173,11 +172,7 @@ def _diffusers_folder(path: Path) -> Checkpoint:
 
 
 def read_index(folder: Path) -> tuple[dict[str, Any], str]:
-    """Returns what model_index.json says, and the pipeline's class name in it.
-
-    Raises:
-        CheckpointError: the file is broken.
-    """
+    """Returns what model_index.json says, and the pipeline's class name in it."""
     index = read_object(folder / "model_index.json", "the index of a diffusers folder")
     pipeline = index.get("_class_name")
     if not isinstance(pipeline, str):
@@ -192,9 +187,6 @@ def read_index(folder: Path) -> tuple[dict[str, Any], str]:
 def sample_sigmas(index: Mapping[str, Any], path: Path) -> list[float]:
     """Returns the sigmas that a Turbo is trained for, from 1 down; the last step ends at 0, which
     is not listed. Empty for any other folder.
-
-    Raises:
-        CheckpointError: they are no sigmas.
     """
     family = pipeline_family(str(index.get("_class_name")))
     found = index.get(family.sigmas) if family else None

@@ -125,12 +125,10 @@ class Quantization:
 
     @property
     def formats(self) -> dict[str, int]:
-        """Counts the layers of each format."""
         return dict(Counter(self.layers.values()))
 
     @property
     def gguf(self) -> bool:
-        """Tells whether weights are in GGUF's blocks."""
         return not GGUF.keys().isdisjoint(self.formats)
 
     def in_w4a8(self, layer: str, columns: int) -> bool:

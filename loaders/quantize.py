@@ -72,9 +72,6 @@ def quantize_rows(
         values [N, K] of float8_e4m3fn or int8 and scales [N, 1] of float32, where values * scales
         is the weight, rotated. A row that holds NaN or infinity has a scale that is not finite: its
         values mean nothing.
-
-    Raises:
-        SettingError: the format is not in `QUANTIZED`.
     """
     limit = FORMATS[known_format(format)].largest
     # Divided by a tensor: by a number, a card multiplies with the reciprocal, and its scales would
@@ -162,7 +159,6 @@ def check_finite(path: Path, name: str, tensor: torch.Tensor) -> None:
 
 
 def not_finite(path: Path, name: str) -> CheckpointError:
-    """Makes the error for a tensor that holds NaN or infinity."""
     return CheckpointError(
         f"The tensor {name!r} has NaN or infinity: download the file again.", path
     )
@@ -215,7 +211,6 @@ def comfy_quant_tensor(format: str, settings: Mapping[str, Any] | None = None) -
 
 
 def known_format(format: str) -> str:
-    """Returns a format of `QUANTIZED`, and raises SettingError for another."""
     if format not in QUANTIZED:
         raise SettingError(f"format {format!r} is unknown: choose {' or '.join(QUANTIZED)}.")
     return format

@@ -63,11 +63,7 @@ def check_precision(precision: str) -> None:
 def choose_layers(
     layers: Collection[str], keep: Sequence[str]
 ) -> tuple[frozenset[str], frozenset[str]]:
-    """Returns the layers to quantize, and those that stay in bf16 because `keep` names them.
-
-    Raises:
-        SettingError: a pattern matches no layer, or nothing is left to quantize.
-    """
+    """Returns the layers to quantize, and those that stay in bf16 because `keep` names them."""
     chosen = layers_to_quantize(layers, keep)
     if not chosen:
         raise SettingError("keep_in_bf16 (--keep) leaves no layer to quantize: name fewer layers.")
@@ -120,8 +116,6 @@ def check_destination(
 
 @dataclass(frozen=True)
 class QuantizedPlan:
-    """Describes a quantized file that could be written."""
-
     source: Source
     precision: str  # one of `QUANTIZED`
     quantized: frozenset[str]
@@ -131,8 +125,6 @@ class QuantizedPlan:
 
 @dataclass(frozen=True)
 class QuantizedFile:
-    """Tells what was written."""
-
     path: Path
     source: Path
     precision: str

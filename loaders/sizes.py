@@ -37,8 +37,6 @@ from .source import PIPELINE_INDEX, Source, joined_bytes, open_source
 
 @dataclass(frozen=True)
 class CheckpointSizes:
-    """Holds a model's sizes, from its headers."""
-
     path: str  # as it was named
     # a name in `families.registry.members`; None where the tensors leave it open
     family: str | None
@@ -53,11 +51,7 @@ class CheckpointSizes:
     steps: int = 0  # that a Turbo is trained for; 0 of any other
 
     def family_for(self, requested: str | None) -> str:
-        """Returns the family of an estimate.
-
-        Raises:
-            SettingError: another one was asked for than the tensors tell.
-        """
+        """Returns the family of an estimate."""
         found = self.family or self.shape.family.members[0].name
         if requested is None:
             return found
@@ -155,11 +149,7 @@ def is_cast(part: CheckpointPart) -> bool:
 
 
 def vae_shape(part: CheckpointPart) -> VaeShape:
-    """Returns the sizes that fix a VAE's activations.
-
-    Raises:
-        CheckpointError: the tensors leave one open.
-    """
+    """Returns the sizes that fix a VAE's activations."""
     sizes = [part.dims.get(name) for name in ("dim", "latent_channels", "image_channels")]
     numbers = [size for size in sizes if isinstance(size, int)]
     if len(numbers) < len(sizes):

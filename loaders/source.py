@@ -93,8 +93,6 @@ PIPELINE_INDEX = "model_index.json"
 
 @dataclass(frozen=True)
 class Source:
-    """Describes one part of a model on disk."""
-
     path: Path  # what was chosen, or the component folder inside it
     role: str  # transformer, text_encoder or vae
     # what its header says; `part.prefix` stands before its tensors' names in the files
@@ -116,7 +114,6 @@ class Source:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """Lists the files of the weights, in the order of their names."""
         return tuple(header.path for header in self.shards.headers)
 
     @property
@@ -186,9 +183,6 @@ def open_parts(path: Path) -> dict[str, Source | str]:
 
     Returns:
         {role: its part, or why it has none that runs}
-
-    Raises:
-        CheckpointError: it cannot be read.
     """
     shards, checkpoint = _read(path)
     found: dict[str, Source | str] = {}

@@ -196,9 +196,6 @@ def stored_layers(
     Args:
         tensors: {name: tensor}; only scales are read.
         settings: {layer: what the file declares about its format}.
-
-    Raises:
-        CheckpointError: a scale is missing, impossible, or belongs to nothing quantized.
     """
     quantized = {
         name.removesuffix(".weight"): weight

@@ -191,7 +191,6 @@ class KeptFile:
     """Where the cached quantized file of a transformer is, or would be."""
 
     def __init__(self, source: Source, precision: str, keep: Sequence[str]) -> None:
-        """Reads what the original is now."""
         self._source, self._precision, self._keep = source, precision, list(keep)
         self.damaged = False  # what `open` gives, as its reader found: `write` replaces it
         original = source.shards.index or source.files[0]

@@ -82,8 +82,6 @@ def shared_entry(
 
 @dataclass
 class TableFigures:
-    """What one run asked of a table."""
-
     # timesteps, bytes: of the table, when it was last read
     timesteps: int = 0
     bytes: int = 0

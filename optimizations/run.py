@@ -106,11 +106,7 @@ class Optimization:
         return self.attention is not None and self.attention.lossy
 
     def start_run(self) -> None:
-        """Forgets what was known in the last run; its report stays until the next pass.
-
-        Raises:
-            NotFiniteError: As of `confirm`, in a run that goes on around this one.
-        """
+        """Forgets what was known in the last run; its report stays until the next pass."""
         self.confirm()
         # What was compared with the host's attention says nothing of this package's.
         gave_up = self.attention is not None and self.attention.fallback
@@ -123,11 +119,7 @@ class Optimization:
             memory.start_run()
 
     def confirm(self) -> None:
-        """Waits for what tells NaN; a host calls it at the end of a run.
-
-        Raises:
-            NotFiniteError: As of `run_pass`.
-        """
+        """Waits for what tells NaN; a host calls it at the end of a run."""
         self._settle([doubt for model in self._known() for doubt in list(model.doubts)])
 
     def end_run(self) -> None:

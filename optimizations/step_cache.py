@@ -47,8 +47,6 @@ class Computed(NamedTuple):
 
 @dataclass
 class CacheFigures:
-    """What a step cache did in one run."""
-
     name: str  # of the settings
     steps: int  # of the schedule
     skipped: list[int] = field(default_factory=list)  # the steps that were forecast, by index

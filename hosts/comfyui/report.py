@@ -195,14 +195,12 @@ class Row:
         return sum(phase.seconds for phase in self.phases)
 
     def most(self, name: str) -> int:
-        """Finds the highest of a figure in bytes; 0 where memory is not counted."""
         return max(getattr(phase, name) for phase in self.phases)
 
     def path(self) -> list[str]:
         return list(dict.fromkeys(line for phase in self.phases for line in phase.path))
 
     def as_dict(self) -> dict[str, Any]:
-        """Gives the figures for JSON, in seconds and GiB."""
         found = {"seconds": figure(self.seconds)}
         if any(phase.counted for phase in self.phases):
             found |= {
@@ -368,8 +366,6 @@ def _attention(names: Collection[str], card: CardFacts) -> str:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Holds a run with its prediction, and tells it in every form."""
-
     ran: LastRun
     rows: Sequence[Row]
     prediction: Prediction  # of the last sampling
@@ -404,7 +400,6 @@ class RunFacts:
         return beyond if beyond >= max(LONG_SECONDS, LONG_SHARE * steps) else 0.0
 
     def compared(self) -> str:
-        """Compares the time of a run with its prediction; empty without one."""
         if self.predicted is None:
             return ""
         low, high = self.predicted
@@ -414,7 +409,6 @@ class RunFacts:
         return "faster than predicted" if faster else "as predicted"
 
     def cost(self) -> str:
-        """Writes the USD for an image; empty without a price."""
         price = self.prediction.estimate and self.prediction.estimate.card.price()
         seconds = self.seconds / self.ran.last.asked["latent"][0]
         return usd(usd_range(price.usd_per_hour, Range(seconds, seconds))) if price else ""
@@ -479,7 +473,6 @@ class RunFacts:
         return table(list(zip(*columns, strict=True)), right=range(1, 4))
 
     def _prediction(self) -> list[str]:
-        """Writes what was predicted in one line; nothing where nothing was."""
         prediction, said = self.prediction, []
         if self.predicted is not None:
             said.append(f"{duration(self.predicted)} in total")
@@ -567,5 +560,4 @@ def heading(asked: Mapping[str, Any]) -> str:
 
 
 def seconds_text(value: float) -> str:
-    """Formats seconds: `840 ms`."""
     return duration(Range(value, value))

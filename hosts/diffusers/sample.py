@@ -212,11 +212,7 @@ def _check(pipeline: LoadedPipeline, settings: GenerateSettings) -> None:
 
 
 def vae_shape(vae: ModelMixin) -> VaeShape:
-    """Reads the sizes of a VAE from its config.
-
-    Raises:
-        SettingError: it is another network than Qwen-Image's.
-    """
+    """Reads the sizes of a VAE from its config."""
     family, module = family_of_vae(vae)
     shape = module.vae_shape(vae.config)
     if shape is None:
@@ -298,10 +294,6 @@ def decode_latent(vae: ModelMixin, latent: torch.Tensor) -> torch.Tensor:
 
     Returns:
         (1, image channels, 1, 8h, 8w), of 2.1 16h and 16w, from -1 to 1.
-
-    Raises:
-        UnavailableError: not even the smallest tile fits in what is free on the card.
-        torch.cuda.OutOfMemoryError: the card ran out of memory.
     """
     stages = decoder_stages(vae)
     plan = plan_decode(

@@ -124,10 +124,6 @@ def choose_offload(
         weights: {part: bytes}.
         work: bytes that `auto` leaves free on a card for activations.
         free, host_free: bytes that can be had on the device and in system RAM now.
-
-    Raises:
-        SettingError: `requested` is unknown.
-        UnavailableError: the device or system RAM is too small.
     """
     if requested not in OFFLOADS:
         raise SettingError(f"offload {requested!r} is unknown: choose {', '.join(OFFLOADS)}.")
@@ -169,9 +165,6 @@ def choose_precision(
         device: where the model runs, such as `cpu` or `cuda:0`.
         parameters: number of weights of all parts together.
         available_bytes: memory that can be had on `device` now.
-
-    Raises:
-        SettingError: `requested` is no known name.
     """
     check_known("precision", requested, PIPELINE_PRECISIONS)
     if requested != "auto":

@@ -27,8 +27,6 @@ FLOATS = HALVES | {torch.float32}
 
 @dataclass(frozen=True)
 class AttentionRequest:
-    """The attention of one block."""
-
     device: torch.device
     dtype: torch.dtype  # of q, k, v, the mask and the result
     batch: int
@@ -46,8 +44,6 @@ class AttentionRequest:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a backend takes on one kind of device."""
-
     oldest: tuple[int, int] = (0, 0)  # the compute capability that it needs at least
     # the only compute capabilities that it has code for; empty: every one from `oldest`
     cards: tuple[tuple[int, int], ...] = ()
@@ -85,8 +81,6 @@ ANY = Limits()
 
 @dataclass(frozen=True)
 class Backend:
-    """One way to compute attention."""
-
     name: str
     # takes q, k, v, each (B, tokens, heads, head_dim) with any strides but a contiguous last
     # dimension, and None or the mask, (B, 1, 1, tokens), which is added to the scores; gives (B,

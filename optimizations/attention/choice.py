@@ -107,8 +107,6 @@ def refusal(name: str, request: AttentionRequest, tried: bool = False) -> Verdic
 
 @dataclass(frozen=True)
 class Attention:
-    """How a block's attention is computed."""
-
     name: str  # a key of `BACKENDS`
     reason: str  # why this one, in one clause, with the milliseconds where it was measured
     masked: bool = False  # whether it was chosen for requests with a mask

@@ -116,11 +116,7 @@ def attend_causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Te
 
 
 def choose_fast(request: AttentionRequest, measured: MeasuredErrors) -> Attention:
-    """Chooses the fastest of the best exact backend and the quantized ones within the bound.
-
-    Raises:
-        UnavailableError: Nothing computes the request.
-    """
+    """Chooses the fastest of the best exact backend and the quantized ones within the bound."""
     exact, errors = choose_attention(request), measured.errors
     within = [name for name, error in errors.items() if error <= measured.most]
     allowed = [name for name in within if not refusal(name, request)]
@@ -243,9 +239,6 @@ class ChosenAttention:
         Args:
             once: Whether no other pass has these lengths: a backend that `plans` is not chosen.
             exact: Whether nothing that quantizes is chosen.
-
-        Raises:
-            UnavailableError: Nothing computes the request.
         """
         key = request, self.measuring, once, exact
         chosen = self._chosen.get(key)

@@ -378,7 +378,6 @@ class BlockExecutor:
         )
 
     def look(self, block: torch.nn.Module, like: torch.Tensor) -> KnownBlock:
-        """Returns what is known of a block."""
         found = self._blocks.get(block)
         if found is None:
             found = self._blocks[block] = self._look(block, like)

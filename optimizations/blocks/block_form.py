@@ -52,8 +52,6 @@ SPLIT_READERS: Readers = (*READERS[:2], ((), MLP_IN), READERS[3])
 
 
 class LayerForm(NamedTuple):
-    """How a linear layer is computed."""
-
     kind: str | RowFormat | None  # as `block.Layers.kind`
     format: RowFormat | None = None  # of the rows, where its GEMM takes quantized ones; else None
     gemm: Gemm | None = None  # of a quantized layer
@@ -80,7 +78,6 @@ class BlockForm(NamedTuple):
     head_eps: float
 
     def at(self, stage: range) -> tuple[LayerForm, ...]:
-        """Gives the layers of one of `STAGES`."""
         return self.layers[stage.start : stage.stop]
 
     @property

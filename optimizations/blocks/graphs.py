@@ -37,8 +37,6 @@ LAST_PART = 5
 
 
 class Inputs(NamedTuple):
-    """What differs from pass to pass."""
-
     x: torch.Tensor  # both streams in stream order, (rows, D); the result is written over it
     entry: Entry
     step: Step
@@ -55,8 +53,6 @@ class Inputs(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a graph computes."""
-
     key: Hashable  # what two passes have in common that one graph can compute
     weights: Hashable  # the token of where the weights are
     # what launches blocks of which model
@@ -72,8 +68,6 @@ class Work(NamedTuple):
 
 
 class PassGraph:
-    """A captured pass."""
-
     def __init__(
         self,
         graph: torch.cuda.CUDAGraph,
@@ -141,8 +135,6 @@ class Seen:
 
 @dataclass
 class GraphFigures:
-    """What one run had of graphs."""
-
     replayed: int = 0  # passes that replayed one
     captured: int = 0
     seconds: float = 0.0

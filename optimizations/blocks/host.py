@@ -39,8 +39,6 @@ Streams = tuple[torch.Tensor, torch.Tensor]  # text and image
 
 
 class BlockInputs(NamedTuple):
-    """The arguments of one block."""
-
     # text, image: (batch, tokens, D)
     text: torch.Tensor
     image: torch.Tensor

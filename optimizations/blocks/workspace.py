@@ -87,7 +87,6 @@ class Workspace:
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def program(self, form: BlockForm, share: Share, x: torch.Tensor) -> Program:
-        """Returns what a block of this form does."""
         key = share, x.dtype, x.device, x.shape[1]
         while True:
             changes = self.changes

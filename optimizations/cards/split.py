@@ -124,9 +124,6 @@ class Split:
 
         Returns:
             text and image after these blocks, new tensors on the first card.
-
-        Raises:
-            torch.OutOfMemoryError: A card has no room.
         """
         self._kept.clear()
         self._sent.clear()

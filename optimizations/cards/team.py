@@ -36,8 +36,6 @@ TOO_SMALL = Verdict("the image has fewer tokens than there are GPUs")
 
 
 class CardPass(NamedTuple):
-    """What a card brings to a pass."""
-
     host: HostPass  # its pass; the first is the one that the host has called
     prepared: PreparedModel
     memory: PassMemory  # that no other pass uses meanwhile
@@ -69,8 +67,6 @@ class CardPass(NamedTuple):
 
 @dataclass
 class ShapeFigures:
-    """What was found out of several cards for passes of one shape."""
-
     # of a block, measured, by the number of cards
     milliseconds: dict[int, float] = field(default_factory=dict)
     # how a pass is split, or why it is not, by that and by what can be sent

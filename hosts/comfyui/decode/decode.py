@@ -243,8 +243,6 @@ WHOLE = 1
 
 @dataclass
 class VaeBatch:
-    """Runs items through the VAE."""
-
     vae: comfy.sd.VAE
     what: str  # such as "decode 2 images of 1328x1328"
     size: tuple[int, ...]  # shape of the result, items first

@@ -35,11 +35,7 @@ from ....spec.vae import VaeShape
 
 
 def vae_shape(model: torch.nn.Module) -> VaeShape:
-    """Reads the sizes of a VAE's `first_stage_model`.
-
-    Raises:
-        SettingError: it is another network than a family's.
-    """
+    """Reads the sizes of a VAE's `first_stage_model`."""
     kind = kind_of_vae(model)
     if kind is None or kind.other_layers(model):
         raise SettingError(
@@ -64,7 +60,6 @@ class OwnLayers:
 
 
 def decoder_stages(model: vae.WanVAE, layers: OwnLayers) -> Stages:
-    """Takes the decoder apart into layers."""
     shape, decoder = layers.shape(model), model.decoder
     up = kind_of_vae(model).up(decoder)
     first, second = layers.layer(model.conv2), layers.layer(decoder.conv1)
@@ -78,7 +73,6 @@ def decoder_stages(model: vae.WanVAE, layers: OwnLayers) -> Stages:
 
 
 def encoder_stages(model: vae.WanVAE, layers: OwnLayers) -> Stages:
-    """Takes the encoder apart into layers."""
     shape, encoder = layers.shape(model), model.encoder
     head, last = layers.layer(encoder.head), layers.layer(model.conv1)
     return Stages(

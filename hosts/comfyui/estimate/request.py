@@ -86,9 +86,6 @@ def request_from(
 def latent_sizes(latent: Mapping[str, Any]) -> dict[str, int]:
     """Reads a LATENT's width, height, batch and layers, with sides rounded up to whole tokens, as
     the model pads them. An empty one of another model counts as what ComfyUI's samplers make of it.
-
-    Raises:
-        SettingError: it holds something that is no latent of Qwen-Image's.
     """
     samples = latent["samples"]
     image = not samples.is_nested and samples.ndim in (4, 5)

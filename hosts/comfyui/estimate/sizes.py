@@ -41,8 +41,6 @@ COMPUTED_IN = LAYOUTS | {form.packed: name for name, form in FORMATS.items() if 
 
 @dataclass(frozen=True)
 class TrueModel:
-    """What a MODEL tells."""
-
     shape: TransformerShape
     bytes: int  # of all weights as they are stored, on the card or off it
     modulation_bytes: int  # of the modulation among them
@@ -60,8 +58,6 @@ class TrueModel:
 
 @dataclass(frozen=True)
 class TrueClip:
-    """What a CLIP tells."""
-
     bytes: int  # of the whole text encoder as it is stored
     precision: str  # bf16, fp8 or int8, in which most of it is stored
     place: str | None  # where it is to stay; None where nobody has asked
@@ -69,11 +65,7 @@ class TrueClip:
 
 
 def model_sizes(model: ModelPatcher) -> TrueModel:
-    """Reads a MODEL.
-
-    Raises:
-        SettingError: it is not Qwen-Image.
-    """
+    """Reads a MODEL."""
     if unsupported_model(model):
         raise SettingError(
             f"the MODEL is {type(model.model).__name__}, but estimates are only for Qwen-Image "
@@ -118,11 +110,7 @@ def _attention(model: ModelPatcher) -> str | None:
 
 
 def clip_sizes(clip: comfy.sd.CLIP) -> TrueClip:
-    """Reads a CLIP.
-
-    Raises:
-        SettingError: its text encoder is another one than Qwen-Image's.
-    """
+    """Reads a CLIP."""
     encoder = getattr(clip, "cond_stage_model", None)
     known = (it for it in text_encoders() if load(it.comfyui).is_one(encoder))
     found = next(known, None)
@@ -146,11 +134,7 @@ def clip_sizes(clip: comfy.sd.CLIP) -> TrueClip:
 
 
 def vae_sizes(vae: comfy.sd.VAE) -> tuple[VaeShape, int]:
-    """Reads a VAE's shape, and the bytes of its weights as they are stored.
-
-    Raises:
-        SettingError: it is another one than Qwen-Image's.
-    """
+    """Reads a VAE's shape, and the bytes of its weights as they are stored."""
     model = getattr(vae, "first_stage_model", None)
     try:
         kind = kind_of_vae(model)

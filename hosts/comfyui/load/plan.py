@@ -62,21 +62,7 @@ def plan_load(
     modulation: str = "auto",
     keep_quantized: bool = False,
 ) -> LoadPlan:
-    """Decides on precision and place, and refuses what memory cannot hold.
-
-    Args:
-        requested: one of `hosts.loading.LOADER_PRECISIONS`.
-        keep: shell patterns of layers that stay in bf16.
-        modulation: one of `spec.transformer.PLACES`.
-        keep_quantized: whether what is rounded on load is kept in a file, and taken from there.
-
-    Raises:
-        CheckpointError: a tensor is missing or has another shape.
-        SettingError: the precision or the place is unknown, or a pattern in `keep` matches no
-            layer.
-        UnavailableError: the card cannot compute it, memory does not suffice, or this ComfyUI is
-            older than the model.
-    """
+    """Decides on precision and place, and refuses what memory cannot hold."""
     shape = host_shape(source)
     layers = shape.quantizable_layers()
     left = frozenset(layers) - layers_to_quantize(layers, keep)
@@ -129,11 +115,7 @@ def plan_load(
 
 
 def check_settings(source: Source, requested: str, keep: Sequence[str]) -> None:
-    """Refuses, from headers and the card alone, settings that `plan_load` refuses.
-
-    Raises:
-        CheckpointError, SettingError, UnavailableError: as of `plan_load`.
-    """
+    """Refuses, from headers and the card alone, settings that `plan_load` refuses."""
     check_known("precision", requested, LOADER_PRECISIONS)
     layers_to_quantize(host_shape(source).quantizable_layers(), keep)
     card = card_facts(comfy.model_management.get_torch_device())
@@ -151,12 +133,7 @@ def card_facts(device: torch.device) -> CardFacts | None:
 
 
 def host_shape(source: Source) -> TransformerShape:
-    """Returns a transformer's sizes as ComfyUI builds it.
-
-    Raises:
-        CheckpointError: a tensor is missing or has another shape.
-        UnavailableError: this ComfyUI is older than the model.
-    """
+    """Returns a transformer's sizes as ComfyUI builds it."""
     shape = check_complete(source)
     require(shape.family, source.path)
     return shape.in_comfyui()

@@ -27,8 +27,6 @@ NAMED = 3  # layers in a note
 
 @dataclass(frozen=True)
 class LoadReport:
-    """One part as it was loaded."""
-
     what: str  # the part in words, such as "text encoder"
     path: Path  # what it was loaded from
     family: str  # what its header says it is

@@ -58,8 +58,6 @@ Key = str | tuple[str, tuple[int, int, int]]
 
 @dataclass(frozen=True)
 class LoraReport:
-    """The result of `apply_lora`."""
-
     path: Path
     how: str  # "merge" or "bypass"
     strength: float
@@ -78,7 +76,6 @@ class LoraReport:
     steps: tuple[str, ...] = ()
 
     def summary(self) -> str:
-        """Returns how much was applied, for the node."""
         if self.strength == 0:
             return "Not applied: strength 0"
         merged = "merged" if self.how == "merge" else "bypass"
@@ -88,7 +85,6 @@ class LoraReport:
         return "\n".join([*lines, *self.steps])
 
     def text(self) -> str:
-        """Writes one line, and a second one where there is more to know."""
         size = [format_gib(self.bytes)]
         if self.ranks:
             low, high = self.ranks
@@ -253,12 +249,7 @@ def _name(key: Key) -> str:
 def _patches(
     model: ModelPatcher, file: LoraFile
 ) -> tuple[dict[Key, Patch], list[str], list[tuple[str, str]]]:
-    """Has ComfyUI's own loader make patches of the tensors.
-
-    Returns:
-        {weight of the model: patch}, the modules that they change, and (name, reason) of modules
-        and tensors that change nothing.
-    """
+    """Has ComfyUI's own loader make patches of the tensors."""
     mapped = comfy.lora.model_lora_keys_unet(model.model, {})
     known = {normalize_name(name): key for name, key in mapped.items()}
     foreign = [

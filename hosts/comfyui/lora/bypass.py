@@ -510,8 +510,6 @@ def _changes(model: Any) -> Iterator[tuple[dict[str, Any], str, Any]]:
 
 
 class BypassForward:
-    """The `forward` of a layer with a bypass."""
-
     def __init__(
         self, forward: Callable[..., torch.Tensor], change: Callable[..., torch.Tensor]
     ) -> None:

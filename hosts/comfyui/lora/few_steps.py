@@ -40,8 +40,6 @@ LIKE_THE_SCHEDULE = 0.02
 
 @dataclass(frozen=True)
 class FewSteps:
-    """Describes a LoRA or a model that is trained for few steps."""
-
     what: str
     schedule: Schedule | None  # what it is trained for; None where its sigmas are not known here
     steps: int  # of its schedule, else as its name says
@@ -50,7 +48,6 @@ class FewSteps:
     of_lora: bool = True
 
     def words(self) -> str:
-        """Says what it is trained for, in a sentence."""
         if self.schedule is None:
             return (
                 f"{self.what} is for {self.steps} steps by its name, but its sigmas are unknown: "
@@ -167,7 +164,6 @@ def judge_run(
 
 
 def faults_of(guider: Any) -> list[str]:
-    """Returns what `judge_run` found wrong, for the report."""
     return getattr(guider, JUDGED, ([],))[0]
 
 

@@ -32,8 +32,6 @@ MOST_WAYS = 1e8  # that a pattern may take through the names of all modules: a s
 
 @dataclass(frozen=True)
 class LoraFile:
-    """The tensors of a LoRA."""
-
     path: Path
     metadata: dict[str, str] | None
     # by normalized name; on the CPU, in the file's dtypes. An alpha that only the metadata tells is
@@ -146,9 +144,6 @@ def stored_alphas(
 
     diffusers writes it as JSON into the metadata (`save_lora_weights` with the part's name before
     each field, `save_lora_adapter` without): `lora_alpha / r`, with `use_rslora` by the root of r.
-
-    Raises:
-        CheckpointError: it is damaged, or tells no scale.
     """
     found = {}
     try:

@@ -52,7 +52,6 @@ class Pages(NamedTuple):
 
     @property
     def numbers(self) -> range:
-        """The pages that it lies in."""
         start = self.address - self.vbar.base_addr
         return range(start // PAGE, -(-(start + self.size) // PAGE))
 
@@ -81,7 +80,7 @@ class HeldWeights:
     def during(
         self, model: Any, blocks: Sequence[torch.nn.Module], read: Any, shape: torch.Size
     ) -> Iterator[Hashable | None]:
-        """Holds the weights for one pass: a token of where they are, or None where they may move."""
+        """Holds the weights for one pass: a token of where they are; None where they may move."""
         with ExitStack() as pins:
             found = self._hold(model, blocks, read, shape, pins)
             self.reason = found if isinstance(found, Verdict) else None
@@ -307,15 +306,7 @@ class _Marks(NamedTuple):
         stores: list[dict[str, Any]],
         beside: Beside,
     ) -> _Marks:
-        """Returns the marks of a model as it is now.
-
-        Args:
-            stores: Of the layers' parameters; none under dynamic VRAM, where the card has copies.
-            beside: The LoRAs beside the layers.
-
-        Raises:
-            AttributeError, KeyError: Its blocks have another form.
-        """
+        """Returns the marks of a model as it is now."""
         path = spec_of(blocks[0]).query.split(".")
         values = (
             model.device,
@@ -331,7 +322,6 @@ class _Marks(NamedTuple):
         return cls(first.weight_function, norm, values, weights)
 
     def same(self, other: _Marks) -> bool:
-        """Returns whether nothing has moved between them."""
         return (
             self.functions is other.functions
             and self.norm() is other.norm()

@@ -251,7 +251,6 @@ def _parts(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
 
 
 def compile_ahead(model: ModelPatcher) -> None:
-    """Begins to compile what the blocks of a model launch."""
     device = model.load_device
 
     def work(inner: Any) -> None:

@@ -51,8 +51,6 @@ def by_name(
 
 
 class Call(NamedTuple):
-    """One APPLY_MODEL call, as far as it decides the schedule."""
-
     t: torch.Tensor  # sigmas as APPLY_MODEL wrappers get them, (batch,)
     # the transformer_options; ComfyUI's samplers put the schedule into them
     options: dict[str, Any]
@@ -68,8 +66,6 @@ class _Current(NamedTuple):
 
 
 class _Layers:
-    """The layers that make the modulation of some blocks, as they were when this was made."""
-
     def __init__(self, blocks: Sequence[torch.nn.Module]) -> None:
         self.blocks = blocks
         self._names = tuple(modulation_of(blocks[0]).values()) if blocks else ()
@@ -172,7 +168,6 @@ class ModelModulation:
 
     @classmethod
     def of(cls, model: Any) -> ModelModulation:
-        """Returns the modulation of a model, made on first use."""
         found = model.__dict__.get(MODULATION_KEY)
         if found is None:
             found = cls(model)

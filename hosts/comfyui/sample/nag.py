@@ -84,7 +84,6 @@ class AttentionGuidance:
         self._cfg: float | None = None
 
     def outer_sample(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
-        """Runs one sampling run (OUTER_SAMPLE)."""
         guider = executor.class_obj
         self._guided = self._passes = 0
         self._aside = read_or(UNREAD, _refusal, guider, self._conditioning)

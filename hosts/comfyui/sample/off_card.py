@@ -147,7 +147,6 @@ class OffCardModulation(torch.nn.Sequential):
 
 class _OffCard:
     def _load_list(self, *args: Any, **kwargs: Any) -> list[tuple[Any, ...]]:
-        """Returns the layers that ComfyUI moves, without those that stay off the card."""
         found = super()._load_list(*args, **kwargs)
         return [entry for entry in found if not any(isinstance(x, OffCardLinear) for x in entry)]
 
@@ -244,8 +243,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class PassFigures:
-    """Figures of some passes."""
-
     passes: int = 0
     seconds: float = 0.0
     inexact: bool = False

@@ -123,6 +123,5 @@ def restore(model: ModelPatcher) -> ModelPatcher:
 
 
 def report_of(model: ModelPatcher) -> str:
-    """Lines that say which path every part took in the runs so far."""
     optimization = model.get_attachment(OPTIMIZATION_KEY)
     return str(unsupported_model(model) or "") if optimization is None else optimization.report()

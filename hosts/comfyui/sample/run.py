@@ -109,7 +109,6 @@ class ComfyOptimization(Optimization):
         return lines if self.file is None else self.file.lines(lines)
 
     def attention_names(self) -> set[str]:
-        """Names what ran of this package's attention, as `ChosenAttention.names`."""
         return set() if self.attention is None else self.attention.names()
 
     def outer_sample(self, executor: Any, noise: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -160,7 +159,6 @@ class ComfyOptimization(Optimization):
     def apply_model(
         self, executor: Any, x: torch.Tensor, t: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """Runs one forward pass (APPLY_MODEL)."""
         model, (given, options) = executor.class_obj, by_name(args, kwargs)
         file = self.read_file(model, options)
         others = not isinstance(options.get(SLOT), SlotAttention | None)
@@ -340,7 +338,6 @@ class FirstRun:
     def apply_model(
         self, executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """Runs one forward pass, whose result is looked at later (APPLY_MODEL)."""
         output = executor(x, *args, **kwargs)
         if not self.checked:
             self.looks.append(Later(0, x.isfinite().all(), output.isfinite().all()))
