@@ -33,20 +33,15 @@ from ....verdict import Verdict
 from .. import linear as operations
 from ..lora.bypass import Beside, is_foreign
 from .held import HeldWeights, row_scale, stored, waits
+from .off_card import TENSORS, plain_parts
 
-TENSORS = ("weight", "bias")
 # Made once: every layer is asked in every forward pass.
 _row_format = cached(RowFormat)
 NOT_YET = Verdict("no fused block has asked for the weights")
 
 
 class ComfyLayers:
-    """Implements `optimizations.blocks.block.Layers` for one pass.
-
-    Args:
-        shape: Of the latents.
-        weights: What the run knows of where each model's are; None outside of a run.
-    """
+    """Implements `optimizations.blocks.block.Layers` for one pass."""
 
     def __init__(
         self,
@@ -138,7 +133,7 @@ class ComfyLayers:
                     place = comfy_aimdo.torch.aimdo_to_tensor(own["_v"], device)
                     kinds = comfy.memory_management.tensors_to_geometries(tensors)
                     there = comfy.memory_management.interpret_gathered_like(kinds, place)
-                    for part, target in zip(*(_parts(it) for it in (tensors, there)), strict=True):
+                    for part, target in zip(*map(plain_parts, (tensors, there)), strict=True):
                         comfy.model_management.mark_mmap_dirty(part.untyped_storage())
                         put(part, target)
                     weight, bias = there
@@ -238,16 +233,6 @@ def _waits_as_it_is(layer: torch.nn.Module) -> bool:
         and (isinstance(it, QuantizedTensor) or it.dtype == getattr(it, "_model_dtype", it.dtype))
         for it in tensors
     )
-
-
-def _parts(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-    found = []
-    for tensor in tensors:
-        if isinstance(tensor, QuantizedTensor):
-            found += [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-        elif tensor is not None:
-            found.append(tensor)
-    return found
 
 
 def compile_ahead(model: ModelPatcher) -> None:
