@@ -166,13 +166,7 @@ def find_quantization(
     metadata_layers: Mapping[str, Any],
     read_comfy_quant: Callable[[str], Mapping[str, Any]],
 ) -> Quantization:
-    """Looks at every layer of one part.
-
-    Args:
-        tensors: the part's tensors, without prefix.
-        metadata_layers: {layer: settings} from `_quantization_metadata`, without prefix.
-        read_comfy_quant: returns the settings in the `.comfy_quant` tensor of that name.
-    """
+    """Looks at every layer of one part."""
     formats: dict[str, str] = {}
     scales: Counter[str] = Counter()
     declared: dict[str, Mapping[str, Any]] = {}

@@ -153,12 +153,6 @@ def plan_quantized(
     Attention and MLP of the blocks are quantized, less what `keep` names; every other weight
     becomes bf16. Names lose a prefix such as `model.diffusion_model.`.
 
-    Args:
-        path: a file, a sharded or component folder, or a diffusers folder; of several parts, the
-            transformer is taken.
-        precision: one of `QUANTIZED`.
-        keep: shell patterns of layers that stay in bf16, such as `transformer_blocks.0.*`.
-
     Raises:
         SettingError: the precision is unknown, or a pattern matches no layer.
         CheckpointError: there is no transformer, it is incomplete or quantized already.

@@ -64,13 +64,8 @@ class CheckpointSizes:
         return requested
 
     def settled(self, precision: str, text_encoder: str) -> tuple[str, str, Parts]:
-        """Returns precisions as the loaders take them, and the bytes that follow.
-
-        A file that is quantized stays as it is unless another precision is named.
-
-        Args:
-            precision: one of `planning.request.PRECISIONS`.
-            text_encoder: one of `planning.request.TEXT_ENCODER_PRECISIONS`.
+        """Returns precisions as the loaders take them, and the bytes that follow: a quantized file
+        stays as it is unless another precision is named.
         """
         named = {TRANSFORMER: self.transformer, TEXT_ENCODER: self.text_encoder, VAE: self.vae}
         files = tuple((name, part.bytes) for name, part in named.items() if part is not None)
@@ -174,11 +169,7 @@ def _text_encoder(part: CheckpointPart, requested: str) -> tuple[str, int]:
 
 
 def loaded_bytes(source: Source, packed: bool = False) -> TransformerBytes:
-    """Counts the bytes of a transformer that is loaded as stored.
-
-    Args:
-        packed: whether weights of 4 and 6 bits stay so, and do not become int8.
-    """
+    """Counts the bytes of a transformer that is loaded as stored."""
     quantization, total, modulation = source.part.quantization, 0, 0
     gguf = quantization.gguf
     for name, info in source.tensors.items():

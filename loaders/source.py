@@ -286,11 +286,7 @@ def check_unchanged(source: Source) -> None:
 
 
 def native_names(source: Source, to_native: Callable[[str], str]) -> dict[str, str]:
-    """Returns {name in ComfyUI: name in the file, less its prefix}.
-
-    Raises:
-        CheckpointError: two names are one in ComfyUI.
-    """
+    """Returns {name in ComfyUI: name in the file, less its prefix}."""
     names: dict[str, str] = {}
     for name in source.tensors:
         native = to_native(name)
@@ -318,9 +314,6 @@ def check_names(
     what: str,
 ) -> None:
     """Compares {name: shape} of a file with that of a class.
-
-    Args:
-        what: the class in words, such as "the Qwen-Image VAE".
 
     Raises:
         CheckpointError: a tensor is missing, unexpected, or of another shape.

@@ -191,12 +191,7 @@ def canonical_tensors(
 def stored_layers(
     tensors: Mapping[str, torch.Tensor], settings: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, StoredLayer]:
-    """Returns {layer: every matrix in fp8 or int8}, as stored: a single scale stays one, [].
-
-    Args:
-        tensors: {name: tensor}; only scales are read.
-        settings: {layer: what the file declares about its format}.
-    """
+    """Returns {layer: every matrix in fp8 or int8}, as stored: a single scale stays one, []."""
     quantized = {
         name.removesuffix(".weight"): weight
         for name, weight in tensors.items()

@@ -53,12 +53,7 @@ Specs = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
 class SafetensorsLayout:
-    """Tells where everything lies in a file that is still to be written.
-
-    Args:
-        specs: {name: (dtype as safetensors names it, shape)}
-        metadata: what the header says besides.
-    """
+    """Tells where everything lies in a file that is still to be written."""
 
     def __init__(self, specs: Specs, metadata: Mapping[str, str]) -> None:
         # Readers map the file and need every tensor at a multiple of its item size.

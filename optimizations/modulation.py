@@ -112,14 +112,7 @@ class TableFigures:
 
 
 class ModulationTable:
-    """Entries of one model, filled as timesteps come.
-
-    Args:
-        blocks: The host's blocks, with `img_mod` and `txt_mod`.
-        most_bytes: What the entries may take.
-        compute: What gives the entries of embeddings for a batch; by default `compute_entries`,
-            from weights that are where the embeddings are.
-    """
+    """Entries of one model, filled as timesteps come."""
 
     def __init__(
         self,

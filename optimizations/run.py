@@ -32,12 +32,7 @@ PASSED_BY = Verdict("another extension runs the transformer with its own code")
 
 
 class Later:
-    """Reads numbers that the card is still computing, copied to the host without waiting.
-
-    Args:
-        step: After whose beginning the card computes them.
-        numbers: 0-dimensional tensors.
-    """
+    """Reads numbers that the card is still computing, copied to the host without waiting."""
 
     def __init__(self, step: int, *numbers: torch.Tensor) -> None:
         self.step = step
@@ -82,9 +77,6 @@ class Optimization:
     place. The result is kept for each model and each set of patches: ComfyUI's clones can carry
     other LoRAs, and each of several cards has its own model. What takes long is taken over from the
     last run, where nothing has changed since.
-
-    Args:
-        attention: This package's, or None for the host's alone.
     """
 
     host = "the host's"

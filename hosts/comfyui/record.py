@@ -198,11 +198,7 @@ def _at_work(device: torch.device) -> list[MeasuredPhase]:
 def phase(
     name: str, patcher: Any, device: torch.device | None, path: tuple[str, ...] = ()
 ) -> MeasuredPhase:
-    """Measures a phase of the prompt that ComfyUI executes; off where it has no Report node.
-
-    Args:
-        patcher: of the MODEL, CLIP or VAE that computes; one of another kind measures nothing.
-    """
+    """Measures a phase of the prompt that ComfyUI executes; off where it has no Report node."""
     prompt = None
     with harmless():
         prompt = reported_prompt()

@@ -80,11 +80,7 @@ class RunReport:
 
 
 def report_run(model: ModelPatcher, clip: Any = None, vae: Any = None) -> RunReport:
-    """Reports the last run of a MODEL with what CLIP and VAE did for it. Never raises.
-
-    Args:
-        model: the MODEL that sampled, or one that it is a clone of.
-    """
+    """Reports the last run of a MODEL with what CLIP and VAE did for it. Never raises."""
     with harmless():
         report = _report(model, clip, vae)
         json.dumps(report.data)
@@ -301,11 +297,7 @@ def predict(run: MeasuredPhase, model: Any, clip: Any, vae: Any) -> Prediction:
 def predicted_seconds(
     rows: Sequence[Row], last: Prediction, model: Any, clip: Any, vae: Any
 ) -> Range | None:
-    """Adds up the predicted times of all that ran; None where one has no prediction.
-
-    Args:
-        last: of the last sampling, which predicts all but the samplings before it.
-    """
+    """Adds up the predicted times of all that ran; None where one has no prediction."""
     times = []
     for row in rows:
         predictions = [last] * len(row.phases)

@@ -255,11 +255,7 @@ def loaded_weights(model: ModelPatcher) -> dict[str, torch.Tensor]:
 def _as_loaded(
     model: ModelPatcher, layer: str, weights: Tensors, precision: str, quantizable: bool
 ) -> StoredLayer | None:
-    """Returns the layer as it is loaded, if that is in `precision` and no patch changes it.
-
-    Args:
-        quantizable: whether e4m3 without scales stays, as ComfyUI's own loader has it.
-    """
+    """Returns the layer as it is loaded, if that is in `precision` and no patch changes it."""
     name = f"{layer}.weight"
     weight = weights[name]
     if PREFIX + name in model.patches:

@@ -31,12 +31,7 @@ class PipelineParts:
 
 
 def load_tokenizer(folder: Path) -> Qwen2Tokenizer:
-    """Loads tokenizer.json, or vocab.json with merges.txt.
-
-    Raises:
-        CheckpointError: neither is there, or Qwen-Image's chat template before the prompt is not 34
-            tokens long, which is what the pipeline cuts off.
-    """
+    """Loads tokenizer.json, or vocab.json with merges.txt."""
     _check_tokenizer(folder)
     tokenizer = Qwen2Tokenizer.from_pretrained(folder, local_files_only=True)
     check_prefix(folder, len(tokenizer(TEMPLATE_PREFIX).input_ids))
@@ -54,9 +49,6 @@ SPECIAL_TOKENS = {
 def load_processor(folder: Path) -> ProcessorMixin:
     """Loads what Qwen-Image-2.1 reads prompts and references with: Qwen3-VL's processor without
     that of videos, which needs torchvision.
-
-    Raises:
-        CheckpointError: the tokenizer or another file is missing.
     """
     from transformers import Qwen3VLProcessor  # since 4.57
 

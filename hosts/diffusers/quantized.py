@@ -140,10 +140,6 @@ def quantize_transformer(
     A card's tensor cores multiply, or the same numbers in plain torch: the activations are rounded
     too.
 
-    Args:
-        transformer: diffusers' `QwenImageTransformer2DModel` or `QwenImage21Transformer2DModel`.
-        precision: "fp8" or "int8".
-
     Raises:
         SettingError: the precision is unknown, or as in `quantizable`; nothing has changed then.
     """

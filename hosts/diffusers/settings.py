@@ -22,11 +22,7 @@ PIPELINE_PRECISIONS = (AUTO, "bf16", "fp32")
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateSettings:
-    """Checks the settings of one generation.
-
-    Raises:
-        SettingError: a value breaks its rule.
-    """
+    """Checks the settings of one generation."""
 
     prompt: str
     negative_prompt: str = " "
@@ -158,14 +154,7 @@ class PrecisionChoice(NamedTuple):
 def choose_precision(
     requested: str, device: str, *, parameters: int, available_bytes: int
 ) -> PrecisionChoice:
-    """Resolves `auto`; any other known name is taken as it is.
-
-    Args:
-        requested: one of `PIPELINE_PRECISIONS`.
-        device: where the model runs, such as `cpu` or `cuda:0`.
-        parameters: number of weights of all parts together.
-        available_bytes: memory that can be had on `device` now.
-    """
+    """Resolves `auto`; any other known name is taken as it is."""
     check_known("precision", requested, PIPELINE_PRECISIONS)
     if requested != "auto":
         return PrecisionChoice(requested, "requested")

@@ -176,9 +176,6 @@ def aligned_mask(mask: torch.Tensor) -> torch.Tensor:
     """Starts a mask's rows at multiples of 8 elements, as the efficient kernel reads them.
 
     What is aligned already comes back as it is: aligned once per forward, it is copied in no block.
-
-    Args:
-        mask: (B, 1, 1, tokens), which may be a slice of a longer one.
     """
     *strides, last = mask.stride()
     starts = (mask.storage_offset(), *strides)

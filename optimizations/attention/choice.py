@@ -117,15 +117,7 @@ class Attention:
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """softmax(q @ k.T / sqrt(head_dim) + mask) @ v.
-
-        Args:
-            q: (B, tokens, heads, head_dim) as in the request it was chosen for, with any strides
-                but a contiguous last dimension; k and v likewise.
-            mask: (B, 1, 1, tokens) in q's dtype, added to the scores.
-
-        Returns:
-            (B, tokens, heads * head_dim), contiguous, in memory of its own.
+        """Gives softmax(q @ k.T / sqrt(head_dim) + mask) @ v, as `Backend.attend`.
 
         Raises:
             SettingError: There is a mask, and the choice was made for requests without.
@@ -197,11 +189,7 @@ def choose_attention(request: AttentionRequest, name: str = "auto") -> Attention
 def measurement(
     request: AttentionRequest, quick: list[str], kind: str = ""
 ) -> tuple[AttentionTimings | None, list[str]]:
-    """Finds the times of the backends that run: known, read, or measured now.
-
-    Args:
-        kind: Of the measurement, where it is not of exact backends.
-    """
+    """Finds the times of the backends that run: known, read, or measured now."""
     key = "|".join(filter(None, (measurement_key(request), kind)))
     known = _measured.get(key) or load_attention(key)
     without: list[str] = []
@@ -291,9 +279,6 @@ def measure(
     names: Iterable[str], request: AttentionRequest
 ) -> tuple[AttentionTimings | None, list[str]]:
     """Times each backend for one request, in milliseconds.
-
-    Args:
-        names: What to time, the one that is expected to be the fastest first.
 
     Returns:
         The times, None when there is none; and for each backend without one "not NAME: why".

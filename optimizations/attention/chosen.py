@@ -42,9 +42,6 @@ class MeasuredErrors:
     and values of a first, a middle and the last block.
 
     Cards that each compute a prompt do so in threads: a pass counts the blocks of its own thread.
-
-    Args:
-        most: The largest relative error that is allowed.
     """
 
     def __init__(self, most: float) -> None:
@@ -100,12 +97,6 @@ def attend_causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Te
     """Attends with a causal mask under which the last query reads all keys (`lower_right`).
 
     FlashAttention needs no mask in memory for it, and no plan for each length, as cuDNN does.
-
-    Args:
-        q, k, v: (B, tokens, heads, head_dim), of which q may have fewer tokens.
-
-    Returns:
-        As `Attention`; None where FlashAttention does not run.
     """
     kind = SDPA_FLASH.name, q.device, q.dtype, q.shape[-1], False, True
     if limits_of(SDPA_FLASH.name, AttentionRequest.of(q, None)):
@@ -144,9 +135,6 @@ def is_lossy(
     """Whether the attention that is asked for differs from exact attention by more than rounding.
 
     A backend that is named, here or by the settings, has to run for a 1024x1024 image.
-
-    Raises:
-        SettingError, UnavailableError: As `choose_attention`.
     """
     asked = asked_name(name)
     if asked in ("auto", FAST):
@@ -168,16 +156,7 @@ def _unplanned(request: AttentionRequest, chosen: Attention) -> Attention:
 
 
 class ChosenAttention:
-    """Attention by the backend that is chosen for the shapes at hand, each once in a run.
-
-    Args:
-        name: "auto", "fast", or the name of a backend.
-        lossy: Whether that backend differs from exact attention by more than rounding.
-        most_error: What "fast" allows.
-
-    Attributes:
-        host: Whose attention stands in for it, in the genitive.
-    """
+    """Attention by the backend that is chosen for the shapes at hand, each once in a run."""
 
     host = "the host's"
 

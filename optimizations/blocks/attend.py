@@ -60,15 +60,7 @@ def attend_parts(
     v: Tensor,
     mask: Tensor | None,
 ) -> Tensor:
-    """Attends with q, k and v of a block, guided and segment by segment; segments have no mask,
-    but for causal ones.
-
-    Args:
-        q, k, v: (batch, tokens, heads, head_dim).
-
-    Returns:
-        (batch, tokens, heads * head_dim).
-    """
+    """Attends as `Attend`, guided and segment by segment; only causal segments have a mask."""
     if guidance is not None:
         attend = partial(guidance.attend, attend, mix=guided_rows)
     if not segments:

@@ -116,11 +116,7 @@ class Seen:
     refusal: Verdict | None = None  # why no graph is captured in this run
 
     def not_worth(self, steps: int | None, beside: bool) -> Verdict | None:
-        """Returns why no graph is captured for the pass that is coming; None when one is.
-
-        Args:
-            beside: Whether it would compute text and image side by side.
-        """
+        """Returns why no graph is captured for the pass that is coming; None when one is."""
         if self.refusal:
             return self.refusal
         if self.waited is None:
@@ -210,11 +206,7 @@ class PassMemory:
     def capture(
         self, work: Work, text: torch.Tensor, entry: Entry, step: Step, figures: GraphFigures
     ) -> PassGraph | Verdict:
-        """Captures work that has run before; why not, where that fails.
-
-        Args:
-            text: Of the dtype and on the device of the pass.
-        """
+        """Captures work that has run before; why not, where that fails."""
         start = time.perf_counter()
         memories = [self, *(memory for _, memory in work.cards)]
         for memory in memories:
@@ -327,11 +319,7 @@ def capture(
 
 
 def pool_on(card: torch.device) -> torch.cuda.MemPool:
-    """Returns memory of a card for the graphs of another.
-
-    Raises:
-        RuntimeError: This torch, or its allocator, has none.
-    """
+    """Returns memory of a card for the graphs of another."""
     if torch.cuda.get_allocator_backend() != "native":
         raise RuntimeError(
             "a graph over several GPUs needs PyTorch's allocator: start ComfyUI with "

@@ -145,12 +145,7 @@ class HostPass:
         raise NotImplementedError
 
     def kept_step(self, given: tuple, form: Hashable, make: Callable[[], Step]) -> Step:
-        """Makes what the blocks of a pass share once, as long as the host gives them the same.
-
-        Args:
-            given: The host's objects that it is made of.
-            form: What else it is made of, which may be equal and another object.
-        """
+        """Makes what the blocks of a pass share once, as long as the host gives them the same."""
         known, step = self._kept.get(form, ((), None))
         if step is None or not all(map(is_, given, known)):
             with self.lasting():
@@ -231,10 +226,6 @@ class FirstBlockCheck:
 
     A change of the host, of a weight's layout or of another extension that the executor misses
     would otherwise be a wrong image without a word.
-
-    Args:
-        rounds: Whether weights are quantized or attention is lossy, so that host and executor round
-            differently.
     """
 
     def __init__(self, rounds: bool) -> None:
@@ -294,11 +285,7 @@ def _norms(start: torch.Tensor, ours: torch.Tensor, host: torch.Tensor) -> torch
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Returns whether all is finite, looking at some rows at a time, for little memory.
-
-    Args:
-        tensor: (..., rows, columns).
-    """
+    """Returns whether all is finite, looking at some rows at a time, for little memory."""
     parts = tensor.split(COMPARED_AT_ONCE, -2)  # torch's isfinite takes 2.5 times a bf16 tensor
     return all(bool(part.isfinite().all()) for part in parts)
 

@@ -150,11 +150,7 @@ def in_joint_order(tokens: Tokens) -> tuple[StreamSlice, StreamSlice]:
 
 
 class Rows:
-    """The rows that layers read, plain, quantized, or both.
-
-    Args:
-        matrix: (rows, K); None where another tensor is given before each use.
-    """
+    """The rows that layers read, plain, quantized, or both."""
 
     def __init__(self, matrix: torch.Tensor | None = None) -> None:
         self.matrix = matrix
@@ -312,9 +308,6 @@ def expanded_product(read: Read, format: RowFormat, gemm: Gemm) -> Product:
 def merged_product(read: Read, format: RowFormat | None) -> Product:
     """Multiplies by a weight that turned out plain, as when ComfyUI has merged a LoRA into it on
     its way.
-
-    Args:
-        format: Of the rows that are there for the quantized weight; None where they are plain.
     """
 
     def run(operand: Operand) -> None:

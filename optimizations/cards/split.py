@@ -60,11 +60,7 @@ class Timed:
 
 
 def shares_of(tokens: Tokens, images: Sequence[int], exchange: str) -> list[Share]:
-    """Cuts a pass into shares.
-
-    Args:
-        images: Image tokens of an item for each card; the first has the text as well.
-    """
+    """Cuts a pass into shares."""
     alone = [
         Share(tokens, not index, stop - count, stop)
         for index, (count, stop) in enumerate(zip(images, accumulate(images), strict=True))
@@ -115,15 +111,8 @@ class Split:
         last: int,
         after: Callable[[int], None] | None = None,
     ) -> Streams:
-        """Runs the blocks from `first` on, without `last`.
-
-        Args:
-            text, image: (batch, tokens, D), on the first card.
-            entry: The modulation of all blocks.
-            after: Is called with the index of each block that was launched.
-
-        Returns:
-            text and image after these blocks, new tensors on the first card.
+        """Runs the blocks from `first` on, without `last`; text and image are on the first card, as
+        the results are. `after` is called with the index of each block that was launched.
         """
         self._kept.clear()
         self._sent.clear()
@@ -140,11 +129,7 @@ class Split:
         return result
 
     def capture(self, x: torch.Tensor, step: Step, entry: Entry) -> None:
-        """Runs all blocks in place, while the current streams of all cards capture a CUDA graph.
-
-        Args:
-            x: Both streams in stream order, (rows, D), on the first card.
-        """
+        """Runs all blocks in place, while the current streams of all cards capture a CUDA graph."""
         for route in self._routes.values():
             route.begin_capture()
         text, image = streams_of(x, step.tokens)

@@ -76,11 +76,6 @@ class ShapeFigures:
 class Team:
     """The cards of one pass.
 
-    Args:
-        members: The first is the one that the host has called.
-        links: Of each pair, by their places here.
-        known: Of the shapes of earlier passes, over the runs of a model; is added to.
-
     Raises:
         UnavailableError: Copies have to go through system RAM, and none can be pinned.
     """

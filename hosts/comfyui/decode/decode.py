@@ -256,15 +256,8 @@ class VaeBatch:
     _cleared: bool = field(default=False, init=False)
 
     def run(self) -> tuple[torch.Tensor, str]:
-        """Computes all items.
-
-        Returns:
-            The result on ComfyUI's device and in its dtype for results; and the report: how, what
-            was predicted and measured, and what had to make room.
-
-        Raises:
-            SettingError: a size or `tiles` is out of range.
-            UnavailableError: it does not fit, or the card ran out of memory twice.
+        """Gives the result on ComfyUI's device and in its dtype for results; and the report: how,
+        what was predicted and measured, and what had to make room.
         """
         on_host = comfy.model_management.is_device_cpu(self.vae.output_device)
         check_host_memory(self.what, self.host_bytes + (self._result_bytes if on_host else 0))

@@ -232,12 +232,7 @@ USUAL = {"num_res_blocks": 2, "attn_scales": []}
 def build_wan21(
     dims: Mapping[str, Any], found: Mapping[str, tuple[int, ...]] | None = None
 ) -> vae.WanVAE:
-    """Makes ComfyUI's class.
-
-    Args:
-        dims: `dim`, the width.
-        found: {native name: shape} that tell the channels of images; 3 where it has none.
-    """
+    """Makes ComfyUI's class."""
     given, made = (
         shape[axis] if len(shape := (found or {}).get(f"{name}.weight", ())) == 5 else 3
         for name, axis in (("encoder.conv1", 1), ("decoder.head.2", 0))

@@ -108,12 +108,7 @@ def estimate_on(
     usd_per_hour: float | None,
     ram_bytes: int | None = None,
 ) -> Estimate:
-    """Estimates a request on a card, with what was measured on one of its name.
-
-    Raises:
-        SettingError: the price is negative or no number.
-        UnavailableError: nothing that the request allows runs on the card.
-    """
+    """Estimates a request on a card, with what was measured on one of its name."""
     calibration = load_calibration(card)
     how = {"calibration": calibration, "usd_per_hour": usd_per_hour, "ram_bytes": ram_bytes}
     found = estimate(wired.request, card, **how)

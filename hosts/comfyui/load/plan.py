@@ -140,15 +140,7 @@ def host_shape(source: Source) -> TransformerShape:
 
 
 def check_host_memory(needed: int, what: str) -> None:
-    """Refuses before reading what system RAM cannot hold.
-
-    Args:
-        needed: the peak in bytes of system RAM that is not a mapped file.
-        what: the subject of the sentence, such as `qwen_image_bf16.safetensors in int8`.
-
-    Raises:
-        UnavailableError: less is available than needed; it names both numbers and the remedy.
-    """
+    """Refuses before reading what system RAM cannot hold."""
     available = available_memory()
     if needed > available:
         raise UnavailableError(

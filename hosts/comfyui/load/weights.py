@@ -63,10 +63,7 @@ def _load_kept(path: str) -> dict[str, torch.Tensor]:
 def transformer_tensors(
     plan: LoadPlan, device: torch.device
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Returns the state dict to load, and sentences about what was changed on the way.
-
-    It reads only what it has to convert.
-    """
+    """Returns the state dict to load, and notes; reads only what it has to convert."""
     source, precision = plan.source, plan.precision
     tensors = map_tensors(source)
     notes = what_was_stored(source, plan.packed)

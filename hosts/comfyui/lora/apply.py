@@ -361,11 +361,7 @@ class _Products(TorchFunctionMode):
 
 
 def _changed_shape(patch: Patch, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Has ComfyUI compute a change without numbers, because it only logs matrices that do not fit.
-
-    Returns:
-        The shape of the change; empty where ComfyUI computes none.
-    """
+    """Has ComfyUI compute a change's shape; empty where it only logs that matrices do not fit."""
     if not isinstance(patch, WeightAdapterBase):
         return tuple(patch[1][0].shape)
     # Of the numbers in an adapter, OFT compares one with what it computes.

@@ -195,9 +195,6 @@ _lowered: WeakKeyDictionary[uuid.UUID, dict[frozenset[Any], Lowered]] = remember
 def compute_loras(patcher: ModelPatcher, key: str = BYPASS_KEY) -> None:
     """Has every run of a patcher, and of its clones, compute LoRAs that a merge would damage, and
     lets hooks and merges of two MODELs read quantized weights.
-
-    Args:
-        key: Of the wrappers that do it, unless others do.
     """
     if outer_sample not in patcher.get_all_wrappers(WrappersMP.OUTER_SAMPLE):
         patcher.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, key, outer_sample)

@@ -146,11 +146,8 @@ def _form(changes: Mapping[str, Any], stack: str) -> tuple[str, int]:
 def judge_run(
     guider: Any, noise: torch.Tensor, latent: Any, sampler: Any, sigmas: torch.Tensor, *_: Any
 ) -> None:
-    """Notes on a guider, in sentences, how its run follows the few-step part of its MODEL.
-
-    Args:
-        noise, latent, sampler, sigmas: As an OUTER_SAMPLE wrapper gets them. Sigmas that begin
-            later, as of an image to image, are not judged.
+    """Notes on a guider, in sentences, how its run follows the few-step part of its MODEL; not
+    where the sigmas begin later, as of an image to image.
     """
     patcher = guider.model_patcher
     found = few_steps(patcher)

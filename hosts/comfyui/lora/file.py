@@ -46,11 +46,7 @@ class LoraFile:
 
 
 def inspect_lora(path: Path) -> CheckpointPart:
-    """Identifies a LoRA file by its header: a model in the wrong slot has gigabytes.
-
-    Raises:
-        CheckpointError: it is no LoRA, or more than one, and belongs elsewhere.
-    """
+    """Identifies a LoRA file by its header: a model in the wrong slot has gigabytes."""
     shards = read_shards(path)
     parts = inspect_shards(shards).parts
     if len(parts) == 1 and parts[0].role == "lora":
@@ -80,12 +76,7 @@ def _is_read(tensors: Tensors) -> bool:
 
 
 def read_lora(path: Path) -> LoraFile:
-    """Reads a file that `inspect_lora` knows.
-
-    Raises:
-        CheckpointError: it names a module twice, holds NaN, infinity or nothing, is of a form that
-            ComfyUI would apply wrongly, or has metadata that tell no scale.
-    """
+    """Reads a file that `inspect_lora` knows."""
     stored, metadata = comfy.utils.load_torch_file(str(path), safe_load=True, return_metadata=True)
     file, ranks = LoraFile(path, metadata), {}
     for name, tensor in stored.items():

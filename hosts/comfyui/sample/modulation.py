@@ -112,9 +112,6 @@ class _Layers:
 def _unlike(module: Any, name: str, beside: type) -> str | None:
     """Names the part of a modulation that may give more than its weights make of a timestep; None
     where it is a SiLU and a linear layer that nobody has changed.
-
-    Args:
-        beside: The class of another linear layer, by which another pack's loader is known.
     """
     if type(module) not in (torch.nn.Sequential, OffCardModulation) or len(module) != 2:
         return name
@@ -200,11 +197,7 @@ class ModelModulation:
             self._call, self._current = before
 
     def entry(self, embedding: torch.Tensor) -> Entry:
-        """Returns the modulation of all blocks for a timestep embedding, inside of `during`.
-
-        Args:
-            embedding: (batch, D), or (2 batch, D) where the second half is for timestep 0.
-        """
+        """Returns the modulation of all blocks for a timestep embedding, inside of `during`."""
         current = self._current
         if current is not None and current.embedding is embedding:
             return current.entry

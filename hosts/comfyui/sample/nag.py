@@ -37,11 +37,7 @@ WHOLE = {"area": None, "mask": None, "default": None, "strength": 1.0} | {
 
 @dataclass(frozen=True)
 class NagSettings:
-    """The settings of `guide_attention`.
-
-    Raises:
-        SettingError: No step is guided.
-    """
+    """The settings of `guide_attention`."""
 
     # scale, tau, alpha: as of `Guidance`
     scale: float = 5.0

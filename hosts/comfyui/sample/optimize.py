@@ -34,11 +34,7 @@ HOST_ATTENTION = "comfyui"
 
 @dataclass(frozen=True)
 class OptimizeSettings:
-    """The switches of `optimize`.
-
-    Raises:
-        SettingError: attention_error is not above 0 and at most 1.
-    """
+    """The switches of `optimize`."""
 
     blocks: bool = True  # fused blocks with modulation tables
     # "auto" for what the model file says, else for the fastest exact backend; the name of a

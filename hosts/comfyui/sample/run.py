@@ -60,11 +60,7 @@ ROUNDED = (
 
 
 class ComfyOptimization(Optimization):
-    """The attachment that `optimize` puts on a patcher; clones of the patcher share it.
-
-    Args:
-        attention: The attention that fills ComfyUI's slot, or None for the host's.
-    """
+    """The attachment that `optimize` puts on a patcher; clones of the patcher share it."""
 
     host = "ComfyUI's"
 
@@ -239,9 +235,6 @@ def check_parts(executor: Any, noise: torch.Tensor, *args: Any, **kwargs: Any) -
 
     With those of the other family ComfyUI fails inside a layer, or takes channels for frames; with
     what a hook merges into quantized weights, in the middle of the first step.
-
-    Raises:
-        SettingError: it is another model's, or hooks would change quantized weights.
     """
     guider = executor.class_obj
     patcher = guider.model_patcher
@@ -326,10 +319,7 @@ FINITE_KEY = "qwen_l40s_finite"
 
 @dataclass
 class FirstRun:
-    """Checks the first run of a freshly loaded model; its clones share it, so once a load.
-
-    What a sampler or a guider makes of finite passes is theirs.
-    """
+    """Checks the first run of a freshly loaded model; its clones share it, so once a load."""
 
     path: Path
     checked: bool = False
