@@ -16,7 +16,7 @@ from ...machine.card import read_cards
 from ...machine.packages import Package, check_package
 from ...machine.settings import settings
 from ...machine.store import AttentionTimings, load_attention, save_attention
-from ...verdict import Verdict, first_line, try_once
+from ...verdict import Verdict, check_asked, first_line, try_once
 from ..kernels import on_card_of, sm_of
 from .backends import (
     FLASH_ATTN_3,
@@ -154,7 +154,14 @@ def choose_attention(request: AttentionRequest, name: str = "auto") -> Attention
     refuse = refusal if launches else limits_of
     asked = asked_name(name)
     if asked not in ("auto", FAST):
-        _check_asked(asked, request, refuse)
+        check_asked(
+            "attention",
+            asked,
+            BACKENDS,
+            lambda name: refuse(name, request),
+            request.device,
+            ("auto", FAST),
+        )
         by = " by the settings" if name == "auto" else ""
         return Attention(asked, f"requested{by}", request.masked)
     order = _order(sm)
@@ -255,19 +262,6 @@ def _may_launch(sm: tuple[int, int] | None, device: torch.device) -> bool:
         return False
     on_card = sm is not None and device.type == "cuda"
     return not (on_card and torch.cuda.is_current_stream_capturing())
-
-
-def _check_asked(asked: str, request: AttentionRequest, refuse: Callable) -> None:
-    if asked not in BACKENDS:
-        names = " or ".join(("auto", FAST, *BACKENDS))
-        raise SettingError(f"there is no attention {asked!r}: use {names}")
-    reason = refuse(asked, request)
-    if reason:
-        others = {name: refuse(name, request) for name in BACKENDS if name != asked}
-        clauses = [f"attention {asked} cannot run on {request.device}: {reason}"]
-        clauses.append(f"use auto or {' or '.join(name for name, no in others.items() if not no)}")
-        clauses += [f"not {name}: {no}" for name, no in others.items() if no]
-        raise UnavailableError("; ".join(clauses))
 
 
 def asked_name(name: str) -> str:
