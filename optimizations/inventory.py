@@ -28,8 +28,6 @@ TORCH = str(Path(torch.__file__).parent)
 # What torch runs around the `forward` of every module.
 CALLS = ("__call__", "_call_impl", "_wrapped_call_impl")
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-# What names attributes and is no part of a forward pass.
-NOT_RUN = {"__init__", "extra_repr", "reset_parameters", *CALLS}
 HOOKED = Verdict("another extension has put a hook on all modules")
 
 
@@ -197,11 +195,9 @@ class Inventory:
     """Everything that replaced forwards stand for, as it was when this was made.
 
     Args:
-        blocks: By their index in the model.
         called: Modules that run themselves: of these it matters that they are there.
         multiplied: Modules whose attributes do not matter: somebody else judges how their weights
             are read.
-        foreign: Whether somebody else than this package has changed a module.
         bound: Names of the methods that a pass itself replaces in the blocks.
         paths: Of the modules in a block that are read, with all below them.
     """

@@ -225,7 +225,8 @@ def vae_shape(vae: ModelMixin) -> VaeShape:
 
 def decoder_stages(vae: ModelMixin) -> Stages:
     """Takes the decoder's own modules apart; their image is not yet clamped to -1 ... 1."""
-    shape, decoder = vae_shape(vae), vae.decoder
+    shape, decoder, middle = vae_shape(vae), vae.decoder, vae.decoder.mid_block
+    head = torch.nn.Sequential(decoder.norm_out, decoder.nonlinearity, decoder.conv_out)
     up_layers = family_of_vae(vae)[1].up_layers
     layers = []
     for block in decoder.up_blocks:
@@ -234,17 +235,9 @@ def decoder_stages(vae: ModelMixin) -> Stages:
         "decode",
         shape,
         end=lambda latents: decoder.conv_in(vae.post_quant_conv(latents)),
-        middle=_middle(decoder.mid_block),
-        outer=(*layers, _head(decoder)),
+        middle=Middle.of(middle.resnets[0], *middle.attentions, middle.resnets[1]),
+        outer=(*layers, head),
     )
-
-
-def _middle(block: torch.nn.Module) -> Middle:
-    return Middle.of(block.resnets[0], *block.attentions, block.resnets[1])
-
-
-def _head(coder: torch.nn.Module) -> torch.nn.Sequential:
-    return torch.nn.Sequential(coder.norm_out, coder.nonlinearity, coder.conv_out)
 
 
 @torch.inference_mode()

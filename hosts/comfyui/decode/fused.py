@@ -264,9 +264,11 @@ def _build_wan22(dims: Mapping[str, Any], found: Mapping[str, tuple[int, ...]]) 
     )
 
 
-def _has_layers_of(model: Any, shape: VaeShape) -> bool:
+def _differs(model: Any, shape: VaeShape, name: str) -> str:
     usual = model.num_res_blocks == 2 and not model.attn_scales
-    return usual and list(model.dim_mult) == list(shape.widths)
+    usual = usual and getattr(model, "patch_size", 1) == 1  # which 2.1's class has
+    known = usual and list(model.dim_mult) == list(shape.widths)
+    return "" if known else f"its layers differ from {name}'s"
 
 
 def _shape_of_wan21(model: vae.WanVAE) -> VaeShape:
@@ -278,16 +280,6 @@ def _shape_of_wan22(model: vae2_2.WanVAE) -> VaeShape:
     head = model.decoder.head
     sizes = {"dim": head[0].gamma.shape[0], "encoder_dim": model.dim}
     return replace(QWEN_IMAGE_21_VAE.shape, **sizes, image_channels=head[-1].out_channels)
-
-
-def _wan21_differs(model: Any) -> str:
-    known = _has_layers_of(model, QWEN_IMAGE_VAE.shape)
-    return "" if known else "its layers differ from Qwen-Image's"
-
-
-def _wan22_differs(model: Any) -> str:
-    known = _has_layers_of(model, QWEN_IMAGE_21_VAE.shape) and model.patch_size == 1
-    return "" if known else "its layers differ from Qwen-Image-2.1's"
 
 
 def _up_of_wan22(decoder: Any) -> list[torch.nn.Module]:
@@ -307,7 +299,7 @@ WAN21 = VaeKind(
     takes=lambda model: isinstance(model, vae.WanVAE),
     build=build_wan21,
     shape=_shape_of_wan21,
-    other_layers=_wan21_differs,
+    other_layers=lambda model: _differs(model, QWEN_IMAGE_VAE.shape, "Qwen-Image"),
     up=lambda decoder: list(decoder.upsamples),
     layers=_layers(vae),
 )
@@ -318,7 +310,7 @@ WAN22 = VaeKind(
     ),
     build=_build_wan22,
     shape=_shape_of_wan22,
-    other_layers=_wan22_differs,
+    other_layers=lambda model: _differs(model, QWEN_IMAGE_21_VAE.shape, "Qwen-Image-2.1"),
     up=_up_of_wan22,
     layers=_layers(vae2_2, Up_ResidualBlock="up_stage", Down_ResidualBlock="down_stage"),
     strips="it decodes Qwen-Image-2.1 in exact strips",

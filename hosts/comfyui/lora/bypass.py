@@ -4,11 +4,9 @@ A LoRA is one of the MODEL's patches, as any node adds it: nodes that save, merg
 patches. During a run, patches that a merge would damage are taken out of the patcher that samples,
 and are computed: patches of quantized weights, and patches that were asked for as bypass.
 
-ComfyUI has another "bypass". It is not used, for five reasons (ComfyUI 0.33). A second LoRA
-replaces the first, or with its own key recurses without end after a reload, because injections are
-removed in the order of their making. The bypass stays with the modules of the first model when
-`clone` makes another one (torch.compile under dynamic VRAM, MultiGPU). It ignores `dora_scale`.
-Its copies on the card are not counted as memory. No node that saves or merges knows it.
+ComfyUI has another "bypass", which is not used (ComfyUI 0.33): a second LoRA replaces the first, it
+stays with the first model's modules where `clone` makes another one, it ignores `dora_scale`, its
+copies on the card are not counted as memory, and no node that saves or merges knows it.
 
 Here the small matrices of all LoRAs are an additional model, which ComfyUI counts, loads, moves and
 frees. An APPLY_MODEL wrapper wraps the layers' `forward` for one call. The block executor does not
@@ -516,22 +514,13 @@ class BypassForward:
     def leave(self) -> None:
         self._change = lambda _, y: y
 
-    def __call__(
-        self,
-        x: torch.Tensor,
-        input_act: str | None = None,
-        act_weight: torch.Tensor | torch.nn.Module | None = None,
-        residual: torch.Tensor | None = None,
-        residual_scale: torch.Tensor | None = None,
-        **others: Any,
-    ) -> torch.Tensor:
-        if others:
+    def __call__(self, x: torch.Tensor, *given: Any, **around: Any) -> torch.Tensor:
+        if others := [name for name in around if name not in AroundLinear._fields]:
             raise UnavailableError(
                 f"This ComfyUI calls linear layers with {', '.join(others)}, which a LoRA as a "
                 "bypass does not support: choose lora_mode merge."
             )
-        around = AroundLinear(input_act, act_weight, residual, residual_scale)
-        return around.run(lambda x: self._change(x, self.forward(x)), x)
+        return AroundLinear(*given, **around).run(lambda x: self._change(x, self.forward(x)), x)
 
 
 def _patcher(
