@@ -53,19 +53,12 @@ def decide_load(
     in every step; the reason then says so.
 
     Args:
-        requested: one of `LOADER_PRECISIONS`.
-        modulation: one of `spec.transformer.PLACES`.
         stored: what the file holds, a key of `BYTES_PER_WEIGHT`.
         card: where the transformer runs; None where there is no NVIDIA card.
         sizes: {precision: bytes} where shape and precision do not tell them.
         packed, cast: as of `Parts`.
         gguf: whether `stored` is what the file's blocks become.
         because: why in that precision, where the caller has decided.
-
-    Raises:
-        SettingError: the precision or the place is unknown.
-        UnavailableError: fp8 or int8 was demanded by name of a card that does not multiply it, or
-            the card is too small even for a small image.
     """
     check_known("precision", requested, LOADER_PRECISIONS)
     check_known("modulation", modulation, PLACES)

@@ -162,8 +162,6 @@ def canonical_tensors(
     Args:
         tensors: {name without prefix: tensor}, on any device. A weight is asked for once, when its
             turn comes; scales at once.
-        quantization: what `find_quantization` said of the same tensors.
-        decode: for weights in 4 or 6 bits.
         packed: whether these stay so, as `PackedLayer`, where they stay quantized.
 
     Raises:

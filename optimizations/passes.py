@@ -39,12 +39,9 @@ class ForwardPass:
     """The blocks of one call of a transformer.
 
     Args:
-        fall_back: Called for each block that the host runs, with the reason.
-        memory: That no other pass uses meanwhile.
         hold: `Layers.hold`, for the rest of the pass: where the weights are, or None where they may
             move. Called by the first block that runs fused: held weights make no room for what the
             host allocates before, and ComfyUI logs a warning for each page of them.
-        team: The cards that may share the rows; None for one card alone.
     """
 
     def __init__(

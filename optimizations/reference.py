@@ -205,7 +205,6 @@ def residual_norm(
         branch: What attention or MLP gives, (rows, D); None changes nothing in x.
         gates: Whose gate multiplies the branch; None without a branch.
         norms: Whose shift and scale modulate the norm; None computes the residual alone.
-        tokens: Which rows belong to which stream and item.
         format: How h is quantized, as `row_quantize` does; None where it is not.
         plain: Where a quantized h is written as it was before, (rows, D) in x's dtype, contiguous.
 
@@ -375,7 +374,6 @@ def qk_norm_rope(
         q: (B, queries, heads, head_dim), in joint order from token `first` on; batch and tokens
             with any stride.
         k: (B, joint, heads, head_dim), likewise.
-        tokens: How many of the tokens are text.
     """
     wide = wide_dtype(q)
     cos, sin = (part.to(wide).unsqueeze(2) for part in rotary)

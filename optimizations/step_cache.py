@@ -111,7 +111,6 @@ class CachedRun:
 
     Args:
         sigmas: Of the run, one more than it has steps.
-        kept: Steps that are computed besides.
         refusal: Why the host wants none skipped; None where it does not mind.
         followed: Where the sampler follows the model's prediction, broadcastable to the latent;
             None for everywhere. Inpainting has a mask.

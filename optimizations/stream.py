@@ -29,7 +29,6 @@ class WeightStream:
     Args:
         layers: The tensors of each, such as a weight and a bias. What is not in system RAM is
             given as it is.
-        device: A CUDA card, or the CPU, where all tensors are given as they are.
     """
 
     def __init__(

@@ -117,7 +117,6 @@ def choose_offload(
 
     Args:
         what: the subject of a refusal, such as `models/Qwen-Image in bf16`.
-        weights: {part: bytes}.
         work: bytes that `auto` leaves free on a card for activations.
         free, host_free: bytes that can be had on the device and in system RAM now.
     """

@@ -216,7 +216,6 @@ class BlockExecutor:
 
         Args:
             text, image: (batch, tokens, D), any strides.
-            halves: The modulation of attention and of the MLP.
             following: The next block and its modulation of attention, where nothing reads or
                 changes the streams on the way to it. Its first norm is then part of this block's
                 last kernel, and the tensors that are returned change when it runs.
@@ -261,7 +260,6 @@ class BlockExecutor:
         Args:
             x: Both streams in stream order, (rows, D), contiguous.
             beside: Another stream for the text's products, which leave most of a card idle.
-            prefixes: Of the blocks; None for those without.
         """
         self._beside = beside
         text, image = streams_of(x, step.tokens)

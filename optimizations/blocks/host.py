@@ -344,7 +344,6 @@ class PreparedModel:
     """What is known of one model with one set of weights in one run; it does not hold the model.
 
     Args:
-        lossy_attention: Whether attention differs from exact attention by more than rounding.
         earlier: What was known of it with the same weights in the last run: where nothing has
             changed since, who watches the blocks and which shapes were compared is taken over.
     """

@@ -78,7 +78,6 @@ class Split:
 
     Args:
         cards: The first has the inputs, and gets the result.
-        routes: Of each pair of cards, from the one to the other.
         additions: What the host adds to the image's rows after each block, (batch or 1, tokens, D)
             on the first card, or None; empty where it adds nothing.
         early: Whether normalized rows leave in two pieces, the first while the MLP goes on; of one

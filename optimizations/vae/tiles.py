@@ -52,13 +52,6 @@ class LayerRun:
 
         It starts with all that its pixels depend on, and loses after each layer what later ones do
         not read. Where it ends with the whole, the layers pad it as they pad the whole.
-
-        Args:
-            source: (B, channels, 1, height, width), the whole input.
-            device, dtype: where and in what to compute; the source's by default.
-
-        Returns:
-            (B, channels, 1, rows, columns).
         """
         down, across = (
             intervals(self.steps, *span, size)
@@ -209,7 +202,6 @@ def decode(
     Args:
         latents: (B, latent channels, 1, h, w) on the compute device and in the VAE's dtype, as the
             host's own decode takes them.
-        plan: for latents of this size, from `plan_decode`.
         out: where the images go, (B, image channels, 1, 8h, 8w), of 2.1 16h and 16w, in any dtype,
             on any device.
         progress: called after each tile, or each part of a batch, with (done, in all).
@@ -256,9 +248,6 @@ def encode(
     Args:
         pixels: (B, image channels, 1, 8h, 8w), of 2.1 16h and 16w, in the range that the host's
             encoder takes; may be in system RAM, from where it moves tile by tile.
-        plan: for latents of this size, from `plan_encode`.
-        device: where to compute; the pixels' own by default.
-        dtype: the VAE's; the pixels' own by default.
         progress: called after each tile, or each part of a batch, with (done, in all).
 
     Returns:

@@ -130,7 +130,6 @@ class ComfyPass(DoubleStream):
 
     Args:
         attention: What computes attention as long as it is in ComfyUI's slot; None for whatever is.
-        control: The output of ControlNets, which the host adds between two blocks; None without.
         weights: What the run knows of where each model's are; None outside of a run.
         idle: BaseModels of cards that have nothing to do in this pass.
 
