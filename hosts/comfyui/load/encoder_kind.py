@@ -28,6 +28,7 @@ from ....loaders.source import (
     holds_tokenizer,
     tokenizer_folders,
 )
+from ....optimizations.patches import put
 
 START = "<|im_start|>"
 USER = "user\n"
@@ -192,7 +193,8 @@ def text_only_class(
             self.special_tokens = {"pad": pad}
             del self.transformer.visual
             # ComfyUI would leave images out of the prompt without a word.
-            self.transformer.preprocess_embed = refuse_images
+            kind, own = type(self.transformer), {"preprocess_embed": refuse_images}
+            put(self.transformer, __class__=type(kind.__name__, (kind,), own))
 
     return TextOnly
 
