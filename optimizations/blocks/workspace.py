@@ -144,7 +144,6 @@ class Program:
         # (rows, D), what attention or MLP gives
         self.branch = self.take("branch", tokens.rows, self.width)
         # A row of h is written after the same row of the branch has been read.
-        # rows: what the first layers of attention and of the MLP read
         self.rows, self.mixed = Rows(self.branch), Rows()
         hidden = wide[: tokens.rows * columns].view(tokens.rows, columns)
         # what the MLP's first layers write, (rows, columns) each: one matrix, or gate and up, of
@@ -152,14 +151,12 @@ class Program:
         self.hidden = hidden.split(inner, 1)
         if activation == SPLIT_SWIGLU:
             self.hidden = hidden.view(2, tokens.rows, inner).unbind()
-        # what the MLP's last layers read
         self.activated = Rows(self.hidden[0])  # written over what it is made of
         qkv, mlp_in = form.at(QKV), form.at(MLP_IN)
         # what the first layers read, where it is one format of all
         self.first_format = common_format(qkv)
         self._inner_format = common_format(mlp_in)
         # LoRAs read plain rows: of rows in 8 bits their part would have an error of 1 to 3 %.
-        # whether LoRAs beside them read plain rows too
         self.first_plain = any(layer.rank for layer in qkv)
         self._inner_plain = any(layer.rank for layer in mlp_in)
         if most := max(layer.down_rows for layer in layers):
