@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from .caches import remembered
-from .errors import QwenL40SError, restart_for
+from .errors import QwenL40SError, SettingError, UnavailableError, restart_for
 
 logger = logging.getLogger(__name__)
 _Found = TypeVar("_Found")
@@ -122,3 +122,25 @@ def first_line(error: object) -> str:
     """Takes an error's or warning's first line, of Triton's compiler the last; else its class."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[-1] if type(error).__name__ == "CompilationError" else lines[0]
+
+
+def check_asked(
+    what: str,
+    asked: str,
+    names: Collection[str],
+    refuse: Callable[[str], Verdict | None],
+    place: object,
+    words: tuple[str, ...] = (),
+) -> None:
+    """Raises SettingError for a name that is neither among names nor words, and UnavailableError,
+    with what runs at that place and why others do not, for one that `refuse` refuses.
+    """
+    if asked not in names:
+        known = " or ".join((*words, *names))
+        raise SettingError(f"there is no {what.removeprefix('the ')} {asked!r}: use {known}")
+    if reason := refuse(asked):
+        others = {name: refuse(name) for name in names if name != asked}
+        usable = [*words[:1], *(name for name, no in others.items() if not no)]
+        clauses = [f"{what} {asked} cannot run on {place}: {reason}", f"use {' or '.join(usable)}"]
+        clauses += [f"not {name}: {no}" for name, no in others.items() if no]
+        raise UnavailableError("; ".join(clauses))

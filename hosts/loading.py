@@ -20,27 +20,15 @@ LOADER_PRECISIONS = (*PRECISIONS, AS_STORED)
 
 @dataclass(frozen=True)
 class LoadDecision:
-    """How a transformer is loaded.
-
-    Args:
-        precision: a key of `BYTES_PER_WEIGHT`.
-        reason: why in that precision.
-        off_card: whether the modulation waits in system RAM.
-        place_reason: why there; empty where there is nothing to say.
-        why: both reasons in a few words.
-        option: of the plan that it follows; None without an NVIDIA card.
-    """
-
-    precision: str
-    reason: str
-    off_card: bool
-    place_reason: str
-    why: str
-    option: PlanOption | None = None
+    precision: str  # a key of `BYTES_PER_WEIGHT`
+    reason: str  # why in that precision
+    off_card: bool  # whether the modulation waits in system RAM
+    place_reason: str  # why there; empty where there is nothing to say
+    why: str  # both reasons in a few words
+    option: PlanOption | None = None  # of the plan that it follows; None without an NVIDIA card
 
 
 def check_known(setting: str, value: str, known: Iterable[str]) -> None:
-    """Raises SettingError where a setting has another value than the known ones."""
     known = tuple(known)
     if value not in known:
         raise SettingError(f"{setting} {value!r} is unknown: choose {', '.join(known)}.")
@@ -66,19 +54,12 @@ def decide_load(
     in every step; the reason then says so.
 
     Args:
-        requested: one of `LOADER_PRECISIONS`.
-        modulation: one of `spec.transformer.PLACES`.
         stored: what the file holds, a key of `BYTES_PER_WEIGHT`.
         card: where the transformer runs; None where there is no NVIDIA card.
         sizes: {precision: bytes} where shape and precision do not tell them.
         packed, cast: as of `Parts`.
         gguf: whether `stored` is what the file's blocks become.
         because: why in that precision, where the caller has decided.
-
-    Raises:
-        SettingError: the precision or the place is unknown.
-        UnavailableError: fp8 or int8 was demanded by name of a card that does not multiply it, or
-            the card is too small even for a small image.
     """
     check_known("precision", requested, LOADER_PRECISIONS)
     check_known("modulation", modulation, PLACES)

@@ -44,7 +44,6 @@ Parsed = TypeVar("Parsed")
 
 
 def _contradictions(identity: Identity, config: Mapping[str, Any], tensors: Tensors) -> list[str]:
-    """Returns one sentence for every value that the tensors disprove."""
     if not config:
         return []
     nested = config.get("text_config")
@@ -72,26 +71,19 @@ WEIGHTLESS = ("Scheduler", "Tokenizer", "TokenizerFast", "Processor", "FeatureEx
 @dataclass(frozen=True, kw_only=True)
 class CheckpointPart(Identity):
     """Describes one model in a checkpoint: a whole file, one prefix of a full checkpoint, or one
-    folder of a diffusers folder.
-
-    Args:
-        name: the component folder, or "diffusion model", "vae", "text encoder", "weights" in a
-            file.
-        dtypes: {dtype: {"tensors": count, "bytes": bytes}}
-        folder: where it belongs, under ComfyUI's `models/` or inside a diffusers folder; None when
-            it does not.
-        prefix: what stands before its tensors' names in the file.
-        attention: {what the file asks ComfyUI for: number of blocks}; empty when it says nothing.
+    folder of a diffusers folder. Its folder is under ComfyUI's `models/` or in a diffusers folder.
     """
 
+    # the component folder, or "diffusion model", "vae", "text encoder", "weights" in a file
     name: str
     hint: str | None
     parameters: int
     tensors: int
     bytes: int
-    dtypes: Mapping[str, Mapping[str, int]]
+    dtypes: Mapping[str, Mapping[str, int]]  # {dtype: {"tensors": count, "bytes": bytes}}
     quantization: Quantization
-    prefix: str = ""
+    prefix: str = ""  # what stands before its tensors' names in the file
+    # {what the file asks ComfyUI for: number of blocks}; empty when it says nothing
     attention: Mapping[str, int] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
@@ -180,11 +172,7 @@ def _diffusers_folder(path: Path) -> Checkpoint:
 
 
 def read_index(folder: Path) -> tuple[dict[str, Any], str]:
-    """Returns what model_index.json says, and the pipeline's class name in it.
-
-    Raises:
-        CheckpointError: the file is broken.
-    """
+    """Returns what model_index.json says, and the pipeline's class name in it."""
     index = read_object(folder / "model_index.json", "the index of a diffusers folder")
     pipeline = index.get("_class_name")
     if not isinstance(pipeline, str):
@@ -199,13 +187,6 @@ def read_index(folder: Path) -> tuple[dict[str, Any], str]:
 def sample_sigmas(index: Mapping[str, Any], path: Path) -> list[float]:
     """Returns the sigmas that a Turbo is trained for, from 1 down; the last step ends at 0, which
     is not listed. Empty for any other folder.
-
-    Args:
-        index: of the folder.
-        path: of the index.
-
-    Raises:
-        CheckpointError: they are no sigmas.
     """
     family = pipeline_family(str(index.get("_class_name")))
     found = index.get(family.sigmas) if family else None

@@ -105,11 +105,7 @@ def split_parts(path: Path) -> Iterator[Path]:
 
 
 def read_gguf_set(path: Path) -> tuple[Header, ...]:
-    """Reads the headers of a file, and of all parts where it is one of a split set.
-
-    Raises:
-        CheckpointError: a part is missing or is another set's, or as `read_gguf`.
-    """
+    """Reads the headers of a file, and of all parts where it is one of a split set."""
     first = read_gguf(path)
     count = first.metadata.get("split.count", "1")
     named = SPLIT.search(path.name)

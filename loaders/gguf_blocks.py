@@ -30,14 +30,10 @@ PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 class BlockRows:
     """Holds a matrix as a GGUF file does, and hands it to code that takes a weight a few rows at a
     time.
-
-    Args:
-        values: [N, bytes of a row], uint8, may be mapped.
-        dtype: a key of `EXPANDED`.
     """
 
-    values: torch.Tensor
-    dtype: str
+    values: torch.Tensor  # [N, bytes of a row], uint8, may be mapped
+    dtype: str  # a key of `EXPANDED`
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -110,30 +110,25 @@ REFUSALS = {
 
 @dataclass(frozen=True)
 class Quantization:
-    """Tells how the weights of one part are stored.
+    """Tells how the weights of one part are stored."""
 
-    Args:
-        layers: {layer: format}; empty when nothing is quantized.
-        granularity: {what one scale covers: number of layers}.
-        quantized: {layer name with block numbers as `*`: number of layers}.
-        kept: the same for the weight matrices that are not quantized, when others are.
-        settings: {layer: what `.comfy_quant` or `_quantization_metadata` says of it}.
-    """
-
+    # {layer: format}; empty when nothing is quantized
     layers: Mapping[str, str] = field(default_factory=dict)
+    # {what one scale covers: number of layers}
     granularity: Mapping[str, int] = field(default_factory=dict)
+    # {layer name with block numbers as `*`: number of layers}
     quantized: Mapping[str, int] = field(default_factory=dict)
+    # the same for the weight matrices that are not quantized, when others are
     kept: Mapping[str, int] = field(default_factory=dict)
+    # {layer: what `.comfy_quant` or `_quantization_metadata` says of it}
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def formats(self) -> dict[str, int]:
-        """Counts the layers of each format."""
         return dict(Counter(self.layers.values()))
 
     @property
     def gguf(self) -> bool:
-        """Tells whether weights are in GGUF's blocks."""
         return not GGUF.keys().isdisjoint(self.formats)
 
     def in_w4a8(self, layer: str, columns: int) -> bool:
@@ -171,13 +166,7 @@ def find_quantization(
     metadata_layers: Mapping[str, Any],
     read_comfy_quant: Callable[[str], Mapping[str, Any]],
 ) -> Quantization:
-    """Looks at every layer of one part.
-
-    Args:
-        tensors: the part's tensors, without prefix.
-        metadata_layers: {layer: settings} from `_quantization_metadata`, without prefix.
-        read_comfy_quant: returns the settings in the `.comfy_quant` tensor of that name.
-    """
+    """Looks at every layer of one part."""
     formats: dict[str, str] = {}
     scales: Counter[str] = Counter()
     declared: dict[str, Mapping[str, Any]] = {}

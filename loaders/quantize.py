@@ -33,13 +33,8 @@ def row_format(format: str, columns: int) -> RowFormat:
 
 
 def rotate(weight: torch.Tensor, size: int) -> torch.Tensor:
-    """Rotates a weight [N, K] of a floating dtype in groups of `size`, as ConvRot does.
-
-    Each group is multiplied by comfy-kitchen's Hadamard matrix, which spreads outliers before they
-    are rounded to int8. The matrix is the Kronecker power of a symmetric 4 x 4 matrix with rows of
-    equal sum, divided by the square root of its size. It is its own inverse.
-
-    Sums are taken in one order on every device, so that files are the same.
+    """Rotates a weight [N, K] of a floating dtype as `optimizations.reference.rotate`, with sums in
+    one order on every device, so that files are the same.
     """
     low = 1
     while low < size:
@@ -72,9 +67,6 @@ def quantize_rows(
         values [N, K] of float8_e4m3fn or int8 and scales [N, 1] of float32, where values * scales
         is the weight, rotated. A row that holds NaN or infinity has a scale that is not finite: its
         values mean nothing.
-
-    Raises:
-        SettingError: the format is not in `QUANTIZED`.
     """
     limit = FORMATS[known_format(format)].largest
     # Divided by a tensor: by a number, a card multiplies with the reciprocal, and its scales would
@@ -99,11 +91,7 @@ def quantize_rows(
 
 
 def dequantize_rows(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns values [N, K] * scale [N, 1], computed in float32, as [N, K] of `dtype`.
-
-    Args:
-        values: float8_e4m3fn, float8_e5m2 or int8.
-    """
+    """Returns values [N, K] * scale [N, 1], computed in float32, as [N, K] of `dtype`."""
     weight = torch.empty(values.shape, dtype=dtype, device=values.device)
     for rows in _pieces(values):
         weight[rows] = _as_float(values[rows]) * scale[rows]
@@ -162,7 +150,6 @@ def check_finite(path: Path, name: str, tensor: torch.Tensor) -> None:
 
 
 def not_finite(path: Path, name: str) -> CheckpointError:
-    """Makes the error for a tensor that holds NaN or infinity."""
     return CheckpointError(
         f"The tensor {name!r} has NaN or infinity: download the file again.", path
     )
@@ -182,10 +169,6 @@ def is_finite(tensor: torch.Tensor) -> bool:
 def layers_to_quantize(layers: Iterable[str], keep: Sequence[str] = ()) -> frozenset[str]:
     """Returns the layers that are quantized: attention and MLP of the blocks, less what is kept.
 
-    Args:
-        layers: names without `.weight`; those that are never quantized are passed over.
-        keep: shell patterns of layers that stay in bf16, such as `transformer_blocks.0.*`.
-
     Raises:
         SettingError: a pattern matches none of the layers that can be quantized.
     """
@@ -204,18 +187,12 @@ def layers_to_quantize(layers: Iterable[str], keep: Sequence[str] = ()) -> froze
 
 
 def comfy_quant_tensor(format: str, settings: Mapping[str, Any] | None = None) -> torch.Tensor:
-    """Returns the `.comfy_quant` tensor of a layer: JSON as uint8 [bytes].
-
-    Args:
-        format: one of `QUANTIZED`.
-        settings: further entries, such as `{"full_precision_matrix_mult": True}`.
-    """
+    """Returns the `.comfy_quant` tensor of a layer: JSON as uint8 [bytes]."""
     text = json.dumps({"format": FORMATS[known_format(format)].marker, **(settings or {})})
     return torch.tensor(list(text.encode()), dtype=torch.uint8)
 
 
 def known_format(format: str) -> str:
-    """Returns a format of `QUANTIZED`, and raises SettingError for another."""
     if format not in QUANTIZED:
         raise SettingError(f"format {format!r} is unknown: choose {' or '.join(QUANTIZED)}.")
     return format

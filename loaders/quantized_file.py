@@ -63,11 +63,7 @@ def check_precision(precision: str) -> None:
 def choose_layers(
     layers: Collection[str], keep: Sequence[str]
 ) -> tuple[frozenset[str], frozenset[str]]:
-    """Returns the layers to quantize, and those that stay in bf16 because `keep` names them.
-
-    Raises:
-        SettingError: a pattern matches no layer, or nothing is left to quantize.
-    """
+    """Returns the layers to quantize, and those that stay in bf16 because `keep` names them."""
     chosen = layers_to_quantize(layers, keep)
     if not chosen:
         raise SettingError(
@@ -122,49 +118,29 @@ def check_destination(
 
 @dataclass(frozen=True)
 class QuantizedPlan:
-    """Describes a quantized file that could be written.
-
-    Args:
-        source: the transformer it is made from.
-        precision: one of `QUANTIZED`.
-        quantized: layers that are quantized.
-        kept: layers that could be, and stay in bf16 because a pattern says so.
-        layout: the file; `layout.file_bytes` is its size.
-    """
-
     source: Source
-    precision: str
+    precision: str  # one of `QUANTIZED`
     quantized: frozenset[str]
-    kept: frozenset[str]
-    layout: SafetensorsLayout
+    kept: frozenset[str]  # layers that could be, and stay in bf16 because a pattern says so
+    layout: SafetensorsLayout  # the file; `layout.file_bytes` is its size
 
 
 @dataclass(frozen=True)
 class QuantizedFile:
-    """Tells what was written.
-
-    Args:
-        bytes_before: of the transformer's tensors in the source.
-        bytes_after: of the file.
-        kept: layers that stayed in bf16 because a pattern said so.
-        worst_error, mean_error: |rounded - weight| / |weight| of the quantized layers.
-        worst_layer: where the worst one is.
-        readers: which programs read the file, and why no others do.
-    """
-
     path: Path
     source: Path
     precision: str
     device: str
-    bytes_before: int
-    bytes_after: int
+    bytes_before: int  # of the transformer's tensors in the source
+    bytes_after: int  # of the file
     quantized: int
-    kept: tuple[str, ...]
+    kept: tuple[str, ...]  # layers that stayed in bf16 because a pattern said so
+    # worst_error, mean_error: |rounded - weight| / |weight| of the quantized layers
     worst_error: float
-    worst_layer: str
+    worst_layer: str  # where the worst one is
     mean_error: float
     seconds: float
-    readers: str
+    readers: str  # which programs read the file, and why no others do
 
     def as_dict(self) -> dict[str, Any]:
         paths = {"path": str(self.path), "source": str(self.source)}
@@ -178,12 +154,6 @@ def plan_quantized(
 
     Attention and MLP of the blocks are quantized, less what `keep` names; every other weight
     becomes bf16. Names lose a prefix such as `model.diffusion_model.`.
-
-    Args:
-        path: a file, a sharded or component folder, or a diffusers folder; of several parts, the
-            transformer is taken.
-        precision: one of `QUANTIZED`.
-        keep: shell patterns of layers that stay in bf16, such as `transformer_blocks.0.*`.
 
     Raises:
         SettingError: the precision is unknown, or a pattern matches no layer.

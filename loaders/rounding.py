@@ -37,10 +37,6 @@ def compile_rounding(
 ) -> None:
     """Begins to compile what rounds rows on a card: until it is there torch rounds, to the same
     bits.
-
-    Args:
-        forms: (form, columns) of the rows.
-        more: Called with it, and what they prepare is compiled too.
     """
 
     def work() -> None:

@@ -37,37 +37,21 @@ from .source import PIPELINE_INDEX, Source, joined_bytes, open_source
 
 @dataclass(frozen=True)
 class CheckpointSizes:
-    """Holds a model's sizes, from its headers.
-
-    Attributes:
-        path: As it was named.
-        family: A name in `families.registry.members`; None where the tensors leave it open.
-        shape: Of the transformer.
-        transformer: What its header says.
-        loaded: Bytes of the transformer that is loaded as stored.
-        packed: The same where weights in 4 bits stay so; None where there are none.
-        text_encoder: None where the checkpoint has none, as `vae`.
-        converted: Bytes of the transformer that a load makes anew, if it loads as stored.
-        steps: That a Turbo is trained for; 0 of any other.
-    """
-
-    path: str
+    path: str  # as it was named
+    # a name in `families.registry.members`; None where the tensors leave it open
     family: str | None
     shape: TransformerShape
-    transformer: CheckpointPart
-    loaded: TransformerBytes
+    transformer: CheckpointPart  # what its header says
+    loaded: TransformerBytes  # bytes of the transformer that is loaded as stored
+    # the same where weights in 4 bits stay so; None where there are none
     packed: TransformerBytes | None
-    text_encoder: CheckpointPart | None
+    text_encoder: CheckpointPart | None  # None where the checkpoint has none, as `vae`
     vae: CheckpointPart | None
-    converted: int = 0
-    steps: int = 0
+    converted: int = 0  # bytes of the transformer that a load makes anew, if it loads as stored
+    steps: int = 0  # that a Turbo is trained for; 0 of any other
 
     def family_for(self, requested: str | None) -> str:
-        """Returns the family of an estimate.
-
-        Raises:
-            SettingError: another one was asked for than the tensors tell.
-        """
+        """Returns the family of an estimate."""
         found = self.family or self.shape.family.members[0].name
         if requested is None:
             return found
@@ -80,13 +64,8 @@ class CheckpointSizes:
         return requested
 
     def settled(self, precision: str, text_encoder: str) -> tuple[str, str, Parts]:
-        """Returns precisions as the loaders take them, and the bytes that follow.
-
-        A file that is quantized stays as it is unless another precision is named.
-
-        Args:
-            precision: one of `planning.request.PRECISIONS`.
-            text_encoder: one of `planning.request.TEXT_ENCODER_PRECISIONS`.
+        """Returns precisions as the loaders take them, and the bytes that follow: a quantized file
+        stays as it is unless another precision is named.
         """
         named = {TRANSFORMER: self.transformer, TEXT_ENCODER: self.text_encoder, VAE: self.vae}
         files = tuple((name, part.bytes) for name, part in named.items() if part is not None)
@@ -165,11 +144,7 @@ def is_cast(part: CheckpointPart) -> bool:
 
 
 def vae_shape(part: CheckpointPart) -> VaeShape:
-    """Returns the sizes that fix a VAE's activations.
-
-    Raises:
-        CheckpointError: the tensors leave one open.
-    """
+    """Returns the sizes that fix a VAE's activations."""
     sizes = [part.dims.get(name) for name in ("dim", "latent_channels", "image_channels")]
     numbers = [size for size in sizes if isinstance(size, int)]
     if len(numbers) < len(sizes):
@@ -194,11 +169,7 @@ def _text_encoder(part: CheckpointPart, requested: str) -> tuple[str, int]:
 
 
 def loaded_bytes(source: Source, packed: bool = False) -> TransformerBytes:
-    """Counts the bytes of a transformer that is loaded as stored.
-
-    Args:
-        packed: whether weights of 4 and 6 bits stay so, and do not become int8.
-    """
+    """Counts the bytes of a transformer that is loaded as stored."""
     quantization, total, modulation = source.part.quantization, 0, 0
     gguf = quantization.gguf
     for name, info in source.tensors.items():

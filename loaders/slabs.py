@@ -65,8 +65,6 @@ def quantize_layers(
         weight_of: returns a layer's weight [N, K] of any floating dtype, of which fp8 is cast on
             the device, or in GGUF's blocks, which are expanded there.
         format: fp8 or int8; or bf16, whose scales are each row's largest magnitude.
-        device: where the rounding is computed.
-        take: called for one layer after another; what it raises ends the work.
         refuse: makes the error for a tensor, by name, that holds NaN or infinity.
         per_row: False for one scale for the whole weight.
         squares: `measured_squares` or `expected_squares`, of which the rounding errors come; None

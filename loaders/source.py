@@ -93,21 +93,13 @@ PIPELINE_INDEX = "model_index.json"
 
 @dataclass(frozen=True)
 class Source:
-    """Describes one part of a model on disk.
-
-    Args:
-        path: what was chosen, or the component folder inside it.
-        role: transformer, text_encoder or vae.
-        part: what its header says; `part.prefix` stands before its tensors' names in the files.
-        shards: the files and their headers.
-        config: the config.json of a component folder, or what a file of this package's own says
-            instead; empty when there is neither.
-    """
-
-    path: Path
-    role: str
+    path: Path  # what was chosen, or the component folder inside it
+    role: str  # transformer, text_encoder or vae
+    # what its header says; `part.prefix` stands before its tensors' names in the files
     part: CheckpointPart
     shards: Shards
+    # the config.json of a component folder, or what a file of this package's own says instead;
+    # empty when there is neither
     config: Mapping[str, Any]
 
     @property
@@ -122,7 +114,6 @@ class Source:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """Lists the files of the weights, in the order of their names."""
         return tuple(header.path for header in self.shards.headers)
 
     @property
@@ -192,9 +183,6 @@ def open_parts(path: Path) -> dict[str, Source | str]:
 
     Returns:
         {role: its part, or why it has none that runs}
-
-    Raises:
-        CheckpointError: it cannot be read.
     """
     shards, checkpoint = _read(path)
     found: dict[str, Source | str] = {}
@@ -298,11 +286,7 @@ def check_unchanged(source: Source) -> None:
 
 
 def native_names(source: Source, to_native: Callable[[str], str]) -> dict[str, str]:
-    """Returns {name in ComfyUI: name in the file, less its prefix}.
-
-    Raises:
-        CheckpointError: two names are one in ComfyUI.
-    """
+    """Returns {name in ComfyUI: name in the file, less its prefix}."""
     names: dict[str, str] = {}
     for name in source.tensors:
         native = to_native(name)
@@ -330,9 +314,6 @@ def check_names(
     what: str,
 ) -> None:
     """Compares {name: shape} of a file with that of a class.
-
-    Args:
-        what: the class in words, such as "the Qwen-Image VAE".
 
     Raises:
         CheckpointError: a tensor is missing, unexpected, or of another shape.

@@ -51,22 +51,16 @@ REMEDY = "download or save the file again"
 
 @dataclass(frozen=True)
 class StoredLayer:
-    """Holds a layer whose weight stays quantized: values * scale is the weight.
+    """Holds a layer whose weight stays quantized: values * scale is the weight."""
 
-    Args:
-        weight: [N, K], float8_e4m3fn, float8_e5m2 or int8.
-        scale: [N, 1], or [] for ComfyUI's own layers, whose fp8 has one; float32.
-        format: "fp8", "int8" or "int8 ConvRot".
-        convrot_groupsize: of "int8 ConvRot": so many columns of the weight, and of what it is
-            multiplied with, are rotated together.
-        full_precision: whether the layer is computed with the dequantized weight, because the file
-            says so or because it is a modulation.
-    """
-
-    weight: torch.Tensor
-    scale: torch.Tensor
-    format: str
+    weight: torch.Tensor  # [N, K], float8_e4m3fn, float8_e5m2 or int8
+    scale: torch.Tensor  # [N, 1], or [] for ComfyUI's own layers, whose fp8 has one; float32
+    format: str  # "fp8", "int8" or "int8 ConvRot"
+    # of "int8 ConvRot": so many columns of the weight, and of what it is multiplied with, are
+    # rotated together
     convrot_groupsize: int | None = None
+    # whether the layer is computed with the dequantized weight, because the file says so or because
+    # it is a modulation
     full_precision: bool = False
 
     def dequantized(self, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -105,20 +99,15 @@ class PackedLayer:
     """Holds a layer whose weight is stored in 4 or 6 bits, codes of an int8 ConvRot weight [N, K]:
     `rint(clamp(level * group_scale, -127, 127))`. The level is the code's entry in the codebook, or
     without a codebook the code less half of all codes.
-
-    Args:
-        codes: [N, K * bits / 8], int8. A byte holds two codes, the lower bits first. Of 6 bits the
-            upper two follow in K / 4 bytes of four.
-        group_scale: [N, groups], float8_e4m3fn or float32, finite.
-        codebook: [16], float32, finite; None for equal steps, and for 6 bits.
-        bits: 4 or 6.
-        scale, convrot_groupsize, full_precision: as of `StoredLayer`.
     """
 
+    # [N, K * bits / 8], int8. A byte holds two codes, the lower bits first. Of 6 bits the upper two
+    # follow in K / 4 bytes of four.
     codes: torch.Tensor
-    group_scale: torch.Tensor
-    codebook: torch.Tensor | None
-    bits: int
+    group_scale: torch.Tensor  # [N, groups], float8_e4m3fn or float32, finite
+    codebook: torch.Tensor | None  # [16], float32, finite; None for equal steps, and for 6 bits
+    bits: int  # 4 or 6
+    # scale, convrot_groupsize, full_precision: as of `StoredLayer`
     scale: torch.Tensor
     convrot_groupsize: int
     full_precision: bool = False
@@ -173,8 +162,6 @@ def canonical_tensors(
     Args:
         tensors: {name without prefix: tensor}, on any device. A weight is asked for once, when its
             turn comes; scales at once.
-        quantization: what `find_quantization` said of the same tensors.
-        decode: for weights in 4 or 6 bits.
         packed: whether these stay so, as `PackedLayer`, where they stay quantized.
 
     Raises:
@@ -202,15 +189,7 @@ def canonical_tensors(
 def stored_layers(
     tensors: Mapping[str, torch.Tensor], settings: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, StoredLayer]:
-    """Returns {layer: every matrix in fp8 or int8}, as stored: a single scale stays one, [].
-
-    Args:
-        tensors: {name: tensor}; only scales are read.
-        settings: {layer: what the file declares about its format}.
-
-    Raises:
-        CheckpointError: a scale is missing, impossible, or belongs to nothing quantized.
-    """
+    """Returns {layer: every matrix in fp8 or int8}, as stored: a single scale stays one, []."""
     quantized = {
         name.removesuffix(".weight"): weight
         for name, weight in tensors.items()

@@ -53,12 +53,7 @@ Specs = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
 class SafetensorsLayout:
-    """Tells where everything lies in a file that is still to be written.
-
-    Args:
-        specs: {name: (dtype as safetensors names it, shape)}
-        metadata: what the header says besides.
-    """
+    """Tells where everything lies in a file that is still to be written."""
 
     def __init__(self, specs: Specs, metadata: Mapping[str, str]) -> None:
         # Readers map the file and need every tensor at a multiple of its item size.
@@ -191,7 +186,6 @@ class KeptFile:
     """Where the cached quantized file of a transformer is, or would be."""
 
     def __init__(self, source: Source, precision: str, keep: Sequence[str]) -> None:
-        """Reads what the original is now."""
         self._source, self._precision, self._keep = source, precision, list(keep)
         self.damaged = False  # what `open` gives, as its reader found: `write` replaces it
         original = source.shards.index or source.files[0]

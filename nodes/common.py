@@ -48,9 +48,6 @@ def _label(inputs: Iterable[io.Input]) -> None:
 def needs(*capabilities: str) -> Iterator[None]:
     """Refuses what this ComfyUI is too old for or lacks, before anything runs; decorates `execute`.
 
-    Args:
-        capabilities: Of `contract.CAPABILITIES`.
-
     Raises:
         UnavailableError: The sentence names what is missing; or the files of this package are
             others than when ComfyUI started.
@@ -66,7 +63,6 @@ def needs(*capabilities: str) -> Iterator[None]:
 
 
 def model_and_report() -> list[io.Output]:
-    """Makes the outputs of a node that changes how a MODEL runs."""
     return [
         io.Model.Output(tooltip="To the sampler."),
         io.String.Output(
@@ -104,7 +100,6 @@ def shown_picture(
 
 
 def setting_outputs() -> list[io.Output]:
-    """Makes the outputs of `loader_settings`, for the widgets of the loaders."""
     model, encoder = "Load Qwen-Image Model", "Load Qwen-Image Text Encoder"
     return [
         io.Combo.Output(

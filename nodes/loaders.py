@@ -55,11 +55,7 @@ def check_transformer(model: str | None, precision: str | None, keep: str | None
 
 
 def wanted(name: str, role: str) -> Source:
-    """Reads headers as `source_of`; refuses what this ComfyUI is too old for.
-
-    Raises:
-        UnavailableError: the choice is not there, and its name is that of a newer model.
-    """
+    """Reads headers as `source_of`; refuses what this ComfyUI is too old for."""
     try:
         return source_of(name, role)
     except SettingError:

@@ -28,23 +28,15 @@ TORCH = str(Path(torch.__file__).parent)
 # What torch runs around the `forward` of every module.
 CALLS = ("__call__", "_call_impl", "_wrapped_call_impl")
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-# What names attributes and is no part of a forward pass.
-NOT_RUN = {"__init__", "extra_repr", "reset_parameters", *CALLS}
 HOOKED = Verdict("another extension has put a hook on all modules")
 
 
 class Function(NamedTuple):
-    """A function that the code of a host calls by name.
+    """A function that the code of a host calls by name."""
 
-    Attributes:
-        place: The class, or the module.
-        name: In that place.
-        own: What is there as long as nobody replaces it; None where somebody had.
-    """
-
-    place: Any
-    name: str
-    own: FunctionType | None
+    place: Any  # the class, or the module
+    name: str  # in that place
+    own: FunctionType | None  # what is there as long as nobody replaces it; None where somebody had
 
     @property
     def changed(self) -> bool:
@@ -203,11 +195,9 @@ class Inventory:
     """Everything that replaced forwards stand for, as it was when this was made.
 
     Args:
-        blocks: By their index in the model.
         called: Modules that run themselves: of these it matters that they are there.
         multiplied: Modules whose attributes do not matter: somebody else judges how their weights
             are read.
-        foreign: Whether somebody else than this package has changed a module.
         bound: Names of the methods that a pass itself replaces in the blocks.
         paths: Of the modules in a block that are read, with all below them.
     """

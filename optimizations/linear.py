@@ -13,12 +13,11 @@ import torch
 import torch.nn.functional as F
 
 from ..caches import remembered
-from ..errors import SettingError, UnavailableError
 from ..machine.card import State
 from ..machine.packages import check_kitchen
 from ..machine.settings import settings
 from ..spec.formats import FORMATS, RowFormat
-from ..verdict import Verdict, is_assumed, try_once
+from ..verdict import Verdict, check_asked, is_assumed, try_once
 from . import kernels, reference
 from .kernels import sm_of
 
@@ -47,20 +46,13 @@ PREFERENCE: dict[tuple[str, tuple[int, int] | None], tuple[tuple[str, ...], str]
 
 @dataclass(frozen=True)
 class Gemm:
-    """How linear layers of one format are computed on one device.
+    """How linear layers of one format are computed on one device."""
 
-    Attributes:
-        format: "fp8" (float8_e4m3fn weights) or "int8".
-        backend: A key of the format's `gemms`.
-        reason: Why this one, and why not those that would be faster.
-        row_quantizer: "triton" or "torch": what quantizes the activations.
-        lasting: Whether the next choice is the same: not where the card was full in a trial.
-    """
-
-    format: str
-    backend: str
-    reason: str
-    row_quantizer: str = "torch"
+    format: str  # "fp8" (float8_e4m3fn weights) or "int8"
+    backend: str  # a key of the format's `gemms`
+    reason: str  # why this one, and why not those that would be faster
+    row_quantizer: str = "torch"  # "triton" or "torch": what quantizes the activations
+    # whether the next choice is the same: not where the card was full in a trial
     lasting: bool = True
 
     def __str__(self) -> str:
@@ -253,7 +245,10 @@ def choose_gemm(format: str, device: torch.device, *, backend: str | None = None
     device = _numbered(device)
     asked = backend or getattr(settings(), f"gemm_{format}")
     if asked:
-        _check_asked(asked, format, device)
+        gemms = FORMATS[format].gemms
+        check_asked(
+            f"the {format} GEMM", asked, gemms, lambda name: _refusal(name, format, device), device
+        )
         reason = "requested" if backend else "requested by the settings"
         return _gemm(asked, format, device, reason)
     if device.type == "cpu":
@@ -304,19 +299,6 @@ def known_gemm(format: str, device: torch.device) -> Gemm:
         if gemm.lasting and not is_assumed():
             _known[format, device] = gemm
     return gemm
-
-
-def _check_asked(asked: str, format: str, device: torch.device) -> None:
-    names = FORMATS[format].gemms
-    if asked not in names:
-        raise SettingError(f"there is no {format} GEMM {asked!r}: use {' or '.join(names)}")
-    refusal = _refusal(asked, format, device)
-    if refusal:
-        others = {name: _refusal(name, format, device) for name in names if name != asked}
-        clauses = [f"the {format} GEMM {asked} cannot run on {device}: {refusal}"]
-        clauses.append(f"use {' or '.join(name for name, text in others.items() if not text)}")
-        clauses += [f"not {name}: {text}" for name, text in others.items() if text]
-        raise UnavailableError("; ".join(clauses))
 
 
 def _gemm(

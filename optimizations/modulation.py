@@ -38,15 +38,10 @@ def modulation_layers(blocks: Sequence[torch.nn.Module]) -> Iterator[ModulationL
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """What the modulation linears give for one timestep embedding.
+    """What the modulation linears give for one timestep embedding."""
 
-    Attributes:
-        image: (blocks, R, 6 D), for R rows of the embedding.
-        text: (blocks, batch, 6 D).
-    """
-
-    image: torch.Tensor
-    text: torch.Tensor
+    image: torch.Tensor  # (blocks, R, 6 D), for R rows of the embedding
+    text: torch.Tensor  # (blocks, batch, 6 D)
 
     def of(self, block: int) -> tuple[Modulation, Modulation]:
         """Gives the halves of one block: attention's and the MLP's."""
@@ -87,22 +82,13 @@ def shared_entry(
 
 @dataclass
 class TableFigures:
-    """What one run asked of a table.
-
-    Attributes:
-        timesteps, bytes: Of the table, when it was last read.
-        read: Entries that were there.
-        filled: Entries that were computed.
-        direct: Forward passes that computed the modulation without a table.
-        fallback: Why they did.
-    """
-
+    # timesteps, bytes: of the table, when it was last read
     timesteps: int = 0
     bytes: int = 0
-    read: int = 0
-    filled: int = 0
-    direct: int = 0
-    fallback: Verdict | None = None
+    read: int = 0  # entries that were there
+    filled: int = 0  # entries that were computed
+    direct: int = 0  # forward passes that computed the modulation without a table
+    fallback: Verdict | None = None  # why they did
 
     def add(self, table: ModulationTable, before: tuple[int, int]) -> None:
         """Counts what was asked of a table since its (hits, filled) were these."""
@@ -126,19 +112,7 @@ class TableFigures:
 
 
 class ModulationTable:
-    """Entries of one model, filled as timesteps come.
-
-    Args:
-        blocks: The host's blocks, with `img_mod` and `txt_mod`.
-        most_bytes: What the entries may take.
-        compute: What gives the entries of embeddings for a batch; by default `compute_entries`,
-            from weights that are where the embeddings are.
-
-    Attributes:
-        bytes: Of the entries, on the card.
-        hits, filled, passes: Entries that were there, entries that were computed, and walks through
-            the layers for them.
-    """
+    """Entries of one model, filled as timesteps come."""
 
     def __init__(
         self,
@@ -150,7 +124,9 @@ class ModulationTable:
         self._compute = compute or partial(compute_entries, blocks)
         self._most_bytes = most_bytes
         self._entries: dict[tuple, Entry] = {}
-        self.bytes = 0
+        self.bytes = 0  # of the entries, on the card
+        # hits, filled, passes: entries that were there, entries that were computed, and walks
+        # through the layers for them
         self.hits = self.filled = self.passes = 0
 
     def __len__(self) -> int:
@@ -170,7 +146,6 @@ class ModulationTable:
         Args:
             embedding: (batch, D), or (2 batch, D) where the second half is for timestep 0: the
                 image stream is modulated by all rows and the text stream by the first half.
-            batch: Items of the batch.
             state: What the weights are; entries are found again under the same state only, and
                 dropped once an object that it references weakly is gone.
             schedule: Asked where the entry is not there: the embeddings of the run's schedule, in
@@ -224,8 +199,6 @@ def compute_entries(
     a GEMM of more rows may add up in another order, for any weight, device and torch.
 
     Args:
-        embeddings: As of `ModulationTable.entry`.
-        batch: Items of the batch.
         layers: The modulation layers of the blocks, in order; a host whose weights are elsewhere
             brings each to the embeddings once, while it is had from this iterator.
     """

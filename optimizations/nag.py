@@ -22,7 +22,6 @@ def attend_both(attend: Attend, q: Tensor, image: Keys, *texts: Keys) -> list[At
     log-sum-exps, by which parts of the keys are merged.
 
     Args:
-        attend: An `Attend`.
         q: (batch, tokens, heads, head_dim).
 
     Returns:
@@ -71,24 +70,16 @@ class JointGuidance(NamedTuple):
 
 
 class PrefixGuidance(NamedTuple):
-    """Guides an image that reads a prompt's keys and values, then those of a negative prompt.
-
-    Attributes:
-        guidance: How far.
-        keys, values: Of the negative prompt, (batch, tokens, heads, head_dim), as of a `Prefix`.
-        image: Tokens of the image.
-        whole: Tokens of prompt and image, which the image alone reads.
-        first: Whether the image's are the first.
-        negative: Of the tokens that are there, those of the negative prompt.
-    """
+    """Guides an image that reads a prompt's keys and values, then those of a negative prompt."""
 
     guidance: Guidance
+    # keys, values: of the negative prompt, (batch, tokens, heads, head_dim), as of a `Prefix`
     keys: Tensor
     values: Tensor
     image: int
-    whole: int
-    first: bool = False
-    negative: int = 0
+    whole: int  # tokens of prompt and image, which the image alone reads
+    first: bool = False  # whether the image's are the first
+    negative: int = 0  # of the tokens that are there, those of the negative prompt
 
     def guides(self, q: Tensor, k: Tensor) -> bool:
         return (q.shape[1], k.shape[1]) == (self.image, self.whole)

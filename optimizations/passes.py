@@ -39,15 +39,9 @@ class ForwardPass:
     """The blocks of one call of a transformer.
 
     Args:
-        fall_back: Called for each block that the host runs, with the reason.
-        memory: That no other pass uses meanwhile.
         hold: `Layers.hold`, for the rest of the pass: where the weights are, or None where they may
             move. Called by the first block that runs fused: held weights make no room for what the
             host allocates before, and ComfyUI logs a warning for each page of them.
-        team: The cards that may share the rows; None for one card alone.
-
-    Attributes:
-        fused: How many blocks the executor ran.
     """
 
     def __init__(
@@ -81,7 +75,7 @@ class ForwardPass:
         # as the second may quantize: that of prompts, of references and with guidance is exact.
         self._keys = self._quantizable = 0
         self._once = False  # whether no other pass of the run computes the rows of this block
-        self.fused = 0
+        self.fused = 0  # how many blocks the executor ran
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -341,13 +335,7 @@ class ForwardPass:
     def _graph(
         self, work_of: Callable[[], Work], given: Given, compared: bool, clear: bool
     ) -> PassGraph | None:
-        """Returns the graph of this pass; None where kernels are launched one by one.
-
-        Args:
-            work_of: Says what it computes.
-            compared: Whether some blocks of the shape were compared with the host's.
-            clear: Whether nothing reads or changes the streams between two blocks.
-        """
+        """Returns the graph of this pass; None where kernels are launched one by one."""
         if not given[0].is_cuda:
             return None
         verdicts, host, memory = self._prepared.verdicts, self._host, self._memory

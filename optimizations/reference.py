@@ -25,19 +25,13 @@ HEAD_DIMS, WIDEST_ROW = (16, 32, 64, 128, 256), 16384
 
 
 class Tokens(NamedTuple):
-    """How many tokens there are of each kind.
-
-    Attributes:
-        batch: Items of the batch.
-        text: Text tokens of one item.
-        image: Image tokens of one item, those of reference images included.
-        zero_from: The first image token that is modulated as at timestep 0; `image` where there is
-            none. Edit-2511 modulates its reference images so.
-    """
+    """How many tokens there are of each kind."""
 
     batch: int
-    text: int
-    image: int
+    text: int  # text tokens of one item
+    image: int  # image tokens of one item, those of reference images included
+    # The first image token that is modulated as at timestep 0; `image` where there is none.
+    # Edit-2511 modulates its reference images so.
     zero_from: int
 
     @property
@@ -55,15 +49,11 @@ class Tokens(NamedTuple):
 
 
 class Modulation(NamedTuple):
-    """Shift, scale and gate of one half of a block (attention or MLP), for both streams.
+    """Shift, scale and gate of one half of a block (attention or MLP), for both streams."""
 
-    Attributes:
-        text: (batch, 3 D), any row stride: shift, scale and gate side by side.
-        image: (batch, 3 D), or (2 batch, 3 D) where `Tokens.zero_from` is less than `image`: the
-            second half of the rows is for timestep 0.
-    """
-
-    text: torch.Tensor
+    text: torch.Tensor  # (batch, 3 D), any row stride: shift, scale and gate side by side
+    # (batch, 3 D), or (2 batch, 3 D) where `Tokens.zero_from` is less than `image`: the second half
+    # of the rows is for timestep 0
     image: torch.Tensor
 
 
@@ -77,18 +67,13 @@ class QKNorm(NamedTuple):
 
 
 class QuantizedRows(NamedTuple):
-    """Where a kernel writes the rows that it quantizes.
+    """Where a kernel writes the rows that it quantizes."""
 
-    Attributes:
-        values: (rows, K), float8_e4m3fn or int8, contiguous.
-        scale: (rows + gap, 1), fp32, contiguous: from row `cut` on scales lie `gap` further, so
-            that a GEMM finds those of both streams at multiples of 16 bytes.
-        cut: The first row of the second stream.
-    """
-
-    values: torch.Tensor
+    values: torch.Tensor  # (rows, K), float8_e4m3fn or int8, contiguous
+    # (rows + gap, 1), fp32, contiguous: from row `cut` on scales lie `gap` further, so that a GEMM
+    # finds those of both streams at multiples of 16 bytes
     scale: torch.Tensor
-    cut: int
+    cut: int  # the first row of the second stream
 
     @classmethod
     def empty(cls, rows: torch.Tensor, format: RowFormat) -> QuantizedRows:
@@ -179,7 +164,6 @@ def row_quantize(x: torch.Tensor, format: RowFormat) -> tuple[torch.Tensor, torc
 
     Args:
         x: Rows, (M, K), bf16, fp16 or fp32.
-        format: How.
 
     Returns:
         q: (M, K), float8_e4m3fn or int8.
@@ -221,8 +205,6 @@ def residual_norm(
         branch: What attention or MLP gives, (rows, D); None changes nothing in x.
         gates: Whose gate multiplies the branch; None without a branch.
         norms: Whose shift and scale modulate the norm; None computes the residual alone.
-        tokens: Which rows belong to which stream and item.
-        eps: Added to the variance.
         format: How h is quantized, as `row_quantize` does; None where it is not.
         plain: Where a quantized h is written as it was before, (rows, D) in x's dtype, contiguous.
 
@@ -264,7 +246,6 @@ def gelu_quantize(
 
     Args:
         x: Rows, (M, K), of any float dtype; the GELU is computed in fp32, or float64 for float64.
-        format: How.
         keep: Whether the GELU is written over x, rounded to its dtype.
 
     Returns:
@@ -393,10 +374,6 @@ def qk_norm_rope(
         q: (B, queries, heads, head_dim), in joint order from token `first` on; batch and tokens
             with any stride.
         k: (B, joint, heads, head_dim), likewise.
-        norm: Weights of both streams.
-        rotary: Cosines and sines of every token.
-        tokens: How many of the tokens are text.
-        eps: Added to the mean square.
     """
     wide = wide_dtype(q)
     cos, sin = (part.to(wide).unsqueeze(2) for part in rotary)
@@ -416,19 +393,12 @@ def qk_norm_rope(
 
 
 class Guidance(NamedTuple):
-    """How far the image's rows are pushed.
+    """How far the image's rows are pushed."""
 
-    Attributes:
-        scale: How far from the negative prompt; at 1 nothing changes.
-        tau: How many times the norm of a row may grow.
-        alpha: The share of the result that is guided.
-        on: For each item of a batch, whether it is guided; empty for all.
-    """
-
-    scale: float
-    tau: float
-    alpha: float
-    on: tuple[bool, ...] = ()
+    scale: float  # how far from the negative prompt; at 1 nothing changes
+    tau: float  # how many times the norm of a row may grow
+    alpha: float  # the share of the result that is guided
+    on: tuple[bool, ...] = ()  # for each item of a batch, whether it is guided; empty for all
 
     def guide(self, positive: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
         """Pushes rows, with the norms that are the sums of their magnitudes.

@@ -32,12 +32,7 @@ PASSED_BY = Verdict("another extension runs the transformer with its own code")
 
 
 class Later:
-    """Reads numbers that the card is still computing, copied to the host without waiting.
-
-    Args:
-        step: After whose beginning the card computes them.
-        numbers: 0-dimensional tensors.
-    """
+    """Reads numbers that the card is still computing, copied to the host without waiting."""
 
     def __init__(self, step: int, *numbers: torch.Tensor) -> None:
         self.step = step
@@ -82,10 +77,6 @@ class Optimization:
     place. The result is kept for each model and each set of patches: ComfyUI's clones can carry
     other LoRAs, and each of several cards has its own model. What takes long is taken over from the
     last run, where nothing has changed since.
-
-    Args:
-        attention: This package's, or None for the host's alone.
-        blocks: Whether the executor runs the blocks.
     """
 
     host = "the host's"
@@ -107,11 +98,7 @@ class Optimization:
         return self.attention is not None and self.attention.lossy
 
     def start_run(self) -> None:
-        """Forgets what was known in the last run; its report stays until the next pass.
-
-        Raises:
-            NotFiniteError: As of `confirm`, in a run that goes on around this one.
-        """
+        """Forgets what was known in the last run; its report stays until the next pass."""
         self.confirm()
         # What was compared with the host's attention says nothing of this package's.
         gave_up = self.attention is not None and self.attention.fallback
@@ -124,11 +111,7 @@ class Optimization:
             memory.start_run()
 
     def confirm(self) -> None:
-        """Waits for what tells NaN; a host calls it at the end of a run.
-
-        Raises:
-            NotFiniteError: As of `run_pass`.
-        """
+        """Waits for what tells NaN; a host calls it at the end of a run."""
         self._settle([doubt for model in self._known() for doubt in list(model.doubts)])
 
     def end_run(self) -> None:

@@ -47,34 +47,22 @@ class Computed(NamedTuple):
 
 @dataclass
 class CacheFigures:
-    """What a step cache did in one run.
-
-    Attributes:
-        name: Of the settings.
-        steps: Of the schedule.
-        skipped: The steps that were forecast, by index.
-        missed: At each computed step after skipped ones, |forecast - computed| / |computed|; what
-            is not finite is left out.
-        distance: Estimated relative L2 distance of the final latent from that of a run without the
-            cache; None where nothing was skipped, or the cache went off in mid-run.
-        not_estimated: Why the host does not trust `distance`; None where it does.
-        refused: Steps that were computed after all, since a forecast had missed by more than
-            `MOST_MISSED`.
-        forgotten: How often size, type, device or guidance changed in mid-run.
-        seconds_saved: About.
-        reason: Why the cache was off, or went off in mid-run.
-    """
-
-    name: str
-    steps: int
-    skipped: list[int] = field(default_factory=list)
+    name: str  # of the settings
+    steps: int  # of the schedule
+    skipped: list[int] = field(default_factory=list)  # the steps that were forecast, by index
+    # at each computed step after skipped ones, |forecast - computed| / |computed|; what is not
+    # finite is left out
     missed: list[float] = field(default_factory=list)
+    # estimated relative L2 distance of the final latent from that of a run without the cache; None
+    # where nothing was skipped, or the cache went off in mid-run
     distance: float | None = None
+    # why the host does not trust `distance`; None where it does
     not_estimated: Verdict | None = None
+    # steps that were computed after all, since a forecast had missed by more than `MOST_MISSED`
     refused: int = 0
-    forgotten: int = 0
-    seconds_saved: float = 0.0
-    reason: Verdict | None = None
+    forgotten: int = 0  # how often size, type, device or guidance changed in mid-run
+    seconds_saved: float = 0.0  # about
+    reason: Verdict | None = None  # why the cache was off, or went off in mid-run
 
     @property
     def computed(self) -> int:
@@ -122,9 +110,7 @@ class CachedRun:
     tells with `computed`. Nothing is kept for another run.
 
     Args:
-        settings: What may be skipped.
         sigmas: Of the run, one more than it has steps.
-        kept: Steps that are computed besides.
         refusal: Why the host wants none skipped; None where it does not mind.
         followed: Where the sampler follows the model's prediction, broadcastable to the latent;
             None for everywhere. Inpainting has a mask.

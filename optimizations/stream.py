@@ -29,11 +29,6 @@ class WeightStream:
     Args:
         layers: The tensors of each, such as a weight and a bias. What is not in system RAM is
             given as it is.
-        device: A CUDA card, or the CPU, where all tensors are given as they are.
-
-    Attributes:
-        bytes: What the latest pass has brought to the card so far.
-        note: Why the pass is slower than it could be, in one sentence; empty where it is not.
     """
 
     def __init__(
@@ -46,6 +41,8 @@ class WeightStream:
     ) -> None:
         self._layers, self._device = [list(layer) for layer in layers], torch.device(device)
         self._buffers, self._chunk = pinned_bytes // chunk_bytes, chunk_bytes
+        # note: why the pass is slower than it could be, in one sentence; empty where it is not
+        # bytes: what the latest pass has brought to the card so far
         self.bytes, self.note = 0, ""
 
     def __iter__(self) -> Iterator[list[torch.Tensor]]:

@@ -17,30 +17,21 @@ def format_gib(count: float) -> str:
 
 
 class Format(NamedTuple):
-    """Holds what is known of weights in 8 bits with a scale for each row.
+    """Holds what is known of weights in 8 bits with a scale for each row."""
 
-    Attributes:
-        dtype: torch's name of what holds the values.
-        largest: magnitude that a row's own becomes: of e4m3, and of int8 used symmetrically.
-        rotations: so many columns are rotated together before, the first that divides them.
-        oldest: compute capability whose tensor cores multiply it here.
-        gemms: what multiplies it, and the multiple that N and K must be of: other layers fall to
-            `dequantize`.
-        marker: what `.comfy_quant` calls it.
-        layout: ComfyUI's class of such a weight.
-        one_scale: its classes with one scale for the weight, which is that of every row too.
-        packed: its class of codes in 4 or 6 bits that stand for such values.
-    """
-
-    dtype: str
-    largest: float
+    dtype: str  # torch's name of what holds the values
+    largest: float  # magnitude that a row's own becomes: of e4m3, and of int8 used symmetrically
+    # so many columns are rotated together before, the first that divides them
     rotations: tuple[int, ...]
-    oldest: tuple[int, int]
+    oldest: tuple[int, int]  # compute capability whose tensor cores multiply it here
+    # what multiplies it, and the multiple that N and K must be of: other layers fall to
+    # `dequantize`
     gemms: Mapping[str, int]
-    marker: str
-    layout: str
+    marker: str  # what `.comfy_quant` calls it
+    layout: str  # ComfyUI's class of such a weight
+    # its classes with one scale for the weight, which is that of every row too
     one_scale: tuple[str, ...] = ()
-    packed: str = ""
+    packed: str = ""  # its class of codes in 4 or 6 bits that stand for such values
 
 
 FORMATS = {
@@ -78,15 +69,11 @@ SMALLEST_SCALE = 1e-30
 
 
 class RowFormat(NamedTuple):
-    """Tells how the rows of a matrix are quantized, each by its own largest magnitude.
+    """Tells how the rows of a matrix are quantized, each by its own largest magnitude."""
 
-    Attributes:
-        storage: a key of `FORMATS`.
-        rotation: Before that, so many columns at a time are multiplied by a Hadamard matrix, as
-            ConvRot does: a power of 4, or 0 for none.
-    """
-
-    storage: str
+    storage: str  # a key of `FORMATS`
+    # before that, so many columns at a time are multiplied by a Hadamard matrix, as ConvRot does: a
+    # power of 4, or 0 for none
     rotation: int = 0
 
     def __str__(self) -> str:
@@ -106,21 +93,14 @@ OLDEST_BF16 = (8, 0)
 
 @dataclass(frozen=True)
 class CardFacts:
-    """Holds what a choice needs to know of one card.
+    """Holds what a choice needs to know of one card."""
 
-    Args:
-        name: as the driver calls it.
-        total_bytes: what CUDA shows, with ECC's share already gone: 45,373 MiB on an L40S.
-        capability: compute capability, (8, 9) on an L40S.
-        limit_watts: the power limit that the driver has set; 0 where nobody asked.
-        no_int8: why this machine's software does not run int8 products on it; empty where it does,
-            and for a card of another machine.
-    """
-
-    name: str
-    total_bytes: int
-    capability: tuple[int, int]
-    limit_watts: int = 0
+    name: str  # as the driver calls it
+    total_bytes: int  # what CUDA shows, with ECC's share already gone: 45,373 MiB on an L40S
+    capability: tuple[int, int]  # compute capability, (8, 9) on an L40S
+    limit_watts: int = 0  # the power limit that the driver has set; 0 where nobody asked
+    # why this machine's software does not run int8 products on it; empty where it does, and for a
+    # card of another machine
     no_int8: str = ""
 
     def multiplies(self, precision: str) -> bool:

@@ -33,39 +33,30 @@ GELU, SWIGLU, SPLIT_SWIGLU = "gelu", "swiglu", "swiglu of two layers"
 class BlockSpec:
     """Describes one transformer block, by the names of its modules in the hosts: where one has
     other names, it is another form.
-
-    Attributes:
-        gemms: {layer: (rows, columns) in multiples of dim}, those that may be quantized.
-        places: The layer of each of `block_form.PLACES`: q, k, v of the image, then of the text,
-            both outputs of attention, and the first and the last layers of the MLP, the image's
-            before the text's. Of one stream the text's name the same layers as the image's. The
-            same layer as q, k and v gives all three, in this order of its rows.
-        norms: The LayerNorms, without weights.
-        head_norms: The RMSNorms of queries and keys.
-        told_by: A module that no block of another form has.
-        activation: Of the MLP; `SWIGLU` of [gate; up] in one layer, or of two.
-        gelus: The modules whose `approximate` must be "tanh".
-        attention: The module that has `heads`.
-        biases: Whether its layers have biases.
-        text_layers: How the names of layers begin that the text stream goes through.
-        modulation: {stream: the layer that makes its shifts, scales and gates}.
-        modulation_rows: What that layer gives: shift, scale and gate, of attention and of the MLP.
-        hidden, inner: Columns in multiples of dim of what the MLP's first layers give, and of what
-            its last ones read: a gate halves them.
     """
 
+    # {layer: (rows, columns) in multiples of dim}, those that may be quantized
     gemms: Mapping[str, tuple[int, int]]
+    # The layer of each of `block_form.PLACES`: q, k, v of the image, then of the text, both outputs
+    # of attention, and the first and the last layers of the MLP, the image's before the text's. Of
+    # one stream the text's name the same layers as the image's. The same layer as q, k and v gives
+    # all three, in this order of its rows.
     places: tuple[str, ...]
-    norms: tuple[str, ...]
-    head_norms: tuple[str, ...]
-    told_by: str
-    activation: str
-    biases: bool
-    gelus: tuple[str, ...] = ()
-    attention: str = "attn"
+    norms: tuple[str, ...]  # the LayerNorms, without weights
+    head_norms: tuple[str, ...]  # the RMSNorms of queries and keys
+    told_by: str  # a module that no block of another form has
+    activation: str  # of the MLP; `SWIGLU` of [gate; up] in one layer, or of two
+    biases: bool  # whether its layers have biases
+    gelus: tuple[str, ...] = ()  # the modules whose `approximate` must be "tanh"
+    attention: str = "attn"  # the module that has `heads`
+    # how the names of layers begin that the text stream goes through
     text_layers: tuple[str, ...] = ()
+    # {stream: the layer that makes its shifts, scales and gates}
     modulation: Mapping[str, str] = field(default_factory=dict)
+    # what that layer gives: shift, scale and gate, of attention and of the MLP
     modulation_rows: int = 0
+    # hidden, inner: columns in multiples of dim of what the MLP's first layers give, and of what
+    # its last ones read: a gate halves them
     hidden: int = 4
     inner: int = 4
 
@@ -103,30 +94,19 @@ class BlockSpec:
 
 @dataclass(frozen=True)
 class TransformerShape:
-    """Holds the sizes of a transformer that fix all its tensors.
+    """Holds the sizes of a transformer that fix all its tensors."""
 
-    Args:
-        blocks: transformer blocks.
-        dim: width of its streams, heads x head_dim.
-        joint_dim: width of the text encoder's output.
-        in_channels: channels of one packed latent token.
-        packed_out_channels: channels of one packed output token.
-
-    Attributes:
-        behind: the linear layers behind the blocks.
-        patch: latent pixels of a token's side.
-    """
-
-    patch: ClassVar[int] = 1
+    patch: ClassVar[int] = 1  # latent pixels of a token's side
+    # the linear layers behind the blocks
     behind: ClassVar[tuple[str, ...]] = ("norm_out.linear", "proj_out")
 
     blocks: int
-    dim: int
+    dim: int  # width of its streams, heads x head_dim
     heads: int
     head_dim: int
-    joint_dim: int
-    in_channels: int
-    packed_out_channels: int
+    joint_dim: int  # width of the text encoder's output
+    in_channels: int  # channels of one packed latent token
+    packed_out_channels: int  # channels of one packed output token
 
     @property
     def family(self) -> Any:

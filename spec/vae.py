@@ -10,35 +10,25 @@ PIXELS_PER_LATENT = 8
 
 
 class Strips(NamedTuple):
-    """Counts what ComfyUI takes for an image whose layers it cuts into strips of rows.
+    """Counts what ComfyUI takes for an image whose layers it cuts into strips of rows."""
 
-    Attributes:
-        decode, encode: Operations of convolutions, and bytes read and written, for a pixel in bf16.
-        encode_bytes: Its peak, of any image and for a pixel.
-        least_tiles: In which the fused layers take half of that.
-    """
-
+    # decode, encode: operations of convolutions, and bytes read and written, for a pixel in bf16
     decode: tuple[int, int]
     encode: tuple[int, int]
-    encode_bytes: tuple[int, int]
-    least_tiles: int
+    encode_bytes: tuple[int, int]  # its peak, of any image and for a pixel
+    least_tiles: int  # in which the fused layers take half of that
 
 
 class VaeCounts(NamedTuple):
-    """Counts what the largest layers of a VAE hold, in pixels x channels of full resolution.
+    """Counts what the largest layers of a VAE hold, in pixels x channels of full resolution."""
 
-    Attributes:
-        kept: Of a stage, its input, which waits for a shortcut around it.
-        made: Channels that enlarging to full resolution gives, in those of full resolution.
-        enlarged: What it holds with its input, but for strips, in the fused layers; in ComfyUI's;
-            and where frames are padded.
-        margins: Pixels that a tile reads beyond what it gives, both sides together, where it holds
-            the most: to decode in fused layers, in others, and to encode.
-    """
-
-    kept: int = 0
-    made: int = 1
+    kept: int = 0  # of a stage, its input, which waits for a shortcut around it
+    made: int = 1  # channels that enlarging to full resolution gives, in those of full resolution
+    # what it holds with its input, but for strips, in the fused layers; in ComfyUI's; and where
+    # frames are padded
     enlarged: tuple[float, float, float] = (1.5, 6.5, 6.6)
+    # pixels that a tile reads beyond what it gives, both sides together, where it holds the most:
+    # to decode in fused layers, in others, and to encode
     margins: tuple[int, int, int] = (21, 21, 128)
 
 
@@ -47,34 +37,24 @@ COUNTS = VaeCounts()
 
 @dataclass(frozen=True)
 class VaeShape:
-    """Holds the sizes that fix a VAE's activations.
+    """Holds the sizes that fix a VAE's activations."""
 
-    Args:
-        dim: channels of the decoder at full resolution: 96 in the published VAE.
-        latent_channels: 16, or 64 in Qwen-Image-2.1.
-        image_channels: 3, or 4 in Qwen-Image-Layered and Qwen-Image-2.1.
-        padded_frames: the frames of the padded copy that a convolution reads of one image: 0 in
-            ComfyUI, where the kernel pads; 3 in diffusers, 1 in its class of Qwen-Image-2.1. Of
-            16-bit tensors diffusers norms and enlarges copies in fp32.
-        encoder_dim: the same of the encoder; None where it is the decoder's.
-        widths: channels of each stage from full to latent resolution, in multiples of those.
-        shortcuts: whether one leads around each stage that halves or enlarges.
-        counts: what its largest layers hold.
-        strips: what ComfyUI's own code takes, where it cuts each layer into strips of rows; None
-            where it runs layers whole.
-        fused: whether its layers run as `optimizations/vae/flat.py` computes them.
-    """
-
-    dim: int = 96
-    latent_channels: int = 16
-    image_channels: int = 3
+    dim: int = 96  # channels of the decoder at full resolution: 96 in the published VAE
+    latent_channels: int = 16  # 16, or 64 in Qwen-Image-2.1
+    image_channels: int = 3  # 3, or 4 in Qwen-Image-Layered and Qwen-Image-2.1
+    # the frames of the padded copy that a convolution reads of one image: 0 in ComfyUI, where the
+    # kernel pads; 3 in diffusers, 1 in its class of Qwen-Image-2.1. Of 16-bit tensors diffusers
+    # norms and enlarges copies in fp32.
     padded_frames: int = 0
-    encoder_dim: int | None = None
+    encoder_dim: int | None = None  # the same of the encoder; None where it is the decoder's
+    # channels of each stage from full to latent resolution, in multiples of those
     widths: tuple[int, ...] = (1, 2, 4, 4)
-    shortcuts: bool = False
-    counts: VaeCounts = COUNTS
+    shortcuts: bool = False  # whether one leads around each stage that halves or enlarges
+    counts: VaeCounts = COUNTS  # what its largest layers hold
+    # what ComfyUI's own code takes, where it cuts each layer into strips of rows; None where it
+    # runs layers whole
     strips: Strips | None = None
-    fused: bool = False
+    fused: bool = False  # whether its layers run as `optimizations/vae/flat.py` computes them
 
     @property
     def pixels(self) -> int:
@@ -113,16 +93,13 @@ Interval = tuple[int, int]
 
 @dataclass(frozen=True)
 class VaeLayer:
-    """Describes one layer that a tile runs through.
+    """Describes one layer that a tile runs through."""
 
-    Args:
-        kind: "convolution" is one of 3x3; "residual" is two with norms, and a shortcut;
-            "attention" reads every pixel of the whole, so that no tile runs it; "up" doubles the
-            pixels before a convolution; "down" is one of stride 2 that pads below and to the
-            right; "head" is a norm and a convolution; "stage" is `inner` with a shortcut around
-            all of it, which averages or repeats pixels.
-    """
-
+    # "convolution" is one of 3x3; "residual" is two with norms, and a shortcut; "attention" reads
+    # every pixel of the whole, so that no tile runs it; "up" doubles the pixels before a
+    # convolution; "down" is one of stride 2 that pads below and to the right; "head" is a norm and
+    # a convolution; "stage" is `inner` with a shortcut around all of it, which averages or repeats
+    # pixels
     kind: Kind
     channels_in: int
     channels_out: int

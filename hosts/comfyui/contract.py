@@ -101,9 +101,8 @@ comfy.sd: CLIP[target embedding_directory parameters state_dict model_options
     load_text_encoder_state_dicts[state_dicts embedding_directory clip_type model_options
     disable_dynamic]
 comfy.sd1_clip: SD1ClipModel SD1Tokenizer SDClipModel SDTokenizer
-comfy.text_encoders.llama: BaseLlama Llama2_[config device dtype ops] Qwen25_7BVLI
-    Qwen25_7BVLI_Config
-comfy.text_encoders.qwen_image: QwenImageTEModel QwenImageTokenizer te
+comfy.text_encoders.llama: Qwen25_7BVLI Qwen25_7BVLI_Config
+comfy.text_encoders.qwen_image: Qwen25_7BVLIModel QwenImageTEModel QwenImageTokenizer te
 comfy.utils: ProgressBar calculate_parameters load_safetensors
     load_torch_file[ckpt safe_load return_metadata]
 # encoding
@@ -190,9 +189,6 @@ KNOWN: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 def unsupported_host(capabilities: tuple[str, ...] = tuple(CAPABILITIES)) -> Verdict | None:
     """Says why something of this package does not run in this ComfyUI, in one sentence; None when
     all is well.
-
-    Args:
-        capabilities: What it needs, of `CAPABILITIES`.
     """
     floor = ".".join(map(str, COMFYUI_FLOOR))
     try:
@@ -219,12 +215,7 @@ def unsupported_host(capabilities: tuple[str, ...] = tuple(CAPABILITIES)) -> Ver
 
 
 def news_of_host() -> list[str]:
-    """Returns what to tell once about a ComfyUI that runs but is newer than this package knows.
-
-    Returns:
-        Sentences: a version above the tested ones, parameters that are new in `KNOWN`, and what
-        blocks newly give attention.
-    """
+    """Returns what to tell once about a ComfyUI that runs but is newer than this package knows."""
     found = importlib.import_module("comfyui_version").__version__
     news = []
     if is_newer_than_tested(found):
@@ -254,12 +245,7 @@ def news_of_host() -> list[str]:
 
 
 def is_known(replaced: tuple[str, str], block: tuple[str, str], arguments: tuple[str, ...]) -> bool:
-    """Returns whether ComfyUI has what is replaced, and calls a block as is known here.
-
-    Args:
-        replaced, block: Modules, and the methods in them.
-        arguments: What the block is called with, by place.
-    """
+    """Returns whether ComfyUI has what is replaced, and calls a block as is known here."""
     if _fault(*replaced, ()):
         return False
     forward = _target(*block)
@@ -272,11 +258,7 @@ def transformer_of(model: Any) -> Any:
 
 
 def read_sizes(look: Callable[..., Any], *given: Any) -> Any:
-    """Looks at the sizes of a Qwen-Image MODEL.
-
-    Raises:
-        SettingError: another node has put something else instead of a part that tells them.
-    """
+    """Looks at the sizes of a Qwen-Image MODEL."""
     found = read_or(None, look, *given)
     if found is None:
         raise SettingError(

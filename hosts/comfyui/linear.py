@@ -143,11 +143,7 @@ def is_mixed(kind: type) -> bool:
 
 
 def quantized_operations(compute_dtype: torch.dtype) -> type:
-    """Returns the operations class for a model whose state dict holds `.comfy_quant` entries.
-
-    Args:
-        compute_dtype: of the activations, and of every weight that is not quantized.
-    """
+    """Returns the operations class for a model whose state dict holds `.comfy_quant` entries."""
     base = comfy.ops.mixed_precision_ops({"mixed_ops": True}, compute_dtype)
 
     class Operations(base):

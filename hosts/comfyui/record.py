@@ -57,26 +57,6 @@ class MeasuredPhase:
     An exception that `restart_for` knows asks for a restart instead, whether or not it measures:
     a phase surrounds all that ComfyUI's nodes run of this package.
     It keeps no model and no tensor alive. Bytes are 0 where the device is not counted.
-
-    Attributes:
-        name: "text", "tables", "sampling", "decode" or "encode".
-        prompt: The id of ComfyUI's prompt.
-        asked: {setting: a number, a word or a list of them}.
-        outer: The phase that this one is a part of, which may run in another thread; None for the
-            innermost that is open in this thread.
-        path: How it ran, in lines.
-        not_fused: Why no block of a sampling ran fused; None where one did.
-        attention: Names of this package's backends that ran in a sampling, and "fast" where it
-            chose by measured errors.
-        off: Whether nothing is measured: no Report node asks, or measuring failed.
-        counted: Whether the device's memory is counted: on CUDA only.
-        seconds: From `begin` to the end, without phases inside.
-        waited_seconds: From the start to `begin`, while weights load; None where nothing began.
-        loaded_bytes: The card's reading at `begin`.
-        card_bytes: Highest reading of the card's memory in use, by every program.
-        allocated_bytes: Peak of torch's tensors.
-        working_bytes: The same over those at `begin`: activations and workspace.
-        paged_bytes: Highest reading of the weights that dynamic VRAM keeps outside torch.
     """
 
     def __init__(
@@ -89,17 +69,29 @@ class MeasuredPhase:
         outer: MeasuredPhase | None = None,
         **asked: Any,
     ) -> None:
+        # outer: the phase that this one is a part of, which may run in another thread; None for the
+        # innermost that is open in this thread
         self.outer, self._thread = outer, threading.get_ident()
+        # name: "text", "tables", "sampling", "decode" or "encode"
         self.name, self.prompt, self.device = name, prompt, device
+        # asked: {setting: a number, a word or a list of them}
         self.asked, self.path = asked, path
+        # why no block of a sampling ran fused; None where one did
         self.not_fused: Verdict | None = None
+        # names of this package's backends that ran in a sampling, and "fast" where it chose by
+        # measured errors
         self.attention: set[str] = set()
+        # whether nothing is measured: no Report node asks, or measuring failed
         self.off = owner is None or device is None or prompt is None
         self.counted = device is not None and device.type == "cuda"
-        self.seconds = 0.0
+        self.seconds = 0.0  # from `begin` to the end, without phases inside
+        # from the start to `begin`, while weights load; None where nothing began
         self.waited_seconds: float | None = None
-        self.loaded_bytes = self.card_bytes = self.paged_bytes = 0
-        self.allocated_bytes = self.working_bytes = 0
+        self.loaded_bytes = 0  # the card's memory in use at `begin`
+        self.card_bytes = 0  # its highest reading, of every program
+        self.paged_bytes = 0  # highest reading of the weights that dynamic VRAM keeps outside torch
+        self.allocated_bytes = 0  # peak of torch's tensors
+        self.working_bytes = 0  # the same over those at `begin`: activations and workspace
         self._owner = owner
         self._base = 0
         self._known: int | None = None  # torch's peak at `begin`
@@ -206,12 +198,7 @@ def _at_work(device: torch.device) -> list[MeasuredPhase]:
 def phase(
     name: str, patcher: Any, device: torch.device | None, path: tuple[str, ...] = ()
 ) -> MeasuredPhase:
-    """Measures a phase of the prompt that ComfyUI executes; off where it has no Report node.
-
-    Args:
-        patcher: of the MODEL, CLIP or VAE that computes; one of another kind measures nothing.
-        device: that computes.
-    """
+    """Measures a phase of the prompt that ComfyUI executes; off where it has no Report node."""
     prompt = None
     with harmless():
         prompt = reported_prompt()

@@ -80,13 +80,7 @@ class RunReport:
 
 
 def report_run(model: ModelPatcher, clip: Any = None, vae: Any = None) -> RunReport:
-    """Reports the last run of a MODEL with what CLIP and VAE did for it. Never raises.
-
-    Args:
-        model: the MODEL that sampled, or one that it is a clone of.
-        clip: the CLIP that encoded the prompts.
-        vae: the VAE that decoded.
-    """
+    """Reports the last run of a MODEL with what CLIP and VAE did for it. Never raises."""
     with harmless():
         report = _report(model, clip, vae)
         json.dumps(report.data)
@@ -197,14 +191,12 @@ class Row:
         return sum(phase.seconds for phase in self.phases)
 
     def most(self, name: str) -> int:
-        """Finds the highest of a figure in bytes; 0 where memory is not counted."""
         return max(getattr(phase, name) for phase in self.phases)
 
     def path(self) -> list[str]:
         return list(dict.fromkeys(line for phase in self.phases for line in phase.path))
 
     def as_dict(self) -> dict[str, Any]:
-        """Gives the figures for JSON, in seconds and GiB."""
         found = {"seconds": figure(self.seconds)}
         if any(phase.counted for phase in self.phases):
             found |= {
@@ -305,11 +297,7 @@ def predict(run: MeasuredPhase, model: Any, clip: Any, vae: Any) -> Prediction:
 def predicted_seconds(
     rows: Sequence[Row], last: Prediction, model: Any, clip: Any, vae: Any
 ) -> Range | None:
-    """Adds up the predicted times of all that ran; None where one has no prediction.
-
-    Args:
-        last: of the last sampling, which predicts all but the samplings before it.
-    """
+    """Adds up the predicted times of all that ran; None where one has no prediction."""
     times = []
     for row in rows:
         predictions = [last] * len(row.phases)
@@ -370,8 +358,6 @@ def _attention(names: Collection[str], card: CardFacts) -> str:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Holds a run with its prediction, and tells it in every form."""
-
     ran: LastRun
     rows: Sequence[Row]
     prediction: Prediction  # of the last sampling
@@ -406,7 +392,6 @@ class RunFacts:
         return beyond if beyond >= max(LONG_SECONDS, LONG_SHARE * steps) else 0.0
 
     def compared(self) -> str:
-        """Compares the time of a run with its prediction; empty without one."""
         if self.predicted is None:
             return ""
         low, high = self.predicted
@@ -416,7 +401,6 @@ class RunFacts:
         return "faster than predicted" if faster else "as predicted"
 
     def cost(self) -> str:
-        """Writes the USD for an image; empty without a price."""
         price = self.prediction.estimate and self.prediction.estimate.card.price()
         seconds = self.seconds / self.ran.last.asked["latent"][0]
         return usd(usd_range(price.usd_per_hour, Range(seconds, seconds))) if price else ""
@@ -481,7 +465,6 @@ class RunFacts:
         return table(list(zip(*columns, strict=True)), right=range(1, 4))
 
     def _prediction(self) -> list[str]:
-        """Writes what was predicted in one line; nothing where nothing was."""
         prediction, said = self.prediction, []
         if self.predicted is not None:
             said.append(f"{duration(self.predicted)} in total")
@@ -569,5 +552,4 @@ def heading(asked: Mapping[str, Any]) -> str:
 
 
 def seconds_text(value: float) -> str:
-    """Formats seconds: `840 ms`."""
     return duration(Range(value, value))

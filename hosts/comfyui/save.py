@@ -49,8 +49,6 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class SavedModel:
-    """Tells what was written."""
-
     path: Path
     precision: str
     bytes: int  # of the file
@@ -217,10 +215,6 @@ def _not_finite(name: str) -> CheckpointError:
 def loaded_weights(model: ModelPatcher) -> dict[str, torch.Tensor]:
     """Returns {name less `diffusion_model.`: tensor}, of a dtype to compute with or quantized, and
     what the files say of attention, uint8.
-
-    Raises:
-        CheckpointError: the model is not a Qwen-Image transformer, or of a form that is not known.
-        SettingError: it has a bypass LoRA.
     """
     # torch.compile and others put modules of their own into a model while it is loaded, and do so
     # again when it samples.
@@ -261,11 +255,7 @@ def loaded_weights(model: ModelPatcher) -> dict[str, torch.Tensor]:
 def _as_loaded(
     model: ModelPatcher, layer: str, weights: Tensors, precision: str, quantizable: bool
 ) -> StoredLayer | None:
-    """Returns the layer as it is loaded, if that is in `precision` and no patch changes it.
-
-    Args:
-        quantizable: whether e4m3 without scales stays, as ComfyUI's own loader has it.
-    """
+    """Returns the layer as it is loaded, if that is in `precision` and no patch changes it."""
     name = f"{layer}.weight"
     weight = weights[name]
     if PREFIX + name in model.patches:

@@ -158,12 +158,7 @@ class TransformerModulation:
         embedding: torch.Tensor,
         batch: int,
     ) -> Entry:
-        """Returns the modulation of all blocks for a timestep embedding.
-
-        Args:
-            given: What the transformer was called with.
-            embedding: (batch, D), or (2 batch, D) where the second half is for timestep 0.
-        """
+        """Returns the modulation of all blocks for a timestep embedding."""
         blocks, figures = blocks_of(transformer), self.figures
         if self._table is None and self._in_run and not figures.fallback:
             if all(_is_modulation(layer.module) for layer in modulation_layers(blocks)):

@@ -278,7 +278,6 @@ def _family(folder: Path) -> PipelineParts:
 def load_text_encoder(
     model_class: type[PreTrainedModel], folder: Path, *, dtype: torch.dtype, device: str
 ) -> PreTrainedModel:
-    """Loads the safetensors in `folder` in evaluation mode."""
     with _quiet_report():
         model, report = model_class.from_pretrained(
             folder,

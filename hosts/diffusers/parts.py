@@ -18,31 +18,20 @@ from ...loaders.source import TEMPLATE_PREFIX, check_prefix, holds_tokenizer
 
 @dataclass(frozen=True)
 class PipelineParts:
-    """Tells what differs between the pipelines that run here.
-
-    Attributes:
-        models: {part: class} of what diffusers itself defines.
-        words: The part that cuts prompts into tokens, which `load_words` reads from its folder.
-        arguments: Of a call of this pipeline alone; of a Turbo the sigmas that it is trained for.
-        member: The published model, with its steps and guidance.
-    """
+    """Tells what differs between the pipelines that run here."""
 
     pipeline: type[DiffusionPipeline]
-    models: Mapping[str, type[ModelMixin]]
+    models: Mapping[str, type[ModelMixin]]  # {part: class} of what diffusers itself defines
     text_encoder: type[PreTrainedModel]
-    words: str
+    words: str  # the part that cuts prompts into tokens, which `load_words` reads from its folder
     load_words: Callable[[Path], Qwen2Tokenizer | ProcessorMixin]
+    # of a call of this pipeline alone; of a Turbo the sigmas that it is trained for
     arguments: Mapping[str, Any]
-    member: Member
+    member: Member  # the published model, with its steps and guidance
 
 
 def load_tokenizer(folder: Path) -> Qwen2Tokenizer:
-    """Loads tokenizer.json, or vocab.json with merges.txt.
-
-    Raises:
-        CheckpointError: neither is there, or Qwen-Image's chat template before the prompt is not 34
-            tokens long, which is what the pipeline cuts off.
-    """
+    """Loads tokenizer.json, or vocab.json with merges.txt."""
     _check_tokenizer(folder)
     tokenizer = Qwen2Tokenizer.from_pretrained(folder, local_files_only=True)
     check_prefix(folder, len(tokenizer(TEMPLATE_PREFIX).input_ids))
@@ -60,9 +49,6 @@ SPECIAL_TOKENS = {
 def load_processor(folder: Path) -> ProcessorMixin:
     """Loads what Qwen-Image-2.1 reads prompts and references with: Qwen3-VL's processor without
     that of videos, which needs torchvision.
-
-    Raises:
-        CheckpointError: the tokenizer or another file is missing.
     """
     from transformers import Qwen3VLProcessor  # since 4.57
 

@@ -222,18 +222,15 @@ class Forward:
     Without a `__dict__`: accelerate and diffusers copy that of what they wrap.
 
     Args:
-        transformer: Referenced weakly.
         instead: Runs for each call, (host, args, kwargs), where `host` is what the call would have
             run; None for that alone.
-
-    Attributes:
-        before: What was in its place, of another extension; ABSENT for the class's own.
     """
 
     __slots__ = ("__signature__", "_transformer", "before", "instead")
 
     def __init__(self, transformer: QwenImageTransformer2DModel, instead: Instead | None) -> None:
         self.instead = instead
+        # what was in its place, of another extension; ABSENT for the class's own
         self.before: Any = ABSENT
         self._transformer = weakref.ref(transformer)
         self.__signature__ = inspect.signature(type(transformer).forward.__get__(transformer))

@@ -105,11 +105,7 @@ class QuantizedLinear(torch.nn.Module):
 
 
 def chosen_layers(names: Iterable[str], keep: Sequence[str] = ()) -> list[str]:
-    """Returns which of these layers are quantized, in their order.
-
-    Raises:
-        SettingError: a pattern in `keep` matches no layer, or the patterns leave none.
-    """
+    """Returns which of these layers are quantized, in their order."""
     names = list(names)
     chosen, _ = choose_layers(names, keep)
     return [name for name in names if name in chosen]
@@ -143,14 +139,6 @@ def quantize_transformer(
 
     A card's tensor cores multiply, or the same numbers in plain torch: the activations are rounded
     too.
-
-    Args:
-        transformer: diffusers' `QwenImageTransformer2DModel` or `QwenImage21Transformer2DModel`.
-        precision: "fp8" or "int8".
-        keep: as in `quantizable`.
-
-    Returns:
-        The names of the quantized layers.
 
     Raises:
         SettingError: the precision is unknown, or as in `quantizable`; nothing has changed then.

@@ -252,7 +252,6 @@ FRAMES = 3  # a kernel's reach over time; the class pads an image to it
 
 
 def parts() -> PipelineParts:
-    """Lists the classes of its text-to-image pipeline, as a `PipelineParts`."""
     from diffusers import QwenImagePipeline
     from transformers import Qwen2_5_VLForConditionalGeneration
 

@@ -90,11 +90,7 @@ if code is not None:
 
 
 def parts() -> PipelineParts:
-    """Lists the classes of its pipeline, as a `PipelineParts`.
-
-    Raises:
-        ImportError: diffusers or transformers is older.
-    """
+    """Lists the classes of its pipeline, as a `PipelineParts`."""
     from diffusers import QwenImage21Pipeline, QwenImage21Transformer2DModel
     from transformers import Qwen3VLForConditionalGeneration
 

@@ -33,17 +33,13 @@ StepCallback = Callable[[int, int, torch.Tensor], None]
 
 @dataclass(frozen=True)
 class Generation:
-    """Holds what a run made: image i comes from seed `settings.seed + i`.
-
-    Attributes:
-        cached: what the step cache did; None without one.
-    """
+    """Holds what a run made: image i comes from seed `settings.seed + i`."""
 
     images: list[Image.Image]
     settings: GenerateSettings
     sample_seconds: float
     decode_seconds: float
-    cached: CacheFigures | None = None
+    cached: CacheFigures | None = None  # what the step cache did; None without one
 
 
 def generate(
@@ -216,11 +212,7 @@ def _check(pipeline: LoadedPipeline, settings: GenerateSettings) -> None:
 
 
 def vae_shape(vae: ModelMixin) -> VaeShape:
-    """Reads the sizes of a VAE from its config.
-
-    Raises:
-        SettingError: it is another network than Qwen-Image's.
-    """
+    """Reads the sizes of a VAE from its config."""
     family, module = family_of_vae(vae)
     shape = module.vae_shape(vae.config)
     if shape is None:
@@ -233,7 +225,8 @@ def vae_shape(vae: ModelMixin) -> VaeShape:
 
 def decoder_stages(vae: ModelMixin) -> Stages:
     """Takes the decoder's own modules apart; their image is not yet clamped to -1 ... 1."""
-    shape, decoder = vae_shape(vae), vae.decoder
+    shape, decoder, middle = vae_shape(vae), vae.decoder, vae.decoder.mid_block
+    head = torch.nn.Sequential(decoder.norm_out, decoder.nonlinearity, decoder.conv_out)
     up_layers = family_of_vae(vae)[1].up_layers
     layers = []
     for block in decoder.up_blocks:
@@ -242,17 +235,9 @@ def decoder_stages(vae: ModelMixin) -> Stages:
         "decode",
         shape,
         end=lambda latents: decoder.conv_in(vae.post_quant_conv(latents)),
-        middle=_middle(decoder.mid_block),
-        outer=(*layers, _head(decoder)),
+        middle=Middle.of(middle.resnets[0], *middle.attentions, middle.resnets[1]),
+        outer=(*layers, head),
     )
-
-
-def _middle(block: torch.nn.Module) -> Middle:
-    return Middle.of(block.resnets[0], *block.attentions, block.resnets[1])
-
-
-def _head(coder: torch.nn.Module) -> torch.nn.Sequential:
-    return torch.nn.Sequential(coder.norm_out, coder.nonlinearity, coder.conv_out)
 
 
 @torch.inference_mode()
@@ -302,10 +287,6 @@ def decode_latent(vae: ModelMixin, latent: torch.Tensor) -> torch.Tensor:
 
     Returns:
         (1, image channels, 1, 8h, 8w), of 2.1 16h and 16w, from -1 to 1.
-
-    Raises:
-        UnavailableError: not even the smallest tile fits in what is free on the card.
-        torch.cuda.OutOfMemoryError: the card ran out of memory.
     """
     stages = decoder_stages(vae)
     plan = plan_decode(

@@ -22,31 +22,23 @@ PIPELINE_PRECISIONS = (AUTO, "bf16", "fp32")
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateSettings:
-    """Checks the settings of one generation.
-
-    Attributes:
-        width, height: pixels, divisible by 16.
-        steps: None for those of the schedule, else as many as a Turbo is trained for, or as of the
-            family's model card.
-        cfg: classifier-free guidance scale; at most 1 switches it off and halves the work. None for
-            the pipeline's own: 4, and 1 of Qwen-Image-2.1 and of few-step schedules.
-        seed: image i of the batch starts from the noise of `seed + i`.
-        cache: the step cache, one of `step_cache.CHOICES`.
-        schedule: one of `families.registry.schedule_names`; None for the folder's own.
-
-    Raises:
-        SettingError: a value breaks its rule.
-    """
+    """Checks the settings of one generation."""
 
     prompt: str
     negative_prompt: str = " "
+    # width, height: pixels, divisible by 16
     width: int
     height: int
+    # None for those of the schedule, else as many as a Turbo is trained for, or as of the family's
+    # model card
     steps: int | None = None
+    # classifier-free guidance scale; at most 1 switches it off and halves the work. None for the
+    # pipeline's own: 4, and 1 of Qwen-Image-2.1 and of few-step schedules.
     cfg: float | None = None
-    seed: int = 0
+    seed: int = 0  # image i of the batch starts from the noise of `seed + i`
     batch: int = 1
-    cache: str = OFF
+    cache: str = OFF  # the step cache, one of `step_cache.CHOICES`
+    # one of `families.registry.schedule_names`; None for the folder's own
     schedule: str | None = None
 
     def __post_init__(self) -> None:
@@ -124,15 +116,9 @@ def choose_offload(
     """Resolves `auto`, and refuses weights that cannot fit.
 
     Args:
-        requested: one of `OFFLOADS`.
         what: the subject of a refusal, such as `models/Qwen-Image in bf16`.
-        weights: {part: bytes}.
         work: bytes that `auto` leaves free on a card for activations.
         free, host_free: bytes that can be had on the device and in system RAM now.
-
-    Raises:
-        SettingError: `requested` is unknown.
-        UnavailableError: the device or system RAM is too small.
     """
     if requested not in OFFLOADS:
         raise SettingError(f"offload {requested!r} is unknown: choose {', '.join(OFFLOADS)}.")
@@ -167,17 +153,7 @@ class PrecisionChoice(NamedTuple):
 def choose_precision(
     requested: str, device: str, *, parameters: int, available_bytes: int
 ) -> PrecisionChoice:
-    """Resolves `auto`; any other known name is taken as it is.
-
-    Args:
-        requested: one of `PIPELINE_PRECISIONS`.
-        device: where the model runs, such as `cpu` or `cuda:0`.
-        parameters: number of weights of all parts together.
-        available_bytes: memory that can be had on `device` now.
-
-    Raises:
-        SettingError: `requested` is no known name.
-    """
+    """Resolves `auto`; any other known name is taken as it is."""
     check_known("precision", requested, PIPELINE_PRECISIONS)
     if requested != "auto":
         return PrecisionChoice(requested, "requested")

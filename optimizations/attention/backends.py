@@ -27,21 +27,15 @@ FLOATS = HALVES | {torch.float32}
 
 @dataclass(frozen=True)
 class AttentionRequest:
-    """Describes the tensors of an attention call, without their values.
-
-    Attributes:
-        dtype: Of q, k, v, the mask and the result.
-        tokens: Text and image tokens of one image together.
-        masked: Whether the call has an additive mask.
-    """
+    """Describes the tensors of an attention call, without their values."""
 
     device: torch.device
-    dtype: torch.dtype
+    dtype: torch.dtype  # of q, k, v, the mask and the result
     batch: int
     heads: int
     head_dim: int
-    tokens: int
-    masked: bool = False
+    tokens: int  # text and image tokens of one item together
+    masked: bool = False  # whether an additive mask comes with it
 
     @classmethod
     def of(cls, q: torch.Tensor, mask: torch.Tensor | None) -> AttentionRequest:
@@ -52,26 +46,18 @@ class AttentionRequest:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits the calls that a backend computes on one kind of device.
+    """Limits the calls that a backend computes on one kind of device."""
 
-    Attributes:
-        oldest: The lowest compute capability.
-        cards: The only compute capabilities; empty: all from `oldest` on.
-        widest: The largest head_dim.
-        heads: The only values of head_dim; empty: all up to `widest`.
-        head_bytes: The bytes of a head are a multiple of this.
-        fewest: The fewest tokens.
-        masks: Whether the backend computes an additive mask.
-    """
-
-    oldest: tuple[int, int] = (0, 0)
+    oldest: tuple[int, int] = (0, 0)  # the lowest compute capability
+    # the only compute capabilities; empty: all from `oldest` on
     cards: tuple[tuple[int, int], ...] = ()
     dtypes: frozenset[torch.dtype] = FLOATS
-    widest: int = 2**16
+    widest: int = 2**16  # the most elements of a head
+    # the only elements of a head that it takes; empty: every number up to `widest`
     heads: tuple[int, ...] = ()
-    head_bytes: int = 1
-    fewest: int = 1
-    masks: bool = True
+    head_bytes: int = 1  # what the bytes of a head are a multiple of
+    fewest: int = 1  # the fewest tokens
+    masks: bool = True  # whether it takes an additive mask
 
     def refusal(self, request: AttentionRequest, sm: tuple[int, int] | None) -> str:
         """Says why a request is outside, in one clause; empty when it is inside."""
@@ -99,37 +85,27 @@ ANY = Limits()
 
 @dataclass(frozen=True)
 class Backend:
-    """One way to compute attention.
-
-    Attributes:
-        attend: Takes q, k, v, each (B, tokens, heads, head_dim) with any strides but a contiguous
-            last dimension, and None or the mask, (B, 1, 1, tokens), which is added to the scores;
-            gives (B, tokens, heads * head_dim), contiguous, in memory of its own.
-        exact: Whether nothing is quantized: the result is as near to the true one as the dtype
-            allows.
-        card: Its limits on an NVIDIA card; None where it does not run on one.
-        cpu: The same on a processor.
-        other: The same on any other device.
-        package: What has to be installed; None for PyTorch's own.
-        whole_scores: Whether it writes the matrix of scores to memory: never the fastest.
-        further: Gives what else speaks against a request.
-        gives_lse: Whether `attend` takes `lse=True`, and then gives the logarithms of the sums of
-            exp(scores) besides, (B, heads, tokens of q) in fp32.
-        plans: Whether its first call of each length takes long. H100, 24 heads x 128, any length:
-            46 ms of cuDNN, below 1 ms of flash and efficient; at 4296 tokens a call of cuDNN takes
-            0.62 ms, of flash 0.77.
-    """
-
     name: str
+    # takes q, k, v, each (B, tokens, heads, head_dim) with any strides but a contiguous last
+    # dimension, and None or the mask, (B, 1, 1, tokens), which is added to the scores; gives (B,
+    # tokens, heads * head_dim), contiguous, in memory of its own
     attend: Callable[..., torch.Tensor]
+    # whether nothing is quantized: the result is as near to the true one as the dtype allows
     exact: bool = True
-    card: Limits | None = None
-    cpu: Limits | None = None
-    other: Limits | None = None
-    package: Package | None = None
+    card: Limits | None = None  # its limits on an NVIDIA card; None where it does not run on one
+    cpu: Limits | None = None  # the same on a processor
+    other: Limits | None = None  # the same on any other device
+    package: Package | None = None  # what has to be installed; None for PyTorch's own
+    # whether it writes the matrix of scores to memory: never the fastest
     whole_scores: bool = False
+    # gives what else speaks against a request
     further: Callable[[AttentionRequest], str] | None = None
+    # whether `attend` takes `lse=True`, and then gives the logarithms of the sums of exp(scores)
+    # besides, (B, heads, tokens of q) in fp32
     gives_lse: bool = False
+    # Whether its first call of each length takes long. H100, 24 heads x 128, any length: 46 ms of
+    # cuDNN, below 1 ms of flash and efficient; at 4296 tokens a call of cuDNN takes 0.62 ms, of
+    # flash 0.77.
     plans: bool = False
 
 
@@ -204,9 +180,6 @@ def aligned_mask(mask: torch.Tensor) -> torch.Tensor:
     """Starts a mask's rows at multiples of 8 elements, as the efficient kernel reads them.
 
     What is aligned already comes back as it is: aligned once per forward, it is copied in no block.
-
-    Args:
-        mask: (B, 1, 1, tokens), which may be a slice of a longer one.
     """
     *strides, last = mask.stride()
     starts = (mask.storage_offset(), *strides)

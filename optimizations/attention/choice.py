@@ -16,7 +16,7 @@ from ...machine.card import read_cards
 from ...machine.packages import Package, check_package
 from ...machine.settings import settings
 from ...machine.store import AttentionTimings, load_attention, save_attention
-from ...verdict import Verdict, first_line, try_once
+from ...verdict import Verdict, check_asked, first_line, try_once
 from ..kernels import on_card_of, sm_of
 from .backends import (
     FLASH_ATTN_3,
@@ -107,17 +107,9 @@ def refusal(name: str, request: AttentionRequest, tried: bool = False) -> Verdic
 
 @dataclass(frozen=True)
 class Attention:
-    """How a block's attention is computed.
-
-    Attributes:
-        name: A key of `BACKENDS`.
-        reason: Why this one, in one clause, with the milliseconds where it was measured.
-        masked: Whether it was chosen for requests with a mask.
-    """
-
-    name: str
-    reason: str
-    masked: bool = False
+    name: str  # a key of `BACKENDS`
+    reason: str  # why this one, in one clause, with the milliseconds where it was measured
+    masked: bool = False  # whether it was chosen for requests with a mask
 
     def __str__(self) -> str:
         return f"{self.name}: {self.reason}"
@@ -125,15 +117,7 @@ class Attention:
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """softmax(q @ k.T / sqrt(head_dim) + mask) @ v.
-
-        Args:
-            q: (B, tokens, heads, head_dim) as in the request it was chosen for, with any strides
-                but a contiguous last dimension; k and v likewise.
-            mask: (B, 1, 1, tokens) in q's dtype, added to the scores.
-
-        Returns:
-            (B, tokens, heads * head_dim), contiguous, in memory of its own.
+        """Gives softmax(q @ k.T / sqrt(head_dim) + mask) @ v, as `Backend.attend`.
 
         Raises:
             SettingError: There is a mask, and the choice was made for requests without.
@@ -170,7 +154,14 @@ def choose_attention(request: AttentionRequest, name: str = "auto") -> Attention
     refuse = refusal if launches else limits_of
     asked = asked_name(name)
     if asked not in ("auto", FAST):
-        _check_asked(asked, request, refuse)
+        check_asked(
+            "attention",
+            asked,
+            BACKENDS,
+            lambda name: refuse(name, request),
+            request.device,
+            ("auto", FAST),
+        )
         by = " by the settings" if name == "auto" else ""
         return Attention(asked, f"requested{by}", request.masked)
     order = _order(sm)
@@ -205,11 +196,7 @@ def choose_attention(request: AttentionRequest, name: str = "auto") -> Attention
 def measurement(
     request: AttentionRequest, quick: list[str], kind: str = ""
 ) -> tuple[AttentionTimings | None, list[str]]:
-    """Finds the times of the backends that run: known, read, or measured now.
-
-    Args:
-        kind: Of the measurement, where it is not of exact backends.
-    """
+    """Finds the times of the backends that run: known, read, or measured now."""
     key = "|".join(filter(None, (measurement_key(request), kind)))
     known = _measured.get(key) or load_attention(key)
     without: list[str] = []
@@ -277,19 +264,6 @@ def _may_launch(sm: tuple[int, int] | None, device: torch.device) -> bool:
     return not (on_card and torch.cuda.is_current_stream_capturing())
 
 
-def _check_asked(asked: str, request: AttentionRequest, refuse: Callable) -> None:
-    if asked not in BACKENDS:
-        names = " or ".join(("auto", FAST, *BACKENDS))
-        raise SettingError(f"there is no attention {asked!r}: use {names}")
-    reason = refuse(asked, request)
-    if reason:
-        others = {name: refuse(name, request) for name in BACKENDS if name != asked}
-        clauses = [f"attention {asked} cannot run on {request.device}: {reason}"]
-        clauses.append(f"use auto or {' or '.join(name for name, no in others.items() if not no)}")
-        clauses += [f"not {name}: {no}" for name, no in others.items() if no]
-        raise UnavailableError("; ".join(clauses))
-
-
 def asked_name(name: str) -> str:
     """Gives the backend, "auto" or "fast": that of the settings where the name is "auto"."""
     return settings().attention or name if name == "auto" else name
@@ -299,9 +273,6 @@ def measure(
     names: Iterable[str], request: AttentionRequest
 ) -> tuple[AttentionTimings | None, list[str]]:
     """Times each backend for one request, in milliseconds.
-
-    Args:
-        names: What to time, the one that is expected to be the fastest first.
 
     Returns:
         The times, None when there is none; and for each backend without one "not NAME: why".

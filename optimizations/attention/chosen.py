@@ -42,17 +42,11 @@ class MeasuredErrors:
     and values of a first, a middle and the last block.
 
     Cards that each compute a prompt do so in threads: a pass counts the blocks of its own thread.
-
-    Args:
-        most: The largest relative error that is allowed.
-
-    Attributes:
-        complete: Whether the last block of a pass was measured.
     """
 
     def __init__(self, most: float) -> None:
         self.most = most
-        self.complete = False
+        self.complete = False  # whether the last block of a pass was measured
         self._pass = _Pass()
         self._found: dict[str, list[torch.Tensor]] = {}
         self._refused: dict[str, Verdict | None] = {}
@@ -103,12 +97,6 @@ def attend_causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Te
     """Attends with a causal mask under which the last query reads all keys (`lower_right`).
 
     FlashAttention needs no mask in memory for it, and no plan for each length, as cuDNN does.
-
-    Args:
-        q, k, v: (B, tokens, heads, head_dim), of which q may have fewer tokens.
-
-    Returns:
-        As `Attention`; None where FlashAttention does not run.
     """
     kind = SDPA_FLASH.name, q.device, q.dtype, q.shape[-1], False, True
     if limits_of(SDPA_FLASH.name, AttentionRequest.of(q, None)):
@@ -119,11 +107,7 @@ def attend_causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Te
 
 
 def choose_fast(request: AttentionRequest, measured: MeasuredErrors) -> Attention:
-    """Chooses the fastest of the best exact backend and the quantized ones within the bound.
-
-    Raises:
-        UnavailableError: Nothing computes the request.
-    """
+    """Chooses the fastest of the best exact backend and the quantized ones within the bound."""
     exact, errors = choose_attention(request), measured.errors
     within = [name for name, error in errors.items() if error <= measured.most]
     allowed = [name for name in within if not refusal(name, request)]
@@ -151,9 +135,6 @@ def is_lossy(
     """Whether the attention that is asked for differs from exact attention by more than rounding.
 
     A backend that is named, here or by the settings, has to run for a 1024x1024 image.
-
-    Raises:
-        SettingError, UnavailableError: As `choose_attention`.
     """
     asked = asked_name(name)
     if asked in ("auto", FAST):
@@ -175,23 +156,14 @@ def _unplanned(request: AttentionRequest, chosen: Attention) -> Attention:
 
 
 class ChosenAttention:
-    """Computes attention by the backend that is chosen once a run for each shape.
-
-    Args:
-        name: "auto", "fast", or the name of a backend.
-        lossy: Whether that backend differs from exact attention by more than rounding.
-        most_error: What "fast" allows.
-
-    Attributes:
-        host: Whose attention stands in for it, in the genitive.
-        fallback: Why that happens; final for the run where a backend gave NaN.
-    """
+    """Attention by the backend that is chosen for the shapes at hand, each once in a run."""
 
     host = "the host's"
 
     def __init__(self, name: str, lossy: bool = False, most_error: float = MOST_ERROR) -> None:
         self.name = name
         self.lossy = lossy
+        # why that happens; final for the run where a backend gave NaN
         self.fallback: Verdict | None = None
         self._errors = MeasuredErrors(most_error)
         # By the request, whether errors were measured beside it, and as `choose` is asked.
@@ -246,9 +218,6 @@ class ChosenAttention:
         Args:
             once: Whether no other pass has these lengths: a backend that `plans` is not chosen.
             exact: Whether nothing that quantizes is chosen.
-
-        Raises:
-            UnavailableError: Nothing computes the request.
         """
         key = request, self.measuring, once, exact
         chosen = self._chosen.get(key)

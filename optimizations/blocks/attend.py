@@ -39,19 +39,14 @@ class BlockGuidance(Protocol):
 
 
 class Segment(NamedTuple):
-    """Tokens that follow one another, and the keys that they read.
-
-    Attributes:
-        start, stop: The tokens.
-        first, last: The keys, from `first` up to `last`.
-        causal: Whether a token reads no key behind its own, which is as far from `last` as the
-            token is from `stop`.
-    """
+    """Tokens from `start` up to `stop`, and the keys from `first` up to `last` that they read."""
 
     start: int
     stop: int
     first: int
     last: int
+    # whether a token reads no key behind its own, which is as far from `last` as the token is from
+    # `stop`
     causal: bool
 
 
@@ -65,17 +60,7 @@ def attend_parts(
     v: Tensor,
     mask: Tensor | None,
 ) -> Tensor:
-    """Attends with q, k and v of a block, guided and segment by segment; segments have no mask,
-    but for causal ones.
-
-    Args:
-        guidance, segments: As of a `Step`.
-        guided_rows: As of `Ops`.
-        q, k, v: (batch, tokens, heads, head_dim).
-
-    Returns:
-        (batch, tokens, heads * head_dim).
-    """
+    """Attends as `Attend`, guided and segment by segment; only causal segments have a mask."""
     if guidance is not None:
         attend = partial(guidance.attend, attend, mix=guided_rows)
     if not segments:

@@ -48,17 +48,12 @@ from .workspace import Prefix, Program, Workspace
 
 
 class LayerTensors(NamedTuple):
-    """The tensors of a linear layer on the card, for one product.
+    """The tensors of a linear layer on the card, for one product."""
 
-    Attributes:
-        weight: (N, K), in the dtype of the activations, or quantized, in 4 or 6 bits too.
-        scale: (N, 1), fp32; None for a weight that is not quantized.
-        bias: (N,), or None.
-    """
-
+    # (N, K), in the dtype of the activations, or quantized, in 4 or 6 bits too
     weight: torch.Tensor | PackedWeight
-    scale: torch.Tensor | None
-    bias: torch.Tensor | None
+    scale: torch.Tensor | None  # (N, 1), fp32; None for a weight that is not quantized
+    bias: torch.Tensor | None  # (N,), or None
 
     def third(self, part: int | None) -> LayerTensors:
         """Gives the rows of q, k or v of a layer that makes all three; itself for None."""
@@ -129,25 +124,17 @@ class Layers(Protocol):
 
 
 class Step(NamedTuple):
-    """What every block of one forward pass shares.
-
-    Attributes:
-        tokens: How many there are.
-        rotary: Their rotation.
-        mask: Added to the scores, (batch, 1, 1, keys) in the activations' dtype, or None.
-        prefix: What the block's attention reads besides; of this block alone.
-        segments: Which tokens read which; empty where all read all.
-        keep: Takes keys and values for the host to keep, as those of a `Prefix`; of this block.
-        guidance: By a negative prompt, of `nag`; of this block.
-    """
+    """What every block of one forward pass shares."""
 
     tokens: Tokens
     rotary: Rotary
+    # added to the scores, (batch, 1, 1, keys) in the activations' dtype, or None
     mask: torch.Tensor | None
-    prefix: Prefix | None = None
-    segments: tuple[Segment, ...] = ()
+    prefix: Prefix | None = None  # what the block's attention reads besides; of this block alone
+    segments: tuple[Segment, ...] = ()  # which tokens read which; empty where all read all
+    # takes keys and values for the host to keep, as those of a `Prefix`; of this block
     keep: Callable[[torch.Tensor, torch.Tensor], None] | None = None
-    guidance: BlockGuidance | None = None
+    guidance: BlockGuidance | None = None  # by a negative prompt, of `nag`; of this block
 
     @property
     def before(self) -> int:
@@ -155,25 +142,18 @@ class Step(NamedTuple):
 
 
 class KnownBlock(NamedTuple):
-    """What is known of a block, its layers in the order of `block_form.PLACES`.
+    """What is known of a block, its layers in the order of `block_form.PLACES`."""
 
-    Attributes:
-        modules, head_norms: The host's layers, and the RMSNorms of a `QKNorm`.
-        form: Equal forms are the same object.
-        ups: The second matrix of each layer's LoRAs, or None.
-        downs: The first matrices of text and image for each of `STAGES`; empty where there are no
-            LoRAs.
-        operands: Of each layer, or its module where it runs itself; None where tensors may move.
-        norms: Of queries and keys; None where they may move.
-    """
-
+    # modules, head_norms: the host's layers, and the RMSNorms of a `QKNorm`
     modules: tuple[torch.nn.Module, ...]
     head_norms: tuple[torch.nn.Module, ...]
-    form: BlockForm
-    ups: tuple[torch.Tensor | None, ...]
+    form: BlockForm  # equal forms are the same object
+    ups: tuple[torch.Tensor | None, ...]  # the second matrix of each layer's LoRAs, or None
+    # the first matrices of text and image for each of `STAGES`; empty where there are no LoRAs
     downs: tuple[tuple[torch.Tensor | None, ...], ...]
+    # of each layer, or its module where it runs itself; None where tensors may move
     operands: tuple[Operand | PackedOperand | torch.nn.Module, ...] | None = None
-    norms: QKNorm | None = None
+    norms: QKNorm | None = None  # of queries and keys; None where they may move
 
 
 class _Carried(NamedTuple):
@@ -201,8 +181,6 @@ class BlockExecutor:
     """Runs the blocks of one forward pass; it carries the streams from block to block.
 
     Args:
-        layers: The host's access to layers.
-        ops, attend: The kernels, and the attention.
         workspace: Whose buffers no other pass uses meanwhile; None for one of its own.
         known: What was found of blocks whose tensors stay where they are, by block; is added to.
             None where they may move.
@@ -238,8 +216,6 @@ class BlockExecutor:
 
         Args:
             text, image: (batch, tokens, D), any strides.
-            step: What the forward pass is about.
-            halves: The modulation of attention and of the MLP.
             following: The next block and its modulation of attention, where nothing reads or
                 changes the streams on the way to it. Its first norm is then part of this block's
                 last kernel, and the tensors that are returned change when it runs.
@@ -284,7 +260,6 @@ class BlockExecutor:
         Args:
             x: Both streams in stream order, (rows, D), contiguous.
             beside: Another stream for the text's products, which leave most of a card idle.
-            prefixes: Of the blocks; None for those without.
         """
         self._beside = beside
         text, image = streams_of(x, step.tokens)
@@ -401,11 +376,6 @@ class BlockExecutor:
         )
 
     def look(self, block: torch.nn.Module, like: torch.Tensor) -> KnownBlock:
-        """Returns what is known of a block.
-
-        Args:
-            like: Of the dtype and on the device of the pass.
-        """
         found = self._blocks.get(block)
         if found is None:
             found = self._blocks[block] = self._look(block, like)

@@ -33,17 +33,12 @@ STAGES = QKV, ATTENTION_OUT, MLP_IN, MLP_OUT = range(6), range(6, 8), range(8, 1
 
 
 class LowRank(NamedTuple):
-    """What all LoRAs of a layer add beside it: `x @ down[start : start + R].T @ up.T`.
+    """What all LoRAs of a layer add beside it: `x @ down[start : start + R].T @ up.T`."""
 
-    Attributes:
-        down: (R or more, K), contiguous: of all layers that read the same rows of one stream.
-        start: The layer's first row in it.
-        up: (N, R), contiguous.
-    """
-
+    # (R or more, K), contiguous: of all layers that read the same rows of one stream
     down: torch.Tensor
-    start: int
-    up: torch.Tensor
+    start: int  # the layer's first row in it
+    up: torch.Tensor  # (N, R), contiguous
 
 
 # The places of each stage that read the rows of the text and of the image.
@@ -57,20 +52,11 @@ SPLIT_READERS: Readers = (*READERS[:2], ((), MLP_IN), READERS[3])
 
 
 class LayerForm(NamedTuple):
-    """How a linear layer is computed.
-
-    Attributes:
-        kind: As `block.Layers.kind`.
-        format: Of the rows, where its GEMM takes quantized ones; else None.
-        gemm: Of a quantized layer.
-        rank: Of the LoRAs beside it; 0 without.
-        start, down_rows: Its first row in their first matrix, and how many that has.
-    """
-
-    kind: str | RowFormat | None
-    format: RowFormat | None = None
-    gemm: Gemm | None = None
-    rank: int = 0
+    kind: str | RowFormat | None  # as `block.Layers.kind`
+    format: RowFormat | None = None  # of the rows, where its GEMM takes quantized ones; else None
+    gemm: Gemm | None = None  # of a quantized layer
+    rank: int = 0  # of the LoRAs beside it; 0 without
+    # start, down_rows: its first row in their first matrix, and how many that has
     start: int = 0
     down_rows: int = 0
 
@@ -81,25 +67,17 @@ def common_format(layers: Sequence[LayerForm]) -> RowFormat | None:
 
 
 class BlockForm(NamedTuple):
-    """What blocks have in common that run the same program.
+    """What blocks have in common that run the same program."""
 
-    Attributes:
-        spec: The names of their modules.
-        layers: In the order of `PLACES`.
-        heads: Of attention.
-        inner: What the MLP's last layers read, in columns.
-        eps, head_eps: Of the LayerNorms, and of the RMSNorms of a head.
-    """
-
-    spec: BlockSpec
-    layers: tuple[LayerForm, ...]
+    spec: BlockSpec  # the names of their modules
+    layers: tuple[LayerForm, ...]  # in the order of `PLACES`
     heads: int
-    inner: int
+    inner: int  # what the MLP's last layers read, in columns
+    # eps, head_eps: of the LayerNorms, and of the RMSNorms of a head
     eps: float
     head_eps: float
 
     def at(self, stage: range) -> tuple[LayerForm, ...]:
-        """Gives the layers of one of `STAGES`."""
         return self.layers[stage.start : stage.stop]
 
     @property
@@ -179,11 +157,7 @@ def unknown_modulation(blocks: Sequence[torch.nn.Module]) -> Verdict | None:
 
 
 def unsupported_block(block: torch.nn.Module, dtype: torch.dtype) -> Verdict | None:
-    """Returns why the executor does not compute a block; None when it does.
-
-    Args:
-        dtype: Of the activations.
-    """
+    """Returns why the executor does not compute a block; None when it does."""
     spec = spec_of(block)
     if spec is None:
         known = ", ".join(spec.told_by for spec in block_specs())

@@ -37,15 +37,7 @@ LAST_PART = 5
 
 
 class Inputs(NamedTuple):
-    """What differs from pass to pass.
-
-    Attributes:
-        x: Both streams in stream order, (rows, D); the result is written over it.
-        entry: The modulation of all blocks.
-        step: Tokens, rotation and mask.
-    """
-
-    x: torch.Tensor
+    x: torch.Tensor  # both streams in stream order, (rows, D); the result is written over it
     entry: Entry
     step: Step
 
@@ -61,36 +53,21 @@ class Inputs(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a graph computes.
-
-    Attributes:
-        key: What two passes have in common that one graph can compute.
-        weights: The token of where the weights are.
-        parts: What launches blocks of which model.
-        beside: Whether text and image are computed side by side.
-        launch: Is called before a capture. What it returns launches the work in place of the
-            inputs' `x`, with another stream on their card.
-        cards: Others that take part, each with its memory.
-        borrowed: The host's tensors that it reads where they are, until the run ends.
-    """
-
-    key: Hashable
-    weights: Hashable
+    key: Hashable  # what two passes have in common that one graph can compute
+    weights: Hashable  # the token of where the weights are
+    # what launches blocks of which model
     parts: Sequence[tuple[BlockExecutor, Sequence[torch.nn.Module]]]
-    beside: bool
+    beside: bool  # whether text and image are computed side by side
+    # Is called before a capture. What it returns launches the work in place of the inputs' `x`,
+    # with another stream on their card.
     launch: Callable[[], Callable[[Inputs, torch.cuda.Stream], None]]
+    # others that take part, each with its memory
     cards: Sequence[tuple[torch.device, PassMemory]] = ()
+    # the host's tensors that it reads where they are, until the run ends
     borrowed: Sequence[Prefix] | None = None
 
 
 class PassGraph:
-    """A captured pass.
-
-    Attributes:
-        pool: What it allocated comes from.
-        issued: When the CPU had issued the last replay, by `time.perf_counter`.
-    """
-
     def __init__(
         self,
         graph: torch.cuda.CUDAGraph,
@@ -101,7 +78,7 @@ class PassGraph:
     ) -> None:
         self._graph, self._inputs = graph, inputs
         self.pool, self.weights, self.borrowed = pool, work.weights, work.borrowed
-        self.issued = 0.0
+        self.issued = 0.0  # when the CPU had issued the last replay, by `time.perf_counter`
         self._buffers = [(workspace, workspace.changes) for workspace in workspaces]
 
     @property
@@ -130,28 +107,16 @@ FIRST = Verdict("the first forward passes of a shape run without graphs")
 
 @dataclass
 class Seen:
-    """The passes of one shape.
+    """The passes of one shape."""
 
-    Attributes:
-        passes: In this run.
-        runs: Before this one.
-        waited: Whether the card waited for the CPU in the last pass that was looked at; None
-            before.
-        refusal: Why no graph is captured in this run.
-    """
-
-    passes: int = 0
-    runs: int = 0
+    passes: int = 0  # in this run
+    runs: int = 0  # before this one
+    # whether the card waited for the CPU in the last pass that was looked at; None before
     waited: bool | None = None
-    refusal: Verdict | None = None
+    refusal: Verdict | None = None  # why no graph is captured in this run
 
     def not_worth(self, steps: int | None, beside: bool) -> Verdict | None:
-        """Returns why no graph is captured for the pass that is coming; None when one is.
-
-        Args:
-            steps: Of the run; None where nobody tells.
-            beside: Whether it would compute text and image side by side.
-        """
+        """Returns why no graph is captured for the pass that is coming; None when one is."""
         if self.refusal:
             return self.refusal
         if self.waited is None:
@@ -166,14 +131,7 @@ class Seen:
 
 @dataclass
 class GraphFigures:
-    """What one run had of graphs.
-
-    Attributes:
-        replayed: Passes that replayed one.
-        captured, seconds: Graphs, and what capturing them took.
-    """
-
-    replayed: int = 0
+    replayed: int = 0  # passes that replayed one
     captured: int = 0
     seconds: float = 0.0
 
@@ -248,11 +206,7 @@ class PassMemory:
     def capture(
         self, work: Work, text: torch.Tensor, entry: Entry, step: Step, figures: GraphFigures
     ) -> PassGraph | Verdict:
-        """Captures work that has run before; why not, where that fails.
-
-        Args:
-            text: Of the dtype and on the device of the pass.
-        """
+        """Captures work that has run before; why not, where that fails."""
         start = time.perf_counter()
         memories = [self, *(memory for _, memory in work.cards)]
         for memory in memories:
@@ -365,11 +319,7 @@ def capture(
 
 
 def pool_on(card: torch.device) -> torch.cuda.MemPool:
-    """Returns memory of a card for the graphs of another.
-
-    Raises:
-        RuntimeError: This torch, or its allocator, has none.
-    """
+    """Returns memory of a card for the graphs of another."""
     if torch.cuda.get_allocator_backend() != "native":
         raise RuntimeError(
             "a graph over several GPUs needs PyTorch's allocator: start ComfyUI with "

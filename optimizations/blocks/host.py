@@ -39,67 +39,49 @@ Streams = tuple[torch.Tensor, torch.Tensor]  # text and image
 
 
 class BlockInputs(NamedTuple):
-    """The arguments of one block.
-
-    Attributes:
-        text, image: (batch, tokens, D).
-        embedding: Of the timestep, (batch, D), or (2 batch, D) where the second half is for
-            timestep 0; or whatever else the host makes the modulation of, the same object in all
-            blocks of a pass.
-        step: What the blocks of the pass share.
-        watched: Whether something reads or changes the streams on the way to the next block,
-            besides what `HostPass.additions` says.
-    """
-
+    # text, image: (batch, tokens, D)
     text: torch.Tensor
     image: torch.Tensor
+    # of the timestep, (batch, D), or (2 batch, D) where the second half is for timestep 0; or
+    # whatever else the host makes the modulation of, the same object in all blocks of a pass
     embedding: Any
     step: Step
+    # whether something reads or changes the streams on the way to the next block, besides what
+    # `HostPass.additions` says
     watched: bool
 
 
 class HostPass:
-    """A host's adapter: one call of its transformer.
+    """A host's adapter: one call of its transformer."""
 
-    Attributes:
-        owner: The host's model; referenced weakly.
-        state: What its weights are; what is known of the model in this run is known under it.
-        blocks: The transformer's, in order.
-        dtype, device: Of the activations.
-        latents: What the call denoises.
-        layers: Access to its layers.
-        modulation: Of the model, over its runs; `start_run()` begins new figures, `lines()` tells.
-        attention: This package's, where it computes the attention of the block that runs.
-        peers: Of cards that have nothing to do in this pass, each with its own copy of the model;
-            they have no modulation of their own in it, and what the host gives blocks is here.
-        in_turns: Whether passes of other cards are launched meanwhile, by threads that the
-            interpreter lets run in turns.
-        names: Of a block's arguments, as far as the host passes them by place.
-        streams: The names of what the host's block gets: text, image and embedding, or the last of
-            them.
-        additions: What the host adds to the first image rows after each block, (batch or 1, rows,
-            D) in any floating dtype, on this pass's device, or None; empty where nothing is added.
-        prefixes: What the attention of each block reads besides, where that is known before it is
-            called and stays where it is until the run ends; None for none.
-        steps: Of the run, where the host tells.
-    """
-
-    owner: Any
+    owner: Any  # the host's model; referenced weakly
+    # what its weights are; what is known of the model in this run is known under it
     state: Hashable
-    blocks: Sequence[torch.nn.Module]
+    blocks: Sequence[torch.nn.Module]  # the transformer's, in order
     dtype: torch.dtype
     device: torch.device
-    latents: torch.Tensor
+    latents: torch.Tensor  # what the call denoises
     layers: Layers
+    # of the model, over its runs; `start_run()` begins new figures, `lines()` tells
     modulation: Any
+    # this package's, where it computes the attention of the block that runs
     attention: ChosenAttention | None
+    # of cards that have nothing to do in this pass, each with its own copy of the model; they have
+    # no modulation of their own in it, and what the host gives blocks is here
     peers: Sequence[HostPass]
+    # whether passes of other cards are launched meanwhile, by threads that the interpreter lets run
+    # in turns
     in_turns: bool
-    names: Sequence[str] = ()
+    names: Sequence[str] = ()  # of a block's arguments, as far as the host passes them by place
+    # the names of what the host's block gets: text, image and embedding, or the last of them
     streams: tuple[str, ...]
+    # what the host adds to the first image rows after each block, (batch or 1, rows, D) in any
+    # floating dtype, on this pass's device, or None; empty where nothing is added
     additions: Sequence[torch.Tensor | None]
+    # what the attention of each block reads besides, where that is known before it is called and
+    # stays where it is until the run ends; None for none
     prefixes: Sequence[Prefix] | None = None
-    steps: int | None
+    steps: int | None  # of the run, where the host tells
     _kept: Mapping[Hashable, tuple[tuple, Step]] = MappingProxyType({})
 
     def fallback(self) -> Verdict | None:
@@ -117,11 +99,7 @@ class HostPass:
         raise NotImplementedError
 
     def lasting(self, capturing: bool = False) -> AbstractContextManager[None]:
-        """Lets what is allocated meanwhile outlive the block that runs.
-
-        Args:
-            capturing: Whether a CUDA graph is captured.
-        """
+        """Lets what is allocated meanwhile outlive the block that runs."""
         return nullcontext()
 
     def failed(self, error: RuntimeError) -> Verdict | None:
@@ -167,12 +145,7 @@ class HostPass:
         raise NotImplementedError
 
     def kept_step(self, given: tuple, form: Hashable, make: Callable[[], Step]) -> Step:
-        """Makes what the blocks of a pass share once, as long as the host gives them the same.
-
-        Args:
-            given: The host's objects that it is made of.
-            form: What else it is made of, which may be equal and another object.
-        """
+        """Makes what the blocks of a pass share once, as long as the host gives them the same."""
         known, step = self._kept.get(form, ((), None))
         if step is None or not all(map(is_, given, known)):
             with self.lasting():
@@ -253,20 +226,13 @@ class FirstBlockCheck:
 
     A change of the host, of a weight's layout or of another extension that the executor misses
     would otherwise be a wrong image without a word.
-
-    Args:
-        rounds: Whether weights are quantized or attention is lossy, so that host and executor round
-            differently.
-
-    Attributes:
-        failed: Why the host's blocks run from here on.
-        worst: The largest relative difference of a stream that passed; None before.
     """
 
     def __init__(self, rounds: bool) -> None:
         self._most = ROUNDING_TOLERANCE if rounds else EXACT_TOLERANCE
         self._passed: set[tuple] = set()
-        self.failed: Verdict | None = None
+        self.failed: Verdict | None = None  # why the host's blocks run from here on
+        # the largest relative difference of a stream that passed; None before
         self.worst: float | None = None
 
     def wanted(self, step: Step) -> bool:
@@ -319,11 +285,7 @@ def _norms(start: torch.Tensor, ours: torch.Tensor, host: torch.Tensor) -> torch
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Returns whether all is finite, looking at some rows at a time, for little memory.
-
-    Args:
-        tensor: (..., rows, columns).
-    """
+    """Returns whether all is finite, looking at some rows at a time, for little memory."""
     parts = tensor.split(COMPARED_AT_ONCE, -2)  # torch's isfinite takes 2.5 times a bf16 tensor
     return all(bool(part.isfinite().all()) for part in parts)
 
@@ -342,27 +304,19 @@ EXCHANGED = {KEYS: "keys and values", ROWS: "normalized rows"}
 
 @dataclass
 class SplitFigures:
-    """Counts what several GPUs did in one run.
+    """Counts what several GPUs did in one run."""
 
-    Attributes:
-        check: Compares a block on all GPUs with that of ComfyUI or diffusers.
-        plan: Of the last pass that was split.
-        passes: How many were split.
-        blocks, seconds: What the CPU launched of them, and the time that it took.
-        gain: How many times as fast as one card they are; None where nobody measured.
-        verdicts: Of the run.
-        refusal: Why the passes that come run on one card.
-        sent: Whether normalized rows can be, and whether in 8 bits; None before anybody looked.
-    """
-
-    check: FirstBlockCheck
+    check: FirstBlockCheck  # compares a block on all GPUs with that of ComfyUI or diffusers
     verdicts: Verdicts
-    plan: Exchange | None = None
-    passes: int = 0
+    plan: Exchange | None = None  # of the last pass that was split
+    passes: int = 0  # how many were split
+    # blocks, seconds: what the CPU launched of them, and the time that it took
     blocks: int = 0
     seconds: float = 0.0
+    # how many times as fast as one card they are; None where nobody measured
     gain: float | None = None
-    refusal: Verdict | None = None
+    refusal: Verdict | None = None  # why the passes that come run on one card
+    # whether normalized rows can be, and whether in 8 bits; None before anybody looked
     sent: tuple[bool, bool] | None = None
 
     def refuse(self, reason: Verdict) -> None:
@@ -390,55 +344,43 @@ class PreparedModel:
     """What is known of one model with one set of weights in one run; it does not hold the model.
 
     Args:
-        host: Its first pass.
-        lossy_attention: Whether attention differs from exact attention by more than rounding.
         earlier: What was known of it with the same weights in the last run: where nothing has
             changed since, who watches the blocks and which shapes were compared is taken over.
-
-    Attributes:
-        ops: The kernels; a `Verdict` where there are none.
-        unknown: Why there is no modulation of all blocks; None where there is.
-        unsupported: Of each block, why the executor does not compute it.
-        read: The kinds of their layers.
-        rounds: Whether host and executor round differently.
-        kinds: With how many layers each.
-        quantized: Whether any is.
-        graphs: What this run had of CUDA graphs.
-        split: What it had of several cards; None where no pass had others.
-        verdicts: What did not run in it, and why.
-        exchanged: Whether somebody exchanged what blocks were given, unannounced.
-        dropped: How often graphs were given up because memory ran out.
     """
 
     def __init__(
         self, host: HostPass, lossy_attention: bool, earlier: PreparedModel | None = None
     ) -> None:
-        self.ops = choose_ops(host.device)
+        self.ops = choose_ops(host.device)  # the kernels; a `Verdict` where there are none
+        # why there is no modulation of all blocks; None where there is
         self.unknown = unknown_modulation(host.blocks)
         as_it_was = earlier is not None and earlier.is_unchanged(host.blocks)
         forms = [None] * len(host.blocks) if as_it_was else _unsupported(host)
+        # of each block, why the executor does not compute it
         self.unsupported = [
             reason or host.unsupported(block)
             for block, reason in zip(host.blocks, forms, strict=True)
         ]
         pairs = zip(host.blocks, self.unsupported, strict=True)
         read = [layer for block, reason in pairs if not reason for layer in token_layers(block)]
-        self.read = list(map(host.layers.kind, read))
-        self.kinds = Counter(self.read)
+        self.read = list(map(host.layers.kind, read))  # the kinds of their layers
+        self.kinds = Counter(self.read)  # with how many layers each
         self._formats = sorted(kind for kind in self.kinds if isinstance(kind, RowFormat))
         storages = dict.fromkeys(format.storage for format in self._formats)
         self._gemms = [host.layers.gemm(storage, host.device) for storage in storages]
         others = (layer for layer, kind in zip(read, self.read, strict=True) if kind != DENSE)
+        # whether host and executor round differently
         self.rounds = lossy_attention or any(map(host.layers.rounds, others))
         self.check = FirstBlockCheck(self.rounds)
+        # what it had of several cards; None where no pass had others
         self.split: SplitFigures | None = None
         self.modulation = host.modulation
         self.passes = self.fused = 0
-        self.verdicts = Verdicts()
-        self.quantized = bool(self._formats)
-        self.graphs = GraphFigures()
-        self.exchanged = False
-        self.dropped = 0
+        self.verdicts = Verdicts()  # what did not run in it, and why
+        self.quantized = bool(self._formats)  # whether any is
+        self.graphs = GraphFigures()  # what this run had of CUDA graphs
+        self.exchanged = False  # whether somebody exchanged what blocks were given, unannounced
+        self.dropped = 0  # how often graphs were given up because memory ran out
         self._blocks = tuple(map(weakref.ref, host.blocks))
         self._weights: Hashable = None
         self._known: dict[torch.nn.Module, KnownBlock] = {}

@@ -23,22 +23,17 @@ MANY_ROWS = 1024
 
 
 class Share(NamedTuple):
-    """The rows of a pass that one card computes.
+    """The rows of a pass that one card computes."""
 
-    Attributes:
-        whole: Tokens of the pass.
-        text: Whether the text's rows are among them.
-        start, stop: The image tokens of each item that are.
-        received: The shares of other cards whose normalized rows come here, so that their keys and
-            values are made here; empty where keys and values come.
-        cached: Whether the text's keys and values come from a cache, normalized and rotated.
-    """
-
-    whole: Tokens
-    text: bool
+    whole: Tokens  # tokens of the pass
+    text: bool  # whether the text's rows are among them
+    # start, stop: the image tokens of each item that are
     start: int
     stop: int
+    # the shares of other cards whose normalized rows come here, so that their keys and values are
+    # made here; empty where keys and values come
     received: tuple[Share, ...] = ()
+    # whether the text's keys and values come from a cache, normalized and rotated
     cached: bool = False
 
     @classmethod
@@ -72,19 +67,12 @@ class Share(NamedTuple):
 
 
 class PackedWeight(NamedTuple):
-    """A weight in 4 or 6 bits, which stands for int8; as `reference.decode_weight` takes it.
+    """A weight in 4 or 6 bits, which stands for int8; as `reference.decode_weight` takes it."""
 
-    Attributes:
-        codes: (N, K * bits / 8), int8, contiguous.
-        group_scale: (N, groups), fp32 or bytes of e4m3, contiguous.
-        codebook: (16,), fp32, or None.
-        bits: 4 or 6.
-    """
-
-    codes: torch.Tensor
-    group_scale: torch.Tensor
-    codebook: torch.Tensor | None
-    bits: int
+    codes: torch.Tensor  # (N, K * bits / 8), int8, contiguous
+    group_scale: torch.Tensor  # (N, groups), fp32 or bytes of e4m3, contiguous
+    codebook: torch.Tensor | None  # (16,), fp32, or None
+    bits: int  # 4 or 6
 
 
 class PackedOperand(NamedTuple):
@@ -97,23 +85,14 @@ class PackedOperand(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """A layer's tensors with the views that products read, made once.
+    """A layer's tensors with the views that products read, made once."""
 
-    Attributes:
-        weight: (N, K), in the dtype of the activations, or quantized.
-        scale: (N, 1), fp32; None for a weight that is not quantized.
-        bias: (N,), or None.
-        weight_t, scale_t: Transposed.
-        up: The second matrix of the layer's LoRAs, (N, R), in the dtype of the activations; None
-            without.
-        up_t: Transposed.
-    """
-
-    weight: torch.Tensor
-    scale: torch.Tensor | None
-    bias: torch.Tensor | None
+    weight: torch.Tensor  # (N, K), in the dtype of the activations, or quantized
+    scale: torch.Tensor | None  # (N, 1), fp32; None for a weight that is not quantized
+    bias: torch.Tensor | None  # (N,), or None
     weight_t: torch.Tensor
     scale_t: torch.Tensor | None
+    # the second matrix of the layer's LoRAs, (N, R), in the dtype of the activations; None without
     up: torch.Tensor | None
     up_t: torch.Tensor | None
 
@@ -171,20 +150,12 @@ def in_joint_order(tokens: Tokens) -> tuple[StreamSlice, StreamSlice]:
 
 
 class Rows:
-    """The rows that layers read, plain, quantized, or both.
-
-    Args:
-        matrix: (rows, K); None where another tensor is given before each use.
-
-    Attributes:
-        quantized: By format.
-        fixed: Whether `matrix` stays the same tensor.
-    """
+    """The rows that layers read, plain, quantized, or both."""
 
     def __init__(self, matrix: torch.Tensor | None = None) -> None:
         self.matrix = matrix
-        self.fixed = matrix is not None
-        self.quantized: dict[RowFormat, QuantizedRows] = {}
+        self.fixed = matrix is not None  # whether `matrix` stays the same tensor
+        self.quantized: dict[RowFormat, QuantizedRows] = {}  # by format
 
     def plain(self, start: int, length: int) -> torch.Tensor:
         return self.matrix[start : start + length]
@@ -194,24 +165,16 @@ class Rows:
 
 
 class Read(NamedTuple):
-    """What a layer of one stream reads and writes.
+    """What a layer of one stream reads and writes."""
 
-    Attributes:
-        rows: What it reads of.
-        part: Which of them.
-        out: (batch, tokens, N) of any strides.
-        gelu: Whether the tanh GELU of the product is written.
-        swiglu: Whether its SwiGLU is, in half the columns (`swiglu_inside`).
-        low: What the second matrix of the layer's LoRAs reads, (rows, R), a row for each of `rows`;
-            None without LoRAs.
-    """
-
-    rows: Rows
-    part: StreamSlice
-    out: torch.Tensor
-    gelu: bool = False
+    rows: Rows  # what it reads of
+    part: StreamSlice  # which of them
+    out: torch.Tensor  # (batch, tokens, N) of any strides
+    gelu: bool = False  # whether the tanh GELU of the product is written
+    # what the second matrix of the layer's LoRAs reads, (rows, R), a row for each of `rows`; None
+    # without LoRAs
     low: torch.Tensor | None = None
-    swiglu: bool = False
+    swiglu: bool = False  # whether its SwiGLU is, in half the columns (`swiglu_inside`)
 
     def low_of(self, start: int, length: int) -> torch.Tensor | None:
         return None if self.low is None else self.low[start : start + length]
@@ -345,9 +308,6 @@ def expanded_product(read: Read, format: RowFormat, gemm: Gemm) -> Product:
 def merged_product(read: Read, format: RowFormat | None) -> Product:
     """Multiplies by a weight that turned out plain, as when ComfyUI has merged a LoRA into it on
     its way.
-
-    Args:
-        format: Of the rows that are there for the quantized weight; None where they are plain.
     """
 
     def run(operand: Operand) -> None:

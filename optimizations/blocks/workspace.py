@@ -68,19 +68,16 @@ class BufferMissingError(RuntimeError):
 
 
 class Workspace:
-    """The buffers of a pass, and the programs that use them.
-
-    Attributes:
-        changes: Counts how often a buffer was exchanged for a larger one: what was prepared or
-            captured before that is void.
-        closed: In a capture, whose buffers cudaMallocAsync lays no memory under before a replay.
-        forms: Of the blocks that were seen, so that equal ones are one object.
-    """
+    """The buffers of a pass, and the programs that use them."""
 
     def __init__(self, ops: Ops) -> None:
         self.ops = ops
+        # counts how often a buffer was exchanged for a larger one: what was prepared or captured
+        # before that is void
         self.changes = 0
+        # in a capture, whose buffers cudaMallocAsync lays no memory under before a replay
         self.closed = False
+        # of the blocks that were seen, so that equal ones are one object
         self.forms: dict[BlockForm, BlockForm] = {}
         self._buffers: dict[str, torch.Tensor] = {}
         self._shapes: dict[Hashable, dict[BlockForm, Program]] = {}
@@ -90,11 +87,6 @@ class Workspace:
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def program(self, form: BlockForm, share: Share, x: torch.Tensor) -> Program:
-        """Returns what a block of this form does.
-
-        Args:
-            x: (rows of the share, D), of the dtype and on the device of the pass.
-        """
         key = share, x.dtype, x.device, x.shape[1]
         while True:
             changes = self.changes
@@ -129,24 +121,7 @@ class Workspace:
 
 
 class Program:
-    """What blocks of one form do with the rows of one share: its buffers, and what is launched.
-
-    Attributes:
-        share, tokens: The rows that are computed, all in a pass on one card, and how many.
-        rows: What the first layers of attention and of the MLP read.
-        mixed: What attention's last layers read.
-        hidden: What the MLP's first layers write, (rows, columns) each: one matrix, or gate and up,
-            of one row stride; with SwiGLU in the product what that makes.
-        activated: What the MLP's last layers read.
-        branch: (rows, D), what attention or MLP gives.
-        heads: q of the share's tokens, k and v of all, (batch, tokens, heads, head_dim).
-        products: Of each layer; takes its operand, or its module where it runs itself; None of a
-            stream that is on another card.
-        reads: What each reads and writes.
-        first_format: What the first layers read, where it is one format of all.
-        first_plain: Whether LoRAs beside them read plain rows too.
-        kept: What `cards.parts` prepares besides.
-    """
+    """What blocks of one form do with the rows of one share: its buffers, and what is launched."""
 
     def __init__(self, space: Workspace, form: BlockForm, share: Share, x: torch.Tensor) -> None:
         # Which has this one: in a circle the buffers would wait for Python's collector.
@@ -164,16 +139,21 @@ class Program:
         wide = self.take("wide", tokens.rows, widest).flatten()
         parts = zip(wide[: sum(sizes)].split(sizes), (tokens, whole, whole), strict=True)
         heads = form.heads, self.width // form.heads
+        # q of the share's tokens, k and v of all, (batch, tokens, heads, head_dim)
         self.heads = tuple(part.view(it.batch, it.joint, *heads) for part, it in parts)
+        # (rows, D), what attention or MLP gives
         self.branch = self.take("branch", tokens.rows, self.width)
         # A row of h is written after the same row of the branch has been read.
         self.rows, self.mixed = Rows(self.branch), Rows()
         hidden = wide[: tokens.rows * columns].view(tokens.rows, columns)
+        # what the MLP's first layers write, (rows, columns) each: one matrix, or gate and up, of
+        # one row stride; with SwiGLU in the product what that makes
         self.hidden = hidden.split(inner, 1)
         if activation == SPLIT_SWIGLU:
             self.hidden = hidden.view(2, tokens.rows, inner).unbind()
         self.activated = Rows(self.hidden[0])  # written over what it is made of
         qkv, mlp_in = form.at(QKV), form.at(MLP_IN)
+        # what the first layers read, where it is one format of all
         self.first_format = common_format(qkv)
         self._inner_format = common_format(mlp_in)
         # LoRAs read plain rows: of rows in 8 bits their part would have an error of 1 to 3 %.
@@ -190,12 +170,14 @@ class Program:
         self._lows: dict[int, Callable[..., None]] = {}
         self._rotations: dict[tuple, Callable[[QKNorm, Rotary], None]] = {}
         self._decoders: dict[tuple, tuple[torch.Tensor, Callable[..., None]]] = {}
-        self.kept: dict[Hashable, Any] = {}
+        self.kept: dict[Hashable, Any] = {}  # what `cards.parts` prepares besides
         streams, joint = in_stream_order(tokens), in_joint_order(tokens)
         self.reads = [
             self._read(place, hidden, joint if place in ATTENTION_OUT else streams)
             for place in range(len(PLACES))
         ]
+        # of each layer; takes its operand, or its module where it runs itself; None of a stream
+        # that is on another card
         self.products = tuple(
             product_of(read, layer, self.ops) if read.part.length else None
             for read, layer in zip(self.reads, layers, strict=True)
@@ -242,11 +224,7 @@ class Program:
         return Operand.of(values, operand.scale, operand.bias, operand.up)
 
     def compute_low(self, stage: int, downs: tuple[torch.Tensor | None, ...]) -> None:
-        """Multiplies the rows that one of `STAGES` reads by its `downs` of `KnownBlock`.
-
-        Args:
-            stage: Its index.
-        """
+        """Multiplies the rows that one of `STAGES` reads by its `downs` of `KnownBlock`."""
         rows = (self.rows, self.mixed, self.rows, self.activated)[stage]
         launch = self._lows.get(stage)
         if launch is None:

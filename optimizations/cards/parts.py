@@ -32,17 +32,11 @@ Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 class ShareCard(NamedTuple):
-    """What computes a share.
+    """What computes a share."""
 
-    Attributes:
-        executor: In the card's workspace, with what is known of its blocks.
-        blocks: Of its own copy of the model.
-        device: Of both.
-    """
-
-    executor: BlockExecutor
+    executor: BlockExecutor  # in the card's workspace, with what is known of its blocks
     workspace: Workspace
-    blocks: Sequence[torch.nn.Module]
+    blocks: Sequence[torch.nn.Module]  # of its own copy of the model
     device: torch.device
 
     def current(self) -> AbstractContextManager:
@@ -53,9 +47,6 @@ class ShareCard(NamedTuple):
 class _Tail:
     """The end of a block and the next one's first norm in two pieces of a card's rows: what the
     first gives leaves the card while the second is computed.
-
-    Args:
-        program, following: Of both blocks, of one item.
     """
 
     def __init__(self, program: Program, following: Program) -> None:
@@ -151,12 +142,7 @@ def _received(program: Program, other: Share) -> Received:
 
 
 class Part:
-    """One card's share of a pass, block by block.
-
-    Attributes:
-        x: Its rows, in stream order.
-        program: Of the block that is computed.
-    """
+    """One card's share of a pass, block by block."""
 
     def __init__(
         self, card: ShareCard, share: Share, x: torch.Tensor, step: Step, entry: Entry
@@ -165,7 +151,7 @@ class Part:
         self._step, self._entry = step, entry
         self._blocks: dict[int, tuple[KnownBlock, Program]] = {}
         self._known: KnownBlock
-        self.program: Program
+        self.program: Program  # of the block that is computed
         self._ending: tuple[_Tail, tuple[Any, ...]]
 
     def open(self, first: int, last: int) -> None:

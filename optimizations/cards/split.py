@@ -60,11 +60,7 @@ class Timed:
 
 
 def shares_of(tokens: Tokens, images: Sequence[int], exchange: str) -> list[Share]:
-    """Cuts a pass into shares.
-
-    Args:
-        images: Image tokens of an item for each card; the first has the text as well.
-    """
+    """Cuts a pass into shares."""
     alone = [
         Share(tokens, not index, stop - count, stop)
         for index, (count, stop) in enumerate(zip(images, accumulate(images), strict=True))
@@ -82,16 +78,10 @@ class Split:
 
     Args:
         cards: The first has the inputs, and gets the result.
-        shares: Of each card.
-        routes: Of each pair of cards, from the one to the other.
         additions: What the host adds to the image's rows after each block, (batch or 1, tokens, D)
             on the first card, or None; empty where it adds nothing.
         early: Whether normalized rows leave in two pieces, the first while the MLP goes on; of one
             item.
-
-    Attributes:
-        issued: When the CPU had issued all of the last run, by `time.perf_counter`.
-        timed: The blocks of the last run, on the first card.
     """
 
     def __init__(
@@ -107,8 +97,8 @@ class Split:
         self._additions = {block: it for block, it in enumerate(additions) if it is not None}
         self._kept: list[Pairs] = []  # that copies read
         self._sent: dict[Hashable, Pairs] = {}  # in blocks
-        self.timed = Timed(cards[0].device)
-        self.issued = 0.0
+        self.timed = Timed(cards[0].device)  # the blocks of the last run, on the first card
+        self.issued = 0.0  # when the CPU had issued all of the last run, by `time.perf_counter`
 
     def run(
         self,
@@ -120,18 +110,8 @@ class Split:
         last: int,
         after: Callable[[int], None] | None = None,
     ) -> Streams:
-        """Runs the blocks from `first` on, without `last`.
-
-        Args:
-            text, image: (batch, tokens, D), on the first card.
-            entry: The modulation of all blocks.
-            after: Is called with the index of each block that was launched.
-
-        Returns:
-            text and image after these blocks, new tensors on the first card.
-
-        Raises:
-            torch.OutOfMemoryError: A card has no room.
+        """Runs the blocks from `first` on, without `last`; text and image are on the first card, as
+        the results are. `after` is called with the index of each block that was launched.
         """
         self._kept.clear()
         self._sent.clear()
@@ -148,11 +128,7 @@ class Split:
         return result
 
     def capture(self, x: torch.Tensor, step: Step, entry: Entry) -> None:
-        """Runs all blocks in place, while the current streams of all cards capture a CUDA graph.
-
-        Args:
-            x: Both streams in stream order, (rows, D), on the first card.
-        """
+        """Runs all blocks in place, while the current streams of all cards capture a CUDA graph."""
         for route in self._routes.values():
             route.begin_capture()
         text, image = streams_of(x, step.tokens)

@@ -36,19 +36,10 @@ TOO_SMALL = Verdict("the image has fewer tokens than there are GPUs")
 
 
 class CardPass(NamedTuple):
-    """What a card brings to a pass.
-
-    Attributes:
-        host: Its pass; the first is the one that the host has called.
-        prepared: What is known of its model.
-        memory: That no other pass uses meanwhile.
-        weights: Where they are; None where they may move.
-    """
-
-    host: HostPass
+    host: HostPass  # its pass; the first is the one that the host has called
     prepared: PreparedModel
-    memory: PassMemory
-    weights: Hashable | None
+    memory: PassMemory  # that no other pass uses meanwhile
+    weights: Hashable | None  # where they are; None where they may move
 
     def refusal(self) -> Verdict | None:
         """Says why it takes no share; None where it does."""
@@ -76,27 +67,14 @@ class CardPass(NamedTuple):
 
 @dataclass
 class ShapeFigures:
-    """What was found out of several cards for passes of one shape.
-
-    Attributes:
-        milliseconds: Of a block, measured, by the number of cards.
-        plans: How a pass is split, or why it is not, by that and by what can be sent.
-    """
-
+    # of a block, measured, by the number of cards
     milliseconds: dict[int, float] = field(default_factory=dict)
+    # how a pass is split, or why it is not, by that and by what can be sent
     plans: dict[Hashable, Exchange | Verdict] = field(default_factory=dict)
 
 
 class Team:
     """The cards of one pass.
-
-    Args:
-        members: The first is the one that the host has called.
-        links: Of each pair, by their places here.
-        known: Of the shapes of earlier passes, over the runs of a model; is added to.
-
-    Attributes:
-        refusal: Why they cannot share it; None where they can.
 
     Raises:
         UnavailableError: Copies have to go through system RAM, and none can be pinned.
@@ -116,6 +94,7 @@ class Team:
             for source, target in (pair, pair[::-1])
         }
         self._figures, self._planned = ShapeFigures(), None  # of the last plan
+        # why they cannot share it; None where they can
         self.refusal = next(filter(None, (member.refusal() for member in members)), None)
         changed = [it for it in members if it.prepared.kinds != members[0].prepared.kinds]
         if changed and not self.refusal:  # as a LoRA of another node that knows one model alone
@@ -123,11 +102,7 @@ class Team:
             self.refusal = Verdict(f"{device}: its layers differ from those of the first GPU")
 
     def plan(self, executor: BlockExecutor, given: Given) -> Exchange | Verdict:
-        """Says how a pass is split, or why it is not; measures some blocks on one card, once.
-
-        Args:
-            executor: Of the first card alone.
-        """
+        """Says how a pass is split, or why it is not; measures some blocks on one card, once."""
         if not self._gbps:
             return NOT_MEASURED
         text, _, step, _ = given
@@ -170,11 +145,7 @@ class Team:
         return plan
 
     def work(self, plan: Exchange, key: tuple[Hashable, ...]) -> Work:
-        """Says what a CUDA graph over all cards computes of a pass.
-
-        Args:
-            key: Of the pass.
-        """
+        """Says what a CUDA graph over all cards computes of a pass."""
 
         def launch() -> Callable[[Inputs, torch.cuda.Stream], None]:
             routes = {pair: route.captured for pair, route in self._routes.items()}
@@ -214,9 +185,6 @@ class Team:
         """Measures how many times as fast as one card they are, by a few blocks; once for a shape.
 
         Where that is too little, `plan` says so from then on.
-
-        Args:
-            given: Of the pass that `plan` has seen last.
         """
         alone, count = self._figures.milliseconds[1], len(self._members)
         gain = alone / self._of_a_block(count, lambda: self._together(split, given))

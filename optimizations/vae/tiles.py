@@ -52,14 +52,6 @@ class LayerRun:
 
         It starts with all that its pixels depend on, and loses after each layer what later ones do
         not read. Where it ends with the whole, the layers pad it as they pad the whole.
-
-        Args:
-            source: (B, channels, 1, height, width), the whole input.
-            tile: of the last layer's output.
-            device, dtype: where and in what to compute; the source's by default.
-
-        Returns:
-            (B, channels, 1, rows, columns).
         """
         down, across = (
             intervals(self.steps, *span, size)
@@ -86,22 +78,19 @@ def stage(layers: tuple[Layer, ...], shortcut: Layer) -> Layer:
 
 @dataclass(frozen=True)
 class Middle:
-    """A residual block, attention, and a residual block of a host.
+    """A residual block, attention, and a residual block of a host."""
 
-    Args:
-        first, last: (B, C, 1, height, width) to the same.
-        norm, qkv, project: the attention's layers, (B, C, height, width) to as many channels, or to
-            3 C.
-        attention: the host's, as `first`; None where that of the other arguments runs.
-        attend: query, keys and values, each (1, 1, pixels, C), to what is seen; None for torch's.
-    """
-
+    # first, last: (B, C, 1, height, width) to the same
     first: Layer
     last: Layer
+    # norm, qkv, project: the attention's layers, (B, C, height, width) to as many channels, or to 3
+    # C
     norm: Layer
     qkv: Layer
     project: Layer
+    # the host's, as `first`; None where that of the other arguments runs
     attention: Layer | None = None
+    # query, keys and values, each (1, 1, pixels, C), to what is seen; None for torch's
     attend: Callable[..., torch.Tensor] | None = None
 
     @classmethod
@@ -162,20 +151,15 @@ def _strips(height: int, rows: int) -> Iterator[Interval]:
 
 @dataclass(frozen=True)
 class Stages:
-    """A host's decoder or encoder in pieces; tensors are (B, channels, 1, height, width).
+    """A host's decoder or encoder in pieces; tensors are (B, channels, 1, height, width)."""
 
-    Args:
-        direction: "decode" or "encode".
-        end: latents to the middle's input, or the middle's output to the mean; reads one latent
-            pixel to each side.
-        outer: one layer for each of `spec.vae.up_steps(shape)`, or of `down_steps`.
-    """
-
-    direction: str
+    direction: str  # "decode" or "encode"
     shape: VaeShape
+    # latents to the middle's input, or the middle's output to the mean; reads one latent pixel to
+    # each side
     end: Layer
     middle: Middle
-    outer: tuple[Layer, ...]
+    outer: tuple[Layer, ...]  # one layer for each of `spec.vae.up_steps(shape)`, or of `down_steps`
 
     def __post_init__(self) -> None:
         if len(self.outer) != (wanted := len(self.rest.steps)):
@@ -218,7 +202,6 @@ def decode(
     Args:
         latents: (B, latent channels, 1, h, w) on the compute device and in the VAE's dtype, as the
             host's own decode takes them.
-        plan: for latents of this size, from `plan_decode`.
         out: where the images go, (B, image channels, 1, 8h, 8w), of 2.1 16h and 16w, in any dtype,
             on any device.
         progress: called after each tile, or each part of a batch, with (done, in all).
@@ -265,9 +248,6 @@ def encode(
     Args:
         pixels: (B, image channels, 1, 8h, 8w), of 2.1 16h and 16w, in the range that the host's
             encoder takes; may be in system RAM, from where it moves tile by tile.
-        plan: for latents of this size, from `plan_encode`.
-        device: where to compute; the pixels' own by default.
-        dtype: the VAE's; the pixels' own by default.
         progress: called after each tile, or each part of a batch, with (done, in all).
 
     Returns:

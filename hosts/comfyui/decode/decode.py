@@ -80,7 +80,6 @@ def encode(
     Args:
         pixels: (B, H, W, C) from 0 to 1, as an IMAGE holds them; sides are cut to multiples of 8,
             of 2.1 16, and channels added or dropped as the host does.
-        tiles, ours: as in `decode`.
 
     Returns:
         Latents (B, 16, 1, H / 8, W / 8), of 2.1 (B, 64, H / 16, W / 16), in ComfyUI's dtype for
@@ -244,38 +243,21 @@ WHOLE = 1
 
 @dataclass
 class VaeBatch:
-    """Runs items through the VAE.
-
-    Args:
-        what: such as "decode 2 images of 1328x1328".
-        size: shape of the result, items first.
-        tiles: as the user asks: 0 for the fewest that fit, or `WHOLE`, or at least so many.
-        plan: makes a plan for a budget in bytes, or None for any.
-        compute: runs some of the items as planned, into their part of the result.
-        host_bytes: system RAM that `compute` takes besides the result.
-    """
-
     vae: comfy.sd.VAE
-    what: str
-    size: tuple[int, ...]
-    tiles: int
-    plan: Callable[[int | None], VaePlan]
+    what: str  # such as "decode 2 images of 1328x1328"
+    size: tuple[int, ...]  # shape of the result, items first
+    tiles: int  # as the user asks: 0 for the fewest that fit, or `WHOLE`, or at least so many
+    plan: Callable[[int | None], VaePlan]  # makes a plan for a budget in bytes, or None for any
+    # runs some of the items as planned, into their part of the result
     compute: Callable[[VaePlan, slice, torch.Tensor, Progress], None]
-    host_bytes: int = 0
+    host_bytes: int = 0  # system RAM that `compute` takes besides the result
     _result: torch.Tensor | None = field(default=None, init=False)
     _done: int = field(default=0, init=False)
     _cleared: bool = field(default=False, init=False)
 
     def run(self) -> tuple[torch.Tensor, str]:
-        """Computes all items.
-
-        Returns:
-            The result on ComfyUI's device and in its dtype for results; and the report: how, what
-            was predicted and measured, and what had to make room.
-
-        Raises:
-            SettingError: a size or `tiles` is out of range.
-            UnavailableError: it does not fit, or the card ran out of memory twice.
+        """Gives the result on ComfyUI's device and in its dtype for results; and the report: how,
+        what was predicted and measured, and what had to make room.
         """
         on_host = comfy.model_management.is_device_cpu(self.vae.output_device)
         check_host_memory(self.what, self.host_bytes + (self._result_bytes if on_host else 0))

@@ -35,11 +35,7 @@ from ....spec.vae import VaeShape
 
 
 def vae_shape(model: torch.nn.Module) -> VaeShape:
-    """Reads the sizes of a VAE's `first_stage_model`.
-
-    Raises:
-        SettingError: it is another network than a family's.
-    """
+    """Reads the sizes of a VAE's `first_stage_model`."""
     kind = kind_of_vae(model)
     if kind is None or kind.other_layers(model):
         raise SettingError(
@@ -64,7 +60,6 @@ class OwnLayers:
 
 
 def decoder_stages(model: vae.WanVAE, layers: OwnLayers) -> Stages:
-    """Takes the decoder apart into layers."""
     shape, decoder = layers.shape(model), model.decoder
     up = kind_of_vae(model).up(decoder)
     first, second = layers.layer(model.conv2), layers.layer(decoder.conv1)
@@ -78,7 +73,6 @@ def decoder_stages(model: vae.WanVAE, layers: OwnLayers) -> Stages:
 
 
 def encoder_stages(model: vae.WanVAE, layers: OwnLayers) -> Stages:
-    """Takes the encoder apart into layers."""
     shape, encoder = layers.shape(model), model.encoder
     head, last = layers.layer(encoder.head), layers.layer(model.conv1)
     return Stages(
@@ -238,12 +232,7 @@ USUAL = {"num_res_blocks": 2, "attn_scales": []}
 def build_wan21(
     dims: Mapping[str, Any], found: Mapping[str, tuple[int, ...]] | None = None
 ) -> vae.WanVAE:
-    """Makes ComfyUI's class.
-
-    Args:
-        dims: `dim`, the width.
-        found: {native name: shape} that tell the channels of images; 3 where it has none.
-    """
+    """Makes ComfyUI's class."""
     given, made = (
         shape[axis] if len(shape := (found or {}).get(f"{name}.weight", ())) == 5 else 3
         for name, axis in (("encoder.conv1", 1), ("decoder.head.2", 0))
@@ -275,9 +264,11 @@ def _build_wan22(dims: Mapping[str, Any], found: Mapping[str, tuple[int, ...]]) 
     )
 
 
-def _has_layers_of(model: Any, shape: VaeShape) -> bool:
+def _differs(model: Any, shape: VaeShape, name: str) -> str:
     usual = model.num_res_blocks == 2 and not model.attn_scales
-    return usual and list(model.dim_mult) == list(shape.widths)
+    usual = usual and getattr(model, "patch_size", 1) == 1  # which 2.1's class has
+    known = usual and list(model.dim_mult) == list(shape.widths)
+    return "" if known else f"its layers differ from {name}'s"
 
 
 def _shape_of_wan21(model: vae.WanVAE) -> VaeShape:
@@ -289,16 +280,6 @@ def _shape_of_wan22(model: vae2_2.WanVAE) -> VaeShape:
     head = model.decoder.head
     sizes = {"dim": head[0].gamma.shape[0], "encoder_dim": model.dim}
     return replace(QWEN_IMAGE_21_VAE.shape, **sizes, image_channels=head[-1].out_channels)
-
-
-def _wan21_differs(model: Any) -> str:
-    known = _has_layers_of(model, QWEN_IMAGE_VAE.shape)
-    return "" if known else "its layers differ from Qwen-Image's"
-
-
-def _wan22_differs(model: Any) -> str:
-    known = _has_layers_of(model, QWEN_IMAGE_21_VAE.shape) and model.patch_size == 1
-    return "" if known else "its layers differ from Qwen-Image-2.1's"
 
 
 def _up_of_wan22(decoder: Any) -> list[torch.nn.Module]:
@@ -318,7 +299,7 @@ WAN21 = VaeKind(
     takes=lambda model: isinstance(model, vae.WanVAE),
     build=build_wan21,
     shape=_shape_of_wan21,
-    other_layers=_wan21_differs,
+    other_layers=lambda model: _differs(model, QWEN_IMAGE_VAE.shape, "Qwen-Image"),
     up=lambda decoder: list(decoder.upsamples),
     layers=_layers(vae),
 )
@@ -329,7 +310,7 @@ WAN22 = VaeKind(
     ),
     build=_build_wan22,
     shape=_shape_of_wan22,
-    other_layers=_wan22_differs,
+    other_layers=lambda model: _differs(model, QWEN_IMAGE_21_VAE.shape, "Qwen-Image-2.1"),
     up=_up_of_wan22,
     layers=_layers(vae2_2, Up_ResidualBlock="up_stage", Down_ResidualBlock="down_stage"),
     strips="it decodes Qwen-Image-2.1 in exact strips",

@@ -34,17 +34,7 @@ def own_files_changed_at() -> State:
 
 
 def card_of(name: str = THIS_CARD, device: torch.device | None = None) -> tuple[Card, str]:
-    """Finds the card of a choice, and what there is to say of the choice; empty where it was named.
-
-    Args:
-        name: `THIS_CARD`, or one of the list.
-        device: which is meant by `THIS_CARD`; the one that ComfyUI runs on by default. A card that
-            is not in the list is a `planning.cards.UnlistedCard`.
-
-    Raises:
-        SettingError: no card of the list has that name; the message suggests the nearest. Or the
-            user's own list is damaged.
-    """
+    """Finds the card of a choice, and what there is to say of it; empty where it was named."""
     if not isinstance(name, str):
         raise SettingError(
             f"the GPU is {name!r}, which is not a name: choose {THIS_CARD!r}, or one of the list, "

@@ -87,9 +87,6 @@ def request_from(
 def latent_sizes(latent: Mapping[str, Any]) -> dict[str, int]:
     """Reads a LATENT's width, height, batch and layers, with sides rounded up to whole tokens, as
     the model pads them. An empty one of another model counts as what ComfyUI's samplers make of it.
-
-    Raises:
-        SettingError: it holds something that is no latent of Qwen-Image's.
     """
     samples = latent["samples"]
     image = not samples.is_nested and samples.ndim in (4, 5)
@@ -112,12 +109,7 @@ def estimate_on(
     usd_per_hour: float | None,
     ram_bytes: int | None = None,
 ) -> Estimate:
-    """Estimates a request on a card, with what was measured on one of its name.
-
-    Raises:
-        SettingError: the price is negative or no number.
-        UnavailableError: nothing that the request allows runs on the card.
-    """
+    """Estimates a request on a card, with what was measured on one of its name."""
     calibration = load_calibration(card)
     how = {"calibration": calibration, "usd_per_hour": usd_per_hour, "ram_bytes": ram_bytes}
     found = estimate(wired.request, card, **how)

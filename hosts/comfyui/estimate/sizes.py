@@ -41,62 +41,31 @@ COMPUTED_IN = LAYOUTS | {form.packed: name for name, form in FORMATS.items() if 
 
 @dataclass(frozen=True)
 class TrueModel:
-    """What a MODEL tells.
-
-    Attributes:
-        shape: Of its transformer.
-        bytes: Of all weights as they are stored, on the card or off it.
-        modulation_bytes: Of the modulation among them.
-        precision: bf16, fp8 or int8, as which it is counted.
-        stored: How most of it is stored, where that is another one.
-        computed: bf16, fp16 or fp32, in which ComfyUI computes what is not quantized.
-        modulation: Where the modulation waits; None where no card has decided it.
-        loras: On it; of bypass LoRAs the rank that takes as many bytes.
-        timestep_zero: Whether references are modulated as at timestep zero.
-        cache: Settings of its step cache; None without one.
-        attention: "fast" or "kitchen_int8", where one is to run; else None.
-        cards: That each have a copy of it.
-        nag_tokens: Of NAG's negative prompt; 0 without NAG.
-    """
-
     shape: TransformerShape
-    bytes: int
-    modulation_bytes: int
-    precision: str
-    stored: str
-    computed: str
-    modulation: str | None
-    loras: Loras
-    timestep_zero: bool
-    cache: CacheSettings | None
-    attention: str | None
-    cards: int
-    nag_tokens: int
+    bytes: int  # of all weights as they are stored, on the card or off it
+    modulation_bytes: int  # of the modulation among them
+    precision: str  # bf16, fp8 or int8, as which it is counted
+    stored: str  # how most of it is stored, where that is another one
+    computed: str  # bf16, fp16 or fp32, in which ComfyUI computes what is not quantized
+    modulation: str | None  # where the modulation waits; None where no card has decided it
+    loras: Loras  # on it; of bypass LoRAs the rank that takes as many bytes
+    timestep_zero: bool  # whether references are modulated as at timestep zero
+    cache: CacheSettings | None  # settings of its step cache; None without one
+    attention: str | None  # "fast" or "kitchen_int8", where one is to run; else None
+    cards: int  # that each have a copy of it
+    nag_tokens: int  # of NAG's negative prompt; 0 without NAG
 
 
 @dataclass(frozen=True)
 class TrueClip:
-    """What a CLIP tells.
-
-    Attributes:
-        bytes: Of the whole text encoder as it is stored.
-        precision: bf16, fp8 or int8, in which most of it is stored.
-        place: Where it is to stay; None where nobody has asked.
-        name: Of the published model.
-    """
-
-    bytes: int
-    precision: str
-    place: str | None
+    bytes: int  # of the whole text encoder as it is stored
+    precision: str  # bf16, fp8 or int8, in which most of it is stored
+    place: str | None  # where it is to stay; None where nobody has asked
     name: str
 
 
 def model_sizes(model: ModelPatcher) -> TrueModel:
-    """Reads a MODEL.
-
-    Raises:
-        SettingError: it is not Qwen-Image.
-    """
+    """Reads a MODEL."""
     if unsupported_model(model):
         raise SettingError(
             f"the MODEL is {type(model.model).__name__}, but estimates are only for Qwen-Image "
@@ -141,11 +110,7 @@ def _attention(model: ModelPatcher) -> str | None:
 
 
 def clip_sizes(clip: comfy.sd.CLIP) -> TrueClip:
-    """Reads a CLIP.
-
-    Raises:
-        SettingError: its text encoder is another one than Qwen-Image's.
-    """
+    """Reads a CLIP."""
     encoder = getattr(clip, "cond_stage_model", None)
     known = (it for it in text_encoders() if load(it.comfyui).is_one(encoder))
     found = next(known, None)
@@ -169,11 +134,7 @@ def clip_sizes(clip: comfy.sd.CLIP) -> TrueClip:
 
 
 def vae_sizes(vae: comfy.sd.VAE) -> tuple[VaeShape, int]:
-    """Reads a VAE's shape, and the bytes of its weights as they are stored.
-
-    Raises:
-        SettingError: it is another one than Qwen-Image's.
-    """
+    """Reads a VAE's shape, and the bytes of its weights as they are stored."""
     model = getattr(vae, "first_stage_model", None)
     try:
         kind = kind_of_vae(model)

@@ -119,11 +119,7 @@ def _rank_of_folder(path: Path, role: str) -> tuple[bool, ...] | None:
 
 
 def resolve(name: str, role: str) -> Path:
-    """Returns the path behind a choice.
-
-    Raises:
-        SettingError: there is no such choice; the message lists the ones that look like it.
-    """
+    """Returns the path behind a choice."""
     if name in MICROS:
         return bundled_micro_folder(MICROS[name])
     path = _folders(role).get(name) if name.endswith("/") else path_of(name, FOLDERS[role])
@@ -154,12 +150,7 @@ def _some(names: list[str]) -> str:
 
 
 def source_of(name: str, role: str) -> Source:
-    """Returns what the headers behind a choice say. They are read once, until a file is replaced.
-
-    Raises:
-        SettingError: there is no such choice.
-        CheckpointError: it has no such part, or one that cannot run.
-    """
+    """Returns what the headers behind a choice say, read once until a file is replaced."""
     return _inspected(resolve(name, role), role)
 
 

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import comfy.sd1_clip
 import comfy.text_encoders.qwen_image
 import torch
-from comfy.text_encoders.llama import BaseLlama, Llama2_, Qwen25_7BVLI, Qwen25_7BVLI_Config
+from comfy.text_encoders.llama import Qwen25_7BVLI, Qwen25_7BVLI_Config
 from comfy.text_encoders.qwen_image import QwenImageTEModel, QwenImageTokenizer
 from transformers import Qwen2Tokenizer
 
@@ -29,6 +28,7 @@ from ....loaders.source import (
     holds_tokenizer,
     tokenizer_folders,
 )
+from ....optimizations.patches import put
 
 START = "<|im_start|>"
 USER = "user\n"
@@ -36,32 +36,15 @@ USER = "user\n"
 
 @dataclass(frozen=True)
 class FolderTokenizer:
-    """A tokenizer on disk and the ids that this package asks it for.
-
-    Args:
-        folder: holds tokenizer.json, or vocab.json with merges.txt.
-        start: id of `<|im_start|>`.
-        user: ids of `user` and a line end, which follow it before the prompt.
-        pad: id for padding.
-    """
-
-    folder: Path
-    start: int
-    user: tuple[int, ...]
+    folder: Path  # holds tokenizer.json, or vocab.json with merges.txt
+    start: int  # id of `<|im_start|>`
+    user: tuple[int, ...]  # ids of `user` and a line end, which follow it before the prompt
     pad: int
 
 
 def find_tokenizer(source: Source, vocabulary: int, fixed_prefix: bool) -> FolderTokenizer:
     """Finds the tokenizer of a text encoder: in `tokenizer/` or `processor/` next to its folder, or
     with it.
-
-    Args:
-        vocabulary: Rows of the embedding.
-        fixed_prefix: As of `EncoderKind`.
-
-    Raises:
-        CheckpointError: there is none or it is broken, it has more tokens than the embedding has
-            rows, or it cuts the chat template into another number of tokens than Qwen-Image's.
     """
     folders = tokenizer_folders(source.files[0])
     folder = next((folder for folder in folders if holds_tokenizer(folder)), None)
@@ -112,11 +95,10 @@ def end_of_template(ids: Sequence[object], tokenizer: FolderTokenizer) -> int:
 
 
 def is_token(token: object, expected: int) -> bool:
-    """Returns whether it is that id, and no image or textual inversion."""
     return not torch.is_tensor(token) and token == expected
 
 
-def refuse_images() -> None:
+def refuse_images(*_: Any, **__: Any) -> None:
     """Raises UnavailableError: the prompt has an image and nothing here can see it."""
     raise UnavailableError(
         "This text encoder has no vision tower, so it cannot read the image in the prompt: load "
@@ -128,11 +110,7 @@ def refuse_images() -> None:
 def tokenizer_class(
     tokenizer: FolderTokenizer, width: int, base: type[comfy.sd1_clip.SD1Tokenizer], name: str
 ) -> type[comfy.sd1_clip.SD1Tokenizer]:
-    """Returns ComfyUI's tokenizer over the folder's vocabulary, for embeddings `width` wide.
-
-    Args:
-        name: What ComfyUI calls the text encoder.
-    """
+    """Returns ComfyUI's tokenizer over the folder's vocabulary, for embeddings `width` wide."""
 
     class Words(comfy.sd1_clip.SDTokenizer):
         def __init__(
@@ -173,116 +151,52 @@ def tokenizer_class(
 
 @dataclass(frozen=True)
 class EncoderKind:
-    """One of the text encoders.
-
-    Attributes:
-        name: What ComfyUI calls it.
-        title: The same for people.
-        config: The published sizes.
-        fixed: What else its class is told.
-        vision_width: Of the vision tower in ComfyUI.
-        model: The module; `text_only` without the vision tower.
-        text_only_clip: From the id of the padding to the class around `text_only`.
-        te: ComfyUI's function of that name.
-        tokenizer: ComfyUI's class.
-        own_encoder: From what `te` returns, and a folder's tokenizer, to a class that cuts off the
-            chat template by that tokenizer's ids.
-        nested: Whether ComfyUI recognizes a file by nested names of the vision tower.
-        fixed_prefix: Whether ComfyUI cuts off as many tokens as Qwen-Image's template has.
-    """
-
-    name: str
+    name: str  # what ComfyUI calls it
     title: str
-    config: Callable[..., Any]
-    vision_width: int
+    config: Callable[..., Any]  # the published sizes
+    vision_width: int  # of the vision tower in ComfyUI
     model: type[torch.nn.Module]
-    text_only: type[torch.nn.Module]
-    text_only_clip: Callable[[int], type[comfy.sd1_clip.SDClipModel]]
+    clip_model: type[comfy.sd1_clip.SDClipModel]  # the class around `model`
     te: Callable[..., type]
     tokenizer: type[comfy.sd1_clip.SD1Tokenizer]
+    # from what `te` returns, and a folder's tokenizer, to a class that cuts off the chat template
+    # by that tokenizer's ids
     own_encoder: Callable[[type, FolderTokenizer], type]
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    nested: bool = False
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # what else its class is told
+    nested: bool = False  # whether ComfyUI recognizes a file by nested names of the vision tower
+    # whether ComfyUI cuts off as many tokens as Qwen-Image's template has
     fixed_prefix: bool = False
 
 
 class HostEncoder(NamedTuple):
-    """Gives ComfyUI's side of a text encoder.
+    """Gives ComfyUI's side of a text encoder."""
 
-    Attributes:
-        kind: Makes its `EncoderKind`, where this ComfyUI has it.
-        is_one: Tells whether a CLIP's `cond_stage_model` is one.
-    """
-
-    kind: Callable[[], EncoderKind]
-    is_one: Callable[[object], bool]
+    kind: Callable[[], EncoderKind]  # makes its `EncoderKind`, where this ComfyUI has it
+    is_one: Callable[[object], bool]  # tells whether a CLIP's `cond_stage_model` is one
 
 
 def kind_of(source: Source) -> EncoderKind:
-    """Returns what a file is loaded with.
-
-    Raises:
-        UnavailableError: this ComfyUI is older than the model.
-    """
+    """Returns what a file is loaded with."""
     encoder = text_encoder_titled(source.part.family)
     require(family_with(encoder), source.path)
     return load(encoder.comfyui).kind()
 
 
-class TextOnly:
-    """The language model as a class of ComfyUI's has it, without the vision tower."""
-
-    sizes: Callable[..., Any]
-
-    def __init__(
-        self,
-        config_dict: Mapping[str, Any],
-        dtype: torch.dtype | None,
-        device: torch.device | str | None,
-        operations: Any,
-    ) -> None:
-        torch.nn.Module.__init__(self)
-        config = self.sizes(**config_dict)
-        self.num_layers = config.num_hidden_layers
-        self.model = Llama2_(config, device=device, dtype=dtype, ops=operations)
-        self.dtype = dtype
-
-    def preprocess_embed(self, embed: Mapping[str, Any], device: torch.device) -> None:
-        """Refuses images, which the host would leave out of the prompt without a word."""
-        refuse_images()
-
-
 def text_only_class(
-    model: type[TextOnly],
-    pad: int,
-    base: type[comfy.sd1_clip.SDClipModel] = comfy.sd1_clip.SDClipModel,
-    **more: Any,
+    base: type[comfy.sd1_clip.SDClipModel], pad: int
 ) -> type[comfy.sd1_clip.SDClipModel]:
-    """Returns the class that replaces ComfyUI's around a model; `pad` pads the tokenizer's ids."""
+    """Returns a class of ComfyUI's without the vision tower; `pad` pads the tokenizer's ids."""
 
-    class TextOnlyModel(base):
-        def __init__(
-            self,
-            device: torch.device | str = "cpu",
-            dtype: torch.dtype | None = None,
-            model_options: Mapping[str, Any] | None = None,
-        ) -> None:
-            comfy.sd1_clip.SDClipModel.__init__(
-                self,
-                device=device,
-                textmodel_json_config={},
-                dtype=dtype,
-                special_tokens={"pad": pad},
-                layer_norm_hidden_state=False,
-                model_class=model,
-                enable_attention_masks=True,
-                return_attention_masks=True,
-                model_options=model_options or {},
-                **more,
-            )
-            self.image_spans = []  # which Qwen3-VL's reads
+    class TextOnly(base):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.special_tokens = {"pad": pad}
+            del self.transformer.visual
+            # ComfyUI would leave images out of the prompt without a word.
+            kind, own = type(self.transformer), {"preprocess_embed": refuse_images}
+            put(self.transformer, __class__=type(kind.__name__, (kind,), own))
 
-    return TextOnlyModel
+    return TextOnly
 
 
 # Qwen2.5-VL 7B, and Qwen3-VL 8B for Qwen-Image-2.1.
@@ -307,12 +221,6 @@ def encoder_class(
     return Encoder
 
 
-class TextOnlyQwen25(TextOnly, BaseLlama, torch.nn.Module):
-    """Stands in for ComfyUI's `Qwen25_7BVLI`."""
-
-    sizes = Qwen25_7BVLI_Config
-
-
 def _is_qwen3_vl(encoder: object) -> bool:
     hosts = (kind.__module__ for kind in type(encoder).__mro__)
     module = next((it for it in hosts if it.startswith("comfy.")), None)
@@ -334,8 +242,7 @@ KIND_OF_QWEN25 = EncoderKind(
     config=Qwen25_7BVLI_Config,
     vision_width=1280,
     model=Qwen25_7BVLI,
-    text_only=TextOnlyQwen25,
-    text_only_clip=partial(text_only_class, TextOnlyQwen25),
+    clip_model=comfy.text_encoders.qwen_image.Qwen25_7BVLIModel,
     te=comfy.text_encoders.qwen_image.te,
     tokenizer=QwenImageTokenizer,
     own_encoder=encoder_class,
@@ -349,11 +256,6 @@ def _qwen3_vl() -> EncoderKind:
 
     name = "qwen3vl_8b"
     config = qwen3vl.QWEN3VL_CONFIGS[name]
-
-    class TextOnlyQwen3VL(TextOnly, qwen3vl.Qwen3VL):
-        """Stands in for ComfyUI's `Qwen3VL`."""
-
-        sizes = staticmethod(config)
 
     def own_encoder(base: type, tokenizer: FolderTokenizer) -> type:
         class Encoder(base):
@@ -370,7 +272,6 @@ def _qwen3_vl() -> EncoderKind:
 
         return Encoder
 
-    around = {"base": qwen_image21.QwenImage21Qwen3VLClipModel, "layer": "hidden", "layer_idx": -1}
     return EncoderKind(
         name=name,
         title="Qwen3-VL 8B",
@@ -378,8 +279,7 @@ def _qwen3_vl() -> EncoderKind:
         fixed={"lm_head": False},
         vision_width=qwen3vl.QWEN3VL_VISION[name]["hidden_size"],
         model=qwen3vl.Qwen3VL,
-        text_only=TextOnlyQwen3VL,
-        text_only_clip=partial(text_only_class, TextOnlyQwen3VL, **around),
+        clip_model=qwen_image21.QwenImage21Qwen3VLClipModel,
         te=qwen_image21.te,
         tokenizer=qwen_image21.QwenImage21Tokenizer,
         own_encoder=own_encoder,

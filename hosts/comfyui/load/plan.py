@@ -38,31 +38,21 @@ STORED = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
 
 @dataclass(frozen=True, kw_only=True)
 class LoadPlan(LoadDecision):
-    """A transformer as it is to be loaded; nothing in it is left to choose.
-
-    Args:
-        source: its files, as their headers describe them.
-        shape: its sizes.
-        left: layers that stay in bf16 when the others are quantized.
-        named: whether one quantized format is converted into another: where the user named one, or
-            `auto` found that the file's products do not run.
-        automatic: whether the user named no precision.
-        modulation_bytes: of the modulation weights in that precision.
-        packed: why weights of 4 and 6 bits stay so, and are int8 for the length of a product; empty
-            where they become int8 on load.
-        rounded: whether weights are rounded on load.
-        kept: where these are kept, if they are.
-    """
+    """A transformer as it is to be loaded; nothing in it is left to choose."""
 
     source: Source
     shape: TransformerShape
-    left: frozenset[str]
+    left: frozenset[str]  # layers that stay in bf16 when the others are quantized
+    # whether one quantized format is converted into another: where the user named one, or `auto`
+    # found that the file's products do not run
     named: bool
-    automatic: bool
-    modulation_bytes: int
+    automatic: bool  # whether the user named no precision
+    modulation_bytes: int  # of the modulation weights in that precision
+    # why weights of 4 and 6 bits stay so, and are int8 for the length of a product; empty where
+    # they become int8 on load
     packed: str = ""
-    rounded: bool = False
-    kept: KeptFile | None = None
+    rounded: bool = False  # whether weights are rounded on load
+    kept: KeptFile | None = None  # where these are kept, if they are
 
 
 def plan_load(
@@ -72,21 +62,7 @@ def plan_load(
     modulation: str = "auto",
     keep_quantized: bool = False,
 ) -> LoadPlan:
-    """Decides on precision and place, and refuses what memory cannot hold.
-
-    Args:
-        requested: one of `hosts.loading.LOADER_PRECISIONS`.
-        keep: shell patterns of layers that stay in bf16.
-        modulation: one of `spec.transformer.PLACES`.
-        keep_quantized: whether what is rounded on load is kept in a file, and taken from there.
-
-    Raises:
-        CheckpointError: a tensor is missing or has another shape.
-        SettingError: the precision or the place is unknown, or a pattern in `keep` matches no
-            layer.
-        UnavailableError: the card cannot compute it, memory does not suffice, or this ComfyUI is
-            older than the model.
-    """
+    """Decides on precision and place, and refuses what memory cannot hold."""
     shape = host_shape(source)
     layers = shape.quantizable_layers()
     left = frozenset(layers) - layers_to_quantize(layers, keep)
@@ -139,11 +115,7 @@ def plan_load(
 
 
 def check_settings(source: Source, requested: str, keep: Sequence[str]) -> None:
-    """Refuses, from headers and the card alone, settings that `plan_load` refuses.
-
-    Raises:
-        CheckpointError, SettingError, UnavailableError: as of `plan_load`.
-    """
+    """Refuses, from headers and the card alone, settings that `plan_load` refuses."""
     check_known("precision", requested, LOADER_PRECISIONS)
     layers_to_quantize(host_shape(source).quantizable_layers(), keep)
     card = card_facts(comfy.model_management.get_torch_device())
@@ -161,27 +133,14 @@ def card_facts(device: torch.device) -> CardFacts | None:
 
 
 def host_shape(source: Source) -> TransformerShape:
-    """Returns a transformer's sizes as ComfyUI builds it.
-
-    Raises:
-        CheckpointError: a tensor is missing or has another shape.
-        UnavailableError: this ComfyUI is older than the model.
-    """
+    """Returns a transformer's sizes as ComfyUI builds it."""
     shape = check_complete(source)
     require(shape.family, source.path)
     return shape.in_comfyui()
 
 
 def check_host_memory(needed: int, what: str) -> None:
-    """Refuses before reading what system RAM cannot hold.
-
-    Args:
-        needed: the peak in bytes of system RAM that is not a mapped file.
-        what: the subject of the sentence, such as `qwen_image_bf16.safetensors in int8`.
-
-    Raises:
-        UnavailableError: less is available than needed; it names both numbers and the remedy.
-    """
+    """Refuses before reading what system RAM cannot hold."""
     available = available_memory()
     if needed > available:
         raise UnavailableError(

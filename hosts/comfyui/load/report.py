@@ -27,31 +27,16 @@ NAMED = 3  # layers in a note
 
 @dataclass(frozen=True)
 class LoadReport:
-    """One part as it was loaded.
-
-    Args:
-        what: the part in words, such as "text encoder".
-        path: what it was loaded from.
-        family: what its header says it is.
-        precision: how the weights are stored now, such as "bf16".
-        reason: why in that precision.
-        bytes: of all weights as they are stored now, less those that wait off the card.
-        why: the same in a few words.
-        where: in a few words what waits elsewhere; empty where nothing does.
-        notes: sentences about what was converted, refused or left out.
-        hint: the one of them that the node itself shows.
-    """
-
-    what: str
-    path: Path
-    family: str
-    precision: str
-    reason: str
-    bytes: int
-    why: str
-    where: str = ""
-    notes: tuple[str, ...] = ()
-    hint: str = ""
+    what: str  # the part in words, such as "text encoder"
+    path: Path  # what it was loaded from
+    family: str  # what its header says it is
+    precision: str  # how the weights are stored now, such as "bf16"
+    reason: str  # why in that precision
+    bytes: int  # of all weights as they are stored now, less those that wait off the card
+    why: str  # the same in a few words
+    where: str = ""  # in a few words what waits elsewhere; empty where nothing does
+    notes: tuple[str, ...] = ()  # sentences about what was converted, refused or left out
+    hint: str = ""  # the one of them that the node itself shows
 
     def text(self) -> str:
         lines = [

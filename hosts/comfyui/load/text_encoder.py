@@ -39,7 +39,13 @@ from ..encode import (
     encoder_for,
 )
 from ..record import MeasuredPhase, harmless, phase, running
-from .encoder_kind import EncoderKind, FolderTokenizer, find_tokenizer, tokenizer_class
+from .encoder_kind import (
+    EncoderKind,
+    FolderTokenizer,
+    find_tokenizer,
+    text_only_class,
+    tokenizer_class,
+)
 from .plan import check_host_memory
 from .report import LoadReport
 from .text_encoder_file import (
@@ -64,11 +70,7 @@ PLACEMENTS = {
 
 
 def device_options(placement: str) -> dict[str, torch.device]:
-    """Returns what ComfyUI takes in `model_options` for a placement.
-
-    Raises:
-        SettingError: the placement is unknown.
-    """
+    """Returns what ComfyUI takes in `model_options` for a placement."""
     check_known("placement", placement, PLACEMENTS)
     cpu = torch.device("cpu")
     if placement == ON_PROCESSOR:
@@ -180,7 +182,6 @@ def encode_with(clip: comfy.sd.CLIP, settings: EncodeSettings) -> tuple[comfy.sd
 
 
 def words_of(settings: EncodeSettings) -> list[str]:
-    """Says in sentences what settings do."""
     kept = (
         "Images, and the text before the instruction, are encoded once and kept in up to "
         f"{format_gib(settings.room)} of system RAM."
@@ -351,7 +352,7 @@ def _model_options(
         options[f"{layout.kind.name}_model_config"] = dict(layout.config)
     if not layout.vision:
         pad = tokenizer.pad if tokenizer else PUBLISHED_PAD
-        options[f"{layout.kind.name}_class"] = layout.kind.text_only_clip(pad)
+        options[f"{layout.kind.name}_class"] = text_only_class(layout.kind.clip_model, pad)
     if prepared.converted:
         # These layers take a weight over, where the plain ones would copy it.
         options["quantization_metadata"] = {"mixed_ops": True}

@@ -30,33 +30,16 @@ ONLY_7B = "Qwen-Image needs the 7B, which is 3584 wide: download it from the mod
 
 @dataclass(frozen=True)
 class TextEncoderLayout:
-    """How a file fits ComfyUI's class.
-
-    Args:
-        kind: the class.
-        names: {native name: name in the file, less its prefix} of what is loaded.
-        config: the sizes that differ from the published 7B.
-        vision: whether the vision tower is loaded.
-        vocabulary: rows of the embedding.
-        notes: sentences about what is left out.
-    """
-
     kind: EncoderKind
-    names: Mapping[str, str]
-    config: Mapping[str, Any]
+    names: Mapping[str, str]  # {native name: name in the file, less its prefix} of what is loaded
+    config: Mapping[str, Any]  # the sizes that differ from the published 7B
     vision: bool
-    vocabulary: int
-    notes: tuple[str, ...]
+    vocabulary: int  # rows of the embedding
+    notes: tuple[str, ...]  # sentences about what is left out
 
 
 def read_layout(source: Source) -> TextEncoderLayout:
-    """Reads names and shapes from the headers.
-
-    Raises:
-        CheckpointError: a tensor is missing, is there twice, or has a shape that ComfyUI cannot
-            compute; or the file is another size of Qwen2.5-VL.
-        UnavailableError: this ComfyUI is older than the model.
-    """
+    """Reads names and shapes from the headers."""
     kind, dims = kind_of(source), source.part.dims
     encoder = text_encoder_titled(source.part.family)
     size = dims.get("hidden"), source.part.blocks
@@ -80,8 +63,9 @@ def read_layout(source: Source) -> TextEncoderLayout:
                 f"{kind.vision_width}: the text encode nodes of Edit cannot take images"
             )
         )
-    model_class = kind.model if vision else kind.text_only
-    expected = shapes_of(model_class(config, torch.bfloat16, "meta", torch.nn))
+    expected = shapes_of(kind.model(config, torch.bfloat16, "meta", torch.nn))
+    if not vision:
+        expected = {name: expected[name] for name in expected if not name.startswith(VISION)}
     loaded = {native: name for native, name in names.items() if _has_place(native, expected)}
     shapes = {native: source.tensors[names[native]].shape for native in loaded.keys() & expected}
     what = f"ComfyUI's {kind.title}"
@@ -166,34 +150,16 @@ LANGUAGE_LINEAR = re.compile(
 
 @dataclass(frozen=True)
 class TextEncoderTensors:
-    """The tensors and settings for ComfyUI to load.
-
-    Args:
-        tensors: {native name: tensor}; mapped, unless they were converted.
-        converted: whether any is a new tensor in plain memory.
-        precision: what most of the language model is loaded in, in words.
-        notes: sentences about what was changed.
-    """
-
-    tensors: dict[str, torch.Tensor]
-    converted: bool
-    precision: str
-    notes: tuple[str, ...]
+    tensors: dict[str, torch.Tensor]  # {native name: tensor}; mapped, unless they were converted
+    converted: bool  # whether any is a new tensor in plain memory
+    precision: str  # what most of the language model is loaded in, in words
+    notes: tuple[str, ...]  # sentences about what was changed
 
 
 def text_encoder_tensors(
     source: Source, layout: TextEncoderLayout, mapped: Mapping[str, torch.Tensor], precision: str
 ) -> TextEncoderTensors:
-    """Converts what has to be; of the rest nothing is read but vectors and scales.
-
-    Args:
-        mapped: {name in the file, less its prefix: tensor}.
-        precision: bf16, fp8 or int8, of the language model's linear layers; anything else leaves
-            all as stored.
-
-    Raises:
-        CheckpointError: a weight or a scale cannot be used; the message names it.
-    """
+    """Converts what has to be; of the rest nothing is read but vectors and scales."""
     target = precision if precision in MULTIPLIED else None
     tensors = {native: mapped[name] for native, name in layout.names.items()}
     stored = _stored(source, layout, tensors)

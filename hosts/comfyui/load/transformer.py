@@ -169,11 +169,7 @@ def _build(plan: LoadPlan, disable_dynamic: bool = False) -> tuple[ModelPatcher,
 def _fast_disk(
     patcher_class: type[ModelPatcher], tensors: dict[str, torch.Tensor]
 ) -> dict[str, bool]:
-    """Returns what ComfyUI's loader tells a patcher about the disk, if it takes that.
-
-    With a fast one dynamic VRAM reads weights from the file again rather than hold a pinned copy
-    of them in system RAM.
-    """
+    # From a fast disk dynamic VRAM reads weights again rather than hold a pinned copy of them.
     find = getattr(getattr(comfy, "storage", None), "state_dict_fast_disk", None)
     if find is None or "fast_disk" not in inspect.signature(patcher_class.__init__).parameters:
         return {}

@@ -78,9 +78,7 @@ def _on_card(tensor: torch.Tensor) -> torch.Tensor:
 def load_vae_patcher(
     source: Source, precision: str, disable_dynamic: bool = False
 ) -> comfy.model_patcher.ModelPatcher:
-    """Loads the same VAE once more, for ComfyUI's clones on other devices.
-
-    ComfyUI's VAE has no way to be built without dynamic VRAM: as in its own loader,
+    """Loads the same VAE once more, for ComfyUI's clones on other devices; as in ComfyUI's loader,
     `disable_dynamic` changes nothing.
     """
     return load_vae(source, precision)[0].patcher

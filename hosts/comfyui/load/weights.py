@@ -33,11 +33,7 @@ from .report import FLOAT_NAMES, MOST_ERROR, what_was_rounded, what_was_stored
 
 
 def map_tensors(source: Source) -> dict[str, torch.Tensor | BlockRows]:
-    """Returns {name without the part's prefix: tensor on the CPU}; file pages are read on use.
-
-    Raises:
-        CheckpointError: a file was replaced since its header was read.
-    """
+    """Returns {name without the part's prefix: tensor on the CPU}; file pages are read on use."""
     check_unchanged(source)
     tensors: dict[str, torch.Tensor | BlockRows] = {}
     prefix = source.part.prefix
@@ -67,16 +63,7 @@ def _load_kept(path: str) -> dict[str, torch.Tensor]:
 def transformer_tensors(
     plan: LoadPlan, device: torch.device
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Returns the state dict to load, and sentences about what was changed on the way.
-
-    It reads only what it has to convert.
-
-    Args:
-        device: where weights are rounded.
-
-    Raises:
-        CheckpointError: a weight or a scale cannot be used; the message names it.
-    """
+    """Returns the state dict to load, and notes; reads only what it has to convert."""
     source, precision = plan.source, plan.precision
     tensors = map_tensors(source)
     notes = what_was_stored(source, plan.packed)

@@ -58,35 +58,24 @@ Key = str | tuple[str, tuple[int, int, int]]
 
 @dataclass(frozen=True)
 class LoraReport:
-    """The result of `apply_lora`.
-
-    Args:
-        how: "merge" or "bypass".
-        applied: modules of the model that the LoRA changes.
-        modules: modules that the file names.
-        not_applied: (name as in the file, reason) of the others, and of tensors left out.
-        ranks: smallest and largest, or None where the kind of LoRA has none.
-        bytes: of the tensors in the file.
-        why: what "auto" went by, or what the merge that was asked for loses.
-        loss: of `merge_loss`; None on quantized weights and where bypass was asked for.
-        steps: what a few-step LoRA is trained for, and what is wrong with it here, in sentences.
-    """
-
     path: Path
-    how: str
+    how: str  # "merge" or "bypass"
     strength: float
-    applied: int = 0
-    modules: int = 0
+    applied: int = 0  # modules of the model that the LoRA changes
+    modules: int = 0  # modules that the file names
+    # (name as in the file, reason) of the others, and of tensors left out
     not_applied: tuple[tuple[str, str], ...] = ()
+    # smallest and largest, or None where the kind of LoRA has none
     ranks: tuple[int, int] | None = None
-    bytes: int = 0
+    bytes: int = 0  # of the tensors in the file
     quantized: int = 0
-    why: str = ""
+    why: str = ""  # what "auto" went by, or what the merge that was asked for loses
+    # of `merge_loss`; None on quantized weights and where bypass was asked for
     loss: float | None = None
+    # what a few-step LoRA is trained for, and what is wrong with it here, in sentences
     steps: tuple[str, ...] = ()
 
     def summary(self) -> str:
-        """Returns how much was applied, for the node."""
         if self.strength == 0:
             return "Not applied: strength 0"
         merged = "merged" if self.how == "merge" else "bypass"
@@ -96,7 +85,6 @@ class LoraReport:
         return "\n".join([*lines, *self.steps])
 
     def text(self) -> str:
-        """Writes one line, and a second one where there is more to know."""
         size = [format_gib(self.bytes)]
         if self.ranks:
             low, high = self.ranks
@@ -261,12 +249,7 @@ def _name(key: Key) -> str:
 def _patches(
     model: ModelPatcher, file: LoraFile
 ) -> tuple[dict[Key, Patch], list[str], list[tuple[str, str]]]:
-    """Has ComfyUI's own loader make patches of the tensors.
-
-    Returns:
-        {weight of the model: patch}, the modules that they change, and (name, reason) of modules
-        and tensors that change nothing.
-    """
+    """Has ComfyUI's own loader make patches of the tensors."""
     mapped = comfy.lora.model_lora_keys_unet(model.model, {})
     known = {normalize_name(name): key for name, key in mapped.items()}
     foreign = [
@@ -378,11 +361,7 @@ class _Products(TorchFunctionMode):
 
 
 def _changed_shape(patch: Patch, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Has ComfyUI compute a change without numbers, because it only logs matrices that do not fit.
-
-    Returns:
-        The shape of the change; empty where ComfyUI computes none.
-    """
+    """Has ComfyUI compute a change's shape; empty where it only logs that matrices do not fit."""
     if not isinstance(patch, WeightAdapterBase):
         return tuple(patch[1][0].shape)
     # Of the numbers in an adapter, OFT compares one with what it computes.

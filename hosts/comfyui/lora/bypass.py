@@ -4,11 +4,9 @@ A LoRA is one of the MODEL's patches, as any node adds it: nodes that save, merg
 patches. During a run, patches that a merge would damage are taken out of the patcher that samples,
 and are computed: patches of quantized weights, and patches that were asked for as bypass.
 
-ComfyUI has another "bypass". It is not used, for five reasons (ComfyUI 0.33). A second LoRA
-replaces the first, or with its own key recurses without end after a reload, because injections are
-removed in the order of their making. The bypass stays with the modules of the first model when
-`clone` makes another one (torch.compile under dynamic VRAM, MultiGPU). It ignores `dora_scale`.
-Its copies on the card are not counted as memory. No node that saves or merges knows it.
+ComfyUI has another "bypass", which is not used (ComfyUI 0.33): a second LoRA replaces the first, it
+stays with the first model's modules where `clone` makes another one, it ignores `dora_scale`, its
+copies on the card are not counted as memory, and no node that saves or merges knows it.
 
 Here the small matrices of all LoRAs are an additional model, which ComfyUI counts, loads, moves and
 frees. An APPLY_MODEL wrapper wraps the layers' `forward` for one call. The block executor does not
@@ -175,21 +173,14 @@ LOWERED = "qwen_l40s_lowered"
 
 
 class Lowered(NamedTuple):
-    """The patches of a MODEL in two parts.
+    """The patches of a MODEL in two parts."""
 
-    Attributes:
-        merged: {key: patches} that ComfyUI merges.
-        hooks: {hook's reference: {key: patches}} that ComfyUI merges while the hook is on.
-        bypass: What is computed: of all LoRAs, and of each hook's.
-        rounded: Quantized weights that a merge rounds again.
-        token: The `patches_uuid` of `merged` alone.
-    """
-
-    merged: dict[str, list[Patch]]
+    merged: dict[str, list[Patch]]  # {key: patches} that ComfyUI merges
+    # {hook's reference: {key: patches}} that ComfyUI merges while the hook is on
     hooks: dict[Any, dict[str, list[Patch]]]
-    bypass: tuple[ModelPatcher, ...]
-    rounded: int
-    token: uuid.UUID
+    bypass: tuple[ModelPatcher, ...]  # what is computed: of all LoRAs, and of each hook's
+    rounded: int  # quantized weights that a merge rounds again
+    token: uuid.UUID  # the `patches_uuid` of `merged` alone
 
 
 # By the patches_uuid, which clones with the same patches share. A run takes its hooks' patches away
@@ -202,9 +193,6 @@ _lowered: WeakKeyDictionary[uuid.UUID, dict[frozenset[Any], Lowered]] = remember
 def compute_loras(patcher: ModelPatcher, key: str = BYPASS_KEY) -> None:
     """Has every run of a patcher, and of its clones, compute LoRAs that a merge would damage, and
     lets hooks and merges of two MODELs read quantized weights.
-
-    Args:
-        key: Of the wrappers that do it, unless others do.
     """
     if outer_sample not in patcher.get_all_wrappers(WrappersMP.OUTER_SAMPLE):
         patcher.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, key, outer_sample)
@@ -392,13 +380,7 @@ class BypassLayers(torch.nn.Module):
 
     Args:
         changes: (name of a layer, change), as often as there are LoRAs.
-        count: Of the LoRAs.
         hook: The reference of the hook that switches them; None where they are always on.
-
-    Attributes:
-        count, hook: As given.
-        names: Of the layers, for each of `changes`; a ModuleDict takes no names with dots.
-        downs: That the `BesideLayer` of `changes` share.
     """
 
     def __init__(
@@ -419,7 +401,7 @@ class BypassLayers(torch.nn.Module):
         readers: dict[str, list[str]] = defaultdict(list)
         for name in pairs:
             readers[first_reader(name)].append(name)
-        self.downs = torch.nn.ModuleList()
+        self.downs = torch.nn.ModuleList()  # that the `BesideLayer` of `changes` share
         found: list[tuple[str, torch.nn.Module]] = []
         for names in readers.values():
             joined = [_joined(pairs[name]) for name in names]
@@ -431,6 +413,7 @@ class BypassLayers(torch.nn.Module):
                 start += low.up.in_features
                 found.append((name, low))
         found += others
+        # of the layers, for each of `changes`; a ModuleDict takes no names with dots
         self.names = tuple(name for name, _ in found)
         self.changes = torch.nn.ModuleList(change for _, change in found)
         self._linears = (*self.downs, *(low.up for _, low in found if isinstance(low, BesideLayer)))
@@ -461,16 +444,11 @@ class BypassLayers(torch.nn.Module):
 
 
 class Beside:
-    """What lies beside the layers of ComfyUI's BaseModel in one pass.
-
-    Attributes:
-        lows: Of each layer that is changed: what the executor adds. None where the layer runs
-            itself, because a change is not two matrices or has a strength, or because matrices are
-            elsewhere.
-        place: Changes where the host moves them.
-    """
+    """What lies beside the layers of ComfyUI's BaseModel in one pass."""
 
     def __init__(self, model: Any) -> None:
+        # Of each layer that is changed: what the executor adds. None where the layer runs itself,
+        # because a change is not two matrices or has a strength, or because matrices are elsewhere.
         self.lows: dict[torch.nn.Module, LowRank | None] = {}
         place: list[Hashable] = []
         patcher = model.current_patcher
@@ -484,7 +462,7 @@ class Beside:
                     weights = change.down.weight, change.start, change.up.weight
                     low = LowRank(*weights)
                 self.lows[layer] = low
-        self.place = tuple(place)
+        self.place = tuple(place)  # changes where the host moves them
 
     def runs_itself(self, layer: torch.nn.Module) -> bool:
         """Returns whether the layer has a change that only its `forward` knows."""
@@ -527,8 +505,6 @@ def _changes(model: Any) -> Iterator[tuple[dict[str, Any], str, Any]]:
 
 
 class BypassForward:
-    """The `forward` of a layer with a bypass."""
-
     def __init__(
         self, forward: Callable[..., torch.Tensor], change: Callable[..., torch.Tensor]
     ) -> None:
@@ -538,22 +514,13 @@ class BypassForward:
     def leave(self) -> None:
         self._change = lambda _, y: y
 
-    def __call__(
-        self,
-        x: torch.Tensor,
-        input_act: str | None = None,
-        act_weight: torch.Tensor | torch.nn.Module | None = None,
-        residual: torch.Tensor | None = None,
-        residual_scale: torch.Tensor | None = None,
-        **others: Any,
-    ) -> torch.Tensor:
-        if others:
+    def __call__(self, x: torch.Tensor, *given: Any, **around: Any) -> torch.Tensor:
+        if others := [name for name in around if name not in AroundLinear._fields]:
             raise UnavailableError(
                 f"This ComfyUI calls linear layers with {', '.join(others)}, which a LoRA as a "
                 "bypass does not support: choose lora_mode merge."
             )
-        around = AroundLinear(input_act, act_weight, residual, residual_scale)
-        return around.run(lambda x: self._change(x, self.forward(x)), x)
+        return AroundLinear(*given, **around).run(lambda x: self._change(x, self.forward(x)), x)
 
 
 def _patcher(

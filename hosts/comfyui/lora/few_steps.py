@@ -40,26 +40,14 @@ LIKE_THE_SCHEDULE = 0.02
 
 @dataclass(frozen=True)
 class FewSteps:
-    """Describes a LoRA or a model that is trained for few steps.
-
-    Attributes:
-        what: Its file in words.
-        schedule: What it is trained for; None where its sigmas are not known here.
-        steps: Of its schedule, else as its name says.
-        told_by: What told it, in words.
-        strength: Of a LoRA; 1 of a model.
-        of_lora: Whether it is a LoRA.
-    """
-
     what: str
-    schedule: Schedule | None
-    steps: int
-    told_by: str = "the file's name"
-    strength: float = 1.0
+    schedule: Schedule | None  # what it is trained for; None where its sigmas are not known here
+    steps: int  # of its schedule, else as its name says
+    told_by: str = "the file's name"  # what told it, in words
+    strength: float = 1.0  # of a LoRA; 1 of a model
     of_lora: bool = True
 
     def words(self) -> str:
-        """Says what it is trained for, in a sentence."""
         if self.schedule is None:
             return (
                 f"{self.what} is for {self.steps} steps by its name, but its sigmas are unknown: "
@@ -158,11 +146,8 @@ def _form(changes: Mapping[str, Any], stack: str) -> tuple[str, int]:
 def judge_run(
     guider: Any, noise: torch.Tensor, latent: Any, sampler: Any, sigmas: torch.Tensor, *_: Any
 ) -> None:
-    """Notes on a guider, in sentences, how its run follows the few-step part of its MODEL.
-
-    Args:
-        noise, latent, sampler, sigmas: As an OUTER_SAMPLE wrapper gets them. Sigmas that begin
-            later, as of an image to image, are not judged.
+    """Notes on a guider, in sentences, how its run follows the few-step part of its MODEL; not
+    where the sigmas begin later, as of an image to image.
     """
     patcher = guider.model_patcher
     found = few_steps(patcher)
@@ -176,7 +161,6 @@ def judge_run(
 
 
 def faults_of(guider: Any) -> list[str]:
-    """Returns what `judge_run` found wrong, for the report."""
     return getattr(guider, JUDGED, ([],))[0]
 
 

@@ -32,30 +32,21 @@ MOST_WAYS = 1e8  # that a pattern may take through the names of all modules: a s
 
 @dataclass(frozen=True)
 class LoraFile:
-    """The tensors of a LoRA.
-
-    Args:
-        tensors: by normalized name; on the CPU, in the file's dtypes. An alpha that only the
-            metadata tells is among them.
-        names: {normalized name of a tensor: its name in the file}
-        modules: {normalized name of a module: its name in the file}
-        attention: {name of a `.comfy_attention.config` in the file: its text, uint8}
-    """
-
     path: Path
     metadata: dict[str, str] | None
+    # by normalized name; on the CPU, in the file's dtypes. An alpha that only the metadata tells is
+    # among them.
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    # {normalized name of a tensor: its name in the file}
     names: dict[str, str] = field(default_factory=dict)
+    # {normalized name of a module: its name in the file}
     modules: dict[str, str] = field(default_factory=dict)
+    # {name of a `.comfy_attention.config` in the file: its text, uint8}
     attention: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def inspect_lora(path: Path) -> CheckpointPart:
-    """Identifies a LoRA file by its header: a model in the wrong slot has gigabytes.
-
-    Raises:
-        CheckpointError: it is no LoRA, or more than one, and belongs elsewhere.
-    """
+    """Identifies a LoRA file by its header: a model in the wrong slot has gigabytes."""
     shards = read_shards(path)
     parts = inspect_shards(shards).parts
     if len(parts) == 1 and parts[0].role == "lora":
@@ -85,12 +76,7 @@ def _is_read(tensors: Tensors) -> bool:
 
 
 def read_lora(path: Path) -> LoraFile:
-    """Reads a file that `inspect_lora` knows.
-
-    Raises:
-        CheckpointError: it names a module twice, holds NaN, infinity or nothing, is of a form that
-            ComfyUI would apply wrongly, or has metadata that tell no scale.
-    """
+    """Reads a file that `inspect_lora` knows."""
     stored, metadata = comfy.utils.load_torch_file(str(path), safe_load=True, return_metadata=True)
     file, ranks = LoraFile(path, metadata), {}
     for name, tensor in stored.items():
@@ -149,9 +135,6 @@ def stored_alphas(
 
     diffusers writes it as JSON into the metadata (`save_lora_weights` with the part's name before
     each field, `save_lora_adapter` without): `lora_alpha / r`, with `use_rslora` by the root of r.
-
-    Raises:
-        CheckpointError: it is damaged, or tells no scale.
     """
     found = {}
     try:

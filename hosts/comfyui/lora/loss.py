@@ -49,7 +49,6 @@ def merge_loss(
         patches: as ComfyUI makes them; a change given as a whole tensor is always merged and does
             not count.
         weight_of: gives the weight [N, K] of a key, in 16 or 32 bits.
-        dtype_of: gives the dtype in which it is merged; None where that is its own.
 
     Returns:
         The share, 0 for a LoRA of zeros; None where a change is no sum of products.

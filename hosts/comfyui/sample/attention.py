@@ -91,18 +91,13 @@ class SlotAttention(ChosenAttention):
 class GuidedAttention:
     """Attention that a negative prompt guides; fills the slot during one call of a transformer, and
     what was there before computes each part.
-
-    Args:
-        before: What was there; None for nothing.
-        of: Gives the guidance of a block, of `optimizations.nag`, by the block's index.
-
-    Attributes:
-        last: The block whose attention was guided: after it, a ControlNet of 2.1 calls the slot for
-            one of its own.
     """
 
     def __init__(self, before: Callable | None, of: Callable[[int], Any]) -> None:
-        self.before, self.of = before, of
+        self.before = before  # what was in the slot
+        self.of = of  # gives the guidance of a block, of `optimizations.nag`, by its index
+        # the block whose attention was guided: after it, a ControlNet of 2.1 calls the slot for one
+        # of its own
         self.last: int | None = None
 
     def begin(self, index: int) -> Any:
@@ -174,16 +169,8 @@ def host_attention(
     options: dict[str, Any],
     preferred: torch.nn.Module | None = None,
 ) -> torch.Tensor:
-    """Attends with ComfyUI's attention, or what other nodes or the file have chosen.
-
-    Args:
-        q, k, v: (batch, joint, heads, head_dim).
-        mask: (batch, 1, 1, joint), or None.
-        options: The transformer_options of the block, which tell others where they are.
-        preferred: The `file_choice` of the block.
-
-    Returns:
-        (batch, joint, heads * head_dim).
+    """Attends as `Attend`, with ComfyUI's attention, or what other nodes or the file have chosen;
+    `options` are the block's transformer_options, `preferred` its `file_choice`.
     """
     heads, options = q.shape[2], without_choice(options)
     q, k, v = (part.transpose(1, 2) for part in (q, k, v))
@@ -211,15 +198,11 @@ def file_choice(block: torch.nn.Module) -> torch.nn.Module | None:
 
 
 class FileAttention:
-    """What files say of the attention of a model's blocks.
-
-    Attributes:
-        runs: {ComfyUI's name: blocks that run it}.
-        missing: {name: blocks that ask for it where ComfyUI cannot run it}.
-    """
+    """What files say of the attention of a model's blocks."""
 
     def __init__(self, blocks: Sequence[torch.nn.Module]) -> None:
-        self.runs: Counter[str] = Counter()
+        self.runs: Counter[str] = Counter()  # {ComfyUI's name: blocks that run it}
+        # {name: blocks that ask for it where ComfyUI cannot run it}
         self.missing: Counter[str] = Counter()
         self._blocks = len(blocks)
         for choice in map(file_choice, blocks):

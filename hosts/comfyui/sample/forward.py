@@ -129,16 +129,11 @@ class ComfyPass(DoubleStream):
     """Implements `optimizations.blocks.host.HostPass`.
 
     Args:
-        model: ComfyUI's BaseModel.
         attention: What computes attention as long as it is in ComfyUI's slot; None for whatever is.
-        latents: As APPLY_MODEL wrappers get them.
-        options: The call's transformer_options.
-        control: The output of ControlNets, which the host adds between two blocks; None without.
         weights: What the run knows of where each model's are; None outside of a run.
         idle: BaseModels of cards that have nothing to do in this pass.
 
     Attributes:
-        peers: Of these models, with the same options and attention.
         additions: What ControlNets add after each block.
         masked: Whether the attention of text rows has a mask of its own.
     """
@@ -164,6 +159,7 @@ class ComfyPass(DoubleStream):
         self._options = options  # of the block that runs, once one does
         self._block: torch.nn.Module | None = None  # that runs
         self._control = control
+        # of these models, with the same options and attention
         self.peers: Sequence[ComfyPass] = tuple(
             ComfyPass(peer, attention, latents, options, weights=weights) for peer in idle
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -52,7 +52,6 @@ class Pages(NamedTuple):
 
     @property
     def numbers(self) -> range:
-        """The pages that it lies in."""
         start = self.address - self.vbar.base_addr
         return range(start // PAGE, -(-(start + self.size) // PAGE))
 
@@ -81,12 +80,7 @@ class HeldWeights:
     def during(
         self, model: Any, blocks: Sequence[torch.nn.Module], read: Any, shape: torch.Size
     ) -> Iterator[Hashable | None]:
-        """Holds the weights for one pass: a token of where they are, or None where they may move.
-
-        Args:
-            read: The `ComfyLayers` of the pass.
-            shape: Of the latents.
-        """
+        """Holds the weights for one pass: a token of where they are; None where they may move."""
         with ExitStack() as pins:
             found = self._hold(model, blocks, read, shape, pins)
             self.reason = found if isinstance(found, Verdict) else None
@@ -122,10 +116,10 @@ class HeldWeights:
                 places = _places(blocks, [] if dynamic else self._stores, read.beside)
                 if places != self._places:
                     self._places, self._marks = places, None
-            marks = _Marks.of(model, blocks, [] if dynamic else self._stores, read.beside)
+            marks = _marks(model, blocks, [] if dynamic else self._stores, read.beside)
         except (AttributeError, KeyError):
             return OWN_WAY
-        if self._marks is None or not marks.same(self._marks):
+        if self._marks is None or not _are_same(marks, self._marks):
             self._marks, self._token, self._pages = marks, None, []
             if dynamic and not _has_room(model, shape):
                 return ROOM  # which pinned weights would not make
@@ -145,7 +139,7 @@ class HeldWeights:
         elif known:
             return self._token
         else:
-            key = signatures, marks.values, self._places
+            key = signatures, marks[0], self._places
             if self._found[0] != key:
                 self._found = key, {}
             found = _look(model, blocks, read, self._found[1])
@@ -194,10 +188,7 @@ def row_scale(layer: torch.nn.Module) -> torch.Tensor | None:
 
 
 def stored(layer: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns weight and bias of a layer that is held, where they are.
-
-    Under dynamic VRAM comfy.ops makes a Linear without a bias whose None is no parameter.
-    """
+    """Returns weight and bias of a layer that is held, where they are."""
     own = layer.__dict__
     if "_v" in own:
         return own["_v_weight"], own["_v_bias"]
@@ -294,60 +285,31 @@ def _has_room(model: Any, shape: torch.Size) -> bool:
     return free >= max(needed, management.minimum_inference_memory())
 
 
-class _Marks(NamedTuple):
-    """What changes with every way in which ComfyUI moves weights, whichever clone does it.
+# What changes with every way in which ComfyUI moves weights, whichever clone does it: values that
+# are compared, and objects that another one replaces.
+_Marks = tuple[tuple[Any, ...], list[Any]]
 
-    Attributes:
-        functions: Of a layer; `load` makes a new list.
-        norm: Of a norm, whose weight is a new parameter wherever dynamic VRAM loads or unloads.
-        values: That are compared.
-        weights: Of the layers, each by a reference, which another extension may exchange.
-    """
 
-    functions: list[Any]
-    norm: Callable[[], torch.Tensor | None]
-    values: tuple[Any, ...]
-    weights: list[Callable[[], torch.Tensor | None]]
+def _marks(
+    model: Any, blocks: Sequence[torch.nn.Module], stores: list[dict[str, Any]], beside: Beside
+) -> _Marks:
+    path = spec_of(blocks[0]).query.split(".")
+    values = (
+        model.device,
+        model.current_weight_patches_uuid,
+        model.model_loaded_weight_memory,
+        beside.place,
+    )
+    if stores:  # another extension may move a block on its own
+        values += tuple(_address_of(block, path) for block in blocks)
+    # `load` makes a new list of functions; wherever dynamic VRAM loads or unloads, a norm has a new
+    # weight. Of one object there is one reference.
+    weights = (head_norms(blocks[0])[0].weight, *(store["weight"] for store in stores))
+    return values, [query_layer(blocks[0]).weight_function, *map(weakref.ref, weights)]
 
-    @classmethod
-    def of(
-        cls,
-        model: Any,
-        blocks: Sequence[torch.nn.Module],
-        stores: list[dict[str, Any]],
-        beside: Beside,
-    ) -> _Marks:
-        """Returns the marks of a model as it is now.
 
-        Args:
-            stores: Of the layers' parameters; none under dynamic VRAM, where the card has copies.
-            beside: The LoRAs beside the layers.
-
-        Raises:
-            AttributeError, KeyError: Its blocks have another form.
-        """
-        path = spec_of(blocks[0]).query.split(".")
-        values = (
-            model.device,
-            model.current_weight_patches_uuid,
-            model.model_loaded_weight_memory,
-            beside.place,
-        )
-        if stores:  # another extension may move a block on its own
-            values += tuple(_address_of(block, path) for block in blocks)
-        weights = [weakref.ref(store["weight"]) for store in stores]
-        norm = weakref.ref(head_norms(blocks[0])[0].weight)
-        first = query_layer(blocks[0])
-        return cls(first.weight_function, norm, values, weights)
-
-    def same(self, other: _Marks) -> bool:
-        """Returns whether nothing has moved between them."""
-        return (
-            self.functions is other.functions
-            and self.norm() is other.norm()
-            and self.values == other.values
-            and all(map(operator.is_, self.weights, other.weights))
-        )
+def _are_same(marks: _Marks, others: _Marks) -> bool:
+    return marks[0] == others[0] and all(map(operator.is_, marks[1], others[1]))
 
 
 def _address_of(layer: torch.nn.Module, path: Sequence[str]) -> int:

@@ -33,25 +33,15 @@ from ....verdict import Verdict
 from .. import linear as operations
 from ..lora.bypass import Beside, is_foreign
 from .held import HeldWeights, row_scale, stored, waits
+from .off_card import TENSORS, plain_parts
 
-TENSORS = ("weight", "bias")
 # Made once: every layer is asked in every forward pass.
 _row_format = cached(RowFormat)
 NOT_YET = Verdict("no fused block has asked for the weights")
 
 
 class ComfyLayers:
-    """Implements `optimizations.blocks.block.Layers` for one pass.
-
-    Args:
-        model: ComfyUI's BaseModel.
-        shape: Of the latents.
-        weights: What the run knows of where each model's are; None outside of a run.
-
-    Attributes:
-        beside: The model's LoRAs as bypass.
-        moving: Why the pass holds no weights; None where it does, or did.
-    """
+    """Implements `optimizations.blocks.block.Layers` for one pass."""
 
     def __init__(
         self,
@@ -59,12 +49,13 @@ class ComfyLayers:
         shape: torch.Size,
         weights: MutableMapping[Any, HeldWeights] | None = None,
     ) -> None:
+        # why the pass holds no weights; None where it does, or did
         self.moving: Verdict | None = NOT_YET
         self._model, self._shape = model, shape
         weights = {} if weights is None else weights
         self._weights = weights.setdefault(model, HeldWeights())
         self._holds = False
-        self.beside = Beside(model)
+        self.beside = Beside(model)  # the model's LoRAs as bypass
 
     @contextmanager
     def hold(self, blocks: Sequence[torch.nn.Module]) -> Iterator[Hashable | None]:
@@ -142,7 +133,7 @@ class ComfyLayers:
                     place = comfy_aimdo.torch.aimdo_to_tensor(own["_v"], device)
                     kinds = comfy.memory_management.tensors_to_geometries(tensors)
                     there = comfy.memory_management.interpret_gathered_like(kinds, place)
-                    for part, target in zip(*(_parts(it) for it in (tensors, there)), strict=True):
+                    for part, target in zip(*map(plain_parts, (tensors, there)), strict=True):
                         comfy.model_management.mark_mmap_dirty(part.untyped_storage())
                         put(part, target)
                     weight, bias = there
@@ -244,18 +235,7 @@ def _waits_as_it_is(layer: torch.nn.Module) -> bool:
     )
 
 
-def _parts(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-    found = []
-    for tensor in tensors:
-        if isinstance(tensor, QuantizedTensor):
-            found += [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-        elif tensor is not None:
-            found.append(tensor)
-    return found
-
-
 def compile_ahead(model: ModelPatcher) -> None:
-    """Begins to compile what the blocks of a model launch."""
     device = model.load_device
 
     def work(inner: Any) -> None:

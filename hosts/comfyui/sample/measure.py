@@ -43,7 +43,6 @@ def record_runs(patcher: ModelPatcher, key: str = SAMPLING_KEY) -> None:
 
 
 def is_recorded(patcher: ModelPatcher) -> bool:
-    """Tells whether the runs of a patcher are measured where a Report node asks."""
     return measure_sampling in patcher.get_all_wrappers(WrappersMP.OUTER_SAMPLE)
 
 

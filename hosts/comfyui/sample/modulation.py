@@ -51,18 +51,11 @@ def by_name(
 
 
 class Call(NamedTuple):
-    """One APPLY_MODEL call, as far as it decides the schedule.
-
-    Attributes:
-        t: Sigmas as APPLY_MODEL wrappers get them, (batch,).
-        options: The transformer_options; ComfyUI's samplers put the schedule into them.
-        given: All that the call is given behind x and t, by name.
-        blocks: The model's, as the call began; another extension may exchange one inside of it.
-    """
-
-    t: torch.Tensor
+    t: torch.Tensor  # sigmas as APPLY_MODEL wrappers get them, (batch,)
+    # the transformer_options; ComfyUI's samplers put the schedule into them
     options: dict[str, Any]
-    given: dict[str, Any]
+    given: dict[str, Any]  # all that the call is given behind x and t, by name
+    # the model's, as the call began; another extension may exchange one inside of it
     blocks: Sequence[torch.nn.Module]
 
 
@@ -73,17 +66,11 @@ class _Current(NamedTuple):
 
 
 class _Layers:
-    """The layers that make the modulation of some blocks, as they were when this was made.
-
-    Attributes:
-        unknown: Which of them is not the host's; None where all are.
-    """
-
     def __init__(self, blocks: Sequence[torch.nn.Module]) -> None:
         self.blocks = blocks
         self._names = tuple(modulation_of(blocks[0]).values()) if blocks else ()
         self._linears: list[torch.nn.Module] = []
-        self.unknown: Verdict | None = None
+        self.unknown: Verdict | None = None  # which of them is not the host's; None where all are
         for index, name in product(range(len(blocks)), self._names):
             module = getattr(blocks[index], name, None)
             if other := _unlike(module, name, type(query_layer(blocks[index]))):
@@ -125,9 +112,6 @@ class _Layers:
 def _unlike(module: Any, name: str, beside: type) -> str | None:
     """Names the part of a modulation that may give more than its weights make of a timestep; None
     where it is a SiLU and a linear layer that nobody has changed.
-
-    Args:
-        beside: The class of another linear layer, by which another pack's loader is known.
     """
     if type(module) not in (torch.nn.Sequential, OffCardModulation) or len(module) != 2:
         return name
@@ -181,7 +165,6 @@ class ModelModulation:
 
     @classmethod
     def of(cls, model: Any) -> ModelModulation:
-        """Returns the modulation of a model, made on first use."""
         found = model.__dict__.get(MODULATION_KEY)
         if found is None:
             found = cls(model)
@@ -214,11 +197,7 @@ class ModelModulation:
             self._call, self._current = before
 
     def entry(self, embedding: torch.Tensor) -> Entry:
-        """Returns the modulation of all blocks for a timestep embedding, inside of `during`.
-
-        Args:
-            embedding: (batch, D), or (2 batch, D) where the second half is for timestep 0.
-        """
+        """Returns the modulation of all blocks for a timestep embedding, inside of `during`."""
         current = self._current
         if current is not None and current.embedding is embedding:
             return current.entry

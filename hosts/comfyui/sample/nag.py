@@ -37,19 +37,13 @@ WHOLE = {"area": None, "mask": None, "default": None, "strength": 1.0} | {
 
 @dataclass(frozen=True)
 class NagSettings:
-    """The settings of `guide_attention`.
+    """The settings of `guide_attention`."""
 
-    Attributes:
-        scale, tau, alpha: As of `Guidance`.
-        start, end: The first step that is guided, and the first that is not any more.
-
-    Raises:
-        SettingError: No step is guided.
-    """
-
+    # scale, tau, alpha: as of `Guidance`
     scale: float = 5.0
     tau: float = 2.5
     alpha: float = 0.25
+    # start, end: the first step that is guided, and the first that is not any more
     start: int = 0
     end: int = LAST_STEP
 
@@ -86,7 +80,6 @@ class AttentionGuidance:
         self._cfg: float | None = None
 
     def outer_sample(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
-        """Runs one sampling run (OUTER_SAMPLE)."""
         guider = executor.class_obj
         self._guided = self._passes = 0
         self._aside = read_or(UNREAD, _refusal, guider, self._conditioning)

@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import comfy.model_management
@@ -147,7 +147,6 @@ class OffCardModulation(torch.nn.Sequential):
 
 class _OffCard:
     def _load_list(self, *args: Any, **kwargs: Any) -> list[tuple[Any, ...]]:
-        """Returns the layers that ComfyUI moves, without those that stay off the card."""
         found = super()._load_list(*args, **kwargs)
         return [entry for entry in found if not any(isinstance(x, OffCardLinear) for x in entry)]
 
@@ -201,32 +200,26 @@ def named_weights(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def plain_tensors(layer: torch.nn.Module) -> list[torch.Tensor]:
-    """Returns the tensors of a linear layer, and each one that a quantized weight is made of."""
-    tensors = (getattr(layer, name) for name in TENSORS)
-    return [part for tensor in tensors if tensor is not None for part in _parts(tensor)]
+    return plain_parts(getattr(layer, name) for name in TENSORS)
 
 
-def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    if not isinstance(tensor, QuantizedTensor):
-        return [tensor.detach()]
-    return [tensor._qdata, *(getattr(tensor._params, name) for name in _scales(tensor))]
+def plain_parts(tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
+    """Returns the tensors, and instead of a quantized one each that it is made of."""
+    found = []
+    for tensor in tensors:
+        if isinstance(tensor, QuantizedTensor):
+            found += [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        elif tensor is not None:
+            found.append(tensor.detach())
+    return found
 
 
 def _rebuilt(tensor: torch.Tensor, parts: Iterator[torch.Tensor]) -> torch.Tensor:
     if not isinstance(tensor, QuantizedTensor):
         return next(parts)
-    values = next(parts)
-    scales = {name: next(parts) for name in _scales(tensor)}
-    return QuantizedTensor(values, tensor._layout_cls, replace(tensor._params, **scales))
-
-
-def _scales(tensor: QuantizedTensor) -> list[str]:
-    params = tensor._params
-    return [
-        field.name
-        for field in fields(params)
-        if isinstance(getattr(params, field.name), torch.Tensor)
-    ]
+    names, about = tensor.__tensor_flatten__()
+    found = {name: next(parts) for name in names}
+    return QuantizedTensor.__tensor_unflatten__(found, about, tensor.shape, tensor.stride())
 
 
 def _patched(patcher: ModelPatcher, key: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -244,8 +237,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class PassFigures:
-    """Figures of some passes."""
-
     passes: int = 0
     seconds: float = 0.0
     inexact: bool = False
@@ -267,10 +258,6 @@ def compute_off_card(
 
     Where the card has no room for the layers on their way, ComfyUI is asked to make some; where
     that does not help, the CPU computes.
-
-    Args:
-        patcher: Whose patches are on the weights; None for none.
-        figures: Is added to.
     """
     figures.passes += 1
     modules = [layer.module for layer in modulation_layers(blocks)]
@@ -367,10 +354,6 @@ def require_less_memory(model: Any, weights: int, device: torch.device) -> None:
 
     Only where weights and a step fit what is free: there the tenth is never used. Elsewhere ComfyUI
     gets the whole figure, by which it also decides how much of the model it loads.
-
-    Args:
-        weights: bytes that ComfyUI loads of the model.
-        device: where it loads them.
     """
     reference = weakref.ref(model)
 

@@ -34,25 +34,16 @@ HOST_ATTENTION = "comfyui"
 
 @dataclass(frozen=True)
 class OptimizeSettings:
-    """The switches of `optimize`.
+    """The switches of `optimize`."""
 
-    Attributes:
-        blocks: Fused blocks with modulation tables.
-        attention: "auto" for what the model file says, else for the fastest exact backend; the
-            name of a backend; "fast"; or "comfyui".
-        tf32: Whether fp32 products are rounded to TF32 during a run; bf16 models have next to none.
-        cudnn_benchmark: Whether cuDNN tries out its convolutions during a run.
-        attention_error: The largest relative error that "fast" allows.
-
-    Raises:
-        SettingError: attention_error is not above 0 and at most 1.
-    """
-
-    blocks: bool = True
+    blocks: bool = True  # fused blocks with modulation tables
+    # "auto" for what the model file says, else for the fastest exact backend; the name of a
+    # backend; "fast"; or "comfyui"
     attention: str = "auto"
+    # whether fp32 products are rounded to TF32 during a run; bf16 models have next to none
     tf32: bool = False
-    cudnn_benchmark: bool = False
-    attention_error: float = MOST_ERROR
+    cudnn_benchmark: bool = False  # whether cuDNN tries out its convolutions during a run
+    attention_error: float = MOST_ERROR  # the largest relative error that "fast" allows
 
     def __post_init__(self) -> None:
         if not 0 < self.attention_error <= 1:
@@ -128,6 +119,5 @@ def restore(model: ModelPatcher) -> ModelPatcher:
 
 
 def report_of(model: ModelPatcher) -> str:
-    """Lines that say which path every part took in the runs so far."""
     optimization = model.get_attachment(OPTIMIZATION_KEY)
     return str(unsupported_model(model) or "") if optimization is None else optimization.report()

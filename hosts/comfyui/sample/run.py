@@ -60,16 +60,7 @@ ROUNDED = (
 
 
 class ComfyOptimization(Optimization):
-    """The attachment that `optimize` puts on a patcher; clones of the patcher share it.
-
-    Args:
-        blocks: Whether the executor runs the blocks.
-        attention: The attention that fills ComfyUI's slot, or None for the host's.
-        tf32, cudnn_benchmark: Switches during a run.
-
-    Attributes:
-        file: What the model file says of attention; None where the slot wins over it.
-    """
+    """The attachment that `optimize` puts on a patcher; clones of the patcher share it."""
 
     host = "ComfyUI's"
 
@@ -82,6 +73,7 @@ class ComfyOptimization(Optimization):
     ) -> None:
         super().__init__(attention, blocks)
         self._flags = tf32, cudnn_benchmark
+        # what the model file says of attention; None where the slot wins over it
         self.file: FileAttention | None = None
         self._rounded = 0  # quantized weights into which ComfyUI merges a patch
         self._masked = False  # whether another node's attention met text rows with a mask
@@ -113,7 +105,6 @@ class ComfyOptimization(Optimization):
         return lines if self.file is None else self.file.lines(lines)
 
     def attention_names(self) -> set[str]:
-        """Names what ran of this package's attention, as `ChosenAttention.names`."""
         return set() if self.attention is None else self.attention.names()
 
     def outer_sample(self, executor: Any, noise: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -164,7 +155,6 @@ class ComfyOptimization(Optimization):
     def apply_model(
         self, executor: Any, x: torch.Tensor, t: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """Runs one forward pass (APPLY_MODEL)."""
         model, (given, options) = executor.class_obj, by_name(args, kwargs)
         file = self.read_file(model, options)
         others = not isinstance(options.get(SLOT), SlotAttention | None)
@@ -245,9 +235,6 @@ def check_parts(executor: Any, noise: torch.Tensor, *args: Any, **kwargs: Any) -
 
     With those of the other family ComfyUI fails inside a layer, or takes channels for frames; with
     what a hook merges into quantized weights, in the middle of the first step.
-
-    Raises:
-        SettingError: it is another model's, or hooks would change quantized weights.
     """
     guider = executor.class_obj
     patcher = guider.model_patcher
@@ -332,10 +319,7 @@ FINITE_KEY = "qwen_l40s_finite"
 
 @dataclass
 class FirstRun:
-    """Checks the first run of a freshly loaded model; its clones share it, so once a load.
-
-    What a sampler or a guider makes of finite passes is theirs.
-    """
+    """Checks the first run of a freshly loaded model; its clones share it, so once a load."""
 
     path: Path
     checked: bool = False
@@ -344,7 +328,6 @@ class FirstRun:
     def apply_model(
         self, executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """Runs one forward pass, whose result is looked at later (APPLY_MODEL)."""
         output = executor(x, *args, **kwargs)
         if not self.checked:
             self.looks.append(Later(0, x.isfinite().all(), output.isfinite().all()))

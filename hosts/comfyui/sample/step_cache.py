@@ -119,7 +119,8 @@ class SamplerStepCache:
     def _new_run(self, guider: Any, sigmas: torch.Tensor, mask: torch.Tensor | None) -> CachedRun:
         schedule = sigmas.tolist()
         followed = None if mask is None else (mask >= 1).float()
-        refusal, kept = read_or((UNREAD, set()), _limits, guider, sigmas)
+        limits = lambda: (_refusal(guider), _kept(guider, sigmas))  # noqa: E731
+        refusal, kept = read_or((UNREAD, set()), limits)
         if followed is not None and not followed.any():
             refusal = refusal or ALL_KEPT
         run = CachedRun(self.settings, schedule, kept=kept, refusal=refusal, followed=followed)
@@ -155,10 +156,6 @@ def _reads_more(
 ) -> bool:
     own = guider.model_options
     return any(model_options.get(name) != own.get(name) for name in AROUND_GUIDANCE)
-
-
-def _limits(guider: Any, sigmas: torch.Tensor) -> tuple[Verdict | None, set[int]]:
-    return _refusal(guider), _kept(guider, sigmas)
 
 
 def _refusal(guider: Any) -> Verdict | None:
