@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from ..spec.formats import BYTES_PER_SCALE, GIB
 from ..spec.transformer import PIXELS_PER_TOKEN_SIDE, USUAL_SIDE, BlockSpec, TransformerShape
@@ -24,7 +24,8 @@ LICENCE_21 = (
 class HasShape(Protocol):
     """Gives the shape of a tensor, as a file's header tells it."""
 
-    shape: tuple[int, ...]
+    @property
+    def shape(self) -> tuple[int, ...]: ...
 
 
 Tensors = Mapping[str, HasShape]
@@ -57,6 +58,9 @@ class Identity:
     licence: str | None = None
     cannot_run: tuple[str, ...] = ()
     errors: tuple[str, ...] = ()
+
+
+Identified = TypeVar("Identified", bound=Identity)
 
 
 def size(tensors: Tensors, name: str, axis: int = 0) -> int | None:
@@ -208,7 +212,7 @@ class TextEncoder:
     vision_head: int
     template: int
     head_dim: int = 128
-    published: Mapping[tuple[int, int], str] = field(default_factory=dict, hash=False)
+    published: Mapping[tuple[Any, Any], str] = field(default_factory=dict, hash=False)
     files: Files = field(default_factory=dict, hash=False)
 
     @property
@@ -261,7 +265,7 @@ class Vae:
     shape: VaeShape
     bytes: int
     identify: Callable[[Tensors], Identity | None]
-    read_shape: Callable[[Mapping[str, int]], VaeShape]
+    read_shape: Callable[[Mapping[str, Any]], VaeShape]
     native_name: Callable[[str], str]
     comfyui: str
     other_channels: tuple[tuple[int, str], ...] = ()
@@ -357,7 +361,6 @@ class Family(Protocol):
     Attributes:
         title: As header inspection and people call it.
         label: The same where it has to be told from later ones.
-        members: The published models; the first is what tensors stand for that leave it open.
         stack: The name of the module that holds the transformer's blocks.
         blocks: The forms of a block, in files and in the hosts.
         text_encoder, vae: What it runs with.
@@ -383,7 +386,6 @@ class Family(Protocol):
 
     title: str
     label: str
-    members: tuple[Member, ...]
     stack: str
     blocks: tuple[BlockSpec, ...]
     text_encoder: TextEncoder
@@ -405,6 +407,10 @@ class Family(Protocol):
     comfyui: str
     diffusers: str
 
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """Lists the published models; the first is what tensors stand for that leave it open."""
+
     def identify(self, tensors: Tensors) -> Identity | None:
         """Tells whether tensors are a transformer of it, or are trained for one."""
 
@@ -416,7 +422,7 @@ class Family(Protocol):
             dims, title: of its identity.
         """
 
-    def from_config(self, identity: Identity, config: Mapping[str, Any]) -> Identity:
+    def from_config(self, identity: Identified, config: Mapping[str, Any]) -> Identified:
         """Completes an identity, or a `CheckpointPart`, by what only a config.json tells."""
 
     def config_facts(self, tensors: Tensors) -> Mapping[str, object]:
@@ -434,12 +440,10 @@ class Family(Protocol):
             references: tokens of reference images.
         """
 
-    def member_of(
-        self, shape: TransformerShape, timestep_zero: bool, references: int
-    ) -> tuple[Member, str]:
+    def member_of(self, shape: Any, timestep_zero: bool, references: int) -> tuple[Member, str]:
         """Returns the member that a loaded transformer counts as, and a note where others have the
         same weights.
         """
 
-    def contradiction(self, member: Member, shape: TransformerShape, timestep_zero: bool) -> str:
+    def contradiction(self, member: Member, shape: Any, timestep_zero: bool) -> str:
         """Says what a loaded transformer is instead of a member; empty where it may be one."""

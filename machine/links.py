@@ -374,7 +374,7 @@ def link_between(first: torch.device, second: torch.device, again: bool = False)
     Raises:
         RuntimeError: A card does not answer.
     """
-    pair = tuple(sorted((first, second), key=str))
+    pair = (first, second) if str(first) <= str(second) else (second, first)
     link = _links.get(pair)
     if link is None or again:
         link = link or Link(*pair)

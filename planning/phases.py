@@ -181,8 +181,7 @@ def steps(request: RunRequest, setting: Setting, card_bytes: int | None = None) 
     }
     sampled, text_stays = on_card, text if place == ON_CARD else 0
     usable = None if card_bytes is None else card_bytes - KEPT_FREE_BYTES
-    moves = usable is not None and not setting.resident
-    if moves:
+    if usable is not None and not setting.resident:
         room = usable - activations - sum(overhead) - sum(stays.values())
         text_stays = min(text_stays, max(0, room - least_weights(request, on_card)))
         sampled = min(on_card, max(0, room - text_stays))
@@ -213,7 +212,7 @@ def steps(request: RunRequest, setting: Setting, card_bytes: int | None = None) 
         ),
         "sampling": phase("sampling", sampled, activations, stays),
     }
-    if moves:
+    if usable is not None and not setting.resident:
         found = {name: within(phase, usable) for name, phase in found.items()}
     elif usable is not None and place == STREAMED:
         found["text"] = within(found["text"], usable)
@@ -278,7 +277,8 @@ def others_bytes(request: RunRequest, setting: Setting) -> dict[str, int]:
     """Counts {family and precision: bytes} of the models that stay in VRAM beside the one that
     runs. A text encoder or VAE that several have is there once.
     """
-    member, found = request.member, {}
+    member = request.member
+    found: dict[str, int] = {}
     encoders, vaes = {member.text_encoder}, {member.vae}
     for family, precision in request.others:
         other = find_member(family)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import SettingError
 from ..families.protocol import Member, StepTokens
@@ -24,6 +24,8 @@ from ..spec.vae import VaeShape
 from .step_cache import CHOICES, CUSTOM, OFF, computed_steps
 
 AUTO, AS_STORED = "auto", "as stored"
+# As a default: the class puts a value in its place before anybody reads it.
+OWN: Any = None
 PRECISIONS = (AUTO, *MULTIPLIED)
 # Of a text encoder's file in 4 bits, which ComfyUI's Load CLIP keeps so.
 W4A8 = "w4a8"
@@ -148,13 +150,13 @@ class RunRequest:
 
     family: str = "qwen-image"
     precision: str = "auto"
-    width: int | None = 1328
-    height: int | None = 1328
+    width: int = 1328
+    height: int = 1328
     batch: int = 1
-    steps: int | None = 20
+    steps: int = 20
     cfg: str = "two passes"
     references: int = 0
-    layers: int | None = None
+    layers: int = OWN
     text_tokens: int = 200
     nag_tokens: int = 0
     modulation: str = "auto"
@@ -172,7 +174,7 @@ class RunRequest:
     def __post_init__(self) -> None:
         family = find_member(self.family)
         cfg = "off" if family.cfg == 1 else "two passes"
-        own = dict.fromkeys(("width", "height"), family.default_side)
+        own: dict[str, Any] = dict.fromkeys(("width", "height"), family.default_side)
         own |= {"steps": family.steps, "cfg": cfg, "layers": family.layers}
         for name, value in own.items():
             if getattr(self, name) in (None, AUTO):

@@ -61,7 +61,7 @@ class BlockSeconds(NamedTuple):
             quantized: whether products are in 8 bits.
             text: seconds of the text's products, which were measured too.
         """
-        product = 2 * PRODUCTS * tokens.image_rows * width**2
+        product = 2.0 * PRODUCTS * tokens.image_rows * width**2
         product *= QUANTIZED_OPERATION if quantized else 1
         attention = 4 * tokens.rows * tokens.joint * width
         rest = max(seconds - text, 0.0)

@@ -220,7 +220,7 @@ def vae_seconds(
         tiles: as of `decode_seconds`; the middle runs whole.
     """
     rows, columns = in_pixels(shape, latent)
-    copied = PIXEL_BYTES * shape.image_channels * rows * columns
+    copied: float = PIXEL_BYTES * shape.image_channels * rows * columns
     copied /= min(HOST_BYTES_PER_SECOND, rates.pcie)
     if shape.strips:
         operations, moved = getattr(shape.strips, direction)
