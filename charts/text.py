@@ -12,7 +12,7 @@ from ..families.protocol import APACHE
 from ..families.schedules import official_sigmas
 from ..planning.advise import Advice, Offer, Together, together
 from ..planning.bytes import text_encoder_bytes
-from ..planning.cards import STARTING, Card, Price
+from ..planning.cards import STARTING, Card, Price, UnlistedCard
 from ..planning.estimate import DOES_NOT_FIT, FITS, Estimate
 from ..planning.files import SOFTWARE_BYTES, made_on_load
 from ..planning.phases import Phase, Range, figure, gib, transformer_bytes
@@ -380,7 +380,7 @@ def notes_of(found: Estimate) -> list[str]:
 
 
 def _time_notes(found: Estimate) -> Iterator[str]:
-    if found.times is None:
+    if found.times is None and isinstance(found.card, UnlistedCard):
         yield (
             f"{found.card.name} is not in the list of GPUs, so times and cost are not predicted. "
             f"The {found.card.nearest} is probably the closest in speed; `qwen-l40s bench "

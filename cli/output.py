@@ -16,7 +16,7 @@ from ..files import check_target, check_writable, write_whole
 from ..spec.formats import METADATA_KEY
 
 if TYPE_CHECKING:
-    from PIL import Image, ImageFont
+    from PIL import Image
 
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -154,7 +154,7 @@ def write_sheet(
     write_whole(path, png_bytes(sheet))
 
 
-def _wrap(caption: str, width: int, font: ImageFont.FreeTypeFont) -> list[str]:
+def _wrap(caption: str, width: int, font: Any) -> list[str]:
     lines = [""]
     for word in caption.split():
         longer = f"{lines[-1]} {word}".strip()

@@ -66,7 +66,7 @@ class Job:
 
     number: int
     key: str
-    graph: Mapping[str, Any]
+    graph: Mapping[str, dict[str, Any]]
     settings: Mapping[str, Any] = field(default_factory=lambda: NOTHING)
     label: str = ""
     images: Mapping[str, Path] = field(default_factory=lambda: NOTHING)
@@ -87,7 +87,7 @@ class Job:
 
     @property
     def files(self) -> list[Path]:
-        return [self.folder / name for name in self.names]
+        return [self.folder / name for name in self.names if self.folder]
 
     @property
     def worn(self) -> bool:
