@@ -11,6 +11,7 @@ import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -121,7 +122,7 @@ class Backend:
     """
 
     name: str
-    attend: Callable[..., torch.Tensor]
+    attend: Callable[..., Any]
     exact: bool = True
     card: Limits | None = None
     cpu: Limits | None = None

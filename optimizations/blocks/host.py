@@ -19,7 +19,7 @@ from ...spec.formats import RowFormat
 from ...spec.sizes import COMPARED_AT_ONCE
 from ...verdict import Verdict, Verdicts
 from ..attention import ChosenAttention
-from ..fused import choose_ops
+from ..fused import Ops, choose_ops
 from ..inventory import Inventory
 from ..modulation import Entry, modulation_layers, shared_entry
 from ..reference import Tokens
@@ -184,7 +184,7 @@ class HostPass:
 class DoubleStream(HostPass):
     """Gives the hosts' passes of Qwen-Image 1.x what they have in common."""
 
-    streams = "encoder_hidden_states", "hidden_states", "temb"
+    streams: tuple[str, ...] = "encoder_hidden_states", "hidden_states", "temb"
 
 
 class PrefixedStream(HostPass):
@@ -198,6 +198,10 @@ class PrefixedStream(HostPass):
     """
 
     shared: tuple[str, ...]
+    beside: Callable[..., Prefix | Verdict | None]
+    prefix_of: Callable[..., Prefix | None]
+    new_step: Callable[..., Step]
+    parts_of: Callable[..., Sequence[torch.Tensor]]
 
     def inputs(
         self, block: torch.nn.Module, positional: tuple, arguments: dict[str, Any]
@@ -413,7 +417,7 @@ class PreparedModel:
     def __init__(
         self, host: HostPass, lossy_attention: bool, earlier: PreparedModel | None = None
     ) -> None:
-        self.ops = choose_ops(host.device)
+        self.ops: Ops = choose_ops(host.device)  # type: ignore[assignment]
         self.unknown = unknown_modulation(host.blocks)
         as_it_was = earlier is not None and earlier.is_unchanged(host.blocks)
         forms = [None] * len(host.blocks) if as_it_was else _unsupported(host)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -164,12 +165,13 @@ class Program:
         wide = self.take("wide", tokens.rows, widest).flatten()
         parts = zip(wide[: sum(sizes)].split(sizes), (tokens, whole, whole), strict=True)
         heads = form.heads, self.width // form.heads
-        self.heads = tuple(part.view(it.batch, it.joint, *heads) for part, it in parts)
+        q, k, v = (part.view(it.batch, it.joint, *heads) for part, it in parts)
+        self.heads = q, k, v
         self.branch = self.take("branch", tokens.rows, self.width)
         # A row of h is written after the same row of the branch has been read.
         self.rows, self.mixed = Rows(self.branch), Rows()
         hidden = wide[: tokens.rows * columns].view(tokens.rows, columns)
-        self.hidden = hidden.split(inner, 1)
+        self.hidden: Sequence[torch.Tensor] = hidden.split(inner, 1)
         if activation == SPLIT_SWIGLU:
             self.hidden = hidden.view(2, tokens.rows, inner).unbind()
         self.activated = Rows(self.hidden[0])  # written over what it is made of
@@ -254,7 +256,8 @@ class Program:
             order = RowOrder(1, tokens.text_rows, tokens.rows - tokens.text_rows)
             if rows is self.mixed:
                 order = RowOrder(tokens.batch, tokens.text, tokens.image)
-            launch = self.ops.low_rank_rows(rows.matrix, *downs, order, self._low_out(stage))
+            text, image = downs
+            launch = self.ops.low_rank_rows(rows.matrix, text, image, order, self._low_out(stage))
             self._lows[stage] = launch
         launch(rows.matrix, *downs)
 
@@ -353,7 +356,7 @@ class Program:
         key = format, plain, gates is not None, norms is not None, (norms or gates).text.dtype
         launch = self._norms.get(key)
         if launch is None:
-            out = None if norms is None else self.branch
+            out: Any = None if norms is None else self.branch
             if norms is not None and format is not None:
                 out = self._quantized(self.rows, self.width, format)
             launch = self._norms[key] = self.ops.residual_norm(
@@ -416,7 +419,8 @@ class Program:
                 return lambda: None
             quantize = self.ops.row_quantize(made, outer.format, out)
             return lambda: quantize(made)
-        return self.ops.swiglu_quantize(*self.hidden, outer.format, out, bool(outer.rank))
+        gate, up = self.hidden
+        return self.ops.swiglu_quantize(gate, up, outer.format, out, bool(outer.rank))
 
     def _gelu(self) -> list[Callable[[], None]]:
         """Prepares the GELU of the MLP's hidden rows, (rows, 4 D), their quantization, or both."""
@@ -440,7 +444,7 @@ class Program:
                     launch = self.ops.gelu_quantize(part, format, out, keep=keep)
                 else:
                     launch = self.ops.row_quantize(part, format, out)
-                steps.append(lambda launch=launch, part=part: launch(part))
+                steps.append(partial(launch, part))
             elif gelu:
-                steps.append(lambda part=part: torch.ops.aten.gelu_(part, approximate="tanh"))
+                steps.append(partial(torch.ops.aten.gelu_, part, approximate="tanh"))
         return steps
