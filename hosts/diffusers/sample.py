@@ -247,11 +247,12 @@ def decoder_stages(vae: ModelMixin) -> Stages:
     )
 
 
-def _middle(block: torch.nn.Module) -> Middle:
-    return Middle.of(block.resnets[0], *block.attentions, block.resnets[1])
+def _middle(block: Any) -> Middle:
+    (attention,) = block.attentions
+    return Middle.of(block.resnets[0], attention, block.resnets[1])
 
 
-def _head(coder: torch.nn.Module) -> torch.nn.Sequential:
+def _head(coder: Any) -> torch.nn.Sequential:
     return torch.nn.Sequential(coder.norm_out, coder.nonlinearity, coder.conv_out)
 
 

@@ -241,7 +241,7 @@ class TextOnly:
         device: torch.device | str | None,
         operations: Any,
     ) -> None:
-        torch.nn.Module.__init__(self)
+        torch.nn.Module.__init__(self)  # type: ignore[arg-type]
         config = self.sizes(**config_dict)
         self.num_layers = config.num_hidden_layers
         self.model = Llama2_(config, device=device, dtype=dtype, ops=operations)
@@ -280,7 +280,7 @@ def text_only_class(
                 model_options=model_options or {},
                 **more,
             )
-            self.image_spans = []  # which Qwen3-VL's reads
+            self.image_spans: list[Any] = []  # which Qwen3-VL's reads
 
     return TextOnlyModel
 

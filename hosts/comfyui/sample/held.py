@@ -141,7 +141,7 @@ class HeldWeights:
                 return PARTIAL
         signatures = self._pin(pins)
         if signatures is None or (known and signatures != self._signatures):
-            found = PARTIAL
+            found: Hashable = PARTIAL
         elif known:
             return self._token
         else:
@@ -246,7 +246,7 @@ def _look(
         weight, bias = stored(layer)
         if isinstance(weight, QuantizedTensor) == (form == DENSE):
             return CAST
-        found = []
+        found: list[Any] = []
         for part in (weight, bias) if form == DENSE else (*_quantized_parts(layer, weight), bias):
             if part is not None and part.device != device:
                 return PARTIAL
@@ -307,7 +307,7 @@ class _Marks(NamedTuple):
     functions: list[Any]
     norm: Callable[[], torch.Tensor | None]
     values: tuple[Any, ...]
-    weights: list[Callable[[], torch.Tensor | None]]
+    weights: Sequence[Callable[[], torch.Tensor | None]]
 
     @classmethod
     def of(
@@ -327,7 +327,7 @@ class _Marks(NamedTuple):
             AttributeError, KeyError: Its blocks have another form.
         """
         path = spec_of(blocks[0]).query.split(".")
-        values = (
+        values: tuple[Any, ...] = (
             model.device,
             model.current_weight_patches_uuid,
             model.model_loaded_weight_memory,
