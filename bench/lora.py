@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -63,13 +64,13 @@ def compare(args: argparse.Namespace) -> None:
 
     seconds = []
 
-    def timed_loss(*arguments: object) -> float | None:
+    def timed_loss(*arguments: Any) -> float | None:
         begun = time.perf_counter()
         found = loss.merge_loss(*arguments)
         seconds.append(time.perf_counter() - begun)
         return found
 
-    apply.merge_loss = timed_loss
+    apply.merge_loss = timed_loss  # type: ignore[assignment]
     for rank in RANKS:
         patched, told = model, ""
         if rank:

@@ -150,7 +150,8 @@ class RowWriter:
     """
 
     def __init__(self, conditions: Fields, path: Path | None, key: str = "rows") -> None:
-        self.conditions, self.rows = conditions, []
+        self.conditions = conditions
+        self.rows: list[Fields] = []
         self._path, self._key = path, key
 
     def add(self, row: Fields) -> None:
