@@ -39,7 +39,7 @@ help:
 	@echo "make test-next      run them with the newest torch, ComfyUI packages and ComfyUI's code; print what broke"
 	@echo "make soak           paint 600 pictures through one server, and 108 through a fleet (CPU, 45 minutes)"
 	@echo "make test-cuda      run the tests that need a card (4 to 7 minutes; CUDA_PYTHON= names a Python that has all)"
-	@echo "make lint           check style"
+	@echo "make lint           check style and types"
 	@echo "make fuzz           try broken files and texts for MINUTES=10"
 	@echo "make micro-quality  measure how well the micro model follows held-out prompts"
 	@echo "make format         correct style"
@@ -112,6 +112,7 @@ cuda-card cuda-dynamic: cuda-%:
 lint: $(STAMP)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@mkdir -p .mypy_cache && ln -sfn .. .mypy_cache/qwen_l40s && $(BIN)/mypy
 
 # Broken files and texts for MINUTES, of every kind; ARGS='--only GGUF' tries one.
 fuzz: $(STAMP)
@@ -132,7 +133,7 @@ archive:
 	@ls -l dist/comfyui-qwen-image-l40s.zip
 
 clean:
-	rm -rf $(VENV) .venv-newest build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-newest build dist out *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # An empty prerequisite that is never up to date.

@@ -16,9 +16,9 @@ def _package_from_folder() -> None:
     spec = spec_from_file_location(
         "qwen_l40s", root / "__init__.py", submodule_search_locations=[str(root)]
     )
-    module = module_from_spec(spec)
+    module = module_from_spec(spec)  # type: ignore[arg-type]
     sys.modules["qwen_l40s"] = module
-    spec.loader.exec_module(module)
+    spec.loader.exec_module(module)  # type: ignore[union-attr]
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 _Remembers = TypeVar("_Remembers")
 _clears: list[Callable[[], object]] = []
@@ -14,12 +14,14 @@ _clears: list[Callable[[], object]] = []
 
 def cached(function: _Remembers) -> _Remembers:
     """Remembers what a function returns for each of its arguments, as functools.cache does."""
-    return remembered(functools.cache(function))
+    remembering: Any = functools.cache(function)  # type: ignore[arg-type]
+    return remembered(remembering)
 
 
 def remembered(thing: _Remembers) -> _Remembers:
     """Has `forget` empty a collection or a cached function."""
-    _clears.append(getattr(thing, "cache_clear", None) or thing.clear)
+    held: Any = thing
+    _clears.append(getattr(held, "cache_clear", None) or held.clear)
     return thing
 
 

@@ -46,7 +46,7 @@ class QwenL40SError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles what `__init__` has made, whatever arguments that of a subclass takes."""
-        return copyreg.__newobj__, (type(self), *self.args), self.__dict__
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class CheckpointError(QwenL40SError, ValueError):

@@ -105,7 +105,7 @@ def lock(file: BinaryIO) -> bool:
 
             # From the file's position on, and nobody else reads or writes what is locked.
             file.seek(LOCKED_BYTE)
-            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
             file.seek(0)
         else:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -120,7 +120,8 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
         seen: set[str] = set()
-        repeated = next(key for key, _ in pairs if key in seen or seen.add(key))
+        added: Any = seen.add
+        repeated = next(key for key, _ in pairs if key in seen or added(key))
         raise ValueError(f"the key {repeated!r} occurs twice")
     return result
 

@@ -105,7 +105,7 @@ def try_once(what: Hashable, trial: Callable[[], str]) -> Verdict | None:
     return _answers[what]
 
 
-def read_or(otherwise: _Found, look: Callable[..., _Found], *given: Any) -> _Found:
+def read_or(otherwise: Any, look: Callable[..., _Found], *given: Any) -> _Found:
     """Looks at what others have made or changed; gives `otherwise` where its form is unknown here,
     so that a check lets the run go on. Raises QwenL40SError of the look.
     """

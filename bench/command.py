@@ -40,7 +40,8 @@ def run(args: argparse.Namespace) -> int:
     setup = _setup(args)
     from .measure import RowWriter
 
-    left_out, comfyui = {}, ""
+    left_out: dict[str, Any] = {}
+    comfyui = ""
     if args.what != "ops":
         rows, left_out, comfyui = runnable(setup)
         if not rows:

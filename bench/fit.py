@@ -273,7 +273,8 @@ def measure(folder: Path, file: Path) -> None:
     from .forward import write_models
 
     write_models(folder, FILES)
-    writer, names = RowWriter(about, file, "runs"), defaultdict(halves)
+    writer = RowWriter(about, file, "runs")
+    names: defaultdict[Any, Any] = defaultdict(halves)
 
     def add(run: Fields) -> None:
         writer.add({"id": len(writer.rows) + 1, **run, "half": next(names[run["kind"]])})

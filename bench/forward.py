@@ -367,7 +367,7 @@ def _forward_pass(model: Any, model_options: dict[str, Any], tensors: InputTenso
 
 def build_transformer(
     weights: Mapping[str, torch.Tensor], shape: TransformerShape, edit: bool, *, compiled: bool
-) -> torch.nn.Module:
+) -> Any:
     """Builds diffusers' model over the device's bf16 tensors; `compiled` is its fastest way."""
     from diffusers import QwenImageTransformer2DModel
 
@@ -385,7 +385,7 @@ def build_transformer(
 
 
 @torch.inference_mode()
-def in_diffusers(model: torch.nn.Module, tensors: InputTensors, body: Body) -> Measured:
+def in_diffusers(model: Any, tensors: InputTensors, body: Body) -> Measured:
     """Calls `body` with the model's forward pass as a pipeline does."""
     pictures = [tensors.latents.bfloat16(), *tensors.references]
     packed = torch.cat([_pack(picture) for picture in pictures], dim=1)
@@ -431,7 +431,7 @@ def measure_row(
 
     if row.host not in built:
         dense = row.weights == DENSE
-        build = random_model if dense else quantized_model
+        build: Callable[..., Any] = random_model if dense else quantized_model
         weights = dict(built[DENSE]) if dense else row.weights
         built[row.host] = build(weights, setup.shape, setup.device, setup.edit)
     patcher = built[row.host]

@@ -48,8 +48,8 @@ def compare() -> None:
     from ..hosts.comfyui.lora import apply
     from ..hosts.comfyui.sample.optimize import optimize
 
-    tensors = FULL_SIZE.tensors().items()
-    weights = {name: random_tensor(name, size, device) for name, size in tensors}
+    named = FULL_SIZE.tensors().items()
+    weights = {name: random_tensor(name, size, device) for name, size in named}
     model = random_model(weights, FULL_SIZE, device, edit=False)
     tensors, known = input_tensors(FULL_SIZE, Inputs(SIDE, SIDE), device), 0.0
 

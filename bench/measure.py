@@ -131,7 +131,8 @@ class RowWriter:
     """Prints each row as it comes, and keeps all in a JSON file, if any, that is always whole."""
 
     def __init__(self, conditions: Fields, path: Path | None, key: str = "rows") -> None:
-        self.conditions, self.rows = conditions, []
+        self.conditions = conditions
+        self.rows: list[Fields] = []
         self._path, self._key = path, key
 
     def add(self, row: Fields) -> None:

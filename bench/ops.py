@@ -113,7 +113,7 @@ def _kernels(shape: TransformerShape, inputs: Inputs, device: torch.device) -> I
         return lambda: launch(x)
 
     once = 2 * rows * dim
-    found = [
+    found: list[tuple[str, Callable[[], Call], int]] = [
         ("norm+modulate", partial(norm, False, None), 2 * once),
         ("residual+norm+modulate", partial(norm, True, None), 4 * once),
         ("residual+norm+modulate+fp8", partial(norm, True, RowFormat("fp8")), 7 * once // 2),

@@ -146,8 +146,12 @@ def graph_of(setup: BenchSetup, row: Row, inputs: Inputs, seed: int, shift: int 
         for number in range(1, inputs.references + 1)
     ]
     if images:
-        shown = {files.image.format(number): image for number, image in enumerate(images, 1)}
-        encoded = partial(add, kind=files.encodes, clip=clip, vae=vae, **shown)
+        shown: dict[str, Any] = {
+            files.image.format(number): image for number, image in enumerate(images, 1)
+        }
+        encoded: Callable[..., list[Any]] = partial(
+            add, kind=files.encodes, clip=clip, vae=vae, **shown
+        )
         positive = encoded("positive", prompt=text, **files.both)
         negative = ["positive", 1] if files.both else encoded("negative", prompt=" ")
     else:

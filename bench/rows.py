@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import filter as matching
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingError
@@ -161,7 +160,7 @@ class BenchSetup:
     repeats: int
     steps: int
     debug: bool
-    models: Path | None
+    models: Any  # a Path, or None
     free_gib: float | None
 
     @property

@@ -27,7 +27,7 @@ STOP_SECONDS = 20
 PROMPT_SECONDS, POLL_SECONDS = 600, 0.2
 
 
-def comfyui_folder() -> Path | None:
+def comfyui_folder() -> Any:
     """Finds ComfyUI: the folder that COMFYUI_PATH names, else as the package does."""
     named = os.environ.get("COMFYUI_PATH")
     return Path(named).expanduser() if named else find_comfyui()

@@ -182,8 +182,8 @@ class Soak:
 
 
 def resident(pid: int) -> int:
-    found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
-    return int(found[1]) * 1024
+    (found,) = re.findall(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    return int(found) * 1024
 
 
 def soak(args: argparse.Namespace) -> int:

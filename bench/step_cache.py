@@ -96,7 +96,8 @@ def compare(args: argparse.Namespace) -> None:
 
     def sample(model: Any, steps: int) -> tuple[Sequence[torch.Tensor], Sequence[float]]:
         found = [micro.sample(model, prompt, i, steps) for i, prompt in enumerate(prompts)]
-        return tuple(zip(*found, strict=True))
+        images, seconds = zip(*found, strict=True)
+        return images, seconds
 
     for steps in args.steps:
         exact, _ = sample(micro.model, steps)

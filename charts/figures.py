@@ -96,6 +96,5 @@ def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]
 
 def folded(texts: Iterable[str], indent: str = "") -> list[str]:
     """Folds texts into lines that a terminal shows whole."""
-    indents = {"initial_indent": indent, "subsequent_indent": f"{indent}  "}
-    fold = textwrap.TextWrapper(LINE, **indents, break_on_hyphens=False)
+    fold = textwrap.TextWrapper(LINE, indent, f"{indent}  ", break_on_hyphens=False)
     return [line for text in texts for line in fold.wrap(text)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..planning.advise import Advice, Offer
 from ..planning.estimate import Estimate
@@ -31,7 +31,7 @@ from .text import (
 )
 
 if TYPE_CHECKING:
-    from PIL import Image, ImageFont
+    from PIL import Image
 
 WIDTH = 1280  # pixels
 # A picture brings its own ground and a frame, so that it stands on a light page and on a dark one.
@@ -326,7 +326,7 @@ def _legend(page: Page, shown: RunPicture) -> None:
         entries = []
     if shown.limit is not None:
         entries.append(("limit", INK))
-    x = SIDE
+    x: float = SIDE
     for name, colour in entries:
         width = 44 + text_width(name, LEAST) + 30
         if x > SIDE and x + width > WIDTH - SIDE:
@@ -369,7 +369,7 @@ class Page:
         return self.image.crop((0, 0, WIDTH, height))
 
 
-def font(size: int) -> ImageFont.FreeTypeFont:
+def font(size: int) -> Any:
     """Returns PIL's own font, which is there wherever PIL is."""
     from PIL import ImageFont
 

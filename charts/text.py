@@ -12,7 +12,7 @@ from ..families.protocol import APACHE
 from ..families.schedules import official_sigmas
 from ..planning.advise import Advice, Offer, Together, together
 from ..planning.bytes import text_encoder_bytes
-from ..planning.cards import STARTING, Card, Price
+from ..planning.cards import STARTING, Card, Price, UnlistedCard
 from ..planning.estimate import DOES_NOT_FIT, FITS, Estimate
 from ..planning.files import SOFTWARE_BYTES, made_on_load
 from ..planning.options import CHOICE_LABELS, label_of, labelled
@@ -207,8 +207,8 @@ def price_of(found: Estimate) -> str:
 def settings_text(option: PlanOption) -> str:
     setting = option.setting
     model = {"precision": option.loads_as, "modulation": setting.modulation}
-    encoder = {"precision": setting.text_encoder, "placement": setting.placement}
-    encoder = f"Load Qwen-Image Text Encoder: {_said(encoder)}"
+    of_text = {"precision": setting.text_encoder, "placement": setting.placement}
+    encoder = f"Load Qwen-Image Text Encoder: {_said(of_text)}"
     if setting.text_encoder == W4A8:
         encoder = "Load CLIP: a text encoder in w4a8"
     return f"Load Qwen-Image Model: {_said(model)}; {encoder}"
@@ -370,7 +370,7 @@ def notes_of(found: Estimate) -> list[str]:
 
 
 def _time_notes(found: Estimate) -> Iterator[str]:
-    if found.times is None:
+    if found.times is None and isinstance(found.card, UnlistedCard):
         yield (
             f"{found.card.name} is not in the list of GPUs, so times and cost are not predicted. "
             f"The {found.card.nearest} is probably the closest in speed; `qwen-l40s bench "

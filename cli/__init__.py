@@ -56,7 +56,7 @@ class Parser(argparse.ArgumentParser):
 
 def build_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
     """Returns the parser, with the arguments of the commands that are named in `argv`."""
-    common = argparse.ArgumentParser(add_help=False)
+    common = Parser(add_help=False)
     common.add_argument("--debug", action="store_true", help="show the traceback of errors")
     common.add_argument(
         "--settings",

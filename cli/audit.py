@@ -23,7 +23,8 @@ from .quantize import add_keep
 if TYPE_CHECKING:
     from ..measure.fidelity import LayerError
 
-Report, Images = dict[str, Any], list[Any]
+Report = dict[str, Any]
+Images = list[Any]
 MICRO_PROMPTS = 4
 LEFT = 0.5  # of the summed error, once the proposed layers are in bf16
 SHOWN_LAYERS = 20
@@ -34,7 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Makes images of your prompts in bf16 and in fp8 or int8, from the same noise. Reports how "
         "much they differ, the error of each layer, and which layers to keep in bf16."
     )
-    add, one = parser.add_argument, {"type": int, "metavar": "N"}
+    add: Any = parser.add_argument
+    one = {"type": int, "metavar": "N"}
     folders = "a Qwen-Image diffusers folder in bf16; default: the bundled micro model"
     add("model", nargs="?", metavar="MODEL", help=folders)
     add("--precision", default="fp8", metavar="NAME", help="fp8 (default) or int8")
@@ -131,7 +133,8 @@ def _compare(runs: Sequence[GenerateSettings], exact: Images, found: Images, arg
 
     from ..measure.fidelity import load_lpips, psnr
 
-    (distance, lpips), paths = load_lpips(), [None] * len(runs)
+    distance, lpips = load_lpips()
+    paths: Sequence[Path | None] = [None] * len(runs)
     if args.output is not None:
         paths = ImageTarget(args.output, stem="audit").paths(len(runs))
     entries = []
@@ -181,7 +184,7 @@ def audit_lines(report: Report) -> Iterator[str]:
     yield f"products   {report['products']}"
     size = f"{how['width']}x{how['height']}, {how['steps']} steps, guidance {how['cfg']:g}"
     yield f"sampled    {size}, seed {how['seed']}\n"
-    rows = [("PSNR dB", "LPIPS", "prompt")]
+    rows: list[tuple[str, ...]] = [("PSNR dB", "LPIPS", "prompt")]
     for image in report["images"]:
         decibels = "equal" if image["psnr"] is None else f"{image['psnr']:.2f}"
         lpips = "-" if image["lpips"] is None else f"{image['lpips']:.4f}"

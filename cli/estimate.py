@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -151,7 +151,8 @@ def run(args: argparse.Namespace) -> int:
         from ..charts.picture import memory_chart
 
         write_plot(memory_chart(found), args.plot)
-    lines, answer = (), {}
+    lines: Iterable[str] = ()
+    answer: dict[str, Any] = {}
     if count > 1:
         lines, answer = cards_answer(found, count, link)
     if args.json:
@@ -218,7 +219,7 @@ def _card_of_this_machine() -> tuple[CardFacts | None, str]:
     from ..machine.card import read_cards
     from ..machine.packages import check_torch
 
-    torch = check_torch()[1]
+    torch: Any = check_torch()[1]
     cards = read_cards(torch)
     if not cards.usable:
         return None, f"no GPU here can be used ({cards.why.fact})"

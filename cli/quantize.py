@@ -7,6 +7,7 @@ import json
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 from ..spec.formats import GIB
 from .output import require_packages
@@ -36,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_keep(parser: argparse.ArgumentParser, text: str) -> None:
-    how = {"nargs": "+", "action": "extend", "default": [], "metavar": "PATTERN"}
+    how: dict[str, Any] = {"nargs": "+", "action": "extend", "default": [], "metavar": "PATTERN"}
     parser.add_argument("--keep", **how, help=f"layers to keep in bf16, {text}")
 
 

@@ -31,7 +31,7 @@ from .scheduler import (
 )
 from .server import Server, failure, fault, of_execution, of_validation
 from .servers import Admitted, Listed
-from .transport import AnswerError, AwayError, ForeignIdError, GoneError, ServerError
+from .transport import UNSET, AnswerError, AwayError, ForeignIdError, GoneError, ServerError
 from .workflow import OURS, always_names, renamed, with_job_id
 
 # Between two looks at the queue, with a websocket and without.
@@ -74,15 +74,14 @@ class Feeder:
         # Which process it is: the id in the fleet's file, or one that is made when the server is
         # first met and after each restart.
         self.boot = listed.boot or uuid.uuid4().hex
-        self.admitted: Admitted | None = None
+        self.admitted: Admitted = UNSET
         self.ahead = 0  # prompts of others before the first of ours; 0 while one of ours runs
         self.error: ServerError | None = None
         self.away_since = 0.0
         self.asked = False  # whether it has said what it has, or was lost
         self.leaving = False
         self.wake = asyncio.Event()
-        options = {"headers": run.headers, "wait": run.wait, "notify": run.say}
-        self.server = Server(listed.address, **options)
+        self.server = Server(listed.address, headers=run.headers, wait=run.wait, notify=run.say)
         self.listener = Listener(self.server, changed=self.wake.set, notify=run.say)
         self._run = run
         self._scheduler = run.scheduler
@@ -94,7 +93,7 @@ class Feeder:
         self._collecting: set[asyncio.Task[None]] = set()
         self._longest = 0.0  # seconds that a job took
         self._rest = 0.0
-        self.task: asyncio.Task[None] | None = None  # of `go`
+        self.task: asyncio.Task[None] = UNSET  # of `go`
         self._doubts = 0  # prompts in a row that were answered wrongly: the server stays away
         self._unanswered = False  # the last prompt, by a server that answers all else
         self._met = False
@@ -183,7 +182,7 @@ class Feeder:
     async def _recognize(self) -> None:
         # A later prompt may have reached the next process before we knew of it: it proves nothing.
         oldest = [i for i, p in self.posted.items() if p.boot == self.boot][:1]
-        known = {self._witness, *oldest} - {None}
+        known = {it for it in (self._witness, *oldest) if it is not None}
         same = bool(self.listed.boot) and self.listed.boot == self.boot
         for prompt_id in [] if self.listed.boot else known:
             same = same or await self.server.has(prompt_id)
@@ -223,8 +222,8 @@ class Feeder:
             await self._upload(job)
             if kept := self._run.journal.kept(self.name, local):
                 # This package's loaders read it anew.
-                graph = job.graph.items()
-                others = {node: d for node, d in graph if not d["class_type"].startswith(OURS)}
+                nodes = job.graph.items()
+                others = {node: d for node, d in nodes if not d["class_type"].startswith(OURS)}
                 if kept & self.admitted.local_files(others).keys():
                     await self.server.free()
             graph = renamed(job.graph, self._uploaded) if job.images else job.graph
@@ -335,8 +334,8 @@ class Feeder:
         if not await self.server.withdraw(strays) and anew:
             raise ServerError(f"{self.name} still runs a job that another server has taken over.")
         for prompt_id in strays:
-            if (posted := self.posted.pop(prompt_id, None)) is not None:
-                self._scheduler.give_back(posted.job, self.name)
+            if (stray := self.posted.pop(prompt_id, None)) is not None:
+                self._scheduler.give_back(stray.job, self.name)
         self.ahead = min(places, default=0)
         return took
 
@@ -520,7 +519,8 @@ class Feeder:
     def _died(self, posted: Posted) -> None:
         if self._scheduler.died(posted.job, self.name, posted.boot):
             where = f" Its log: {self.listed.log}." if self.listed.log else ""
-            posted.job.error["message"] += where
+            error: Any = posted.job.error
+            error["message"] += where
             self._ended(posted.job, posted.job.prompt_id)
 
     @property

@@ -196,7 +196,7 @@ class Fleet:
         _OPEN.discard(self)
 
     async def _go(self, listed: list[Listed]) -> None:
-        self._going = asyncio.current_task()
+        self._going: Any = asyncio.current_task()
         async with self._run as run:
             for each in listed:
                 await run.start(each)
@@ -235,7 +235,8 @@ class Fleet:
         self._journal.__exit__()  # else this process holds its lock, too
         for future in self._futures.values():
             if not future.done():
-                future._done_callbacks.clear()  # which that process runs
+                # Which that process runs.
+                future._done_callbacks.clear()  # type: ignore[attr-defined]
                 future.set_exception(self._reason)
 
 

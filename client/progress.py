@@ -35,7 +35,7 @@ FEATURES = {"type": "feature_flags", "data": {"supports_preview_metadata": True}
 
 
 @contextmanager
-def cancelled_by_signals(task: asyncio.Task[Any]) -> Iterator[None]:
+def cancelled_by_signals(task: Any) -> Iterator[None]:
     """Cancels the task at the first signal; it may then take its time to tidy up."""
     loop = asyncio.get_running_loop()
     seen = False
@@ -80,7 +80,8 @@ class Progress:
         self._stream = stream
         self._first = (0, time.monotonic())  # jobs that were done when the run began
         self._at = {"total": ("", time.monotonic())}  # {what: (subject, when shown)}
-        self._jobs = self._node = None
+        self._jobs: Any = None
+        self._node: Any = None
 
     def begin(self, total: int, *, done: int = 0) -> None:
         """Shows the bars; what earlier runs did says nothing about the time that is left."""

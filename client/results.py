@@ -99,7 +99,7 @@ async def fetch(
     part: Callable[[], Path],
     fetched: Fetched,
     *,
-    most: int,
+    most: float,
     owns: Callable[[Mapping[str, str], Path], bool | None],
 ) -> None:
     """Fetches what an ended prompt made; of a failed one too, as far as it is there. `part` makes a
@@ -255,7 +255,9 @@ class Collector:
         asked for often enough. Raises DiskError. A job that another server ended brings nothing.
         """
         pause, began = FETCH_PAUSE, time.monotonic()
-        for tries in itertools.count(1):
+        tries = 0
+        while True:
+            tries += 1
             found = await self._try(job, entry, journal)
             if isinstance(found, Fetched):
                 return found
@@ -280,11 +282,12 @@ class Collector:
         self, job: Job, entry: Mapping[str, Any], journal: Journal
     ) -> Fetched | ServerError:
         fetched = Fetched()
-        limits = {"most": self._most, "owns": partial(_owns, job, journal.records)}
+        owns = partial(_owns, job, journal.records)
         try:
             async with self._here, self._everywhere:
                 if job.open:  # else another server was first
-                    await fetch(self._server, job.graph, entry, journal.part, fetched, **limits)
+                    taken = self._server, job.graph, entry, journal.part, fetched
+                    await fetch(*taken, most=self._most, owns=owns)
         except BaseException as error:
             fetched.discard()
             if isinstance(error, DiskError) or not isinstance(error, Exception):

@@ -16,7 +16,7 @@ from .journal import Attempt, Journal
 from .progress import Progress, within
 from .scheduler import CANCELLED, DONE, FAILED, Job, Scheduler
 from .servers import Admission, Listed, ServerList, Takes
-from .transport import GoneError, ServerError
+from .transport import UNSET, GoneError, ServerError
 from .workflow import title
 
 # How long a server may be away before its jobs go to others, and all before the run ends.
@@ -47,7 +47,7 @@ class Run:
         ended: Callable[[Job], None] = lambda job: None,
     ) -> None:
         self.scheduler = Scheduler()
-        self.journal: Journal | None = None
+        self.journal: Journal = UNSET
         self.headers = servers.headers
         self.admission = Admission(progress.say)
         self.say = progress.say
@@ -303,7 +303,8 @@ def check_jobs(jobs: Sequence[Job], takes: Mapping[str, Takes]) -> list[str]:
     """Names servers that cannot run the first job; raises SettingError for a job of none."""
     for job in jobs:
         if all(why(job) for why in takes.values()):
-            raise SettingError(next(iter(takes.values()))(job)["message"])
+            refuse: Any = next(iter(takes.values()))
+            raise SettingError(refuse(job)["message"])
     first = {name: why(job) for name, why in takes.items() for job in jobs[:1]}
     return [
         f"{name} can run none of these jobs: {why['message']}" for name, why in first.items() if why

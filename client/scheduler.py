@@ -44,7 +44,7 @@ MOST_FETCHED = 4
 class Job:
     number: int
     key: str
-    graph: Mapping[str, Any]
+    graph: Mapping[str, dict[str, Any]]
     settings: Mapping[str, Any] = field(default_factory=lambda: NOTHING)
     label: str = ""
     images: Mapping[str, Path] = field(default_factory=lambda: NOTHING)  # {name in the graph: file}
@@ -66,7 +66,7 @@ class Job:
 
     @property
     def files(self) -> list[Path]:
-        return [self.folder / name for name in self.names]
+        return [self.folder / name for name in self.names if self.folder]
 
     @property
     def worn(self) -> bool:

@@ -28,7 +28,7 @@ LOOKS, LOOK_SECONDS = 40, 0.25
 # begins with (these), or a type.
 QUEUE = {"queue_running": [(int | float, str)], "queue_pending": [(int | float, str)]}
 STATUS = {"status_str": str, "messages": [(str, {})]}
-NODE_ERRORS = {...: {"errors": [{}]}}
+NODE_ERRORS: dict[Any, Any] = {...: {"errors": [{}]}}
 ENTRY = {"outputs": {...: {}}, "status": STATUS}
 
 
@@ -315,5 +315,6 @@ def texts_of(entry: Mapping[str, Any], graph: Graph) -> dict[str, list[str]]:
 def seconds_of(messages: Mapping[str, Mapping[str, Any]]) -> float | None:
     start = messages.get("execution_start", {}).get("timestamp")
     end = next((messages[kind].get("timestamp") for kind in messages if kind in ENDS), None)
-    known = isinstance(start, int | float) and isinstance(end, int | float)
-    return round((end - start) / 1000, 3) if known else None
+    if isinstance(start, int | float) and isinstance(end, int | float):
+        return round((end - start) / 1000, 3)
+    return None

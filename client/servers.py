@@ -103,8 +103,9 @@ class ServerList:
             return None
 
     def _changed(self) -> tuple[int, int, int] | None:
+        file: Any = self.file
         try:
-            stat = self.file.stat()
+            stat = file.stat()
         except OSError:
             return None
         return stat.st_mtime_ns, stat.st_ino, stat.st_size
@@ -163,7 +164,7 @@ class Admitted:
 
     def local_files(self, graph: Graph) -> dict[str, list[int]]:
         """Returns {path: `file_state`} of the models that a graph loads."""
-        found = {}
+        found: dict[str, list[int]] = {}
         for text in loaded_names(graph):
             # On a network disk each look takes its time.
             paths = self._paths.get(text) or [folder / text for folder in self.folders]
@@ -212,9 +213,9 @@ class Admission:
         self.versions.setdefault(version, set()).add(name)
         facts = [f"{each}: {', '.join(sorted(x))}" for each, x in self.versions.items() if x]
         if new and len(facts) > 1:
-            facts = "; ".join(facts)
+            told = "; ".join(facts)
             self.notify(
-                f"the servers run different versions of ComfyUI, so images may differ ({facts})"
+                f"the servers run different versions of ComfyUI, so images may differ ({told})"
             )
 
 

@@ -107,7 +107,7 @@ class _Inputs:
             for node in nodes
             for name, value in self.graph[node]["inputs"].items()
             if not isinstance(value, list | dict)
-            and (self.known[node] is None or name in self.known[node])
+            and ((known := self.known[node]) is None or name in known)
         ]
 
     def called(self, places: Iterable[Place]) -> list[str]:
@@ -267,8 +267,8 @@ def variations(
         [value_of(str(each), target.spec, target.where) for part in axis for each in part]
         for target, axis in zip(targets.values(), axes, strict=True)
     ]
-    for node, other in {(target.node, target.other) for target in targets.values()}:
-        inputs = {name: value for name, value in graph[node]["inputs"].items() if name != other}
+    for node, unset in {(target.node, target.other) for target in targets.values()}:
+        inputs = {name: value for name, value in graph[node]["inputs"].items() if name != unset}
         graph = {**graph, node: {**graph[node], "inputs": inputs}}
     places = [(target.node, target.input) for target in targets.values()]
     return [
@@ -354,6 +354,7 @@ def _in_bounds(value: Any, spec: NodeInput, where: str) -> Any:
 
 def _in_steps(value: int, spec: NodeInput, where: str) -> int:
     """Holds the number to the step as the page's box does and the server does not."""
+    step: Any
     least, most, step = (spec.rules.get(rule) for rule in ("min", "max", "step"))
     over = (value - (least or 0)) % step if isinstance(step, int) and step > 1 else 0
     if not over:

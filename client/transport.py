@@ -38,6 +38,7 @@ STALL_SECONDS = 30.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 5.0
 CHUNK_BYTES = 1 << 18
 LONGEST_SHOWN = 300
+UNSET: Any = None  # until it is set, before anybody needs it
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Address:
 
     @property
     def loopback(self) -> bool:
-        host = self.base.host
+        host = self.base.host or ""
         try:
             address = ipaddress.ip_address(host)
             # `--listen` makes ComfyUI print http://0.0.0.0:8188.
@@ -170,7 +171,7 @@ class Transport:
         self._answered = False
         self._waiting = False
         self._headers = {name.lower(): (name, value) for name, value in headers.items()}
-        self.session: aiohttp.ClientSession | None = None
+        self.session: aiohttp.ClientSession = UNSET
 
     async def __aenter__(self) -> Any:
         self.session = aiohttp.ClientSession(
@@ -293,7 +294,7 @@ class Transport:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         place = self.address.base.host, self.address.base.port
-        limits = {"ssl": context, "ssl_handshake_timeout": CONNECT_SECONDS}
+        limits: dict[str, Any] = {"ssl": context, "ssl_handshake_timeout": CONNECT_SECONDS}
         try:
             _, writer = await asyncio.open_connection(*place, **limits)
         except OSError:

@@ -20,7 +20,7 @@ from ..errors import SettingError
 from ..files import read_bytes
 
 OURS = "QwenL40S_"
-Graph = dict[str, dict[str, Any]]  # {node id: {class_type, inputs, _meta?}}
+Graph = Mapping[str, dict[str, Any]]  # {node id: {class_type, inputs, _meta?}}
 
 LARGEST = 2**28  # bytes of an image that holds a workflow
 PNG_START, PNG_END = b"\x89PNG\r\n\x1a\n", b"IEND\xaeB`\x82"
@@ -89,16 +89,17 @@ def with_job_id(
     key and how often it ran. `fresh` makes ComfyUI run the output nodes, whatever it keeps.
     """
     own = job_id(key) + (f"-{ran}" if ran else "")
-    joins, values = {}, {}
+    joins: dict[str, dict[str, Any]] = {}
+    values: dict[tuple[str, str], Any] = {}
     for node, described in graph.items():
         kind = described["class_type"]
         name = file_input(object_info, kind)
-        rules = _inputs_of(object_info, kind, "optional").get(name, [])[1:]
+        rules = _inputs_of(object_info, kind, "optional").get(name or "", [])[1:]
         value = described["inputs"].get(name, rules[0].get("default") if rules else None)
         begins = name is not None and PREFIX.fullmatch(plain(name))
         if name and isinstance(value, str):
             values[node, name] = _own_name(value, own, suffixed=not begins)
-        elif begins and source(graph, value) and JOIN in object_info:
+        elif name and begins and source(graph, value) and JOIN in object_info:
             inputs = {"string_a": value, "string_b": own, "delimiter": ""}
             joins[f"{node}{own}"] = {"class_type": JOIN, "inputs": inputs}
             values[node, name] = [f"{node}{own}", 0]

@@ -8,9 +8,10 @@ import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 from .parts import vision_tower
-from .protocol import Adapted, Fits, Identity, Tensors, known, size
+from .protocol import Adapted, Fits, HasShape, Identity, Tensors, known, size
 from .registry import FAMILIES, text_encoders, vaes
 
 # Prefixes of the parts of a full checkpoint, and the name of the part. A file may also hold one
@@ -29,23 +30,26 @@ WRAPPERS = ("model.model.", "net.", "model.")
 INNER = "transformer."  # ends the prefix of a text encoder
 
 
+_Info = TypeVar("_Info", bound=HasShape)
+
+
 @dataclass(frozen=True)
-class Slice:
+class Slice(Generic[_Info]):
     """Holds one part of a file, where a tensor's name is `prefix` and its name in `tensors`."""
 
     name: str
     prefix: str
-    tensors: Tensors
+    tensors: Mapping[str, _Info]
     identity: Identity
 
 
-def split_parts(tensors: Tensors) -> list[Slice]:
+def split_parts(tensors: Mapping[str, _Info]) -> list[Slice[_Info]]:
     """Separates a full checkpoint into its parts.
 
     An adapter is one part: its prefixes tell the key style. Tensors without a known prefix form the
     part "weights".
     """
-    parts: dict[tuple[str, str], dict] = {}
+    parts: dict[tuple[str, str], dict[str, _Info]] = {}
     for name, info in tensors.items():
         part, prefix = _part_of(name)
         parts.setdefault((part, prefix), {})[name.removeprefix(prefix)] = info
@@ -193,7 +197,7 @@ def lora(tensors: Tensors) -> Identity | None:
 
 def _fits(adapted: Callable[[str], Adapted], tensors: Tensors) -> tuple[Fits | None, Adapted]:
     # Later families are asked first: they tell themselves from earlier ones.
-    found = []
+    found: list[tuple[bool, int, Fits, Adapted]] = []
     for family in reversed(FAMILIES):
         changed = adapted(family.stack)
         if (fits := family.adapts(changed, tensors)) is not None:
@@ -217,7 +221,9 @@ def _adapted(
     # As a family sees it whose blocks are in this stack.
     block = re.compile(rf"(?:^|[._]){re.escape(stack)}[._](\d{{1,4}})[._](.+)$")
     targets = (target for family in FAMILIES for target in family.lora_targets)
-    dotted, by_target, blocks = {it.replace(".", "_"): it for it in targets}, {}, set()
+    dotted = {it.replace(".", "_"): it for it in targets}
+    by_target: dict[str, set[int]] = {}
+    blocks: set[int] = set()
     for module in modules:
         match = block.search(module)
         name = match[2] if match else module.removeprefix(_prefix(module))

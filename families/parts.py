@@ -50,7 +50,7 @@ def _qwen25(tensors: Tensors, language: str, visual: str, style: str) -> Identit
     vision_blocks = count_blocks(tensors, f"{visual}blocks.")
     head = size(tensors, "lm_head.weight") or size(tensors, "model.lm_head.weight")
     parts = [
-        SIZES_OF_QWEN25_VL.get((hidden, layers), "a size that was never published"),
+        SIZES_OF_QWEN25_VL.get((hidden or 0, layers), "a size that was never published"),
         "with its vision tower"
         if vision_blocks
         else "without a vision tower (edit models need one)",
@@ -85,7 +85,7 @@ def qwen3_vl(tensors: Tensors) -> Identity | None:
     nested = "model.language_model.norm.weight" in tensors
     language = "model.language_model." if nested else "model."
     hidden = size(tensors, f"{language}norm.weight")
-    published = SIZES_OF_QWEN3_VL.get(hidden, "of a size that was never published")
+    published = SIZES_OF_QWEN3_VL.get(hidden or 0, "of a size that was never published")
     other = hidden != QWEN3_VL.hidden and hidden in SIZES_OF_QWEN3_VL
     first = f"{language}layers.0"
     return Identity(
@@ -293,7 +293,7 @@ _MIDDLE = {
 }
 # Each of the decoder's up blocks holds three residual blocks and, except the last, one upsampler;
 # natively they form one list.
-_STAGES = {
+_STAGES: dict[str, Callable[..., str]] = {
     **_MIDDLE,
     r"down_blocks\.(\d+)": "downsamples.{}".format,
     r"up_blocks\.(\d{1,4})\.resnets\.(\d{1,4})": lambda i, j: f"upsamples.{4 * int(i) + int(j)}",

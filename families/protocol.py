@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from ..spec.formats import BYTES_PER_SCALE, GIB
 from ..spec.transformer import PIXELS_PER_TOKEN_SIDE, USUAL_SIDE, BlockSpec, TransformerShape
@@ -22,7 +22,8 @@ LICENCE_21 = (
 
 
 class HasShape(Protocol):
-    shape: tuple[int, ...]
+    @property
+    def shape(self) -> tuple[int, ...]: ...
 
 
 Tensors = Mapping[str, HasShape]
@@ -41,6 +42,9 @@ class Identity:
     licence: str | None = None  # of published weights, if another than this package's
     cannot_run: tuple[str, ...] = ()
     errors: tuple[str, ...] = ()
+
+
+Identified = TypeVar("Identified", bound=Identity)
 
 
 def size(tensors: Tensors, name: str, axis: int = 0) -> int | None:
@@ -154,7 +158,7 @@ class TextEncoder:
     template: int  # tokens of the system prompt, which are cut off what comes out
     head_dim: int = 128
     # {(width, layers): name} of the sizes that there are, where they have to be told.
-    published: Mapping[tuple[int, int], str] = field(default_factory=dict, hash=False)
+    published: Mapping[tuple[Any, Any], str] = field(default_factory=dict, hash=False)
     # {precision: the file that Comfy-Org publishes}, the most accurate first.
     files: Files = field(default_factory=dict, hash=False)
 
@@ -195,7 +199,7 @@ class Vae:
     identify: Callable[[Tensors], Identity | None]
     # Makes the sizes of what `identify` found in `dims`; without the numbers that a header does not
     # tell.
-    read_shape: Callable[[Mapping[str, int]], VaeShape]
+    read_shape: Callable[[Mapping[str, Any]], VaeShape]
     native_name: Callable[[str], str]  # from diffusers' name of a tensor to ComfyUI's
     comfyui: str  # `module:name` of its `families.comfyui.VaeKind`
     other_channels: tuple[tuple[int, str], ...] = ()  # (image channels, a load's note on them)
@@ -260,7 +264,6 @@ class Family(Protocol):
 
     title: str
     label: str  # the same where it has to be told from later ones
-    members: tuple[Member, ...]  # the first is what tensors stand for that leave it open
     stack: str  # the name of the module that holds the transformer's blocks
     blocks: tuple[BlockSpec, ...]
     text_encoder: TextEncoder
@@ -282,13 +285,17 @@ class Family(Protocol):
     comfyui: str  # `module:name` of its `ModelKind`, which is None in an older ComfyUI
     diffusers: str  # module with PIPELINE, PASSES, VAE ..., as `hosts.diffusers.qwen_image`
 
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """Lists the published models; the first is what tensors stand for that leave it open."""
+
     def identify(self, tensors: Tensors) -> Identity | None:
         """Tells whether tensors are a transformer of it, or are trained for one."""
 
     def shape(self, sizes: Mapping[str, int], dims: Mapping[str, int | str], title: str) -> Any:
         """Makes the shape of a transformer that was identified."""
 
-    def from_config(self, identity: Identity, config: Mapping[str, Any]) -> Identity:
+    def from_config(self, identity: Identified, config: Mapping[str, Any]) -> Identified:
         """Completes an identity, or a `CheckpointPart`, by what only a config.json tells."""
 
     def config_facts(self, tensors: Tensors) -> Mapping[str, object]:
@@ -300,10 +307,8 @@ class Family(Protocol):
     def step_tokens(self, words: int, painted: int, references: int) -> StepTokens:
         """Counts the tokens of one item in a forward pass; `words` include those of references."""
 
-    def member_of(
-        self, shape: TransformerShape, timestep_zero: bool, references: int
-    ) -> tuple[Member, str]:
+    def member_of(self, shape: Any, timestep_zero: bool, references: int) -> tuple[Member, str]:
         """Returns the member that a transformer counts as, and a note where others are alike."""
 
-    def contradiction(self, member: Member, shape: TransformerShape, timestep_zero: bool) -> str:
+    def contradiction(self, member: Member, shape: Any, timestep_zero: bool) -> str:
         """Says what a loaded transformer is instead of a member; empty where it may be one."""

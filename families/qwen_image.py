@@ -20,6 +20,7 @@ from .protocol import (
     Family,
     File,
     Fits,
+    Identified,
     Identity,
     Member,
     StepTokens,
@@ -180,7 +181,7 @@ class _QwenImage(Family):
     ) -> QwenImageShape:
         return QwenImageShape(**sizes, addition_t_cond=title == LAYERED_TITLE)
 
-    def from_config(self, identity: Identity, config: Mapping[str, Any]) -> Identity:
+    def from_config(self, identity: Identified, config: Mapping[str, Any]) -> Identified:
         # Edit-2511 differs from Edit-2509 by one setting, which diffusers keeps in config.json and
         # ComfyUI in a marker.
         if identity.family == TITLE and config.get("zero_cond_t") is True:
@@ -230,7 +231,7 @@ class _QwenImage(Family):
 
 QWEN_IMAGE = _QwenImage()
 LIGHTNING = "Qwen-Image-{}-Lightning-{}steps-V1.0-bf16"
-_PUBLISHED = {
+_PUBLISHED: dict[str, Any] = {
     "family": QWEN_IMAGE,
     "transformer": FULL_SIZE,
     "vae": QWEN_IMAGE_VAE.shape,

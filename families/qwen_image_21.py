@@ -20,6 +20,7 @@ from .protocol import (
     Family,
     File,
     Fits,
+    Identified,
     Identity,
     Member,
     StepTokens,
@@ -160,7 +161,7 @@ class _QwenImage21(Family):
             mlp_ratio=ratio if isinstance(ratio, int) else SHAPE.mlp_ratio,
         )
 
-    def from_config(self, identity: Identity, config: Mapping[str, Any]) -> Identity:
+    def from_config(self, identity: Identified, config: Mapping[str, Any]) -> Identified:
         return identity
 
     def config_facts(self, tensors: Tensors) -> Mapping[str, object]:

@@ -93,7 +93,7 @@ def family_with(part: TextEncoder | Vae) -> Family:
     return next(family for family in FAMILIES if part in (family.text_encoder, family.vae))
 
 
-def takes_text(width: int | None) -> bool:
+def takes_text(width: int | str | None) -> bool:
     """Tells whether text of a width is some family's; of a part that gives none it may be."""
     return width is None or any(width == encoder.hidden for encoder in text_encoders())
 
@@ -163,14 +163,15 @@ def may_be(name: str, found: str) -> bool:
     """Tells whether tensors that count as the member `found` may be those of the member `name`."""
     if name == found:
         return True
-    known = members()
-    asked, known = known.get(name), known[found]
+    asked, known = members().get(name), members()[found]
     return not known.alone and (asked is None or asked.transformer == known.transformer)
 
 
 def belongs(part: Any, model: Any) -> bool:
     """Tells whether a text encoder or a VAE is what a transformer runs with."""
     family = family_titled(model.family)
+    if family is None:
+        return False
     if part.role == "text_encoder":
         fits = part.dims.get("hidden") == model.dims.get("joint_dim")
         return fits and part.family.startswith(family.text_encoder.title)

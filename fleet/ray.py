@@ -5,6 +5,7 @@ by HTTP, and their journal is the client's, so that the next fleet goes on.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import sys
@@ -196,7 +197,7 @@ def _connect(address: str) -> Any:
     # Other machines need not have this package under the name that it has here.
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__.split(".")[0]])
     try:
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError) as error:
         # Ray compares its own version and Python's with the cluster's.
         raise UnavailableError(

@@ -92,7 +92,8 @@ class ServerPlan:
 
     def warm_up_command(self, url: str, output: str) -> list[str]:
         """Writes `submit` in ComfyUI's Python; samplers take one step."""
-        graph = json.loads(self.warm_up.read_text(encoding="utf-8"))
+        warm_up: Any = self.warm_up
+        graph = json.loads(warm_up.read_text(encoding="utf-8"))
         steps = [
             f"{node}.steps=1"
             for node, described in graph.items()
@@ -256,7 +257,7 @@ class FleetServer:
             end_left(Path(self.state.log).parent)
 
     def _check_alive(self) -> None:
-        if _has_ended(self._process):
+        if self._process is not None and _has_ended(self._process):
             _end(self._process)
             code = self._process.returncode
             how = f"signal {-code}" if code < 0 else f"exit code {code}"

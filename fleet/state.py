@@ -86,9 +86,9 @@ class StateFile:
                 self._notify(f"{self.path} cannot be written ({error.strerror}): free disk space.")
             for each in servers:
                 place = f" on {each.machine}" if each.machine != socket.gethostname() else ""
-                error = f": {each.error}" if each.state in (RESTARTING, FAILED) else ""
+                fault = f": {each.error}" if each.state in (RESTARTING, FAILED) else ""
                 card = "CPU" if each.card == "cpu" else f"GPU {each.card}"
-                words = f"{each.url}{place} ({card}) {each.state}{error}"
+                words = f"{each.url}{place} ({card}) {each.state}{fault}"
                 if self._said.get(each.url) != words:
                     self._said[each.url] = words
                     self._notify(words)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..charts.text import precision_reason, reasons, weight_only
 from ..errors import SettingError, UnavailableError
-from ..planning.bytes import TransformerBytes, weight_bytes
+from ..planning.bytes import Sizes, TransformerBytes, weight_bytes
 from ..planning.options import label_of
 from ..planning.plan import LEAST_SIDE, PlanOption, check_tensor_cores, plan
 from ..planning.request import AS_STORED, PRECISIONS, Parts, RunRequest
@@ -41,7 +42,7 @@ def decide_load(
     stored: str,
     shape: TransformerShape,
     card: CardFacts | None,
-    sizes: Mapping[str, TransformerBytes] | None = None,
+    sizes: Sizes | None = None,
     packed: TransformerBytes | None = None,
     gguf: bool = False,
     cast: bool = False,
@@ -128,10 +129,10 @@ def _recommended(
     request: RunRequest,
     stored: str,
     as_stored: bool,
-    sizes: Mapping[str, TransformerBytes],
+    sizes: Sizes,
     because: str,
 ) -> PlanOption:
-    how = {"as_stored": as_stored, "known_sizes": sizes, "why": because}
+    how: dict[str, Any] = {"as_stored": as_stored, "known_sizes": sizes, "why": because}
     try:
         return plan(card, request, stored, **how)[0]
     except UnavailableError:  # the image may be a smaller one

@@ -9,10 +9,12 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from PIL.PngImagePlugin import PngInfo
 
+deflate: Any
 try:
     from isal import isal_zlib as deflate
 except ImportError:

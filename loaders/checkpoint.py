@@ -18,10 +18,11 @@ from ..families.identify import Slice, identify, split_parts
 from ..families.protocol import Identity, Tensors
 from ..families.registry import family_titled, pipeline_family, title_by_pipeline
 from ..files import parse_object
-from .header import Header, open_regular, read_object
+from .header import Header, TensorInfo, open_regular, read_object
 from .quantization import (
     ATTENTION_CONFIG,
     MAX_COMFY_QUANT_BYTES,
+    Infos,
     Quantization,
     count_parameters,
     find_quantization,
@@ -51,7 +52,7 @@ def _contradictions(identity: Identity, config: Mapping[str, Any], tensors: Tens
     dims = {**identity.dims, "blocks": identity.blocks}
     family = family_titled(identity.family) if identity.role == "transformer" else None
     keys = family.config if family else SAME.get(identity.role, {})
-    found = {key: dims.get(name) for key, name in keys.items()}
+    found: dict[str, object] = {key: dims.get(name) for key, name in keys.items()}
     for key, fact in (family.config_facts(tensors) if family else {}).items():
         found[key] = fact
         if isinstance(fact, bool):  # a switch that is not there is off
@@ -190,7 +191,7 @@ def sample_sigmas(index: Mapping[str, Any], path: Path) -> list[float]:
     """
     family = pipeline_family(str(index.get("_class_name")))
     found = index.get(family.sigmas) if family else None
-    if found is None:
+    if family is None or found is None:
         return []
     numbers = isinstance(found, list) and all(type(sigma) in (int, float) for sigma in found)
     if numbers and found and all(a > b for a, b in pairwise((*found, 0))) and found[0] <= 1:
@@ -237,7 +238,7 @@ def _config_of(folder: Path) -> dict[str, Any]:
     )
 
 
-def _part(part: Slice, shards: Shards, config: Mapping[str, Any]) -> CheckpointPart:
+def _part(part: Slice[TensorInfo], shards: Shards, config: Mapping[str, Any]) -> CheckpointPart:
     tensors, identity = part.tensors, part.identity
     if family := family_titled(identity.family):
         identity = family.from_config(identity, config)
@@ -306,7 +307,7 @@ def _hint(shards: Shards) -> str | None:
     return "; ".join(hints) or None
 
 
-def _dtypes(tensors: Tensors) -> dict[str, dict[str, int]]:
+def _dtypes(tensors: Infos) -> dict[str, dict[str, int]]:
     dtypes: dict[str, dict[str, int]] = {}
     for info in tensors.values():
         entry = dtypes.setdefault(info.dtype, {"tensors": 0, "bytes": 0})

@@ -11,6 +11,7 @@ import mmap
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -59,7 +60,7 @@ def map_gguf(header: Header) -> dict[str, torch.Tensor | BlockRows]:
     """Maps the tensors of a file under their names; pages are read on use."""
     with open(header.path, "rb") as file:
         # A private copy, of which no page is made: torch warns of memory that must not be written.
-        how = {"access": mmap.ACCESS_COPY}
+        how: dict[str, Any] = {"access": mmap.ACCESS_COPY}
         if sys.platform == "linux":  # which else refuses one of more than the machine's memory
             how = {"flags": mmap.MAP_PRIVATE | NO_RESERVE, "prot": mmap.PROT_READ | mmap.PROT_WRITE}
         mapped = mmap.mmap(file.fileno(), 0, **how)

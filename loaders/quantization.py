@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..families.protocol import Tensors
 from ..files import parse_json
 from ..spec.formats import FORMATS
 from .gguf import BLOCK_TYPES
@@ -20,6 +19,7 @@ from .header import PLAIN_DTYPES, TensorInfo
 MAX_COMFY_QUANT_BYTES = 4096  # the longest that ComfyUI 0.33 writes is under 200
 # What ComfyUI 0.40 reads of a block's attention, JSON as uint8 too: no weight, and kept as it is.
 ATTENTION_CONFIG = ".comfy_attention.config"
+Infos = Mapping[str, TensorInfo]
 
 FP8_NAMES = {
     "F8_E4M3": "fp8 e4m3",
@@ -162,7 +162,7 @@ class Quantization:
 
 
 def find_quantization(
-    tensors: Tensors,
+    tensors: Infos,
     metadata_layers: Mapping[str, Any],
     read_comfy_quant: Callable[[str], Mapping[str, Any]],
 ) -> Quantization:
@@ -176,7 +176,7 @@ def find_quantization(
         elif layer in metadata_layers:
             declared[layer] = metadata_layers[layer]
         if layer in declared:
-            found = _comfy_format(declared[layer])
+            found: str | None = _comfy_format(declared[layer])
         else:
             found = _format(tensors, layer, weight)
         if found is not None:
@@ -229,7 +229,7 @@ def computed_precision(formats: Iterable[str]) -> str | None:
     return None
 
 
-def count_parameters(tensors: Tensors, quantization: Quantization) -> int:
+def count_parameters(tensors: Infos, quantization: Quantization) -> int:
     """Counts weights: scales and other descriptions are left out, weights that share a byte
     are counted one by one.
     """
@@ -259,7 +259,7 @@ def _weights_in(info: TensorInfo, bits: int | None) -> int:
     return info.elements if bits is None or whole is None else info.elements * whole // bits
 
 
-def _layers(tensors: Tensors) -> Iterable[tuple[str, TensorInfo]]:
+def _layers(tensors: Infos) -> Iterable[tuple[str, TensorInfo]]:
     for name, info in tensors.items():
         for suffix in (".weight", ".qweight"):
             if name.endswith(suffix):
@@ -275,7 +275,7 @@ def _comfy_format(settings: Mapping[str, Any]) -> str:
     return "int8 ConvRot" if name == FORMATS["int8"].marker and rotated else COMFY_FORMATS[name]
 
 
-def _format(tensors: Tensors, layer: str, weight: TensorInfo) -> str | None:
+def _format(tensors: Infos, layer: str, weight: TensorInfo) -> str | None:
     def has(*suffixes: str) -> bool:
         return all(f"{layer}.{suffix}" in tensors for suffix in suffixes)
 
@@ -297,7 +297,7 @@ def _format(tensors: Tensors, layer: str, weight: TensorInfo) -> str | None:
     return None
 
 
-def _granularity(tensors: Tensors, layer: str, weight: TensorInfo) -> str:
+def _granularity(tensors: Infos, layer: str, weight: TensorInfo) -> str:
     names = (
         "weight_scale",
         "scale_weight",

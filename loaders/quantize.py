@@ -41,8 +41,8 @@ def rotate(weight: torch.Tensor, size: int) -> torch.Tensor:
         # Rows of the matrix: + + + -, + + - +, + - + +, - + + +.
         a, b, c, d = weight.unflatten(1, (-1, 4, low)).unbind(2)
         left, right, left_difference, right_difference = a + b, c + d, a - b, c - d
-        parts = (left + right_difference, left - right_difference)
-        parts += (left_difference + right, right - left_difference)
+        parts = [left + right_difference, left - right_difference]
+        parts += left_difference + right, right - left_difference
         weight = torch.stack(parts, dim=2).flatten(1)
         low *= 4
     return weight / size**0.5

@@ -212,7 +212,8 @@ def write_quantized(
     start = time.perf_counter()
     source, destination, device = plan.source, Path(destination), torch.device(device)
     check_destination(destination, overwrite=overwrite, sources=source.files)
-    done, errors = 0, {}
+    done = 0
+    errors: dict[str, float] = {}
     with write_safetensors(destination, plan.layout) as file:
 
         def take(count: int, tensors: dict[str, torch.Tensor]) -> None:
@@ -262,7 +263,7 @@ def _quantize_file(
     """
     prefix = plan.source.part.prefix
     bytes_of: dict[str, int] = {}  # of layers to quantize, in the order of the file
-    errors: dict[str, float] = {}
+    errors: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
         if header.gguf:
             get = map_gguf(header).__getitem__

@@ -83,11 +83,11 @@ def quantize_layers(
             weight, form, rows = weight_of(layer), RowFormat(format), 0
             if per_row and format != IN_BF16 and is_quantizable(layer):
                 form = row_format(format, weight.shape[1])
-            stored, expand = weight, None
+            expand: Callable[[torch.Tensor], torch.Tensor] | None
             if isinstance(weight, BlockRows):
                 stored, expand = weight.values, weight.expand
-            elif weight.itemsize == 1:
-                expand = cast_fp8
+            else:
+                stored, expand = weight, cast_fp8 if weight.itemsize == 1 else None
             if per_row and device.type == "cuda" and stored.is_cpu and stored.numel():
                 # The way back has half of the bytes.
                 returned = weight.shape[1] * dtype.itemsize
@@ -143,11 +143,11 @@ class _Slab:
     def __init__(self, device: torch.device, rounding: Rounding, squares: Squares | None) -> None:
         self._device, self._rounding, self._squares = device, rounding, squares
         self._stream = torch.cuda.Stream(device)
-        sizes, kind = (SLAB_BYTES, SLAB_BYTES // 2), {"dtype": torch.uint8}
+        sizes, kind = (SLAB_BYTES, SLAB_BYTES // 2), torch.uint8
         try:
-            self._up, self._down = (torch.empty(it, **kind, pin_memory=True) for it in sizes)
+            self._up, self._down = (torch.empty(it, dtype=kind, pin_memory=True) for it in sizes)
         except RuntimeError:  # the system pins no more; torch waits for copies of other memory
-            self._up, self._down = (torch.empty(it, **kind) for it in sizes)
+            self._up, self._down = (torch.empty(it, dtype=kind) for it in sizes)
         self._target: Target | None = None
 
     def begin(

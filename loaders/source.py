@@ -263,7 +263,8 @@ def _fact(part: CheckpointPart) -> str:
 
 def joined_bytes(source: Source) -> int:
     """Counts layers that the file has apart, which ComfyUI's model has in one."""
-    joined = family_titled(source.part.family).joined
+    family = family_titled(source.part.family)
+    joined = family.joined if family else {}
     apart = tuple(f".{layer}.weight" for layers in joined.values() for layer in layers)
     return sum(info.nbytes for name, info in source.tensors.items() if name.endswith(apart))
 

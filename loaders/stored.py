@@ -203,7 +203,7 @@ def stored_layers(
 
 
 def _converted(
-    tensors: Mapping[str, torch.Tensor | BlockRows],
+    tensors: Mapping[str, Any],
     quantization: Quantization,
     scales: Mapping[str, torch.Tensor],
     decode: Decode,
@@ -234,11 +234,11 @@ def _converted(
             or (slow_marker and f"{layer}.scale_weight" in tensors)
         )
         if form in PACKED:
-            entry = _packed(layer, tensors, scales[layer], settings, PACKED_BITS[form])
+            coded = _packed(layer, tensors, scales[layer], settings, PACKED_BITS[form])
             if packed and stays:
-                yield layer, replace(entry, full_precision=slow)
+                yield layer, replace(coded, full_precision=slow)
                 continue
-            entry = entry.decoded(decode)
+            entry = coded.decoded(decode)
         else:
             entry = _stored(layer, weight, scales.get(layer), settings)
         if not stays:
@@ -249,9 +249,7 @@ def _converted(
         yield layer, replace(entry, scale=scale, full_precision=slow)
 
 
-def _scales(
-    tensors: Mapping[str, torch.Tensor], quantized: Mapping[str, object]
-) -> dict[str, torch.Tensor]:
+def _scales(tensors: Mapping[str, Any], quantized: Mapping[str, object]) -> dict[str, torch.Tensor]:
     """Returns {layer: its scale in float32}, and refuses what is left over or impossible."""
     found: dict[str, torch.Tensor] = {}
     for name in filter(AUXILIARY.search, tensors):

@@ -331,7 +331,7 @@ _links: dict[tuple[torch.device, torch.device], Link] = remembered({})
 
 def link_between(first: torch.device, second: torch.device, again: bool = False) -> Link:
     """Returns this process's one link of two cards; raises RuntimeError for a failed card."""
-    pair = tuple(sorted((first, second), key=str))
+    pair = (first, second) if str(first) <= str(second) else (second, first)
     link = _links.get(pair)
     if link is None or again:
         link = link or Link(*pair)

@@ -59,7 +59,7 @@ def use_settings(source: Path | Settings | None) -> None:
     """Takes settings from another file, or these; None is the default file."""
     global _source
     _source = source
-    settings.cache_clear()
+    settings.cache_clear()  # type: ignore[attr-defined]
 
 
 @cached

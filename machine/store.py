@@ -103,10 +103,10 @@ def parse(entry: Any) -> Calibration | None:
     """Reads one measurement of the file's form; None where a part is missing or senseless."""
     if not isinstance(entry, Mapping) or not isinstance(entry.get("rates"), Mapping):
         return None
-    about = [entry.get(name) for name in ("card", "driver", "torch", "date")]
+    about: dict[str, Any] = {name: entry.get(name) for name in ("card", "driver", "torch", "date")}
     rates = entry["rates"]
     gemm = rates.get("gemm")
-    if not all(isinstance(text, str) for text in about) or not isinstance(gemm, Mapping):
+    if not all(isinstance(text, str) for text in about.values()) or not isinstance(gemm, Mapping):
         return None
     figures = [rates.get(name) for name in FIGURES]
     if not all(map(_is_rate, (*figures, *gemm.values()))) or "bf16" not in gemm:
@@ -116,8 +116,9 @@ def parse(entry: Any) -> Calibration | None:
     launches = _launches(rates.get(LAUNCH_SECONDS, {}))
     if launches is None:
         return None
-    known = dict(zip(FIGURES, figures, strict=True))
-    return Calibration(*about, Rates(dict(gemm), **known, launches=launches))
+    known: dict[str, Any] = dict(zip(FIGURES, figures, strict=True))
+    rates = Rates(dict(gemm), **known, launches=launches)
+    return Calibration(**about, rates=rates)
 
 
 def _launch_seconds(launches: Launches) -> dict[str, dict[str, float]]:

@@ -109,10 +109,10 @@ def _calibrate(
             total.add(sums[name].work, sums[name].seconds)
         del found, parts
         say(f"{precision} launches")
-        blocks = LaunchedBlocks(work.shape, precision, ops, attend, device)
+        blocks = LaunchedBlocks(work.shape, precision, ops, attend, device)  # type: ignore[arg-type]
         launched[precision] = time_launches(blocks, device)
-        if isinstance(launched[precision].graph, Verdict):
-            left_out[GRAPH] = launched[precision].graph
+        if isinstance(graph := launched[precision].graph, Verdict):
+            left_out[GRAPH] = graph
         del blocks
     bandwidth = shared[NORM].rate
     say("VAE")
@@ -238,9 +238,9 @@ def _link(size: int, device: torch.device) -> float:
         return size / min(seconds)
     source = torch.ones(size, dtype=torch.uint8)
     target = torch.empty_like(source)
-    begin = time.perf_counter()
+    begun = time.perf_counter()
     target.copy_(source)
-    return size / (time.perf_counter() - begin)
+    return size / (time.perf_counter() - begun)
 
 
 def _about(device: torch.device) -> tuple[str, str, str, str]:

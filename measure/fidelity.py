@@ -45,7 +45,7 @@ def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def _ratio(pieces: Sequence[torch.Tensor]) -> float:
-    lost, whole = torch.stack(pieces).norm(dim=0).tolist()
+    lost, whole = torch.stack([*pieces]).norm(dim=0).tolist()
     return lost / whole if whole else math.inf if lost else 0.0
 
 
@@ -57,7 +57,8 @@ def measured_layers(
     layers afterwards. Weights are rounded anew in each pass, which takes no memory.
     """
     found: list[LayerError] = []
-    modules = {name: transformer.get_submodule(name) for name in quantizable(transformer, keep)}
+    get: Any = transformer.get_submodule
+    modules = {name: get(name) for name in quantizable(transformer, keep)}
     # Of each layer's passes: on the device, so that no card waits.
     pieces: dict[Any, list[torch.Tensor]] = {layer: [] for layer in modules.values()}
 

@@ -81,13 +81,13 @@ def run_mix(parts: Sequence[MixPart], device: torch.device, seconds: float) -> d
 def _round(parts: Sequence[MixPart], device: torch.device) -> Iterable[tuple[MixPart, float]]:
     end = time.perf_counter() + ROUND_SECONDS
     if device.type != "cuda":
-        marks = [time.perf_counter()]
+        ends = [time.perf_counter()]
         for part in parts:
             part.call()
-            marks.append(time.perf_counter())
+            ends.append(time.perf_counter())
         return [
             (part, after - before)
-            for part, (before, after) in zip(parts, pairwise(marks), strict=True)
+            for part, (before, after) in zip(parts, pairwise(ends), strict=True)
         ]
     marks = [torch.cuda.Event(enable_timing=True)]
     marks[0].record()
@@ -118,7 +118,7 @@ class LaunchedBlocks:
             return torch.randn(size, device=device, dtype=torch.bfloat16)
 
         dim, head = shape.dim, shape.head_dim
-        layers = {}
+        layers: dict[str, Any] = {}
         for name, (height, depth) in BLOCK_GEMMS.items():
             n, k = height * dim, depth * dim
             weight, scale = random(n, k) * k**-0.5, None
@@ -140,9 +140,9 @@ class LaunchedBlocks:
     def run(self, count: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs the first `count` blocks, or all."""
         blocks = self._blocks[:count]
-        executor = BlockExecutor(
-            self._layers, self._ops, self._attend, self._workspace, self._known
-        )
+        # Nobody asks whether these layers move or are foreign.
+        layers: Any = self._layers
+        executor = BlockExecutor(layers, self._ops, self._attend, self._workspace, self._known)
         text, image = self._text, self._image
         for block, after in zip(blocks, [*blocks[1:], None], strict=True):
             following = None if after is None else (after, self._halves[0])
@@ -204,12 +204,12 @@ class _Layers:
         self._precision = precision
         self._gemms: dict[str, Gemm] = {}
 
-    def kind(self, layer: Module) -> str | RowFormat:
+    def kind(self, layer: Any) -> str | RowFormat:
         if self._precision not in QUANTIZED:
             return DENSE
         return row_format(self._precision, layer.in_features)
 
-    def tensors(self, layer: Module, like: torch.Tensor) -> AbstractContextManager[LayerTensors]:
+    def tensors(self, layer: Any, like: torch.Tensor) -> AbstractContextManager[LayerTensors]:
         return nullcontext(layer.stored)
 
     def low_rank(self, layer: Module) -> None:
@@ -221,7 +221,7 @@ class _Layers:
     def rounds(self, layer: Module) -> bool:
         return self._precision in QUANTIZED
 
-    def norm_weight(self, norm: Module, like: torch.Tensor) -> torch.Tensor:
+    def norm_weight(self, norm: Any, like: torch.Tensor) -> torch.Tensor:
         return norm.weight
 
     def gemm(self, format: str, device: torch.device) -> Gemm:
@@ -232,7 +232,8 @@ class _Layers:
 
 def _block(shape: TransformerShape, layers: dict[str, Linear], weight: torch.Tensor) -> Module:
     """Makes what the executor reads of a host's block."""
-    block, norm = Module(), Module()
+    block: Any = Module()
+    norm: Any = Module()
     norm.weight, norm.eps = weight, EPS
     block.img_norm1 = norm
     block.attn = Module()

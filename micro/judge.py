@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import permutations
+from typing import Any
 
 import numpy as np
 import torch
@@ -244,7 +245,7 @@ def _edge_per_area(shape: str) -> float:
 def _outline_box(shape: str, tilt: int = 0) -> tuple[float, float, float, float]:
     """Returns left, top, right, bottom of a tilted shape in units of its radius."""
     axis = torch.linspace(-1.3, 1.3, 521)
-    inside = _inside(shape, tilt, axis, axis)
+    inside: Any = _inside(shape, tilt, axis, axis)
     rows, columns = inside.any(axis=1).nonzero()[0], inside.any(axis=0).nonzero()[0]
     corners = (columns[0], rows[0], columns[-1], rows[-1])
     left, top, right, bottom = (axis[int(corner)].item() for corner in corners)

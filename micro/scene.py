@@ -236,9 +236,10 @@ def parse_prompt(prompt: str) -> Scene | None:
         elif word not in _FILLERS and word != "near":
             return None
     positions = [_position(words) for words in places]
-    if pending or background is None or not objects or None in positions:
+    known = [place for place in positions if place is not None]
+    if pending or background is None or not objects or len(known) < len(positions):
         return None
-    placed = zip(objects, positions, strict=True)
+    placed = zip(objects, known, strict=True)
     scene = Scene(
         tuple(SceneObject(**thing, position=place) for thing, place in placed), background
     )

@@ -106,6 +106,6 @@ class QwenL40SAdviseGPU(io.ComfyNode):
             )
         chart = cost_chart(found)
         summary = "\n".join(advise_summary(found))
-        settings = loader_settings(found.fitting[0].found)
+        loads = loader_settings(found.fitting[0].found)
         report = advise_text(found)
-        return with_picture(cls, chart, summary, report, *settings)
+        return with_picture(cls, chart, summary, report, *loads)

@@ -401,7 +401,7 @@ class QwenL40SLoad(io.ComfyNode):
         if wrong:
             raise wrong[0]
         check_transformer(model, precision, keep_in_bf16)
-        if all(isinstance(name, str) for name in (model, text_encoder, vae)):
+        if isinstance(model, str) and isinstance(text_encoder, str) and isinstance(vae, str):
             cls._sources(model, text_encoder, vae, look=True)
         return True
 

@@ -134,7 +134,7 @@ def _write(out: Tensor | QuantizedRows | None, h: Tensor | None, scale: Tensor |
 
 class _Torch:
     name = "plain torch: no GPU"
-    scaled_gemm = None
+    scaled_gemm: Any = None
     guided_rows = staticmethod(reference.guided_rows)
 
     def residual_norm(self, x, branch, gates, norms, tokens, eps, format, out, plain=None):
@@ -198,7 +198,7 @@ def _triton() -> Ops:
     def prepared(launch: Callable[..., Any]) -> Callable[..., Prepared]:
         return lambda *like, **how: launch(*like, **how).prepared()
 
-    return _Triton(
+    ops: Any = _Triton(
         f"Triton; {not_direct()}" if not_direct() else "Triton",
         residual_norm=residual_norm.prepare_residual_norm,
         qk_norm_rope=qk_norm_rope.prepare_qk_norm_rope,
@@ -210,6 +210,7 @@ def _triton() -> Ops:
         guided_rows=guided_rows.guided_rows,
         scaled_gemm=prepared(scaled_gemm.scaled_gemm),
     )
+    return ops
 
 
 def prepare_trial() -> None:

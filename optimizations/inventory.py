@@ -236,6 +236,8 @@ class Inventory:
 class _Look:
     """Modules of a block as what is asked of them in one go, past Module.__getattr__."""
 
+    modules: list[torch.nn.Module]
+
     def __init__(
         self,
         block: torch.nn.Module,

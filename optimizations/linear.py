@@ -254,7 +254,8 @@ def choose_gemm(format: str, device: torch.device, *, backend: str | None = None
     if device.type == "cpu":
         return Gemm(format, "dequantize", f"no GPU: {format} saves memory here, not time")
     order, ground = PREFERENCE.get((format, sm_of(device)), PREFERENCE[format, None])
-    refused, lasting = [], True
+    refused: list[str] = []
+    lasting = True
     for name in order:
         refusal = _refusal(name, format, device)
         if not refusal:

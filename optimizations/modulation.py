@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,8 +26,8 @@ from .reference import Modulation
 
 class ModulationLayer(NamedTuple):
     block: int
-    stream: Literal["image", "text"]
-    module: torch.nn.Module
+    stream: str  # "image" or "text"
+    module: Any
 
 
 def modulation_layers(blocks: Sequence[torch.nn.Module]) -> Iterator[ModulationLayer]:
@@ -205,7 +205,8 @@ def compute_entries(
     entries = [_empty_entry(blocks, embedding, batch) for embedding in embeddings]
     # As the hosts do: a half of the rows is a tensor of its own only where there are two.
     rows = {"image": list(embeddings), "text": [embedding[:batch] for embedding in embeddings]}
-    with closing(layers or modulation_layers(blocks)) as walked:
+    walked: Any = layers or modulation_layers(blocks)
+    with closing(walked):
         for index, stream, module in walked:
             for entry, part in zip(entries, rows[stream], strict=True):
                 getattr(entry, stream)[index].copy_(module(part))

@@ -30,7 +30,7 @@ def attend_both(attend: Attend, q: Tensor, image: Keys, *texts: Keys) -> list[At
     shared = attend(q, *image, lse=True)
     if shared is not None:
         return [*(attend(q, *text, lse=True) for text in texts), shared]
-    found = []
+    found: list[tuple[torch.Tensor, torch.Tensor | None]] = []
     for text in texts:
         k, v = (torch.cat(parts, 1) for parts in zip(text[:2], image[:2], strict=True))
         mask = None if image[2] is None else torch.cat([text[2], image[2]], -1)

@@ -143,8 +143,10 @@ class ForwardPass:
             expected = self._host.host_block(block, arguments)
         operands = block, text, image, step, halves, following
         try:
-            compared = (expected,) if compares else ()
-            result = (self._compared if compares else self._executor.run)(*compared, *operands)
+            if compares:
+                result = self._compared(expected, *operands)
+            else:
+                result = self._executor.run(*operands)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # compilers, drivers and packages raise anything
@@ -203,16 +205,16 @@ class ForwardPass:
         return BlockExecutor(self._host.layers, prepared.ops, attend, workspace, known)
 
     def _attend(self, *given: torch.Tensor | None, lse: bool = False) -> Any:
-        attention, (_, k, _, mask) = self._host.attention, given
+        attention, (q, k, v, mask) = self._host.attention, given
         if attention is None or (mask is not None and mask.shape[2] > 1):
-            return None if lse else self._host.host_attend(*given)
+            return None if lse else self._host.host_attend(q, k, v, mask)
         exact = k.shape[1] != self._quantizable
         chosen = self._choice(attention, AttentionRequest.of, k, mask, exact=exact)
         if lse:
-            return attention.with_lse(chosen, *given)
-        out = chosen(*given)
+            return attention.with_lse(chosen, q, k, v, mask)
+        out = chosen(q, k, v, mask)
         if k.shape[1] == self._keys:
-            attention.look(*given, out)
+            attention.look(q, k, v, mask, out)
             self._keys = 0  # a negative prompt of the same length is no other block
         return out
 
@@ -254,7 +256,8 @@ class ForwardPass:
             if graph is not None:
                 result = graph.replay(*given)
             else:
-                result = split.run(*given, 0, len(host.blocks), self._watch and self._watch.after)
+                watch = self._watch.after if self._watch else None
+                result = split.run(*given, 0, len(host.blocks), watch)
         except torch.OutOfMemoryError:
             self._team.release()
             figures.refuse(Verdict("a GPU ran out of memory", final=True))
@@ -317,7 +320,7 @@ class ForwardPass:
         key, parts = self._key(given), [(executor, blocks)]
         return Work(key, self._weights, parts, beside, lambda: launch, borrowed=prefixes)
 
-    def _key(self, given: Given) -> tuple[Hashable, ...]:
+    def _key(self, given: Given) -> tuple[Any, ...]:
         """Returns what two passes have in common that one graph can compute."""
         text, _, step, entry = given
         heads, tokens = heads_of(self._host.blocks[0]), step.tokens
@@ -329,8 +332,8 @@ class ForwardPass:
         cos, prefix = step.rotary.cos, step.prefix and step.prefix.keys.data_ptr()
         mask = None if step.mask is None else (step.mask.shape, step.mask.stride())
         form = tokens, text.dtype, cos.shape, cos.dtype, mask, prefix, step.before, step.segments
-        form = *form, step.guidance
-        return (*form, entry.image.shape, entry.text.shape, entry.image.dtype, chosen)
+        shapes = entry.image.shape, entry.text.shape
+        return (*form, step.guidance, *shapes, entry.image.dtype, chosen)
 
     def _graph(
         self, work_of: Callable[[], Work], given: Given, compared: bool, clear: bool
@@ -360,12 +363,12 @@ class ForwardPass:
         if not refusal:
             text, _, step, entry = given
             with host.lasting(capturing=True):
-                graph = memory.capture(work, text, entry, step, self._prepared.graphs)
-            if isinstance(graph, PassGraph):
-                return graph
-            refusal = graph
-            if graph != FIRST:  # which the next pass is not
-                seen.refusal = graph
+                found = memory.capture(work, text, entry, step, self._prepared.graphs)
+            if isinstance(found, PassGraph):
+                return found
+            refusal = found
+            if found != FIRST:  # which the next pass is not
+                seen.refusal = found
         verdicts.add("graphs", refusal)
         if all(executor.prepared(blocks) for executor, blocks in work.parts):
             self._watch = _Watch(seen, len(host.blocks))

@@ -400,10 +400,10 @@ def flags_for_a_run(tf32: bool, cudnn_benchmark: bool) -> Iterator[None]:
 
 def _tf32() -> list[tuple[object, str, object]]:
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    older = [(matmul, "allow_tf32", True), (cudnn, "allow_tf32", True)]
+    older: list[Any] = [(matmul, "allow_tf32", True), (cudnn, "allow_tf32", True)]
     try:
         for switch, name, _ in older:
             getattr(switch, name)
     except RuntimeError:  # somebody uses torch's newer switches, and torch takes one kind only
-        return [(matmul, "fp32_precision", "tf32"), (cudnn.conv, "fp32_precision", "tf32")]
+        return [(matmul, "fp32_precision", "tf32"), (cudnn.conv, "fp32_precision", "tf32")]  # type: ignore[attr-defined]
     return older

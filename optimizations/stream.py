@@ -84,7 +84,7 @@ class WeightStream:
 
 
 @contextmanager
-def uploads_to(device: torch.device) -> Iterator[Callable[[torch.Tensor, torch.Tensor], None]]:
+def uploads_to(device: torch.device) -> Iterator[Callable[[torch.Tensor, torch.Tensor], object]]:
     """Gives what copies tensors of system RAM into memory of a device; what is queued on its
     current stream afterwards finds them there.
     """

@@ -18,7 +18,6 @@ import torch
 
 from ..caches import remembered
 from ..families.registry import spec_of
-from ..spec.formats import RowFormat
 from ..verdict import Verdict, assumed
 from . import kernels
 from .blocks.block import BlockExecutor, KnownBlock, Layers, Step
@@ -115,7 +114,7 @@ def rehearse(
     def meta(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    def operand(kind: RowFormat | str, n: int, k: int) -> Operand:
+    def operand(kind: Any, n: int, k: int) -> Any:  # as `LayerForm.kind`
         bias = meta(n) if spec.biases else None
         if kind == DENSE:
             return Operand.of(meta(n, k), None, bias)
@@ -130,7 +129,8 @@ def rehearse(
         passes = [(0, rows) for rows in (IMAGE, *TEXTS)]
     for text, image in passes:
         tokens = Tokens(1, text, image, image)
-        workspace, known = Workspace(ops), {}
+        workspace = Workspace(ops)
+        known: dict[Any, KnownBlock] = {}
         x = meta(tokens.rows, width)
         for form in forms:
             operands = (
@@ -141,5 +141,5 @@ def rehearse(
             known[len(known)] = KnownBlock((), (), form, (), (), tuple(operands), norms)
         step = Step(tokens, Rotary(*(meta(1, tokens.joint, head // 2) for _ in range(2))), None)
         entry = Entry(*(meta(len(forms), 1, 6 * width) for _ in range(2)))
-        mix = lambda q, *_: torch.empty_like(q).flatten(2)  # noqa: E731
+        mix: Any = lambda q, *_: torch.empty_like(q).flatten(2)  # noqa: E731
         BlockExecutor(None, ops, mix, workspace, known).run_all(list(known), x, step, entry)

@@ -114,7 +114,7 @@ def advise(
     refused: dict[str, str] = {}
     for card in cards:
         price = None if card.name in own_prices else card.price()
-        usd = own_prices.get(card.name, price and price.usd_per_hour)
+        usd = own_prices.get(card.name, price.usd_per_hour if price else None)
         try:
             found = estimate(request, card, calibration=calibration_of(card), usd_per_hour=usd)
         except UnavailableError as error:
@@ -222,7 +222,8 @@ def together(found: Estimate, cards: int, link: float | None = None) -> Together
     `link` is in bytes/s, None for PCIe's. None where no times are known.
     """
     scale = (found.card.pcie_bytes_per_second or PCIE_4) / PCIE_4
-    links = tuple(scale * each for each in LINKS) if link is None else (link,) * 3
+    slowest, usual, fastest = (scale * each if link is None else link for each in LINKS)
+    links = slowest, usual, fastest
     if found.times is None:
         return None
     option, phases = found.option, found.times.phases

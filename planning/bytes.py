@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -37,6 +38,9 @@ class TransformerBytes(NamedTuple):
 
     total: int
     modulation: int
+
+
+Sizes = Mapping[str, WeightBytes | TransformerBytes]  # by precision
 
 
 @cached

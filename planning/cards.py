@@ -169,11 +169,13 @@ def card_by_driver(facts: CardFacts, cards: Mapping[str, Card]) -> Card:
 
     if listed := _names_of(cards).get(words_of(facts.name)):
         card = cards[min(listed, key=difference)]
-        here = {"limit_watts": facts.limit_watts, "no_int8": facts.no_int8}
-        return replace(card, memory_bytes=facts.total_bytes, **here)
-    figures = "bandwidth", "l2_bytes", "pcie_bytes_per_second", "tdp_watts"
+        card = replace(card, limit_watts=facts.limit_watts, no_int8=facts.no_int8)
+        return replace(card, memory_bytes=facts.total_bytes)
     return UnlistedCard(
-        **dict.fromkeys(figures, 0),
+        bandwidth=0,
+        l2_bytes=0,
+        pcie_bytes_per_second=0,
+        tdp_watts=0,
         name=facts.name,
         also=(),
         architecture="",

@@ -40,6 +40,7 @@ from .request import (
     DROPPED,
     EXACT,
     ON_PROCESSOR,
+    OWN,
     STREAMED,
     Loras,
     Parts,
@@ -254,7 +255,7 @@ class Estimate:
             parts = replace(parts, modulation_bytes=size.modulation)
             ready = replace(self.request, precision=name, parts=parts)
             asked[f"a file that is {name} already"] = ready
-        asked[SMALLEST] = RunRequest(SMALLEST, width=None, height=None)
+        asked[SMALLEST] = RunRequest(SMALLEST, width=OWN, height=OWN)
         found = {
             what: estimate(it, self.card, ram_bytes=self.ram_bytes) for what, it in asked.items()
         }
@@ -451,8 +452,9 @@ def _within(room: int, options: Sequence[PlanOption]) -> tuple[PlanOption, ...]:
         stored = request.parts.kept or stored_precision(request, name)
         known = published_bytes(request, stored)
         why = f"auto: a run in {name} takes {format_gib(needed)} of system RAM"
-        how = {"as_stored": True, "known_sizes": {stored: known} if known else None, "why": why}
-        first, *others = plan(asked.card, request, stored, **how)
+        sizes = {stored: known} if known else None
+        options = plan(asked.card, request, stored, as_stored=True, known_sizes=sizes, why=why)
+        first, *others = options
     others = [it for it in others if _ram(it) <= room]
     recommended = first.recommended or not any(it.recommended for it in others)
     return replace(first, recommended=recommended), *others

@@ -152,8 +152,7 @@ def steps(request: RunRequest, setting: Setting, card_bytes: int | None = None) 
     }
     sampled, text_stays = on_card, text if place == ON_CARD else 0
     usable = None if card_bytes is None else card_bytes - KEPT_FREE_BYTES
-    moves = usable is not None and not setting.resident
-    if moves:
+    if usable is not None and not setting.resident:
         room = usable - activations - workspace - context - sum(stays.values())
         text_stays = min(text_stays, max(0, room - least_weights(request, on_card)))
         sampled = min(on_card, max(0, room - text_stays))
@@ -194,7 +193,7 @@ def steps(request: RunRequest, setting: Setting, card_bytes: int | None = None) 
         "tables": phase("tables", passing, filling, {**stays, "transformer": waiting}),
         "sampling": phase("sampling", sampled, activations, stays),
     }
-    if moves:
+    if usable is not None and not setting.resident:
         found = {name: within(phase, usable) for name, phase in found.items()}
     elif usable is not None and place == STREAMED:
         found["text"] = within(found["text"], usable)
@@ -253,7 +252,8 @@ def vae_bytes(request: RunRequest) -> int:
 
 def others_bytes(request: RunRequest, setting: Setting) -> dict[str, int]:
     """Counts {family and precision: bytes} of other models; what several have is there once."""
-    member, found = request.member, {}
+    member = request.member
+    found: dict[str, int] = {}
     encoders, vaes = {member.text_encoder}, {member.vae}
     for family, precision in request.others:
         other = find_member(family)

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from ..errors import CheckpointError, DoesNotFitError, UnavailableError
 from ..spec.formats import (
@@ -20,7 +21,7 @@ from ..spec.formats import (
     sm,
 )
 from ..spec.transformer import OFF_CARD, ON_CARD
-from .bytes import TransformerBytes, weight_bytes
+from .bytes import Sizes, TransformerBytes, weight_bytes
 from .phases import KEPT_FREE_BYTES, Phase, decoding, least_weights, phases, steps, within
 from .rates import CUDNN_GENERATIONS
 from .request import (
@@ -30,6 +31,7 @@ from .request import (
     EXACT,
     FAST,
     ON_PROCESSOR,
+    OWN,
     PRECISIONS,
     STREAMED,
     W4A8,
@@ -65,7 +67,7 @@ class PlanOption:
     setting: Setting  # not resident: the host moves what does not stay
     recommended: bool = False
     # What the plan is for, of which `request` and `setting` settle what is "auto".
-    asked: Question | None = field(default=None, repr=False)
+    asked: Question = field(default=OWN, repr=False)
 
     @property
     def resident(self) -> bool:
@@ -160,7 +162,7 @@ def plan(
     stored: str | None = None,
     *,
     as_stored: bool = False,
-    known_sizes: Mapping[str, TransformerBytes] | None = None,
+    known_sizes: Sizes | None = None,
     why: str = "",
 ) -> tuple[PlanOption, ...]:
     """Lists the ways to run a request on a card, what was asked for first.
@@ -216,7 +218,7 @@ class Question:
     request: RunRequest
     stored: str | None
     as_stored: bool
-    known_sizes: Mapping[str, TransformerBytes]
+    known_sizes: Sizes
     why: str = ""
 
     @property
@@ -241,7 +243,7 @@ class Question:
         # The first places of the parts with which a precision stays and leaves so many bytes more
         # than the host keeps free; else one in which the host moves weights.
         request = sized(self.request, precision, self.stored, self.known_sizes)
-        others = {
+        others: dict[str, Any] = {
             "weight_only": not self.card.runs(precision),
             # Beside a guided text all attention is exact.
             "attention": EXACT
@@ -321,17 +323,16 @@ def sized(
     request: RunRequest,
     precision: str,
     stored: str | None = None,
-    known_sizes: Mapping[str, TransformerBytes] | None = None,
+    known_sizes: Sizes | None = None,
 ) -> RunRequest:
     """Returns a request with its sizes in a precision; the sizes that it has are of `stored`."""
     known = (known_sizes or {}).get(precision)
     if known is None and stored is None:
         known = published_bytes(request, precision)
+    sizes: dict[str, Any] = {"transformer_bytes": None, "modulation_bytes": None}
     if known is not None:
         sizes = {"transformer_bytes": known.total, "modulation_bytes": known.modulation}
-    elif precision != (stored or request.precision):
-        sizes = {"transformer_bytes": None, "modulation_bytes": None}
-    else:
+    elif precision == (stored or request.precision):
         return request
     return replace(request, parts=replace(request.parts, **sizes))
 

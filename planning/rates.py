@@ -280,7 +280,8 @@ def _calibrated(card: Card, calibration: Rates) -> tuple[Rates, Rates, Basis]:
             shares = class_of(card).gemm
             gemm = {name: shares[name][end] * _peak(card, name) for name in lacks}
         ends.append(replace(calibration, gemm={**calibration.gemm, **gemm}))
-    return *ends, Basis("measured", text, origin, tuple(lacks))
+    slow, fast = ends
+    return slow, fast, Basis("measured", text, origin, tuple(lacks))
 
 
 def _peak(card: Card, precision: str) -> float:

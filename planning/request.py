@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import SettingError
 from ..families.protocol import Member, StepTokens
@@ -24,6 +24,8 @@ from ..spec.vae import VaeShape
 from .step_cache import CHOICES, CUSTOM, OFF, computed_steps
 
 AUTO, AS_STORED = "auto", "as stored"
+# As a default: the class puts a value in its place before anybody reads it.
+OWN: Any = None
 PRECISIONS = (AUTO, *MULTIPLIED)
 # Of a text encoder's file in 4 bits, which ComfyUI's Load CLIP keeps so.
 W4A8 = "w4a8"
@@ -100,13 +102,13 @@ class RunRequest:
     family: str = "qwen-image"  # a name in `families.registry.members`
     precision: str = "auto"
     # width, height: pixels, divisible by 16; None is the family's side.
-    width: int | None = 1328
-    height: int | None = 1328
+    width: int = 1328
+    height: int = 1328
     batch: int = 1
-    steps: int | None = 20  # of the sampler, of one or two forward passes each; None: the family's
+    steps: int = 20  # of the sampler, of one or two forward passes each; None: the family's
     cfg: str = "two passes"
     references: int = 0  # reference images, of one megapixel each
-    layers: int | None = None  # besides the whole image, of Layered; None is the family's
+    layers: int = OWN  # besides the whole image, of Layered; None is the family's
     text_tokens: int = 200  # of the longest prompt, without what references add
     nag_tokens: int = 0  # of the negative prompt of NAG, likewise; 0 without NAG
     modulation: str = "auto"  # where its weights wait, one of `PLACES`
@@ -124,7 +126,7 @@ class RunRequest:
     def __post_init__(self) -> None:
         family = find_member(self.family)
         cfg = "off" if family.cfg == 1 else "two passes"
-        own = dict.fromkeys(("width", "height"), family.default_side)
+        own: dict[str, Any] = dict.fromkeys(("width", "height"), family.default_side)
         own |= {"steps": family.steps, "cfg": cfg, "layers": family.layers}
         for name, value in own.items():
             if getattr(self, name) in (None, AUTO):

@@ -50,7 +50,7 @@ class BlockSeconds(NamedTuple):
         cls, seconds: float, tokens: StepTokens, width: int, *, quantized: bool, text: float
     ) -> BlockSeconds:
         """Shares a measured block out by operations; `text` are measured seconds of the text."""
-        product = 2 * PRODUCTS * tokens.image_rows * width**2
+        product = 2.0 * PRODUCTS * tokens.image_rows * width**2
         product *= QUANTIZED_OPERATION if quantized else 1
         attention = 4 * tokens.rows * tokens.joint * width
         rest = max(seconds - text, 0.0)

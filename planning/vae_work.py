@@ -198,7 +198,7 @@ def vae_seconds(
 ) -> float:
     """Predicts an image from or to system RAM, in a `share` of the time of ComfyUI's layers."""
     rows, columns = in_pixels(shape, latent)
-    copied = PIXEL_BYTES * shape.image_channels * rows * columns
+    copied: float = PIXEL_BYTES * shape.image_channels * rows * columns
     copied /= min(HOST_BYTES_PER_SECOND, rates.pcie)
     if shape.strips:
         operations, moved = getattr(shape.strips, direction)

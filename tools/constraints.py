@@ -18,12 +18,14 @@ OF_TORCH = re.compile(r"torch=|triton=|nvidia-|cuda-")
 
 
 def main() -> None:
-    torch = re.search(r"^TORCH \?= (.+)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+    (torch,) = re.findall(
+        r"^TORCH \?= (.+)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M
+    )
     try:
         resolved = subprocess.run(
             COMMAND,
             cwd=ROOT,
-            input=f"{torch[1]}\nsetuptools<82",  # torch before 2.13 goes with no newer one
+            input=f"{torch}\nsetuptools<82",  # torch before 2.13 goes with no newer one
             stdout=subprocess.PIPE,
             text=True,
             check=True,

@@ -34,7 +34,13 @@ from ..spec.formats import QUANTIZED
 
 BARS = {"colours_and_position": 0.95, "shape": 0.90}
 LARGEST_DROP = 0.02  # of a share, from bf16
-HOW = {"width": MICRO_SIDE, "height": MICRO_SIDE, "steps": 20, "cfg": 4.0, "progress": False}
+HOW: dict[str, Any] = {
+    "width": MICRO_SIDE,
+    "height": MICRO_SIDE,
+    "steps": 20,
+    "cfg": 4.0,
+    "progress": False,
+}
 Prompts = Sequence[tuple[str, Scene]]
 
 

@@ -26,7 +26,10 @@ from ..client import Fleet
 from ..measure.fidelity import psnr
 
 GRAPH = Path(__file__).resolve().parents[1] / "workflows" / "api" / "text_to_image_cached.json"
-OFF = {"optimize": {"attention": "comfyui", "fused_blocks": False}, "decode": {"fused": False}}
+OFF: dict[str, dict[str, Any]] = {
+    "optimize": {"attention": "comfyui", "fused_blocks": False},
+    "decode": {"fused": False},
+}
 # {what stands below an image: (precision, step cache, inputs of nodes)}
 WAYS: dict[str, tuple[str, str, dict[str, dict[str, Any]]]] = {
     "stock, bf16": ("bf16", "off", OFF),
@@ -86,7 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 pictures[way] = image.convert("RGB")
     exact = pictures["stock, bf16"]
     captions = [caption(way, image, exact) for way, image in pictures.items()]
-    size = min(exact.size, tuple(round(side * SIDE / max(exact.size)) for side in exact.size))
+    width, height = (round(side * SIDE / max(exact.size)) for side in exact.size)
+    size = min(exact.size, (width, height))
     smaller = [image.resize(size, Image.Resampling.LANCZOS) for image in pictures.values()]
     write_sheet(options.output, smaller, captions, columns=len(smaller))
     return 0

@@ -300,7 +300,8 @@ def made() -> dict[Path, str]:
         if sorted(found) != sorted(known):
             raise ValueError(f"{name} has the blocks {found}, and {list(known)} are made")
         pages[ROOT / name] = BLOCK.sub(
-            lambda block, known=known: block[1] + "\n".join(known[block[2]]) + "\n" + block[3], text
+            lambda block, known=known: block[1] + "\n".join(known[block[2]]) + "\n" + block[3],  # type: ignore[misc]
+            text,
         )
     return pages
 

@@ -236,9 +236,9 @@ def news_of_host() -> list[str]:
                     f"ComfyUI {found} has the new parameters {', '.join(new)} in {module}.{name}. "
                     "Blocks with them run ComfyUI's code, and LoRAs as a bypass are refused."
                 )
-    if new := unknown_attention_arguments():
+    if unknown := unknown_attention_arguments():
         news.append(
-            f"ComfyUI {found} gives attention the new arguments {', '.join(new)}: ComfyUI's "
+            f"ComfyUI {found} gives attention the new arguments {', '.join(unknown)}: ComfyUI's "
             "blocks run."
         )
     return news

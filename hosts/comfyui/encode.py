@@ -485,7 +485,7 @@ def _multiplying(module: torch.nn.Module, arithmetic: str, shared: _Split | None
 class _Around:
     """Stands for a linear layer, in all but how it multiplies."""
 
-    _layer: torch.nn.Module
+    _layer: Any
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)

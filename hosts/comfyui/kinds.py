@@ -10,7 +10,6 @@ from typing import Any
 
 import comfy.model_base
 import comfy.supported_models
-import torch
 from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
 
 from ...families.comfyui import ModelKind, later
@@ -20,7 +19,7 @@ from ...families.qwen_image_21 import QWEN_IMAGE_21, QwenImage21Shape
 TIMESTEP_ZERO = "index_timestep_zero"  # how Edit-2511 has its references modulated
 
 
-def settings_of(transformer: torch.nn.Module) -> dict[str, Any]:
+def settings_of(transformer: Any) -> dict[str, Any]:
     """Returns what `families.qwen_image.rope_axes` needs of a file."""
     return {"axes_dims_rope": list(transformer.pe_embedder.axes_dim)}
 
@@ -56,7 +55,7 @@ KIND = ModelKind(
 )
 
 
-def _shape_21(transformer: torch.nn.Module) -> QwenImage21Shape:
+def _shape_21(transformer: Any) -> QwenImage21Shape:
     blocks, dim = transformer.transformer_blocks, transformer.inner_dim
     heads = blocks[0].attn.heads
     return QwenImage21Shape(

@@ -69,7 +69,7 @@ class FP8RowsLayout(QuantizedLayout):
         return dequantize_rows(qdata, params.scale, params.orig_dtype)
 
     @classmethod
-    def get_plain_tensors(cls, qtensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def get_plain_tensors(cls, qtensor: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return qtensor._qdata, qtensor._params.scale
 
     @classmethod
@@ -144,7 +144,7 @@ def is_mixed(kind: type) -> bool:
 
 def quantized_operations(compute_dtype: torch.dtype) -> type:
     """Returns the operations class for a model whose state dict holds `.comfy_quant` entries."""
-    base = comfy.ops.mixed_precision_ops({"mixed_ops": True}, compute_dtype)
+    base: Any = comfy.ops.mixed_precision_ops({"mixed_ops": True}, compute_dtype)
 
     class Operations(base):
         class Linear(base.Linear):
@@ -184,7 +184,7 @@ def quantized_operations(compute_dtype: torch.dtype) -> type:
             def _product(
                 self,
                 input: torch.Tensor,
-                weight: torch.Tensor,
+                weight: Any,
                 bias: torch.Tensor | None,
                 format: str,
             ) -> torch.Tensor:
@@ -215,7 +215,7 @@ def _format(marker: torch.Tensor | None) -> str | None:
     return None if marker is None else json.loads(marker.numpy().tobytes()).get("format")
 
 
-def _format_of_product(layer: torch.nn.Module) -> str | None:
+def _format_of_product(layer: Any) -> str | None:
     """Returns "fp8" or "int8" where the product is ours."""
     layout = getattr(layer, "layout_type", None)
     if layout == INT8_ROWS.packed:

@@ -181,7 +181,8 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
         step = super().guided(step)
         self._guided = step.guidance is not None
         if self._guided and self._shift:
-            step = step._replace(guidance=step.guidance._replace(first=True))
+            guidance: Any = step.guidance
+            step = step._replace(guidance=guidance._replace(first=True))
         return step
 
     def _turned(self, x: torch.Tensor, way: int) -> torch.Tensor:
@@ -238,7 +239,8 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
         known = {"segments", "cache", "block_index"} <= bound.keys()
         if not (known and before and (bound["cache"] is not None) == (before == rows)):
             return None
-        image, places = rows - before, []
+        image = rows - before
+        places: list[Segment] = []
         for start, stop, mask in bound["segments"]:
             if start == before:
                 places.insert(0, Segment(0, image, 0, rows, mask is not None))
@@ -323,8 +325,8 @@ def keep_negative(
     whole = context.shape[1] + references + image
 
     def of(block: int) -> PrefixGuidance:
-        both = (utils.repeat_to_batch_size(part, len(x)) for part in blocks[block])
-        return PrefixGuidance(guidance, *both, image, whole)
+        keys, values = (utils.repeat_to_batch_size(part, len(x)) for part in blocks[block])
+        return PrefixGuidance(guidance, keys, values, image, whole)
 
     return {"transformer_options": {**options, SLOT: GuidedAttention(options.get(SLOT), of)}}
 

@@ -78,7 +78,7 @@ class DiffusersLayers:
             return APART
         return hash(tuple((it.data_ptr(), it.dtype, it.shape, it.stride()) for it in tensors))
 
-    def kind(self, layer: torch.nn.Module) -> str | RowFormat | None:
+    def kind(self, layer: Any) -> str | RowFormat | None:
         kind = _kind_of(layer)
         if isinstance(kind, RowFormat):
             gemm = self._gemms.setdefault(kind.storage, layer.product)
@@ -86,9 +86,7 @@ class DiffusersLayers:
                 return None  # a format has one GEMM here, and this layer was given another
         return kind
 
-    def tensors(
-        self, layer: torch.nn.Module, like: torch.Tensor
-    ) -> AbstractContextManager[LayerTensors]:
+    def tensors(self, layer: Any, like: torch.Tensor) -> AbstractContextManager[LayerTensors]:
         scale = getattr(layer, "weight_scale", None)
         return nullcontext(LayerTensors(layer.weight, scale, layer.bias))
 
@@ -103,7 +101,7 @@ class DiffusersLayers:
         dense = type(weight) is torch.nn.Parameter and weight.dtype.itemsize > 1
         return not (dense and weight.is_floating_point())
 
-    def norm_weight(self, norm: torch.nn.Module, like: torch.Tensor) -> torch.Tensor:
+    def norm_weight(self, norm: Any, like: torch.Tensor) -> torch.Tensor:
         return norm.weight
 
     def gemm(self, format: str, device: torch.device) -> Gemm:

@@ -195,8 +195,8 @@ def _load_parts(
             part: model_class.from_config(_config(folder, part, model_class))
             for part, model_class in family.models.items()
         }
-    for part in shards.values():
-        _check_dtypes(part)
+    for each in shards.values():
+        _check_dtypes(each)
     for part, model in models.items():
         found = {name: info.shape for name, info in shards[part].tensors.items()}
         check_names(shards[part].path, found, shapes_of(model), f"the {part} of its config.json")

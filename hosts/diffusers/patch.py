@@ -29,7 +29,7 @@ from .qwen_image import HOST_ATTENTION, TransformerAttention
 # Where a module's `forward` is found: accelerate keeps the one that it wraps, and puts it back
 # after every image.
 SLOTS = ("_old_forward", "forward")
-Instead = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+Instead = Any  # called with (host, args, kwargs)
 
 
 def optimize(transformer: QwenImageTransformer2DModel, *, attention: str = "auto") -> Optimized:

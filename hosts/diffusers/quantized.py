@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -76,6 +77,9 @@ class QuantizedLinear(torch.nn.Module):
         form: how the rows are quantized that it multiplies.
         bias: (N,) in the dtype of the layer that it was, or None.
     """
+
+    weight: torch.Tensor
+    weight_scale: torch.Tensor
 
     def __init__(self, layer: torch.nn.Linear, product: Gemm | PlainProduct) -> None:
         super().__init__()
@@ -146,7 +150,7 @@ def quantize_transformer(
     check_precision(precision)
     layers = quantizable(transformer, keep)
     for name in layers:
-        layer = transformer.get_submodule(name)
+        layer: Any = transformer.get_submodule(name)
         product = tensor_core_product(precision, layer.weight.device)
         replace_layer(transformer, name, QuantizedLinear(layer, product))
     return layers

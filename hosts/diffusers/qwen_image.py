@@ -150,7 +150,8 @@ class TransformerPass(DoubleStream):
             step = self.kept_step(shared, None, lambda: self._step_of(arguments))
         except _UnknownError as reason:
             return Verdict(str(reason))
-        return BlockInputs(*map(arguments.get, self.streams), step, self._controlled)
+        text, image, embedding = map(arguments.get, self.streams)
+        return BlockInputs(text, image, embedding, step, self._controlled)
 
     def entry(self, embedding: torch.Tensor, batch: int) -> Entry:
         return self.modulation.entry(self.owner, self._given, embedding, batch)
@@ -219,7 +220,7 @@ def _rotary_of(frequencies: Any, tokens: Tokens) -> Rotary:
     try:
         image, text = frequencies
         fits = image.is_complex() and text.is_complex()
-        lengths = len(image), len(text)
+        lengths: tuple[int, ...] = len(image), len(text)
     except (TypeError, ValueError, AttributeError):
         fits, lengths = False, ()
     if not fits or lengths != (tokens.image, tokens.text):
@@ -266,7 +267,7 @@ def parts() -> PipelineParts:
     )
 
 
-def vae_shape(config: object) -> VaeShape | None:
+def vae_shape(config: Any) -> VaeShape | None:
     """Reads the sizes of a VAE's config; None of other layers than Qwen-Image's."""
     other = config.attn_scales or config.num_res_blocks != 2
     if other or tuple(config.dim_mult) != QWEN_IMAGE.vae.shape.widths:
@@ -284,5 +285,5 @@ def denormalized(latents: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -
     return latents / (1.0 / std) + mean
 
 
-def up_layers(block: torch.nn.Module) -> list[torch.nn.Module]:
+def up_layers(block: Any) -> list[torch.nn.Module]:
     return [*block.resnets, *(block.upsamplers or ())]

@@ -124,7 +124,7 @@ def denormalized(latents: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -
     return latents * std + mean
 
 
-def up_layers(block: torch.nn.Module) -> list[Layer]:
+def up_layers(block: Any) -> list[Layer]:
     if block.avg_shortcut is None:
         return [*block.resnets, *([block.upsampler] if block.upsampler else ())]
     # Of the frames that it makes of one, the last is the image.

@@ -235,7 +235,7 @@ def decoder_stages(vae: ModelMixin) -> Stages:
         "decode",
         shape,
         end=lambda latents: decoder.conv_in(vae.post_quant_conv(latents)),
-        middle=Middle.of(middle.resnets[0], *middle.attentions, middle.resnets[1]),
+        middle=Middle.of(middle.resnets[0], middle.attentions[0], middle.resnets[1]),
         outer=(*layers, head),
     )
 

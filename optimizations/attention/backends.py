@@ -11,6 +11,7 @@ import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -89,7 +90,7 @@ class Backend:
     # takes q, k, v, each (B, tokens, heads, head_dim) with any strides but a contiguous last
     # dimension, and None or the mask, (B, 1, 1, tokens), which is added to the scores; gives (B,
     # tokens, heads * head_dim), contiguous, in memory of its own
-    attend: Callable[..., torch.Tensor]
+    attend: Callable[..., Any]
     # whether nothing is quantized: the result is as near to the true one as the dtype allows
     exact: bool = True
     card: Limits | None = None  # its limits on an NVIDIA card; None where it does not run on one

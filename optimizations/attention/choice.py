@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import torch
 
@@ -169,7 +170,8 @@ def choose_attention(request: AttentionRequest, name: str = "auto") -> Attention
         runs = [key for key in order if not refuse(key, request) and not BACKENDS[key].package]
         reason = "predicted, because nothing is measured while torch compiles or captures a graph"
         return Attention(runs[0], reason, request.masked)
-    on_card, tried = sm is not None and request.device.type == "cuda", frozenset()
+    on_card = sm is not None and request.device.type == "cuda"
+    tried: set[str] = set()
     if on_card and (known := load_attention(measurement_key(request))):
         tried = known.ms.keys() | {key for key in order if BACKENDS[key].whole_scores}
     refusals = {key: refusal(key, request, key in tried) for key in order}
@@ -333,7 +335,7 @@ def _inputs(request: AttentionRequest) -> tuple:
     # Torch's own random numbers, which a seed is for, are left alone.
     generator = torch.Generator(request.device).manual_seed(0)
     shape = (3, request.batch, request.tokens, request.heads, request.head_dim)
-    about = {"dtype": request.dtype, "device": request.device}
+    about: dict[str, Any] = {"dtype": request.dtype, "device": request.device}
     q, k, v = torch.randn(shape, generator=generator, **about)
     if not request.masked:
         return q, k, v, None

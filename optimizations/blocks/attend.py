@@ -16,7 +16,7 @@ class Attend(Protocol):
     """Attends with q, k and v of a block, (batch, tokens, heads, head_dim)."""
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, lse: bool = False
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, /, *, lse: bool = False
     ) -> Any:
         """Gives (batch, queries, heads * head_dim); with `lse`, for guidance, what
         `Backend.gives_lse` says, or None where it cannot.
@@ -28,6 +28,10 @@ class Attend(Protocol):
 
 class BlockGuidance(Protocol):
     """Guides the attention of one block, as the classes of `nag`."""
+
+    @property
+    def negative(self) -> int:
+        """Counts the tokens of the negative prompt."""
 
     def guides(self, q: Tensor, k: Tensor) -> bool:
         """Whether attention with such queries and keys is guided."""

@@ -107,8 +107,7 @@ class Layers(Protocol):
     def moving(self) -> Verdict | None:
         """Why the last `hold` gave None; None where it gave a token."""
 
-    @staticmethod
-    def is_foreign(module: torch.nn.Module) -> bool:
+    def is_foreign(self, module: torch.nn.Module) -> bool:
         """Returns whether somebody else than this package has changed what a module computes."""
 
     def rounds(self, layer: torch.nn.Module) -> bool:
@@ -141,6 +140,9 @@ class Step(NamedTuple):
         return 0 if self.prefix is None else self.prefix.keys.shape[1]
 
 
+Multiply = Callable[[torch.Tensor], torch.Tensor]
+
+
 class KnownBlock(NamedTuple):
     """What is known of a block, its layers in the order of `block_form.PLACES`."""
 
@@ -152,7 +154,7 @@ class KnownBlock(NamedTuple):
     # the first matrices of text and image for each of `STAGES`; empty where there are no LoRAs
     downs: tuple[tuple[torch.Tensor | None, ...], ...]
     # of each layer, or its module where it runs itself; None where tensors may move
-    operands: tuple[Operand | PackedOperand | torch.nn.Module, ...] | None = None
+    operands: tuple[Operand | PackedOperand | Multiply, ...] | None = None
     norms: QKNorm | None = None  # of queries and keys; None where they may move
 
 
@@ -394,7 +396,7 @@ class BlockExecutor:
         eps = part_of(block, spec.norms[0]).eps, head_norms[0].eps
         form = BlockForm(spec, layers, heads_of(block), inner, *eps)
         form = self._workspace.forms.setdefault(form, form)
-        downs = ()
+        downs: tuple[tuple[torch.Tensor | None, ...], ...] = ()
         if any(lows):
             found = (tuple([lows[it] for it in part] for part in pair) for pair in form.readers)
             downs = tuple(
@@ -402,7 +404,7 @@ class BlockExecutor:
             )
         if not self._held:
             return KnownBlock(modules, head_norms, form, ups, downs)
-        operands = []
+        operands: list[Operand | PackedOperand | Multiply] = []
         for module, part, layer, up in zip(modules, parts, layers, ups, strict=True):
             if layer.kind is None:
                 operands.append(run_third(module, part))
@@ -415,14 +417,14 @@ class BlockExecutor:
         return KnownBlock(modules, head_norms, form, ups, downs, tuple(operands), norms)
 
     def _form(
-        self, layer: torch.nn.Module, part: int | None, device: torch.device
+        self, layer: Any, part: int | None, device: torch.device
     ) -> tuple[LayerForm, LowRank | None]:
         kind = self._layers.kind(layer)
         if kind is None:
             return LayerForm(None), None
         low = self._layers.low_rank(layer)
         beside = () if low is None else (low.up.shape[1], low.start, len(low.down))
-        if kind == DENSE:
+        if not isinstance(kind, RowFormat):
             return LayerForm(kind, None, None, *beside), low
         gemm = self._layers.gemm(kind.storage, device)
         rows = layer.out_features if part is None else layer.out_features // 3

@@ -8,7 +8,7 @@ families that both have; `BlockForm` is what `workspace.Program` is compiled of.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,7 +42,7 @@ class LowRank(NamedTuple):
 
 
 # The places of each stage that read the rows of the text and of the image.
-Readers = tuple[tuple[Sequence[int], Sequence[int]], ...]
+Readers = tuple[tuple[Sequence[int], ...], ...]
 READERS: Readers = tuple(
     tuple([place for place in stage if PLACES[place] == stream] for stream in STREAMS)
     for stage in STAGES
@@ -100,7 +100,7 @@ class BlockForm(NamedTuple):
         return width, self.inner if place in MLP_OUT else width
 
 
-def token_layers(block: torch.nn.Module) -> list[torch.nn.Module]:
+def token_layers(block: torch.nn.Module) -> list[Any]:
     """Returns the linear layers of a block that see tokens; none of a block of another form."""
     spec = spec_of(block)
     return [] if spec is None else _parts_named(block, spec.gemms)
@@ -129,11 +129,12 @@ def modulated_by(block: torch.nn.Module) -> list[torch.nn.Module]:
     return _parts_named(block, [f"{name}.1" for name in modulation_of(block).values()])
 
 
-def head_norms(block: torch.nn.Module) -> list[torch.nn.Module]:
+def head_norms(block: torch.nn.Module) -> list[Any]:
     return [part_of(block, name) for name in spec_of(block).head_norms]
 
 
-def part_of(block: torch.nn.Module, name: str) -> torch.nn.Module:
+def part_of(block: Any, name: str) -> Any:
+    # A module, of whose attributes torch knows no type.
     # As get_submodule, which takes five times as long: a run asks for 960.
     for child in name.split("."):
         block = block._modules.get(child) or getattr(block, child)
@@ -144,7 +145,7 @@ def heads_of(block: torch.nn.Module) -> int:
     return part_of(block, spec_of(block).attention).heads
 
 
-def query_layer(block: torch.nn.Module) -> torch.nn.Module:
+def query_layer(block: torch.nn.Module) -> Any:
     """Gives the layer that makes the queries, whose input is as wide as the block."""
     return part_of(block, spec_of(block).query)
 
@@ -184,8 +185,8 @@ def unsupported_block(block: torch.nn.Module, dtype: torch.dtype) -> Verdict | N
     for path, part in read_parts(block):
         if is_changed(part):
             return Verdict(f"{path or 'it'} was changed by another extension")
-        known = homes | OPERATIONS if path in (*spec.norms, *spec.head_norms) else homes
-        if _package_of(type(part)) not in known and type(part) not in FROM_TORCH:
+        own = homes | OPERATIONS if path in (*spec.norms, *spec.head_norms) else homes
+        if _package_of(type(part)) not in own and type(part) not in FROM_TORCH:
             return Verdict(f"{path} was replaced by another extension's {type(part).__name__}")
         if isinstance(part, torch.nn.Dropout) and part.p and part.training:
             return Verdict("its dropout is on")

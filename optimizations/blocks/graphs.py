@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from traceback import clear_frames
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -71,7 +71,7 @@ class PassGraph:
     def __init__(
         self,
         graph: torch.cuda.CUDAGraph,
-        pool: tuple[int, int],
+        pool: Any,
         inputs: Inputs,
         work: Work,
         workspaces: Sequence[Workspace],
@@ -161,7 +161,7 @@ class PassMemory:
         self.taken = False
         self._graphs: dict[Hashable, PassGraph] = {}  # the least recently used first
         self._seen: dict[Hashable, Seen] = {}
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None
         self._lent: torch.cuda.MemPool | None = None
 
     @property
@@ -260,7 +260,7 @@ class PassMemory:
         fixed = Step(tokens, rotary, mask, segments=step.segments, guidance=step.guidance)
         return Inputs(x, own, fixed)
 
-    def _own_pool(self) -> tuple[int, int]:
+    def _own_pool(self) -> Any:
         # torch takes no pool whose graphs are all gone.
         if all(graph.pool != self._pool for graph in self._graphs.values()):
             self._pool = torch.cuda.graph_pool_handle()
@@ -279,7 +279,7 @@ _streams: dict[int, list[torch.cuda.Stream]] = remembered({})  # by the card's i
 def capture(
     work: Callable[[torch.cuda.Stream], object],
     device: torch.device,
-    pool: tuple[int, int],
+    pool: Any,
     others: Mapping[torch.device, torch.cuda.MemPool],
 ) -> torch.cuda.CUDAGraph:
     """Captures what `work` launches, also on the stream that it is given; other threads go on.
@@ -344,7 +344,7 @@ def _streams_of(device: torch.device) -> list[torch.cuda.Stream]:
     return streams
 
 
-def _begin(graph: torch.cuda.CUDAGraph, device: torch.device, pool: tuple[int, int]) -> None:
+def _begin(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> None:
     """Begins a capture with a generator of random numbers of its own.
 
     The one that takes part raises in other threads ("Offset increment outside graph capture"), as
@@ -360,7 +360,7 @@ def _begin(graph: torch.cuda.CUDAGraph, device: torch.device, pool: tuple[int, i
         generator.graphsafe_set_state(everybodys)
 
 
-def _end(graph: torch.cuda.CUDAGraph, device: torch.device, pool: tuple[int, int]) -> None:
+def _end(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> None:
     """Ends a capture, also one that the driver has broken off.
 
     There torch leaves its allocator as in the middle of a capture, where it keeps what is freed.

@@ -19,7 +19,7 @@ from ...spec.formats import RowFormat
 from ...spec.sizes import COMPARED_AT_ONCE
 from ...verdict import Verdict, Verdicts
 from ..attention import ChosenAttention
-from ..fused import choose_ops
+from ..fused import Ops, choose_ops
 from ..inventory import Inventory
 from ..modulation import Entry, modulation_layers, shared_entry
 from ..reference import Tokens
@@ -157,7 +157,7 @@ class HostPass:
 class DoubleStream(HostPass):
     """Gives the hosts' passes of Qwen-Image 1.x what they have in common."""
 
-    streams = "encoder_hidden_states", "hidden_states", "temb"
+    streams: tuple[str, ...] = "encoder_hidden_states", "hidden_states", "temb"
 
 
 class PrefixedStream(HostPass):
@@ -171,6 +171,10 @@ class PrefixedStream(HostPass):
     """
 
     shared: tuple[str, ...]
+    beside: Callable[..., Prefix | Verdict | None]
+    prefix_of: Callable[..., Prefix | None]
+    new_step: Callable[..., Step]
+    parts_of: Callable[..., Sequence[torch.Tensor]]
 
     def inputs(
         self, block: torch.nn.Module, positional: tuple, arguments: dict[str, Any]
@@ -351,7 +355,8 @@ class PreparedModel:
     def __init__(
         self, host: HostPass, lossy_attention: bool, earlier: PreparedModel | None = None
     ) -> None:
-        self.ops = choose_ops(host.device)  # the kernels; a `Verdict` where there are none
+        # The kernels; a `Verdict` where there are none.
+        self.ops: Ops = choose_ops(host.device)  # type: ignore[assignment]
         # why there is no modulation of all blocks; None where there is
         self.unknown = unknown_modulation(host.blocks)
         as_it_was = earlier is not None and earlier.is_unchanged(host.blocks)

@@ -14,7 +14,7 @@ from .. import reference
 from ..fused import Ops
 from ..linear import FAST, FEW_ROWS, Gemm, dense_linear
 from ..reference import QuantizedRows, Tokens, rotate
-from .block_form import DENSE, LayerForm
+from .block_form import LayerForm
 
 ALIGNMENT = 16  # bytes; cuBLASLt takes scales from such addresses only
 
@@ -195,7 +195,7 @@ Product = Callable[[Any], None]
 def product_of(read: Read, form: LayerForm, ops: Ops) -> Product:
     if form.kind is None:
         return module_product(read)
-    if form.kind == DENSE:
+    if not isinstance(form.kind, RowFormat):
         return dense_product(read, ops)
     if form.format is None:
         return expanded_product(read, form.kind, form.gemm)

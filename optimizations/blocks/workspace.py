@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -140,7 +141,8 @@ class Program:
         parts = zip(wide[: sum(sizes)].split(sizes), (tokens, whole, whole), strict=True)
         heads = form.heads, self.width // form.heads
         # q of the share's tokens, k and v of all, (batch, tokens, heads, head_dim)
-        self.heads = tuple(part.view(it.batch, it.joint, *heads) for part, it in parts)
+        q, k, v = (part.view(it.batch, it.joint, *heads) for part, it in parts)
+        self.heads = q, k, v
         # (rows, D), what attention or MLP gives
         self.branch = self.take("branch", tokens.rows, self.width)
         # A row of h is written after the same row of the branch has been read.
@@ -148,7 +150,7 @@ class Program:
         hidden = wide[: tokens.rows * columns].view(tokens.rows, columns)
         # what the MLP's first layers write, (rows, columns) each: one matrix, or gate and up, of
         # one row stride; with SwiGLU in the product what that makes
-        self.hidden = hidden.split(inner, 1)
+        self.hidden: Sequence[torch.Tensor] = hidden.split(inner, 1)
         if activation == SPLIT_SWIGLU:
             self.hidden = hidden.view(2, tokens.rows, inner).unbind()
         self.activated = Rows(self.hidden[0])  # written over what it is made of
@@ -232,7 +234,8 @@ class Program:
             order = RowOrder(1, tokens.text_rows, tokens.rows - tokens.text_rows)
             if rows is self.mixed:
                 order = RowOrder(tokens.batch, tokens.text, tokens.image)
-            launch = self.ops.low_rank_rows(rows.matrix, *downs, order, self._low_out(stage))
+            text, image = downs
+            launch = self.ops.low_rank_rows(rows.matrix, text, image, order, self._low_out(stage))
             self._lows[stage] = launch
         launch(rows.matrix, *downs)
 
@@ -331,7 +334,7 @@ class Program:
         key = format, plain, gates is not None, norms is not None, (norms or gates).text.dtype
         launch = self._norms.get(key)
         if launch is None:
-            out = None if norms is None else self.branch
+            out: Any = None if norms is None else self.branch
             if norms is not None and format is not None:
                 out = self._quantized(self.rows, self.width, format)
             launch = self._norms[key] = self.ops.residual_norm(
@@ -394,7 +397,8 @@ class Program:
                 return lambda: None
             quantize = self.ops.row_quantize(made, outer.format, out)
             return lambda: quantize(made)
-        return self.ops.swiglu_quantize(*self.hidden, outer.format, out, bool(outer.rank))
+        gate, up = self.hidden
+        return self.ops.swiglu_quantize(gate, up, outer.format, out, bool(outer.rank))
 
     def _gelu(self) -> list[Callable[[], None]]:
         """Prepares the GELU of the MLP's hidden rows, (rows, 4 D), their quantization, or both."""
@@ -418,7 +422,7 @@ class Program:
                     launch = self.ops.gelu_quantize(part, format, out, keep=keep)
                 else:
                     launch = self.ops.row_quantize(part, format, out)
-                steps.append(lambda launch=launch, part=part: launch(part))
+                steps.append(partial(launch, part))
             elif gelu:
-                steps.append(lambda part=part: torch.ops.aten.gelu_(part, approximate="tanh"))
+                steps.append(partial(torch.ops.aten.gelu_, part, approximate="tanh"))
         return steps

@@ -81,7 +81,8 @@ class _Tail:
         norm = self._norms[piece]
         if norm is None:
             program, format = self._program, self._following.first_format
-            branch, out = self._of(program.branch, piece), None
+            out: Any = None
+            branch = self._of(program.branch, piece)
             if format is None:
                 out = branch
             else:

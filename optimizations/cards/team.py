@@ -61,7 +61,8 @@ class CardPass(NamedTuple):
 
         known, workspace = self.prepared.known(self.weights), self.memory.workspace
         ops, layers = self.prepared.ops, self.host.layers
-        executor = BlockExecutor(layers, ops, attend, workspace, known)
+        # Cards share no guided pass, for which alone `lse` is.
+        executor = BlockExecutor(layers, ops, attend, workspace, known)  # type: ignore[arg-type]
         return ShareCard(executor, workspace, self.host.blocks, self.host.device)
 
 
@@ -93,7 +94,8 @@ class Team:
             for pair, link in links.items()
             for source, target in (pair, pair[::-1])
         }
-        self._figures, self._planned = ShapeFigures(), None  # of the last plan
+        self._figures = ShapeFigures()  # of the last plan
+        self._planned: tuple[int, tuple[bool, bool]] | None = None
         # why they cannot share it; None where they can
         self.refusal = next(filter(None, (member.refusal() for member in members)), None)
         changed = [it for it in members if it.prepared.kinds != members[0].prepared.kinds]

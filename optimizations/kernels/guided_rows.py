@@ -5,6 +5,7 @@ over the rows: 8 bytes of a value in bf16, where plain torch reads and writes 48
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -107,7 +108,7 @@ def guided_rows(
         "wide": triton.next_power_of_2(head_dim),
     }
     tensors = negative, positive, shared, lse, of_positive, of_negative
-    fixed = [number for some in numbers for number in some]
+    fixed: list[Any] = [number for some in numbers for number in some]
     warps = 8 if dim > 1024 else 4
     Launch(_guided_rows_kernel, batch * tokens, tensors, fixed, constants, num_warps=warps).once()
     return negative

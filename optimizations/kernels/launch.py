@@ -97,7 +97,8 @@ class Launch:
             stream = stream_of(device)
             run(programs, 1, 1, stream, function, metadata, None, None, None, *addresses, *rest)
 
-        launch.kernel = compiled  # which Triton 3.8 unloads where nobody holds it
+        # Triton 3.8 unloads what nobody holds.
+        launch.kernel = compiled  # type: ignore[attr-defined]
         return launch
 
 

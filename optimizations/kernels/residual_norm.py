@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import triton
@@ -168,7 +169,7 @@ def prepare_residual_norm(
         "parts": parts,
     }
     varying = (x, *(NOTHING if branch is None else gates), *(norms or NOTHING))
-    fixed = (branch, h, scale, plain, *gate_strides, *norm_strides, *tokens, gap)
+    fixed: Sequence[Any] = (branch, h, scale, plain, *gate_strides, *norm_strides, *tokens, gap)
     made = Launch(_residual_norm_kernel, rows, varying, fixed, constants, num_warps=warps)
     launch = made.prepared()
 

@@ -4,7 +4,9 @@ and weights of 4 or 6 bits as the int8 that it multiplies by.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -196,7 +198,7 @@ def choose_tile(rows: int, sm: tuple[int, int], dtype: torch.dtype) -> Tile:
     """The tile for `rows` rows of activations on a card of compute capability `sm`."""
     if dtype.itemsize > 1:
         return TILE_BF16
-    table = TILES
+    table: Sequence[Any] = TILES
     if sm == (9, 0):
         table = TILES_SM90_INT8 if dtype == torch.int8 else TILES_SM90
     for most, tile in table[:-1]:

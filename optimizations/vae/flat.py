@@ -31,8 +31,8 @@ def channels_last(x: Tensor) -> Tensor:
 
 
 def empty(x: Tensor, channels: int, height: int, width: int) -> Tensor:
-    shape, like = (len(x), channels, height, width), {"dtype": x.dtype, "device": x.device}
-    return torch.empty(shape, **like, memory_format=torch.channels_last)
+    shape, to = (len(x), channels, height, width), torch.channels_last
+    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=to)
 
 
 def strips(x: Tensor, channels: int, margin: int) -> Iterator[Strip]:

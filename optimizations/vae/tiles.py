@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, product
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -60,9 +61,8 @@ class LayerRun:
         x = part(source, (down[0], across[0])).to(device, dtype)
         for index, (step, layer) in enumerate(zip(self.steps, self.layers, strict=True)):
             top, left = step.gives(*down[index])[0], step.gives(*across[index])[0]
-            rows = tuple(row - top for row in down[index + 1])
-            columns = tuple(column - left for column in across[index + 1])
-            x = part(layer(x), (rows, columns))
+            (first, last), (begin, end) = down[index + 1], across[index + 1]
+            x = part(layer(x), ((first - top, last - top), (begin - left, end - left)))
         return x
 
 
@@ -94,9 +94,7 @@ class Middle:
     attend: Callable[..., torch.Tensor] | None = None
 
     @classmethod
-    def of(
-        cls, first: torch.nn.Module, attention: torch.nn.Module, last: torch.nn.Module
-    ) -> Middle:
+    def of(cls, first: torch.nn.Module, attention: Any, last: torch.nn.Module) -> Middle:
         return cls(first, last, attention.norm, attention.to_qkv, attention.proj, attention)
 
     def see(self, hidden: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -171,7 +169,8 @@ class Stages:
     @property
     def around(self) -> tuple[LayerRun, LayerRun]:
         """Gives what directly precedes and what directly follows the attention."""
-        before, after = (self.middle.first,), (self.middle.last,)
+        before: tuple[Layer, ...] = (self.middle.first,)
+        after: tuple[Layer, ...] = (self.middle.last,)
         if self.direction == "decode":
             before = self.end, *before
         else:
@@ -294,12 +293,11 @@ def middle_layers(stages: Stages, plan: VaePlan) -> tuple[Layer, ...]:
 
 
 def _tiles(plan: VaePlan, scale: int) -> Iterator[Tile]:
-    return product(
-        *(
-            [(scale * low, scale * high) for low, high in parts(side, count)]
-            for side, count in zip(plan.latent, plan.tiles, strict=True)
-        )
+    down, across = (
+        [(scale * low, scale * high) for low, high in parts(side, count)]
+        for side, count in zip(plan.latent, plan.tiles, strict=True)
     )
+    return product(down, across)
 
 
 def _chain(layers: tuple[Layer, ...], x: torch.Tensor) -> torch.Tensor:

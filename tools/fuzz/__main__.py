@@ -27,7 +27,7 @@ STUCK = 60  # seconds of a case, for `SECONDS` of a CPU that many share
 MEMORY = "/dev/shm"  # a disk takes longer than most cases
 
 
-HOSTILE = (
+HOSTILE: tuple[Any, ...] = (
     *(None, True, 0, -1, 1, 3, 255, 2**31, 2**53, 2**63 - 1, 2**64, 10**30, 0.5, -0.0, 1e308),
     *("", " ", "a", "\0", "\x1b[2J", "\ud800", "..", "../x", "/", "\u202e", "1", "nan", "x" * 300),
     *("(a+)+$", "(.*)*x", ".*.*.*.*.*.*x", "(", "@digits", "@1e999", "@NaN", "@deep90000"),
@@ -136,7 +136,8 @@ def tried(target: Target, path: Path, data: bytes, zeros: int = 0) -> str | None
 
 def search(name: str, path: Path, seed: int, cases: float, end: float) -> tuple[int, int]:
     """Tries cases of a target until `end`, shows what is wrong, counts (cases, kinds of it)."""
-    number, places = 0, set()
+    number = 0
+    places: set[Any] = set()
     while number < cases and time.monotonic() < end:
         data, zeros = drawn(TARGETS[name], Random(f"{seed} {name} {number}"))
         wrong = tried(TARGETS[name], path, data, zeros)

@@ -90,7 +90,7 @@ def lines(values: Any) -> tuple[bytes, int]:
     return b"\n".join(map(dumped, values if isinstance(values, list) else [values])) + b"\n", 0
 
 
-def texts(values: Any) -> tuple[bytes, int]:
+def texts(values: Any) -> tuple[bytes, int | None]:
     return "\n".join(map(as_text, values)).encode("utf-8", "surrogatepass"), None
 
 
@@ -134,7 +134,7 @@ def text_of(path: Path) -> str:
     return path.read_bytes().decode("utf-8", "surrogateescape")  # as a terminal gives it
 
 
-def read_graph(path: Path) -> None:
+def read_graph(path: Path) -> Any:
     graph = workflow.read_workflow(path)
     for node in graph:
         workflow.called(graph, node)
@@ -185,7 +185,8 @@ INFO = server_nodes.stored()
 CARDS = card_list.read_cards()[1]
 GRAPH = json.loads((ROOT / "workflows" / "api" / "edit_2511.json").read_bytes())
 if find_spec("comfy") is None:  # which reads a LoRA with the same library
-    comfy = sys.modules["comfy"] = ModuleType("comfy")
+    comfy: Any = ModuleType("comfy")
+    sys.modules["comfy"] = comfy
     comfy.utils = sys.modules["comfy.utils"] = ModuleType("comfy.utils")
     comfy.utils.load_torch_file = lambda path, **_: (load_file(path), read_header(path).metadata)
     comfy.lora = sys.modules["comfy.lora"] = ModuleType("comfy.lora")
@@ -214,7 +215,11 @@ def markers() -> list[Any]:
     for kind in (*quantization.COMFY_FORMATS, "of tomorrow"):
         said = {"format": kind, "convrot": True, "convrot_groupsize": 256, "params": {}}
         layer, other = f"{BLOCK}attn.to_q", f"{BLOCK}attn.to_k"
-        entries = {f"{layer}.weight": fp8, f"{layer}.weight_scale": fp8, f"{other}.weight": WEIGHT}
+        entries: dict[str, Any] = {
+            f"{layer}.weight": fp8,
+            f"{layer}.weight_scale": fp8,
+            f"{other}.weight": WEIGHT,
+        }
         entries[f"{layer}.comfy_quant"] = {"text": said}
         entries[f"{BLOCK}attn.comfy_attention.config"] = {"text": [{"attention": "sage"}, {}]}
         about = {"_quantization_metadata": {"format_version": "1.0", "layers": {other: said}}}

@@ -32,7 +32,8 @@ FOLDED_TITLE = 20  # letters that the page draws of a folded node
 
 def files() -> dict[Path, str]:
     """Returns what is to stand in each JSON file; raises ValueError with a line for each fault."""
-    written, wrong = {}, []
+    written: dict[Path, str] = {}
+    wrong: list[str] = []
     for path in sorted(FOLDER.glob("*.json")):
         api = FOLDER / "api" / path.name
         try:

@@ -72,7 +72,7 @@ def companions(known: Input) -> dict[str, str]:
 
 def widgets(node: Definition) -> dict[str, str]:
     """Lists {name: type of its input} in the page's order; "" where no input stands for it."""
-    found = {}
+    found: dict[str, str] = {}
     for known in node.inputs:
         if known.widget:
             found |= {known.name: known.type, **dict.fromkeys(companions(known), "")}
@@ -131,6 +131,6 @@ def _input(name: str, entry: list[Any], optional: bool) -> dict[str, Any]:
     if kind == "COMBO" and name not in OF_THE_MACHINE:
         found["choices"] = choices
     if kind == DYNAMIC_COMBO:
-        found["choices"] = [option["key"] for option in choices]
+        found["choices"] = [option["key"] for option in choices or ()]
     found["options"] = {key: options[key] for key in KEPT_OPTIONS if key in options}
     return found

@@ -78,7 +78,7 @@ def written(text: str, graph: Graph) -> str:
             raise ValueError(f"its note {must} the heading {heading}")
         section = re.compile(rf"{re.escape(heading)}.*?(?=^\*\*|\Z)", re.M | re.S)
         said = f"{heading}{below}\n\n"
-        text = section.sub(lambda _, said=said: said, text)
+        text = section.sub(lambda _, said=said: said, text)  # type: ignore[misc]
     return text.rstrip() + "\n"
 
 
@@ -118,7 +118,8 @@ def run_request(graph: Graph) -> RunRequest | None:
     precision, parts = load["precision"], Parts()
     if stored := _eight_bits(model):  # one byte a weight throughout, modulation included
         bf16 = weight_bytes(family.transformer, "bf16")
-        sizes = {"transformer_bytes": bf16.total // 2, "modulation_bytes": bf16.modulation // 2}
+        sizes: dict[str, Any] = {"transformer_bytes": bf16.total // 2}
+        sizes["modulation_bytes"] = bf16.modulation // 2
         cast = stored == "fp8" and "scaled" not in model
         parts = Parts(**sizes, kept=stored if precision == AUTO else "", cast=cast)
         precision = stored if precision == AUTO else precision
@@ -151,7 +152,7 @@ def _loras(load: Mapping[str, Any] | None, count: int) -> Loras:
     return Loras(count, mode=load["lora_mode"], **known)
 
 
-def _size(nodes: Graph) -> dict[str, int]:
+def _size(nodes: Graph) -> dict[str, Any]:
     """Takes it from the latents; else from ComfyUI's example.png, which is square."""
     empty = nodes.get("EmptySD3LatentImage", {})
     if isinstance(empty.get("width"), int):

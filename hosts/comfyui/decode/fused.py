@@ -139,14 +139,12 @@ class FusedLayers(OwnLayers):
         run = self._kinds.get(type(module), self._convolve)
         return lambda x: run(module, x.squeeze(2)).unsqueeze(2)
 
-    def middle(
-        self, first: torch.nn.Module, attention: torch.nn.Module, last: torch.nn.Module
-    ) -> Middle:
+    def middle(self, first: torch.nn.Module, attention: Any, last: torch.nn.Module) -> Middle:
         norm = partial(self._norm, attention.norm, silu=False)
         qkv, project = (partial(self._convolve, it) for it in (attention.to_qkv, attention.proj))
         return Middle(self.layer(first), self.layer(last), norm, qkv, project, attend=flat.attend)
 
-    def _take(self, module: torch.nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _take(self, module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         """Copies weights: what the host moved to the card goes with the context."""
         if x.is_meta:  # of `compile_ahead`
             weight, bias = module.weight.to(x), module.bias.to(x)
@@ -157,10 +155,10 @@ class FusedLayers(OwnLayers):
             weight = weight[:, :, -1] if weight.ndim == 5 else weight
             return weight.clone(memory_format=torch.channels_last), bias.clone()
 
-    def _norm(self, module: torch.nn.Module, x: Tensor, **how: bool) -> Tensor:
+    def _norm(self, module: Any, x: Tensor, **how: bool) -> Tensor:
         return self._ops.norm(flat.channels_last(x), module.gamma.to(x).flatten(), **how)
 
-    def _convolve(self, module: torch.nn.Module, x: Tensor, **how: int) -> Tensor:
+    def _convolve(self, module: Any, x: Tensor, **how: int) -> Tensor:
         weight, bias = self._take(module, x)
         x = flat.convolve(x, weight, **how)
         return self._ops.add(x, bias, None, x)
@@ -173,7 +171,7 @@ class FusedLayers(OwnLayers):
         x = F.conv2d(self._norm(module[0], x), weight, F.pad(bias, (0, more)), padding=1)
         return x[:, : len(bias)]
 
-    def _residual(self, module: torch.nn.Module, x: Tensor) -> Tensor:
+    def _residual(self, module: Any, x: Tensor) -> Tensor:
         first, _, convolution, second, _, _, last = module.residual
         (weight, bias), (last_weight, last_bias) = (self._take(it, x) for it in (convolution, last))
         gamma, x, out = second.gamma.to(x).flatten(), flat.channels_last(x), None
@@ -192,7 +190,7 @@ class FusedLayers(OwnLayers):
         return out
 
     def _resample(
-        self, module: torch.nn.Module, x: Tensor, shortcut: Tensor | None = None, frames: int = 1
+        self, module: Any, x: Tensor, shortcut: Tensor | None = None, frames: int = 1
     ) -> Tensor:
         convolution, x = module.resample[1], flat.channels_last(x)
         if module.mode.startswith("down"):
@@ -209,14 +207,14 @@ class FusedLayers(OwnLayers):
             del parts
         return out
 
-    def _up_stage(self, module: torch.nn.Module, x: Tensor) -> Tensor:
+    def _up_stage(self, module: Any, x: Tensor) -> Tensor:
         *blocks, resample = module.upsamples
         h = x = flat.channels_last(x)
         for block in blocks:
             h = self._residual(block, h)
         return self._resample(resample, h, x, module.avg_shortcut.factor_t)
 
-    def _down_stage(self, module: torch.nn.Module, x: Tensor) -> Tensor:
+    def _down_stage(self, module: Any, x: Tensor) -> Tensor:
         h, around = x, module.avg_shortcut
         for step in module.downsamples:
             h = self._kinds[type(step)](step, h)
@@ -234,7 +232,7 @@ def build_wan21(
 ) -> vae.WanVAE:
     """Makes ComfyUI's class."""
     given, made = (
-        shape[axis] if len(shape := (found or {}).get(f"{name}.weight", ())) == 5 else 3
+        kernel[axis] if len(kernel := (found or {}).get(f"{name}.weight", ())) == 5 else 3
         for name, axis in (("encoder.conv1", 1), ("decoder.head.2", 0))
     )
     shape = QWEN_IMAGE_VAE.shape

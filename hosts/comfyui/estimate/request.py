@@ -111,8 +111,8 @@ def estimate_on(
 ) -> Estimate:
     """Estimates a request on a card, with what was measured on one of its name."""
     calibration = load_calibration(card)
-    how = {"calibration": calibration, "usd_per_hour": usd_per_hour, "ram_bytes": ram_bytes}
-    found = estimate(wired.request, card, **how)
+    how: dict[str, Any] = {"usd_per_hour": usd_per_hour, "ram_bytes": ram_bytes}
+    found = estimate(wired.request, card, calibration=calibration, **how)
     return replace(found, notes=(*found.notes, *wired.notes))
 
 

@@ -5,8 +5,9 @@ the card and the memory.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import comfy.memory_management
 import comfy.model_management
@@ -24,7 +25,7 @@ from ....loaders.stored import PACKED_NAMES
 from ....loaders.writer import KeptFile
 from ....machine.memory import available_memory
 from ....optimizations.linear import why_not_int8
-from ....planning.bytes import TransformerBytes, WeightBytes, weight_bytes
+from ....planning.bytes import Sizes, weight_bytes
 from ....planning.phases import KEPT_FREE_BYTES
 from ....planning.plan import check_tensor_cores, left_as_stored
 from ....planning.request import AUTO
@@ -67,14 +68,14 @@ def plan_load(
     layers = shape.quantizable_layers()
     left = frozenset(layers) - layers_to_quantize(layers, keep)
     stored = _stored_precision(source)
-    sizes: dict[str, WeightBytes | TransformerBytes] = {
+    sizes: Sizes = {
         precision: weight_bytes(shape, precision, left) for precision in BYTES_PER_WEIGHT
     }
     if stored in QUANTIZED and not keep:  # taken over as it lies in the file
-        sizes[stored] = loaded_bytes(source)
+        sizes = {**sizes, stored: loaded_bytes(source)}
     card = card_facts(comfy.model_management.get_torch_device())
     gguf = source.part.quantization.gguf
-    about = {"stored": stored, "shape": shape, "card": card, "gguf": gguf}
+    about: dict[str, Any] = {"stored": stored, "shape": shape, "card": card, "gguf": gguf}
     about["cast"] = is_cast(source.part)
     decide = functools.partial(decide_load, requested, modulation, **about)
     small = loaded_bytes(source, packed=True) if _knows_packed(source) and not keep else None
@@ -197,7 +198,7 @@ def _host_bytes(
     source: Source,
     stored: str,
     decision: LoadDecision,
-    sizes: Mapping[str, WeightBytes | TransformerBytes],
+    sizes: Sizes,
     card: CardFacts | None,
 ) -> int:
     name, size = decision.precision, sizes[decision.precision]

@@ -91,7 +91,7 @@ class PlacedClip(comfy.sd.CLIP):
         cls, clip: comfy.sd.CLIP, placement: str, settings: EncodeSettings = REUSE
     ) -> PlacedClip:
         placed = cls(no_init=True)
-        vars(placed).update(vars(clip))
+        placed.__dict__.update(vars(clip))
         placed.placement, placed.settings = placement, settings
         return placed
 

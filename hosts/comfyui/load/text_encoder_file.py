@@ -157,7 +157,7 @@ class TextEncoderTensors:
 
 
 def text_encoder_tensors(
-    source: Source, layout: TextEncoderLayout, mapped: Mapping[str, torch.Tensor], precision: str
+    source: Source, layout: TextEncoderLayout, mapped: Mapping[str, Any], precision: str
 ) -> TextEncoderTensors:
     """Converts what has to be; of the rest nothing is read but vectors and scales."""
     target = precision if precision in MULTIPLIED else None

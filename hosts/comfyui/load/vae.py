@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Container
+from typing import Any
 
 import comfy.model_patcher
 import comfy.sd
@@ -45,7 +46,7 @@ def load_vae(
     require(family_with(vae_titled(source.part.family)), source.path)
     names = _names(source)
     shapes = _check(source, names)
-    mapped = map_tensors(source)
+    mapped: dict[str, Any] = map_tensors(source)
     # diffusers convolves one frame of 2.1 in 2 dimensions.
     tensors = {native: mapped[names[native]].view(shape) for native, shape in shapes.items()}
     for name, tensor in tensors.items():

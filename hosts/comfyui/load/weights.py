@@ -9,6 +9,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import comfy.memory_management
 import comfy.model_management
@@ -38,6 +39,7 @@ def map_tensors(source: Source) -> dict[str, torch.Tensor | BlockRows]:
     tensors: dict[str, torch.Tensor | BlockRows] = {}
     prefix = source.part.prefix
     for header in source.shards.headers:
+        found: Mapping[str, torch.Tensor | BlockRows]
         if header.gguf:
             found = map_gguf(header)
         elif header.path.suffix == SUFFIX:
@@ -68,7 +70,7 @@ def transformer_tensors(
     tensors = map_tensors(source)
     notes = what_was_stored(source, plan.packed)
     ready: dict[str, torch.Tensor] = {}
-    stored: dict[str, StoredLayer | BlockRows] = {}
+    stored: dict[str, Any] = {}  # StoredLayer; of GGUF BlockRows
     decode = functools.partial(_decoded, device)
     quantization = source.part.quantization
     for name, entry in canonical_tensors(tensors, quantization, decode, packed=bool(plan.packed)):
@@ -102,7 +104,7 @@ def transformer_tensors(
             else:
                 ready |= entry.tensors(layer)
 
-    def weight_of(layer: str) -> torch.Tensor | BlockRows:
+    def weight_of(layer: str) -> Any:
         if layer in halves:
             return torch.cat(halves[layer])
         entry = stored.get(layer)
@@ -145,8 +147,8 @@ def _in_w4a8(
         check_unchanged(source)
         if not scale.isfinite().all():
             raise not_finite(source.path, f"{layer}.weight")
-        parts = (it.cpu() for it in (codes, groups, codebook))
-        packed = PackedLayer(*parts, 4, scale.cpu().reshape(-1, 1), W4A8_ROTATION)
+        codes, groups, codebook = (it.cpu() for it in (codes, groups, codebook))
+        packed = PackedLayer(codes, groups, codebook, 4, scale.cpu().reshape(-1, 1), W4A8_ROTATION)
         tensors |= packed.tensors(layer)
         progress.update(1)
     return tensors
@@ -193,7 +195,7 @@ def quantize_shown(
         progress.update(1)  # raises when the user cancels the prompt
 
     refuse = functools.partial(not_finite, source.path)
-    how = {"per_row": per_row, "forget": forget}
+    how: dict[str, Any] = {"per_row": per_row, "forget": forget}
     how["squares"] = expected_squares if most < math.inf else None
     quantize_layers(layers, weight_of, precision, device, take, refuse, **how)
     return tensors
@@ -202,7 +204,7 @@ def quantize_shown(
 def _join(
     joined: Mapping[str, tuple[str, ...]],
     ready: dict[str, torch.Tensor],
-    stored: dict[str, StoredLayer | BlockRows],
+    stored: dict[str, Any],
 ) -> dict[str, tuple[torch.Tensor, ...]]:
     """Puts layers that diffusers has apart into one, as ComfyUI's own files have them, and returns
     {layer: its parts} of those that are in a dtype to compute with.
@@ -214,6 +216,7 @@ def _join(
         for layer in (name.removesuffix(".weight") for name in (*stored, *ready))
         if layer.endswith(apart[0])
     ]
+    parts: list[Any]
     for block, whole, apart in found:
         parts = [stored.pop(block + it, None) or ready.pop(f"{block}{it}.weight") for it in apart]
         form, *others = (

@@ -51,7 +51,7 @@ UNTOLD = (
 NOT_READ = "ComfyUI's loader did not read it"
 TEXT_ENCODER_PREFIXES = ("text_encoder", "text_model", "lora_te", "te_", "clip", "cond_stage_model")
 # What `comfy.lora.load_lora` makes of a module: an adapter, or ("diff", (tensor,)).
-Patch = WeightAdapterBase | tuple[str, tuple[Any, ...]]
+Patch = Any  # a WeightAdapterBase, or (kind, its parts)
 # How ComfyUI names what a patch changes: a weight, or (weight, (dim, start, length)) inside it.
 Key = str | tuple[str, tuple[int, int, int]]
 
@@ -352,7 +352,8 @@ class _Products(TorchFunctionMode):
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__()
-        self.shape, self.found = shape, []
+        self.shape = shape
+        self.found: list[torch.Tensor] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.reshape and args[1:] == (self.shape,):
@@ -366,7 +367,8 @@ def _changed_shape(patch: Patch, shape: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(patch[1][0].shape)
     # Of the numbers in an adapter, OFT compares one with what it computes.
     weights = (0.0 if isinstance(it, (int, float)) else it for it in patch.weights)
-    adapter, added = type(patch)(set(), tuple(weights)), []
+    adapter = type(patch)(set(), tuple(weights))
+    added: Any = []
     with _Products(shape) as products:
         adapter.calculate_weight(
             torch.empty(shape, device="meta"), "", 1.0, 1.0, None, lambda it: added.append(it) or it

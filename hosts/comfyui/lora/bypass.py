@@ -290,7 +290,9 @@ def lower(patcher: ModelPatcher) -> Lowered:
 def _split(
     model: Any, patches: Mapping[str, Sequence[Patch]], hook: Any = None
 ) -> tuple[dict[str, list[Patch]], BypassLayers | None]:
-    merged, changes, count = {}, [], 0
+    merged: dict[str, list[Patch]] = {}
+    changes: list[Any] = []
+    count = 0
     for key, its in patches.items():
         computed = _computed(model, key, its, hook)
         count = max(count, len(computed))
@@ -419,17 +421,17 @@ class BypassLayers(torch.nn.Module):
         self._linears = (*self.downs, *(low.up for _, low in found if isinstance(low, BesideLayer)))
         self._placed: tuple[Any, list[weakref.ref]] | None = None
 
-    def of(self, model: torch.nn.Module) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
+    def of(self, model: torch.nn.Module) -> list[tuple[Any, Any]]:
         """Returns (layer, change) of each; finding the layers takes 5 ms the first time."""
         if self._placed is None or self._placed[0]() is not model:
             # Weakly: the model has to go when it goes.
             layers = [weakref.ref(model.get_submodule(name)) for name in self.names]
             self._placed = weakref.ref(model), layers
-        layers = [layer() for layer in self._placed[1]]
-        if None in layers:
+        there = [layer() for layer in self._placed[1]]
+        if None in there:
             self._placed = None
             return self.of(model)
-        return list(zip(layers, self.changes, strict=True))
+        return list(zip(there, self.changes, strict=True))
 
     def is_there(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Returns whether all pairs of matrices are on a device, in a dtype."""
@@ -459,8 +461,8 @@ class Beside:
             for layer, change in layers.of(model):
                 low = None
                 if there and layer not in self.lows and isinstance(change, BesideLayer):
-                    weights = change.down.weight, change.start, change.up.weight
-                    low = LowRank(*weights)
+                    down: Any = change.down
+                    low = LowRank(down.weight, change.start, change.up.weight)
                 self.lows[layer] = low
         self.place = tuple(place)  # changes where the host moves them
 

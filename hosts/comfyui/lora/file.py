@@ -126,6 +126,7 @@ def _fault(name: str, kind: str, tensor: torch.Tensor) -> str | None:
     # fp8 has no isfinite.
     if not (tensor.float() if tensor.itemsize == 1 else tensor).isfinite().all():
         return f"The tensor {name!r} has NaN or infinity: download the file again."
+    return None
 
 
 def stored_alphas(

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import takewhile
+from operator import ne
 from typing import Any
 
 import comfy.ldm.modules.attention
@@ -185,7 +186,7 @@ def host_attention(
 # `.attn.comfy_attention.config`.
 
 
-def file_choice(block: torch.nn.Module) -> torch.nn.Module | None:
+def file_choice(block: torch.nn.Module) -> Any:
     """Returns a block's `ComfyAttention`: what the file says in `config`, and in `function` what
     ComfyUI runs for it, or None. None where ComfyUI does not read it, as 0.33.
     """
@@ -211,7 +212,7 @@ class FileAttention:
             runs = None if choice.function is None else _name(choice.function)
             if runs is not None:
                 self.runs[runs] += 1
-            asked = takewhile(lambda name, runs=runs: name != runs, _asked(choice))
+            asked = takewhile(partial(ne, runs), _asked(choice))
             self.missing.update(dict.fromkeys(asked, 1))
 
     @property

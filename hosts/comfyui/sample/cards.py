@@ -48,6 +48,7 @@ def split_cards(model: ModelPatcher, cards: int) -> tuple[ModelPatcher, str]:
         return model, str(fallback)
     clone = model.clone()
     clone.remove_wrappers_with_key(WrappersMP.CALC_COND_BATCH, CARDS_KEY)
+    alike: Any
     alike, notes = _cards_like(clone.load_device, cards)
     found = alike if isinstance(alike, Verdict) else _cloned(clone, 1 + len(alike))
     if isinstance(found, Verdict):

@@ -284,7 +284,7 @@ class ComfyPass(DoubleStream):
 
 
 @cached
-def _defaults(block: type) -> dict[str, Any]:
+def _defaults(block: Any) -> dict[str, Any]:
     known = (inspect.signature(block.forward).parameters[name] for name in BLOCK_ARGUMENTS)
     return {it.name: it.default for it in known if it.default is not it.empty}
 

@@ -135,7 +135,7 @@ class HeldWeights:
                 return PARTIAL
         signatures = self._pin(pins)
         if signatures is None or (known and signatures != self._signatures):
-            found = PARTIAL
+            found: Hashable = PARTIAL
         elif known:
             return self._token
         else:
@@ -237,7 +237,7 @@ def _look(
         weight, bias = stored(layer)
         if isinstance(weight, QuantizedTensor) == (form == DENSE):
             return CAST
-        found = []
+        found: list[Any] = []
         for part in (weight, bias) if form == DENSE else (*_quantized_parts(layer, weight), bias):
             if part is not None and part.device != device:
                 return PARTIAL
@@ -294,7 +294,7 @@ def _marks(
     model: Any, blocks: Sequence[torch.nn.Module], stores: list[dict[str, Any]], beside: Beside
 ) -> _Marks:
     path = spec_of(blocks[0]).query.split(".")
-    values = (
+    values: tuple[Any, ...] = (
         model.device,
         model.current_weight_patches_uuid,
         model.model_loaded_weight_memory,

@@ -66,7 +66,7 @@ class ComfyLayers:
             finally:
                 self._holds = False
 
-    def kind(self, layer: torch.nn.Module) -> str | RowFormat | None:
+    def kind(self, layer: Any) -> str | RowFormat | None:
         # Every layer is asked in every forward pass, so past Module.__getattr__: a LoRA, or weights
         # that ComfyUI moves off the card, can change the answer at any time.
         own = layer.__dict__
@@ -162,7 +162,7 @@ class ComfyLayers:
     def rounds(self, layer: torch.nn.Module) -> bool:
         return isinstance(self.kind(layer), RowFormat)
 
-    def norm_weight(self, norm: torch.nn.Module, like: torch.Tensor) -> torch.Tensor:
+    def norm_weight(self, norm: Any, like: torch.Tensor) -> torch.Tensor:
         weight = norm.weight
         if weight.device == like.device and not norm.weight_function:
             return weight
@@ -178,7 +178,7 @@ class _Cast:
     def __init__(self, layer: torch.nn.Module, like: torch.Tensor) -> None:
         self._context: comfy.ops.CastBiasWeightContext | None = None
         parameters = layer._parameters
-        weight = parameters["weight"]
+        weight: Any = parameters["weight"]
         self._as_stored = weight, parameters.get("bias")
         quantized = isinstance(weight, QuantizedTensor)
         # Past QuantizedTensor's own attributes, which are dispatched.

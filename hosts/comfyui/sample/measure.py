@@ -198,7 +198,9 @@ def path_of(patcher: ModelPatcher) -> tuple[str, ...]:
     """Says which path every part took in the run, a line each."""
     cache = patcher.get_attachment(STEP_CACHE_KEY)
     guidance = patcher.get_attachment(NAG_KEY)
-    others = [line for it in (cache, guidance) if it is not None for line in it.lines()]
+    others: Sequence[Any] = [
+        line for it in (cache, guidance) if it is not None for line in it.lines()
+    ]
     others = (*others, *(patcher.get_attachment(CARDS_KEY) or ()), *unsafe_copies(patcher))
     optimization = patcher.get_attachment(OPTIMIZATION_KEY)
     if optimization is not None:

@@ -117,7 +117,7 @@ class AttentionGuidance:
         guidance = Guidance(settings.scale, settings.tau, settings.alpha, rows)
         add = kind_of_transformer(transformer).add_negative
         changed = add(transformer, given, self._negative, guidance, self._kept)
-        args = [changed.pop(name, value) for name, value in zip(names, args, strict=False)]
+        args = tuple(changed.pop(name, value) for name, value in zip(names, args, strict=False))
         return executor(*args, **kwargs | changed)
 
     def _in_range(self, options: Mapping[str, Any]) -> bool:

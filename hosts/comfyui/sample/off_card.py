@@ -108,7 +108,7 @@ class OffCardLinear(torch.nn.Module):
         with self.on_card([part.to(x.device) for part in self.parts()], patcher):
             return self._linear(x, *args, **kwargs)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Returns the state dict of ComfyUI's layer, which names parts of a quantized weight."""
         return self._linear.state_dict(*args, **kwargs)
 
@@ -139,7 +139,7 @@ class OffCardModulation(torch.nn.Sequential):
     # What the table holds changes from one step to the next.
     @torch.compiler.disable
     def forward(self, embedding: torch.Tensor) -> torch.Tensor:
-        linear = self[1]
+        linear: Any = self[1]
         table = None if linear.is_on_card else linear.modulation()
         rows = None if table is None else table.rows(linear, embedding)
         return super().forward(embedding) if rows is None else rows
@@ -147,12 +147,12 @@ class OffCardModulation(torch.nn.Sequential):
 
 class _OffCard:
     def _load_list(self, *args: Any, **kwargs: Any) -> list[tuple[Any, ...]]:
-        found = super()._load_list(*args, **kwargs)
+        found = super()._load_list(*args, **kwargs)  # type: ignore[misc]
         return [entry for entry in found if not any(isinstance(x, OffCardLinear) for x in entry)]
 
     def clone(self, *args: Any, **kwargs: Any) -> ModelPatcher:
         """Clones; a clone without dynamic VRAM, for torch.compile or hooks, is one of these too."""
-        made = super().clone(*args, **kwargs)
+        made = super().clone(*args, **kwargs)  # type: ignore[misc]
         if type(made) is ModelPatcher:
             put(made, __class__=OffCardPatcher)
         return made
@@ -325,7 +325,8 @@ def _streamed(
 def _walk(
     blocks: Sequence[torch.nn.Module], stream: WeightStream, patcher: ModelPatcher | None
 ) -> Iterator[ModulationLayer]:
-    with closing(iter(stream)) as on_card:
+    on_card: Any = iter(stream)
+    with closing(on_card):
         for layer, parts in zip(modulation_layers(blocks), on_card, strict=True):
             with layer.module[1].on_card(parts, patcher):
                 yield layer

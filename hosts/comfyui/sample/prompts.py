@@ -62,7 +62,7 @@ class Prompts:
         return there
 
     @contextmanager
-    def lookups(self, transformer: torch.nn.Module) -> Iterator[Callable[..., Any]]:
+    def lookups(self, transformer: Any) -> Iterator[Callable[..., Any]]:
         """Gives a transformer's forward: of 2.1 one that makes the key of a prompt once, and finds
         the place in the prefix cache by it.
         """

@@ -25,7 +25,6 @@ from ....families.registry import blocks_of
 from ....loaders.quantize import is_finite, not_finite
 from ....machine.links import link_between
 from ....optimizations import patches
-from ....optimizations.blocks.host import HostPass
 from ....optimizations.run import Later, NotFiniteError, Optimization, flags_for_a_run
 from ....verdict import Verdict, first_line, read_or
 from ..lora.bypass import bypassed, hook_merges, lower
@@ -194,7 +193,7 @@ class ComfyOptimization(Optimization):
             if own is not patches.ABSENT:
                 patches.swap(options, SLOT, own)
 
-    def _bring(self, host: HostPass) -> None:
+    def _bring(self, host: Any) -> None:
         if self._brought is None or host.owner in self._brought:
             return
         self._brought.add(host.owner)
@@ -351,6 +350,7 @@ class FirstRun:
 
 
 def _refuse(module: torch.nn.Module, path: Path) -> None:
+    weight: Any
     for name, weight in named_weights(module):
         quantized = isinstance(weight, QuantizedTensor)
         stored = (weight._qdata, weight._params.scale) if quantized else (weight.detach(),)
