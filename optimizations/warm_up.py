@@ -7,12 +7,13 @@ it prepares is compiled. So these kernels are those of the first pass, whichever
 from __future__ import annotations
 
 import os
+import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,13 +26,19 @@ from .blocks.block_form import DENSE, query_layer
 from .blocks.products import Operand
 from .blocks.workspace import Workspace
 from .fused import choose_ops
-from .kernels import compiler
 from .modulation import Entry
 from .reference import QKNorm, QuantizedRows, Rotary, Tokens, storage_of
+
+if TYPE_CHECKING:
+    from .kernels.launch import CompiledFor
 
 # Tokens. A prompt of up to 64 has GEMMs of other tiles than one of up to 512; an image from 736x736
 # on has more than 2048.
 TEXTS, IMAGE = (200, 40), 4096
+# Seconds after which a thread that waits for the GIL gets it; Python's own is 5 ms. A compile takes
+# the GIL some 1,600 times. Beside a thread that runs Python, as a loader does, 13 kernels take
+# 10.2 s with 5 ms, 4.1 s with this and 2.6 s alone (two cores).
+TURN = 0.0005
 _rehearsed: set[tuple] = remembered(set())
 
 # No daemon threads: a process that ends while LLVM runs in one is aborted.
@@ -67,31 +74,51 @@ def warm_up(
         # A trial would wait for its kernels. Memory of the card that a second thread takes can stop
         # both for ever, where comfy-aimdo logs it (in Python, while torch's allocator is locked).
         # Compilers, drivers and packages raise anything.
-        with suppress(Exception), torch.cuda.device(device), _background(), assumed():
+        with (
+            suppress(Exception),
+            torch.cuda.device(device),
+            _short_turns(),
+            _background(),
+            assumed(),
+        ):
             call()
 
     return _passes.submit(run)
+
+
+@contextmanager
+def _short_turns() -> Iterator[None]:
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(min(usual, TURN))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(usual)
 
 
 def _background() -> Any:
     # Triton's mode in which other threads compile.
     from triton import AsyncCompileMode  # since 3.5
 
+    from .kernels.launch import compiling
+
     class Background(AsyncCompileMode):
         def submit(self, key: str, compile_kernel: Callable, *rest: Callable) -> object:
-            work = partial(_compile, key, compile_kernel, compiler.current.get())
+            work = partial(_compile, compile_kernel, key, compiling.get())
             return super().submit(key, work, *rest)
 
     return Background(_compilers, ignore_errors=True)
 
 
-def _compile(key: str, compile_kernel: Callable, known: compiler.Compilation | None) -> object:
+def _compile(compile_kernel: Callable, key: str, what: CompiledFor | None) -> object:
     from triton.runtime import driver
 
     _passes.submit(int)  # raises once the process ends, which waits for whatever is queued
-    if known and not compiler.is_compiled(key, known.kernel):
-        with suppress(Exception):  # without another process it is compiled in this one
-            compiler.compile_elsewhere(known)
+    with suppress(Exception):  # where no other process does, this one compiles
+        from .kernels import compiler
+
+        if what and not compiler.is_compiled(key, what.kernel.fn.__name__):
+            compiler.compile_elsewhere(what)
     kernel = compile_kernel()
     driver.active.launcher_cls(kernel.src, kernel.metadata)  # older Tritons build it with gcc
     return kernel

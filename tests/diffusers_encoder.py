@@ -1,7 +1,9 @@
 """Diffusers' VAE encoder in the pieces that a plan runs, of which the package has the decoder's."""
 
-from qwen_l40s.hosts.diffusers.sample import _head, _middle, vae_shape
-from qwen_l40s.optimizations.vae.tiles import Stages, stage
+import torch
+
+from qwen_l40s.hosts.diffusers.sample import vae_shape
+from qwen_l40s.optimizations.vae.tiles import Middle, Stages, stage
 
 
 def _layer(block):
@@ -12,12 +14,12 @@ def _layer(block):
 
 
 def encoder_stages(vae):
-    encoder = vae.encoder
-    head = _head(encoder)
+    encoder, middle = vae.encoder, vae.encoder.mid_block
+    head = torch.nn.Sequential(encoder.norm_out, encoder.nonlinearity, encoder.conv_out)
     return Stages(
         "encode",
         vae_shape(vae),
         end=lambda hidden: vae.quant_conv(head(hidden)).chunk(2, dim=1)[0],
-        middle=_middle(encoder.mid_block),
+        middle=Middle.of(middle.resnets[0], middle.attentions[0], middle.resnets[1]),
         outer=(encoder.conv_in, *map(_layer, encoder.down_blocks)),
     )

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,12 +19,23 @@ from triton.runtime import driver
 
 from ...caches import cached
 from . import interpreted, on_card_of
-from .compiler import Compilation, compiling
 
 ALIGNMENT = 16  # bytes that an address is a multiple of, in what Triton compiles for it
 
 # Takes the tensors that differ from launch to launch.
 PreparedLaunch = Callable[..., None]
+
+
+class CompiledFor(NamedTuple):
+    """A kernel, and what it is compiled for: tensors by their dtypes, numbers and constants."""
+
+    kernel: triton.JITFunction
+    arguments: tuple[torch.Tensor | int | None, ...]
+    constants: dict[str, Any]
+
+
+# What a thread compiles in advance.
+compiling: ContextVar[CompiledFor | None] = ContextVar("compiling", default=None)
 
 
 class Launch:
@@ -76,8 +88,9 @@ class Launch:
             return self.once
         arguments, constants = (*varying, *self._fixed), {**self._constants, **self._options}
         if meta:
-            with compiling(Compilation.of(self._kernel, arguments, constants)):
-                self._kernel.warmup(*arguments, grid=self._grid, **constants)
+            token = compiling.set(CompiledFor(self._kernel, arguments, constants))
+            self._kernel.warmup(*arguments, grid=self._grid, **constants)
+            compiling.reset(token)
             return lambda *varying: None
         compiled = self._kernel.warmup(*arguments, grid=self._grid, **constants)
         if hasattr(compiled, "result"):  # compiled in another thread

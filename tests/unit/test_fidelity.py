@@ -89,8 +89,8 @@ def test_on_a_cpu_activations_are_rounded_too(format):
 
 
 def test_the_reference_stands_in_where_torch_has_no_integer_product(monkeypatch):
+    from qwen_l40s.errors import UnavailableError
     from qwen_l40s.hosts.diffusers import quantized
-    from qwen_l40s.optimizations.linear import UnavailableError
 
     def refuse(*args, **kwargs):
         raise UnavailableError("no _int_mm")

@@ -20,6 +20,8 @@ RUNS = {
     "machine/links.py: ctypes": "the driver's CUDA library, for copies from card to card",
     "machine/memory.py: ctypes": "the system's madvise, for pages of a file that was read",
     "machine/packages.py: importlib": "an optional package, to say why its import fails",
+    "optimizations/kernels/compiler.py: importlib": "a kernel of this package, in its process",
+    "optimizations/kernels/compiler.py: subprocess": "compiles kernels beside ComfyUI",
     "optimizations/attention/backends.py: importlib": "FlashAttention, under one of two names",
 }
 

@@ -311,6 +311,19 @@ def test_an_error_of_the_compiler_shows_where_the_kernel_is_needed(launch, monke
         launch("cpu")
 
 
+def test_threads_take_short_turns_while_kernels_are_compiled(launch, monkeypatch):
+    kernel, turns = SimpleNamespace(src=None, metadata=None), []
+
+    def compile_kernel(*_, **__):
+        turns.append(sys.getswitchinterval())
+        return kernel
+
+    monkeypatch.setattr("triton.compiler.compile", compile_kernel)
+    usual = sys.getswitchinterval()
+    warm_up.warm_up(CARD, lambda: launch("meta")).result()
+    assert turns[0] < usual == sys.getswitchinterval()
+
+
 @pytest.fixture
 def kept(tmp_path, monkeypatch, launch):
     """Triton's own compiler with an empty cache; gives whether each kernel was found there."""

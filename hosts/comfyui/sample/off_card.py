@@ -219,7 +219,7 @@ def _rebuilt(tensor: torch.Tensor, parts: Iterator[torch.Tensor]) -> torch.Tenso
         return next(parts)
     names, about = tensor.__tensor_flatten__()
     found = {name: next(parts) for name in names}
-    return QuantizedTensor.__tensor_unflatten__(found, about, tensor.shape, tensor.stride())
+    return type(tensor).__tensor_unflatten__(found, about, tensor.shape, tensor.stride())
 
 
 def _patched(patcher: ModelPatcher, key: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
