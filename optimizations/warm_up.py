@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -28,9 +28,6 @@ from .blocks.workspace import Workspace
 from .fused import choose_ops
 from .modulation import Entry
 from .reference import QKNorm, QuantizedRows, Rotary, Tokens, storage_of
-
-if TYPE_CHECKING:
-    from .kernels.launch import CompiledFor
 
 # Tokens. A prompt of up to 64 has GEMMs of other tiles than one of up to 512; an image from 736x736
 # on has more than 2048.
@@ -104,21 +101,25 @@ def _background() -> Any:
 
     class Background(AsyncCompileMode):
         def submit(self, key: str, compile_kernel: Callable, *rest: Callable) -> object:
-            work = partial(_compile, compile_kernel, key, compiling.get())
-            return super().submit(key, work, *rest)
+            line = ""
+            with suppress(Exception):  # the registry's copy has no such module
+                from .kernels import compiler
+
+                line = compiler.missing(key, compiling.get())
+            return super().submit(key, partial(_compile, compile_kernel, line), *rest)
 
     return Background(_compilers, ignore_errors=True)
 
 
-def _compile(compile_kernel: Callable, key: str, what: CompiledFor | None) -> object:
+def _compile(compile_kernel: Callable, line: str) -> object:
     from triton.runtime import driver
 
     _passes.submit(int)  # raises once the process ends, which waits for whatever is queued
-    with suppress(Exception):  # where no other process does, this one compiles
+    if line:
         from .kernels import compiler
 
-        if what and not compiler.is_compiled(key, what.kernel.fn.__name__):
-            compiler.compile_elsewhere(what)
+        with suppress(Exception):  # where no other process does, this one compiles
+            compiler.compile_elsewhere(line)
     kernel = compile_kernel()
     driver.active.launcher_cls(kernel.src, kernel.metadata)  # older Tritons build it with gcc
     return kernel

@@ -26,6 +26,7 @@ import torch
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
+from triton.runtime.cache import get_cache_manager
 
 from .launch import CompiledFor
 
@@ -37,32 +38,43 @@ IDLE, MOST_SECONDS = 30.0, 120.0
 # What a process runs: this module, without what a host's import of the package begins.
 CODE = f"""
 import importlib, sys, types
-sys.path.pop(0)  # the folder that the host runs in
+sys.path[:] = [it for it in sys.path if it]  # without the folder that the host runs in
 sys.modules["qwen_l40s"] = package = types.ModuleType("qwen_l40s")
 package.__path__ = [sys.argv[1]]
 importlib.import_module("qwen_l40s.{__name__.removeprefix(PACKAGE + ".")}").serve()
 """
 
 
-def is_compiled(key: str, kernel: str) -> bool:
-    """Tells whether Triton's cache on disk has a kernel.
+def missing(key: str, what: CompiledFor) -> str:
+    """Describes a kernel for the current card in a line; empty where Triton's cache has it.
 
     Args:
         key: what Triton names the compilation by.
     """
-    with suppress(Exception):  # another Triton may keep its files otherwise
-        from triton.runtime.cache import get_cache_manager
+    function, arguments, constants = what
+    name = function.fn.__name__
+    manager = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
+    if manager.get_group(f"{name[:150]}.json") is not None:
+        return ""
 
-        manager = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
-        return manager.get_group(f"{kernel[:150]}.json") is not None
-    return False
+    def named(dtype: Any) -> dict[str, str]:
+        library = "torch" if isinstance(dtype, torch.dtype) else "triton"
+        return {library: str(dtype).removeprefix("torch.")}
+
+    module = function.fn.__module__.removeprefix(f"{PACKAGE}.")
+    target = vars(driver.active.get_current_target())
+    types = [getattr(it, "dtype", it) for it in arguments]
+    return json.dumps([module, name, target, types, constants], default=named)
 
 
 _own = threading.local()  # a thread's process
 
 
-def compile_elsewhere(kernel: CompiledFor) -> None:
+def compile_elsewhere(line: str) -> None:
     """Compiles in this thread's process, which its first kernel begins, and waits for it.
+
+    Args:
+        line: of `missing`.
 
     Raises:
         OSError: there is no such process, or it has ended.
@@ -80,23 +92,11 @@ def compile_elsewhere(kernel: CompiledFor) -> None:
     late = threading.Timer(MOST_SECONDS, process.kill)
     late.start()
     try:
-        process.stdin.write(f"{_to_json(kernel)}\n".encode())
+        process.stdin.write(f"{line}\n".encode())
         process.stdin.flush()
         process.stdout.readline()
     finally:
         late.cancel()
-
-
-def _to_json(kernel: CompiledFor) -> str:
-    def name(dtype: Any) -> dict[str, str]:
-        library = "torch" if isinstance(dtype, torch.dtype) else "triton"
-        return {library: str(dtype).removeprefix("torch.")}
-
-    function, arguments, constants = kernel
-    module = function.fn.__module__.removeprefix(f"{PACKAGE}.")
-    target = vars(driver.active.get_current_target())
-    types = [getattr(it, "dtype", it) for it in arguments]
-    return json.dumps([module, function.fn.__name__, target, types, constants], default=name)
 
 
 def serve() -> None:
