@@ -157,7 +157,7 @@ class TextEncoder:
     vision_head: int
     template: int  # tokens of the system prompt, which are cut off what comes out
     head_dim: int = 128
-    # {(width, layers): name} of the sizes that there are, where they have to be told.
+    # {(width, layers): name} of the sizes that there are, where several are known.
     published: Mapping[tuple[Any, Any], str] = field(default_factory=dict, hash=False)
     # {precision: the file that Comfy-Org publishes}, the most accurate first.
     files: Files = field(default_factory=dict, hash=False)
@@ -263,7 +263,7 @@ class Family(Protocol):
     """Tells everything that differs between models whose transformers have one block."""
 
     title: str
-    label: str  # the same where it has to be told from later ones
+    label: str  # the same where later ones are named beside it
     stack: str  # the name of the module that holds the transformer's blocks
     blocks: tuple[BlockSpec, ...]
     text_encoder: TextEncoder

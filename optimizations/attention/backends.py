@@ -94,7 +94,7 @@ class Backend:
     # whether nothing is quantized: the result is as near to the true one as the dtype allows
     exact: bool = True
     card: Limits | None = None  # its limits on an NVIDIA card; None where it does not run on one
-    cpu: Limits | None = None  # the same on a processor
+    cpu: Limits | None = None  # the same on a CPU
     other: Limits | None = None  # the same on any other device
     package: Package | None = None  # what has to be installed; None for PyTorch's own
     # whether it writes the matrix of scores to memory: never the fastest

@@ -156,7 +156,7 @@ def _unplanned(request: AttentionRequest, chosen: Attention) -> Attention:
 
 
 class ChosenAttention:
-    """Attention by the backend that is chosen for the shapes at hand, each once in a run."""
+    """Attention by the backend that is chosen for the shapes that a run has, each once in a run."""
 
     host = "the host's"
 

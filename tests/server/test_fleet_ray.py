@@ -32,19 +32,30 @@ def port() -> int:
         return free.getsockname()[1]
 
 
-@pytest.fixture
-def cluster():
-    """Yields the process of a cluster with two processors, and its address."""
-    folder = tempfile.mkdtemp(prefix="ray")  # Ray's sockets lie in it: a long path is refused
+def start(folder: str) -> tuple[subprocess.Popen[bytes], str]:
     number = port()
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
     command += ["--num-cpus=2", "--num-gpus=0", f"--port={number}", f"--temp-dir={folder}"]
     environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
     silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     ray = subprocess.Popen([*command, "--include-dashboard=false"], env=environment, **silent)
-    address = f"127.0.0.1:{number}"
+    return ray, f"127.0.0.1:{number}"
+
+
+@pytest.fixture
+def cluster():
+    """Yields the process of a cluster with two processors, and its address."""
+    folder = tempfile.mkdtemp(prefix="ray")  # Ray's sockets lie in it: a long path is refused
+    ray, address = start(folder)
+
+    def runs() -> bool:
+        nonlocal ray, address
+        if ray.poll() is not None:  # another program has taken one of its ports
+            ray, address = start(folder)
+        return bool(raylets(ray))
+
     try:
-        until(lambda: raylets(ray))
+        until(runs)
         yield ray, address
     finally:
         mine = psutil.Process(ray.pid).children(recursive=True) if ray.poll() is None else []

@@ -162,7 +162,7 @@ class EncoderKind:
     # from what `te` returns, and a folder's tokenizer, to a class that cuts off the chat template
     # by that tokenizer's ids
     own_encoder: Callable[[type, FolderTokenizer], type]
-    fixed: Mapping[str, Any] = field(default_factory=dict)  # what else its class is told
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # what else its class is given
     nested: bool = False  # whether ComfyUI recognizes a file by nested names of the vision tower
     # whether ComfyUI cuts off as many tokens as Qwen-Image's template has
     fixed_prefix: bool = False

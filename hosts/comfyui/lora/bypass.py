@@ -4,9 +4,9 @@ A LoRA is one of the MODEL's patches, as any node adds it: nodes that save, merg
 patches. During a run, patches that a merge would damage are taken out of the patcher that samples,
 and are computed: patches of quantized weights, and patches that were asked for as bypass.
 
-ComfyUI has another "bypass", which is not used (ComfyUI 0.33): a second LoRA replaces the first, it
-stays with the first model's modules where `clone` makes another one, it ignores `dora_scale`, its
-copies on the card are not counted as memory, and no node that saves or merges knows it.
+ComfyUI 0.33 has another "bypass", which is not used. A second LoRA replaces the first. It stays
+with the first model's modules where `clone` makes another one. It ignores `dora_scale`. Its copies
+on the card are not counted as memory, and no node that saves or merges knows it.
 
 Here the small matrices of all LoRAs are an additional model, which ComfyUI counts, loads, moves and
 frees. An APPLY_MODEL wrapper wraps the layers' `forward` for one call. The block executor does not

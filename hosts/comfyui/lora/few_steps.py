@@ -43,7 +43,7 @@ class FewSteps:
     what: str
     schedule: Schedule | None  # what it is trained for; None where its sigmas are not known here
     steps: int  # of its schedule, else as its name says
-    told_by: str = "the file's name"  # what told it, in words
+    told_by: str = "the file's name"  # the source, in words
     strength: float = 1.0  # of a LoRA; 1 of a model
     of_lora: bool = True
 
