@@ -89,8 +89,10 @@ class Launch:
         arguments, constants = (*varying, *self._fixed), {**self._constants, **self._options}
         if meta:
             token = compiling.set(CompiledFor(self._kernel, arguments, constants))
-            self._kernel.warmup(*arguments, grid=self._grid, **constants)
-            compiling.reset(token)
+            try:
+                self._kernel.warmup(*arguments, grid=self._grid, **constants)
+            finally:
+                compiling.reset(token)
             return lambda *varying: None
         compiled = self._kernel.warmup(*arguments, grid=self._grid, **constants)
         if hasattr(compiled, "result"):  # compiled in another thread

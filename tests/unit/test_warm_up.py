@@ -325,9 +325,8 @@ def test_threads_take_short_turns_while_kernels_are_compiled(launch, monkeypatch
 
 
 @pytest.fixture
-def kept(tmp_path, monkeypatch, launch):
+def kept(tmp_path, monkeypatch):
     """Triton's own compiler with an empty cache; gives whether each kernel was found there."""
-    monkeypatch.undo()
     put_card(monkeypatch)
     monkeypatch.setattr("triton.compiler.compile", COMPILE)
     monkeypatch.setattr(compiler, "compile_elsewhere", ELSEWHERE)
