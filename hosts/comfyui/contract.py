@@ -55,7 +55,9 @@ comfy.quant_ops: QuantizedLayout QuantizedTensor[qdata layout_cls params]
     register_layout_class[name cls]
 comfy_kitchen.tensor.base: BaseLayoutParams
 # runs
-comfy.model_patcher: ModelPatcherDynamic
+comfy.model_patcher: ModelPatcherDynamic.load[device_to]
+    ModelPatcherDynamic.restore_loaded_backups
+    ModelPatcherDynamic.unpatch_model[device_to unpatch_weights]
 comfy.patcher_extension: WrappersMP.OUTER_SAMPLE WrappersMP.PREDICT_NOISE
     CallbacksMP.ON_DETACH add_wrapper_with_key[wrapper_type key wrapper
     transformer_options is_model_options]

@@ -38,6 +38,7 @@ from ..encode import (
     check_arithmetic,
     encoder_for,
 )
+from ..prepared import prepare_once
 from ..record import MeasuredPhase, harmless, phase, running
 from .encoder_kind import (
     EncoderKind,
@@ -248,6 +249,7 @@ def load_text_encoder(
     options = _model_options(layout, tokenizer, prepared) | devices
     clip = _build(source, layout.kind, tokenizer, prepared, options, disable_dynamic)
     arguments = source, precision, placement
+    prepare_once(clip.patcher)
     put(clip.patcher, cached_patcher_init=(load_text_encoder_patcher, arguments))
     as_it_is = label_of("precision", AS_STORED)
     reason = {"auto": "auto: as in the file", AS_STORED: as_it_is}.get(precision, "requested")

@@ -37,6 +37,7 @@ from ....optimizations.patches import put
 from ....spec.formats import QUANTIZED
 from ..linear import quantized_operations
 from ..lora.bypass import compute_loras
+from ..prepared import PreparedPatcher
 from ..sample.measure import SAMPLING_KEY, measure_sampling
 from ..sample.modulation import MODULATION_KEY, ModelModulation
 from ..sample.off_card import (
@@ -135,7 +136,7 @@ def _build(plan: LoadPlan, disable_dynamic: bool = False) -> tuple[ModelPatcher,
         take_off_card(model)
         patcher_class = OffCardDynamicPatcher if dynamic else OffCardPatcher
     else:
-        patcher_class = comfy.model_patcher.CoreModelPatcher if dynamic else ModelPatcher
+        patcher_class = PreparedPatcher if dynamic else ModelPatcher
     patcher = patcher_class(
         model,
         load_device=load_device,

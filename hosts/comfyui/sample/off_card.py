@@ -17,7 +17,7 @@ from typing import Any
 
 import comfy.model_management
 import torch
-from comfy.model_patcher import ModelPatcher, ModelPatcherDynamic
+from comfy.model_patcher import ModelPatcher
 from comfy.quant_ops import QuantizedTensor
 
 from ....families.comfyui import kind_of
@@ -32,6 +32,7 @@ from ....optimizations.patches import patched, put
 from ....optimizations.stream import WeightStream
 from ....planning.phases import LAYERS_ON_CARD
 from ....spec.formats import format_gib
+from ..prepared import PreparedPatcher
 from ..record import running
 
 TENSORS = ("weight", "bias")
@@ -162,7 +163,7 @@ class OffCardPatcher(_OffCard, ModelPatcher):
     """ComfyUI's ModelPatcher of a model with OffCardLinear layers."""
 
 
-class OffCardDynamicPatcher(_OffCard, ModelPatcherDynamic):
+class OffCardDynamicPatcher(_OffCard, PreparedPatcher):
     """The same under dynamic VRAM."""
 
     def __new__(cls, model: Any = None, load_device: Any = None, *args: Any, **kwargs: Any) -> Any:

@@ -23,6 +23,7 @@ from ....optimizations.patches import ABSENT, swap
 from ....verdict import read_or
 from ..contract import unsupported_model
 from ..lora.bypass import compute_loras
+from ..prepared import prepare_once
 from .attention import SLOT, SlotAttention
 from .layers import compile_ahead
 from .measure import record_runs
@@ -66,6 +67,7 @@ def optimize(model: ModelPatcher, settings: OptimizeSettings | None = None) -> M
         return model
     settings = settings or OptimizeSettings()
     clone = restore(model)
+    prepare_once(clone)
     options = clone.model_options["transformer_options"]
     others = options.get(SLOT)
     attention = None

@@ -1,0 +1,88 @@
+"""Prepares a model under dynamic VRAM once, not before each run.
+
+Before each KSampler and each encoding ComfyUI's loader walks all modules of a model, takes small
+weights back to system RAM and copies them to the card again, also where nothing has changed: 0.13
+to 0.27 s for a Qwen-Image model on an H200, a fifth of a prompt of four steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from dataclasses import dataclass, replace
+from typing import Any
+
+from comfy.model_patcher import ModelPatcher, ModelPatcherDynamic
+
+from ...optimizations.patches import put
+
+_KEY = "_qwen_l40s_prepared"
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """How the loader left a model: where all of it is as it was, nothing is left to do."""
+
+    device: Any
+    # Equal to the patches' own and another object, so that a run of another loader is seen.
+    patches: uuid.UUID
+    wrappers: dict[str, list[Any]]
+    parts: tuple[int, ...]  # ids of modules, parameters and buffers
+    loaded_bytes: int
+
+    @classmethod
+    def of(cls, patcher: ModelPatcher, device: Any) -> _Prepared:
+        model = patcher.model
+        of_all = (model.modules(), model.parameters(), model.buffers())
+        return cls(
+            device,
+            model.current_weight_patches_uuid,
+            {key: list(each) for key, each in patcher.weight_wrapper_patches.items() if each},
+            tuple(id(it) for each in of_all for it in each),
+            model.model_loaded_weight_memory,
+        )
+
+
+class PreparedPatcher(ModelPatcherDynamic):
+    """ComfyUI's patcher for dynamic VRAM, which prepares a model again where something changed."""
+
+    _unchanged = False
+
+    def load(self, device_to: Any = None, *args: Any, **kwargs: Any) -> None:
+        """Runs the host's loader, without its walk through a model that is as it left it."""
+        model = self.model
+        before = model.__dict__.get(_KEY)
+        now = _Prepared.of(self, device_to)
+        if before == now and before.patches is now.patches == self.patches_uuid:
+            self._unchanged = True
+            try:
+                super().load(device_to, *args, **kwargs)
+            finally:
+                self._unchanged = False
+            put(model, model_loaded_weight_memory=now.loaded_bytes)
+            logging.info("Nothing of it has changed: all weights stay where they are.")
+        else:
+            model.__dict__.pop(_KEY, None)
+            super().load(device_to, *args, **kwargs)
+            now = _Prepared.of(self, device_to)
+        mark = uuid.UUID(int=self.patches_uuid.int)
+        put(model, current_weight_patches_uuid=mark)
+        model.__dict__[_KEY] = replace(now, patches=mark)
+
+    def _load_list(self, *args: Any, **kwargs: Any) -> list[tuple[Any, ...]]:
+        return [] if self._unchanged else super()._load_list(*args, **kwargs)
+
+    def restore_loaded_backups(self) -> int:
+        """Takes small weights back to system RAM, unless they are to stay on the card."""
+        return 0 if self._unchanged else super().restore_loaded_backups()
+
+    def unpatch_model(self, device_to: Any = None, unpatch_weights: bool = True) -> Any:
+        if unpatch_weights:
+            self.model.__dict__.pop(_KEY, None)
+        return super().unpatch_model(device_to, unpatch_weights)
+
+
+def prepare_once(patcher: ModelPatcher) -> None:
+    """Lets ComfyUI's own patcher for dynamic VRAM, and clones of it, be a PreparedPatcher."""
+    if type(patcher) is ModelPatcherDynamic:
+        put(patcher, __class__=PreparedPatcher)
