@@ -37,7 +37,7 @@ def int8_attention(q, k, v, *, scale=None, attn_mask=None):
     each of their rows and for each channel of v.
     """
     assert scale is None and attn_mask is None and all(x.stride(-1) == 1 for x in (q, k, v))
-    heads, turn = q.shape[-1], torch.ones(1, 1)
+    heads, turn = q.shape[-1], torch.ones(1, 1, device=q.device)
     while len(turn) < heads:
         turn = torch.cat([torch.cat([turn, turn], 1), torch.cat([turn, -turn], 1)])
     q8, k8 = (_round(x.float() @ turn * heads**-0.5, -1) for x in (q, k))

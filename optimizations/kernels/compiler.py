@@ -80,7 +80,10 @@ def compile_elsewhere(line: str) -> None:
         OSError: there is no such process, or it has ended.
     """
     process = getattr(_own, "process", None)
-    if process is None or process.poll() is not None:
+    if process is not None and process.poll() is not None:
+        process.communicate()  # closes its pipes
+        process = None
+    if process is None:
         process = _own.process = subprocess.Popen(
             [sys.executable, "-c", CODE, str(FOLDER)],
             stdin=subprocess.PIPE,

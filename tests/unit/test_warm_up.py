@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -357,9 +358,12 @@ def test_another_process_compiles_what_triton_has_not_kept(kept, monkeypatch):
     "code", ["", "import time; time.sleep(1)", "raise SystemExit(1)", "print()"]
 )
 def test_a_process_that_ends_early_leaves_the_kernel_to_this_one(kept, monkeypatch, code):
+    """And its pipes are closed before another one begins: none warns that it was left open."""
     monkeypatch.setattr(compiler, "CODE", code)
-    warm_up.warm_up(CARD, lambda: prepare("meta")).result()
-    assert kept == [False]
+    monkeypatch.setattr(warm_up, "_compilers", ThreadPoolExecutor(1))
+    for columns in (512, 1024):
+        warm_up.warm_up(CARD, partial(prepare, "meta", columns)).result()
+    assert kept == [False] * 2
 
 
 def test_nothing_is_compiled_without_a_card():
