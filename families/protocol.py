@@ -152,10 +152,11 @@ class TextEncoder:
     vocabulary: int
     biases: bool  # whether q, k and v have biases; heads are normalized where not
     # vision, vision_hidden, vision_head: parameters of the vision tower, its width, and that of a
-    # head.
+    # head; vision_attends: its layers in which a patch sees all of the image.
     vision: int
     vision_hidden: int
     vision_head: int
+    vision_attends: int
     template: int  # tokens of the system prompt, which are cut off what comes out
     head_dim: int = 128
     # {(width, layers): name} of the sizes that there are, where several are known.

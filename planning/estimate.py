@@ -135,7 +135,8 @@ def _seconds(option: PlanOption, rates: Rates, end: int) -> dict[str, float]:
         for more in (0, turns[0], max(turns))
     )
     for_text, for_decoder = (more - less for less, more in itertools.pairwise(passes))
-    prompts = encode_text_seconds(request, rates, place, setting.text_encoder)
+    split = option.card.splits(setting.text_encoder)
+    prompts = encode_text_seconds(request, rates, place, setting.text_encoder, split=split, end=end)
     prompts += encode_image_seconds(request, rates) + encoder / rates.pcie
     graph = GRAPHS in option.phases["sampling"].resident
     repaid = repaid_by(request, setting) if graph else 0
