@@ -39,6 +39,7 @@ from scipy.optimize import least_squares
 from torch.utils.benchmark import timer  # which waits for the card
 
 from ..errors import SettingError
+from ..families.parts import QWEN25_VL
 from ..families.protocol import StepTokens
 from ..families.registry import find_member
 from ..machine.store import known_cards
@@ -301,9 +302,8 @@ def seconds_of(run: MeasuredRun, rates: Rates) -> float:
         return sum(pass_times(work, run["precision"], rates).seconds for work in works)
     if run["kind"] == "text":
         vision = run.get("references", 0) * find_member("qwen-image-edit-2511").vision_tokens
-        return prompt_seconds(
-            run["text_tokens"], rates, precision=run["precision"], vision_tokens=vision
-        )
+        tokens = run["text_tokens"] + QWEN25_VL.template
+        return prompt_seconds(tokens, rates, precision=run["precision"], vision_tokens=vision)
     latent = run["height"] // PIXELS_PER_LATENT, run["width"] // PIXELS_PER_LATENT
     return run["batch"] * vae_seconds(run["kind"], PUBLISHED_VAE, latent, run["tiles"], rates)
 

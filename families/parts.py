@@ -164,6 +164,7 @@ QWEN25_VL = TextEncoder(
     vision=676_550_144,
     vision_hidden=1280,
     vision_head=80,
+    vision_attends=4,
     template=64,
     published=SIZES_OF_QWEN25_VL,
     files={
@@ -187,6 +188,7 @@ QWEN3_VL = TextEncoder(
     vision=576_388_336,
     vision_hidden=1152,
     vision_head=72,
+    vision_attends=27,
     template=20,
     files={
         "bf16": File("qwen3vl_8b_bf16", 16.33),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from ..spec.formats import BYTES_PER_SCALE, GIB
@@ -151,10 +152,11 @@ class TextEncoder:
     vocabulary: int
     biases: bool  # whether q, k and v have biases; heads are normalized where not
     # vision, vision_hidden, vision_head: parameters of the vision tower, its width, and that of a
-    # head.
+    # head; vision_attends: its layers in which a patch sees all of the image.
     vision: int
     vision_hidden: int
     vision_head: int
+    vision_attends: int
     template: int  # tokens of the system prompt, which are cut off what comes out
     head_dim: int = 128
     # {(width, layers): name} of the sizes that there are, where several are known.
@@ -166,19 +168,19 @@ class TextEncoder:
     def query(self) -> int:
         return self.heads * self.head_dim
 
-    @property
+    @cached_property
     def linears(self) -> tuple[tuple[int, int], ...]:
         """Lists one layer's (rows, columns): q, k, v, output, gate, up and down."""
         hidden, inner, key = self.hidden, self.intermediate, self.kv_heads * self.head_dim
         attention = (self.query, hidden), (key, hidden), (key, hidden), (hidden, self.query)
         return (*attention, (inner, hidden), (inner, hidden), (hidden, inner))
 
-    @property
+    @cached_property
     def quantized_bytes(self) -> int:
         """Counts the language model's linears in fp8 or int8, with a scale for each row."""
         return self.layers * sum(n * k + BYTES_PER_SCALE * n for n, k in self.linears)
 
-    @property
+    @cached_property
     def layer_parameters(self) -> int:
         """Counts what every token goes through: all but the embedding, where a row is looked up."""
         small = 2 * self.hidden

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from ..errors import SettingError
 from ..families.protocol import File, Template
-from ..spec.formats import format_gib
+from ..spec.formats import CardFacts, format_gib
 from ..spec.transformer import ON_CARD
 from .bytes import table_timesteps, text_encoder_bytes
 from .cards import Card, UnlistedCard, is_named
@@ -135,7 +135,8 @@ def _seconds(option: PlanOption, rates: Rates, end: int) -> dict[str, float]:
         for more in (0, turns[0], max(turns))
     )
     for_text, for_decoder = (more - less for less, more in itertools.pairwise(passes))
-    prompts = encode_text_seconds(request, rates, place, setting.text_encoder)
+    split = option.card.splits(setting.text_encoder)
+    prompts = encode_text_seconds(request, rates, place, setting.text_encoder, split=split, end=end)
     prompts += encode_image_seconds(request, rates) + encoder / rates.pcie
     graph = GRAPHS in option.phases["sampling"].resident
     repaid = repaid_by(request, setting) if graph else 0
@@ -256,10 +257,9 @@ class Estimate:
             ready = replace(self.request, precision=name, parts=parts)
             asked[f"a file that is {name} already"] = ready
         asked[SMALLEST] = RunRequest(SMALLEST, width=OWN, height=OWN)
-        found = {
-            what: estimate(it, self.card, ram_bytes=self.ram_bytes) for what, it in asked.items()
-        }
-        return {what: it.host_ram_bytes for what, it in found.items() if not it.short_of_ram}
+        facts, room = self.card.facts(), self.ram_bytes
+        found = {what: _ram(_plan(facts, it, room)[0]) for what, it in asked.items()}
+        return {what: count for what, count in found.items() if count <= room}
 
     @cached_property
     def as_fast(self) -> tuple[str, ...]:
@@ -405,9 +405,7 @@ def estimate(
             f"usd_per_hour is {usd_per_hour!r}: give the price of one GPU in USD per hour, 0 or "
             "more."
         )
-    options = plan(card.facts(), request)
-    if ram_bytes is not None:
-        options = _within(ram_bytes, options)
+    options = _plan(card.facts(), request, ram_bytes)
     option = options[0]
     times, stock = None, {}
     basis = Basis("unknown", f"not predicted: {card.name} is not in the list of GPUs")
@@ -436,11 +434,13 @@ def _ram(option: PlanOption) -> int:
     return sum(host_memory(option.request, option.setting, moved_bytes=moved).values())
 
 
-def _within(room: int, options: Sequence[PlanOption]) -> tuple[PlanOption, ...]:
+def _plan(card: CardFacts, request: RunRequest, room: int | None) -> tuple[PlanOption, ...]:
     # What system RAM has room for, the first as the loader decides it.
+    options = plan(card, request)
+    if room is None:
+        return options
     first, *others = options
-    asked, needed = first.asked, _ram(first)
-    request, name = asked.request, first.setting.precision
+    needed, name = _ram(first), first.setting.precision
     requested = AUTO if request.parts.kept else request.precision
     if needed > room and first.request.parts.packed:
         first = replace(first, setting=replace(first.setting, packed=True))
@@ -453,7 +453,7 @@ def _within(room: int, options: Sequence[PlanOption]) -> tuple[PlanOption, ...]:
         known = published_bytes(request, stored)
         why = f"auto: a run in {name} takes {format_gib(needed)} of system RAM"
         sizes = {stored: known} if known else None
-        options = plan(asked.card, request, stored, as_stored=True, known_sizes=sizes, why=why)
+        options = plan(card, request, stored, as_stored=True, known_sizes=sizes, why=why)
         first, *others = options
     others = [it for it in others if _ram(it) <= room]
     recommended = first.recommended or not any(it.recommended for it in others)

@@ -283,7 +283,7 @@ class Question:
     def _modulations(self) -> Sequence[str]:
         if self.request.modulation != AUTO:
             return (self.request.modulation,)
-        return (ON_CARD, OFF_CARD) if self.request.transformer.modulation_layers() else (ON_CARD,)
+        return (ON_CARD, OFF_CARD) if self.request.transformer.block.modulation else (ON_CARD,)
 
     def _ways(self) -> Iterator[tuple[str, str, str]]:
         # (modulation, text encoder, its place) by what a new prompt brings over the link: nothing,

@@ -79,7 +79,11 @@ def public() -> Mapping[str, Any]:
 
 def class_of(card: Card) -> CardClass:
     """Finds the class of a card by its own and its driver's names; the last one takes all."""
-    names = (card.name, *card.also)
+    return _class_named((card.name, *card.also))
+
+
+@cached
+def _class_named(names: Sequence[str]) -> CardClass:
     for row in public()["classes"]:
         known = [name for name in names if name.startswith(tuple(row["names"]))]
         if known and not any(word in name for word in row["but"] for name in names):

@@ -18,6 +18,7 @@ from .phases import Range
 from .rates import Rates, attending, class_of
 from .request import EXACT, ON_PROCESSOR, RunRequest
 from .split_cost import BlockSeconds
+from .vae_work import HOST_BYTES_PER_SECOND
 
 WIDE = 2  # bytes of a bf16 number
 ROTATION = 4  # of an fp32 cosine or sine
@@ -363,32 +364,57 @@ def stock_pass(request: RunRequest, how: StockFormat, rates: Rates, card: Card, 
     return max(with_copies(seconds, copies, rates), rates.launches.host + launched)
 
 
-# How long a text encoder takes to encode prompts, which ComfyUI computes in fp32.
+# How long a text encoder takes to encode prompts. ComfyUI computes all of it in fp32.
 
 # A weight read, written in fp32 and read again; a quantized one is scaled in between.
 CAST_BYTES, EXPAND_BYTES = 2 + 4 + 4, 1 + 4 + (4 + 4) + 4
 # fp32 products on the CPU, predicted: 16 cores.
 PROCESSOR_FLOPS = 0.5e12
+# Of bf16x2: a weight read; a quantized one written in bf16 and read again. A number of an input
+# read, written in two parts and these read; one of an output, written and added up in fp32.
+SPLIT_BYTES, SPLIT_EXPAND_BYTES = WIDE, 1 + 2 * WIDE
+SPLIT_INPUT_BYTES, SPLIT_OUTPUT_BYTES = 4 * 2 + 5 * WIDE, 2 * 4 + 3 * 4
+# Of the CPU for a layer (H200): 63 to 80 ms for the 36 of 2.1, 120 to 190 for the 28 of 1.x.
+LAYER_SECONDS = Range(0.00175, 0.0068)
 
 
 def encode_text_seconds(
-    request: RunRequest, rates: Rates, place: str = ON_CARD, precision: str = "bf16"
+    request: RunRequest,
+    rates: Rates,
+    place: str = ON_CARD,
+    precision: str = "bf16",
+    *,
+    split: bool = False,
+    end: int = 0,
 ) -> float:
-    """Predicts all prompts of a run, one or a negative one too, and NAG's: two operations a
-    parameter and token, and the weights cast to fp32 once a prompt.
+    """Predicts all prompts of a run, one or a negative one too, and NAG's. With images the first
+    encodes these and the template; keys and values of both go to system RAM and back once a prompt.
 
     Args:
         place: "on card", "drop after encoding", which moves no weights here, or "cpu", whose
             figure is predicted for 16 cores.
         precision: in which the weights are loaded.
+        split: as of `prompt_seconds`.
+        end: of `LAYER_SECONDS`, 0 for the fastest.
     """
-    vision = request.references * request.member.vision_tokens
-    encoder, tokens = request.member.text_encoder, request.prompt_tokens
-    seconds = request.prompts * prompt_seconds(tokens, rates, place, precision, vision, encoder)
-    if request.nag_tokens:
-        tokens += request.nag_tokens - request.text_tokens
-        seconds += prompt_seconds(tokens, rates, place, precision, vision, encoder)
-    return seconds
+    encoder, texts = request.member.text_encoder, [request.text_tokens] * request.prompts
+    texts += [request.nag_tokens] * (request.nag_tokens > 0)
+    launches = 0.0 if place == ON_PROCESSOR else encoder.layers * LAYER_SECONDS[end]
+
+    def part(tokens: int, **more: int) -> float:
+        found = prompt_seconds(tokens, rates, place, precision, encoder, split=split, **more)
+        return max(found, launches)
+
+    vision, template = request.references * request.member.vision_tokens, encoder.template
+    if not vision:
+        return sum(part(template + it) for it in texts)
+    # At the rate of memory that is not pinned, as when 2.1 was measured: 0.44 s with one reference,
+    # 0.15 s for another instruction (H200). Pinned memory was not measured.
+    kept = template + vision
+    copied = encoder.layers * 2 * 4 * encoder.kv_heads * encoder.head_dim * kept
+    copies = 0.0 if place == ON_PROCESSOR else copied / min(HOST_BYTES_PER_SECOND, rates.pcie)
+    first = part(kept, vision_tokens=vision, images=request.references) + copies
+    return first + sum(part(it, kept=kept) + copies for it in texts)
 
 
 def prompt_seconds(
@@ -396,20 +422,35 @@ def prompt_seconds(
     rates: Rates,
     place: str = ON_CARD,
     precision: str = "bf16",
-    vision_tokens: int = 0,
     encoder: TextEncoder = QWEN25_VL,
+    *,
+    vision_tokens: int = 0,
+    images: int = 1,
+    kept: int = 0,
+    split: bool = False,
 ) -> float:
-    """Predicts one prompt.
+    """Predicts the card for one prompt or a part of it: two operations a parameter and token, and
+    the weights cast to fp32; so ComfyUI encodes.
 
     Args:
-        tokens: of it, without the template's and with those of images.
+        tokens: of it, with those of template and images.
         place, precision: as of `encode_text_seconds`.
-        vision_tokens: how many of them are of images.
+        vision_tokens: how many of them are of `images`.
+        kept: tokens before the part, whose keys and values are there.
+        split: whether products are bf16x2, of twice the rows in bf16 with attention in fp32.
     """
-    flops = 2 * encoder.layer_parameters * (tokens + encoder.template)
-    flops += 2 * encoder.vision * PATCHES_PER_TOKEN * vision_tokens
+    parameters, patches = encoder.layer_parameters, PATCHES_PER_TOKEN * vision_tokens
+    flops = 2 * (parameters * tokens + encoder.vision * patches)
     if place == ON_PROCESSOR:
         return flops / PROCESSOR_FLOPS
-    moved = encoder.layer_parameters * (CAST_BYTES if precision == "bf16" else EXPAND_BYTES)
-    moved += CAST_BYTES * encoder.vision if vision_tokens else 0
-    return flops / rates.encoder + moved / rates.bandwidth
+    if not split:
+        moved = parameters * (CAST_BYTES if precision == "bf16" else EXPAND_BYTES)
+        moved += CAST_BYTES * encoder.vision if vision_tokens else 0
+        return flops / rates.encoder + moved / rates.bandwidth
+    moved = parameters * (SPLIT_BYTES if precision == "bf16" else SPLIT_EXPAND_BYTES)
+    moved += SPLIT_BYTES * encoder.vision if vision_tokens else 0
+    each = (SPLIT_OUTPUT_BYTES * n + SPLIT_INPUT_BYTES * k for n, k in encoder.linears)
+    moved += encoder.layers * tokens * sum(each)
+    attends = encoder.layers * encoder.query * tokens * (kept + tokens)
+    attends += encoder.vision_attends * encoder.vision_hidden * patches**2 // images
+    return 2 * flops / rates.gemm["bf16"] + 4 * attends / rates.encoder + moved / rates.bandwidth

@@ -91,6 +91,10 @@ def is_rotation(size: object, columns: int) -> bool:
 OLDEST_BF16 = (8, 0)
 
 
+def multiplies_bf16(capability: tuple[int, int]) -> bool:
+    return capability >= OLDEST_BF16
+
+
 @dataclass(frozen=True)
 class CardFacts:
     """Holds what a choice needs to know of one card."""
@@ -114,7 +118,11 @@ class CardFacts:
     @property
     def computes_in(self) -> str:
         """Names what ComfyUI computes bf16 weights in."""
-        return "bf16" if self.capability >= OLDEST_BF16 else "fp32"
+        return "bf16" if multiplies_bf16(self.capability) else "fp32"
+
+    def splits(self, precision: str) -> bool:
+        """Tells whether text encoders in a precision multiply bf16x2 by default."""
+        return multiplies_bf16(self.capability) and precision in MULTIPLIED
 
 
 def sm(capability: tuple[int, int]) -> str:

@@ -81,12 +81,12 @@ class BlockSpec:
         found = [part if q == k else None for q, k, _ in self.qkv for part in range(3)]
         return (*found, *[None] * (len(self.places) - len(found)))
 
-    @property
+    @cached_property
     def first_readers(self) -> tuple[str, ...]:
         """Names the layers that q is made by, of each stream."""
         return tuple(dict.fromkeys(q for q, *_ in self.qkv))
 
-    @property
+    @cached_property
     def other_readers(self) -> tuple[str, ...]:
         """Names the layers that read the same rows as the first, besides them."""
         return tuple(it for names in self.qkv for it in names if it not in self.first_readers)

@@ -39,7 +39,7 @@ from ...optimizations.inventory import (
 )
 from ...optimizations.patches import put
 from ...optimizations.reference import rotate
-from ...spec.formats import GIB, format_gib
+from ...spec.formats import GIB, format_gib, multiplies_bf16
 from ...verdict import Verdict, read_or, try_once
 from .contract import unsupported_host
 
@@ -606,7 +606,7 @@ def arithmetic_on(device: torch.device, arithmetic: str) -> str:
     if (
         device.type != "cuda"
         or torch.version.hip
-        or torch.cuda.get_device_capability(device) < (8, 0)
+        or not multiplies_bf16(torch.cuda.get_device_capability(device))
     ):
         return EXACT
     return EXACT if try_once((BF16X2, device), lambda: _split_trial(device)) else BF16X2

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qwen_l40s.charts.text import estimate_json
-from qwen_l40s.families.parts import QWEN25_VL
+from qwen_l40s.families.parts import QWEN3_VL, QWEN25_VL
 from qwen_l40s.families.protocol import StepTokens
 from qwen_l40s.families.qwen_image import FULL_SIZE
 from qwen_l40s.machine.store import known_cards
@@ -395,7 +395,7 @@ def test_a_table_takes_the_link_where_its_weights_are_off_the_card():
     assert table_seconds(request, H200, OFF_CARD) == pytest.approx(1.05)
 
 
-def test_prompts_are_encoded_in_fp32_each_by_itself():
+def test_prompts_are_encoded_each_by_itself():
     one, two = (encode_text_seconds(RunRequest(cfg=cfg), H200) for cfg in ("off", "two passes"))
     assert two == pytest.approx(2 * one)
     assert one > 2 * 6.53e9 * (200 + 64) / H200.encoder
@@ -405,14 +405,10 @@ def test_prompts_are_encoded_in_fp32_each_by_itself():
     assert prompt_seconds(100, H200) < prompt_seconds(200, H200)
     seen, unseen = (prompt_seconds(200, H200, "cpu", vision_tokens=it) for it in (196, 0))
     vision = 2 * QWEN25_VL.vision * PATCHES_PER_TOKEN * 196
-    words = 2 * QWEN25_VL.layer_parameters * (200 + QWEN25_VL.template)
+    words = 2 * QWEN25_VL.layer_parameters * 200
     assert unseen == pytest.approx(words / PROCESSOR_FLOPS)
     assert seen - unseen == pytest.approx(vision / PROCESSOR_FLOPS)
-    request = RunRequest(precision="int8")
-    bf16, fp8 = (
-        estimate(replace(request, text_encoder=it), CARDS["H200"]).phases["text"].seconds.low
-        for it in ("bf16", "fp8")
-    )
+    bf16, fp8 = (prompt_seconds(168, H200, precision=it) for it in ("bf16", "fp8"))
     assert 1.03 < fp8 / bf16 < 1.2  # 1.08 to 1.12 on an H200
     stays, leaves = (
         estimate(RunRequest(text_encoder="bf16", text_encoder_place=place), L40S).phases["text"]
@@ -420,6 +416,42 @@ def test_prompts_are_encoded_in_fp32_each_by_itself():
     )
     moved = leaves.seconds.low - stays.seconds.low
     assert moved >= 14 * GIB / L40S.pcie_bytes_per_second
+
+
+@pytest.mark.parametrize(
+    ("references", "first_ms", "further_ms"), [(0, 63, 80), (1, 440, 146), (2, 822, 266)]
+)
+def test_prompts_take_what_an_h200_measured(references, first_ms, further_ms):
+    """Qwen-Image-2.1 with references of 1024x1024; stock took 620 to 665 ms with one of them."""
+    rates, _, _ = rates_of(CARDS["H200"])
+    asked = RunRequest("qwen-image-2.1", width=1024, height=1024, references=references)
+    asked = replace(asked, text_tokens=60, cfg="off")
+    ends = [
+        [
+            encode_text_seconds(replace(asked, cfg=cfg), rates, split=True, end=end)
+            for cfg in ("off", "two passes")
+        ]
+        for end in (0, 1)
+    ]
+    (low, both_low), (high, both_high) = ends
+    assert low <= first_ms / 1e3 <= high
+    assert both_low - low <= further_ms / 1e3 <= both_high - high
+    if references == 1:
+        tokens = 1024 + 60 + QWEN3_VL.template
+        stock = prompt_seconds(tokens, rates, encoder=QWEN3_VL, vision_tokens=1024)
+        assert 0.6 < stock < 0.68
+
+
+def test_an_older_card_and_4_bits_encode_in_fp32():
+    asked = RunRequest("qwen-image-2.1", "bf16", 1024, 1024, references=1)
+
+    def seconds(card, precision):
+        return estimate(replace(asked, text_encoder=precision), card).phases["text"].seconds.low
+
+    older = replace(L40S, capability=(7, 5))
+    for precision in ("bf16", "int8"):
+        assert seconds(older, precision) > 1.3 * seconds(L40S, precision)
+    assert seconds(older, "w4a8") == seconds(L40S, "w4a8") > 1.3 * seconds(L40S, "int8")
 
 
 # --- the VAE
