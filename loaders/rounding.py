@@ -35,9 +35,10 @@ def compile_rounding(
     forms: Collection[tuple[RowFormat, int]],
     *more: Callable[[], None],
 ) -> None:
-    """Begins to compile what rounds rows on a card: until it is there torch rounds, to the same
-    bits.
+    """Begins to compile what rounds rows on a card, once: until it is there torch rounds, to the
+    same bits.
     """
+    forms = [it for it in forms if (device, dtype, *it) not in _rounding]
 
     def work() -> None:
         if forms:

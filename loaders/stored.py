@@ -293,6 +293,18 @@ def _stored(
     return StoredLayer(weight, scale, kind, group)
 
 
+def stored_format(quantization: Quantization, layer: str, columns: int) -> RowFormat | None:
+    """Tells what rows a layer's stored weight is multiplied with; None of one in full precision."""
+    form = quantization.layers.get(layer)
+    if form is None or form in STORAGE_ONLY:
+        return None
+    if form.startswith("fp8"):
+        return RowFormat("fp8")
+    rotated = form != "int8"
+    settings = _flat(quantization.settings.get(layer, {}))
+    return RowFormat("int8", _group_size(layer, columns, settings) if rotated else 0)
+
+
 def _packed(
     layer: str,
     tensors: Mapping[str, torch.Tensor],

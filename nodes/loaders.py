@@ -48,10 +48,15 @@ def check_transformer(model: str | None, precision: str | None, keep: str | None
     """
     if not isinstance(model, str):
         return
-    source = wanted(model, "transformer")
+    source, patterns = wanted(model, "transformer"), keep_patterns(keep or "")
     if keep or precision not in (None, "auto"):
         with needs("transformer"):
-            check_settings(source, precision or "auto", keep_patterns(keep or ""))
+            check_settings(source, precision or "auto", patterns)
+    if precision is not None and keep is not None:
+        with needs(*MODEL):
+            from ..hosts.comfyui.load.ahead import compile_early
+
+            compile_early(source, precision, patterns)
 
 
 def wanted(name: str, role: str) -> Source:

@@ -18,11 +18,10 @@ from typing import Any
 import torch
 
 from ..caches import remembered
-from ..families.registry import spec_of
 from ..verdict import Verdict, assumed
 from . import kernels
 from .blocks.block import BlockExecutor, KnownBlock, Layers, Step
-from .blocks.block_form import DENSE, query_layer
+from .blocks.block_form import DENSE, BlockForm, query_layer
 from .blocks.products import Operand
 from .blocks.workspace import Workspace
 from .fused import choose_ops
@@ -133,11 +132,18 @@ def rehearse(
     if isinstance(ops, Verdict):
         return
     asked, width = BlockExecutor(layers, ops, None), query_layer(blocks[0]).in_features
-    forms = tuple(asked.look(block, like).form for block in blocks)
-    if (device, dtype, width, forms) in _rehearsed:
+    rehearse_forms([asked.look(block, like).form for block in blocks], width, dtype, device)
+
+
+def rehearse_forms(
+    forms: Sequence[BlockForm], width: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Does so for blocks that need not be there, by their forms."""
+    ops, what = choose_ops(device), (device, dtype, width, tuple(forms))
+    if isinstance(ops, Verdict) or what in _rehearsed:
         return
-    _rehearsed.add((device, dtype, width, forms))
-    spec, head = spec_of(blocks[0]), width // forms[0].heads
+    _rehearsed.add(what)
+    spec, head = forms[0].spec, width // forms[0].heads
 
     def meta(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")

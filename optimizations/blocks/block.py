@@ -42,6 +42,7 @@ from .block_form import (
     LowRank,
     heads_of,
     part_of,
+    quantized_form,
 )
 from .products import Operand, PackedOperand, PackedWeight, Share, merged_product, streams_of
 from .workspace import Prefix, Program, Workspace
@@ -428,8 +429,7 @@ class BlockExecutor:
             return LayerForm(kind, None, None, *beside), low
         gemm = self._layers.gemm(kind.storage, device)
         rows = layer.out_features if part is None else layer.out_features // 3
-        quantizes = not gemm.weight_only and gemm.takes(rows, layer.in_features)
-        return LayerForm(kind, kind if quantizes else None, gemm, *beside), low
+        return quantized_form(kind, gemm, rows, layer.in_features, *beside), low
 
     def _norms(self, head_norms: tuple[torch.nn.Module, ...], like: torch.Tensor) -> QKNorm:
         return QKNorm(*(self._layers.norm_weight(norm, like) for norm in head_norms))

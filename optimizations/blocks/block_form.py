@@ -61,6 +61,12 @@ class LayerForm(NamedTuple):
     down_rows: int = 0
 
 
+def quantized_form(kind: RowFormat, gemm: Gemm, n: int, k: int, *beside: int) -> LayerForm:
+    """Describes a layer by its quantized weight, (n, k); `beside` is what its LoRAs add."""
+    quantizes = not gemm.weight_only and gemm.takes(n, k)
+    return LayerForm(kind, kind if quantizes else None, gemm, *beside)
+
+
 def common_format(layers: Sequence[LayerForm]) -> RowFormat | None:
     formats = {layer.format for layer in layers}
     return formats.pop() if len(formats) == 1 else None

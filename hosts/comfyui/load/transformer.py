@@ -81,14 +81,18 @@ def load_model(
     """
     source = open_source(path, "transformer")
     plan = plan_load(source, precision, keep, modulation, keep_quantized)
-    quantized = plan.precision in QUANTIZED
-    device = comfy.model_management.get_torch_device()
-    columns = {columns for _, columns in plan.shape.quantizable_layers().values()}
-    forms = [(row_format(plan.precision, it), it) for it in columns if plan.rounded]
-    trials = [partial(linear.prepare_trial, plan.precision)] if quantized else []
-    compile_rounding(device, torch.bfloat16, forms, *trials, fused.prepare_trial)
+    compile_trials(plan, comfy.model_management.get_torch_device())
     patcher, notes = _build(plan)
     return patcher, transformer_report(plan, patcher, notes)
+
+
+def compile_trials(plan: LoadPlan, device: torch.device) -> None:
+    """Begins to compile what loading a transformer launches, then what its kernels' trials do."""
+    columns = {columns for _, columns in plan.shape.quantizable_layers().values()}
+    forms = [(row_format(plan.precision, it), it) for it in columns if plan.rounded]
+    quantized = plan.precision in QUANTIZED
+    trials = [partial(linear.prepare_trial, plan.precision)] if quantized else []
+    compile_rounding(device, torch.bfloat16, forms, *trials, fused.prepare_trial)
 
 
 def load_patcher(plan: LoadPlan, disable_dynamic: bool = False) -> ModelPatcher:
