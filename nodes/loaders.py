@@ -52,7 +52,7 @@ def check_transformer(model: str | None, precision: str | None, keep: str | None
     if keep or precision not in (None, "auto"):
         with needs("transformer"):
             check_settings(source, precision or "auto", patterns)
-    if precision is not None and keep is not None:
+    if precision is not None:
         with needs(*MODEL):
             from ..hosts.comfyui.load.ahead import compile_early
 
