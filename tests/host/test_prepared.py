@@ -119,7 +119,11 @@ OF_THE_MODEL = {
 
 
 def made(device):
-    patcher = ModelPatcherDynamic(Model(), device, CPU)
+    model = Model()
+    ones = {"large.weight": (256, 256), "large.bias": (256,), "small.weight": (8,), "rows": (4,)}
+    # With dynamic VRAM ComfyUI's layers have no weights until some are loaded.
+    model.load_state_dict({name: torch.ones(size).bfloat16() for name, size in ones.items()})
+    patcher = ModelPatcherDynamic(model, device, CPU)
     prepare_once(patcher)
     assert type(patcher) is PreparedPatcher
     return patcher
