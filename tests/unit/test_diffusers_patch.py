@@ -417,6 +417,7 @@ def test_restored_transformer_is_as_it_was(fused):
     optimized.restore()  # a second time does nothing
 
 
+@pytest.mark.slow
 def test_a_pipeline_is_as_before_but_for_what_is_listed(tiny_folder):
     pipe = load_pipeline(tiny_folder, precision="fp32", device="cpu").to_diffusers()
     settings = {"width": 64, "height": 48, "num_inference_steps": 12, "output_type": "latent"}
