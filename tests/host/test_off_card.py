@@ -15,7 +15,7 @@ import torch
 from comfy.patcher_extension import WrappersMP
 from comfy_api.torch_helpers import set_torch_compile_wrapper
 from comfyui_boot import MODE, folder
-from narrow_transformer import difference, random
+from narrow_transformer import difference
 
 from qwen_l40s.errors import SettingError
 from qwen_l40s.hosts.comfyui.load import plan as load_plan
@@ -33,7 +33,6 @@ from qwen_l40s.spec.formats import GIB, CardFacts
 
 pytestmark = pytest.mark.each_device
 FOLDER = folder("off_card")
-DEVICE = comfy.model_management.get_torch_device()
 WEIGHTS = narrow.weights()
 PATH = narrow.write(FOLDER / "bf16.safetensors", WEIGHTS)
 MODULATION = [name for name in WEIGHTS if "_mod.1." in name]
@@ -268,24 +267,6 @@ def test_a_compiled_block():
         outputs.append(sample(clone))
     assert torch.equal(*outputs)
     assert len(ModelModulation.of(model.model).table) == 3
-
-
-def test_recorded_gradients():
-    known, model = load(off_card=False), load()
-    outputs = []
-    for one in (known, model):
-        with torch.inference_mode():  # as execution.py runs every prompt
-            comfy.model_management.load_models_gpu([one])
-        one.pre_run()
-        options = {"transformer_options": {"wrappers": one.wrappers}}
-        noise = random(1, 16, 1, 8, 8).to(DEVICE)
-        context = random(1, 7, narrow.SHAPE.joint_dim).to(DEVICE)
-        sigma = torch.full((1,), 0.7, device=DEVICE)
-        with torch.enable_grad():
-            outputs.append(one.model.apply_model(noise, sigma, c_crossattn=context, **options))
-        one.cleanup()
-    assert torch.equal(*outputs)
-    assert len(ModelModulation.of(model.model).table) == 0
 
 
 def test_another_extension_that_changes_a_layer():

@@ -14,7 +14,6 @@ import torch
 from comfy.patcher_extension import WrappersMP
 from narrow_21 import TEXT, random, weights_21
 from narrow_21 import strong_21 as model_21
-from reported_runs import reported, running
 
 from qwen_l40s.caches import forget
 from qwen_l40s.hosts.comfyui import qwen_image
@@ -247,15 +246,6 @@ def test_a_comfyui_whose_model_has_no_inner_forward_runs_its_own_blocks(monkeypa
         assert qwen_image.OTHER_MODEL.fact in report_of(optimized)
     finally:
         forget()
-
-
-def test_a_report_says_what_ran():
-    model = optimize(model_21())
-    with running():
-        sample(model, references=[random(1, 64, 4, 6)], image_slots=[3])
-    text = reported(model, None, None).text
-    assert "Sampled: 128x128, batch 1, 3 steps" in text
-    assert "blocks: fused, 6 of 6 in 3 forward passes" in text
 
 
 def test_a_report_says_where_anothers_attention_meets_the_texts_mask():

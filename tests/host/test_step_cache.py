@@ -207,17 +207,6 @@ def test_image_to_image_and_runs_that_are_too_short():
     assert plan.computed == 20_000 and "more than 250" in plan.reason
 
 
-def test_sigmas_that_do_not_fall_are_computed():
-    falling = schedule()
-    for index, value in ((5, falling[4]), (5, 1.5), (7, 0.0), (9, float("nan"))):
-        sigmas = falling.clone()
-        sigmas[index] = value
-        run = sample(cached(EAGER), sigmas)
-        assert same(run, sample(model(), sigmas)), (index, value)
-        assert "custom has no effect: the sigmas" in run.lines[0]
-    assert sample(cached(EAGER), torch.zeros(STEPS + 1)).passes == 2 * STEPS
-
-
 def test_inpainting_is_watched_where_it_paints():
     latent, mask = random(4), torch.zeros(1, 1, 8, 8)
     mask[AREA] = 1
@@ -386,19 +375,6 @@ def test_of_prompts_that_are_combined_nothing_is_estimated():
     ):
         run = sample(cached(), positive=positive)
         assert run.skipped and ("estimated difference" in "\n".join(run.lines)) != told
-
-
-def test_a_prediction_that_is_not_a_number_ends_it():
-    def spoilt(args):
-        return args["denoised"] * (float("nan") if args["sigma"] < 0.8 else 1)
-
-    patcher = model().clone()
-    patcher.set_model_sampler_post_cfg_function(spoilt)
-    first = int((schedule() >= 0.8).sum())
-    run = sample(cached(EAGER, patcher))
-    assert run.latent.isnan().all()
-    assert run.lines[-1].endswith(" is not finite"), run.lines
-    assert max(run.skipped) < first + EAGER.longest + 1
 
 
 def test_no_run_knows_of_another():

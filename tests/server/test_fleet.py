@@ -26,7 +26,7 @@ from qwen_l40s.fleet.state import ServerState, read_states
 ROOT = Path(__file__).resolve().parents[2]
 MICRO = ROOT / "workflows" / "api" / "micro_text_to_image.json"
 SERVERS = 4
-JOBS = 500
+JOBS = 200
 until = functools.partial(waiting.until, seconds=240)
 
 
@@ -96,9 +96,9 @@ def check(process: subprocess.Popen[str], output: Path, count: int) -> None:
     assert set(done.values()) == {1}
 
 
-def test_five_hundred_jobs_on_four_servers_one_of_which_is_killed(folder: Path, tmp_path: Path):
+def test_hundreds_of_jobs_on_four_servers_one_of_which_is_killed(folder: Path, tmp_path: Path):
     output, started = tmp_path / "out", time.monotonic()
-    process = submit(folder, output, "--set", "seed=1..500", "--set", "Sample.steps=2")
+    process = submit(folder, output, "--set", f"seed=1..{JOBS}", "--set", "Sample.steps=2")
     until(lambda: len(list(output.glob("*.png"))) >= JOBS // 5)
     victim, killed = states(folder)[0], time.monotonic()
     os.kill(victim.pid, signal.SIGKILL)
@@ -136,7 +136,7 @@ def test_pictures_of_many_settings_are_those_of_a_server_that_paints_alone(
 @pytest.mark.parametrize("fault", ["client killed", "server stopped"])
 def test_a_fault_in_the_middle_loses_nothing(folder: Path, tmp_path: Path, fault: str):
     output = tmp_path / "out"
-    more = ("--set", "seed=1001..1200", "--set", "Sample.steps=2", "--wait", "5")
+    more = ("--set", "seed=1001..1080", "--set", "Sample.steps=2", "--wait", "5")
     process = submit(folder, output, *more)
     until(lambda: len(list(output.glob("*.png"))) >= 20)
     if fault == "client killed":
@@ -148,4 +148,4 @@ def test_a_fault_in_the_middle_loses_nothing(folder: Path, tmp_path: Path, fault
         os.kill(victim, signal.SIGSTOP)
         time.sleep(10)  # the others go on, and its jobs wait for it
         os.kill(victim, signal.SIGCONT)
-    check(process, output, 200)
+    check(process, output, 80)

@@ -47,13 +47,6 @@ def test_ranks_by_the_cost_at_the_load():
     assert (found.fitting, found.paid) == ([free, L40S], [L40S])
 
 
-def test_the_slow_end_of_a_range_counts():
-    ranged = offer("L40S", (30, 60), 0.72)
-    assert (ranged.cards_for(100, 30), ranged.cards_for(100)) == (1, 2)
-    assert (ranged.usd_for(100, 30), ranged.usd_for(100)) == pytest.approx((0.0072, 0.0144))
-    assert ranged.busy_usd == pytest.approx(Range(0.006, 0.012))
-
-
 def test_loads_that_make_no_sense_are_refused():
     for load in (0, -5, math.nan, math.inf, True, "100", None):
         with pytest.raises(SettingError, match="images per hour"):

@@ -184,17 +184,6 @@ def test_own_card(tmp_path):
     assert find_card("mine", known_cards(path)) == card
 
 
-def test_own_list_is_read_from_the_cache_folder_where_no_other_is_named(tmp_path, set_settings):
-    set_settings(cache=str(tmp_path / "cache"))
-    assert known_cards() == CARDS
-    path = tmp_path / "cache" / "cards.json"
-    path.parent.mkdir()
-    path.write_text(json.dumps(changed()), encoding="utf-8")
-    assert known_cards()["Mine"].memory_bytes == CARDS["L40S"].memory_bytes
-    other = write(tmp_path, {"cards": {}})
-    assert known_cards(other) == CARDS
-
-
 @pytest.mark.parametrize("broken", ["text", "folder", "link"])
 def test_damaged_list_in_the_cache_folder_is_named(tmp_path, set_settings, broken):
     set_settings(cache=str(tmp_path))
@@ -234,11 +223,6 @@ def test_card_that_is_not_listed_is_what_the_driver_tells():
         assert nearest in (None, card.nearest)
         assert card.price() is None
         assert replace(card, memory_bytes=2 * GIB).nearest == card.nearest
-
-
-def test_listed_card_of_a_driver_has_the_memory_that_it_shows():
-    card = card_by_driver(CardFacts("NVIDIA L40S", 40 * GIB, (8, 9)), CARDS)
-    assert card == replace(CARDS["L40S"], memory_bytes=40 * GIB)
 
 
 def test_card_that_is_not_listed_is_estimated_without_times_or_cost():

@@ -755,9 +755,3 @@ def test_a_folder_that_diffusers_itself_wrote(tmp_path):
     part = only(inspect_checkpoint(tmp_path / "transformer"))
     assert part.parameters == sum(p.numel() for p in model.parameters())
     assert (part.blocks, list(part.dtypes)) == (2, ["BF16"])
-
-
-@pytest.mark.parametrize("number", ["9" * 5000, "x", ""], ids=["long", "text", "none"])
-def test_a_vaes_block_without_a_usable_number_keeps_its_name(number):
-    name = f"decoder.up_blocks.{number}.resnets.0.conv1.weight"
-    assert vae_name_to_native(name) == name

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from fake_comfyui import FakeComfyUI, fake_comfyui, graph
+from fake_comfyui import FakeComfyUI, fake_comfyui, graph, hurry
 from PIL import Image
 from waiting import SECONDS, until
 
@@ -21,6 +21,11 @@ from qwen_l40s.cli import build_parser, main
 from qwen_l40s.client.workflow import key_of
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    hurry(monkeypatch)
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import sys
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -159,15 +158,6 @@ def test_what_one_server_refuses_or_cannot_run_runs_on_another(tmp_path: Path, f
     assert f"{one.url} {words}" in log
     assert ("(Draw, id draw): this ComfyUI is older: update ComfyUI." in log) == (fault == "old")
     assert 1 <= tried <= 12
-
-
-def test_a_job_that_is_too_large_for_three_cards_runs_on_the_fourth(tmp_path: Path):
-    with ExitStack() as stack:
-        small = [stack.enter_context(fake_comfyui(small=True)) for _ in range(3)]
-        large = stack.enter_context(fake_comfyui(job_seconds=0.2))
-        outcome, _ = start(tmp_path, *small, large, jobs=12)
-        assert max(len(each.posted) for each in small) <= 5
-    check(tmp_path, outcome.jobs)
 
 
 @pytest.mark.parametrize("fault", ["refuse", "small", "old"])

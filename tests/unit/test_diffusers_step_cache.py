@@ -263,20 +263,9 @@ def test_pass_that_holds_both_branches_of_guidance():
     assert 0 < relative(ours, plain) < 0.03
 
 
-def test_runs_that_compute_all_steps_say_why(pipe, monkeypatch):
-
-    def why(**more) -> str:
-        with cache_steps(pipe, "fast") as cached:
-            painted(pipe, **more)
-        assert cached.figures.computed == cached.figures.steps
-        return cached.report()
-
-    assert "fast has no effect: runs of 10 steps or fewer" in why(num_inference_steps=10)
-    noisy = FlowMatchEulerDiscreteScheduler.from_config(
-        pipe.scheduler.config, stochastic_sampling=True
-    )
-    with monkeypatch.context() as patch:
-        patch.setattr(pipe, "scheduler", noisy)
-        assert "the sampler adds noise" in why()
+def test_a_cache_of_diffusers_has_every_step_computed(pipe, monkeypatch):
     monkeypatch.setattr(pipe.transformer, "_cache_config", object())
-    assert why().endswith("a cache of diffusers is on the transformer")
+    with cache_steps(pipe, "fast") as cached:
+        painted(pipe)
+    assert cached.figures.computed == cached.figures.steps
+    assert cached.report().endswith("a cache of diffusers is on the transformer")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from qwen_l40s.families.qwen_image import QwenImageShape
 from qwen_l40s.loaders.sizes import read_sizes
 from qwen_l40s.planning.bytes import weight_bytes
-from qwen_l40s.planning.files import made_on_load, model_files
+from qwen_l40s.planning.files import model_files
 from qwen_l40s.planning.phases import transformer_bytes
 from qwen_l40s.planning.request import Loras, Parts, RunRequest, Setting
 from qwen_l40s.spec.formats import GB, MULTIPLIED
@@ -96,11 +96,3 @@ def test_a_file_takes_what_its_header_says(tmp_path, dtype, width):
         # And what is held is as the loaders round it.
         held = transformer_bytes(request, setting).total
         assert held == weight_bytes(SMALL, setting.precision).total
-
-
-def test_nothing_is_written_of_a_file_that_is_quantized():
-    at_hand = RunRequest(parts=Parts(transformer_bytes=27 * GB))
-    assert not made_on_load(at_hand, Setting("int8"))
-    files = model_files(at_hand, Setting("int8"))
-    assert files["qwen-image transformer"] == 27 * GB
-    assert made_on_load(RunRequest(), Setting("int8")) and not made_on_load(RunRequest(), Setting())

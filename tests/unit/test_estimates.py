@@ -791,7 +791,7 @@ def test_additions_have_their_notes():
         assert bool(estimate(replace(USUAL, parts=parts), L40S).downloads) == made
 
 
-@pytest.mark.parametrize("name", ["T4", "4060", "4070", "4090", "L40S", "H200"])
+@pytest.mark.parametrize("name", ["T4", "4070", "L40S"])
 @pytest.mark.parametrize("ram", [4, 8, 16, 32])
 def test_where_system_ram_is_short_the_answer_names_what_does(name, ram):
     for family, precision in itertools.product(members(), ("auto", "bf16", "int8", "fp8")):

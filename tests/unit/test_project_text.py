@@ -73,9 +73,14 @@ def tree_of(file):
     return ast.parse(file.read_text(encoding="utf-8"), str(file))
 
 
+@functools.cache
+def nodes_of(tree):
+    return list(ast.walk(tree))
+
+
 def imports(tree):
     """(level, dotted module, names) of every import statement, wherever it stands."""
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield 0, alias.name, []
@@ -83,11 +88,10 @@ def imports(tree):
             yield node.level, node.module or "", [alias.name for alias in node.names]
 
 
+@functools.cache
 def calls(tree):
     """Every call with the called name as it is written: `print`, `torch.load`, `folder.open`."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            yield ast.unparse(node.func), node
+    return [(ast.unparse(it.func), it) for it in nodes_of(tree) if isinstance(it, ast.Call)]
 
 
 def layer_of(file):
@@ -160,7 +164,7 @@ UNLABELLED = re.compile(rf"(?<![\w(.])(?:{PLAIN})\b(?!:)")
 
 def test_sentences_call_inputs_what_the_page_calls_them():
     def ids(file):
-        nodes = list(ast.walk(tree_of(file)))
+        nodes = nodes_of(tree_of(file))
         docstrings = {id(it.value) for it in nodes if isinstance(it, ast.Expr)}
         for node in nodes:
             text = getattr(node, "value", None)

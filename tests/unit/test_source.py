@@ -89,17 +89,6 @@ def test_a_transformer_under_each_prefix_with_what_a_lora_left_in_it(tmp_path, s
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_its_part_of_a_full_checkpoint(tmp_path, specs, role):
-    everything = {name: spec for one in ROLES for name, spec in prefixed(specs[one], one).items()}
-    path = write(tmp_path / "all.safetensors", everything)
-    source = open_source(path, role)
-    assert (source.part.family, source.part.prefix) == (FAMILIES[role], PREFIXES[role])
-    assert source.part.tensors == len(specs[role])
-    own = {name for name in source.shards.tensors if name.startswith(source.part.prefix)}
-    assert own == set(prefixed(specs[role], role))
-
-
-@pytest.mark.parametrize("role", ROLES)
 def test_a_sharded_folder_and_its_index(tmp_path, specs, role):
     index = write_sharded(tmp_path / "sharded", specs[role], shards=3)
     for path in (index, index.parent):
@@ -338,12 +327,6 @@ def test_a_missing_component(tmp_path, role):
     for other in ROLES:
         if other != role:
             open_source(folder, other)
-
-
-def test_a_config_of_another_model(tmp_path):
-    folder = write_folder(tmp_path / "model", config={"num_layers": 60})
-    with pytest.raises(CheckpointError, match=r"num_layers as 60, but the tensors give 3"):
-        open_source(folder, "transformer")
 
 
 # --- what changes when a file is replaced

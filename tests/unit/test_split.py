@@ -1,7 +1,7 @@
 """A pass whose rows several cards share, against the same pass on one: cards are the CPU here."""
 
 from dataclasses import replace
-from itertools import permutations
+from itertools import permutations, product
 
 import pytest
 import torch
@@ -113,11 +113,16 @@ def assert_close(ours, expected, rtol=1e-5, atol=1e-4):
         torch.testing.assert_close(mine, theirs, rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("mix", "shape"),
+    [
+        *product(("plain", "all int8"), SHAPES),
+        *product(("all rotated", "all fp8", "all packed"), ("one item", "three cards")),
+    ],
+)
 @pytest.mark.parametrize(
     ("exchange", "early"), [(KEYS, False), (ROWS, False), (ROWS, True)], ids=str
 )
-@pytest.mark.parametrize("mix", ["plain", *QUANTIZED, "all packed"])
 def test_the_shares_together_are_the_pass(mix, exchange, early, shape):
     ours, alone, routes = both_ways(mix, shape, exchange, early=early)
     each = 2 if exchange == KEYS else 1  # of three blocks

@@ -35,23 +35,6 @@ def gain(found):
     return sum(found.block) / found.best.seconds
 
 
-def test_gathered_rows_gain_what_the_research_says():
-    """Its lower figures are without copies behind the MLP, its upper ones with all of them there,
-    and where the link is fast enough those of a wider one.
-    """
-    expected = (
-        *((1024, 12, 1.48, 1.73), (1024, 17, 1.62, 1.73), (1024, 24, 1.73, 1.75)),
-        *((1328, 17, 1.66, 1.79), (2048, 17, 1.75, 1.85)),
-    )
-    for side, link, low, high in expected:
-        for times in (BF16, INT8):
-            found = cost(side, link, times)
-            assert found.best.name == "rows"
-            assert low * 0.988 <= gain(found) <= high * 1.012, (side, link)
-    assert not cost(1024, 24, INT8).best.early
-    assert cost(1024, 12).best.early
-
-
 def test_each_link_has_its_exchange():
     assert cost(1024, 17).best.name == cost(1024, 17, INT8).best.name == "rows"
     assert cost(1024, 380).best.name == cost(1024, 380, INT8).best.name == "keys"

@@ -79,13 +79,6 @@ def test_a_complete_file_gives_its_sizes(tmp_path, prefix, layered):
     assert check(tmp_path, specs(shape), prefix) == shape
 
 
-def test_the_other_parts_of_a_full_checkpoint_do_not_count(tmp_path):
-    tensors = {f"model.diffusion_model.{name}": spec for name, spec in specs().items()}
-    tensors |= {"vae.decoder.middle.0.residual.0.gamma": ("BF16", (8, 1, 1, 1))}
-    tensors |= {f"vae.{name}": ("BF16", (1,)) for name in ("img_in.weight", "proj_out.weight")}
-    assert check(tmp_path, tensors) == ODD
-
-
 def test_scales_and_markers_are_for_others_to_judge(tmp_path):
     tensors = specs() | {
         f"{LAYER}.weight": ("F8_E4M3", (60, 60)),

@@ -136,6 +136,13 @@ def test_what_a_page_saved_becomes_the_file_again(copied: Path):
             assert (copied / file).read_text("utf-8") == (FOLDER / file).read_text("utf-8"), file
 
 
+def alone(copied: Path, name: str) -> Path:
+    """Leaves one workflow in a copy of the folder."""
+    for other in set(copied.glob("*.json")) - {file := copied / f"{name}.json"}:
+        other.unlink()
+    return file
+
+
 def test_notes_and_api_forms_follow_a_change(copied: Path):
     def fewer_steps(graph: dict[str, Any]) -> None:
         node_of(graph, "KSampler")["widgets_values"][2] = 25
@@ -144,9 +151,9 @@ def test_notes_and_api_forms_follow_a_change(copied: Path):
         load = node_of(graph, "Load Qwen-Image")
         load["widgets_values"][0] = "qwen_image_2512_fp8_e4m3fn.safetensors"
 
-    change(copied / "text_to_image_most_accurate.json", fewer_steps)
+    change(file := alone(copied, "text_to_image_most_accurate"), fewer_steps)
     assert command.main(["--write"]) == 0 == command.main([])
-    graph = json.loads((copied / "text_to_image_most_accurate.json").read_text("utf-8"))
+    graph = json.loads(file.read_text("utf-8"))
     note = node_of(graph, "Read me")["widgets_values"][0]
     assert "1328x1328, 25 steps, predicted" in note and "fp8_e4m3fn" in note
     prompt = json.loads((copied / "api" / "text_to_image_most_accurate.json").read_text("utf-8"))
@@ -195,10 +202,7 @@ def value(title: str, index: int, other: Any) -> Callable[[dict[str, Any]], Any]
 def test_a_workflow_that_is_wrong_is_told_and_nothing_is_written(
     copied: Path, capsys: pytest.CaptureFixture, how: Callable[[dict[str, Any]], Any], named: str
 ):
-    file = copied / "text_to_image_most_accurate.json"
-    for other in set(copied.glob("*.json")) - {file}:
-        other.unlink()
-    change(file, how)
+    change(file := alone(copied, "text_to_image_most_accurate"), how)
     before = file.read_bytes()
     for arguments in ([], ["--write"]):
         assert command.main(arguments) == 1
