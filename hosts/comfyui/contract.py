@@ -59,7 +59,7 @@ comfy.model_patcher: ModelPatcherDynamic.load[device_to]
     ModelPatcherDynamic.restore_loaded_backups
     ModelPatcherDynamic.unpatch_model[device_to unpatch_weights]
 comfy.patcher_extension: WrappersMP.OUTER_SAMPLE WrappersMP.PREDICT_NOISE
-    CallbacksMP.ON_DETACH add_wrapper_with_key[wrapper_type key wrapper
+    CallbacksMP.ON_DETACH CallbacksMP.ON_LOAD add_wrapper_with_key[wrapper_type key wrapper
     transformer_options is_model_options]
 comfy.samplers: CFGGuider.predict_noise
 # blocks

@@ -6,6 +6,7 @@ import comfy_aimdo.host_buffer
 import pytest
 import torch
 from comfy.model_patcher import ModelPatcherDynamic
+from comfy.patcher_extension import CallbacksMP
 from comfyui_boot import MODE
 
 from qwen_l40s.hosts.comfyui.prepared import PreparedPatcher, prepare_once
@@ -112,6 +113,7 @@ OF_ONE_CLONE = {
 OF_THE_MODEL = {
     "another layer": other_layer,
     "another weight": other_weight,
+    "a weight cast in its place": lambda it: it.model.small.half(),
     "a patcher of ComfyUI's own": other_loader,
     "unloaded": lambda it: it.detach(),
     "small weights taken back": lambda it: it.partially_unload(CPU, 1e9),
@@ -150,6 +152,18 @@ def test_a_change_is_seen(device, name):
     assert walked(patcher, device) == walked(changed, device) == (name in OF_ONE_CLONE)
     ModelPatcherDynamic.load(changed, device)
     assert state(changed) == left, "ComfyUI's own loader leaves the same"
+
+
+def test_what_others_add_to_each_load_is_there_once(device):
+    patcher = made(device)
+
+    def add(self, *_):
+        self.model.large.weight_function.append(abs)
+
+    patcher.add_callback(CallbacksMP.ON_LOAD, add)
+    for one in (patcher, patcher.clone(), patcher):
+        walked(one, device)
+        assert patcher.model.large.weight_function == [abs]
 
 
 def test_a_load_that_fails_is_done_again(device, monkeypatch):
