@@ -137,6 +137,7 @@ class PackedLayer:
 PACKED_NAMES = {4: "asym_w4a8_int8", 6: "w6a8_int8"}
 # (codes, group_scale, codebook, bits) of a `PackedLayer` -> int8 [N, K], where codes are or not
 Decode = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None", int], torch.Tensor]
+Weight = torch.Tensor | StoredLayer | PackedLayer | BlockRows
 
 
 def accompanies(name: str) -> bool:
@@ -150,10 +151,9 @@ def canonical_tensors(
     decode: Decode,
     *,
     packed: bool = False,
-) -> Iterator[tuple[str, torch.Tensor | StoredLayer | PackedLayer | BlockRows]]:
-    """Yields every weight of a transformer: (layer, `StoredLayer`) for what stays quantized,
-    (layer, `BlockRows`) for what is in GGUF's blocks, and (name, tensor) for the rest, in the order
-    of `tensors`.
+) -> Iterator[tuple[str, Weight]]:
+    """Yields every weight of a transformer by its name, in the order of `tensors`: `StoredLayer`
+    for what stays quantized, `BlockRows` for what is in GGUF's blocks, and a tensor for the rest.
 
     Attention and MLP of the blocks stay quantized, and so does a modulation that the file has
     quantized, which is then computed in full precision. Their scales are [N, 1]; e4m3 without
@@ -208,7 +208,7 @@ def _converted(
     scales: Mapping[str, torch.Tensor],
     decode: Decode,
     packed: bool,
-) -> Iterator[tuple[str, torch.Tensor | StoredLayer | PackedLayer | BlockRows]]:
+) -> Iterator[tuple[str, Weight]]:
     slow_marker = MARKER in tensors and tensors[MARKER].numel() == 2
     for name in tensors:
         if AUXILIARY.search(name):
@@ -217,7 +217,7 @@ def _converted(
         form = quantization.layers.get(layer) if layer != name else None
         weight = tensors[name]
         if isinstance(weight, BlockRows):
-            yield (name, weight.dequantized()) if form is None else (layer, weight)
+            yield name, weight.dequantized() if form is None else weight
             continue
         if form is None:
             yield name, _plain(name, weight)
@@ -236,7 +236,7 @@ def _converted(
         if form in PACKED:
             coded = _packed(layer, tensors, scales[layer], settings, PACKED_BITS[form])
             if packed and stays:
-                yield layer, replace(coded, full_precision=slow)
+                yield name, replace(coded, full_precision=slow)
                 continue
             entry = coded.decoded(decode)
         else:
@@ -246,7 +246,7 @@ def _converted(
             continue
         _check_matrix(name, weight)
         scale = entry.scale.expand(len(entry.weight), 1).contiguous()
-        yield layer, replace(entry, scale=scale, full_precision=slow)
+        yield name, replace(entry, scale=scale, full_precision=slow)
 
 
 def _scales(tensors: Mapping[str, Any], quantized: Mapping[str, object]) -> dict[str, torch.Tensor]:

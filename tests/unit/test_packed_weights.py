@@ -85,17 +85,15 @@ def test_what_is_decoded_is_a_rotated_int8_weight(tmp_path, bits):
     tensors, values = model(bits)
     found = read(tmp_path, tensors)
     for name in (LAYER, MODULATION):
-        entry, scale = found[name], tensors[f"{name}.weight_s_channel"]
+        entry, scale = found[f"{name}.weight"], tensors[f"{name}.weight_s_channel"]
         assert torch.equal(entry.weight, values[name])
         assert torch.equal(entry.scale, scale[:, None])
         assert (entry.format, entry.convrot_groupsize) == ("int8 ConvRot", ROTATED)
         assert entry.full_precision == (name == MODULATION)
     outside = values[OUTSIDE].float() * tensors[f"{OUTSIDE}.weight_s_channel"][:, None]
     assert torch.equal(found[f"{OUTSIDE}.weight"], rotate(outside, ROTATED).bfloat16())
-    assert found.keys() == {
-        *(LAYER, MODULATION, f"{OUTSIDE}.weight", "txt_norm.weight"),
-        f"{BLOCK}.attn.norm_added_q.weight",
-    }
+    layers = LAYER, MODULATION, OUTSIDE, "txt_norm", f"{BLOCK}.attn.norm_added_q"
+    assert found.keys() == {f"{layer}.weight" for layer in layers}
     assert not [it for it in found.values() if isinstance(it, StoredLayer) and it.format == "int8"]
 
 

@@ -54,9 +54,9 @@ def store(tmp_path, tensors, metadata=None):
 def canonical(tmp_path, tensors, metadata=None):
     found = read(store(tmp_path, tensors, metadata))
     assert not [name for name in found if name.rpartition(".")[2] in AUXILIARY]
-    for layer, entry in found.items():
+    for entry in found.values():
         if isinstance(entry, StoredLayer):
-            scale = entry.tensors(layer)[f"{layer}.weight_scale"]
+            scale = entry.tensors("layer")["layer.weight_scale"]
             assert scale.dtype == torch.float32
             assert scale.shape == (len(entry.weight), 1)
             assert scale.is_contiguous()
@@ -90,14 +90,14 @@ def quantized(dtype, layers=(*COMPUTED, MODULATION), scale_shape=(), scale_name=
 
 
 def check(found, meant, format, full_precision=(MODULATION,)):
-    assert {name for name in found if isinstance(found[name], StoredLayer)} == set(meant)
+    stored = {name for name in found if isinstance(found[name], StoredLayer)}
+    assert stored == {f"{layer}.weight" for layer in meant}
     for layer, expected in meant.items():
-        entry = found[layer]
+        entry = found[f"{layer}.weight"]
         assert entry.format == format
         assert entry.full_precision == (layer in full_precision), layer
         assert torch.equal(value(entry), expected), layer
         assert f"{layer}.bias" in found
-        assert f"{layer}.weight" not in found
 
 
 # --- fp8
@@ -110,7 +110,7 @@ def test_a_file_where_everything_is_e4m3_without_scales(tmp_path):
     meant = {layer: tensors[f"{layer}.weight"].float() for layer in (*COMPUTED, MODULATION)}
     check(found, meant, "fp8")
     for layer in meant:
-        assert torch.equal(found[layer].scale, torch.ones(ROWS, 1))
+        assert torch.equal(found[f"{layer}.weight"].scale, torch.ones(ROWS, 1))
     rest = {name for name in tensors if name.removesuffix(".weight") not in meant}
     assert rest == {name for name in found if not isinstance(found[name], StoredLayer)}
     for name in rest:
@@ -197,7 +197,7 @@ def test_int8_convrot_keeps_its_rotation(tmp_path, nested):
         tensors[f"{layer}.comfy_quant"] = settings(format="int8_tensorwise", **entries)
     found = canonical(tmp_path, tensors)
     check(found, meant, "int8 ConvRot")
-    assert {found[layer].convrot_groupsize for layer in meant} == {16}
+    assert {found[f"{layer}.weight"].convrot_groupsize for layer in meant} == {16}
 
 
 def test_a_rotated_layer_that_is_not_computed_quantized_is_rotated_back(tmp_path):
@@ -236,7 +236,8 @@ def test_weights_that_need_no_conversion_are_not_read(tmp_path, scaled):
         for name, tensor in tensors.items()
     }
     found = dict(canonical_tensors(unread, quantization, decode_weight))
-    assert all(found[layer].weight is unread[f"{layer}.weight"] for layer in meant)
+    names = [f"{layer}.weight" for layer in meant]
+    assert all(found[name].weight is unread[name] for name in names)
     assert found["txt_norm.weight"] is unread["txt_norm.weight"]
 
 
@@ -255,10 +256,11 @@ def test_what_comes_out_can_be_stored_and_comes_out_again(tmp_path, format):
     assert inspect_checkpoint(path).parts[0].cannot_run == ()
     found = read(path)
     for layer, entry in entries.items():
-        assert torch.equal(found[layer].weight.float(), entry.weight.float())
-        assert torch.equal(found[layer].scale, entry.scale)
+        again = found[f"{layer}.weight"]
+        assert torch.equal(again.weight.float(), entry.weight.float())
+        assert torch.equal(again.scale, entry.scale)
         for name in ("format", "convrot_groupsize", "full_precision"):
-            assert getattr(found[layer], name) == getattr(entry, name)
+            assert getattr(again, name) == getattr(entry, name)
     with safe_open(path, framework="pt") as file:
         text = bytes(file.get_tensor(f"{MODULATION}.comfy_quant").tolist())
     assert json.loads(text)["full_precision_matrix_mult"] is True

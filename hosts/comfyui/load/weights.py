@@ -66,63 +66,43 @@ def transformer_tensors(
     plan: LoadPlan, device: torch.device
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Returns the state dict to load, and notes; reads only what it has to convert."""
-    source, precision = plan.source, plan.precision
-    tensors = map_tensors(source)
+    source, precision, quantization = plan.source, plan.precision, plan.source.part.quantization
     notes = what_was_stored(source, plan.packed)
+    read = map_tensors(source), quantization, functools.partial(_decoded, device)
+    weights: dict[str, Any] = dict(canonical_tensors(*read, packed=bool(plan.packed)))
+    _join(plan.shape.family.joined, weights)
+    to_round = _layers_to_round(plan, weights)
     ready: dict[str, torch.Tensor] = {}
-    stored: dict[str, Any] = {}  # StoredLayer; of GGUF BlockRows
-    decode = functools.partial(_decoded, device)
-    quantization = source.part.quantization
-    for name, entry in canonical_tensors(tensors, quantization, decode, packed=bool(plan.packed)):
-        if isinstance(entry, (StoredLayer, BlockRows)):
-            stored[name] = entry
-        elif isinstance(entry, PackedLayer):
-            ready |= entry.tensors(name)
+    rounded, expanded = {*to_round}, []
+    for name, weight in weights.items():
+        layer = name.removesuffix(".weight")
+        if layer in rounded:
+            continue
+        if isinstance(weight, torch.Tensor):
+            ready[name] = weight
+        elif isinstance(weight, tuple):
+            ready[name] = torch.cat(weight)
+        elif isinstance(weight, BlockRows):
+            expanded.append(layer)
+        elif isinstance(weight, StoredLayer) and (precision not in QUANTIZED or layer in plan.left):
+            ready[name] = weight.dequantized()
         else:
-            ready[name] = entry
-    halves = _join(plan.shape.family.joined, ready, stored)
-    quantizable = plan.shape.quantizable_layers().keys()
-
-    to_round = []
-    # What the author of a quantized file left in bf16 stays so.
-    gguf = quantization.gguf
-    if precision in QUANTIZED and (gguf or not (plan.packed or quantizable & stored.keys())):
-        to_round = sorted(
-            layer
-            for layer in quantizable - plan.left
-            if layer in halves or layer in stored or ready[f"{layer}.weight"].dtype in FLOAT_NAMES
-        )
-    if gguf:
-        others = sorted(stored.keys() - {*to_round})
-        ready |= quantize_shown(source, others, stored.__getitem__, IN_BF16, device)
-    else:
-        for layer, entry in stored.items():
-            if precision not in QUANTIZED or layer in plan.left:
-                ready[f"{layer}.weight"] = entry.dequantized()
-            elif plan.named and layer in quantizable and entry.format.split()[0] != precision:
-                to_round.append(layer)
-            else:
-                ready |= entry.tensors(layer)
+            ready |= weight.tensors(layer)
 
     def weight_of(layer: str) -> Any:
-        if layer in halves:
-            return torch.cat(halves[layer])
-        entry = stored.get(layer)
-        if entry is None:
-            return ready[f"{layer}.weight"]
-        if not gguf and quantization.layers.get(layer, "").endswith("unscaled"):
-            return entry.weight
-        return entry if gguf else entry.dequantized()
+        weight = weights[f"{layer}.weight"]
+        if isinstance(weight, tuple):
+            return torch.cat(weight)
+        if not isinstance(weight, StoredLayer):
+            return weight
+        unscaled = quantization.layers.get(layer, "").endswith("unscaled")
+        return weight.weight if unscaled else weight.dequantized()
 
-    for layer in halves.keys() - to_round:
-        ready[f"{layer}.weight"] = weight_of(layer)
-    if gguf and plan.packed:
-        packed = [
-            layer
-            for layer in to_round
-            if layer in stored and quantization.in_w4a8(layer, stored[layer].shape[1])
-        ]
-        ready |= _in_w4a8(source, packed, stored, device)
+    if expanded:
+        ready |= quantize_shown(source, sorted(expanded), weight_of, IN_BF16, device)
+    if quantization.gguf and plan.packed:
+        packed = [it for it in to_round if quantization.in_w4a8(it, weight_of(it).shape[1])]
+        ready |= _in_w4a8(source, packed, weight_of, device)
         to_round = sorted({*to_round} - {*packed})
         notes.append(f"{len(packed)} layers stay in w4a8, because {plan.packed}.")
     if to_round:
@@ -133,14 +113,33 @@ def transformer_tensors(
     return ready, notes
 
 
+def _layers_to_round(plan: LoadPlan, weights: Mapping[str, Any]) -> list[str]:
+    if plan.precision not in QUANTIZED:
+        return []
+    layers = {it: weights[f"{it}.weight"] for it in sorted(plan.shape.quantizable_layers())}
+    # What the author of a quantized file left in bf16 stays so.
+    quantized = plan.packed or any(isinstance(it, StoredLayer) for it in layers.values())
+    plain = plan.source.part.quantization.gguf or not quantized
+
+    def is_rounded(weight: Any) -> bool:
+        if isinstance(weight, StoredLayer):
+            return plan.named and weight.format.split()[0] != plan.precision
+        return plain and (not isinstance(weight, torch.Tensor) or weight.dtype in FLOAT_NAMES)
+
+    return [it for it, weight in layers.items() if it not in plan.left and is_rounded(weight)]
+
+
 def _in_w4a8(
-    source: Source, layers: Sequence[str], stored: Mapping[str, BlockRows], device: torch.device
+    source: Source,
+    layers: Sequence[str],
+    weight_of: Callable[[str], BlockRows],
+    device: torch.device,
 ) -> dict[str, torch.Tensor]:
     comfy.model_management.free_memory(STAGING_BYTES, device)
     progress = comfy.utils.ProgressBar(len(layers))
     tensors: dict[str, torch.Tensor] = {}
     for layer in layers:
-        entry = stored[layer]
+        entry = weight_of(layer)
         codes, groups, scale, _, codebook = comfy_kitchen.quantize_w4a8_int8_weight(
             entry.expand(entry.values.to(device)), W4A8_GROUP, W4A8_ROTATION
         )
@@ -201,39 +200,31 @@ def quantize_shown(
     return tensors
 
 
-def _join(
-    joined: Mapping[str, tuple[str, ...]],
-    ready: dict[str, torch.Tensor],
-    stored: dict[str, Any],
-) -> dict[str, tuple[torch.Tensor, ...]]:
-    """Puts layers that diffusers has apart into one, as ComfyUI's own files have them, and returns
-    {layer: its parts} of those that are in a dtype to compute with.
+def _join(joined: Mapping[str, tuple[str, ...]], weights: dict[str, Any]) -> None:
+    """Puts layers that diffusers has apart into one, as ComfyUI's own files have them: a tuple of
+    its parts where they are in a dtype to compute with.
     """
-    plain = {}
     found = [
-        (layer.removesuffix(apart[0]), whole, apart)
+        (name.removesuffix(f"{apart[0]}.weight"), whole, apart)
         for whole, apart in joined.items()
-        for layer in (name.removesuffix(".weight") for name in (*stored, *ready))
-        if layer.endswith(apart[0])
+        for name in weights
+        if name.endswith(f"{apart[0]}.weight")
     ]
-    parts: list[Any]
+    made: Any
     for block, whole, apart in found:
-        parts = [stored.pop(block + it, None) or ready.pop(f"{block}{it}.weight") for it in apart]
+        parts = [weights.pop(f"{block}{it}.weight") for it in apart]
         form, *others = (
             isinstance(it, StoredLayer) and replace(it, weight=None, scale=None) for it in parts
         )
         if form and all(form == other for other in others):
             weight = torch.cat([it.weight for it in parts])
             scale = torch.cat([it.scale for it in parts])
-            stored[block + whole] = replace(form, weight=weight, scale=scale)
+            made = replace(form, weight=weight, scale=scale)
         elif all(isinstance(it, BlockRows) and it.dtype == parts[0].dtype for it in parts):
-            values = torch.cat([it.values for it in parts])
-            stored[block + whole] = replace(parts[0], values=values)
+            made = replace(parts[0], values=torch.cat([it.values for it in parts]))
         else:
-            plain[block + whole] = tuple(
-                it if isinstance(it, torch.Tensor) else it.dequantized() for it in parts
-            )
-    return plain
+            made = tuple(it if isinstance(it, torch.Tensor) else it.dequantized() for it in parts)
+        weights[f"{block}{whole}.weight"] = made
 
 
 def _decoded(
