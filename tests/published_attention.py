@@ -31,7 +31,9 @@ def flash_attn_func(q, k, v):
     return exact(q, k, v)[0]
 
 
-# comfy-kitchen 0.2.31 and 0.2.40, sage_attention.py.
+# comfy-kitchen 0.2.31 and 0.2.40, sage_attention.py. The CUDA source (0.2.31) shares a scale among
+# 4 queries and 32 keys, subtracts one key from all where that helps, and rounds weights by tiles.
+# That is off by 0.016 on Gaussian input of 4,296 tokens, this by 0.022.
 def int8_attention(q, k, v, *, scale=None, attn_mask=None):
     """q, k, v, (B, heads, tokens, head_dim), and the weights in int8: q and k rotated, a scale for
     each of their rows and for each channel of v.
