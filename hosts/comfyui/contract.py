@@ -97,6 +97,10 @@ comfy_kitchen: quantize_w4a8_int8_weight
 comfy.memory_management: aimdo_enabled
 comfy.model_management: free_memory[memory_required device keep_loaded] get_torch_device
     loaded_models unload_model_and_clones[model all_devices]
+comfy.model_patcher: ModelPatcher ModelPatcherDynamic.load[device_to]
+    ModelPatcherDynamic.restore_loaded_backups
+    ModelPatcherDynamic.unpatch_model[device_to unpatch_weights]
+comfy.patcher_extension: CallbacksMP.ON_LOAD
 comfy.sd: CLIP[target embedding_directory parameters state_dict model_options
     disable_dynamic] CLIP.load_sd CLIPType TEModel detect_te_model llama_detect
     load_clip[ckpt_paths embedding_directory clip_type model_options disable_dynamic]

@@ -28,6 +28,7 @@ class _Prepared:
     device: Any
     # Equal to the patches' own and another object, so that a run of another loader is seen.
     patches: uuid.UUID
+    lora: int  # the id of the patches, which the weights' functions read; 0 without any
     wrappers: dict[str, list[Any]]
     modules: tuple[int, ...]  # their ids
     # (id, device, dtype) of parameters and buffers: `Module.to` moves a parameter in its place
@@ -41,6 +42,7 @@ class _Prepared:
         return cls(
             device,
             model.current_weight_patches_uuid,
+            id(patcher.patches) if patcher.patches else 0,
             {key: list(each) for key, each in patcher.weight_wrapper_patches.items() if each},
             tuple(map(id, model.modules())),
             tuple((id(it), it.device, it.dtype) for it in tensors),

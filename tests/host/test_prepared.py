@@ -166,6 +166,15 @@ def test_what_others_add_to_each_load_is_there_once(device):
         assert patcher.model.large.weight_function == [abs]
 
 
+def test_a_clone_does_not_read_what_was_added_to_another(device):
+    patcher = made(device)
+    lora(patcher)
+    clone = patcher.clone()
+    walked(patcher, device)
+    lora(patcher)
+    assert walked(clone, device)
+
+
 def test_a_load_that_fails_is_done_again(device, monkeypatch):
     patcher = made(device)
 
