@@ -56,7 +56,7 @@ class ComfyUIServer:
             (nodes / pack).symlink_to(ROOT, target_is_directory=True)
         for folder in ("diffusion_models", "text_encoders", "vae", "loras", "diffusers"):
             (base / "models" / folder).mkdir(parents=True, exist_ok=True)
-        self.port = _free_port()
+        self.port = free_port()
         command = [
             *(str(python), str(comfyui / "main.py"), "--disable-auto-launch"),
             *("--port", str(self.port), "--base-directory", str(base)),
@@ -135,7 +135,7 @@ class ComfyUIServer:
         raise ComfyUIServerError(f"ComfyUI did not start in {START_SECONDS} s:\n{self.tail()}")
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """Finds a port that the system hands out to no other program meanwhile."""
     for port in random.SystemRandom().sample(range(10_000, 32_000), 100):
         with contextlib.suppress(OSError), socket.socket() as probe:

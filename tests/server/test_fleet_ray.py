@@ -7,7 +7,6 @@ import functools
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 import waiting
 
+from qwen_l40s.bench.server import free_port
 from qwen_l40s.errors import SettingError
 from qwen_l40s.fleet.state import ServerState, read_states
 
@@ -26,14 +26,8 @@ ROOT = Path(__file__).resolve().parents[2]
 until = functools.partial(waiting.until, seconds=90)
 
 
-def port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
 def start(folder: str) -> tuple[subprocess.Popen[bytes], str]:
-    number = port()
+    number = free_port()
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
     command += ["--num-cpus=2", "--num-gpus=0", f"--port={number}", f"--temp-dir={folder}"]
     environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
@@ -86,7 +80,7 @@ def comfyui(tmp_path: Path) -> Path:
 @contextlib.contextmanager
 def fleet(comfyui: Path, address: str, *more: str):
     command = [sys.executable, ROOT, "fleet", "--ray", address, "--comfyui", comfyui]
-    command += ["--python", sys.executable, "--folder", comfyui / "fleet", "--port", port()]
+    command += ["--python", sys.executable, "--folder", comfyui / "fleet", "--port", free_port()]
     environment = {**os.environ, "RAY_AUTH_MODE": "disabled"}
     with subprocess.Popen(
         [*map(str, command), *more], stderr=subprocess.PIPE, text=True, env=environment
@@ -154,7 +148,7 @@ def test_no_server_outlives_the_raylet_or_the_fleet(cluster, comfyui: Path, who:
 def test_a_cluster_that_has_no_gpu_or_is_not_there_is_said(cluster, comfyui: Path):
     for address, words in (
         (cluster[1], "the cluster has 0 GPUs, and 1 servers need one each"),
-        (f"127.0.0.1:{port()}", "no Ray cluster answers at"),
+        (f"127.0.0.1:{free_port()}", "no Ray cluster answers at"),
     ):
         with fleet(comfyui, address) as driver:
             _, said = driver.communicate(timeout=90)

@@ -6,7 +6,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,8 @@ import pytest
 from comfyui_host import comfyui_folder, comfyui_python
 from PIL import Image
 from waiting import SECONDS, until
+
+from qwen_l40s.bench.server import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 ADDRESS = "127.0.0.1:8188"
@@ -31,12 +32,6 @@ def folder(tmp_path):
     for name in ("workflows", "__main__.py"):
         (tmp_path / name).symlink_to(ROOT / name)
     return tmp_path
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def run(command, folder):

@@ -230,7 +230,7 @@ def test_the_server_is_killed_and_started_again_in_the_middle(
         server.client.close()
         server.process.kill()
         server.process.wait()
-    monkeypatch.setattr(bench_server, "_free_port", lambda: server.port)
+    monkeypatch.setattr(bench_server, "free_port", lambda: server.port)
     server = Server(comfyui_folder(), tmp_path / "base")
     try:
         out, err = process.communicate(timeout=SECONDS)

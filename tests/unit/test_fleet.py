@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import waiting
 
+from qwen_l40s.bench.server import free_port
 from qwen_l40s.cli.fleet import table
 from qwen_l40s.errors import SettingError, UnavailableError
 from qwen_l40s.fleet import ray, supervisor
@@ -54,12 +55,6 @@ def plan(tmp_path: Path) -> ServerPlan:
     return ServerPlan(comfyui, Path(sys.executable), tmp_path / "fleet", ("--more", "x"))
 
 
-def port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
 def fault(plan: ServerPlan, **faults: Any) -> None:
     new = plan.comfyui / "new"
     new.write_text(json.dumps(faults))
@@ -69,7 +64,7 @@ def fault(plan: ServerPlan, **faults: Any) -> None:
 class Seen:
     def __init__(self, plan: ServerPlan, card: str = "cpu") -> None:
         self.states: list[str] = []
-        self.server = FleetServer(plan, port(), card, changed=self._changed)
+        self.server = FleetServer(plan, free_port(), card, changed=self._changed)
         self.state = self.server.state
 
     def _changed(self) -> None:
@@ -267,10 +262,10 @@ def alive(pid: int) -> bool:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's kill is Linux's")
 def test_the_command_runs_two_servers_and_its_death_leaves_no_orphan(plan: ServerPlan):
-    with fleet(plan, "--cards", "cpu:2", "--port", str(port())) as process:
+    with fleet(plan, "--cards", "cpu:2", "--port", str(free_port())) as process:
         until(lambda: ready(plan, 2))
         pids = [each.pid for each in listed(plan)]
-        second = fleet(plan, "--cards", "cpu:1", "--port", str(port()))
+        second = fleet(plan, "--cards", "cpu:1", "--port", str(free_port()))
         assert "another fleet runs in this folder" in second.communicate(timeout=60)[1]
         assert second.returncode == 2
         process.kill()
@@ -279,7 +274,7 @@ def test_the_command_runs_two_servers_and_its_death_leaves_no_orphan(plan: Serve
 
 def test_the_first_signal_drains_and_servers_json_says_so(plan: ServerPlan):
     fault(plan, left=1)
-    with fleet(plan, "--cards", "cpu:2", "--port", str(port())) as process:
+    with fleet(plan, "--cards", "cpu:2", "--port", str(free_port())) as process:
         until(lambda: ready(plan, 2))
         process.send_signal(signal.SIGTERM)
         until(lambda: [each.state for each in listed(plan)] == ["draining"] * 2)
@@ -294,7 +289,7 @@ def test_the_first_signal_drains_and_servers_json_says_so(plan: ServerPlan):
 
 def test_a_fleet_without_a_server_that_starts_is_exit_code_1(plan: ServerPlan):
     fault(plan, end=1)
-    with fleet(plan, "--cards", "cpu:2", "--port", str(port())) as process:
+    with fleet(plan, "--cards", "cpu:2", "--port", str(free_port())) as process:
         _, said = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "failed: the server ended with exit code 1: no such file: a model" in said
@@ -411,6 +406,6 @@ def test_the_table_has_a_row_a_server_and_says_what_is_wrong():
         "http://b: it ended.",
         "1 of 2 servers ready, 120 images an hour",
     ]
-    (row,) = ask_all([ServerState(f"http://127.0.0.1:{port()}", "0", "restarting")])
+    (row,) = ask_all([ServerState(f"http://127.0.0.1:{free_port()}", "0", "restarting")])
     assert (row.job, row.images_per_hour) == ("", 0.0)
     assert row.as_dict()["state"] == "restarting"
