@@ -27,13 +27,13 @@ from .choice import (
     trial,
 )
 
-# Relative, of one call. On Gaussian q, k and v kitchen_int8 is off by 0.017 (H200). An emulation of
-# its CUDA source, on a CPU in fp32, is off by 0.0066 to 0.0097 in the first measured forward pass of
-# the micro model and by 0.0075 to 0.0145 in that of micro 2.1; 40 held-out prompts each. Later steps
-# have up to 1.8 times that. Mean PSNR of their images against exact attention, by the median error:
-# 51.5 and 50.4 dB at 0.008 and 0.010, 45.8 and 45.5 at 0.016 and 0.019 (7 bits), 40.3 and 40.2 at
-# 0.036 (6 bits; one shape of 80 fails). int8 weights give 46.6 and 46.9 dB, bf16 against fp32 39.5
-# and 41.1.
+# Relative, of one call. On Gaussian q, k and v kitchen_int8 is off by 0.017 (H200). An emulation
+# of its CUDA source, on a CPU in fp32, is off by 0.0066 to 0.0097 in the first measured forward
+# pass of the micro model and by 0.0075 to 0.0145 in that of micro 2.1; 40 held-out prompts each.
+# Later steps have up to 1.8 times that. Mean PSNR of their images against exact attention, by the
+# median error: 51.5 and 50.4 dB at 0.008 and 0.010, 45.8 and 45.5 at 0.016 and 0.019 (7 bits),
+# 40.3 and 40.2 at 0.036 (6 bits; one shape of 80 fails). int8 weights give 46.6 and 46.9 dB, bf16
+# against fp32 39.5 and 41.1.
 MOST_ERROR = 0.02
 NOT_RUN = Verdict("it did not run")
 
