@@ -138,7 +138,7 @@ def rehearse(
 def rehearse_forms(
     forms: Sequence[BlockForm], width: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Does so for blocks that need not be there, by their forms."""
+    """Prepares all launches of a pass through blocks of these forms, which need not be there."""
     ops, what = choose_ops(device), (device, dtype, width, tuple(forms))
     if isinstance(ops, Verdict) or what in _rehearsed:
         return

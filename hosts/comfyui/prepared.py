@@ -69,7 +69,8 @@ class PreparedPatcher(ModelPatcherDynamic):
             finally:
                 self._unchanged = False
             put(model, model_loaded_weight_memory=now.loaded_bytes)
-            logging.info("Nothing of it has changed: all weights stay where they are.")
+            name = type(model).__name__
+            logging.info(f"Model {name} has not changed: its weights stay where they are.")
         else:
             model.__dict__.pop(_KEY, None)
             super().load(device_to, *args, **kwargs)
