@@ -56,6 +56,7 @@ class ForwardPass:
         self._prepared = prepared
         self._team = team
         self._host = host
+        host.prepared = prepared
         self._fall_back = fall_back
         self._memory = memory
         self._hold = hold
@@ -99,11 +100,13 @@ class ForwardPass:
             return host.output(self._hand_on(index, positional, arguments))
         prepared = self._prepared
         refusal = self._look(index) or prepared.unsupported[index] or prepared.check.failed
+        # What a block has failed at may be rows that the host has it compute before these.
         inputs = refusal or host.inputs(block, positional, arguments)
+        inputs = refusal or prepared.check.failed or inputs
         if inputs is None or isinstance(inputs, Verdict):
             if inputs is not None:
                 self._fall_back(inputs, 1)
-            return type(block).forward(block, *positional, **arguments)
+            return host.run_block(block, positional, arguments)
         with host.lasting():
             return host.output(self._run_fused(index, block, arguments, inputs))
 

@@ -21,11 +21,13 @@ from ...optimizations.blocks.host import BlockInputs, PrefixedStream, Streams
 from ...optimizations.blocks.workspace import Prefix
 from ...optimizations.modulation import Entry
 from ...optimizations.nag import JointGuidance, PrefixGuidance
+from ...optimizations.passes import WatchedError
 from ...optimizations.reference import Guidance, Rotary, Tokens
 from ...verdict import Verdict
 from . import contract
 from .sample.attention import SLOT, GuidedAttention
 from .sample.forward import INPUT_PATCH, OTHER_ARGUMENTS, ComfyPass, rotary_of
+from .sample.prefix import KeptPrefixes, PrefixParts, Rows
 
 
 def join_negative(
@@ -111,6 +113,8 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
         self._next: int | None = None
         self._own: Streams | None = None  # of a block that is compared
         self._late: Callable[[], None] | None = None  # puts away its keys, unless they are refused
+        self._parts: PrefixParts | None = None  # of what fills it
+        self._in_parts = True  # whether rows up to the last reference are computed by themselves
         self._slot: Any = None  # of the prefix cache
         self._prefixes: Sequence[Prefix] | None = None
 
@@ -129,7 +133,9 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
 
     def clean_up(self) -> None:
         super().clean_up()
-        self._own = self._late = None
+        self._own = self._late = self._parts = None
+        self._in_parts = False
+        KeptPrefixes.of(self.owner.diffusion_model).clear()
         # It may hold NaN, and ComfyUI fails where the same prompt is looked up twice in turn.
         transformer = self.owner.diffusion_model
         if hasattr(transformer, "reset_prefix_cache"):
@@ -153,6 +159,8 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
         (x, mod, pe), before = map(arguments.get, ("x", "mod", "pe")), arguments["prefix_len"]
         batch, rows, _ = x.shape
         self._fills, self._shift = before == rows, before % rows
+        if self._fills and (parts := self._parts_of(arguments, **bound)):
+            return self._fill(parts, block, arguments, **bound)
         tokens, segments = Tokens(batch, 0, rows, rows - before), bound.pop("segments")
         make = partial(self.new_step, tokens, x, pe, segments)
         step = self.kept_step((pe,), (tokens, x.dtype, segments), make)
@@ -166,6 +174,99 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
         self._whole = x, None if goes_on else image, segments  # a graph begins with turned rows
         self._next = None if watched else index + 1
         return BlockInputs(image[:, :0], image, mod, self.guided(step), watched)
+
+    def _parts_of(
+        self, given: dict[str, Any], segments: tuple[Segment, ...], cache: Any, block_index: int
+    ) -> PrefixParts | None:
+        """Finds the parts of the rows that fill ComfyUI's cache; None where they run as one."""
+        if isinstance(cache, _Kept):  # it is the first part
+            return None
+        x, parts = given["x"], self._parts
+        if block_index and parts is not None:
+            if x is not parts.handed or block_index != parts.following:
+                raise WatchedError
+            return parts
+        self._parts = None
+        cut = max((it.stop for it in segments if not it.causal), default=0)
+        guided = isinstance(self._options.get(SLOT), GuidedAttention)
+        fused = self.prepared is not None and not any(self.prepared.unsupported)
+        if block_index or not (cut and fused and self._in_parts and self.attention) or guided:
+            return None
+        settings = self.state, self.attention
+        zero = tuple(it[0] for it in given["mod"][:4])
+        rows = Rows(x, given["pe"], zero, cut, settings)
+        kept = found = None
+        same = 0
+        if cache.dtype == "default" and cache.store_device == self.device:
+            store = KeptPrefixes.of(self.owner.diffusion_model)
+            found, same = store.find(rows, len(self.blocks))
+            kept = found if same == x.shape[1] else store.begin(rows, cache, found)
+        if same:
+            note = f"prompt: keys and values of {same} of {x.shape[1]} rows are an earlier run's"
+            self.prepared.notes[note] = None
+        self._parts = PrefixParts(rows, kept, found, same)
+        return self._parts
+
+    def _fill(
+        self,
+        parts: PrefixParts,
+        block: torch.nn.Module,
+        given: dict[str, Any],
+        segments: tuple[Segment, ...],
+        cache: Any,
+        block_index: int,
+    ) -> BlockInputs | None:
+        """Has a block compute the rows up to the last reference, where they are not kept, and gives
+        the inputs of those behind; None where there are none to compute.
+        """
+        index, mod, options = block_index, given["mod"], given["transformer_options"]
+        parts.following = index + 1
+        parts.done = parts.whole
+        if parts.whole:
+            slot = cache.slot
+            slot["blocks"][index], slot["params"][index] = parts.kept.blocks[index], None
+            return None
+        cut = parts.cut
+        if parts.first is None:
+            prefix = Prefix(*parts.found.blocks.pop(index)[:, :, :cut].unbind(1))
+        else:
+            first = _Kept()
+            bound = _bound(given["attn_fn"], "block_causal_attention")["segments"]
+            make = import_module(CODE).block_causal_attention
+            attend = make(parts.segments(bound), options, first, index, cut)
+            parts.first = block(parts.first, mod, parts.turns[0], attend, cut, options)
+            prefix = first.blocks[index]
+        rows, turns = parts.second, parts.turns[1]
+        batch, count, _ = rows.shape
+        keep = partial(self._keep_parts, parts, cache, index)
+        parts.done = not count
+        if parts.done:
+            keep(*prefix)
+            return None
+        tokens = Tokens(batch, 0, count, 0)
+        behind = (Segment(0, count, 0, cut + count, True),)
+        make = partial(self.new_step, tokens, rows, turns, behind)
+        step = self.kept_step((turns,), (tokens, rows.dtype, behind), make)
+        parts.runs = True
+        return BlockInputs(rows[:, :0], rows, mod, step._replace(prefix=prefix, keep=keep), False)
+
+    def _keep_parts(
+        self, parts: PrefixParts, cache: Any, index: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        cache.put(index, torch.stack([keys, values], 1))
+        if parts.kept is not None:
+            parts.kept.blocks[index] = cache.slot["blocks"][index]
+
+    def run_block(
+        self, block: torch.nn.Module, positional: tuple, arguments: dict[str, Any]
+    ) -> Any:
+        parts, x = self._parts, arguments.get("x")
+        if parts is None or (x is not parts.rows and x is not parts.handed):
+            return super().run_block(block, positional, arguments)
+        if not parts.done:  # ComfyUI's block would read rows that no block has written
+            raise WatchedError
+        parts.done = False
+        return parts.handed
 
     def unchanged(
         self, index: int, positional: tuple, arguments: dict[str, Any], inputs: tuple
@@ -197,6 +298,9 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
             self._late = put
 
     def output(self, streams: Streams) -> torch.Tensor:
+        if self._parts is not None and self._parts.runs:
+            self._parts.second, self._parts.runs = streams[1], False
+            return self._parts.handed
         # Those of ComfyUI's own block are there, and a later run, which compares none, has ours.
         if self._late and streams is not self._own:
             self._late()

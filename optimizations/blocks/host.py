@@ -82,6 +82,7 @@ class HostPass:
     # stays where it is until the run ends; None for none
     prefixes: Sequence[Prefix] | None = None
     steps: int | None  # of the run, where the host tells
+    prepared: PreparedModel | None = None  # what is known of the model, as soon as a pass begins
     _kept: Mapping[Hashable, tuple[tuple, Step]] = MappingProxyType({})
 
     def fallback(self) -> Verdict | None:
@@ -97,6 +98,12 @@ class HostPass:
         call is beside the pass and the host's.
         """
         raise NotImplementedError
+
+    def run_block(
+        self, block: torch.nn.Module, positional: tuple, arguments: dict[str, Any]
+    ) -> Any:
+        """Runs a block that the executor does not."""
+        return type(block).forward(block, *positional, **arguments)
 
     def lasting(self, capturing: bool = False) -> AbstractContextManager[None]:
         """Lets what is allocated meanwhile outlive the block that runs."""
@@ -240,7 +247,8 @@ class FirstBlockCheck:
         self.worst: float | None = None
 
     def wanted(self, step: Step) -> bool:
-        return _form(step) not in self._passed
+        # Rows beside kept ones that are kept as well: those before and behind are compared.
+        return _form(step) not in self._passed and not (step.keep and step.prefix)
 
     def fail(self, reason: str) -> None:
         self.failed = Verdict(reason, final=True)
@@ -385,6 +393,7 @@ class PreparedModel:
         self.quantized = bool(self._formats)  # whether any is
         self.graphs = GraphFigures()  # what this run had of CUDA graphs
         self.exchanged = False  # whether somebody exchanged what blocks were given, unannounced
+        self.notes: dict[str, None] = {}  # lines of the report, by the host
         self.dropped = 0  # how often graphs were given up because memory ran out
         self._blocks = tuple(map(weakref.ref, host.blocks))
         self._weights: Hashable = None
@@ -454,4 +463,10 @@ class PreparedModel:
             lines.append(f"layers: {self.kinds[None]} of {layers} run {host} code")
         if split is not None:
             lines += split.lines()
-        return lines + self.graphs.lines() + self.verdicts.lines("graphs") + self.modulation.lines()
+        return (
+            lines
+            + list(self.notes)
+            + self.graphs.lines()
+            + self.verdicts.lines("graphs")
+            + self.modulation.lines()
+        )

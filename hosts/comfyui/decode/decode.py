@@ -34,6 +34,7 @@ from ....spec.formats import format_gib
 from ....verdict import read_or
 from ..contract import unsupported_host
 from ..record import MeasuredPhase, phase
+from ..sample.prefix import bytes_on
 from .fused import FusedLayers, OwnLayers, changed, decoder_stages, encoder_stages
 from .kept import KeptVAE
 
@@ -378,7 +379,7 @@ def free_bytes(vae: comfy.sd.VAE) -> int:
     """
     if on_processor(vae):
         return available_memory()
-    free = comfy.model_management.get_free_memory(vae.device)
+    free = comfy.model_management.get_free_memory(vae.device) + bytes_on(vae.device)
     reserved = comfy.model_management.extra_reserved_memory()
     return max(0, int(free - reserved - BOOKED * waiting_bytes(vae)))
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ....optimizations.patches import patched
+from .prefix import KeptPrefixes
 
 GIVEN = ("c_crossattn", "ref_latents")
 MOST = 8  # prompts that alternate in a run
@@ -92,6 +93,8 @@ class Prompts:
                 if known is key and of is cache and any(slot is it for it in cache.slots):
                     cache.slot = slot
                     return cache, cache.filled(blocks)
+            if (room := transformer.current_patcher) is not None:
+                KeptPrefixes.of(transformer).make_room(room.get_free_memory(device), size)
             found, filled = select(transformer, key, size, device, options)
             if found is not None:
                 self._slots = [*self._slots[1 - MOST :], (key, found, found.slot)]

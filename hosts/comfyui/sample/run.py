@@ -34,6 +34,7 @@ from .forward import IDLE, is_compiled, is_skipped
 from .held import HeldWeights, drop_row_scales
 from .modulation import Call, ModelModulation, by_name
 from .off_card import named_weights
+from .prefix import KeptPrefixes
 from .prompts import Prompts, alone
 
 logger = logging.getLogger(__name__)
@@ -148,6 +149,7 @@ class ComfyOptimization(Optimization):
         ModelModulation.on_detach(patcher, unpatch_all)
         if unpatch_all:
             drop_row_scales(blocks_of(patcher.model.diffusion_model))
+            KeptPrefixes.of(patcher.model.diffusion_model).clear()
             self.release(patcher.model)
             self._weights.pop(patcher.model, None)
 
