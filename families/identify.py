@@ -134,6 +134,7 @@ ALGORITHMS = {
     "w_norm": "LoRA (whole differences)",
     "set": "LoRA (whole weights)",
 }
+# What trainers put before a module's name, in any combination: who does.
 PREFIXES = {
     "model.diffusion_model.": "checkpoint (model.diffusion_model.)",
     "diffusion_model.": "ComfyUI (diffusion_model.)",
@@ -143,8 +144,14 @@ PREFIXES = {
     "lycoris_": "LyCORIS (lycoris_)",
     "lora_transformer_": "OneTrainer (lora_transformer_)",
     "pipe.dit.": "DiffSynth (pipe.dit.)",
+    "dit.": "DiffSynth (dit.)",
+    "_orig_mod.": "torch.compile (_orig_mod.)",
     "transformer_blocks.": "bare (transformer_blocks.)",
 }
+BARE, CORES = "transformer_blocks.", "lora_unet_"  # what ComfyUI maps
+_WRAPPERS = tuple(it for it in PREFIXES if it.endswith(".") and it != BARE)
+# Names with "_" for ".", which only the list of the model's modules can undo.
+_FLAT = tuple(it for it in PREFIXES if it.endswith("_") and it != CORES)
 # The second axes of LoKr's two factors multiply to a layer's input.
 READS_INPUT = {*DOWN, "hada_w1_b"} | {
     f"lokr_w{factor}{part}" for factor in (1, 2) for part in ("", "_b")
@@ -256,18 +263,6 @@ def _ranks(tensors: Tensors, found: dict[str, re.Match[str]]) -> dict[str, int |
 # `default`. PEFT, DiffSynth-Studio, OneTrainer and ai-toolkit also write names that it skips with a
 # line in the log.
 
-# What trainers put before a module's name, in any combination.
-_WRAPPERS = (
-    "base_model.model.",
-    "model.diffusion_model.",
-    "diffusion_model.",
-    "pipe.dit.",
-    "dit.",
-    "transformer.",
-    "_orig_mod.",
-)
-# Names with "_" for ".", which only the list of the model's modules can undo.
-_FLAT = ("lora_transformer_", "lycoris_")
 # PEFT writes the adapter's own name into the middle.
 _ADAPTER = re.compile(r"\.lora_([AB])\.[^.]+\.weight$")
 
@@ -284,7 +279,7 @@ def normalize_name(name: str) -> str:
             name = name.removeprefix(prefix)
         for prefix in _FLAT:
             if name.startswith(prefix):
-                name = f"lora_unet_{name.removeprefix(prefix)}"
+                name = CORES + name.removeprefix(prefix)
     return name
 
 

@@ -6,9 +6,7 @@ from hypothesis import strategies as st
 from qwen_l40s.families.identify import PREFIXES, SUFFIX, normalize_name
 from qwen_l40s.families.qwen_image import QWEN_IMAGE
 
-PREFIX = st.sampled_from(
-    ["", "base_model.model.", "pipe.dit.", "dit.", "_orig_mod.", *PREFIXES, "lora_transformer_"]
-)
+PREFIX = st.sampled_from(["", *PREFIXES])
 TARGETS = st.sampled_from(QWEN_IMAGE.lora_targets)
 MODULE = st.builds("transformer_blocks.{}.{}".format, st.integers(0, 59), TARGETS)
 PAIRS = ["lora_A.weight", "lora_B.default.weight", "lora_down.weight", "lora_up.weight", "alpha"]
