@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.usefixtures("inference_mode"),
     pytest.mark.host_has("comfy.model_base.QwenImage21"),
 ]
-CPU = torch.device("cpu")
+CARD = management.get_torch_device()
 BLOCKS, BEFORE, IMAGES = 2, 3, {1: (4, 6), 2: (2, 2), 3: (4, 6)}
 ROWS = sum(IMAGES[it][0] * IMAGES[it][1] for it in (1, 2))
 
@@ -152,7 +152,7 @@ def test_attention_of_others_computes_the_rows_of_each_prompt(kept):
     for _ in range(2):
         sample(model, BASE)
         assert computed(kept) == BEFORE + ROWS + 3
-    assert not bytes_on(CPU)
+    assert not bytes_on(CARD)
 
 
 def unload(model, patch):
@@ -160,7 +160,7 @@ def unload(model, patch):
 
 
 def need_room(model, patch):
-    management.free_memory(1e30, CPU)
+    management.free_memory(1e30, CARD)
 
 
 def detach(model, patch):
@@ -175,14 +175,14 @@ def little_is_free(model, patch):
 def test_memory_is_given_back(lose, kept, monkeypatch):
     model = optimize(strong_21())
     expected = sample(model, BASE)
-    assert bytes_on(CPU) > BLOCKS * 2 * ROWS * 256 * 4
+    assert bytes_on(CARD) > BLOCKS * 2 * ROWS * 256 * 4
     computed(kept)
     lose(model, monkeypatch)
     if lose is little_is_free:
         monkeypatch.setattr(qwen_image.PrefixedComfyPass, "_fill", None)
         store = KeptPrefixes.of(model.model.diffusion_model)
         store.make_room(1, 1)
-    assert not bytes_on(CPU)
+    assert not bytes_on(CARD)
     monkeypatch.undo()
     assert torch.equal(sample(model, BASE), expected)
     assert computed(kept) == BEFORE + ROWS + 3
@@ -191,16 +191,16 @@ def test_memory_is_given_back(lose, kept, monkeypatch):
 def test_room_is_kept_for_what_comfyui_needs(kept):
     model = optimize(strong_21())
     sample(model, BASE)
-    management.free_memory(0, CPU)
-    assert bytes_on(CPU)
+    management.free_memory(0, CARD)
+    assert bytes_on(CARD)
 
 
-@pytest.mark.parametrize("options", [{"device": "off"}, {"dtype": "int8"}, {"device": "cpu"}])
+@pytest.mark.parametrize("options", [{"device": "off"}, {"dtype": "int8"}, {"device": "gpu"}])
 def test_a_cache_of_another_kind_gives_the_same_bits_each_time(options):
     model = optimize(strong_21())
     model.model_options["transformer_options"]["qwen_image21_cache"] = options
     assert torch.equal(sample(model, BASE), sample(model, BASE))
-    assert bool(bytes_on(CPU)) == (options == {"device": "cpu"})
+    assert bool(bytes_on(CARD)) == (options == {"device": "gpu"})
     drop(model)
 
 
