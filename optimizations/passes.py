@@ -6,7 +6,6 @@ one stays.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -252,7 +251,6 @@ class ForwardPass:
             if isinstance(plan, Verdict):
                 figures.refuse(plan)
                 return False
-            start = time.perf_counter()
             if graph is not None:
                 result = graph.replay(*given)
             else:
@@ -264,8 +262,6 @@ class ForwardPass:
         except Exception as error:  # compilers, drivers and packages raise anything
             self._end_sharing(Verdict(f"several GPUs raised {first_line(error)}", final=True))
         else:
-            figures.seconds += (graph or split).issued - start
-            figures.blocks += len(host.blocks)
             figures.passes += 1
             figures.plan = plan
             self._hand(given, result, graph)

@@ -98,7 +98,6 @@ class Split:
         self._kept: list[Pairs] = []  # that copies read
         self._sent: dict[Hashable, Pairs] = {}  # in blocks
         self.timed = Timed(cards[0].device)  # the blocks of the last run, on the first card
-        self.issued = 0.0  # when the CPU had issued all of the last run, by `time.perf_counter`
 
     def run(
         self,
@@ -120,7 +119,6 @@ class Split:
             with self.timed:
                 self._run(parts, first, last, after)
             result = self._gather(parts, image.new_empty(image.shape))
-            self.issued = time.perf_counter()
         except BaseException:  # nobody copies from or to what is freed next
             for route in self._routes.values():
                 route.finish()
