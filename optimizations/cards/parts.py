@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -150,24 +151,24 @@ class Part:
     ) -> None:
         self.card, self.share, self.x = card, share, x
         self._step, self._entry = step, entry
-        self._blocks: dict[int, tuple[KnownBlock, Program]] = {}
+        self._blocks: list[tuple[KnownBlock, Program]] = []
         self._known: KnownBlock
         self.program: Program  # of the block that is computed
         self._ending: tuple[_Tail, tuple[Any, ...]]
 
-    def open(self, first: int, last: int) -> None:
-        """Prepares blocks from `first` on, without `last`, and runs the norm of the first."""
-        card, indices = self.card, range(first, last)
-        known = [card.executor.look(card.blocks[index], self.x) for index in indices]
+    def open(self, blocks: int) -> None:
+        """Prepares the first blocks, and runs the norm of the first of all."""
+        card = self.card
+        known = [card.executor.look(block, self.x) for block in islice(card.blocks, blocks)]
         changes = None
         while changes != card.workspace.changes:  # a larger buffer makes all programs void
             changes = card.workspace.changes
             programs = [card.workspace.program(it.form, self.share, self.x) for it in known]
             for program in programs:
                 received(program)
-        self._blocks = dict(zip(indices, zip(known, programs, strict=True), strict=True))
-        self._known, self.program = self._blocks[first]
-        self.program.begin(self.x, self._entry.of(first)[0])
+        self._blocks = list(zip(known, programs, strict=True))
+        self._known, self.program = self._blocks[0]
+        self.program.begin(self.x, self._entry.of(0)[0])
 
     def begin(self) -> None:
         """Computes what the LoRAs beside the first layers make of the card's rows."""
@@ -208,7 +209,7 @@ class Part:
         known, program = self._known, self.program
         self.card.executor.multiply(program, known, (TEXT_LAST, IMAGE_LAST))
         gates = self._entry.of(index)[1]
-        if index + 1 not in self._blocks:
+        if index + 1 == len(self._blocks):
             program.end(self.x, gates)
             return
         norms = self._entry.of(index + 1)[0]

@@ -12,8 +12,8 @@ cards, block by block; copies run beside q, k and v.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
 from typing import Any
 
@@ -27,36 +27,6 @@ from ..blocks.products import Share, streams_of
 from ..modulation import Entry
 from ..reference import Rotary, Tokens
 from .parts import KEYS, QUERIES, VALUES, Pairs, Part, ShareCard
-
-
-class Timed:
-    """Measures the time of a card between two points of its current stream; of the CPU, there."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._events: list[torch.cuda.Event] = []
-        if device.type == "cuda":
-            self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        self._times = [0.0, 0.0]
-
-    def __enter__(self) -> None:
-        self._mark(0)
-
-    def __exit__(self, *_: object) -> None:
-        self._mark(1)
-
-    def _mark(self, which: int) -> None:
-        if self._events:
-            self._events[which].record()
-        self._times[which] = time.perf_counter()
-
-    @property
-    def milliseconds(self) -> float:
-        """Waits for the second point, and gives the time between them."""
-        if not self._events:
-            return 1000 * (self._times[1] - self._times[0])
-        start, stop = self._events
-        stop.synchronize()
-        return start.elapsed_time(stop)
 
 
 def shares_of(tokens: Tokens, images: Sequence[int], exchange: str) -> list[Share]:
@@ -97,7 +67,6 @@ class Split:
         self._additions = {block: it for block, it in enumerate(additions) if it is not None}
         self._kept: list[Pairs] = []  # that copies read
         self._sent: dict[Hashable, Pairs] = {}  # in blocks
-        self.timed = Timed(cards[0].device)  # the blocks of the last run, on the first card
 
     def run(
         self,
@@ -105,25 +74,24 @@ class Split:
         image: torch.Tensor,
         step: Step,
         entry: Entry,
-        first: int,
-        last: int,
+        blocks: int,
         after: Callable[[int], None] | None = None,
+        timed: AbstractContextManager | None = None,
     ) -> Streams:
-        """Runs the blocks from `first` on, without `last`; text and image are on the first card, as
-        the results are. `after` is called with the index of each block that was launched.
+        """Runs the first blocks; text and image are on the first card, as the results are. `after`
+        is called with the index of each block that was launched; `timed` is around them all.
         """
         self._kept.clear()
         self._sent.clear()
         try:
-            parts = self._begin(text, image, step, entry, first, last)
-            with self.timed:
-                self._run(parts, first, last, after)
-            result = self._gather(parts, image.new_empty(image.shape))
+            parts = self._begin(text, image, step, entry, blocks)
+            with timed or nullcontext():
+                self._run(parts, blocks, after)
+            return self._gather(parts, image.new_empty(image.shape))
         except BaseException:  # nobody copies from or to what is freed next
             for route in self._routes.values():
                 route.finish()
             raise
-        return result
 
     def capture(self, x: torch.Tensor, step: Step, entry: Entry) -> None:
         """Runs all blocks in place, while the current streams of all cards capture a CUDA graph."""
@@ -131,16 +99,14 @@ class Split:
             route.begin_capture()
         text, image = streams_of(x, step.tokens)
         blocks = len(self._cards[0].blocks)
-        parts = self._begin(text, image, step, entry, 0, blocks)
-        self._run(parts, 0, blocks, None)
+        parts = self._begin(text, image, step, entry, blocks)
+        self._run(parts, blocks, None)
         own, _ = self._gather(parts, image)
         text.copy_(own)
 
-    def _run(
-        self, parts: Sequence[Part], first: int, last: int, after: Callable[[int], None] | None
-    ) -> None:
+    def _run(self, parts: Sequence[Part], blocks: int, after: Callable[[int], None] | None) -> None:
         piece = None  # that is left to be sent
-        for index in range(first, last):
+        for index in range(blocks):
             for part in parts:
                 with part.card.current():
                     part.begin()
@@ -149,7 +115,8 @@ class Split:
                 with part.card.current():
                     self._arrive(here)
                     part.go_to_last(index)
-            piece = 1 if self._leaves_early(index, last) else None
+            early = self._early and index not in self._additions and index + 1 < blocks
+            piece = 1 if early else None
             for here, part in enumerate(parts):
                 with part.card.current():
                     if piece:
@@ -165,13 +132,7 @@ class Split:
                 after(index)
 
     def _begin(
-        self,
-        text: torch.Tensor,
-        image: torch.Tensor,
-        step: Step,
-        entry: Entry,
-        first: int,
-        last: int,
+        self, text: torch.Tensor, image: torch.Tensor, step: Step, entry: Entry, blocks: int
     ) -> list[Part]:
         parts: list[Part] = []
         for here, (card, share) in enumerate(zip(self._cards, self._shares, strict=True)):
@@ -184,7 +145,7 @@ class Split:
             parts.append(part)
         for part in parts:
             with part.card.current():
-                part.open(first, last)
+                part.open(blocks)
         return parts
 
     def _send(
@@ -198,14 +159,13 @@ class Split:
     ) -> Part:
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-        def sent(name: str, tensor: torch.Tensor, rows: bool = False) -> torch.Tensor:
+        def sent(name: str, tensor: torch.Tensor) -> torch.Tensor:
             there = _place(card, f"sent {name}", tensor)
-            parts = there.unbind() if rows else (there,)
-            pairs.extend(zip(tensor.unbind() if rows else (tensor,), parts, strict=True))
-            return there.view(share.tokens.rows, -1) if rows else there
+            pairs.append((tensor, there))
+            return there
 
         with card.current():
-            x = sent("x", image.contiguous(), rows=True)
+            x = sent("x", image.contiguous()).flatten(0, 1)
             rotary = Rotary(
                 *(sent(n, it) for n, it in zip(("cos", "sin"), step.rotary, strict=True))
             )
@@ -243,9 +203,6 @@ class Split:
             if pairs is None:
                 pairs = self._sent[key] = sent(here, there, what)
             route.copy(pairs)
-
-    def _leaves_early(self, index: int, last: int) -> bool:
-        return self._early and index not in self._additions and index + 1 < last
 
     def _arrive(self, here: int) -> None:
         # Also for what it sends, which it then overwrites.

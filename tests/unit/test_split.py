@@ -102,7 +102,7 @@ def both_ways(mix, shape, exchange, *, masked=False, blocks=3, early=False):
     shares = shares_of(tokens, images, exchange)
     over, routes = split(chain, shares, early=early)
     before = case.text.clone(), case.image.clone()
-    ours = over.run(case.text, case.image, case.step, entry, 0, blocks)
+    ours = over.run(case.text, case.image, case.step, entry, blocks)
     assert not any(route.waiting for route in routes.values())
     assert torch.equal(case.text, before[0]) and torch.equal(case.image, before[1])
     return ours, alone[-1], routes
@@ -150,7 +150,7 @@ def test_keys_and_values_of_integer_products_are_the_same_bits(mix):
     executor = BlockExecutor(chain.layers, fused.TORCH, recorded, Workspace(fused.TORCH), {})
     executor.run(chain.blocks[0], case.text, case.image, case.step, entry.of(0))
     over, _ = split(chain, shares_of(tokens, images, ROWS), attend=recorded)
-    over.run(case.text, case.image, case.step, entry, 0, 1)
+    over.run(case.text, case.image, case.step, entry, 1)
     alone, *others = heads
     assert len(others) == 2
     for ours in others:
@@ -187,7 +187,7 @@ def test_the_second_card_holds_no_more_than_is_counted_of_one(mix, exchange, mon
     tokens, images = Tokens(1, 256, 1024, 1024), (256, 768)
     chain, case = Chain(*[MIXES.get(mix, {})] * 2), Case(tokens)
     over, _ = split(chain, shares_of(tokens, images, exchange))
-    over.run(case.text, case.image, case.step, compute_entry(chain.blocks, case.temb, 1), 0, 2)
+    over.run(case.text, case.image, case.step, compute_entry(chain.blocks, case.temb, 1), 2)
     counted = planning.buffer_bytes(request, Setting("bf16" if mix == "plain" else "int8"))
     assert 0 < over._cards[1].workspace.bytes <= counted
 
@@ -201,7 +201,7 @@ def test_an_error_waits_for_the_copies():
 
     over, routes = split(chain, shares_of(tokens, images, KEYS), attend=fail)
     with pytest.raises(RuntimeError, match="no such attention"):
-        over.run(case.text, case.image, case.step, compute_entry(chain.blocks, case.temb, 1), 0, 1)
+        over.run(case.text, case.image, case.step, compute_entry(chain.blocks, case.temb, 1), 1)
     assert all(route.copies and route.finished for route in routes.values())
 
 
@@ -468,7 +468,7 @@ def test_on_two_cards(mix, exchange, early):
     over = Split(cards, shares_of(tokens, (711, 789), exchange), routes, (), early)
     for _ in range(3):
         del heads[blocks:]
-        ours = over.run(text, image, step, entry, 0, blocks)
+        ours = over.run(text, image, step, entry, blocks)
         for mine, theirs in zip(ours, streams_of(x, tokens), strict=True):
             assert (mine - theirs).norm() <= 0.01 * theirs.norm()
         if mix in ("all int8", "all rotated"):  # of the first block, whose rows are the same
