@@ -107,9 +107,7 @@ class Split:
     def _run(self, parts: Sequence[Part], blocks: int, after: Callable[[int], None] | None) -> None:
         piece = None  # that is left to be sent
         for index in range(blocks):
-            for part in parts:
-                with part.card.current():
-                    part.begin()
+            _on_each(parts, Part.begin)
             self._make_and_send_qkv(parts, piece)
             for here, part in enumerate(parts):
                 with part.card.current():
@@ -125,9 +123,7 @@ class Split:
                         part.finish(index, self._added(index, here))
             if piece:
                 self._exchange(parts, Part.rows_to, 0)
-                for part in parts:
-                    with part.card.current():
-                        part.finish_second()
+                _on_each(parts, Part.finish_second)
             if after is not None:
                 after(index)
 
@@ -143,9 +139,7 @@ class Split:
             else:
                 part = self._send(here, card, share, own, step, entry)
             parts.append(part)
-        for part in parts:
-            with part.card.current():
-                part.open(blocks)
+        _on_each(parts, Part.open, blocks)
         return parts
 
     def _send(
@@ -166,9 +160,7 @@ class Split:
 
         with card.current():
             x = sent("x", image.contiguous()).flatten(0, 1)
-            rotary = Rotary(
-                *(sent(n, it) for n, it in zip(("cos", "sin"), step.rotary, strict=True))
-            )
+            rotary = Rotary(sent("cos", step.rotary.cos), sent("sin", step.rotary.sin))
             mask = None if step.mask is None else sent("mask", step.mask.contiguous())
             modulation = sent("modulation", entry.image.contiguous())
         self._copy(0, here, pairs)
@@ -180,17 +172,12 @@ class Split:
     def _make_and_send_qkv(self, parts: Sequence[Part], piece: int | None) -> None:
         if self._shares[0].received:
             self._exchange(parts, Part.rows_to, piece)
-            self._multiply(parts, QUERIES, KEYS, VALUES)
+            _on_each(parts, Part.multiply, QUERIES, KEYS, VALUES)
             return
         for which, places in ((1, KEYS), (2, VALUES)):  # keys leave while values are made
-            self._multiply(parts, places)
+            _on_each(parts, Part.multiply, places)
             self._exchange(parts, Part.heads_to, which)
-        self._multiply(parts, QUERIES)
-
-    def _multiply(self, parts: Sequence[Part], *places: tuple[int, ...]) -> None:
-        for part in parts:
-            with part.card.current():
-                part.multiply(*places)
+        _on_each(parts, Part.multiply, QUERIES)
 
     def _exchange(
         self, parts: Sequence[Part], sent: Callable[[Part, Part, Any], Pairs], what: int | None
@@ -236,6 +223,12 @@ class Split:
             route.arrive()
             route.departed()  # before the next pass writes there
         return text, result
+
+
+def _on_each(parts: Sequence[Part], launch: Callable[..., None], *given: Any) -> None:
+    for part in parts:
+        with part.card.current():
+            launch(part, *given)
 
 
 def _place(card: ShareCard, name: str, tensor: torch.Tensor) -> torch.Tensor:
