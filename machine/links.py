@@ -97,7 +97,7 @@ class Route:
             operations.allow(source, target)
         else:
             self._buffers = [_Buffer(operations) for _ in range(BUFFERS)]
-        self._make_events()
+        self.make_events()
         for stream in (self.out, self.into):  # before what it copies through is freed
             weakref.finalize(self, stream.synchronize).atexit = False
 
@@ -137,13 +137,10 @@ class Route:
         """Makes another one between the same cards, for CUDA graphs alone."""
         return Route(self.source, self.target, self.peer, self._operations)
 
-    def begin_capture(self) -> None:
-        """Makes the copies from here on part of a graph, which the current streams of both cards
-        capture. It may not wait for an event of before, and has to wait for the last copy.
+    def make_events(self) -> None:
+        """Makes events anew: a graph that the current streams of both cards capture may wait for
+        none of before, and has to wait for the last copy.
         """
-        self._make_events()
-
-    def _make_events(self) -> None:
         event = self._operations.event
         self._ready, self._free, self._left = (event() for _ in range(3))
         self.landed = self._left if self.peer else event()

@@ -50,8 +50,7 @@ class Split:
         cards: The first has the inputs, and gets the result.
         additions: What the host adds to the image's rows after each block, (batch or 1, tokens, D)
             on the first card, or None; empty where it adds nothing.
-        early: Whether normalized rows leave in two pieces, the first while the MLP goes on; of one
-            item.
+        early: Whether normalized rows leave in two pieces, as `Exchange` has it.
     """
 
     def __init__(
@@ -62,8 +61,7 @@ class Split:
         additions: Sequence[torch.Tensor | None] = (),
         early: bool = False,
     ) -> None:
-        self._early = early and shares[0].whole.batch == 1 and bool(shares[0].received)
-        self._cards, self._shares, self._routes = cards, shares, routes
+        self._cards, self._shares, self._routes, self._early = cards, shares, routes, early
         self._additions = {block: it for block, it in enumerate(additions) if it is not None}
         self._kept: list[Pairs] = []  # that copies read
         self._sent: dict[Hashable, Pairs] = {}  # in blocks
@@ -96,7 +94,7 @@ class Split:
     def capture(self, x: torch.Tensor, step: Step, entry: Entry) -> None:
         """Runs all blocks in place, while the current streams of all cards capture a CUDA graph."""
         for route in self._routes.values():
-            route.begin_capture()
+            route.make_events()
         text, image = streams_of(x, step.tokens)
         blocks = len(self._cards[0].blocks)
         parts = self._begin(text, image, step, entry, blocks)
@@ -130,27 +128,16 @@ class Split:
     def _begin(
         self, text: torch.Tensor, image: torch.Tensor, step: Step, entry: Entry, blocks: int
     ) -> list[Part]:
-        parts: list[Part] = []
-        for here, (card, share) in enumerate(zip(self._cards, self._shares, strict=True)):
-            own = image[:, share.start : share.stop]
-            if not here:
-                x = torch.cat([part.reshape(-1, part.shape[-1]) for part in (text, own)])
-                part = Part(card, share, x, Step(share.tokens, step.rotary, step.mask), entry)
-            else:
-                part = self._send(here, card, share, own, step, entry)
-            parts.append(part)
+        share, own = self._shares[0], image[:, : self._shares[0].stop]
+        x = torch.cat([part.reshape(-1, part.shape[-1]) for part in (text, own)])
+        first = Step(share.tokens, step.rotary, step.mask)
+        parts = [Part(self._cards[0], share, x, first, entry)]
+        parts += [self._send(here, image, step, entry) for here in range(1, len(self._cards))]
         _on_each(parts, Part.open, blocks)
         return parts
 
-    def _send(
-        self,
-        here: int,
-        card: ShareCard,
-        share: Share,
-        image: torch.Tensor,
-        step: Step,
-        entry: Entry,
-    ) -> Part:
+    def _send(self, here: int, image: torch.Tensor, step: Step, entry: Entry) -> Part:
+        card, share = self._cards[here], self._shares[here]
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def sent(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -159,7 +146,7 @@ class Split:
             return there
 
         with card.current():
-            x = sent("x", image.contiguous()).flatten(0, 1)
+            x = sent("x", image[:, share.start : share.stop].contiguous()).flatten(0, 1)
             rotary = Rotary(sent("cos", step.rotary.cos), sent("sin", step.rotary.sin))
             mask = None if step.mask is None else sent("mask", step.mask.contiguous())
             modulation = sent("modulation", entry.image.contiguous())

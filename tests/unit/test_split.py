@@ -100,7 +100,7 @@ def both_ways(mix, shape, exchange, *, masked=False, blocks=3, early=False):
         streams = executor.run(block, *streams, case.step, entry.of(index))
         alone.append(streams)
     shares = shares_of(tokens, images, exchange)
-    over, routes = split(chain, shares, early=early)
+    over, routes = split(chain, shares, early=early and tokens.batch == 1)
     before = case.text.clone(), case.image.clone()
     ours = over.run(case.text, case.image, case.step, entry, blocks)
     assert not any(route.waiting for route in routes.values())
