@@ -265,7 +265,7 @@ class Link:
 
     def verify(self) -> None:
         """Sends a pattern from card to card and back; where it is damaged, all copies go through
-        pinned system RAM. It also measures the link once, in 0.2 s; where memory is short, the
+        pinned system RAM. It also measures the link once, within 0.2 s; where memory is short, the
         next call tries again. Raises RuntimeError for a failed card.
         """
         if not self.damaged:
@@ -352,7 +352,8 @@ def check_links(cards: InstalledCards) -> list[Capability]:
         except RuntimeError as error:  # a card that has failed
             found.append(State.NOT_USABLE.of(name, first_line(error)))
             continue
-        state, fact = State.USABLE if link.peer else State.LIMITED, _way(link)
+        state = State.USABLE if link.peer else State.LIMITED
+        fact = _way(link)
         if link.speeds:
             there, back = (f"{each:.1f} GB/s" for each in link.speeds)
             fact += f"; {first} to {second} {there} and back {back}, both at once"

@@ -251,8 +251,7 @@ class Team:
 
     def _together(self, split: Split, given: Given) -> float:
         blocks = min(TRIED, len(self._members[0].host.blocks))
-        run = lambda timed: split.run(*given, blocks, timed=timed)  # noqa: E731
-        return self._twice(self._members, run) / blocks
+        return self._twice(self._members, lambda it: split.run(*given, blocks, timed=it)) / blocks
 
     def _twice(self, members: Sequence[CardPass], launch: Callable[[Timed], object]) -> float:
         """Measures what is launched, in ms: the second time, as the first compiles. Cards wait
