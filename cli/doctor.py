@@ -162,7 +162,7 @@ def _check_auto(torch: ModuleType | None, cards: InstalledCards) -> Capability:
 
 
 def _link_checks(cards: InstalledCards) -> Iterable[Capability]:
-    """Takes about half a second for each pair of cards."""
+    """Takes a fraction of a second for each pair of cards."""
     if len(cards.usable) < 2:
         return ()
     from ..machine.links import check_links

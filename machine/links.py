@@ -11,8 +11,9 @@ import functools
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -96,7 +97,7 @@ class Route:
             operations.allow(source, target)
         else:
             self._buffers = [_Buffer(operations) for _ in range(BUFFERS)]
-        self._make_events()
+        self.make_events()
         for stream in (self.out, self.into):  # before what it copies through is freed
             weakref.finalize(self, stream.synchronize).atexit = False
 
@@ -136,13 +137,10 @@ class Route:
         """Makes another one between the same cards, for CUDA graphs alone."""
         return Route(self.source, self.target, self.peer, self._operations)
 
-    def begin_capture(self) -> None:
-        """Makes the copies from here on part of a graph, which the current streams of both cards
-        capture. It may not wait for an event of before, and has to wait for the last copy.
+    def make_events(self) -> None:
+        """Makes events anew: a graph that the current streams of both cards capture may wait for
+        none of before, and has to wait for the last copy.
         """
-        self._make_events()
-
-    def _make_events(self) -> None:
         event = self._operations.event
         self._ready, self._free, self._left = (event() for _ in range(3))
         self.landed = self._left if self.peer else event()
@@ -222,16 +220,6 @@ def _memcpy() -> Any:
     return function
 
 
-class Speed(NamedTuple):
-    """Has GB/s (10^9 bytes a second) one way, alone and while the other way is as busy."""
-
-    alone: float
-    both: float
-
-
-Speeds = tuple[Speed, Speed]  # from the first card to the second, and back
-
-
 class Link:
     """What joins two cards: the routes both ways, and what was found out of them."""
 
@@ -239,7 +227,7 @@ class Link:
         self.cards = first, second
         self._operations = operations or CardOperations()
         self._routes: dict[bool, tuple[Route, Route]] = {}  # by whether from card to card
-        self._speeds: dict[bool, Speeds] = {}
+        self._speeds: dict[bool, tuple[float, ...]] = {}
         # reason: why copies go through pinned system RAM, in one clause; empty where they go from
         # card to card.
         # damaged: whether a pattern did not come back as it was; it is not tried again.
@@ -250,10 +238,16 @@ class Link:
         return not self.reason
 
     @property
+    def speeds(self) -> tuple[float, ...]:
+        """Returns GB/s (10^9 bytes a second) from the first card to the second, and back, while
+        both ways are busy; empty where memory was short.
+        """
+        return self._speeds.get(self.peer, ())
+
+    @property
     def gbps(self) -> float:
-        """Returns what the slower way reaches while the other is as busy; 0 where nobody knows."""
-        speeds = self._speeds.get(self.peer, ())
-        return min((speed.both for speed in speeds), default=0.0)
+        """Returns the slower of `speeds`; 0 where nobody knows."""
+        return min(self.speeds, default=0.0)
 
     @property
     def warning(self) -> str:
@@ -271,25 +265,17 @@ class Link:
 
     def verify(self) -> None:
         """Sends a pattern from card to card and back; where it is damaged, all copies go through
-        pinned system RAM. The first call also measures the link, in 0.2 s. Raises RuntimeError for
-        a failed card.
+        pinned system RAM. It also measures the link once, within 0.2 s; where memory is short, the
+        next call tries again. Raises RuntimeError for a failed card.
         """
         if not self.damaged:
             try:
                 self.reason = self._find_reason()
             except torch.OutOfMemoryError:
                 self.reason = NO_MEMORY
-        self.measure(self.peer)
-
-    @torch.inference_mode()
-    def measure(self, peer: bool) -> Speeds | None:
-        """Measures both ways once; None where memory is short, and the next call tries again."""
-        if peer not in self._speeds:
-            try:
-                self._speeds[peer] = self._measure(self._both(peer))
-            except (torch.OutOfMemoryError, UnavailableError):
-                return None
-        return self._speeds[peer]
+        if not self.speeds:
+            with suppress(torch.OutOfMemoryError, UnavailableError):
+                self._speeds[self.peer] = self._measure()
 
     def _both(self, peer: bool) -> tuple[Route, Route]:
         if peer not in self._routes:
@@ -315,15 +301,32 @@ class Link:
         self.damaged = not torch.equal(sent, returned)
         return DAMAGED if self.damaged else ""
 
-    def _measure(self, routes: tuple[Route, Route]) -> Speeds:
+    @torch.inference_mode()
+    def _measure(self) -> tuple[float, ...]:
         sources, targets = (
             [torch.zeros(MEASURED_BYTES, dtype=torch.uint8, device=card) for card in self.cards]
             for _ in range(2)
         )
-        ways = [(route, (sources[way], targets[1 - way])) for way, route in enumerate(routes)]
-        alone = [_gbps([way], self._operations)[0] for way in ways]
-        first, second = map(Speed, alone, _gbps(ways, self._operations))
-        return first, second
+        routes = self._both(self.peer)
+        pairs = list(zip(sources, reversed(targets), strict=True))
+        begins, ends = ([self._operations.event(timed=True) for _ in routes] for _ in range(2))
+
+        def copy() -> None:
+            for route, pair in zip(routes, pairs, strict=True):
+                route.copy([pair])
+
+        copy()  # so that the links are awake
+        for begin, route in zip(begins, routes, strict=True):
+            begin.record(route.out)
+        for _ in range(MEASURED_COPIES):
+            copy()
+        for end, route in zip(ends, routes, strict=True):
+            route.out.wait_event(route.landed)
+            end.record(route.out)
+        for end in ends:
+            end.synchronize()
+        seconds = [begin.elapsed_time(end) / 1e3 for begin, end in zip(begins, ends, strict=True)]
+        return tuple(MEASURED_COPIES * MEASURED_BYTES / each / 1e9 for each in seconds)
 
 
 _links: dict[tuple[torch.device, torch.device], Link] = remembered({})
@@ -346,12 +349,15 @@ def check_links(cards: InstalledCards) -> list[Capability]:
         name = f"GPUs {first} and {second}"
         try:
             link = link_between(torch.device("cuda", first), torch.device("cuda", second))
-            rates = list(_rates(link))
         except RuntimeError as error:  # a card that has failed
             found.append(State.NOT_USABLE.of(name, first_line(error)))
             continue
         state = State.USABLE if link.peer else State.LIMITED
-        found.append(state.of(name, "; ".join([_way(link), *rates]), _remedy(link)))
+        fact = _way(link)
+        if link.speeds:
+            there, back = (f"{each:.1f} GB/s" for each in link.speeds)
+            fact += f"; {first} to {second} {there} and back {back}, both at once"
+        found.append(state.of(name, fact, _remedy(link)))
     return found
 
 
@@ -369,38 +375,7 @@ def _remedy(link: Link) -> str:
     return "end other programs on the GPUs" if link.reason == NO_MEMORY else ""
 
 
-def _rates(link: Link) -> Iterator[str]:
-    first, second = (card.index for card in link.cards)
-    for name, peer in (("peer", True), ("through system RAM", False)):
-        if peer and not link.peer:
-            continue
-        if speeds := link.measure(peer):
-            one, other = speeds
-            alone = f"{first} to {second} {one.alone:.1f}, {second} to {first} {other.alone:.1f}"
-            yield f"{name} {alone}, both at once {one.both:.1f} and {other.both:.1f} GB/s"
-
-
 def _pattern(card: torch.device) -> torch.Tensor:
     # Neighbours differ in every byte, most of the time.
     numbers = torch.arange(PATTERN_BYTES // 4, dtype=torch.int32, device=card)
     return numbers.mul_(-1640531527)
-
-
-def _gbps(ways: Sequence[tuple[Route, Pair]], operations: Any) -> list[float]:
-    # Of each way, while all of them copy.
-    for route, pair in ways:  # once before, so that the links are awake
-        route.copy([pair])
-    begins, ends = ([operations.event(timed=True) for _ in ways] for _ in range(2))
-    for begin, (route, _) in zip(begins, ways, strict=True):
-        begin.record(route.out)
-    for _ in range(MEASURED_COPIES):
-        for route, pair in ways:
-            route.copy([pair])
-    for end, (route, _) in zip(ends, ways, strict=True):
-        route.out.wait_event(route.landed)
-        end.record(route.out)
-    for end in ends:
-        end.synchronize()
-    total = [MEASURED_COPIES * source.nbytes for _, (source, _) in ways]
-    seconds = [begin.elapsed_time(end) / 1e3 for begin, end in zip(begins, ends, strict=True)]
-    return [bytes_ / time / 1e9 for bytes_, time in zip(total, seconds, strict=True)]

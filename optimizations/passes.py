@@ -6,7 +6,6 @@ one stays.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -255,20 +254,17 @@ class ForwardPass:
             if isinstance(plan, Verdict):
                 figures.refuse(plan)
                 return False
-            start = time.perf_counter()
             if graph is not None:
                 result = graph.replay(*given)
             else:
                 watch = self._watch.after if self._watch else None
-                result = split.run(*given, 0, len(host.blocks), watch)
+                result = split.run(*given, len(host.blocks), watch)
         except torch.OutOfMemoryError:
             self._team.release()
             figures.refuse(Verdict("a GPU ran out of memory", final=True))
         except Exception as error:  # compilers, drivers and packages raise anything
             self._end_sharing(Verdict(f"several GPUs raised {first_line(error)}", final=True))
         else:
-            figures.seconds += (graph or split).issued - start
-            figures.blocks += len(host.blocks)
             figures.passes += 1
             figures.plan = plan
             self._hand(given, result, graph)
@@ -283,7 +279,7 @@ class ForwardPass:
         self._free_buffers()
         expected = self._host.host_block(block, arguments)
         split = self._team.split(plan, step)
-        result = split.run(*given, 0, 1)
+        result = split.run(*given, 1)
         if figures.check.passes((text, image), result, expected, step):
             return True
         self._end_sharing(figures.check.failed)

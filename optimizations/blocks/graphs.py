@@ -78,7 +78,6 @@ class PassGraph:
     ) -> None:
         self._graph, self._inputs = graph, inputs
         self.pool, self.weights, self.borrowed = pool, work.weights, work.borrowed
-        self.issued = 0.0  # when the CPU had issued the last replay, by `time.perf_counter`
         self._buffers = [(workspace, workspace.changes) for workspace in workspaces]
 
     @property
@@ -91,7 +90,6 @@ class PassGraph:
         """Gives text and image after all blocks, new tensors."""
         self._inputs.copy(text, image, step, entry)
         self._graph.replay()
-        self.issued = time.perf_counter()
         return streams_of(self._inputs.x.clone(), step.tokens)
 
     def reset(self) -> None:

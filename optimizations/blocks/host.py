@@ -322,11 +322,7 @@ class SplitFigures:
     verdicts: Verdicts
     plan: Exchange | None = None  # of the last pass that was split
     passes: int = 0  # how many were split
-    # blocks, seconds: what the CPU launched of them, and the time that it took
-    blocks: int = 0
-    seconds: float = 0.0
-    # how many times as fast as one card they are; None where nobody measured
-    gain: float | None = None
+    gain: float = 0.0  # how many times as fast as one card they were measured
     refusal: Verdict | None = None  # why the passes that come run on one card
     # whether normalized rows can be, and whether in 8 bits; None before anybody looked
     sent: tuple[bool, bool] | None = None
@@ -341,14 +337,11 @@ class SplitFigures:
         lines = []
         if self.passes:
             rows = " + ".join(map(str, self.plan.image_rows))
-            host = 1e6 * self.seconds / max(self.blocks, 1)
             lines.append(
                 f"GPUs: {len(self.plan.image_rows)} share {self.passes} forward passes, image "
-                f"tokens {rows}; they exchange {EXCHANGED[self.plan.name]}; the CPU takes "
-                f"{host:.0f} us a block"
+                f"tokens {rows}; they exchange {EXCHANGED[self.plan.name]}; {self.gain:.2f}x as "
+                "fast as one GPU, measured"
             )
-            if self.gain is not None:
-                lines[0] += f"; {self.gain:.2f}x as fast as one GPU, measured"
         return lines + self.verdicts.lines("cards")
 
 

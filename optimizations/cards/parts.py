@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from ..blocks.products import (
 )
 from ..blocks.workspace import SCALES_AT_ONCE, Program, Workspace
 from ..modulation import Entry
-from ..reference import Modulation, QuantizedRows, Tokens
+from ..reference import Modulation, QuantizedRows
 
 # Places of a block's layers, by what they make of a card's own rows: queries, keys and values.
 QUERIES, KEYS, VALUES = (0, 3), (1, 4), (2, 5)
@@ -44,71 +45,48 @@ class ShareCard(NamedTuple):
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
 
-class _Tail:
-    """The end of a block and the next one's first norm in two pieces of a card's rows: what the
-    first gives leaves the card while the second is computed.
+class _Piece:
+    """The end of a block and the next one's first norm for some of a card's rows: what the first
+    piece gives leaves the card while the second is computed.
     """
 
-    def __init__(self, program: Program, following: Program) -> None:
-        tokens = program.tokens
-        cut = tokens.image // 2
-        cut -= cut % (CUT if cut > CUT else SCALES_AT_ONCE)
-        read = program.reads[IMAGE_LAST]
-        self._program, self._following = program, following
-        self._cut = tokens.text_rows + cut
-        self._tokens = (
-            Tokens(1, tokens.text, cut, min(tokens.zero_from, cut)),
-            Tokens(1, 0, tokens.image - cut, max(tokens.zero_from - cut, 0)),
-        )
-        self._products = [
-            product_of(
-                read._replace(part=StreamSlice(start, 1, rows, rows), out=out),
-                program.form.layers[IMAGE_LAST],
-                program.ops,
-            )
-            for start, rows, out in (
-                (read.part.start, cut, read.out[:, :cut]),
-                (read.part.start + cut, tokens.image - cut, read.out[:, cut:]),
-            )
-        ]
-        self._norms: list[Callable[..., None] | None] = [None, None]
+    def __init__(self, program: Program, following: Program, share: Share) -> None:
+        tokens, read = share.tokens, program.reads[IMAGE_LAST]
+        begin, count = share.start - program.share.start, tokens.image
+        self._program, self._following, self._tokens = program, following, tokens
+        self._start = program.tokens.text + begin - tokens.text  # of the card's rows
+        part, out = StreamSlice(read.part.start + begin, 1, count, count), read.out[:, begin:]
+        read = read._replace(part=part, out=out[:, :count])
+        self._product = product_of(read, program.form.layers[IMAGE_LAST], program.ops)
+        self._norm: Callable[..., None] | None = None
 
-    def run(
-        self, piece: int, operand: Any, x: torch.Tensor, gates: Modulation, norms: Modulation
-    ) -> None:
-        self._products[piece](self._program.readable(IMAGE_LAST, operand))
-        x = self._of(x, piece)
-        norm = self._norms[piece]
-        if norm is None:
-            program, format = self._program, self._following.first_format
-            out: Any = None
-            branch = self._of(program.branch, piece)
-            if format is None:
-                out = branch
-            else:
-                values, scale, cut = self._following.rows.quantized[format]
-                at = self._cut + len(scale) - len(values)
-                parts = [
-                    (values[: self._cut], scale[:at], cut),
-                    (values[self._cut :], scale[at:], 0),
-                ]
-                out = QuantizedRows(*parts[piece])
-            norm = self._norms[piece] = program.ops.residual_norm(
-                x, branch, gates, norms, self._tokens[piece], program.form.eps, format, out
-            )
-        norm(x, gates, norms)
+    def run(self, operand: Any, x: torch.Tensor, gates: Modulation, norms: Modulation) -> None:
+        program, tokens = self._program, self._tokens
+        self._product(program.readable(IMAGE_LAST, operand))
+        x = self.of(x)
+        if self._norm is None:
+            format = self._following.first_format
+            out: Any = self.of(program.branch)
+            given = x, out, gates, norms, tokens, program.form.eps, format
+            if format is not None:
+                values, scale, _ = self._following.rows.quantized[format]
+                out = QuantizedRows(self.of(values), self.of(scale), tokens.text)
+            self._norm = program.ops.residual_norm(*given, out)
+        self._norm(x, gates, norms)
 
-    def rows(self, pairs: Pairs, piece: int) -> Pairs:
-        (values, _), *scales = pairs
-        gaps = [len(scale) - len(values) for scale, _ in scales]
-        cuts = [self._cut, *(self._cut + gap for gap in gaps)]
-        return [
-            (mine[:cut], theirs[:cut]) if not piece else (mine[cut:], theirs[cut:])
-            for (mine, theirs), cut in zip(pairs, cuts, strict=True)
-        ]
+    def of(self, rows: torch.Tensor) -> torch.Tensor:
+        """Gives this piece of a tensor with a row for each of the card's, or of their scales."""
+        gap = len(rows) - self._program.tokens.rows  # between text and image
+        start, stop = self._start, self._start + self._tokens.rows
+        return rows[start and start + gap : stop + gap]
 
-    def _of(self, rows: torch.Tensor, piece: int) -> torch.Tensor:
-        return rows[self._cut :] if piece else rows[: self._cut]
+
+def _pieces(program: Program, following: Program) -> tuple[_Piece, ...]:
+    share = program.share
+    count = program.tokens.image // 2
+    cut = share.start + count - count % (CUT if count > CUT else SCALES_AT_ONCE)
+    shares = share._replace(stop=cut), share._replace(text=False, start=cut)
+    return tuple(_Piece(program, following, it) for it in shares)
 
 
 # Rows of another card, and what makes keys and values of them: a place and a product each.
@@ -150,24 +128,24 @@ class Part:
     ) -> None:
         self.card, self.share, self.x = card, share, x
         self._step, self._entry = step, entry
-        self._blocks: dict[int, tuple[KnownBlock, Program]] = {}
+        self._blocks: list[tuple[KnownBlock, Program]] = []
         self._known: KnownBlock
         self.program: Program  # of the block that is computed
-        self._ending: tuple[_Tail, tuple[Any, ...]]
+        self._ending: tuple[tuple[_Piece, ...], tuple[Any, ...]]
 
-    def open(self, first: int, last: int) -> None:
-        """Prepares blocks from `first` on, without `last`, and runs the norm of the first."""
-        card, indices = self.card, range(first, last)
-        known = [card.executor.look(card.blocks[index], self.x) for index in indices]
+    def open(self, blocks: int) -> None:
+        """Prepares the first blocks, and runs the norm of the first of all."""
+        card = self.card
+        known = [card.executor.look(block, self.x) for block in islice(card.blocks, blocks)]
         changes = None
         while changes != card.workspace.changes:  # a larger buffer makes all programs void
             changes = card.workspace.changes
             programs = [card.workspace.program(it.form, self.share, self.x) for it in known]
             for program in programs:
                 received(program)
-        self._blocks = dict(zip(indices, zip(known, programs, strict=True), strict=True))
-        self._known, self.program = self._blocks[first]
-        self.program.begin(self.x, self._entry.of(first)[0])
+        self._blocks = list(zip(known, programs, strict=True))
+        self._known, self.program = self._blocks[0]
+        self.program.begin(self.x, self._entry.of(0)[0])
 
     def begin(self) -> None:
         """Computes what the LoRAs beside the first layers make of the card's rows."""
@@ -191,24 +169,24 @@ class Part:
         """Ends a block and begins the next one for the first piece of the rows."""
         known, program = self._known, self.program
         self._known, self.program = self._blocks[index + 1]
-        tail = program.kept.get(id(self.program))
-        if tail is None:
-            tail = program.kept[id(self.program)] = _Tail(program, self.program)
+        pieces = program.kept.get(id(self.program))
+        if pieces is None:
+            pieces = program.kept[id(self.program)] = _pieces(program, self.program)
         self.card.executor.multiply(program, known, (TEXT_LAST,))
         gates, norms = self._entry.of(index)[1], self._entry.of(index + 1)[0]
-        self._ending = tail, (known.operands[IMAGE_LAST], self.x, gates, norms)
-        tail.run(0, *self._ending[1])
+        self._ending = pieces, (known.operands[IMAGE_LAST], self.x, gates, norms)
+        pieces[0].run(*self._ending[1])
 
     def finish_second(self) -> None:
-        tail, given = self._ending
-        tail.run(1, *given)
+        (_, piece), given = self._ending
+        piece.run(*given)
 
     def finish(self, index: int, added: torch.Tensor | None) -> None:
         """Ends a block and begins the next one, between which `added` is added to the image."""
         known, program = self._known, self.program
         self.card.executor.multiply(program, known, (TEXT_LAST, IMAGE_LAST))
         gates = self._entry.of(index)[1]
-        if index + 1 not in self._blocks:
+        if index + 1 == len(self._blocks):
             program.end(self.x, gates)
             return
         norms = self._entry.of(index + 1)[0]
@@ -237,4 +215,7 @@ class Part:
         else:
             mine, theirs = program.rows.quantized[format], there.quantized[format]
             pairs = [(mine.values, theirs.values), (mine.scale, theirs.scale)]
-        return pairs if piece is None else self._ending[0].rows(pairs, piece)
+        if piece is None:
+            return pairs
+        of = self._ending[0][piece].of
+        return [(of(mine), of(theirs)) for mine, theirs in pairs]

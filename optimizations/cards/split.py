@@ -12,8 +12,8 @@ cards, block by block; copies run beside q, k and v.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
 from typing import Any
 
@@ -27,36 +27,6 @@ from ..blocks.products import Share, streams_of
 from ..modulation import Entry
 from ..reference import Rotary, Tokens
 from .parts import KEYS, QUERIES, VALUES, Pairs, Part, ShareCard
-
-
-class Timed:
-    """Measures the time of a card between two points of its current stream; of the CPU, there."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._events: list[torch.cuda.Event] = []
-        if device.type == "cuda":
-            self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        self._times = [0.0, 0.0]
-
-    def __enter__(self) -> None:
-        self._mark(0)
-
-    def __exit__(self, *_: object) -> None:
-        self._mark(1)
-
-    def _mark(self, which: int) -> None:
-        if self._events:
-            self._events[which].record()
-        self._times[which] = time.perf_counter()
-
-    @property
-    def milliseconds(self) -> float:
-        """Waits for the second point, and gives the time between them."""
-        if not self._events:
-            return 1000 * (self._times[1] - self._times[0])
-        start, stop = self._events
-        stop.synchronize()
-        return start.elapsed_time(stop)
 
 
 def shares_of(tokens: Tokens, images: Sequence[int], exchange: str) -> list[Share]:
@@ -80,8 +50,7 @@ class Split:
         cards: The first has the inputs, and gets the result.
         additions: What the host adds to the image's rows after each block, (batch or 1, tokens, D)
             on the first card, or None; empty where it adds nothing.
-        early: Whether normalized rows leave in two pieces, the first while the MLP goes on; of one
-            item.
+        early: Whether normalized rows leave in two pieces, as `Exchange` has it.
     """
 
     def __init__(
@@ -92,13 +61,10 @@ class Split:
         additions: Sequence[torch.Tensor | None] = (),
         early: bool = False,
     ) -> None:
-        self._early = early and shares[0].whole.batch == 1 and bool(shares[0].received)
-        self._cards, self._shares, self._routes = cards, shares, routes
+        self._cards, self._shares, self._routes, self._early = cards, shares, routes, early
         self._additions = {block: it for block, it in enumerate(additions) if it is not None}
         self._kept: list[Pairs] = []  # that copies read
         self._sent: dict[Hashable, Pairs] = {}  # in blocks
-        self.timed = Timed(cards[0].device)  # the blocks of the last run, on the first card
-        self.issued = 0.0  # when the CPU had issued all of the last run, by `time.perf_counter`
 
     def run(
         self,
@@ -106,52 +72,47 @@ class Split:
         image: torch.Tensor,
         step: Step,
         entry: Entry,
-        first: int,
-        last: int,
+        blocks: int,
         after: Callable[[int], None] | None = None,
+        timed: AbstractContextManager | None = None,
     ) -> Streams:
-        """Runs the blocks from `first` on, without `last`; text and image are on the first card, as
-        the results are. `after` is called with the index of each block that was launched.
+        """Runs the first blocks; text and image are on the first card, as the results are. `after`
+        is called with the index of each block that was launched; `timed` is around them all.
         """
         self._kept.clear()
         self._sent.clear()
         try:
-            parts = self._begin(text, image, step, entry, first, last)
-            with self.timed:
-                self._run(parts, first, last, after)
-            result = self._gather(parts, image.new_empty(image.shape))
-            self.issued = time.perf_counter()
+            parts = self._begin(text, image, step, entry, blocks)
+            with timed or nullcontext():
+                self._run(parts, blocks, after)
+            return self._gather(parts, image.new_empty(image.shape))
         except BaseException:  # nobody copies from or to what is freed next
             for route in self._routes.values():
                 route.finish()
             raise
-        return result
 
     def capture(self, x: torch.Tensor, step: Step, entry: Entry) -> None:
         """Runs all blocks in place, while the current streams of all cards capture a CUDA graph."""
         for route in self._routes.values():
-            route.begin_capture()
+            route.make_events()
         text, image = streams_of(x, step.tokens)
         blocks = len(self._cards[0].blocks)
-        parts = self._begin(text, image, step, entry, 0, blocks)
-        self._run(parts, 0, blocks, None)
+        parts = self._begin(text, image, step, entry, blocks)
+        self._run(parts, blocks, None)
         own, _ = self._gather(parts, image)
         text.copy_(own)
 
-    def _run(
-        self, parts: Sequence[Part], first: int, last: int, after: Callable[[int], None] | None
-    ) -> None:
+    def _run(self, parts: Sequence[Part], blocks: int, after: Callable[[int], None] | None) -> None:
         piece = None  # that is left to be sent
-        for index in range(first, last):
-            for part in parts:
-                with part.card.current():
-                    part.begin()
+        for index in range(blocks):
+            _on_each(parts, Part.begin)
             self._make_and_send_qkv(parts, piece)
             for here, part in enumerate(parts):
                 with part.card.current():
                     self._arrive(here)
                     part.go_to_last(index)
-            piece = 1 if self._leaves_early(index, last) else None
+            early = self._early and index not in self._additions and index + 1 < blocks
+            piece = 1 if early else None
             for here, part in enumerate(parts):
                 with part.card.current():
                     if piece:
@@ -160,57 +121,33 @@ class Split:
                         part.finish(index, self._added(index, here))
             if piece:
                 self._exchange(parts, Part.rows_to, 0)
-                for part in parts:
-                    with part.card.current():
-                        part.finish_second()
+                _on_each(parts, Part.finish_second)
             if after is not None:
                 after(index)
 
     def _begin(
-        self,
-        text: torch.Tensor,
-        image: torch.Tensor,
-        step: Step,
-        entry: Entry,
-        first: int,
-        last: int,
+        self, text: torch.Tensor, image: torch.Tensor, step: Step, entry: Entry, blocks: int
     ) -> list[Part]:
-        parts: list[Part] = []
-        for here, (card, share) in enumerate(zip(self._cards, self._shares, strict=True)):
-            own = image[:, share.start : share.stop]
-            if not here:
-                x = torch.cat([part.reshape(-1, part.shape[-1]) for part in (text, own)])
-                part = Part(card, share, x, Step(share.tokens, step.rotary, step.mask), entry)
-            else:
-                part = self._send(here, card, share, own, step, entry)
-            parts.append(part)
-        for part in parts:
-            with part.card.current():
-                part.open(first, last)
+        share, own = self._shares[0], image[:, : self._shares[0].stop]
+        x = torch.cat([part.reshape(-1, part.shape[-1]) for part in (text, own)])
+        first = Step(share.tokens, step.rotary, step.mask)
+        parts = [Part(self._cards[0], share, x, first, entry)]
+        parts += [self._send(here, image, step, entry) for here in range(1, len(self._cards))]
+        _on_each(parts, Part.open, blocks)
         return parts
 
-    def _send(
-        self,
-        here: int,
-        card: ShareCard,
-        share: Share,
-        image: torch.Tensor,
-        step: Step,
-        entry: Entry,
-    ) -> Part:
+    def _send(self, here: int, image: torch.Tensor, step: Step, entry: Entry) -> Part:
+        card, share = self._cards[here], self._shares[here]
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-        def sent(name: str, tensor: torch.Tensor, rows: bool = False) -> torch.Tensor:
+        def sent(name: str, tensor: torch.Tensor) -> torch.Tensor:
             there = _place(card, f"sent {name}", tensor)
-            parts = there.unbind() if rows else (there,)
-            pairs.extend(zip(tensor.unbind() if rows else (tensor,), parts, strict=True))
-            return there.view(share.tokens.rows, -1) if rows else there
+            pairs.append((tensor, there))
+            return there
 
         with card.current():
-            x = sent("x", image.contiguous(), rows=True)
-            rotary = Rotary(
-                *(sent(n, it) for n, it in zip(("cos", "sin"), step.rotary, strict=True))
-            )
+            x = sent("x", image[:, share.start : share.stop].contiguous()).flatten(0, 1)
+            rotary = Rotary(sent("cos", step.rotary.cos), sent("sin", step.rotary.sin))
             mask = None if step.mask is None else sent("mask", step.mask.contiguous())
             modulation = sent("modulation", entry.image.contiguous())
         self._copy(0, here, pairs)
@@ -222,17 +159,12 @@ class Split:
     def _make_and_send_qkv(self, parts: Sequence[Part], piece: int | None) -> None:
         if self._shares[0].received:
             self._exchange(parts, Part.rows_to, piece)
-            self._multiply(parts, QUERIES, KEYS, VALUES)
+            _on_each(parts, Part.multiply, QUERIES, KEYS, VALUES)
             return
         for which, places in ((1, KEYS), (2, VALUES)):  # keys leave while values are made
-            self._multiply(parts, places)
+            _on_each(parts, Part.multiply, places)
             self._exchange(parts, Part.heads_to, which)
-        self._multiply(parts, QUERIES)
-
-    def _multiply(self, parts: Sequence[Part], *places: tuple[int, ...]) -> None:
-        for part in parts:
-            with part.card.current():
-                part.multiply(*places)
+        _on_each(parts, Part.multiply, QUERIES)
 
     def _exchange(
         self, parts: Sequence[Part], sent: Callable[[Part, Part, Any], Pairs], what: int | None
@@ -245,9 +177,6 @@ class Split:
             if pairs is None:
                 pairs = self._sent[key] = sent(here, there, what)
             route.copy(pairs)
-
-    def _leaves_early(self, index: int, last: int) -> bool:
-        return self._early and index not in self._additions and index + 1 < last
 
     def _arrive(self, here: int) -> None:
         # Also for what it sends, which it then overwrites.
@@ -281,6 +210,12 @@ class Split:
             route.arrive()
             route.departed()  # before the next pass writes there
         return text, result
+
+
+def _on_each(parts: Sequence[Part], launch: Callable[..., None], *given: Any) -> None:
+    for part in parts:
+        with part.card.current():
+            launch(part, *given)
 
 
 def _place(card: ShareCard, name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from ..blocks.host import HostPass, PreparedModel
 from ..blocks.products import Share
 from ..modulation import Entry
 from .parts import ShareCard
-from .split import Split, Timed, shares_of
+from .split import Split, shares_of
 
 TRIED = 3  # blocks, to find out
 TEXT_PLACES = tuple(place for place, stream in enumerate(PLACES) if stream == "text")
@@ -68,10 +68,30 @@ class CardPass(NamedTuple):
 
 @dataclass
 class ShapeFigures:
-    # of a block, measured, by the number of cards
-    milliseconds: dict[int, float] = field(default_factory=dict)
-    # how a pass is split, or why it is not, by that and by what can be sent
-    plans: dict[Hashable, Exchange | Verdict] = field(default_factory=dict)
+    """What is known of the passes of one shape on so many cards."""
+
+    alone: float = 0.0  # milliseconds of a block on one card, measured
+    plan: Exchange | Verdict | None = None  # how a pass is split, or why it is not
+    gain: float | None = None  # how many times as fast as one card they are, measured
+
+
+class Timed:
+    """Measures the milliseconds between two points of a card's current stream."""
+
+    def __enter__(self) -> None:
+        self._start = self._point()
+
+    def __exit__(self, *_: object) -> None:
+        self._stop = self._point()
+
+    def _point(self) -> torch.cuda.Event:
+        point = torch.cuda.Event(enable_timing=True)
+        point.record()
+        return point
+
+    def read(self) -> float:
+        self._stop.synchronize()
+        return self._start.elapsed_time(self._stop)
 
 
 class Team:
@@ -95,7 +115,6 @@ class Team:
             for source, target in (pair, pair[::-1])
         }
         self._figures = ShapeFigures()  # of the last plan
-        self._planned: tuple[int, tuple[bool, bool]] | None = None
         # why they cannot share it; None where they can
         self.refusal = next(filter(None, (member.refusal() for member in members)), None)
         changed = [it for it in members if it.prepared.kinds != members[0].prepared.kinds]
@@ -118,15 +137,16 @@ class Team:
             sent = rows, all(it.form.layers[0].format is not None for it in known)
             first.prepared.split.sent = sent
         sends, quantized = sent
-        figures = self._figures = recent(self._known, self._shape(given), ShapeFigures)
-        key = self._planned = len(self._members), sent
-        plan = figures.plans.get(key)
-        if plan is None:
+        kinds = frozenset(first.prepared.kinds.items())
+        shape = step.tokens, step.mask is None, text.dtype, kinds, self._gbps
+        key = *shape, len(self._members), sent
+        figures = self._figures = recent(self._known, key, ShapeFigures)
+        if figures.plan is None:
             width, tokens = text.shape[2], step.tokens
             counted = StepTokens(tokens.text, tokens.image, items=tokens.batch)
-            milliseconds = self._of_a_block(1, lambda: self._alone(executor, given))
+            figures.alone = self._alone(executor, given)
             block = BlockSeconds.shared(
-                milliseconds / 1000,
+                figures.alone / 1000,
                 counted,
                 width,
                 quantized=first.prepared.quantized,
@@ -141,10 +161,8 @@ class Team:
                 self._gbps * 1e9,
                 len(first.host.blocks),
             )
-            # Without the seconds, two measurements of a shape have one graph.
-            plan = cost.best._replace(seconds=0.0) if cost.pays else Verdict(cost.words)
-            figures.plans[key] = plan
-        return plan
+            figures.plan = cost.best if cost.pays else Verdict(cost.words)
+        return figures.plan
 
     def work(self, plan: Exchange, key: tuple[Hashable, ...]) -> Work:
         """Says what a CUDA graph over all cards computes of a pass."""
@@ -188,38 +206,26 @@ class Team:
 
         Where that is too little, `plan` says so from then on.
         """
-        alone, count = self._figures.milliseconds[1], len(self._members)
-        gain = alone / self._of_a_block(count, lambda: self._together(split, given))
-        if gain < LEAST_GAIN:
-            self._figures.plans[self._planned] = Verdict(
-                f"several are {gain:.2f}x as fast as one, but {LEAST_GAIN}x is needed"
-            )
-        return gain
-
-    def _of_a_block(self, cards: int, measure: Callable[[], float]) -> float:
-        found = self._figures.milliseconds
-        if cards not in found:
-            found[cards] = measure()
-        return found[cards]
-
-    def _shape(self, given: Given) -> Hashable:
-        text, _, step, _ = given
-        kinds = frozenset(self._members[0].prepared.kinds.items())
-        return step.tokens, step.mask is None, text.dtype, kinds, self._gbps
+        figures = self._figures
+        if figures.gain is None:
+            figures.gain = figures.alone / self._together(split, given)
+            if figures.gain < LEAST_GAIN:
+                figures.plan = Verdict(
+                    f"several are {figures.gain:.2f}x as fast as one, but {LEAST_GAIN}x is needed"
+                )
+        return figures.gain
 
     def _alone(self, executor: BlockExecutor, given: Given) -> float:
         text, image, step, entry = given
         first = self._members[:1]
         blocks = first[0].host.blocks[:TRIED]
         x = torch.cat([it.reshape(-1, it.shape[-1]) for it in (text, image)])
-        timed = Timed(x.device)
 
-        def run() -> None:
+        def run(timed: Timed) -> None:
             with timed:
                 executor.run_all(blocks, x, step, entry)
 
-        self._twice(first, run)
-        return timed.milliseconds / len(blocks)
+        return self._twice(first, run) / len(blocks)
 
     def _of_text(self, executor: BlockExecutor, given: Given) -> float:
         """Measures the text's products in one of these blocks, of whatever is in buffers, in ms.
@@ -234,33 +240,31 @@ class Team:
         rows = text.new_empty((step.tokens.rows, text.shape[2]))
         known = [executor.look(block, rows) for block in blocks]
         programs = [workspace.program(it.form, share, rows) for it in known]
-        timed = Timed(text.device)
 
-        def run() -> None:
+        def run(timed: Timed) -> None:
             with timed:
                 for program, it in zip(programs, known, strict=True):
                     program.mix(program.heads[0].flatten(2))
                     executor.multiply(program, it, TEXT_PLACES)
 
-        self._twice(first, run)
-        return timed.milliseconds / len(blocks)
+        return self._twice(first, run) / len(blocks)
 
     def _together(self, split: Split, given: Given) -> float:
         blocks = min(TRIED, len(self._members[0].host.blocks))
-        self._twice(self._members, lambda: split.run(*given, 0, blocks))
-        return split.timed.milliseconds / blocks
+        return self._twice(self._members, lambda it: split.run(*given, blocks, timed=it)) / blocks
 
-    def _twice(self, members: Sequence[CardPass], launch: Callable[[], object]) -> None:
-        """Launches a second time what the first compiles; cards wait until some of it is launched,
-        as a graph launches it.
+    def _twice(self, members: Sequence[CardPass], launch: Callable[[Timed], object]) -> float:
+        """Measures what is launched, in ms: the second time, as the first compiles. Cards wait
+        until some of it is launched, as a graph launches it.
         """
-        host = members[0].host
+        host, timed = members[0].host, Timed()
         for _ in range(2):
             if host.device.type == "cuda" and not (host.additions or host.no_graphs()):
                 for member in members:
                     with torch.cuda.device(member.host.device):
                         torch.cuda._sleep(AHEAD)
-            launch()
+            launch(timed)
+        return timed.read()
 
     def release(self) -> None:
         """Frees what other cards than the first keep for passes."""

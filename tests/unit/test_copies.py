@@ -168,7 +168,7 @@ class Recorded:
         self.streams = streams
         assert not any(queue.work for queue in streams.queues)
         streams.capture += 1
-        route.begin_capture()
+        route.make_events()
         for pair in pairs:
             route.copy([pair])
         route.arrive()
