@@ -195,16 +195,17 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
         settings = self.state, self.attention
         zero = tuple(it[0] for it in given["mod"][:4])
         rows = Rows(x, given["pe"], zero, cut, settings)
-        kept = found = None
+        kept = like = None
         same = 0
         if cache.dtype == "default" and cache.store_device == self.device:
             store = KeptPrefixes.of(self.owner.diffusion_model)
-            found, same = store.find(rows, len(self.blocks))
-            kept = found if same == x.shape[1] else store.begin(rows, cache, found)
+            like, same = store.find(rows, len(self.blocks))
+            kept = like if same == x.shape[1] else store.begin(rows, cache, like)
+            kept.read_by(cache)
         if same:
             note = f"prompt: keys and values of {same} of {x.shape[1]} rows are an earlier run's"
             self.prepared.notes[note] = None
-        self._parts = PrefixParts(rows, kept, found, same)
+        self._parts = PrefixParts(rows, kept, like)
         return self._parts
 
     def _fill(
@@ -223,12 +224,11 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
         parts.following = index + 1
         parts.done = parts.whole
         if parts.whole:
-            slot = cache.slot
-            slot["blocks"][index], slot["params"][index] = parts.kept.blocks[index], None
+            self._place(parts, cache, index)
             return None
         cut = parts.cut
-        if parts.first is None:
-            prefix = Prefix(*parts.found.blocks.pop(index)[:, :, :cut].unbind(1))
+        if parts.like is not None:
+            prefix = Prefix(*parts.like.blocks[index][:, :, :cut].unbind(1))
         else:
             first = _Kept()
             bound = _bound(given["attn_fn"], "block_causal_attention")["segments"]
@@ -253,9 +253,17 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
     def _keep_parts(
         self, parts: PrefixParts, cache: Any, index: int, keys: torch.Tensor, values: torch.Tensor
     ) -> None:
-        cache.put(index, torch.stack([keys, values], 1))
-        if parts.kept is not None:
-            parts.kept.blocks[index] = cache.slot["blocks"][index]
+        if parts.kept is None:
+            cache.put(index, torch.stack([keys, values], 1))
+            return
+        parts.kept.write(index, keys, values)
+        self._place(parts, cache, index)
+
+    def _place(self, parts: PrefixParts, cache: Any, index: int) -> None:
+        """Has ComfyUI's cache read what is kept; `put` would copy it."""
+        rows = parts.rows.shape[1]
+        cache.slot["blocks"][index] = parts.kept.blocks[index][:, :, :rows]
+        cache.slot["params"][index] = None
 
     def run_block(
         self, block: torch.nn.Module, positional: tuple, arguments: dict[str, Any]

@@ -18,6 +18,7 @@ from qwen_l40s.optimizations.blocks.block import BlockExecutor
 from qwen_l40s.optimizations.passes import ForwardPass
 
 pytestmark = [
+    pytest.mark.each_device,
     pytest.mark.usefixtures("inference_mode"),
     pytest.mark.host_has("comfy.model_base.QwenImage21"),
 ]
@@ -98,6 +99,7 @@ CHANGES = {
     BASE: None,
     BASE._replace(seed=1): None,
     BASE._replace(instruction=2): 0,
+    BASE._replace(instruction=300): 0,
     BASE._replace(references=(2, 1)): BEFORE + ROWS,
     BASE._replace(references=(3, 2)): BEFORE + ROWS,
     BASE._replace(opening=1): BEFORE + ROWS,

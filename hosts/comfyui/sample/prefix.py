@@ -8,6 +8,7 @@ first step of each prompt: two references take 0.25 of 1.46 s (8 steps at 1024x1
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -17,6 +18,7 @@ from comfy import model_management as management
 from ....caches import remembered
 from ....optimizations.patches import put
 
+ROOM = 256  # the rows behind the last reference have room in multiples of it
 MOST = 2  # prompts that a run takes in turn: with CFG, the prompt and the negative prompt
 
 
@@ -59,16 +61,32 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class KeptPrefix:
-    """Keys and values of one prompt, by block: (batch, 2, tokens, heads, head_dim)."""
+    """Keys and values of one prompt, by block: (batch, 2, tokens or more, heads, head_dim)."""
 
-    def __init__(self, given: Rows, cache: Any) -> None:
+    def __init__(self, given: Rows, cache: Any, blocks: dict[int, torch.Tensor]) -> None:
         self.given = given
-        self.blocks: dict[int, torch.Tensor] = {}
-        self._cache: ReferenceType[Any] = ref(cache)
+        self.blocks = blocks
+        self.written = 0  # blocks whose rows are those of `given`
+        self.read_by(cache)
 
     def is_of(self, cache: Any) -> bool:
-        """Tells whether a run with this cache, which ComfyUI makes anew for each, has filled it."""
+        """Tells whether a run with this cache, which ComfyUI makes anew for each, reads it."""
         return self._cache() is cache
+
+    def read_by(self, cache: Any) -> None:
+        self._cache: ReferenceType[Any] = ref(cache)
+
+    def write(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Takes a block's, each (batch, tokens, heads, head_dim)."""
+        (batch, rows, *sizes), start = keys.shape, self.given.cut
+        into = self.blocks.get(index)  # with those of the first part
+        if into is None or into.shape[2] < rows:
+            behind = -(-(rows - start) // ROOM) * ROOM
+            into = keys.new_empty(batch, 2, start + behind, *sizes)
+            self.blocks[index], start = into, 0
+        for part, new in zip(into.unbind(1), (keys, values), strict=True):
+            part[:, start:rows] = new[:, start:]
+        self.written += 1
 
 
 class KeptPrefixes:
@@ -93,22 +111,25 @@ class KeptPrefixes:
 
     def find(self, given: Rows, blocks: int) -> tuple[KeptPrefix | None, int]:
         """Finds what was kept of such rows, and how many of the first rows are the same."""
-        for kept in [it for it in self._kept if len(it.blocks) == blocks]:
-            if rows := kept.given.equal(given):
-                return kept, rows
-        return None, 0
+        whole = [it for it in self._kept if it.written == blocks]
+        found = [(it.given.equal(given), it) for it in whole]
+        same, kept = max(found, key=itemgetter(0), default=(0, None))
+        return (kept, same) if same else (None, 0)
 
-    def begin(self, given: Rows, cache: Any, instead: KeptPrefix | None) -> KeptPrefix:
+    def begin(self, given: Rows, cache: Any, like: KeptPrefix | None) -> KeptPrefix:
         """Makes an entry that a pass fills, block by block.
 
         Args:
-            instead: The entry whose blocks the pass takes over; None drops those of earlier runs.
+            like: The entry whose first rows are the same, of which it takes over the memory that
+                this run does not read; None drops the entries of earlier runs.
         """
         _listen()
-        others = [it for it in self._kept if it is not instead]
-        if instead is None:
+        others, blocks = self._kept, {}
+        if like is None:
             others = [it for it in others if it.is_of(cache)]
-        made = KeptPrefix(given.copy(), cache)
+        elif not like.is_of(cache):
+            others, blocks = [it for it in others if it is not like], like.blocks
+        made = KeptPrefix(given.copy(), cache, blocks)
         self._kept = [*others[1 - MOST :], made]
         return made
 
@@ -154,25 +175,27 @@ class PrefixParts:
 
     Args:
         given: Those of this pass.
-        kept: Takes keys and values of each block; None where nothing is kept.
-        found: What was kept of `same` first rows.
+        kept: Takes keys and values of each block, or has those of all rows; None where nothing is
+            kept.
+        like: Has those up to the last reference; None where the pass computes them.
     """
 
-    def __init__(
-        self, given: Rows, kept: KeptPrefix | None, found: KeptPrefix | None, same: int
-    ) -> None:
+    def __init__(self, given: Rows, kept: KeptPrefix | None, like: KeptPrefix | None) -> None:
         self.rows, turns, _, self.cut, _ = given
         # What ComfyUI hands from block to block: whoever reads it finds no rows of another prompt.
         self.handed = torch.full_like(self.rows, torch.nan)
         self.following = 0  # the block that gets it
         self.turns = turns[:, : self.cut], turns[:, self.cut :]
-        self.kept, self.found = kept, found
-        self.whole = same == self.rows.shape[1]
-        # of each part before the next block; None where its keys and values are kept
-        self.first = None if same else self.rows[:, : self.cut]
-        self.second = self.rows[:, self.cut :]
+        self.kept, self.like = kept, like
+        # each part before the next block
+        self.first, self.second = self.rows[:, : self.cut], self.rows[:, self.cut :]
         self.runs = False  # whether the executor computes the second part of a block
         self.done = False  # whether nothing of a block is left to compute
+
+    @property
+    def whole(self) -> bool:
+        """Whether all rows are kept."""
+        return self.like is not None and self.kept is self.like
 
     def segments(self, given: Sequence[tuple]) -> list[tuple]:
         """Gives ComfyUI's segments of the first part."""
