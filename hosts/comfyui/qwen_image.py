@@ -190,23 +190,37 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
         cut = max((it.stop for it in segments if not it.causal), default=0)
         guided = isinstance(self._options.get(SLOT), GuidedAttention)
         fused = self.prepared is not None and not any(self.prepared.unsupported)
-        if block_index or not (cut and fused and self._in_parts and self.attention) or guided:
+        if block_index or guided or not (cut and fused and self._in_parts and self.attention):
             return None
-        settings = self.state, self.attention
+        store = KeptPrefixes.of(self.owner.diffusion_model)
+        if store.text is None:  # another pack calls the transformer
+            return None
         zero = tuple(it[0] for it in given["mod"][:4])
-        rows = Rows(x, given["pe"], zero, cut, settings)
+        opening = [it for it in segments if it.causal and it.stop <= cut]
+        settings = self.state, self.attention
+        rows = Rows(self._opened(x, opening, store.text), given["pe"], zero, cut, settings)
         kept = like = None
         same = 0
         if cache.dtype == "default" and cache.store_device == self.device:
-            store = KeptPrefixes.of(self.owner.diffusion_model)
             like, same = store.find(rows, len(self.blocks))
             kept = like if same == x.shape[1] else store.begin(rows, cache, like)
             kept.read_by(cache)
         if same:
             note = f"prompt: keys and values of {same} of {x.shape[1]} rows are an earlier run's"
             self.prepared.notes[note] = None
-        self._parts = PrefixParts(rows, kept, like)
+        self._parts = PrefixParts(x, rows, kept, like)
         return self._parts
+
+    def _opened(self, x: torch.Tensor, segments: list[Segment], text: torch.Tensor) -> torch.Tensor:
+        """Projects the text before the last reference by itself: with another instruction behind it,
+        the product gives other bits.
+        """
+        lengths, x = [it.stop - it.start for it in segments], x.clone()
+        if sum(lengths):
+            found = self.owner.diffusion_model.txt_in(text[:, : sum(lengths)])
+            for part, (start, stop, *_) in zip(found.split(lengths, 1), segments, strict=True):
+                x[:, start:stop] = part
+        return x
 
     def _fill(
         self,
@@ -269,7 +283,7 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
         self, block: torch.nn.Module, positional: tuple, arguments: dict[str, Any]
     ) -> Any:
         parts, x = self._parts, arguments.get("x")
-        if parts is None or (x is not parts.rows and x is not parts.handed):
+        if parts is None or (x is not parts.given and x is not parts.handed):
             return super().run_block(block, positional, arguments)
         if not parts.done:  # ComfyUI's block would read rows that no block has written
             raise WatchedError

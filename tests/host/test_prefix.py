@@ -18,7 +18,6 @@ from qwen_l40s.optimizations.blocks.block import BlockExecutor
 from qwen_l40s.optimizations.passes import ForwardPass
 
 pytestmark = [
-    pytest.mark.each_device,
     pytest.mark.usefixtures("inference_mode"),
     pytest.mark.host_has("comfy.model_base.QwenImage21"),
 ]
@@ -110,6 +109,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.each_device
 @pytest.mark.parametrize("changed", CHANGES)
 def test_rows_that_are_the_same_are_not_computed_again(changed, kept):
     model = optimize(strong_21())
@@ -125,6 +125,7 @@ def test_rows_that_are_the_same_are_not_computed_again(changed, kept):
         assert computed(kept) == (0 if rows is None else changed.batch * (rows + behind))
 
 
+@pytest.mark.each_device
 def test_no_bit_depends_on_the_prompts_before():
     model, choose = optimize(strong_21()), chance.Random(5)
     prompts = [
@@ -136,6 +137,7 @@ def test_no_bit_depends_on_the_prompts_before():
         assert torch.equal(sample(model, prompt), expected[prompt]), prompt
 
 
+@pytest.mark.each_device
 def test_weights_that_a_patch_changes_begin_anew(kept):
     model = optimize(strong_21())
     patched = model.clone()
@@ -157,35 +159,31 @@ def test_attention_of_others_computes_the_rows_of_each_prompt(kept):
     assert not bytes_on(CARD)
 
 
-def unload(model, patch):
+def unload(model):
     management.unload_all_models()
 
 
-def need_room(model, patch):
+def need_room(model):
     management.free_memory(1e30, CARD)
 
 
-def detach(model, patch):
+def detach(model):
     model.detach()
 
 
-def little_is_free(model, patch):
-    patch.setattr(management, "get_free_memory", lambda *given, **more: 1)
+def little_is_free(model):
+    KeptPrefixes.of(model.model.diffusion_model).make_room(4, 1)
 
 
+@pytest.mark.each_device
 @pytest.mark.parametrize("lose", [unload, need_room, detach, little_is_free])
-def test_memory_is_given_back(lose, kept, monkeypatch):
+def test_memory_is_given_back(lose, kept):
     model = optimize(strong_21())
     expected = sample(model, BASE)
     assert bytes_on(CARD) > BLOCKS * 2 * ROWS * 256 * 4
     computed(kept)
-    lose(model, monkeypatch)
-    if lose is little_is_free:
-        monkeypatch.setattr(qwen_image.PrefixedComfyPass, "_fill", None)
-        store = KeptPrefixes.of(model.model.diffusion_model)
-        store.make_room(1, 1)
+    lose(model)
     assert not bytes_on(CARD)
-    monkeypatch.undo()
     assert torch.equal(sample(model, BASE), expected)
     assert computed(kept) == BEFORE + ROWS + 3
 
@@ -197,6 +195,7 @@ def test_room_is_kept_for_what_comfyui_needs(kept):
     assert bytes_on(CARD)
 
 
+@pytest.mark.each_device
 @pytest.mark.parametrize("options", [{"device": "off"}, {"dtype": "int8"}, {"device": "gpu"}])
 def test_a_cache_of_another_kind_gives_the_same_bits_each_time(options):
     model = optimize(strong_21())
@@ -278,6 +277,7 @@ def test_a_block_that_fails_its_check_runs_comfyuis(monkeypatch):
     assert close(sample(optimized, BASE), sample(plain, BASE))
 
 
+@pytest.mark.each_device
 def test_a_wrapper_that_changes_the_text_is_seen():
     model = strong_21()
     scale = [1.0]

@@ -97,6 +97,7 @@ class KeptPrefixes:
 
     def __init__(self) -> None:
         self._kept: list[KeptPrefix] = []
+        self.text: Any = None  # of the prompt that a forward pass looks up, as the encoder gives it
 
     @staticmethod
     def of(transformer: torch.nn.Module) -> KeptPrefixes:
@@ -174,13 +175,17 @@ class PrefixParts:
     on what ran before.
 
     Args:
-        given: Those of this pass.
+        x: What ComfyUI gives the first block.
+        given: The rows of this pass.
         kept: Takes keys and values of each block, or has those of all rows; None where nothing is
             kept.
         like: Has those up to the last reference; None where the pass computes them.
     """
 
-    def __init__(self, given: Rows, kept: KeptPrefix | None, like: KeptPrefix | None) -> None:
+    def __init__(
+        self, x: torch.Tensor, given: Rows, kept: KeptPrefix | None, like: KeptPrefix | None
+    ) -> None:
+        self.given = x
         self.rows, turns, _, self.cut, _ = given
         # What ComfyUI hands from block to block: whoever reads it finds no rows of another prompt.
         self.handed = torch.full_like(self.rows, torch.nan)

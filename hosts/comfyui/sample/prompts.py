@@ -75,7 +75,10 @@ class Prompts:
             yield forward
             return
 
+        kept = KeptPrefixes.of(transformer)
+
         def key(x: torch.Tensor, context: torch.Tensor, refs: Any, slots: Any) -> torch.Tensor:
+            kept.text = context
             tensors, rest = (context, *refs), (x.shape, tuple(slots))
             for known in self._keys:
                 same = len(known.tensors) == len(tensors) and known.rest == rest
@@ -94,7 +97,7 @@ class Prompts:
                     cache.slot = slot
                     return cache, cache.filled(blocks)
             if (room := transformer.current_patcher) is not None:
-                KeptPrefixes.of(transformer).make_room(room.get_free_memory(device), size)
+                kept.make_room(room.get_free_memory(device), size)
             found, filled = select(transformer, key, size, device, options)
             if found is not None:
                 self._slots = [*self._slots[1 - MOST :], (key, found, found.slot)]
@@ -111,6 +114,7 @@ class Prompts:
         own.__kwdefaults__ = function.__kwdefaults__
         with patched([(vars(transformer), "select_prefix_cache", find)]):
             yield MethodType(own, transformer)
+        kept.text = None
 
 
 def alone(options: Mapping[str, Any]) -> bool:
