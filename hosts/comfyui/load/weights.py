@@ -26,7 +26,6 @@ from ....loaders.source import Source, check_unchanged
 from ....loaders.stored import PackedLayer, StoredLayer, canonical_tensors
 from ....loaders.writer import SUFFIX
 from ....machine.memory import MappedPages
-from ....optimizations.reference import decode_weight
 from ....spec.formats import QUANTIZED
 from ....spec.sizes import STAGING_BYTES
 from .plan import LoadPlan
@@ -68,7 +67,7 @@ def transformer_tensors(
     """Returns the state dict to load, and notes; reads only what it has to convert."""
     source, precision, quantization = plan.source, plan.precision, plan.source.part.quantization
     notes = what_was_stored(source, plan.packed)
-    read = map_tensors(source), quantization, functools.partial(_decoded, device)
+    read = map_tensors(source), quantization, device
     weights: dict[str, Any] = dict(canonical_tensors(*read, packed=bool(plan.packed)))
     _join(plan.shape.family.joined, weights)
     to_round = _layers_to_round(plan, weights)
@@ -225,14 +224,3 @@ def _join(joined: Mapping[str, tuple[str, ...]], weights: dict[str, Any]) -> Non
         else:
             made = tuple(it if isinstance(it, torch.Tensor) else it.dequantized() for it in parts)
         weights[f"{block}{whole}.weight"] = made
-
-
-def _decoded(
-    device: torch.device,
-    codes: torch.Tensor,
-    group_scale: torch.Tensor,
-    codebook: torch.Tensor | None,
-    bits: int,
-) -> torch.Tensor:
-    codebook = None if codebook is None else codebook.to(device)
-    return decode_weight(codes.to(device), group_scale.to(device), codebook, bits).cpu()
