@@ -77,25 +77,19 @@ def transformer_tensors(
         layer = name.removesuffix(".weight")
         if layer in rounded:
             continue
-        if isinstance(weight, torch.Tensor):
-            ready[name] = weight
-        elif isinstance(weight, tuple):
-            ready[name] = torch.cat(weight)
-        elif isinstance(weight, BlockRows):
+        stays = precision in QUANTIZED and layer not in plan.left
+        if isinstance(weight, BlockRows):
             expanded.append(layer)
-        elif isinstance(weight, StoredLayer) and (precision not in QUANTIZED or layer in plan.left):
-            ready[name] = weight.dequantized()
-        else:
+        elif stays and isinstance(weight, (StoredLayer, PackedLayer)):
             ready |= weight.tensors(layer)
+        else:
+            ready[name] = _plain(weight)
 
     def weight_of(layer: str) -> Any:
         weight = weights[f"{layer}.weight"]
-        if isinstance(weight, tuple):
-            return torch.cat(weight)
-        if not isinstance(weight, StoredLayer):
-            return weight
-        unscaled = quantization.layers.get(layer, "").endswith("unscaled")
-        return weight.weight if unscaled else weight.dequantized()
+        if quantization.layers.get(layer) == "fp8 e4m3, unscaled":
+            return weight.weight
+        return weight if isinstance(weight, BlockRows) else _plain(weight)
 
     if expanded:
         ready |= quantize_shown(source, sorted(expanded), weight_of, IN_BF16, device)
@@ -184,8 +178,7 @@ def quantize_shown(
         if precision == IN_BF16:
             tensors[f"{layer}.weight"] = values
         elif error is not None and error > most:
-            weight = weight_of(layer)
-            plain = weight.dequantized() if isinstance(weight, BlockRows) else weight
+            plain = _plain(weight_of(layer))
             plain = cast_fp8(plain) if plain.itemsize == 1 else plain.to(torch.bfloat16)
             tensors[f"{layer}.weight"] = plain
         else:
@@ -222,5 +215,11 @@ def _join(joined: Mapping[str, tuple[str, ...]], weights: dict[str, Any]) -> Non
         elif all(isinstance(it, BlockRows) and it.dtype == parts[0].dtype for it in parts):
             made = replace(parts[0], values=torch.cat([it.values for it in parts]))
         else:
-            made = tuple(it if isinstance(it, torch.Tensor) else it.dequantized() for it in parts)
+            made = tuple(map(_plain, parts))
         weights[f"{block}{whole}.weight"] = made
+
+
+def _plain(weight: Any) -> torch.Tensor:
+    if isinstance(weight, tuple):
+        return torch.cat(weight)
+    return weight if isinstance(weight, torch.Tensor) else weight.dequantized()
