@@ -20,11 +20,12 @@ LOADER_PRECISIONS = (*PRECISIONS, AS_STORED)
 
 @dataclass(frozen=True)
 class LoadDecision:
-    precision: str  # a key of `BYTES_PER_WEIGHT`
+    precision: str  # of a transformer a key of `BYTES_PER_WEIGHT`
     reason: str  # why in that precision
-    off_card: bool  # whether the modulation waits in system RAM
-    place_reason: str  # why there; empty where there is nothing to say
-    why: str  # both reasons in a few words
+    why: str  # in a few words, and how the part lies in memory
+    # Of a transformer alone.
+    off_card: bool = False  # whether the modulation waits in system RAM
+    place_reason: str = ""  # why there; empty where there is nothing to say
     option: PlanOption | None = None  # of the plan that it follows; None without an NVIDIA card
 
 
@@ -92,9 +93,9 @@ def decide_load(
     return LoadDecision(
         precision=name or option.setting.precision,
         reason="; ".join(words.values()),
+        why=few_words(option),
         off_card=option.setting.off_card,
         place_reason=place_reason,
-        why=few_words(option),
         option=option,
     )
 
@@ -126,7 +127,6 @@ def _on_processor(
     return LoadDecision(
         precision=name,
         reason="; ".join(filter(None, (why, weight_only(name, None)))),
-        off_card=False,
-        place_reason=place if modulation == OFF_CARD else "",
         why=f"{few}; no NVIDIA GPU",
+        place_reason=place if modulation == OFF_CARD else "",
     )

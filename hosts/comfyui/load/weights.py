@@ -29,7 +29,7 @@ from ....machine.memory import MappedPages
 from ....spec.formats import QUANTIZED
 from ....spec.sizes import STAGING_BYTES
 from .plan import LoadPlan
-from .report import FLOAT_NAMES, MOST_ERROR, what_was_rounded, what_was_stored
+from .report import FLOAT_NAMES, MOST_ERROR, what_stays, what_was_rounded, what_was_stored
 
 
 def map_tensors(source: Source) -> dict[str, torch.Tensor | BlockRows]:
@@ -97,7 +97,7 @@ def transformer_tensors(
         packed = [it for it in to_round if quantization.in_w4a8(it, weight_of(it).shape[1])]
         ready |= _in_w4a8(source, packed, weight_of, device)
         to_round = sorted({*to_round} - {*packed})
-        notes.append(f"{len(packed)} layers stay in w4a8, because {plan.packed}.")
+        notes.append(what_stays(len(packed), "w4a8", plan.packed))
     if to_round:
         most = MOST_ERROR if plan.automatic and precision == "int8" else math.inf
         ready |= quantize_shown(source, to_round, weight_of, precision, device, most=most)
