@@ -455,7 +455,7 @@ INT8_DIFFERENCE = (
 def reasons(option: PlanOption) -> dict[str, str]:
     """Says {of what: why it is so, with figures} of an option that `plan` gives, in order."""
     found = {
-        "precision": _precision_reason(option),
+        "precision": _precision_reason(option)[1],
         "products": weight_only(option.setting.precision, option.card),
         "packed": _packed_reason(option),
         "modulation": _modulation_reason(option),
@@ -463,6 +463,15 @@ def reasons(option: PlanOption) -> dict[str, str]:
         "room": _room_reason(option),
     }
     return {what: clause for what, clause in found.items() if clause}
+
+
+def few_words(option: PlanOption) -> str:
+    """Says why a transformer is loaded as an option has it, and how much room that leaves."""
+    why, name, side = _precision_reason(option)[0], option.card.name, option.request.width
+    if moved := option.moved_bytes:
+        return f"{why}; {format_gib(moved)} streamed to {name} per forward pass"
+    spare = format_gib(max(0, option.headroom_bytes))
+    return f"{why}; {spare} to spare on {name} at {side}x{side}"
 
 
 def weight_only(name: str, card: CardFacts | None) -> str:
@@ -487,30 +496,35 @@ def _refusal(name: str, card: CardFacts) -> str:
 
 def precision_reason(
     name: str, card: CardFacts | None, requested: str, stored: str | None, *, gguf: bool = False
-) -> str:
-    """Says why a transformer is loaded in a precision. `requested` may be `AUTO` or `AS_STORED`;
-    `stored` is what the file holds, None for any; no card is none of NVIDIA's.
+) -> tuple[str, str]:
+    """Says why a transformer is loaded in a precision, in a few words and in a clause. `requested`
+    may be `AUTO` or `AS_STORED`; `stored` is what the file holds, None for any; no card is none of
+    NVIDIA's.
     """
-    made = stored and _conversion(stored, name)
+    made, held = stored and _conversion(stored, name), f"auto: the file holds {stored}"
+    asked = SHOWN[AS_STORED] if requested == AS_STORED else "as requested"
     if gguf and name == stored:
-        return f"GGUF's blocks are expanded and rounded to {name}, which tensor cores multiply"
+        few = f"auto: GGUF's blocks become {name}" if requested == AUTO else asked
+        return few, f"GGUF's blocks are expanded and rounded to {name}, which tensor cores multiply"
     if requested == AS_STORED:
-        return f"{SHOWN[AS_STORED]}: the file holds {stored}"
+        return asked, f"{asked}: the file holds {stored}"
     if requested != AUTO:
-        return f"requested: {made}" if stored else f"{name} as requested"
+        return asked, f"requested: {made}" if stored else f"{name} as requested"
     if stored in QUANTIZED and name == stored:
-        return f"auto: the file holds {stored}, and expanding it would gain nothing"
+        return held, f"{held}, and expanding it would gain nothing"
     if card is None:
-        return f"auto: {made}, and there is no NVIDIA GPU"
+        return held, f"auto: {made}, and there is no NVIDIA GPU"
     first = stored in QUANTIZED or name == auto_precision(card)
     if name == "bf16":
         rounded = "" if stored in (None, "bf16") else f", {made}"
         trained = f"{SHOWN['bf16']} is what the model was trained in{rounded}"
-        return f"auto: {trained}; {_refusal('int8', card)}" if first else trained
+        why = f"auto: {trained}; {_refusal('int8', card)}" if first else trained
+        return "auto: bf16, no int8 products", why
     if not first:
-        return f"{name}: less memory than bf16"
+        return f"auto: {name}, less memory than bf16", f"{name}: less memory than bf16"
     made = f", and {made}" if made else ""
-    return f"auto: {name} products run on {card.name}{made}; {INT8_DIFFERENCE}"
+    why = f"auto: {name} products run on {card.name}{made}; {INT8_DIFFERENCE}"
+    return f"auto: {name}, the fastest", why
 
 
 def _conversion(stored: str, name: str) -> str:
@@ -527,10 +541,10 @@ def _conversion(stored: str, name: str) -> str:
     return f"the file's {stored} is rounded to {name}"
 
 
-def _precision_reason(option: PlanOption) -> str:
+def _precision_reason(option: PlanOption) -> tuple[str, str]:
     asked = option.asked
     if asked.why:
-        return asked.why
+        return asked.why, asked.why
     requested = AS_STORED if asked.as_stored else AUTO if asked.kept else asked.request.precision
     stored, gguf = asked.kept or asked.stored, asked.request.parts.gguf
     return precision_reason(option.setting.precision, option.card, requested, stored, gguf=gguf)

@@ -6,13 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..charts.text import precision_reason, reasons, weight_only
+from ..charts.text import few_words, precision_reason, reasons, weight_only
 from ..errors import SettingError, UnavailableError
 from ..planning.bytes import Sizes, TransformerBytes, weight_bytes
-from ..planning.options import label_of
 from ..planning.plan import LEAST_SIDE, PlanOption, check_tensor_cores, plan
 from ..planning.request import AS_STORED, PRECISIONS, Parts, RunRequest
-from ..spec.formats import QUANTIZED, CardFacts, format_gib
+from ..spec.formats import QUANTIZED, CardFacts
 from ..spec.transformer import OFF_CARD, ON_CARD, PLACES, TransformerShape
 
 ONE_MODULATION = "modulation: stays in VRAM, because all blocks of this model share one"
@@ -21,11 +20,12 @@ LOADER_PRECISIONS = (*PRECISIONS, AS_STORED)
 
 @dataclass(frozen=True)
 class LoadDecision:
-    precision: str  # a key of `BYTES_PER_WEIGHT`
+    precision: str  # of a transformer a key of `BYTES_PER_WEIGHT`
     reason: str  # why in that precision
-    off_card: bool  # whether the modulation waits in system RAM
-    place_reason: str  # why there; empty where there is nothing to say
-    why: str  # both reasons in a few words
+    why: str  # in a few words, and how the part lies in memory
+    # Of a transformer alone.
+    off_card: bool = False  # whether the modulation waits in system RAM
+    place_reason: str = ""  # why there; empty where there is nothing to say
     option: PlanOption | None = None  # of the plan that it follows; None without an NVIDIA card
 
 
@@ -93,35 +93,11 @@ def decide_load(
     return LoadDecision(
         precision=name or option.setting.precision,
         reason="; ".join(words.values()),
+        why=few_words(option),
         off_card=option.setting.off_card,
         place_reason=place_reason,
-        why=_in_few_words(requested, stored, option, gguf, because),
         option=option,
     )
-
-
-def _in_few_words(
-    requested: str, stored: str, option: PlanOption | None, gguf: bool, because: str
-) -> str:
-    if because:
-        words = because
-    elif requested == "auto" and gguf:
-        words = f"auto: GGUF's blocks become {stored}"
-    elif requested != "auto":
-        words = label_of("precision", requested) if requested == AS_STORED else "as requested"
-    elif option is None or stored == option.setting.precision in QUANTIZED:
-        words = f"auto: the file holds {stored}"
-    elif option.setting.precision == "bf16":
-        words = "auto: bf16, no int8 products"
-    else:
-        words = "auto: int8, the fastest"
-    if option is None:
-        return f"{words}; no NVIDIA GPU"
-    if moved := option.moved_bytes:
-        return f"{words}; {format_gib(moved)} streamed to {option.card.name} per forward pass"
-    spare = max(0, option.headroom_bytes)
-    side = option.request.width
-    return f"{words}; {format_gib(spare)} to spare on {option.card.name} at {side}x{side}"
 
 
 def _recommended(
@@ -144,12 +120,13 @@ def _on_processor(
     requested: str, modulation: str, stored: str, gguf: bool, because: str
 ) -> LoadDecision:
     name = stored if requested in ("auto", AS_STORED) else requested
-    why = because or precision_reason(name, None, requested, stored, gguf=gguf)
+    few, why = because, because
+    if not because:
+        few, why = precision_reason(name, None, requested, stored, gguf=gguf)
     place = "modulation: stays with the other weights, because there is no NVIDIA GPU"
     return LoadDecision(
         precision=name,
         reason="; ".join(filter(None, (why, weight_only(name, None)))),
-        off_card=False,
+        why=f"{few}; no NVIDIA GPU",
         place_reason=place if modulation == OFF_CARD else "",
-        why=_in_few_words(requested, stored, None, gguf, because),
     )

@@ -5,7 +5,7 @@ is never computed quantized become bf16. Tensors may be mapped: none is read tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -13,6 +13,7 @@ import torch
 
 from ..errors import CheckpointError
 from ..families.registry import is_modulation, is_quantizable
+from ..optimizations.reference import decode_weight
 from ..spec.formats import RowFormat, is_rotation
 from .gguf_blocks import BlockRows
 from .quantization import (
@@ -127,16 +128,16 @@ class PackedLayer:
         }
         return {f"{layer}.{end}": tensor for end, tensor in found.items() if tensor is not None}
 
-    def decoded(self, decode: Decode) -> StoredLayer:
-        values = decode(self.codes, self.group_scale, self.codebook, self.bits)
+    def decoded(self, device: torch.device | str) -> StoredLayer:
+        codebook = None if self.codebook is None else self.codebook.to(device)
+        levels = self.codes.to(device), self.group_scale.to(device), codebook
+        values = decode_weight(*levels, self.bits).cpu()
         return StoredLayer(
             values, self.scale, "int8 ConvRot", self.convrot_groupsize, self.full_precision
         )
 
 
 PACKED_NAMES = {4: "asym_w4a8_int8", 6: "w6a8_int8"}
-# (codes, group_scale, codebook, bits) of a `PackedLayer` -> int8 [N, K], where codes are or not
-Decode = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None", int], torch.Tensor]
 Weight = torch.Tensor | StoredLayer | PackedLayer | BlockRows
 
 
@@ -148,7 +149,7 @@ def accompanies(name: str) -> bool:
 def canonical_tensors(
     tensors: Mapping[str, torch.Tensor | BlockRows],
     quantization: Quantization,
-    decode: Decode,
+    device: torch.device | str = "cpu",
     *,
     packed: bool = False,
 ) -> Iterator[tuple[str, Weight]]:
@@ -162,6 +163,7 @@ def canonical_tensors(
     Args:
         tensors: {name without prefix: tensor}, on any device. A weight is asked for once, when its
             turn comes; scales at once.
+        device: where 4 and 6 bits are decoded.
         packed: whether these stay so, as `PackedLayer`, where they stay quantized.
 
     Raises:
@@ -183,7 +185,7 @@ def canonical_tensors(
             _refuse(
                 f"{layer}.weight", f"is {form} and has no scale", "its weight_scale must be there"
             )
-    return _converted(tensors, quantization, scales, decode, packed)
+    return _converted(tensors, quantization, scales, device, packed)
 
 
 def stored_layers(
@@ -206,7 +208,7 @@ def _converted(
     tensors: Mapping[str, Any],
     quantization: Quantization,
     scales: Mapping[str, torch.Tensor],
-    decode: Decode,
+    device: torch.device | str,
     packed: bool,
 ) -> Iterator[tuple[str, Weight]]:
     slow_marker = MARKER in tensors and tensors[MARKER].numel() == 2
@@ -238,7 +240,7 @@ def _converted(
             if packed and stays:
                 yield name, replace(coded, full_precision=slow)
                 continue
-            entry = coded.decoded(decode)
+            entry = coded.decoded(device)
         else:
             entry = _stored(layer, weight, scales.get(layer), settings)
         if not stays:

@@ -188,8 +188,7 @@ def _stream(
 
     def weight_of(layer: str) -> torch.Tensor:
         name = f"{layer}.weight"
-        weight = _with_patches(model, name, weights[name], device)
-        return weight.float() if weight.itemsize == 1 else weight
+        return _with_patches(model, name, weights[name], device)
 
     def take_rounded(rounded: RoundedLayer) -> None:
         layer, values, scale, form, _ = rounded

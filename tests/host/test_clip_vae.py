@@ -151,7 +151,7 @@ def test_every_naming_loads_the_same():
     expected, report = encoded(flat)
     assert expected.std() > 0.1
     assert torch.equal(stock(flat), expected)
-    assert report.precision == "bf16" and "no vision tower" in report.text()
+    assert report.load.precision == "bf16" and "no vision tower" in report.text()
     nested = narrow.nested(WEIGHTS) | narrow.toy_tower("model.visual")
     full = {f"text_encoders.qwen25_7b.transformer.{name}": t for name, t in WEIGHTS.items()}
     paths = [
@@ -188,7 +188,7 @@ def test_quantized_files_give_what_comfyui_gives():
     }
     for form, path in paths.items():
         found, report = encoded(path)
-        assert report.precision == form.split()[0], report
+        assert report.load.precision == form.split()[0], report
         assert torch.equal(found, stock(path)), form
         # Rounding to bf16 instead of dequantizing to fp32 is all that differs.
         assert 0 < relative_error(encoded(path, "bf16")[0], found) <= 4e-3, form
@@ -208,12 +208,12 @@ def test_forms_that_comfyui_misreads():
     del scaled["scaled_fp8"]
     assert torch.equal(encoded(file("unmarked", scaled))[0], expected)
     rows, report = encoded(file("rows", narrow.fp8_rows(WEIGHTS)))
-    assert report.precision == "bf16" and "a scale for each row became bf16" in report.text()
+    assert report.load.precision == "bf16" and "a scale for each row became bf16" in report.text()
     assert 0 < relative_error(rows, exact) <= 0.05
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         cast = narrow.unscaled_fp8(WEIGHTS, dtype)
         found, report = encoded(file(f"unscaled_{dtype}", cast))
-        assert "no scales" in report.text() and report.precision == "fp8"
+        assert "no scales" in report.text() and report.load.precision == "fp8"
         wide = file(f"wide_{dtype}", {name: t.bfloat16() for name, t in cast.items()})
         assert relative_error(found, encoded(wide)[0]) <= 1e-6
 
@@ -226,7 +226,7 @@ def test_quantizing_on_load():
     for precision, limit in (("fp8", 0.03), ("int8", 0.008)):
         found, report = encoded(MICRO, precision)
         assert 0 < relative_error(found, exact) <= limit, precision
-        assert report.precision == precision and "14 layers quantized" in report.text()
+        assert report.load.precision == precision and "14 layers quantized" in report.text()
         assert report.bytes < 0.6 * bf16.bytes
     scaled = file("scaled", narrow.scaled_fp8(WEIGHTS))
     assert torch.equal(encoded(scaled, "fp8")[0], encoded(scaled)[0])
@@ -413,7 +413,7 @@ def test_both_forms_of_the_vae_give_what_diffusers_gives():
     known()
     for path in (MICRO, FOLDER / "native_vae.safetensors"):
         vae, report = load_vae(path)
-        assert report.precision == "fp32" and "auto" in report.reason
+        assert report.load.precision == "fp32" and "auto" in report.load.reason
         decoded = vae.decode(known()["latents"])
         assert decoded.shape == known()["decoded"].shape
         assert (decoded - known()["decoded"]).abs().max() <= TOLERANCE
@@ -423,7 +423,7 @@ def test_both_forms_of_the_vae_give_what_diffusers_gives():
 def test_the_layered_vae_gives_what_diffusers_gives():
     known()
     vae, report = load_vae(FOLDER / "layered" / "vae", "fp32")
-    assert "RGBA" in report.text() and report.reason == "as requested"
+    assert "RGBA" in report.text() and report.load.reason == "as requested"
     decoded = vae.decode(known()["latents"])
     assert (decoded - known()["layered_decoded"]).abs().max() <= TOLERANCE
     found = vae.encode(known()["layered_pixels"])
@@ -433,7 +433,7 @@ def test_the_layered_vae_gives_what_diffusers_gives():
 def test_a_vae_in_bf16_and_reloaded():
     vae, report = load_vae(MICRO, "bf16")
     expected = vae.decode(known()["latents"])
-    assert report.precision == "bf16"
+    assert report.load.precision == "bf16"
     assert 0 < (expected - known()["decoded"]).abs().mean() <= 0.02
     again = vae.patcher.clone(force_deepcopy=True)
     assert again.model is not vae.first_stage_model

@@ -58,18 +58,18 @@ def files(request):
 def test_a_file_loads_as_one_that_holds_its_values(files, precision):
     ours, expected = (load_model(file, precision) for file in files)
     check_same(ours[0], expected[0])
-    assert ours[1].precision == expected[1].precision
+    assert ours[1].load.precision == expected[1].load.precision
 
 
 def test_auto_rounds_blocks_to_int8_and_says_so(files):
     _, report = load_model(files[0])
     if files[0].stem == "F16":  # no blocks: as of any other file
-        assert report.precision != "int8"
+        assert report.load.precision != "int8"
         return
-    assert report.precision == "int8"
+    assert report.load.precision == "int8"
     assert "GGUF's blocks are expanded and rounded to int8" in report.text()
     assert f"layers stored in GGUF {files[0].stem} were expanded." in report.text()
-    assert report.why.startswith("auto: GGUF's blocks become int8")
+    assert report.load.why.startswith("auto: GGUF's blocks become int8")
 
 
 def test_layers_that_are_kept_are_bf16_and_not_the_blocks(files):

@@ -237,7 +237,7 @@ def test_stored_forms_compute_what_comfyui_computes_from_them(form, bound):
 def test_four_bits_are_the_int8_that_comfyui_decodes():
     model, report = load_model(FOLDER / "w4a8.safetensors")
     assert torch.equal(sample(model), loaded("w4a8_in_int8.safetensors"))
-    assert report.precision == "int8" and "the file holds int8" in report.reason
+    assert report.load.precision == "int8" and "the file holds int8" in report.load.reason
     words = "stored in int4 asymmetric (w4a8) were decoded to int8 ConvRot without loss."
     assert any(note.endswith(words) for note in report.notes)
     # ComfyUI quantizes activations on a CPU too; the rest of the difference is of 4 bits.

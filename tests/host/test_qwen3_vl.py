@@ -76,8 +76,8 @@ def test_it_encodes_as_comfyuis_own(names):
         ours, theirs = encoded(clip, **more), encoded(core, **more)
         assert torch.equal(ours["cond"], theirs["cond"]) and ours["cond"].shape[-1] == WIDTH
         assert ours.get("image_slots") == theirs.get("image_slots")
-    assert ("lm_head left out" in report.text()) and report.precision == "bf16"
-    assert report.family.startswith("Qwen3-VL text encoder")
+    assert ("lm_head left out" in report.text()) and report.load.precision == "bf16"
+    assert report.source.part.family.startswith("Qwen3-VL text encoder")
 
 
 @newer
@@ -89,7 +89,7 @@ def test_quantized_and_placed(precision, most):
     clip, report = load_text_encoder(path, precision, place)
     found = encoded(clip)["cond"]
     assert 0 < (found - exact).norm() / exact.norm() < most
-    assert report.precision == precision and "21 layers quantized" in report.text()
+    assert report.load.precision == precision and "21 layers quantized" in report.text()
 
 
 @newer
@@ -181,7 +181,7 @@ def test_a_form_that_only_comfyui_knows(form, known, monkeypatch):
         )
         return
     clip, report = load_text_encoder(path, "int8", "cpu")
-    assert "ComfyUI loaded this file" in report.summary() and report.precision == "as stored"
+    assert "ComfyUI loaded this file" in report.summary() and report.load.precision == "as stored"
     assert clip.placement == "cpu"
     for each in (clip, clip.clone(disable_dynamic=True)):
         assert torch.allclose(encoded(each)["cond"], core, rtol=0, atol=1e-5)

@@ -138,7 +138,11 @@ def test_the_model_is_comfyuis_own(precision):
     assert type(model.model) is comfy.model_base.QwenImage21
     assert_same(model, own)
     assert torch.equal(paint(model), paint(own))
-    assert (report.family, report.precision, report.where) == ("Qwen-Image-2.1", "bf16", "")
+    assert (report.source.part.family, report.load.precision, report.where) == (
+        "Qwen-Image-2.1",
+        "bf16",
+        "",
+    )
     # Gate and up of a file that has them apart become one weight.
     assert_same(load_model(write_21(False, in_bf16), precision)[0], own)
 
@@ -151,7 +155,7 @@ def test_quantized_weights_are_those_of_comfyui(fused):
     path = FOLDER / "qwen_image_2.1_int8.safetensors"
     write_quantized(plan_quantized(plain, "int8"), path, overwrite=True)
     model, report = load_model(path)
-    assert report.precision == "int8"
+    assert report.load.precision == "int8"
     for again in (load_model(path, "int8")[0], load_model(plain, "int8")[0]):
         assert_same(again, model)
     whole = FOLDER / "qwen_image_2.1_int8_fused.safetensors"
@@ -498,7 +502,7 @@ def test_a_file_of_the_vae():
     latents, pixels = random(1, 64, 4, 6), torch.rand(1, 64, 96, 4)
     assert torch.equal(vae.decode(latents), host.decode(latents))
     assert torch.equal(vae.encode(pixels), host.encode(pixels))
-    assert (report.family, report.precision) == ("Qwen-Image-2.1 VAE", "fp32")
+    assert (report.source.part.family, report.load.precision) == ("Qwen-Image-2.1 VAE", "fp32")
     weights = random_weights(wan_21())
     del weights["decoder.middle.0.residual.2.weight"]
     save_file(weights, FOLDER / "lacking.safetensors")

@@ -69,7 +69,7 @@ def test_it_is_loaded_optimized_and_painted(file, precision):
     plain = comfy.sd.load_diffusion_model(str(file))
     expected = paint(plain)
     patcher, report = load_model(file, precision)
-    assert report.family == TITLE
+    assert report.source.part.family == TITLE
     quantized = [
         weight
         for _, weight in patcher.model.diffusion_model.named_parameters()

@@ -87,6 +87,11 @@ def test_precisions_and_reasons(requested, card, stored, expected, named):
     assert found.why.startswith((starts, "auto: the file holds")), found.why
 
 
+def test_layers_that_a_gguf_file_holds_in_bf16_are_not_called_its_blocks():
+    found = decide_load("auto", stored="bf16", shape=FULL_SIZE, card=L40S, gguf=True)
+    assert found.why.startswith(f"auto: {found.precision}")
+
+
 def test_auto_is_what_the_plan_recommends():
     for card in CARDS:
         for stored in FIDELITY:

@@ -77,7 +77,7 @@ def read(tmp_path, tensors):
     path = tmp_path / "packed.safetensors"
     save_file(tensors, path)
     quantization = inspect_checkpoint(path).parts[0].quantization
-    return dict(canonical_tensors(load_file(path), quantization, decode_weight))
+    return dict(canonical_tensors(load_file(path), quantization))
 
 
 @pytest.mark.parametrize("bits", FORMATS)

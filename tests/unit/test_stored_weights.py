@@ -11,7 +11,6 @@ from qwen_l40s.errors import CheckpointError
 from qwen_l40s.loaders.checkpoint import inspect_checkpoint
 from qwen_l40s.loaders.quantize import dequantize_rows, quantize_rows
 from qwen_l40s.loaders.stored import StoredLayer, canonical_tensors, rotate, stored_layers
-from qwen_l40s.optimizations.reference import decode_weight
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -42,7 +41,7 @@ def settings(**entries):
 
 def read(path):
     quantization = inspect_checkpoint(path).parts[0].quantization
-    return dict(canonical_tensors(load_file(path), quantization, decode_weight))
+    return dict(canonical_tensors(load_file(path), quantization))
 
 
 def store(tmp_path, tensors, metadata=None):
@@ -219,7 +218,7 @@ def test_a_rotated_layer_that_is_not_computed_quantized_is_rotated_back(tmp_path
 def test_a_file_without_quantization_is_passed_on(tmp_path):
     tensors = model()
     quantization = inspect_checkpoint(store(tmp_path, tensors)).parts[0].quantization
-    found = dict(canonical_tensors(tensors, quantization, decode_weight))
+    found = dict(canonical_tensors(tensors, quantization))
     assert list(found) == list(tensors)
     assert all(found[name] is tensors[name] for name in tensors)
 
@@ -235,7 +234,7 @@ def test_weights_that_need_no_conversion_are_not_read(tmp_path, scaled):
         name: tensor if tensor.numel() == 1 else tensor.to("meta")
         for name, tensor in tensors.items()
     }
-    found = dict(canonical_tensors(unread, quantization, decode_weight))
+    found = dict(canonical_tensors(unread, quantization))
     names = [f"{layer}.weight" for layer in meant]
     assert all(found[name].weight is unread[name] for name in names)
     assert found["txt_norm.weight"] is unread["txt_norm.weight"]
@@ -392,4 +391,4 @@ def test_scales_and_formats_are_checked_before_any_weight_is_read(tmp_path):
         path = store(tmp_path, tensors)
         quantization = inspect_checkpoint(path).parts[0].quantization
         with pytest.raises(CheckpointError, match=rule):
-            canonical_tensors(load_file(path), quantization, decode_weight)
+            canonical_tensors(load_file(path), quantization)

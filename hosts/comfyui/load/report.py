@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +12,7 @@ import torch
 from ....loaders.quantization import GGUF, PACKED
 from ....loaders.source import MICRO_ADVICE, MICRO_TRANSFORMER, Source
 from ....spec.formats import QUANTIZED, format_gib
+from ...loading import LoadDecision
 from .plan import LoadPlan
 
 if TYPE_CHECKING:
@@ -28,48 +28,44 @@ NAMED = 3  # layers in a note
 @dataclass(frozen=True)
 class LoadReport:
     what: str  # the part in words, such as "text encoder"
-    path: Path  # what it was loaded from
-    family: str  # what its header says it is
-    precision: str  # how the weights are stored now, such as "bf16"
-    reason: str  # why in that precision
+    source: Source  # what it was loaded from
+    load: LoadDecision  # with the precision that the weights are stored in now
     bytes: int  # of all weights as they are stored now, less those that wait off the card
-    why: str  # the same in a few words
+    size: str = ""  # of a published text encoder
     where: str = ""  # in a few words what waits elsewhere; empty where nothing does
     notes: tuple[str, ...] = ()  # sentences about what was converted, refused or left out
     hint: str = ""  # the one of them that the node itself shows
 
     def text(self) -> str:
+        family = ", ".join(filter(None, (self.source.part.family, self.size)))
         lines = [
-            f"{self.what}: {self.family} from {self.path}",
-            f"{self.precision}, {format_gib(self.bytes)} of weights ({self.reason})",
+            f"{self.what}: {family} from {self.source.path}",
+            f"{self.load.precision}, {format_gib(self.bytes)} of weights ({self.load.reason})",
             *self.notes,
         ]
         return "\n".join(lines)
 
     def summary(self) -> str:
         """Returns what was chosen and why, in at most three lines for the node."""
-        return "\n".join(filter(None, (self.chosen, self.why, self.hint)))
+        return "\n".join(filter(None, (self.chosen, self.load.why, self.hint)))
 
     @property
     def chosen(self) -> str:
         """`bf16, 25.4 GiB, modulation offloaded (12.7 GiB in system RAM)`."""
-        return ", ".join(filter(None, (self.precision, format_gib(self.bytes), self.where)))
+        return ", ".join(filter(None, (self.load.precision, format_gib(self.bytes), self.where)))
 
 
 def transformer_report(plan: LoadPlan, patcher: ModelPatcher, notes: Sequence[str]) -> LoadReport:
     """Reports a transformer that was loaded by a plan; `notes` come before what the plan says."""
-    part = plan.source.part
-    quantized = plan.precision in QUANTIZED
-    place, licence = plan.place_reason, part.licence or ""
+    place, licence = plan.place_reason, plan.source.part.licence or ""
     is_micro = (plan.shape.blocks, plan.shape.joint_dim) == MICRO_TRANSFORMER
+    if plan.precision not in QUANTIZED:
+        plan = replace(plan, precision=FLOAT_NAMES[patcher.model.get_dtype()])
     return LoadReport(
         what="transformer",
-        path=plan.source.path,
-        family=part.family,
-        precision=plan.precision if quantized else FLOAT_NAMES[patcher.model.get_dtype()],
-        reason=plan.reason,
+        source=plan.source,
+        load=plan,
         bytes=patcher.model_size(),
-        why=plan.why,
         where=_where(plan, patcher.load_device),
         hint=MICRO_ADVICE if is_micro else licence,
         notes=(
@@ -101,11 +97,8 @@ def what_was_stored(source: Source, packed: str) -> list[str]:
                 "are scaled for each token, not by a stored scale."
             )
         elif name in PACKED:
-            notes.append(
-                f"{count} layers stay in {name}, because {packed}."
-                if packed
-                else f"{count} layers stored in {name} were decoded to int8 ConvRot without loss."
-            )
+            decoded = f"{count} layers stored in {name} were decoded to int8 ConvRot without loss."
+            notes.append(what_stays(count, name, packed) if packed else decoded)
         elif name in GGUF:
             notes.append(f"{count} layers stored in {name} were expanded.")
         elif name.startswith("fp8 e5m2"):
@@ -116,6 +109,11 @@ def what_was_stored(source: Source, packed: str) -> list[str]:
             "ignores."
         )
     return notes
+
+
+def what_stays(count: int, form: str, packed: str) -> str:
+    """Notes layers that stay in 4 or 6 bits, and why."""
+    return f"{count} layers stay in {form}, because {packed}."
 
 
 def what_was_rounded(precision: str, layers: Sequence[str], left: Sequence[str]) -> list[str]:

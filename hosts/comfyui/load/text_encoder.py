@@ -29,7 +29,7 @@ from ....planning.request import DROPPED, ON_PROCESSOR
 from ....spec.formats import MULTIPLIED, QUANTIZED, format_gib
 from ....spec.sizes import STAGING_BYTES
 from ....spec.transformer import ON_CARD
-from ...loading import AS_STORED, LOADER_PRECISIONS, check_known
+from ...loading import AS_STORED, LOADER_PRECISIONS, LoadDecision, check_known
 from ..encode import (
     ARITHMETIC,
     REUSE,
@@ -254,15 +254,15 @@ def load_text_encoder(
     as_it_is = label_of("precision", AS_STORED)
     reason = {"auto": "auto: as in the file", AS_STORED: as_it_is}.get(precision, "requested")
     encoder = text_encoder_titled(source.part.family)
-    size = encoder.published.get((source.part.dims["hidden"], source.part.blocks))
+    size = encoder.published.get((source.part.dims["hidden"], source.part.blocks), "")
+    reason = f"{reason}; ComfyUI computes this encoder in fp32"
+    stays = _stays(placement, clip.patcher.load_device)
     return PlacedClip.over(clip, placement), LoadReport(
         what="text encoder",
-        path=source.path,
-        family=f"{source.part.family}, {size}" if size else source.part.family,
-        precision=prepared.precision,
-        reason=f"{reason}; ComfyUI computes this encoder in fp32",
+        source=source,
+        load=LoadDecision(prepared.precision, reason, stays),
         bytes=clip.patcher.model_size(),
-        why=_stays(placement, clip.patcher.load_device),
+        size=size,
         where="computed in fp32",
         hint=next((note for note in layout.notes if "vision tower" in note), ""),
         notes=(
@@ -278,14 +278,12 @@ def _as_comfyui(
     clip: comfy.sd.CLIP, source: Source, placement: str, fault: CheckpointError
 ) -> tuple[PlacedClip, LoadReport]:
     unknown = "ComfyUI loaded this file, because its form is unknown to this package"
+    stays = _stays(placement, clip.patcher.load_device)
     return PlacedClip.over(clip, placement), LoadReport(
         what="text encoder",
-        path=source.path,
-        family=source.part.family,
-        precision=AS_STORED,
-        reason="ComfyUI chose precision and size",
+        source=source,
+        load=LoadDecision(AS_STORED, "ComfyUI chose precision and size", stays),
         bytes=clip.patcher.model_size(),
-        why=_stays(placement, clip.patcher.load_device),
         hint=unknown,
         notes=(_where(placement), f"{unknown}: {fault}"),
     )

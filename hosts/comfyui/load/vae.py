@@ -17,7 +17,7 @@ from ....loaders.header import PLAIN_DTYPES
 from ....loaders.quantize import check_finite
 from ....loaders.source import Source, check_names, left_out, native_names, open_source, shapes_of
 from ....optimizations.patches import put
-from ...loading import check_known
+from ...loading import LoadDecision, check_known
 from ..decode.kept import KeptVAE
 from .report import FLOAT_NAMES, LoadReport
 from .weights import map_tensors
@@ -56,14 +56,12 @@ def load_vae(
     second = load_vae_patcher, (source, precision)
     put(vae.patcher, cached_patcher_init=second)
     why = "as requested" if VAE_DTYPES[precision] else f"auto: ComfyUI's choice on {vae.device}"
+    held = FLOAT_NAMES.get(vae.vae_dtype, str(vae.vae_dtype))
     return vae, LoadReport(
         what="VAE",
-        path=source.path,
-        family=source.part.family,
-        precision=FLOAT_NAMES.get(vae.vae_dtype, str(vae.vae_dtype)),
-        reason=why,
+        source=source,
+        load=LoadDecision(held, why, why),
         bytes=vae.model_size(),
-        why=why,
         notes=_notes(source, names, shapes),
     )
 

@@ -26,11 +26,10 @@ from ....loaders.source import Source, check_unchanged
 from ....loaders.stored import PackedLayer, StoredLayer, canonical_tensors
 from ....loaders.writer import SUFFIX
 from ....machine.memory import MappedPages
-from ....optimizations.reference import decode_weight
 from ....spec.formats import QUANTIZED
 from ....spec.sizes import STAGING_BYTES
 from .plan import LoadPlan
-from .report import FLOAT_NAMES, MOST_ERROR, what_was_rounded, what_was_stored
+from .report import FLOAT_NAMES, MOST_ERROR, what_stays, what_was_rounded, what_was_stored
 
 
 def map_tensors(source: Source) -> dict[str, torch.Tensor | BlockRows]:
@@ -68,7 +67,7 @@ def transformer_tensors(
     """Returns the state dict to load, and notes; reads only what it has to convert."""
     source, precision, quantization = plan.source, plan.precision, plan.source.part.quantization
     notes = what_was_stored(source, plan.packed)
-    read = map_tensors(source), quantization, functools.partial(_decoded, device)
+    read = map_tensors(source), quantization, device
     weights: dict[str, Any] = dict(canonical_tensors(*read, packed=bool(plan.packed)))
     _join(plan.shape.family.joined, weights)
     to_round = _layers_to_round(plan, weights)
@@ -78,25 +77,19 @@ def transformer_tensors(
         layer = name.removesuffix(".weight")
         if layer in rounded:
             continue
-        if isinstance(weight, torch.Tensor):
-            ready[name] = weight
-        elif isinstance(weight, tuple):
-            ready[name] = torch.cat(weight)
-        elif isinstance(weight, BlockRows):
+        stays = precision in QUANTIZED and layer not in plan.left
+        if isinstance(weight, BlockRows):
             expanded.append(layer)
-        elif isinstance(weight, StoredLayer) and (precision not in QUANTIZED or layer in plan.left):
-            ready[name] = weight.dequantized()
-        else:
+        elif stays and isinstance(weight, (StoredLayer, PackedLayer)):
             ready |= weight.tensors(layer)
+        else:
+            ready[name] = _plain(weight)
 
     def weight_of(layer: str) -> Any:
         weight = weights[f"{layer}.weight"]
-        if isinstance(weight, tuple):
-            return torch.cat(weight)
-        if not isinstance(weight, StoredLayer):
-            return weight
-        unscaled = quantization.layers.get(layer, "").endswith("unscaled")
-        return weight.weight if unscaled else weight.dequantized()
+        if quantization.layers.get(layer) == "fp8 e4m3, unscaled":
+            return weight.weight
+        return weight if isinstance(weight, BlockRows) else _plain(weight)
 
     if expanded:
         ready |= quantize_shown(source, sorted(expanded), weight_of, IN_BF16, device)
@@ -104,7 +97,7 @@ def transformer_tensors(
         packed = [it for it in to_round if quantization.in_w4a8(it, weight_of(it).shape[1])]
         ready |= _in_w4a8(source, packed, weight_of, device)
         to_round = sorted({*to_round} - {*packed})
-        notes.append(f"{len(packed)} layers stay in w4a8, because {plan.packed}.")
+        notes.append(what_stays(len(packed), "w4a8", plan.packed))
     if to_round:
         most = MOST_ERROR if plan.automatic and precision == "int8" else math.inf
         ready |= quantize_shown(source, to_round, weight_of, precision, device, most=most)
@@ -185,8 +178,7 @@ def quantize_shown(
         if precision == IN_BF16:
             tensors[f"{layer}.weight"] = values
         elif error is not None and error > most:
-            weight = weight_of(layer)
-            plain = weight.dequantized() if isinstance(weight, BlockRows) else weight
+            plain = _plain(weight_of(layer))
             plain = cast_fp8(plain) if plain.itemsize == 1 else plain.to(torch.bfloat16)
             tensors[f"{layer}.weight"] = plain
         else:
@@ -223,16 +215,11 @@ def _join(joined: Mapping[str, tuple[str, ...]], weights: dict[str, Any]) -> Non
         elif all(isinstance(it, BlockRows) and it.dtype == parts[0].dtype for it in parts):
             made = replace(parts[0], values=torch.cat([it.values for it in parts]))
         else:
-            made = tuple(it if isinstance(it, torch.Tensor) else it.dequantized() for it in parts)
+            made = tuple(map(_plain, parts))
         weights[f"{block}{whole}.weight"] = made
 
 
-def _decoded(
-    device: torch.device,
-    codes: torch.Tensor,
-    group_scale: torch.Tensor,
-    codebook: torch.Tensor | None,
-    bits: int,
-) -> torch.Tensor:
-    codebook = None if codebook is None else codebook.to(device)
-    return decode_weight(codes.to(device), group_scale.to(device), codebook, bits).cpu()
+def _plain(weight: Any) -> torch.Tensor:
+    if isinstance(weight, tuple):
+        return torch.cat(weight)
+    return weight if isinstance(weight, torch.Tensor) else weight.dequantized()
