@@ -212,8 +212,8 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
         return self._parts
 
     def _opened(self, x: torch.Tensor, segments: list[Segment], text: torch.Tensor) -> torch.Tensor:
-        """Projects the text before the last reference by itself: with another instruction behind it,
-        the product gives other bits.
+        """Projects the text before the last reference by itself: a product of all rows gives other
+        bits with another instruction.
         """
         lengths, x = [it.stop - it.start for it in segments], x.clone()
         if sum(lengths):
