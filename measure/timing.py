@@ -23,6 +23,7 @@ from ..optimizations.blocks.block_form import DENSE
 from ..optimizations.blocks.workspace import Workspace
 from ..optimizations.fused import Ops
 from ..optimizations.linear import Gemm, choose_gemm
+from ..optimizations.modulation import Halves
 from ..optimizations.reference import Modulation, Rotary, Tokens
 from ..planning.rates import LAUNCHES, Launches
 from ..spec.formats import QUANTIZED, RowFormat
@@ -133,8 +134,8 @@ class LaunchedBlocks:
         self._blocks = [_block(shape, layers, norm) for _ in range(shape.blocks)]
         turned = torch.zeros(1, TOKENS.joint, head // 2, device=device)
         self._step = Step(TOKENS, Rotary(turned.cos(), turned), None)
-        halves = [Modulation(random(1, 3 * dim), random(1, 3 * dim)) for _ in range(2)]
-        self._halves = halves[0], halves[1]
+        rows = (Modulation(random(1, 3 * dim), random(1, 3 * dim)) for _ in range(2))
+        self._halves = Halves(*rows)
         self._text, self._image = random(1, TOKENS.text, dim), random(1, TOKENS.image, dim)
 
     def run(self, count: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -145,7 +146,7 @@ class LaunchedBlocks:
         executor = BlockExecutor(layers, self._ops, self._attend, self._workspace, self._known)
         text, image = self._text, self._image
         for block, after in zip(blocks, [*blocks[1:], None], strict=True):
-            following = None if after is None else (after, self._halves[0])
+            following = None if after is None else (after, self._halves.attention)
             text, image = executor.run(block, text, image, self._step, self._halves, following)
         return text, image
 

@@ -36,6 +36,11 @@ def modulation_layers(blocks: Sequence[torch.nn.Module]) -> Iterator[ModulationL
             yield ModulationLayer(index, stream, getattr(block, name))
 
 
+class Halves(NamedTuple):
+    attention: Modulation
+    mlp: Modulation
+
+
 @dataclass(frozen=True, eq=False)
 class Entry:
     """What the modulation linears give for one timestep embedding."""
@@ -43,18 +48,17 @@ class Entry:
     image: torch.Tensor  # (blocks, R, 6 D), for R rows of the embedding
     text: torch.Tensor  # (blocks, batch, 6 D)
 
-    def of(self, block: int) -> tuple[Modulation, Modulation]:
-        """Gives the halves of one block: attention's and the MLP's."""
+    def of(self, block: int) -> Halves:
         return self._halves[block]
 
     @cached_property
-    def _halves(self) -> list[tuple[Modulation, Modulation]]:
+    def _halves(self) -> list[Halves]:
         # Of all blocks at once: cut out one by one they take 8 us of the CPU a block.
         text, image = (
             [half.unbind() for half in rows.chunk(2, -1)] for rows in (self.text, self.image)
         )
         halves = (map(Modulation, *streams) for streams in zip(text, image, strict=True))
-        return list(zip(*halves, strict=True))
+        return list(map(Halves, *halves))
 
     @property
     def bytes(self) -> int:

@@ -22,9 +22,8 @@ from .blocks.block_form import heads_of
 from .blocks.graphs import FIRST, LAST_PART, Inputs, PassGraph, PassMemory, Seen, Work
 from .blocks.host import BlockInputs, HostPass, PreparedModel, Streams, is_finite
 from .cards.team import Given, Team
-from .modulation import Entry, compute_entry
+from .modulation import Entry, Halves, compute_entry
 from .patches import patched
-from .reference import Modulation
 
 WATCHED = Verdict("another node reads or changes the values between two blocks")
 NOT_OURS = Verdict("attention is not computed by this package")
@@ -135,7 +134,7 @@ class ForwardPass:
         halves = self._halves(index, block, embedding, step.tokens.batch)
         following = None
         if clear and index + 1 < len(unsupported) and not unsupported[index + 1]:
-            following = self._host.blocks[index + 1], self._entry.of(index + 1)[0]
+            following = self._host.blocks[index + 1], self._entry.of(index + 1).attention
         self.fused += counted
         self._keys = whole
         self._first = index if self._first is None else self._first
@@ -398,7 +397,7 @@ class ForwardPass:
 
     def _halves(
         self, index: int, block: torch.nn.Module, embedding: torch.Tensor, batch: int
-    ) -> tuple[Modulation, Modulation]:
+    ) -> Halves:
         if embedding is not self._embedding:  # another extension has changed it for this block
             return compute_entry((block,), embedding, batch).of(0)
         return self._entry.of(index)

@@ -171,7 +171,7 @@ def rehearse_forms(
                 for place, it in enumerate(form.layers)
             )
             norms = QKNorm(*(meta(head) for _ in range(4)))
-            known[len(known)] = KnownBlock((), (), form, (), (), tuple(operands), norms)
+            known[len(known)] = KnownBlock((), (), form, (), {}, tuple(operands), norms)
         step = Step(tokens, Rotary(*(meta(1, tokens.joint, head // 2) for _ in range(2))), None)
         entry = Entry(*(meta(len(forms), 1, 6 * width) for _ in range(2)))
         mix: Any = lambda q, *_: torch.empty_like(q).flatten(2)  # noqa: E731

@@ -15,7 +15,7 @@ and beside cached keys and values of text and references, or with their rows beh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -27,16 +27,16 @@ from ...spec.formats import RowFormat
 from ...verdict import Verdict
 from ..fused import Ops
 from ..linear import Gemm
-from ..modulation import Entry
+from ..modulation import Entry, Halves
 from ..reference import Modulation, QKNorm, Rotary, Tokens
 from .attend import Attend, BlockGuidance, Segment, attend_parts
 from .block_form import (
     ATTENTION_OUT,
     DENSE,
+    IMAGE_LAST,
     MLP_IN,
     MLP_OUT,
     QKV,
-    STAGES,
     BlockForm,
     LayerForm,
     LowRank,
@@ -152,8 +152,8 @@ class KnownBlock(NamedTuple):
     head_norms: tuple[torch.nn.Module, ...]
     form: BlockForm  # equal forms are the same object
     ups: tuple[torch.Tensor | None, ...]  # the second matrix of each layer's LoRAs, or None
-    # the first matrices of text and image for each of `STAGES`; empty where there are no LoRAs
-    downs: tuple[tuple[torch.Tensor | None, ...], ...]
+    # the first matrices of text and image for those of `STAGES` that have LoRAs
+    downs: Mapping[range, tuple[torch.Tensor | None, ...]]
     # of each layer, or its module where it runs itself; None where tensors may move
     operands: tuple[Operand | PackedOperand | Multiply, ...] | None = None
     norms: QKNorm | None = None  # of queries and keys; None where they may move
@@ -212,7 +212,7 @@ class BlockExecutor:
         text: torch.Tensor,
         image: torch.Tensor,
         step: Step,
-        halves: tuple[Modulation, Modulation],
+        halves: Halves,
         following: tuple[torch.nn.Module, Modulation] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs one block.
@@ -226,27 +226,27 @@ class BlockExecutor:
         Returns:
             text and image, new tensors of the same shapes.
         """
-        tokens, attention = step.tokens, halves[0]
+        attention, mlp = halves
         carried, self._carried = self._carried, None
         if carried and not carried.continues(text, image, attention):
             carried = None
         x = carried.x if carried else torch.cat([it.flatten(0, 1) for it in (text, image)])
-        here = self.look(block, image)
-        after = here if following is None else self.look(following[0], image)
-        share = Share.all(tokens, step.before)
+        next_block, next_norms = following or (block, None)
+        here, after = self.look(block, image), self.look(next_block, image)
+        share = Share.all(step.tokens, step.before)
         program, next_program = self._both(here.form, after.form, share, x)
         if carried is None or carried.program is not program:
             program.begin(x, attention)
         if carried is None:
-            text, image = streams_of(x, tokens)
+            text, image = streams_of(x, step.tokens)
         self._multiply(program, here, QKV)
         self.go_to_last(program, here, x, step, halves)
         self._multiply(program, here, MLP_OUT)
-        if following is None:
-            program.end(x, halves[1])
+        if next_norms is None:
+            program.end(x, mlp)
         else:
-            program.go_on(x, halves[1], following[1], next_program)
-            self._carried = _Carried(text, image, x, following[1], next_program)
+            program.go_on(x, mlp, next_norms, next_program)
+            self._carried = _Carried(text, image, x, next_norms, next_program)
         return text, image
 
     def run_all(
@@ -266,12 +266,12 @@ class BlockExecutor:
         """
         self._beside = beside
         text, image = streams_of(x, step.tokens)
-        self._carried = _Carried(text, image, x, entry.of(0)[0], None)
+        self._carried = _Carried(text, image, x, entry.of(0).attention, None)
         try:
             for index, block in enumerate(blocks):
                 after = None
                 if index + 1 < len(blocks):
-                    after = blocks[index + 1], entry.of(index + 1)[0]
+                    after = blocks[index + 1], entry.of(index + 1).attention
                 if prefixes is not None:
                     step = step._replace(prefix=prefixes[index])
                 text, image = self.run(block, text, image, step, entry.of(index), after)
@@ -299,7 +299,7 @@ class BlockExecutor:
         here: KnownBlock,
         x: torch.Tensor,
         step: Step,
-        halves: tuple[Modulation, Modulation],
+        halves: Halves,
     ) -> None:
         """Computes what the MLP's last layers read, from q, k and v."""
         attention, mlp = halves
@@ -308,13 +308,13 @@ class BlockExecutor:
         norms = here.norms or self._norms(here.head_norms, x)
         cut = step.segments or step.guidance
         program.rotate(norms, step.rotary)
+        attend, (q, k, v) = self._attend, program.heads
         if step.keep is not None:
-            step.keep(*program.heads[1:])
-        attend = self._attend
+            step.keep(k, v)
         if cut:
             how = step.guidance, step.segments, program.ops.guided_rows
             attend = partial(attend_parts, attend, *how)
-        program.mix(attend(*program.heads, step.mask))
+        program.mix(attend(q, k, v, step.mask))
         self._multiply(program, here, ATTENTION_OUT)
         program.middle(x, attention, mlp)
         self._multiply(program, here, MLP_IN)
@@ -336,11 +336,8 @@ class BlockExecutor:
 
     def compute_low(self, program: Program, here: KnownBlock, stage: range) -> None:
         """Computes what the LoRAs of one of `STAGES` make of the rows that are there."""
-        if not here.downs:
-            return
-        index = STAGES.index(stage)
-        if any(down is not None for down in here.downs[index]):
-            program.compute_low(index, here.downs[index])
+        if here.downs and (downs := here.downs.get(stage)):
+            program.compute_low(stage, downs)
 
     def multiply(self, program: Program, here: KnownBlock, places: Iterable[int]) -> None:
         """Runs the products of these places, for which `compute_low` has run."""
@@ -393,16 +390,15 @@ class BlockExecutor:
             *(self._form(*it, like.device) for it in zip(modules, parts, strict=True)), strict=True
         )
         ups = tuple(low and third(low.up, part) for low, part in zip(lows, parts, strict=True))
-        inner = modules[MLP_OUT[0]].in_features
+        inner = modules[IMAGE_LAST].in_features
         eps = part_of(block, spec.norms[0]).eps, head_norms[0].eps
         form = BlockForm(spec, layers, heads_of(block), inner, *eps)
         form = self._workspace.forms.setdefault(form, form)
-        downs: tuple[tuple[torch.Tensor | None, ...], ...] = ()
-        if any(lows):
-            found = (tuple([lows[it] for it in part] for part in pair) for pair in form.readers)
-            downs = tuple(
-                tuple(next((it.down for it in part if it), None) for part in pair) for pair in found
-            )
+        downs = {}
+        for stage, readers in form.readers.items():
+            found = [[lows[place].down for place in places if lows[place]] for places in readers]
+            if any(found):
+                downs[stage] = tuple(next(iter(them), None) for them in found)
         if not self._held:
             return KnownBlock(modules, head_norms, form, ups, downs)
         operands: list[Operand | PackedOperand | Multiply] = []

@@ -8,7 +8,7 @@ families that both have; `BlockForm` is what `workspace.Program` is compiled of.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -20,12 +20,17 @@ from ..inventory import is_changed, parts_of
 from ..linear import Gemm
 from ..reference import HEAD_DIMS, WIDEST_ROW
 
+_Part = TypeVar("_Part")
+
 DENSE = "dense"
 STREAMS = ("text", "image")
-# The layers of a block in the order in which they run, by their stream,
+# The layers of a block in the order in which they run, by their stream: q, k and v of each,
 PLACES = ("image",) * 3 + ("text",) * 3 + ("image", "text") * 3
 # and those that run together: q, k and v, what follows attention, and the two steps of the MLP.
 STAGES = QKV, ATTENTION_OUT, MLP_IN, MLP_OUT = range(6), range(6, 8), range(8, 10), range(10, 12)
+QUERIES, KEYS, VALUES = zip(QKV[:3], QKV[3:], strict=True)
+IMAGE_IN = MLP_IN.start
+IMAGE_LAST, TEXT_LAST = MLP_OUT
 # LoRAs beside the layers: `x @ W.T + (x @ down.T) @ up.T`, the weights untouched. All LoRAs of a
 # layer are one pair of matrices, and the layers that read the same rows share the first: one launch
 # for both streams multiplies rows by it. The second is in the epilogue of the layer's own product,
@@ -42,13 +47,19 @@ class LowRank(NamedTuple):
 
 
 # The places of each stage that read the rows of the text and of the image.
-Readers = tuple[tuple[Sequence[int], ...], ...]
-READERS: Readers = tuple(
-    tuple([place for place in stage if PLACES[place] == stream] for stream in STREAMS)
+Readers = dict[range, tuple[Sequence[int], ...]]
+READERS: Readers = {
+    stage: tuple([place for place in stage if PLACES[place] == stream] for stream in STREAMS)
     for stage in STAGES
-)
+}
 # The same where gate and up are two layers of the image's rows.
-SPLIT_READERS: Readers = (*READERS[:2], ((), MLP_IN), READERS[3])
+SPLIT_READERS: Readers = {**READERS, MLP_IN: ((), MLP_IN)}
+
+
+def of_stream(place: int, streams: tuple[_Part, _Part]) -> _Part:
+    """Gives that of text and image which the layer of a place reads or writes."""
+    text, image = streams
+    return text if PLACES[place] == "text" else image
 
 
 class LayerForm(NamedTuple):

@@ -296,7 +296,8 @@ def expanded_product(read: Read, format: RowFormat, gemm: Gemm) -> Product:
     def run(operand: Operand) -> None:
         for start, length, out in pieces:
             x = rows.plain(start, length)
-            out.copy_(gemm.linear(x, *operand[:3], format.rotation))
+            weight, scale, bias, *_ = operand
+            out.copy_(gemm.linear(x, weight, scale, bias, format.rotation))
             if read.low is not None:
                 out.addmm_(read.low_of(start, length), operand.up_t)
             if gelu:

@@ -26,15 +26,19 @@ from ..reference import (
 )
 from .block_form import (
     ATTENTION_OUT,
+    IMAGE_IN,
+    IMAGE_LAST,
+    KEYS,
     MLP_IN,
     MLP_OUT,
     PLACES,
     QKV,
+    QUERIES,
     STAGES,
-    STREAMS,
     BlockForm,
     LayerForm,
     common_format,
+    of_stream,
 )
 from .products import (
     Operand,
@@ -132,7 +136,7 @@ class Program:
         tokens = self.tokens = share.tokens
         layers, inner, activation = form.layers, form.inner, form.spec.activation
         # q, k and v are read before the MLP's hidden rows are written.
-        self._swiglu_inside = activation == SWIGLU and swiglu_inside(layers[MLP_IN[0]])
+        self._swiglu_inside = activation == SWIGLU and swiglu_inside(layers[IMAGE_IN])
         one = activation == GELU or self._swiglu_inside
         whole, columns = share.whole, inner if one else 2 * inner
         sizes = [it.rows * self.width for it in (tokens, whole, whole)]
@@ -169,7 +173,7 @@ class Program:
         self._inner = self._quantizers(self.rows, mlp_in, self._inner_format)
         self._out = self._quantizers(self.mixed, form.at(ATTENTION_OUT), None)
         self._norms: dict[tuple, Callable[..., None]] = {}
-        self._lows: dict[int, Callable[..., None]] = {}
+        self._lows: dict[range, Callable[..., None]] = {}
         self._rotations: dict[tuple, Callable[[QKNorm, Rotary], None]] = {}
         self._decoders: dict[tuple, tuple[torch.Tensor, Callable[..., None]]] = {}
         self.kept: dict[Hashable, Any] = {}  # what `cards.parts` prepares besides
@@ -185,20 +189,21 @@ class Program:
             for read, layer in zip(self.reads, layers, strict=True)
         )
 
-    def _read(self, place: int, hidden: torch.Tensor, order: Sequence[StreamSlice]) -> Read:
+    def _read(
+        self, place: int, hidden: torch.Tensor, order: tuple[StreamSlice, StreamSlice]
+    ) -> Read:
         tokens, activation = self.tokens, self.form.spec.activation
-        index, gelu = STREAMS.index(PLACES[place]), False
-        part = order[index]
+        part, gelu = of_stream(place, order), False
         if place in QKV:
             rows, out = self.rows, self.of_share(place, self.share)
         elif place not in MLP_IN:
             rows = self.mixed if place in ATTENTION_OUT else self.activated
-            out = streams_of(self.branch, tokens)[index]
+            out = of_stream(place, streams_of(self.branch, tokens))
         elif activation == SPLIT_SWIGLU:  # gate and up, both of the image's rows
-            rows, part = self.rows, order[1]
-            out = streams_of(self.hidden[MLP_IN.index(place)], tokens)[1]
+            rows, (_, part) = self.rows, order
+            _, out = streams_of(self.hidden[MLP_IN.index(place)], tokens)
         else:
-            rows, out = self.rows, streams_of(hidden, tokens)[index]
+            rows, out = self.rows, of_stream(place, streams_of(hidden, tokens))
             gelu = activation == GELU and self.form.layers[place].format is None
         inside = self._swiglu_inside and place in MLP_IN
         return Read(rows, part, out, gelu, self._low_of(place), inside)
@@ -215,7 +220,7 @@ class Program:
         decoder = self._decoders.get(key)
         if decoder is None:
             n, k = self.form.weight_shape(place, self.width)
-            most = self.form.weight_shape(MLP_IN[0], self.width)
+            most = self.form.weight_shape(IMAGE_IN, self.width)
             name = f"decoded {PLACES[place]}"
             whole = self._workspace.take(name, most, self._of(torch.int8)).flatten()
             values = whole[: n * k].view(n, k)
@@ -225,9 +230,9 @@ class Program:
         decode(codes, group_scale, codebook)
         return Operand.of(values, operand.scale, operand.bias, operand.up)
 
-    def compute_low(self, stage: int, downs: tuple[torch.Tensor | None, ...]) -> None:
+    def compute_low(self, stage: range, downs: tuple[torch.Tensor | None, ...]) -> None:
         """Multiplies the rows that one of `STAGES` reads by its `downs` of `KnownBlock`."""
-        rows = (self.rows, self.mixed, self.rows, self.activated)[stage]
+        rows = self.reads[stage.start].rows
         launch = self._lows.get(stage)
         if launch is None:
             tokens = self.tokens
@@ -244,25 +249,24 @@ class Program:
         layer = self.form.layers[place]
         if not layer.rank:
             return None
-        (stage,) = (index for index, stage in enumerate(STAGES) if place in stage)
+        (stage,) = (stage for stage in STAGES if place in stage)
         return self._low_out(stage)[:, layer.start : layer.start + layer.rank]
 
-    def _low_out(self, stage: int) -> torch.Tensor:
+    def _low_out(self, stage: range) -> torch.Tensor:
         # Of all stages in one buffer, as each is read before the next is written.
-        places = (place for pair in self.form.readers[stage] for place in pair)
-        most = max(self.form.layers[place].down_rows for place in places)
+        most = max(layer.down_rows for layer in self.form.at(stage))
         return self.take("low rank", self.tokens.rows, most)
 
     def of_share(self, place: int, share: Share) -> torch.Tensor:
         """Says where the rows of a share go: (batch, tokens, D) of its queries, of all keys or
         values.
         """
-        part, whole = self.heads[place % 3].flatten(2), share.whole
-        text = PLACES[place] == "text"
-        if place % 3:
-            return part[:, : whole.text] if text else part[:, share.image]
-        cut = share.tokens.text
-        return part[:, :cut] if text else part[:, cut:]
+        q, k, v = self.heads
+        if place in QUERIES:
+            cut = share.tokens.text
+            return q.flatten(2)[:, of_stream(place, (slice(cut), slice(cut, None)))]
+        part = k if place in KEYS else v
+        return part.flatten(2)[:, of_stream(place, (slice(share.whole.text), share.image))]
 
     def begin(self, x: torch.Tensor, norms: Modulation) -> None:
         """Runs the first norm of a block whose predecessor left nothing."""
@@ -286,8 +290,8 @@ class Program:
 
     def place(self, prefix: Prefix) -> None:
         """Takes the keys and values of the tokens before those of the pass."""
-        cut = self.share.whole.text
-        torch._foreach_copy_([part[:, :cut] for part in self.heads[1:]], list(prefix))
+        cut, (_, k, v) = self.share.whole.text, self.heads
+        torch._foreach_copy_([k[:, :cut], v[:, :cut]], list(prefix))
 
     def mix(self, mixed: torch.Tensor) -> None:
         """Takes what attention gives, (batch, tokens, D)."""
@@ -388,7 +392,7 @@ class Program:
         ]
 
     def _swiglu(self) -> Callable[[], None]:
-        outer, out = self.form.layers[MLP_OUT[0]], None
+        outer, out = self.form.layers[IMAGE_LAST], None
         if outer.format is not None:
             out = self._quantized(self.activated, self.form.inner, outer.format)
         if self._swiglu_inside:
@@ -404,10 +408,9 @@ class Program:
         """Prepares the GELU of the MLP's hidden rows, (rows, 4 D), their quantization, or both."""
         cut, (hidden,) = self.tokens.text_rows, self.hidden
         inner, outer = self.form.at(MLP_IN), self.form.at(MLP_OUT)
-        needs = [(a.format is not None, b.format) for a, b in zip(inner, outer, strict=True)]
-        parts = [(hidden, *needs[0], slice(None))]
-        if cut and (needs[0] != needs[1] or inner[0].format != inner[1].format):
-            image, text = needs
+        image, text = ((a.format is not None, b.format) for a, b in zip(inner, outer, strict=True))
+        parts = [(hidden, *image, slice(None))]
+        if cut and (image != text or len({layer.format for layer in inner}) > 1):
             parts = [(hidden[:cut], *text, slice(0, cut)), (hidden[cut:], *image, slice(cut, None))]
         steps: list[Callable[[], None]] = []
         for part, gelu, format, where in parts:
