@@ -19,9 +19,9 @@ from .attention import Attention, AttentionRequest, ChosenAttention
 from .blocks.attend import Attend
 from .blocks.block import BlockExecutor
 from .blocks.block_form import heads_of
-from .blocks.graphs import FIRST, LAST_PART, Inputs, PassGraph, PassMemory, Seen, Work
+from .blocks.graphs import FIRST, LAST_PART, Given, Inputs, PassGraph, PassMemory, Seen, Work
 from .blocks.host import BlockInputs, HostPass, PreparedModel, Streams, is_finite
-from .cards.team import Given, Team
+from .cards.team import Team
 from .modulation import Entry, Halves, compute_entry
 from .patches import patched
 
@@ -65,7 +65,7 @@ class ForwardPass:
         self._chosen: Attention | None = None
         self._embedding: Any = None
         self._entry: Entry | None = None
-        self._handed: tuple[Streams, Streams] | None = None
+        self._handed: tuple[BlockInputs, Streams] | None = None
         self._looked = False  # at the functions that the host's blocks call
         self._changed: Verdict | None = None  # what another extension has changed
         self._watch: _Watch | None = None
@@ -126,7 +126,7 @@ class ForwardPass:
             self._embedding, self._entry = embedding, self._host.entry(embedding, step.tokens.batch)
         # A second call of the transformer in one pass may have another embedding.
         if index == 0 and embedding is self._embedding:
-            given = text, image, step, self._entry
+            given = Given(text, image, step, self._entry)
             if self._team and self._share(block, given, arguments, watched):
                 return text, image
             if self._replay(given, clear):
@@ -242,19 +242,19 @@ class ForwardPass:
             if isinstance(plan, Verdict):
                 figures.refuse(plan)
                 return False
-            compared = not figures.check.wanted(given[2])
+            compared = not figures.check.wanted(given.step)
             work = lambda: self._team.work(plan, self._key(given))  # noqa: E731
             graph = self._graph(work, given, compared, not host.additions)
             if not (graph or compared) and not self._compare_shared(block, given, arguments, plan):
                 return False
-            split = self._team.split(plan, given[2])
+            split = self._team.split(plan, given.step)
             figures.gain = self._team.gain(split, given)
             plan = self._team.plan(self._executor, given)  # which a small gain has changed
             if isinstance(plan, Verdict):
                 figures.refuse(plan)
                 return False
             if graph is not None:
-                result = graph.replay(*given)
+                result = graph.replay(given)
             else:
                 watch = self._watch.after if self._watch else None
                 result = split.run(*given, len(host.blocks), watch)
@@ -300,16 +300,16 @@ class ForwardPass:
 
         What a graph of an earlier run computes was compared then, with the same weights.
         """
-        compared = not self._prepared.check.wanted(given[2])
+        compared = not self._prepared.check.wanted(given.step)
         graph = self._graph(lambda: self._work(given), given, compared, clear)
         if graph is None:
             return False
-        self._hand(given, graph.replay(*given), graph)
+        self._hand(given, graph.replay(given), graph)
         return True
 
     def _work(self, given: Given) -> Work:
         executor, blocks, prefixes = self._executor, self._host.blocks, self._host.prefixes
-        beside = given[2].tokens.rows <= MOST_GRAPH_ROWS[self._prepared.quantized]
+        beside = given.step.tokens.rows <= MOST_GRAPH_ROWS[self._prepared.quantized]
 
         def launch(inputs: Inputs, stream: torch.cuda.Stream) -> None:
             more = stream if beside else None
@@ -337,7 +337,7 @@ class ForwardPass:
         self, work_of: Callable[[], Work], given: Given, compared: bool, clear: bool
     ) -> PassGraph | None:
         """Returns the graph of this pass; None where kernels are launched one by one."""
-        if not given[0].is_cuda:
+        if not given.text.is_cuda:
             return None
         verdicts, host, memory = self._prepared.verdicts, self._host, self._memory
         refusal = self._no_graphs(clear)
@@ -359,9 +359,8 @@ class ForwardPass:
         if not all(executor.replayable(blocks) for executor, blocks in work.parts):
             refusal = THEMSELVES
         if not refusal:
-            text, _, step, entry = given
             with host.lasting(capturing=True):
-                found = memory.capture(work, text, entry, step, self._prepared.graphs)
+                found = memory.capture(work, given, self._prepared.graphs)
             if isinstance(found, PassGraph):
                 return found
             refusal = found
@@ -373,8 +372,8 @@ class ForwardPass:
         return None
 
     def _hand(self, given: Given, result: Streams, graph: PassGraph | None) -> None:
-        text, image, *_ = given
-        self._handed = (text, image), result
+        inputs = BlockInputs(given.text, given.image, self._embedding, given.step, watched=False)
+        self._handed = inputs, result
         self.fused += len(self._host.blocks)
         self._prepared.graphs.replayed += graph is not None
 
@@ -388,12 +387,11 @@ class ForwardPass:
         return NOT_ALL if any(self._prepared.unsupported) else self._host.no_graphs()
 
     def _hand_on(self, index: int, positional: tuple, arguments: dict[str, Any]) -> Streams:
-        (text, image), result = self._handed
-        given = text, image, self._embedding
-        unchanged = self._host.unchanged(index, positional, arguments, given)
+        inputs, result = self._handed
+        unchanged = self._host.unchanged(index, positional, arguments, inputs)
         if not unchanged or self._code.changed_in(index):
             raise WatchedError
-        return result if index + 1 == len(self._host.blocks) else (text, image)
+        return result if index + 1 == len(self._host.blocks) else (inputs.text, inputs.image)
 
     def _halves(
         self, index: int, block: torch.nn.Module, embedding: torch.Tensor, batch: int

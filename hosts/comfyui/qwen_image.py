@@ -291,14 +291,15 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
         return parts.handed
 
     def unchanged(
-        self, index: int, positional: tuple, arguments: dict[str, Any], inputs: tuple
+        self, index: int, positional: tuple, arguments: dict[str, Any], inputs: BlockInputs
     ) -> bool:
         if not self._shift:
             return super().unchanged(index, positional, arguments, inputs)
         x, image, segments = self._whole
         bound = self._segments_of(arguments) or {}
-        same = arguments.get("x") is x and arguments.get("mod") is inputs[2]
-        return not positional and same and inputs[1] is image and bound.get("segments") == segments
+        same = arguments.get("x") is x and arguments.get("mod") is inputs.embedding
+        known = same and inputs.image is image and bound.get("segments") == segments
+        return known and not positional
 
     def guided(self, step: Step) -> Step:
         step = super().guided(step)

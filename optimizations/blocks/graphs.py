@@ -36,12 +36,22 @@ KEPT_BYTES = 256 * 2**20
 LAST_PART = 5
 
 
+class Given(NamedTuple):
+    """What the first block of a pass gets, with the modulation of all."""
+
+    text: torch.Tensor
+    image: torch.Tensor
+    step: Step
+    entry: Entry
+
+
 class Inputs(NamedTuple):
     x: torch.Tensor  # both streams in stream order, (rows, D); the result is written over it
     entry: Entry
     step: Step
 
-    def copy(self, text: torch.Tensor, image: torch.Tensor, step: Step, entry: Entry) -> None:
+    def copy(self, given: Given) -> None:
+        text, image, step, entry = given
         for mine, theirs in zip(streams_of(self.x, step.tokens), (text, image), strict=True):
             mine.copy_(theirs)
         self.entry.image.copy_(entry.image)
@@ -84,13 +94,11 @@ class PassGraph:
     def void(self) -> bool:
         return not self._buffers or any(it.changes != changes for it, changes in self._buffers)
 
-    def replay(
-        self, text: torch.Tensor, image: torch.Tensor, step: Step, entry: Entry
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def replay(self, given: Given) -> tuple[torch.Tensor, torch.Tensor]:
         """Gives text and image after all blocks, new tensors."""
-        self._inputs.copy(text, image, step, entry)
+        self._inputs.copy(given)
         self._graph.replay()
-        return streams_of(self._inputs.x.clone(), step.tokens)
+        return streams_of(self._inputs.x.clone(), given.step.tokens)
 
     def reset(self) -> None:
         if self._buffers:
@@ -201,9 +209,7 @@ class PassMemory:
         self._graphs[work.key] = found
         return found
 
-    def capture(
-        self, work: Work, text: torch.Tensor, entry: Entry, step: Step, figures: GraphFigures
-    ) -> PassGraph | Verdict:
+    def capture(self, work: Work, given: Given, figures: GraphFigures) -> PassGraph | Verdict:
         """Captures work that has run before; why not, where that fails."""
         start = time.perf_counter()
         memories = [self, *(memory for _, memory in work.cards)]
@@ -212,11 +218,11 @@ class PassMemory:
         spaces = [memory.workspace for memory in memories]
         changes = [space.changes for space in spaces]
         try:
-            inputs, pool, launch = self._inputs(text, entry, step), self._own_pool(), work.launch()
+            inputs, pool, launch = self._inputs(given), self._own_pool(), work.launch()
             self.workspace.closed = not work.cards  # several need torch's own allocator
             graph = capture(
                 lambda stream: launch(inputs, stream),
-                text.device,
+                given.text.device,
                 pool,
                 {card: memory._pool_of(card) for card, memory in work.cards},
             )
@@ -248,7 +254,8 @@ class PassMemory:
         while len(self._graphs) >= MOST_GRAPHS:
             self._graphs.pop(next(iter(self._graphs))).reset()
 
-    def _inputs(self, text: torch.Tensor, entry: Entry, step: Step) -> Inputs:
+    def _inputs(self, given: Given) -> Inputs:
+        text, _, step, entry = given
         tokens = step.tokens
         with torch.inference_mode(False):
             x = self.workspace.take("x", (tokens.rows, text.shape[-1]), text[:0])
@@ -291,21 +298,22 @@ def capture(
             allocates comes from.
     """
     side, beside = _streams_of(device)
+    sides = [its_side for its_side, _ in map(_streams_of, others)]
     graph = torch.cuda.CUDAGraph()
     with ExitStack() as stack:
-        for card in others:
-            stack.enter_context(torch.cuda.stream(_streams_of(card)[0]))
+        for its_side in sides:
+            stack.enter_context(torch.cuda.stream(its_side))
         side.wait_stream(torch.cuda.current_stream(device))
         stack.enter_context(torch.cuda.stream(side))
         _begin(graph, device, pool)
         try:
             with ExitStack() as pools:
-                for card, its_pool in others.items():
+                for its_side, (card, its_pool) in zip(sides, others.items(), strict=True):
                     pools.enter_context(torch.cuda.use_mem_pool(its_pool, card))
-                    _streams_of(card)[0].wait_stream(side)
+                    its_side.wait_stream(side)
                 work(beside)
-                for card in others:
-                    side.wait_stream(_streams_of(card)[0])
+                for its_side in sides:
+                    side.wait_stream(its_side)
         except BaseException as error:
             # What was allocated here is freed here: outside, cudaMallocAsync ends the process.
             clear_frames(error.__traceback__)

@@ -118,17 +118,14 @@ class HostPass:
         """Ends what a call of the transformer has left open or wrong, before it is repeated."""
 
     def unchanged(
-        self,
-        index: int,
-        positional: tuple,
-        arguments: dict[str, Any],
-        inputs: tuple[torch.Tensor, torch.Tensor, object],
+        self, index: int, positional: tuple, arguments: dict[str, Any], inputs: BlockInputs
     ) -> bool:
-        """Returns whether a block was called with these text, image and embedding, as `inputs`
-        would find, and with the prefix that was announced.
+        """Returns whether a block was called with this text, image and embedding, as `inputs` would
+        find, and with the prefix that was announced.
         """
-        given = map(arguments.get, self.streams)
-        return not positional and all(map(is_, given, inputs[-len(self.streams) :]))
+        text, image, embedding = map(arguments.get, self.streams)
+        same = text is inputs.text and image is inputs.image and embedding is inputs.embedding
+        return same and not positional
 
     def output(self, streams: Streams) -> Any:
         """Returns what the host's block returns for text and image."""
@@ -197,13 +194,10 @@ class PrefixedStream(HostPass):
         return BlockInputs(image[:, :0], image, embedding, step._replace(prefix=prefix), False)
 
     def unchanged(
-        self,
-        index: int,
-        positional: tuple,
-        arguments: dict[str, Any],
-        inputs: tuple[torch.Tensor, torch.Tensor, object],
+        self, index: int, positional: tuple, arguments: dict[str, Any], inputs: BlockInputs
     ) -> bool:
-        if not super().unchanged(index, positional, arguments, inputs):
+        image, embedding = map(arguments.get, self.streams)
+        if positional or image is not inputs.image or embedding is not inputs.embedding:
             return False
         prefix, expected = self.prefix_of(arguments), self.prefixes
         # A host may make another view of the same memory for each block.
@@ -212,7 +206,8 @@ class PrefixedStream(HostPass):
         )
 
     def output(self, streams: Streams) -> torch.Tensor:
-        return streams[1]
+        _, image = streams
+        return image
 
     def entry(self, embedding: Any, batch: int) -> Entry:
         scale1, gate1, scale2, gate2 = self.parts_of(embedding)
@@ -304,9 +299,9 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 def _unsupported(host: HostPass) -> list[Verdict | None]:
     forms = [tuple(type(part) for _, part in read_parts(block)) for block in host.blocks]
-    usual = Counter(forms).most_common(1)
+    usual = next((form for form, _ in Counter(forms).most_common(1)), None)
     return [
-        unsupported_block(block, host.dtype) or (None if form == usual[0][0] else OTHER_CLASSES)
+        unsupported_block(block, host.dtype) or (None if form == usual else OTHER_CLASSES)
         for block, form in zip(host.blocks, forms, strict=True)
     ]
 

@@ -16,17 +16,15 @@ from ...verdict import Verdict
 from ..attention import Attention, AttentionRequest, ChosenAttention
 from ..blocks.block import BlockExecutor, Step
 from ..blocks.block_form import PLACES
-from ..blocks.graphs import Inputs, PassMemory, Work, recent
+from ..blocks.graphs import Given, Inputs, PassMemory, Work, recent
 from ..blocks.host import HostPass, PreparedModel
 from ..blocks.products import Share
-from ..modulation import Entry
 from .parts import ShareCard
 from .split import Split, shares_of
 
 TRIED = 3  # blocks, to find out
 TEXT_PLACES = tuple(place for place, stream in enumerate(PLACES) if stream == "text")
 AHEAD = 20_000_000  # cycles of a card, about 10 ms
-Given = tuple[torch.Tensor, torch.Tensor, Step, Entry]  # text, image, step, modulation
 
 NOT_MEASURED = Verdict(
     "the speed of the link between the GPUs is unknown, because too little VRAM was free to "

@@ -25,7 +25,14 @@ from qwen_l40s.optimizations.blocks.block import BlockExecutor
 from qwen_l40s.optimizations.blocks.block_form import (
     part_of,
 )
-from qwen_l40s.optimizations.blocks.graphs import MOST_GRAPHS, GraphFigures, PassMemory, Seen, Work
+from qwen_l40s.optimizations.blocks.graphs import (
+    MOST_GRAPHS,
+    Given,
+    GraphFigures,
+    PassMemory,
+    Seen,
+    Work,
+)
 from qwen_l40s.optimizations.blocks.host import BlockInputs, DoubleStream
 from qwen_l40s.optimizations.blocks.products import Share
 from qwen_l40s.optimizations.blocks.workspace import Workspace
@@ -303,7 +310,8 @@ class Captures:
         case = Case(tokens)
         entry = compute_entry([new_block()], case.temb, tokens.batch)
         work = self.work(key, weights)
-        return self.memory.capture(work, case.text, entry, case.step, self.figures)
+        given = Given(case.text, case.image, case.step, entry)
+        return self.memory.capture(work, given, self.figures)
 
     def graph(self, key, weights="here"):
         return self.memory.graph(self.work(key, weights))

@@ -19,7 +19,7 @@ from qwen_l40s.machine.links import Route as CardRoute
 from qwen_l40s.optimizations import fused, run
 from qwen_l40s.optimizations.blocks import graphs as blocks_graphs
 from qwen_l40s.optimizations.blocks.block import BlockExecutor, Step
-from qwen_l40s.optimizations.blocks.graphs import GraphFigures, PassMemory, Work
+from qwen_l40s.optimizations.blocks.graphs import Given, GraphFigures, PassMemory, Work
 from qwen_l40s.optimizations.blocks.products import streams_of
 from qwen_l40s.optimizations.blocks.workspace import Workspace
 from qwen_l40s.optimizations.cards import team
@@ -492,8 +492,9 @@ def test_on_two_cards(mix, exchange, early):
         inner.capture(inputs.x, inputs.step, inputs.entry)
 
     work = Work("pass", "here", [], False, lambda: launch, [(devices[1], memories[1])])
-    graph = memories[0].capture(work, text, entry, step, GraphFigures())
+    given = Given(text, image, step, entry)
+    graph = memories[0].capture(work, given, GraphFigures())
     assert not isinstance(graph, str), graph
     for _ in range(3):
-        assert all(map(torch.equal, graph.replay(text, image, step, entry), ours))
+        assert all(map(torch.equal, graph.replay(given), ours))
     graph.reset()
