@@ -68,7 +68,8 @@ class ForwardPass:
         self._handed: tuple[BlockInputs, Streams] | None = None
         self._looked = False  # at the functions that the host's blocks call
         self._changed: Verdict | None = None  # what another extension has changed
-        self._watch: _Watch | None = None
+        self._seen: Seen | None = None  # which is told whether the card waits for the CPU
+        self._event: torch.cuda.Event | None = None
         self._first: int | None = None  # block that ran fused
         # Of the tokens that see all others; none where the host keeps them. Attention to as many
         # as the second may quantize: that of prompts, of references and with guidance is exact.
@@ -157,8 +158,8 @@ class ForwardPass:
             if not compares:  # half of the streams may be written
                 raise WatchedError from error
         else:
-            if self._watch is not None:
-                self._watch.after(index)
+            if self._seen is not None:
+                self._watch(index)
             if not check.failed:
                 return result
         self.fused -= counted
@@ -256,7 +257,7 @@ class ForwardPass:
             if graph is not None:
                 result = graph.replay(given)
             else:
-                watch = self._watch.after if self._watch else None
+                watch = self._watch if self._seen else None
                 result = split.run(*given, len(host.blocks), watch)
         except torch.OutOfMemoryError:
             self._team.release()
@@ -268,7 +269,7 @@ class ForwardPass:
             figures.plan = plan
             self._hand(given, result, graph)
             return True
-        self._watch = None
+        self._seen = None
         return False
 
     def _compare_shared(
@@ -368,7 +369,7 @@ class ForwardPass:
                 seen.refusal = found
         verdicts.add("graphs", refusal)
         if all(executor.prepared(blocks) for executor, blocks in work.parts):
-            self._watch = _Watch(seen, len(host.blocks))
+            self._seen = seen
         return None
 
     def _hand(self, given: Given, result: Streams, graph: PassGraph | None) -> None:
@@ -393,6 +394,15 @@ class ForwardPass:
             raise WatchedError
         return result if index + 1 == len(self._host.blocks) else (inputs.text, inputs.image)
 
+    def _watch(self, index: int) -> None:
+        """Finds out whether the card waits for the CPU, once a block was launched."""
+        blocks = len(self._host.blocks)
+        if index + 1 == blocks - max(1, blocks // LAST_PART):
+            self._event = torch.cuda.Event()
+            self._event.record()
+        elif index + 1 == blocks and self._event is not None:
+            self._seen.waited = self._event.query()
+
     def _halves(
         self, index: int, block: torch.nn.Module, embedding: torch.Tensor, batch: int
     ) -> Halves:
@@ -405,21 +415,6 @@ class WatchedError(Exception):
     """Somebody changed blocks, or what they are given, whose results a graph had computed; or a
     kernel raised in the middle of a pass, which is to be made once more.
     """
-
-
-class _Watch:
-    """Finds out whether the card waits for the CPU, and tells `seen`."""
-
-    def __init__(self, seen: Seen, blocks: int) -> None:
-        self._seen, self._blocks = seen, blocks
-        self._event: torch.cuda.Event | None = None
-
-    def after(self, index: int) -> None:
-        if index + 1 == self._blocks - max(1, self._blocks // LAST_PART):
-            self._event = torch.cuda.Event()
-            self._event.record()
-        elif index + 1 == self._blocks and self._event is not None:
-            self._seen.waited = self._event.query()
 
 
 class _BoundForward:
