@@ -20,7 +20,7 @@ from ..machine.links import link_between
 from ..verdict import Verdict, first_line
 from .attention import ChosenAttention
 from .blocks.graphs import PassMemory
-from .blocks.host import FirstBlockCheck, HostPass, PreparedModel, SplitFigures
+from .blocks.host import HostPass, PreparedModel
 from .cards.team import CardPass, ShapeFigures, Team
 from .inventory import is_changed
 from .passes import ForwardPass, WatchedError
@@ -275,10 +275,7 @@ class Optimization:
         return output
 
     def _team(self, first: CardPass, stack: ExitStack) -> Team | None:
-        prepared = first.prepared
-        if prepared.split is None:
-            prepared.split = SplitFigures(FirstBlockCheck(prepared.rounds), prepared.verdicts)
-        figures = prepared.split
+        figures = first.prepared.split
         if figures.refusal:
             figures.refuse(figures.refusal)
             return None

@@ -373,11 +373,11 @@ class PreparedModel:
         # whether host and executor round differently
         self.rounds = lossy_attention or any(map(host.layers.rounds, others))
         self.check = FirstBlockCheck(self.rounds)
-        # what it had of several cards; None where no pass had others
-        self.split: SplitFigures | None = None
         self.modulation = host.modulation
         self.passes = self.fused = 0
         self.verdicts = Verdicts()  # what did not run in it, and why
+        # what this run had of several cards
+        self.split = SplitFigures(FirstBlockCheck(self.rounds), self.verdicts)
         self.quantized = bool(self._formats)  # whether any is
         self.graphs = GraphFigures()  # what this run had of CUDA graphs
         self.exchanged = False  # whether somebody exchanged what blocks were given, unannounced
@@ -427,10 +427,10 @@ class PreparedModel:
 
     def lines(self, host: str) -> list[str]:
         total = self.fused + self.verdicts.of("blocks").total()
-        lines, split = [], self.split
+        lines = []
         if self.fused:
             check = "checked in an earlier run"
-            checks = (self.check,) if split is None else (self.check, split.check)
+            checks = self.check, self.split.check
             worst = [it.worst for it in checks if it.worst is not None]
             if worst:
                 check = f"the check's largest difference was {max(worst):.2g}"
@@ -449,12 +449,5 @@ class PreparedModel:
                 lines.append(f"layers: {count} rotated, {format.rotation} columns at a time")
         if self.kinds[None]:
             lines.append(f"layers: {self.kinds[None]} of {layers} run {host} code")
-        if split is not None:
-            lines += split.lines()
-        return (
-            lines
-            + list(self.notes)
-            + self.graphs.lines()
-            + self.verdicts.lines("graphs")
-            + self.modulation.lines()
-        )
+        lines += self.split.lines() + list(self.notes) + self.graphs.lines()
+        return lines + self.verdicts.lines("graphs") + self.modulation.lines()
