@@ -6,7 +6,7 @@ one stays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,12 +16,11 @@ from ..planning.split_cost import Exchange
 from ..spec.sizes import MOST_GRAPH_ROWS
 from ..verdict import Verdict, first_line
 from .attention import Attention, AttentionRequest, ChosenAttention
-from .blocks.attend import Attend
 from .blocks.block import BlockExecutor
 from .blocks.block_form import heads_of
-from .blocks.graphs import FIRST, LAST_PART, Given, Inputs, PassGraph, PassMemory, Seen, Work
-from .blocks.host import BlockInputs, HostPass, PreparedModel, Streams, is_finite
-from .cards.team import Team
+from .blocks.graphs import FIRST, LAST_PART, Given, Inputs, PassGraph, Seen, Work
+from .blocks.host import BlockInputs, Streams, is_finite
+from .cards.team import CardPass, Team
 from .modulation import Entry, Halves, compute_entry
 from .patches import patched
 
@@ -34,33 +33,16 @@ NOT_ALL = Verdict("some blocks are not fused")
 
 
 class ForwardPass:
-    """The blocks of one call of a transformer.
-
-    Args:
-        hold: `Layers.hold`, for the rest of the pass: where the weights are, or None where they may
-            move. Called by the first block that runs fused: held weights make no room for what the
-            host allocates before, and ComfyUI logs a warning for each page of them.
-    """
+    """The blocks of one call of a transformer, on the card of the host's call."""
 
     def __init__(
-        self,
-        prepared: PreparedModel,
-        host: HostPass,
-        fall_back: Callable[[Verdict, int], None],
-        memory: PassMemory,
-        hold: Callable[[], Hashable | None],
-        team: Team | None = None,
+        self, card: CardPass, fall_back: Callable[[Verdict, int], None], team: Team | None
     ) -> None:
-        self._prepared = prepared
-        self._team = team
-        self._host = host
-        host.prepared = prepared
-        self._fall_back = fall_back
-        self._memory = memory
-        self._hold = hold
-        self._weights: Hashable | None = None
+        self._card, self._fall_back, self._team = card, fall_back, team
+        self._host, self._prepared = card.host, card.prepared
+        card.host.prepared = card.prepared
         self._executor: BlockExecutor | None = None
-        self._code = prepared.code(host)
+        self._code = card.prepared.code(card.host)
         self._asked: tuple[ChosenAttention, bool, bool] | None = None
         self._chosen: Attention | None = None
         self._embedding: Any = None
@@ -115,8 +97,7 @@ class ForwardPass:
         text, image, embedding, step, watched = inputs
         check, unsupported = self._prepared.check, self._prepared.unsupported
         if self._executor is None:
-            self._weights = self._hold()
-            self._executor = self._new_executor(self._attend)
+            self._executor = self._card.executor(self._attend)
         clear = not watched and not self._host.additions
         counted = step.keep is None  # else the host calls the block once more
         self._once = not counted
@@ -175,13 +156,13 @@ class ForwardPass:
             self._changed = replaced or self._code.changed_in(index)
             if self._changed is not None:
                 self._prepared.exchanged = True
-                self._memory.release()  # graphs of the blocks as they were
+                self._card.memory.release()  # graphs of the blocks as they were
         return self._changed
 
     def _free_buffers(self) -> None:
         """Frees the buffers: the host's block takes more room than ours."""
-        self._memory.free_buffers()
-        self._executor = self._new_executor(self._attend)
+        self._card.memory.free_buffers()
+        self._executor = self._card.executor(self._attend)
 
     def _compared(self, expected: Streams, *operands: Any) -> Streams:
         """Compares a block; where it gives NaN, once more with the host's attention."""
@@ -192,19 +173,13 @@ class ForwardPass:
             return result
         if not all(map(is_finite, result)):
             alone = lambda *it, lse=False: None if lse else self._host.host_attend(*it)  # noqa: E731
-            executor = self._new_executor(alone)
+            executor = self._card.executor(alone)
             result, check.failed = executor.run(*operands), None
             if all(map(is_finite, result)):
                 attention.give_up()
                 self._executor = executor
             check.passes((text, image), result, expected, step)
         return result
-
-    def _new_executor(self, attend: Attend) -> BlockExecutor:
-        prepared = self._prepared
-        known = prepared.known(self._weights)
-        workspace = self._memory.workspace
-        return BlockExecutor(self._host.layers, prepared.ops, attend, workspace, known)
 
     def _attend(self, *given: torch.Tensor | None, lse: bool = False) -> Any:
         attention, (q, k, v, mask) = self._host.attention, given
@@ -317,7 +292,7 @@ class ForwardPass:
             executor.run_all(blocks, inputs.x, inputs.step, inputs.entry, more, prefixes)
 
         key, parts = self._key(given), [(executor, blocks)]
-        return Work(key, self._weights, parts, beside, lambda: launch, borrowed=prefixes)
+        return Work(key, self._card.weights, parts, beside, lambda: launch, borrowed=prefixes)
 
     def _key(self, given: Given) -> tuple[Any, ...]:
         """Returns what two passes have in common that one graph can compute."""
@@ -340,9 +315,9 @@ class ForwardPass:
         """Returns the graph of this pass; None where kernels are launched one by one."""
         if not given.text.is_cuda:
             return None
-        verdicts, host, memory = self._prepared.verdicts, self._host, self._memory
+        verdicts, host, memory = self._prepared.verdicts, self._host, self._card.memory
         refusal = self._no_graphs(clear)
-        if refusal or self._weights is None:  # never over weights that may move
+        if refusal or self._card.weights is None:  # never over weights that may move
             verdicts.add("graphs", refusal)
             return None
         work = work_of()
@@ -379,7 +354,7 @@ class ForwardPass:
         self._prepared.graphs.replayed += graph is not None
 
     def _no_graphs(self, clear: bool) -> Verdict | None:
-        if self._weights is None:
+        if self._card.weights is None:
             return self._host.layers.moving
         if refusal := self._not_at_once(clear):
             return refusal

@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import combinations
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -258,37 +257,33 @@ class Optimization:
         call: Callable[[], Any],
     ) -> Any:
         with ExitStack() as stack:
-            stack.enter_context(_current(host.device))
-            memory = stack.enter_context(self._memory(prepared, host))
-
-            @cache
-            def hold() -> Hashable | None:
-                return _hold(prepared, host, stack)
-
-            team = None
-            if host.peers:
-                team = self._team(CardPass(host, prepared, memory, hold()), stack)
-            forward_pass = ForwardPass(prepared, host, fall_back, memory, hold, team)
+            stack.enter_context(host.current())
+            card = self._card(prepared, host, stack)
+            team = self._team(card) if host.peers else None
+            forward_pass = ForwardPass(card, fall_back, team)
             with forward_pass.installed():
                 output = call()
         prepared.fused += forward_pass.fused
         return output
 
-    def _team(self, first: CardPass, stack: ExitStack) -> Team | None:
+    def _card(self, prepared: PreparedModel, host: HostPass, held: ExitStack) -> CardPass:
+        memory = held.enter_context(self._memory(prepared, host))
+        return CardPass(host, prepared, memory, held)
+
+    def _team(self, first: CardPass) -> Team | None:
         figures = first.prepared.split
         if figures.refusal:
             figures.refuse(figures.refusal)
             return None
         members = [first]
         for peer in first.host.peers:
-            with _current(peer.device):
+            with peer.current():
                 prepared = self._prepare(peer)
                 fallback = _whole_pass_fallback(prepared, peer) or prepared.code(peer).changed()
                 if fallback:
                     figures.refuse(Verdict(f"{peer.device}: {fallback}"))
                     return None
-                memory = stack.enter_context(self._memory(prepared, peer))
-                members.append(CardPass(peer, prepared, memory, _hold(prepared, peer, stack)))
+                members.append(self._card(prepared, peer, first.held))
         devices = [member.host.device for member in members]
         try:
             links = {
@@ -350,17 +345,6 @@ class Optimization:
 
     def _kept(self) -> list[PassMemory]:
         return [memory for model in self._known() for memory in list(model.memories.values())]
-
-
-def _current(device: torch.device) -> AbstractContextManager:
-    # Kernels are compiled for the current card, and launch on it alone.
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def _hold(prepared: PreparedModel, host: HostPass, stack: ExitStack) -> Hashable | None:
-    # A graph is of the layers' forms, too.
-    token = stack.enter_context(host.layers.hold(host.blocks))
-    return None if token is None else (token, *prepared.read)
 
 
 def _holds(host: HostPass) -> bool:

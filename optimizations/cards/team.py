@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
 
 import torch
 
@@ -14,6 +14,7 @@ from ...machine.links import Link, Route
 from ...planning.split_cost import LEAST_GAIN, BlockSeconds, Exchange, SplitCost, row_bytes
 from ...verdict import Verdict
 from ..attention import Attention, AttentionRequest, ChosenAttention
+from ..blocks.attend import Attend
 from ..blocks.block import BlockExecutor, Step
 from ..blocks.block_form import PLACES
 from ..blocks.graphs import Given, Inputs, PassMemory, Work, recent
@@ -33,11 +34,29 @@ NOT_MEASURED = Verdict(
 TOO_SMALL = Verdict("the image has fewer tokens than there are GPUs")
 
 
-class CardPass(NamedTuple):
+@dataclass
+class CardPass:
     host: HostPass  # its pass; the first is the one that the host has called
     prepared: PreparedModel
     memory: PassMemory  # that no other pass uses meanwhile
-    weights: Hashable | None  # where they are; None where they may move
+    held: ExitStack  # what lasts until the pass ends
+
+    @cached_property
+    def weights(self) -> Hashable | None:
+        """Tells where the weights are, held from the first time that somebody asks; None where they
+        may move.
+
+        The first block that runs fused asks: held weights make no room for what the host allocates
+        before, and ComfyUI logs a warning for each page of them.
+        """
+        with self.host.current():
+            token = self.held.enter_context(self.host.layers.hold(self.host.blocks))
+        # A graph is of the layers' forms, too.
+        return None if token is None else (token, *self.prepared.read)
+
+    def executor(self, attend: Attend) -> BlockExecutor:
+        known, workspace = self.prepared.known(self.weights), self.memory.workspace
+        return BlockExecutor(self.host.layers, self.prepared.ops, attend, workspace, known)
 
     def refusal(self) -> Verdict | None:
         """Says why it takes no share; None where it does."""
@@ -57,11 +76,9 @@ class CardPass(NamedTuple):
                 found.append(attention.choose(AttentionRequest.of(k, mask)))
             return found[0](q, *operands)
 
-        known, workspace = self.prepared.known(self.weights), self.memory.workspace
-        ops, layers = self.prepared.ops, self.host.layers
         # Cards share no guided pass, for which alone `lse` is.
-        executor = BlockExecutor(layers, ops, attend, workspace, known)  # type: ignore[arg-type]
-        return ShareCard(executor, workspace, self.host.blocks, self.host.device)
+        executor = self.executor(attend)  # type: ignore[arg-type]
+        return ShareCard(executor, self.memory.workspace, self.host.blocks, self.host.device)
 
 
 @dataclass
