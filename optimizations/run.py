@@ -22,6 +22,7 @@ from .blocks.graphs import PassMemory
 from .blocks.host import HostPass, PreparedModel
 from .cards.team import CardPass, ShapeFigures, Team
 from .inventory import is_changed
+from .kernels import on_card
 from .passes import ForwardPass, WatchedError
 from .patches import switched
 
@@ -257,7 +258,7 @@ class Optimization:
         call: Callable[[], Any],
     ) -> Any:
         with ExitStack() as stack:
-            stack.enter_context(host.current())
+            stack.enter_context(on_card(host.device))
             card = self._card(prepared, host, stack)
             team = self._team(card) if host.peers else None
             forward_pass = ForwardPass(card, fall_back, team)
@@ -277,7 +278,7 @@ class Optimization:
             return None
         members = [first]
         for peer in first.host.peers:
-            with peer.current():
+            with on_card(peer.device):
                 prepared = self._prepare(peer)
                 fallback = _whole_pass_fallback(prepared, peer) or prepared.code(peer).changed()
                 if fallback:

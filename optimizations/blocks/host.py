@@ -99,10 +99,6 @@ class HostPass:
         """
         raise NotImplementedError
 
-    def current(self) -> AbstractContextManager[None]:
-        """Makes its card the current one: kernels are compiled for it, and launch on it alone."""
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
-
     def run_block(
         self, block: torch.nn.Module, positional: tuple, arguments: dict[str, Any]
     ) -> Any:

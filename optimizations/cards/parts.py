@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -39,10 +38,6 @@ class ShareCard(NamedTuple):
     workspace: Workspace
     blocks: Sequence[torch.nn.Module]  # of its own copy of the model
     device: torch.device
-
-    def current(self) -> AbstractContextManager:
-        # Kernels launch on the current card.
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
 
 class _Piece:

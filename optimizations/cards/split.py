@@ -24,6 +24,7 @@ from ...planning import split_cost
 from ..blocks.block import Step
 from ..blocks.host import Streams
 from ..blocks.products import Share, streams_of
+from ..kernels import on_card
 from ..modulation import Entry
 from ..reference import Rotary, Tokens
 from .parts import KEYS, QUERIES, VALUES, Pairs, Part, ShareCard
@@ -108,13 +109,13 @@ class Split:
             _on_each(parts, Part.begin)
             self._make_and_send_qkv(parts, piece)
             for here, part in enumerate(parts):
-                with part.card.current():
+                with on_card(part.card.device):
                     self._arrive(here)
                     part.go_to_last(index)
             early = self._early and index not in self._additions and index + 1 < blocks
             piece = 1 if early else None
             for here, part in enumerate(parts):
-                with part.card.current():
+                with on_card(part.card.device):
                     if piece:
                         part.finish_first(index)
                     else:
@@ -145,7 +146,7 @@ class Split:
             pairs.append((tensor, there))
             return there
 
-        with card.current():
+        with on_card(card.device):
             x = sent("x", image[:, share.start : share.stop].contiguous()).flatten(0, 1)
             rotary = Rotary(sent("cos", step.rotary.cos), sent("sin", step.rotary.sin))
             mask = None if step.mask is None else sent("mask", step.mask.contiguous())
@@ -214,7 +215,7 @@ class Split:
 
 def _on_each(parts: Sequence[Part], launch: Callable[..., None], *given: Any) -> None:
     for part in parts:
-        with part.card.current():
+        with on_card(part.card.device):
             launch(part, *given)
 
 

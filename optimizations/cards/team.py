@@ -20,6 +20,7 @@ from ..blocks.block_form import PLACES
 from ..blocks.graphs import Given, Inputs, PassMemory, Work, recent
 from ..blocks.host import HostPass, PreparedModel
 from ..blocks.products import Share
+from ..kernels import on_card
 from .parts import ShareCard
 from .split import Split, shares_of
 
@@ -49,7 +50,7 @@ class CardPass:
         The first block that runs fused asks: held weights make no room for what the host allocates
         before, and ComfyUI logs a warning for each page of them.
         """
-        with self.host.current():
+        with on_card(self.host.device):
             token = self.held.enter_context(self.host.layers.hold(self.host.blocks))
         # A graph is of the layers' forms, too.
         return None if token is None else (token, *self.prepared.read)

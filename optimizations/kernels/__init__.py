@@ -34,6 +34,11 @@ def interpreted() -> bool:
     return knobs is not None and knobs.runtime.interpret
 
 
+def on_card(device: torch.device) -> contextlib.AbstractContextManager:
+    """Makes a card the current one: kernels are compiled for it, and launch on it alone."""
+    return torch.cuda.device(device) if device.type == "cuda" else _NOTHING
+
+
 def on_card_of(x: torch.Tensor) -> contextlib.AbstractContextManager:
     """Makes the card that holds `x` the current one: kernels launch on that one alone."""
     index = x.get_device()  # -1 on the CPU
