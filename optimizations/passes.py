@@ -233,7 +233,7 @@ class ForwardPass:
                 result = graph.replay(given)
             else:
                 watch = self._watch if self._seen else None
-                result = split.run(*given, len(host.blocks), watch)
+                result = split.run(given, len(host.blocks), watch)
         except torch.OutOfMemoryError:
             self._team.release()
             figures.refuse(Verdict("a GPU ran out of memory", final=True))
@@ -254,7 +254,7 @@ class ForwardPass:
         self._free_buffers()
         expected = self._host.host_block(block, arguments)
         split = self._team.split(plan, step)
-        result = split.run(*given, 1)
+        result = split.run(given, 1)
         if figures.check.passes((text, image), result, expected, step):
             return True
         self._end_sharing(figures.check.failed)

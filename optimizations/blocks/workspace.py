@@ -68,6 +68,13 @@ class Prefix(NamedTuple):
     values: torch.Tensor
 
 
+class Heads(NamedTuple):
+    # q of a share's tokens, k and v of all, (batch, tokens, heads, head_dim)
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+
 class BufferMissingError(RuntimeError):
     """A closed workspace has no such buffer."""
 
@@ -144,9 +151,7 @@ class Program:
         wide = self.take("wide", tokens.rows, widest).flatten()
         parts = zip(wide[: sum(sizes)].split(sizes), (tokens, whole, whole), strict=True)
         heads = form.heads, self.width // form.heads
-        # q of the share's tokens, k and v of all, (batch, tokens, heads, head_dim)
-        q, k, v = (part.view(it.batch, it.joint, *heads) for part, it in parts)
-        self.heads = q, k, v
+        self.heads = Heads(*(part.view(it.batch, it.joint, *heads) for part, it in parts))
         # (rows, D), what attention or MLP gives
         self.branch = self.take("branch", tokens.rows, self.width)
         # A row of h is written after the same row of the branch has been read.

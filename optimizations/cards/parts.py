@@ -9,7 +9,16 @@ from typing import Any, NamedTuple
 import torch
 
 from ..blocks.block import BlockExecutor, KnownBlock, Step
-from ..blocks.block_form import MLP_OUT, PLACES, QKV, STREAMS
+from ..blocks.block_form import (
+    IMAGE_LAST,
+    KEYS,
+    MLP_OUT,
+    PLACES,
+    QKV,
+    TEXT_LAST,
+    VALUES,
+    of_stream,
+)
 from ..blocks.products import (
     Product,
     Read,
@@ -24,9 +33,6 @@ from ..blocks.workspace import SCALES_AT_ONCE, Program, Workspace
 from ..modulation import Entry
 from ..reference import Modulation, QuantizedRows
 
-# Places of a block's layers, by what they make of a card's own rows: queries, keys and values.
-QUERIES, KEYS, VALUES = (0, 3), (1, 4), (2, 5)
-IMAGE_LAST, TEXT_LAST = MLP_OUT
 CUT = 128  # rows of a tile of most products
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
@@ -109,7 +115,7 @@ def _received(program: Program, other: Share) -> Received:
     for place in sorted(KEYS + VALUES):
         if PLACES[place] == "text" and not other.text:
             continue
-        part = in_stream_order(tokens)[STREAMS.index(PLACES[place])]
+        part = of_stream(place, in_stream_order(tokens))
         read = Read(rows, part, program.of_share(place, other))
         made.append((place, product_of(read, layers[place], program.ops)))
     return rows, made
@@ -140,7 +146,7 @@ class Part:
                 received(program)
         self._blocks = list(zip(known, programs, strict=True))
         self._known, self.program = self._blocks[0]
-        self.program.begin(self.x, self._entry.of(0)[0])
+        self.program.begin(self.x, self._entry.of(0).attention)
 
     def begin(self) -> None:
         """Computes what the LoRAs beside the first layers make of the card's rows."""
@@ -168,7 +174,7 @@ class Part:
         if pieces is None:
             pieces = program.kept[id(self.program)] = _pieces(program, self.program)
         self.card.executor.multiply(program, known, (TEXT_LAST,))
-        gates, norms = self._entry.of(index)[1], self._entry.of(index + 1)[0]
+        gates, norms = self._entry.of(index).mlp, self._entry.of(index + 1).attention
         self._ending = pieces, (known.operands[IMAGE_LAST], self.x, gates, norms)
         pieces[0].run(*self._ending[1])
 
@@ -180,24 +186,25 @@ class Part:
         """Ends a block and begins the next one, between which `added` is added to the image."""
         known, program = self._known, self.program
         self.card.executor.multiply(program, known, (TEXT_LAST, IMAGE_LAST))
-        gates = self._entry.of(index)[1]
+        gates = self._entry.of(index).mlp
         if index + 1 == len(self._blocks):
             program.end(self.x, gates)
             return
-        norms = self._entry.of(index + 1)[0]
+        norms = self._entry.of(index + 1).attention
         self._known, self.program = self._blocks[index + 1]
         if added is None:
             program.go_on(self.x, gates, norms, self.program)
             return
         program.end(self.x, gates)
         added = added[:, self.share.start : self.share.stop]
-        streams_of(self.x, self.share.tokens)[1][:, : added.shape[1]] += added
+        _, image = streams_of(self.x, self.share.tokens)
+        image[:, : added.shape[1]] += added
         self.program.begin(self.x, norms)
 
-    def heads_to(self, other: Part, which: int) -> Pairs:
-        """Gives keys (1) or values (2) here, and where they go to on the other card."""
+    def heads_to(self, other: Part, which: str) -> Pairs:
+        """Gives keys (k) or values (v) here, and where they go to on the other card."""
         cut = slice(0 if self.share.text else self.share.image.start, self.share.image.stop)
-        mine, theirs = self.program.heads[which], other.program.heads[which]
+        mine, theirs = (getattr(it.program.heads, which) for it in (self, other))
         items = zip(mine.split(1), theirs.split(1), strict=True)
         return [(here[:, cut], there[:, cut]) for here, there in items]
 

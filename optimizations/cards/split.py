@@ -22,12 +22,14 @@ import torch
 from ...machine.links import Route
 from ...planning import split_cost
 from ..blocks.block import Step
+from ..blocks.block_form import KEYS, QUERIES, VALUES
+from ..blocks.graphs import Given, Inputs
 from ..blocks.host import Streams
 from ..blocks.products import Share, streams_of
 from ..kernels import on_card
 from ..modulation import Entry
 from ..reference import Rotary, Tokens
-from .parts import KEYS, QUERIES, VALUES, Pairs, Part, ShareCard
+from .parts import Pairs, Part, ShareCard
 
 
 def shares_of(tokens: Tokens, images: Sequence[int], exchange: str) -> list[Share]:
@@ -69,10 +71,7 @@ class Split:
 
     def run(
         self,
-        text: torch.Tensor,
-        image: torch.Tensor,
-        step: Step,
-        entry: Entry,
+        given: Given,
         blocks: int,
         after: Callable[[int], None] | None = None,
         timed: AbstractContextManager | None = None,
@@ -83,22 +82,22 @@ class Split:
         self._kept.clear()
         self._sent.clear()
         try:
-            parts = self._begin(text, image, step, entry, blocks)
+            parts = self._begin(given, blocks)
             with timed or nullcontext():
                 self._run(parts, blocks, after)
-            return self._gather(parts, image.new_empty(image.shape))
+            return self._gather(parts, given.image.new_empty(given.image.shape))
         except BaseException:  # nobody copies from or to what is freed next
             for route in self._routes.values():
                 route.finish()
             raise
 
-    def capture(self, x: torch.Tensor, step: Step, entry: Entry) -> None:
+    def capture(self, inputs: Inputs) -> None:
         """Runs all blocks in place, while the current streams of all cards capture a CUDA graph."""
         for route in self._routes.values():
             route.make_events()
-        text, image = streams_of(x, step.tokens)
+        text, image = streams_of(inputs.x, inputs.step.tokens)
         blocks = len(self._cards[0].blocks)
-        parts = self._begin(text, image, step, entry, blocks)
+        parts = self._begin(Given(text, image, inputs.step, inputs.entry), blocks)
         self._run(parts, blocks, None)
         own, _ = self._gather(parts, image)
         text.copy_(own)
@@ -126,18 +125,18 @@ class Split:
             if after is not None:
                 after(index)
 
-    def _begin(
-        self, text: torch.Tensor, image: torch.Tensor, step: Step, entry: Entry, blocks: int
-    ) -> list[Part]:
+    def _begin(self, given: Given, blocks: int) -> list[Part]:
+        text, image, step, entry = given
         share, own = self._shares[0], image[:, : self._shares[0].stop]
         x = torch.cat([part.reshape(-1, part.shape[-1]) for part in (text, own)])
         first = Step(share.tokens, step.rotary, step.mask)
         parts = [Part(self._cards[0], share, x, first, entry)]
-        parts += [self._send(here, image, step, entry) for here in range(1, len(self._cards))]
+        parts += [self._send(here, given) for here in range(1, len(self._cards))]
         _on_each(parts, Part.open, blocks)
         return parts
 
-    def _send(self, here: int, image: torch.Tensor, step: Step, entry: Entry) -> Part:
+    def _send(self, here: int, given: Given) -> Part:
+        _, image, step, entry = given
         card, share = self._cards[here], self._shares[here]
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -162,13 +161,13 @@ class Split:
             self._exchange(parts, Part.rows_to, piece)
             _on_each(parts, Part.multiply, QUERIES, KEYS, VALUES)
             return
-        for which, places in ((1, KEYS), (2, VALUES)):  # keys leave while values are made
+        for which, places in (("k", KEYS), ("v", VALUES)):  # keys leave while values are made
             _on_each(parts, Part.multiply, places)
             self._exchange(parts, Part.heads_to, which)
         _on_each(parts, Part.multiply, QUERIES)
 
     def _exchange(
-        self, parts: Sequence[Part], sent: Callable[[Part, Part, Any], Pairs], what: int | None
+        self, parts: Sequence[Part], sent: Callable[[Part, Part, Any], Pairs], what: Hashable
     ) -> None:
         for (source, target), route in self._routes.items():
             here, there = parts[source], parts[target]

@@ -185,9 +185,7 @@ class Team:
 
         def launch() -> Callable[[Inputs, torch.cuda.Stream], None]:
             routes = {pair: route.captured for pair, route in self._routes.items()}
-            return lambda inputs, _: self.split(plan, inputs.step, routes).capture(
-                inputs.x, inputs.step, inputs.entry
-            )
+            return lambda inputs, _: self.split(plan, inputs.step, routes).capture(inputs)
 
         weights = tuple(member.weights for member in self._members)
         others = [(member.host.device, member.memory) for member in self._members[1:]]
@@ -260,14 +258,14 @@ class Team:
         def run(timed: Timed) -> None:
             with timed:
                 for program, it in zip(programs, known, strict=True):
-                    program.mix(program.heads[0].flatten(2))
+                    program.mix(program.heads.q.flatten(2))
                     executor.multiply(program, it, TEXT_PLACES)
 
         return self._twice(first, run) / len(blocks)
 
     def _together(self, split: Split, given: Given) -> float:
         blocks = min(TRIED, len(self._members[0].host.blocks))
-        return self._twice(self._members, lambda it: split.run(*given, blocks, timed=it)) / blocks
+        return self._twice(self._members, lambda it: split.run(given, blocks, timed=it)) / blocks
 
     def _twice(self, members: Sequence[CardPass], launch: Callable[[Timed], object]) -> float:
         """Measures what is launched, in ms: the second time, as the first compiles. Cards wait

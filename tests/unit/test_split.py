@@ -91,6 +91,11 @@ def split(chain, shares, additions=(), early=False, attend=attend):
     return Split(cards, shares, routes, additions, early), routes
 
 
+def given(chain, case):
+    entry = compute_entry(chain.blocks, case.temb, case.step.tokens.batch)
+    return Given(case.text, case.image, case.step, entry)
+
+
 def both_ways(mix, shape, exchange, *, masked=False, blocks=3, early=False):
     tokens, images = SHAPES[shape]
     chain, case = Chain(*[MIXES.get(mix, {})] * blocks), Case(tokens, masked=masked)
@@ -103,7 +108,7 @@ def both_ways(mix, shape, exchange, *, masked=False, blocks=3, early=False):
     shares = shares_of(tokens, images, exchange)
     over, routes = split(chain, shares, early=early and tokens.batch == 1)
     before = case.text.clone(), case.image.clone()
-    ours = over.run(case.text, case.image, case.step, entry, blocks)
+    ours = over.run(given(chain, case), blocks)
     assert not any(route.waiting for route in routes.values())
     assert torch.equal(case.text, before[0]) and torch.equal(case.image, before[1])
     return ours, alone[-1], routes
@@ -151,7 +156,7 @@ def test_keys_and_values_of_integer_products_are_the_same_bits(mix):
     executor = BlockExecutor(chain.layers, fused.TORCH, recorded, Workspace(fused.TORCH), {})
     executor.run(chain.blocks[0], case.text, case.image, case.step, entry.of(0))
     over, _ = split(chain, shares_of(tokens, images, ROWS), attend=recorded)
-    over.run(case.text, case.image, case.step, entry, 1)
+    over.run(given(chain, case), 1)
     alone, *others = heads
     assert len(others) == 2
     for ours in others:
@@ -188,7 +193,7 @@ def test_the_second_card_holds_no_more_than_is_counted_of_one(mix, exchange, mon
     tokens, images = Tokens(1, 256, 1024, 1024), (256, 768)
     chain, case = Chain(*[MIXES.get(mix, {})] * 2), Case(tokens)
     over, _ = split(chain, shares_of(tokens, images, exchange))
-    over.run(case.text, case.image, case.step, compute_entry(chain.blocks, case.temb, 1), 2)
+    over.run(given(chain, case), 2)
     counted = planning.buffer_bytes(request, Setting("bf16" if mix == "plain" else "int8"))
     assert 0 < over._cards[1].workspace.bytes <= counted
 
@@ -202,7 +207,7 @@ def test_an_error_waits_for_the_copies():
 
     over, routes = split(chain, shares_of(tokens, images, KEYS), attend=fail)
     with pytest.raises(RuntimeError, match="no such attention"):
-        over.run(case.text, case.image, case.step, compute_entry(chain.blocks, case.temb, 1), 1)
+        over.run(given(chain, case), 1)
     assert all(route.copies and route.finished for route in routes.values())
 
 
@@ -475,9 +480,10 @@ def test_on_two_cards(mix, exchange, early):
     peer = count == 1 or link_between(*devices).peer
     routes = {(0, 1): CardRoute(*devices, peer), (1, 0): CardRoute(*devices[::-1], peer)}
     over = Split(cards, shares_of(tokens, (711, 789), exchange), routes, (), early)
+    call = Given(text, image, step, entry)
     for _ in range(3):
         del heads[blocks:]
-        ours = over.run(text, image, step, entry, blocks)
+        ours = over.run(call, blocks)
         for mine, theirs in zip(ours, streams_of(x, tokens), strict=True):
             assert (mine - theirs).norm() <= 0.01 * theirs.norm()
         if mix in ("all int8", "all rotated"):  # of the first block, whose rows are the same
@@ -489,12 +495,11 @@ def test_on_two_cards(mix, exchange, early):
     inner = Split(cards, over._shares, {k: it.captured for k, it in routes.items()}, (), early)
 
     def launch(inputs, _):
-        inner.capture(inputs.x, inputs.step, inputs.entry)
+        inner.capture(inputs)
 
     work = Work("pass", "here", [], False, lambda: launch, [(devices[1], memories[1])])
-    given = Given(text, image, step, entry)
-    graph = memories[0].capture(work, given, GraphFigures())
+    graph = memories[0].capture(work, call, GraphFigures())
     assert not isinstance(graph, str), graph
     for _ in range(3):
-        assert all(map(torch.equal, graph.replay(given), ours))
+        assert all(map(torch.equal, graph.replay(call), ours))
     graph.reset()
