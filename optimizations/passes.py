@@ -39,10 +39,9 @@ class ForwardPass:
         self, card: CardPass, fall_back: Callable[[Verdict, int], None], team: Team | None
     ) -> None:
         self._card, self._fall_back, self._team = card, fall_back, team
-        self._host, self._prepared = card.host, card.prepared
-        card.host.prepared = card.prepared
+        self._host, self._prepared = card.host, card.host.prepared
         self._executor: BlockExecutor | None = None
-        self._code = card.prepared.code(card.host)
+        self._code = self._prepared.code(card.host)
         self._asked: tuple[ChosenAttention, bool, bool] | None = None
         self._chosen: Attention | None = None
         self._embedding: Any = None

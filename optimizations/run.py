@@ -227,12 +227,12 @@ class Optimization:
                 self._logged.add(fallback.fact)
                 fallback.log(f"{self.host} blocks run")
 
-        fallback = self._failed or _whole_pass_fallback(prepared, host)
+        fallback = self._failed or _whole_pass_fallback(host)
         if fallback:
             fall_back(fallback, len(host.blocks))
             return call()
         try:
-            return self._run_fused(prepared, host, fall_back, call)
+            return self._run_fused(host, fall_back, call)
         except WatchedError:
             prepared.exchanged = True
         except torch.OutOfMemoryError:
@@ -248,31 +248,23 @@ class Optimization:
         host.clean_up()
         if self._failed:
             return call()
-        return self._run_fused(prepared, host, fall_back, call)
+        return self._run_fused(host, fall_back, call)
 
     def _run_fused(
-        self,
-        prepared: PreparedModel,
-        host: HostPass,
-        fall_back: Callable[[Verdict, int], None],
-        call: Callable[[], Any],
+        self, host: HostPass, fall_back: Callable[[Verdict, int], None], call: Callable[[], Any]
     ) -> Any:
         with ExitStack() as stack:
             stack.enter_context(on_card(host.device))
-            card = self._card(prepared, host, stack)
+            card = CardPass(host, stack.enter_context(self._memory(host)), stack)
             team = self._team(card) if host.peers else None
             forward_pass = ForwardPass(card, fall_back, team)
             with forward_pass.installed():
                 output = call()
-        prepared.fused += forward_pass.fused
+        host.prepared.fused += forward_pass.fused
         return output
 
-    def _card(self, prepared: PreparedModel, host: HostPass, held: ExitStack) -> CardPass:
-        memory = held.enter_context(self._memory(prepared, host))
-        return CardPass(host, prepared, memory, held)
-
     def _team(self, first: CardPass) -> Team | None:
-        figures = first.prepared.split
+        figures, held = first.host.prepared.split, first.held
         if figures.refusal:
             figures.refuse(figures.refusal)
             return None
@@ -280,11 +272,11 @@ class Optimization:
         for peer in first.host.peers:
             with on_card(peer.device):
                 prepared = self._prepare(peer)
-                fallback = _whole_pass_fallback(prepared, peer) or prepared.code(peer).changed()
+                fallback = _whole_pass_fallback(peer) or prepared.code(peer).changed()
                 if fallback:
                     figures.refuse(Verdict(f"{peer.device}: {fallback}"))
                     return None
-                members.append(self._card(prepared, peer, first.held))
+                members.append(CardPass(peer, held.enter_context(self._memory(peer)), held))
         devices = [member.host.device for member in members]
         try:
             links = {
@@ -297,17 +289,17 @@ class Optimization:
             return None
 
     @contextmanager
-    def _memory(self, prepared: PreparedModel, host: HostPass) -> Iterator[PassMemory]:
+    def _memory(self, host: HostPass) -> Iterator[PassMemory]:
         # Of the current stream: the next pass there may use it.
         key: Hashable = host.device
         if host.device.type == "cuda":
             key = host.device, torch.cuda.current_stream(host.device).cuda_stream
-        memories = self._of(host.owner).memories
+        memories, ops = self._of(host.owner).memories, host.prepared.ops
         memory = memories.get(key)
-        if memory is None or memory.workspace.ops != prepared.ops:
-            memory = memories[key] = PassMemory(prepared.ops)
+        if memory is None or memory.workspace.ops != ops:
+            memory = memories[key] = PassMemory(ops)
         if memory.taken:  # by another thread
-            yield PassMemory(prepared.ops)
+            yield PassMemory(ops)
             return
         memory.taken = True
         try:
@@ -333,6 +325,7 @@ class Optimization:
             earlier = model.earlier.pop(host.state, None)
             found = PreparedModel(host, self.lossy_attention, earlier)
             model.prepared[host.state] = found
+        host.prepared = found
         return found
 
     def _of(self, owner: Any) -> _Model:
@@ -353,7 +346,8 @@ def _holds(host: HostPass) -> bool:
         return weights is not None
 
 
-def _whole_pass_fallback(prepared: PreparedModel, host: HostPass) -> Verdict | None:
+def _whole_pass_fallback(host: HostPass) -> Verdict | None:
+    prepared = host.prepared
     if isinstance(prepared.ops, Verdict):
         return prepared.ops
     if prepared.check.failed:

@@ -189,7 +189,7 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
         self._parts = None
         cut = max((it.stop for it in segments if not it.causal), default=0)
         guided = isinstance(self._options.get(SLOT), GuidedAttention)
-        fused = self.prepared is not None and not any(self.prepared.unsupported)
+        fused = not any(self.prepared.unsupported)
         if block_index or guided or not (cut and fused and self._in_parts and self.attention):
             return None
         store = KeptPrefixes.of(self.owner.diffusion_model)

@@ -82,7 +82,7 @@ class HostPass:
     # stays where it is until the run ends; None for none
     prefixes: Sequence[Prefix] | None = None
     steps: int | None  # of the run, where the host tells
-    prepared: PreparedModel | None = None  # what is known of the model, as soon as a pass begins
+    prepared: PreparedModel  # what is known of the model, as soon as a pass begins
     _kept: Mapping[Hashable, tuple[tuple, Step]] = MappingProxyType({})
 
     def fallback(self) -> Verdict | None:

@@ -18,7 +18,7 @@ from ..blocks.attend import Attend
 from ..blocks.block import BlockExecutor, Step
 from ..blocks.block_form import PLACES
 from ..blocks.graphs import Given, Inputs, PassMemory, Work, recent
-from ..blocks.host import HostPass, PreparedModel
+from ..blocks.host import HostPass
 from ..blocks.products import Share
 from ..kernels import on_card
 from .parts import ShareCard
@@ -38,7 +38,6 @@ TOO_SMALL = Verdict("the image has fewer tokens than there are GPUs")
 @dataclass
 class CardPass:
     host: HostPass  # its pass; the first is the one that the host has called
-    prepared: PreparedModel
     memory: PassMemory  # that no other pass uses meanwhile
     held: ExitStack  # what lasts until the pass ends
 
@@ -53,17 +52,17 @@ class CardPass:
         with on_card(self.host.device):
             token = self.held.enter_context(self.host.layers.hold(self.host.blocks))
         # A graph is of the layers' forms, too.
-        return None if token is None else (token, *self.prepared.read)
+        return None if token is None else (token, *self.host.prepared.read)
 
     def executor(self, attend: Attend) -> BlockExecutor:
-        known, workspace = self.prepared.known(self.weights), self.memory.workspace
-        return BlockExecutor(self.host.layers, self.prepared.ops, attend, workspace, known)
+        known, workspace = self.host.prepared.known(self.weights), self.memory.workspace
+        return BlockExecutor(self.host.layers, self.host.prepared.ops, attend, workspace, known)
 
     def refusal(self) -> Verdict | None:
         """Says why it takes no share; None where it does."""
         if self.weights is None:
             return Verdict(f"{self.host.device}: {self.host.layers.moving}")
-        found = next(filter(None, self.prepared.unsupported), None)
+        found = next(filter(None, self.host.prepared.unsupported), None)
         where = f"{self.host.device}: some blocks are not fused"
         return found and Verdict(f"{where}: {found}")
 
@@ -133,7 +132,7 @@ class Team:
         self._figures = ShapeFigures()  # of the last plan
         # why they cannot share it; None where they can
         self.refusal = next(filter(None, (member.refusal() for member in members)), None)
-        changed = [it for it in members if it.prepared.kinds != members[0].prepared.kinds]
+        changed = [it for it in members if it.host.prepared.kinds != members[0].host.prepared.kinds]
         if changed and not self.refusal:  # as a LoRA of another node that knows one model alone
             device = changed[0].host.device
             self.refusal = Verdict(f"{device}: its layers differ from those of the first GPU")
@@ -146,14 +145,14 @@ class Team:
         if step.tokens.image < len(self._members):
             return TOO_SMALL
         first = self._members[0]
-        sent = first.prepared.split.sent
+        sent = first.host.prepared.split.sent
         if sent is None:
             known = [executor.look(block, text) for block in first.host.blocks]
             rows = all(it.form.sends_rows and it.operands is not None for it in known)
             sent = rows, all(it.form.layers[0].format is not None for it in known)
-            first.prepared.split.sent = sent
+            first.host.prepared.split.sent = sent
         sends, quantized = sent
-        kinds = frozenset(first.prepared.kinds.items())
+        kinds = frozenset(first.host.prepared.kinds.items())
         shape = step.tokens, step.mask is None, text.dtype, kinds, self._gbps
         key = *shape, len(self._members), sent
         figures = self._figures = recent(self._known, key, ShapeFigures)
@@ -165,7 +164,7 @@ class Team:
                 figures.alone / 1000,
                 counted,
                 width,
-                quantized=first.prepared.quantized,
+                quantized=first.host.prepared.quantized,
                 text=self._of_text(executor, given) / 1000,
             )
             cost = SplitCost(
