@@ -49,7 +49,7 @@ class ForwardPass:
         self._handed: tuple[BlockInputs, Streams] | None = None
         self._looked = False  # at the functions that the host's blocks call
         self._changed: Verdict | None = None  # what another extension has changed
-        self._seen: Seen | None = None  # which is told whether the card waits for the CPU
+        self._seen: Seen | None = None  # its shape, where it finds out whether the card waits
         self._event: torch.cuda.Event | None = None
         self._first: int | None = None  # block that ran fused
         # Of the tokens that see all others; none where the host keeps them. Attention to as many
