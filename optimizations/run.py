@@ -8,6 +8,7 @@ import copy
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import combinations
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -220,19 +221,12 @@ class Optimization:
             return call()
         prepared = self._last = self._prepare(host)
         prepared.passes += 1
-
-        def fall_back(fallback: Verdict, blocks: int) -> None:
-            prepared.verdicts.add("blocks", fallback, blocks)
-            if fallback.fact not in self._logged:
-                self._logged.add(fallback.fact)
-                fallback.log(f"{self.host} blocks run")
-
         fallback = self._failed or _whole_pass_fallback(host)
         if fallback:
-            fall_back(fallback, len(host.blocks))
+            self._fall_back(host, fallback, len(host.blocks))
             return call()
         try:
-            return self._run_fused(host, fall_back, call)
+            return self._run_fused(host, call)
         except WatchedError:
             prepared.exchanged = True
         except torch.OutOfMemoryError:
@@ -244,20 +238,23 @@ class Optimization:
             self._failed = host.failed(error)
             if self._failed is None:
                 raise
-            fall_back(self._failed, len(host.blocks))
+            self._fall_back(host, self._failed, len(host.blocks))
         host.clean_up()
         if self._failed:
             return call()
-        return self._run_fused(host, fall_back, call)
+        return self._run_fused(host, call)
 
-    def _run_fused(
-        self, host: HostPass, fall_back: Callable[[Verdict, int], None], call: Callable[[], Any]
-    ) -> Any:
-        with ExitStack() as stack:
-            stack.enter_context(on_card(host.device))
+    def _fall_back(self, host: HostPass, fallback: Verdict, blocks: int) -> None:
+        host.prepared.verdicts.add("blocks", fallback, blocks)
+        if fallback.fact not in self._logged:
+            self._logged.add(fallback.fact)
+            fallback.log(f"{self.host} blocks run")
+
+    def _run_fused(self, host: HostPass, call: Callable[[], Any]) -> Any:
+        with on_card(host.device), ExitStack() as stack:
             card = CardPass(host, stack.enter_context(self._memory(host)), stack)
             team = self._team(card) if host.peers else None
-            forward_pass = ForwardPass(card, fall_back, team)
+            forward_pass = ForwardPass(card, partial(self._fall_back, host), team)
             with forward_pass.installed():
                 output = call()
         host.prepared.fused += forward_pass.fused
