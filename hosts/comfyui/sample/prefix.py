@@ -2,7 +2,8 @@
 
 In Qwen-Image-2.1 the rows before the image are causal and the same in all steps: those up to the
 last reference do not depend on the instruction behind them. ComfyUI computes all of them in the
-first step of each prompt: two references take 0.25 of 1.46 s (8 steps at 1024x1024, H200).
+first step of each prompt: with two references of 1024x1024 that takes 375 ms, and with kept ones
+142 to 184 (int8, H200).
 """
 
 from __future__ import annotations
