@@ -52,10 +52,10 @@ class ForwardPass:
         self._seen: Seen | None = None  # its shape, where it finds out whether the card waits
         self._event: torch.cuda.Event | None = None
         self._first: int | None = None  # block that ran fused
-        # Of the tokens that see all others; none where the host keeps them. Attention to as many
-        # as the second may quantize: that of prompts, of references and with guidance is exact.
-        self._keys = self._quantizable = 0
-        self._once = False  # whether no other pass of the run computes the rows of this block
+        # The attention with so many keys, 0 for none. That of prompts, of references and with
+        # guidance is never lossy.
+        self._unmeasured_keys = self._lossy_keys = 0
+        self._fills_prefix = False  # the block that runs
         self.fused = 0  # how many blocks the executor ran
 
     @contextmanager
@@ -98,11 +98,11 @@ class ForwardPass:
         if self._executor is None:
             self._executor = self._card.executor(self._attend)
         clear = not watched and not self._host.additions
-        counted = step.keep is None  # else the host calls the block once more
-        self._once = not counted
+        fills_prefix = self._fills_prefix = step.keep is not None
+        counted = int(not fills_prefix)  # the host calls the block again, for the image
         hidden = step.guidance.negative if step.guidance else 0
-        whole = step.before + step.tokens.joint - hidden if counted else 0
-        self._quantizable = 0 if step.guidance else whole
+        keys = 0 if fills_prefix else step.before + step.tokens.joint - hidden
+        self._lossy_keys = 0 if step.guidance else keys
         if self._entry is None:
             self._embedding, self._entry = embedding, self._host.entry(embedding, step.tokens.batch)
         # A second call of the transformer in one pass may have another embedding.
@@ -117,7 +117,7 @@ class ForwardPass:
         if clear and index + 1 < len(unsupported) and not unsupported[index + 1]:
             following = self._host.blocks[index + 1], self._entry.of(index + 1).attention
         self.fused += counted
-        self._keys = whole
+        self._unmeasured_keys = keys
         self._first = index if self._first is None else self._first
         compares = index == self._first and check.wanted(step)
         if compares:
@@ -143,7 +143,7 @@ class ForwardPass:
             if not check.failed:
                 return result
         self.fused -= counted
-        self._fall_back(check.failed, int(counted))
+        self._fall_back(check.failed, counted)
         return expected
 
     def _look(self, index: int) -> Verdict | None:
@@ -184,23 +184,23 @@ class ForwardPass:
         attention, (q, k, v, mask) = self._host.attention, given
         if attention is None or (mask is not None and mask.shape[2] > 1):
             return None if lse else self._host.host_attend(q, k, v, mask)
-        exact = k.shape[1] != self._quantizable
-        chosen = self._choice(attention, AttentionRequest.of, k, mask, exact=exact)
+        chosen = self._choice(attention, k.shape[1], AttentionRequest.of, k, mask)
         if lse:
             return attention.with_lse(chosen, q, k, v, mask)
         out = chosen(q, k, v, mask)
-        if k.shape[1] == self._keys:
+        if k.shape[1] == self._unmeasured_keys:
             attention.look(q, k, v, mask, out)
-            self._keys = 0  # a negative prompt of the same length is no other block
+            self._unmeasured_keys = 0  # a negative prompt of the same length is no other block
         return out
 
     def _choice(
-        self, attention: ChosenAttention, request: Callable, *given: Any, exact: bool = False
+        self, attention: ChosenAttention, keys: int, request: Callable, *given: Any
     ) -> Attention:
-        asked = attention, self._once, exact
+        exact = keys != self._lossy_keys
+        asked = attention, self._fills_prefix, exact
         if asked != self._asked:
             self._asked = asked
-            self._chosen = attention.choose(request(*given), self._once, exact)
+            self._chosen = attention.choose(request(*given), self._fills_prefix, exact)
         return self._chosen
 
     def _share(
@@ -300,8 +300,7 @@ class ForwardPass:
         joint = step.before + tokens.joint
         size = tokens.batch, heads, text.shape[-1] // heads, joint, step.mask is not None
         request = text.device, text.dtype, *size
-        exact = not self._quantizable
-        chosen = self._choice(self._host.attention, AttentionRequest, *request, exact=exact)
+        chosen = self._choice(self._host.attention, joint, AttentionRequest, *request)
         cos, prefix = step.rotary.cos, step.prefix and step.prefix.keys.data_ptr()
         mask = None if step.mask is None else (step.mask.shape, step.mask.stride())
         form = tokens, text.dtype, cos.shape, cos.dtype, mask, prefix, step.before, step.segments
