@@ -24,7 +24,7 @@ from .cards.team import CardPass, Team
 from .modulation import Entry, Halves, compute_entry
 from .patches import patched
 
-WATCHED = Verdict("another node reads or changes the values between two blocks")
+INTERCEPTED = Verdict("another node reads or changes the values between two blocks")
 NOT_OURS = Verdict("attention is not computed by this package")
 MEASURES = Verdict("attention measures its error in this forward pass")
 THEMSELVES = Verdict("some layers run their own code, as with a LoKr as a bypass")
@@ -46,7 +46,8 @@ class ForwardPass:
         self._chosen: Attention | None = None
         self._embedding: Any = None
         self._entry: Entry | None = None
-        self._handed: tuple[BlockInputs, Streams] | None = None
+        # What the first block got and the last one gives, once all were computed at the first call.
+        self._finished: tuple[BlockInputs, Streams] | None = None
         self._looked = False  # at the functions that the host's blocks call
         self._changed: Verdict | None = None  # what another extension has changed
         self._seen: Seen | None = None  # its shape, where it finds out whether the card waits
@@ -76,8 +77,8 @@ class ForwardPass:
         if positional and host.names:
             arguments = {**dict(zip(host.names, positional, strict=False)), **arguments}
             positional = positional[len(host.names) :]
-        if self._handed is not None:
-            return host.output(self._hand_on(index, positional, arguments))
+        if self._finished is not None:
+            return host.output(self._finished_block(index, positional, arguments))
         prepared = self._prepared
         refusal = self._look(index) or prepared.unsupported[index] or prepared.check.failed
         # What a block has failed at may be rows that the host has it compute before these.
@@ -93,11 +94,10 @@ class ForwardPass:
     def _run_fused(
         self, index: int, block: torch.nn.Module, arguments: dict[str, Any], inputs: BlockInputs
     ) -> Streams:
-        text, image, embedding, step, watched = inputs
+        text, image, embedding, step, intercepted = inputs
         check, unsupported = self._prepared.check, self._prepared.unsupported
         if self._executor is None:
             self._executor = self._card.executor(self._attend)
-        clear = not watched and not self._host.additions
         fills_prefix = self._fills_prefix = step.keep is not None
         counted = int(not fills_prefix)  # the host calls the block again, for the image
         hidden = step.guidance.negative if step.guidance else 0
@@ -108,13 +108,14 @@ class ForwardPass:
         # A second call of the transformer in one pass may have another embedding.
         if index == 0 and embedding is self._embedding:
             given = Given(text, image, step, self._entry)
-            if self._team and self._share(block, given, arguments, watched):
+            if self._team and self._share(block, given, arguments, intercepted):
                 return text, image
-            if self._replay(given, clear):
+            if self._replay(given, intercepted):
                 return text, image
         halves = self._halves(index, block, embedding, step.tokens.batch)
         following = None
-        if clear and index + 1 < len(unsupported) and not unsupported[index + 1]:
+        direct = not intercepted and not self._host.additions
+        if direct and index + 1 < len(unsupported) and not unsupported[index + 1]:
             following = self._host.blocks[index + 1], self._entry.of(index + 1).attention
         self.fused += counted
         self._unmeasured_keys = keys
@@ -136,10 +137,10 @@ class ForwardPass:
                 raise
             check.fail(f"the fused block raised {first_line(error)}")
             if not compares:  # half of the streams may be written
-                raise WatchedError from error
+                raise RepeatPassError from error
         else:
             if self._seen is not None:
-                self._watch(index)
+                self._note_wait(index)
             if not check.failed:
                 return result
         self.fused -= counted
@@ -204,11 +205,11 @@ class ForwardPass:
         return self._chosen
 
     def _share(
-        self, block: torch.nn.Module, given: Given, arguments: dict[str, Any], watched: bool
+        self, block: torch.nn.Module, given: Given, arguments: dict[str, Any], intercepted: bool
     ) -> bool:
         """Has several cards compute all blocks; whether they did."""
         figures, host = self._prepared.split, self._host
-        refusal = self._not_at_once(not watched) or self._team.refusal
+        refusal = self._why_one_by_one(intercepted) or self._team.refusal
         if refusal:
             figures.refuse(refusal)
             return False
@@ -219,7 +220,7 @@ class ForwardPass:
                 return False
             compared = not figures.check.wanted(given.step)
             work = lambda: self._team.work(plan, self._key(given))  # noqa: E731
-            graph = self._graph(work, given, compared, not host.additions)
+            graph = self._graph(work, given, compared, intercepted)
             if not (graph or compared) and not self._compare_shared(block, given, arguments, plan):
                 return False
             split = self._team.split(plan, given.step)
@@ -231,8 +232,8 @@ class ForwardPass:
             if graph is not None:
                 result = graph.replay(given)
             else:
-                watch = self._watch if self._seen else None
-                result = split.run(given, len(host.blocks), watch)
+                after = self._note_wait if self._seen else None
+                result = split.run(given, len(host.blocks), after)
         except torch.OutOfMemoryError:
             self._team.release()
             figures.refuse(Verdict("a GPU ran out of memory", final=True))
@@ -241,7 +242,7 @@ class ForwardPass:
         else:
             figures.passes += 1
             figures.plan = plan
-            self._hand(given, result, graph)
+            self._finish(given, result, graph)
             return True
         self._seen = None
         return False
@@ -262,24 +263,24 @@ class ForwardPass:
     def _end_sharing(self, error: Verdict) -> None:
         self._prepared.split.refuse(self._team.find_damage() or error)
 
-    def _not_at_once(self, clear: bool) -> Verdict | None:
+    def _why_one_by_one(self, intercepted: bool) -> Verdict | None:
         attention = self._host.attention
-        if not clear or self._prepared.exchanged:
-            return WATCHED
+        if intercepted or self._prepared.exchanged:
+            return INTERCEPTED
         if attention is None:
             return NOT_OURS
         return MEASURES if attention.measuring else None
 
-    def _replay(self, given: Given, clear: bool) -> bool:
+    def _replay(self, given: Given, intercepted: bool) -> bool:
         """Has a CUDA graph compute all blocks; whether it did.
 
         What a graph of an earlier run computes was compared then, with the same weights.
         """
         compared = not self._prepared.check.wanted(given.step)
-        graph = self._graph(lambda: self._work(given), given, compared, clear)
+        graph = self._graph(lambda: self._work(given), given, compared, intercepted)
         if graph is None:
             return False
-        self._hand(given, graph.replay(given), graph)
+        self._finish(given, graph.replay(given), graph)
         return True
 
     def _work(self, given: Given) -> Work:
@@ -308,13 +309,13 @@ class ForwardPass:
         return (*form, step.guidance, *shapes, entry.image.dtype, chosen)
 
     def _graph(
-        self, work_of: Callable[[], Work], given: Given, compared: bool, clear: bool
+        self, work_of: Callable[[], Work], given: Given, compared: bool, intercepted: bool
     ) -> PassGraph | None:
         """Returns the graph of this pass; None where kernels are launched one by one."""
         if not given.text.is_cuda:
             return None
         verdicts, host, memory = self._prepared.verdicts, self._host, self._card.memory
-        refusal = self._no_graphs(clear)
+        refusal = self._why_no_graph(intercepted)
         if refusal or self._card.weights is None:  # never over weights that may move
             verdicts.add("graphs", refusal)
             return None
@@ -345,29 +346,29 @@ class ForwardPass:
             self._seen = seen
         return None
 
-    def _hand(self, given: Given, result: Streams, graph: PassGraph | None) -> None:
-        inputs = BlockInputs(given.text, given.image, self._embedding, given.step, watched=False)
-        self._handed = inputs, result
+    def _finish(self, given: Given, result: Streams, graph: PassGraph | None) -> None:
+        inputs = BlockInputs(given.text, given.image, self._embedding, given.step, False)
+        self._finished = inputs, result
         self.fused += len(self._host.blocks)
         self._prepared.graphs.replayed += graph is not None
 
-    def _no_graphs(self, clear: bool) -> Verdict | None:
+    def _why_no_graph(self, intercepted: bool) -> Verdict | None:
         if self._card.weights is None:
             return self._host.layers.moving
-        if refusal := self._not_at_once(clear):
+        if refusal := self._why_one_by_one(intercepted or bool(self._host.additions)):
             return refusal
         if self._prepared.dropped > 1:  # once, it may have been the check's
             return RAN_OUT
         return NOT_ALL if any(self._prepared.unsupported) else self._host.no_graphs()
 
-    def _hand_on(self, index: int, positional: tuple, arguments: dict[str, Any]) -> Streams:
-        inputs, result = self._handed
+    def _finished_block(self, index: int, positional: tuple, arguments: dict[str, Any]) -> Streams:
+        inputs, result = self._finished
         unchanged = self._host.unchanged(index, positional, arguments, inputs)
         if not unchanged or self._code.changed_in(index):
-            raise WatchedError
+            raise RepeatPassError
         return result if index + 1 == len(self._host.blocks) else (inputs.text, inputs.image)
 
-    def _watch(self, index: int) -> None:
+    def _note_wait(self, index: int) -> None:
         """Finds out whether the card waits for the CPU, once a block was launched."""
         blocks = len(self._host.blocks)
         if index + 1 == blocks - max(1, blocks // LAST_PART):
@@ -384,9 +385,9 @@ class ForwardPass:
         return self._entry.of(index)
 
 
-class WatchedError(Exception):
-    """Somebody changed blocks, or what they are given, whose results a graph had computed; or a
-    kernel raised in the middle of a pass, which is to be made once more.
+class RepeatPassError(Exception):
+    """Somebody changed blocks, or what they are given, after a graph had computed their results, or
+    a kernel raised in the middle of a pass.
     """
 
 

@@ -24,7 +24,7 @@ from .blocks.host import HostPass, PreparedModel
 from .cards.team import CardPass, ShapeFigures, Team
 from .inventory import is_changed
 from .kernels import on_card
-from .passes import ForwardPass, WatchedError
+from .passes import ForwardPass, RepeatPassError
 from .patches import switched
 
 AS_ASKED = Verdict("as requested")
@@ -227,7 +227,7 @@ class Optimization:
             return call()
         try:
             return self._run_fused(host, call)
-        except WatchedError:
+        except RepeatPassError:
             prepared.exchanged = True
         except torch.OutOfMemoryError:
             if self._drop_graphs(host.owner):

@@ -21,7 +21,7 @@ from ...optimizations.blocks.host import BlockInputs, PrefixedStream, Streams
 from ...optimizations.blocks.workspace import Prefix
 from ...optimizations.modulation import Entry
 from ...optimizations.nag import JointGuidance, PrefixGuidance
-from ...optimizations.passes import WatchedError
+from ...optimizations.passes import RepeatPassError
 from ...optimizations.reference import Guidance, Rotary, Tokens
 from ...verdict import Verdict
 from . import contract
@@ -167,13 +167,13 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
         if self._fills:
             step = step._replace(keep=partial(self._keep, **bound))
         patches, replaced = (self._options.get(it, {}) for it in ("patches", "patches_replace"))
-        watched = bool(patches.get("single_block") or replaced.get("dit"))
+        intercepted = bool(patches.get("single_block") or replaced.get("dit"))
         (known, following, image), index = self._passed, self._options["block_index"]
         goes_on = known is x and following == index
         image = image if goes_on else self._turned(x, -1)
         self._whole = x, None if goes_on else image, segments  # a graph begins with turned rows
-        self._next = None if watched else index + 1
-        return BlockInputs(image[:, :0], image, mod, self.guided(step), watched)
+        self._next = None if intercepted else index + 1
+        return BlockInputs(image[:, :0], image, mod, self.guided(step), intercepted)
 
     def _parts_of(
         self, given: dict[str, Any], segments: tuple[Segment, ...], cache: Any, block_index: int
@@ -184,7 +184,7 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
         x, parts = given["x"], self._parts
         if block_index and parts is not None:
             if x is not parts.handed or block_index != parts.following:
-                raise WatchedError
+                raise RepeatPassError
             return parts
         self._parts = None
         cut = max((it.stop for it in segments if not it.causal), default=0)
@@ -286,7 +286,7 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
         if parts is None or (x is not parts.given and x is not parts.handed):
             return super().run_block(block, positional, arguments)
         if not parts.done:  # ComfyUI's block would read rows that no block has written
-            raise WatchedError
+            raise RepeatPassError
         parts.done = False
         return parts.handed
 

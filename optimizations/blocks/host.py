@@ -46,9 +46,7 @@ class BlockInputs(NamedTuple):
     # whatever else the host makes the modulation of, the same object in all blocks of a pass
     embedding: Any
     step: Step
-    # whether something reads or changes the streams on the way to the next block, besides what
-    # `HostPass.additions` says
-    watched: bool
+    intercepted: bool  # on the way to the next block, besides `HostPass.additions`
 
 
 class HostPass:
@@ -345,7 +343,7 @@ class PreparedModel:
 
     Args:
         earlier: What was known of it with the same weights in the last run: where nothing has
-            changed since, who watches the blocks and which shapes were compared is taken over.
+            changed since, the inventory of its code and which shapes were compared are taken over.
     """
 
     def __init__(

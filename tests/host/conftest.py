@@ -184,14 +184,15 @@ def played_graphs(monkeypatch):
 
     steps = []
 
-    def replay(self, given, clear):
+    def replay(self, given, intercepted):
         text, image, step, entry = given
-        if self._not_at_once(clear) or self._prepared.check.wanted(step) or self._host.no_graphs():
+        refused = self._why_one_by_one(intercepted or bool(self._host.additions))
+        if refused or self._prepared.check.wanted(step) or self._host.no_graphs():
             return False
         hash(self._key(given))
         x = torch.cat([it.reshape(-1, it.shape[-1]) for it in (text, image)])
         self._executor.run_all(self._host.blocks, x, step, entry, None, self._host.prefixes)
-        self._hand(given, streams_of(x, step.tokens), None)
+        self._finish(given, streams_of(x, step.tokens), None)
         steps.append(step)
         return True
 

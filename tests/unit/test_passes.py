@@ -661,7 +661,7 @@ def test_what_is_exchanged_between_two_blocks_is_heeded(graphs_here):
     calls.clear()
     passes(between=between)
     assert calls == [0, 1, 2]  # no graph from then on
-    assert passes_module.WATCHED in passes.reasons
+    assert passes_module.INTERCEPTED in passes.reasons
 
 
 class OwnBlock(QwenImageTransformerBlock):

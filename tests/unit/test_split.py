@@ -217,9 +217,9 @@ def test_an_error_waits_for_the_copies():
 class PassHost(Host):
     attention = Attention("auto")
 
-    def __init__(self, model, peers=(), additions=(), watched=False, weights="here"):
+    def __init__(self, model, peers=(), additions=(), intercepted=False, weights="here"):
         super().__init__(model, weights=weights)
-        self.peers, self.additions, self.watched = peers, additions, watched
+        self.peers, self.additions, self.intercepted = peers, additions, intercepted
 
     def no_graphs(self):
         return Verdict("there is no card")
@@ -228,7 +228,7 @@ class PassHost(Host):
         return attend(*operands)
 
     def inputs(self, block, positional, arguments):
-        return super().inputs(block, positional, arguments)._replace(watched=self.watched)
+        return super().inputs(block, positional, arguments)._replace(intercepted=self.intercepted)
 
 
 class Known(Link):
@@ -397,7 +397,7 @@ def test_passes_on_one_card_say_why(monkeypatch):
     passes.gives_the_same(weights=None)
     assert passes.reasons.pop().endswith("it moves")
     passes.optimization._last.verdicts.of("cards").clear()
-    passes.gives_the_same(watched=True)
+    passes.gives_the_same(intercepted=True)
     assert passes.reasons == ["another node reads or changes the values between two blocks"]
     passes.optimization._last.verdicts.of("cards").clear()
     passes(Tokens(1, 5, 1, 1))

@@ -254,9 +254,9 @@ class ComfyPass(DoubleStream):
         tokens = Tokens(len(image), text.shape[1], rows, rows if zero is None else zero)
         make = partial(_step, tokens, image.dtype, *shared)
         step = self.kept_step(shared, (tokens, image.dtype), make)
-        watched = patches.get("double_block") or options.get("patches_replace", {}).get("dit")
+        intercepted = patches.get("double_block") or options.get("patches_replace", {}).get("dit")
         comfy.ops.run_every_op()
-        return BlockInputs(text, image, embedding, self.guided(step), bool(watched))
+        return BlockInputs(text, image, embedding, self.guided(step), bool(intercepted))
 
     def entry(self, embedding: torch.Tensor, batch: int) -> Entry:
         return self.modulation.entry(embedding)
