@@ -292,7 +292,7 @@ class ForwardPass:
             executor.run_all(blocks, inputs.x, inputs.step, inputs.entry, more, prefixes)
 
         key, parts = self._key(given), [(executor, blocks)]
-        return Work(key, self._card.weights, parts, beside, lambda: launch, borrowed=prefixes)
+        return Work(key, self._card.placement, parts, beside, lambda: launch, borrowed=prefixes)
 
     def _key(self, given: Given) -> tuple[Any, ...]:
         """Returns what two passes have in common that one graph can compute."""
@@ -316,7 +316,7 @@ class ForwardPass:
             return None
         verdicts, host, memory = self._prepared.verdicts, self._host, self._card.memory
         refusal = self._why_no_graph(intercepted)
-        if refusal or self._card.weights is None:  # never over weights that may move
+        if refusal or self._card.placement is None:  # never over weights that may move
             verdicts.add("graphs", refusal)
             return None
         work = work_of()
@@ -353,7 +353,7 @@ class ForwardPass:
         self._prepared.graphs.replayed += graph is not None
 
     def _why_no_graph(self, intercepted: bool) -> Verdict | None:
-        if self._card.weights is None:
+        if self._card.placement is None:
             return self._host.layers.moving
         if refusal := self._why_one_by_one(intercepted or bool(self._host.additions)):
             return refusal

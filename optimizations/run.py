@@ -57,7 +57,7 @@ class Later:
 
 
 class NotFiniteError(Exception):
-    """Says that attention gave NaN in an earlier pass: the run begins again, with the host's."""
+    """Says that attention gave NaN in an earlier pass: the run starts again, with the host's."""
 
 
 @dataclass
@@ -81,7 +81,7 @@ class Optimization:
     """
 
     host = "the host's"
-    begins_again = False  # whether a run does, after a `NotFiniteError`
+    in_run = False  # of a host that starts a run again after a `NotFiniteError`
 
     def __init__(self, attention: ChosenAttention | None, blocks: bool = True) -> None:
         self.attention = attention
@@ -144,7 +144,7 @@ class Optimization:
         for what each pass gives would leave the card without work.
 
         Raises:
-            NotFiniteError: An earlier pass gave NaN, in a host that `begins_again`.
+            NotFiniteError: An earlier pass of a run that starts again gave NaN.
         """
         self._passed_by = False
         model = self._of(host.owner)
@@ -158,7 +158,7 @@ class Optimization:
             return output
         found = output if isinstance(output, torch.Tensor) else output[0]
         doubt = Later(model.passes, host.latents.isfinite().all() & ~found.isfinite().all())
-        if self.begins_again and not doubt.ready:
+        if self.in_run and not doubt.ready:
             model.doubts.append(doubt)
             return output
         if not any(doubt.read()):
@@ -339,8 +339,8 @@ class Optimization:
 
 
 def _holds(host: HostPass) -> bool:
-    with host.layers.hold(host.blocks) as weights:
-        return weights is not None
+    with host.layers.hold(host.blocks) as placement:
+        return placement is not None
 
 
 def _whole_pass_fallback(host: HostPass) -> Verdict | None:

@@ -64,7 +64,7 @@ class Inputs(NamedTuple):
 
 class Work(NamedTuple):
     key: Hashable  # what two passes have in common that one graph can compute
-    weights: Hashable  # the token of where the weights are
+    placement: Hashable  # of the weights
     # what launches blocks of which model
     parts: Sequence[tuple[BlockExecutor, Sequence[torch.nn.Module]]]
     beside: bool  # whether text and image are computed side by side
@@ -87,7 +87,7 @@ class PassGraph:
         workspaces: Sequence[Workspace],
     ) -> None:
         self._graph, self._inputs = graph, inputs
-        self.pool, self.weights, self.borrowed = pool, work.weights, work.borrowed
+        self.pool, self.placement, self.borrowed = pool, work.placement, work.borrowed
         self._buffers = [(workspace, workspace.changes) for workspace in workspaces]
 
     @property
@@ -203,7 +203,7 @@ class PassMemory:
         found = self._graphs.pop(work.key, None)
         if found is None:
             return None
-        if found.weights != work.weights:
+        if found.placement != work.placement:
             found.reset()
             return None
         self._graphs[work.key] = found

@@ -382,7 +382,7 @@ class PreparedModel:
         self.notes: dict[str, None] = {}  # lines of the report, by the host
         self.dropped = 0  # how often graphs were given up because memory ran out
         self._blocks = tuple(map(weakref.ref, host.blocks))
-        self._weights: Hashable = None
+        self._placement: Hashable = None
         self._known: dict[torch.nn.Module, KnownBlock] = {}
         self._code: Inventory | None = None
         # What a comparison with the host's block speaks for.
@@ -400,11 +400,11 @@ class PreparedModel:
         same = (ref() is block for ref, block in zip(self._blocks, blocks, strict=False))
         return len(blocks) == len(self._blocks) and all(same)
 
-    def known(self, weights: Hashable | None) -> dict[torch.nn.Module, KnownBlock] | None:
-        """Returns what is known of blocks whose weights are where this token says."""
-        if weights != self._weights:
-            self._weights, self._known = weights, {}
-        return None if weights is None else self._known
+    def known(self, placement: Hashable | None) -> dict[torch.nn.Module, KnownBlock] | None:
+        """Returns what is known of blocks with this placement of their weights."""
+        if placement != self._placement:
+            self._placement, self._known = placement, {}
+        return None if placement is None else self._known
 
     def code(self, host: HostPass) -> Inventory:
         """Watches the blocks that run fused, from the first run until `let_go`."""

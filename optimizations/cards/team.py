@@ -42,7 +42,7 @@ class CardPass:
     held: ExitStack  # what lasts until the pass ends
 
     @cached_property
-    def weights(self) -> Hashable | None:
+    def placement(self) -> Hashable | None:
         """Tells where the weights are, held from the first time that somebody asks; None where they
         may move.
 
@@ -55,12 +55,12 @@ class CardPass:
         return None if token is None else (token, *self.host.prepared.read)
 
     def executor(self, attend: Attend) -> BlockExecutor:
-        known, workspace = self.host.prepared.known(self.weights), self.memory.workspace
+        known, workspace = self.host.prepared.known(self.placement), self.memory.workspace
         return BlockExecutor(self.host.layers, self.host.prepared.ops, attend, workspace, known)
 
     def refusal(self) -> Verdict | None:
         """Says why it takes no share; None where it does."""
-        if self.weights is None:
+        if self.placement is None:
             return Verdict(f"{self.host.device}: {self.host.layers.moving}")
         found = next(filter(None, self.host.prepared.unsupported), None)
         where = f"{self.host.device}: some blocks are not fused"
@@ -186,11 +186,11 @@ class Team:
             routes = {pair: route.captured for pair, route in self._routes.items()}
             return lambda inputs, _: self.split(plan, inputs.step, routes).capture(inputs)
 
-        weights = tuple(member.weights for member in self._members)
+        placement = tuple(member.placement for member in self._members)
         others = [(member.host.device, member.memory) for member in self._members[1:]]
         parts = [(card.executor, card.blocks) for card in self._cards()]
         peer = tuple(route.peer for route in self._routes.values())
-        return Work((plan, peer, *key), weights, parts, False, launch, others)
+        return Work((plan, peer, *key), placement, parts, False, launch, others)
 
     def _cards(self) -> list[ShareCard]:
         attention = self._members[0].host.attention

@@ -270,7 +270,7 @@ def followed(request, setting):
     ):
         optimization.start_run()
         for passed in (1, 2):
-            host = forward.ComfyPass(base, None, x, {}, weights=run)
+            host = forward.ComfyPass(base, None, x, {}, held=run)
             if setting.precision == "int8":
                 host.layers = layers
             optimization.run_pass(host, call)

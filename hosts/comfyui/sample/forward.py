@@ -130,7 +130,7 @@ class ComfyPass(DoubleStream):
 
     Args:
         attention: What computes attention as long as it is in ComfyUI's slot; None for whatever is.
-        weights: What the run knows of where each model's are; None outside of a run.
+        held: What the run knows of where each model's weights are; None outside of a run.
         idle: BaseModels of cards that have nothing to do in this pass.
 
     Attributes:
@@ -147,11 +147,11 @@ class ComfyPass(DoubleStream):
         latents: torch.Tensor,
         options: dict[str, Any],
         control: Mapping[str, Sequence[torch.Tensor | None]] | None = None,
-        weights: MutableMapping[Any, HeldWeights] | None = None,
+        held: MutableMapping[Any, HeldWeights] | None = None,
         idle: Sequence[Any] = (),
     ) -> None:
         self.owner = model
-        self.layers = ComfyLayers(model, latents.shape, weights)
+        self.layers = ComfyLayers(model, latents.shape, held)
         self.blocks = blocks_of(model.diffusion_model)
         self.latents = latents
         self.modulation = ModelModulation.of(model)
@@ -161,7 +161,7 @@ class ComfyPass(DoubleStream):
         self._control = control
         # of these models, with the same options and attention
         self.peers: Sequence[ComfyPass] = tuple(
-            ComfyPass(peer, attention, latents, options, weights=weights) for peer in idle
+            ComfyPass(peer, attention, latents, options, held=held) for peer in idle
         )
 
     @property

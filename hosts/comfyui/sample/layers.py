@@ -47,20 +47,19 @@ class ComfyLayers:
         self,
         model: Any,
         shape: torch.Size,
-        weights: MutableMapping[Any, HeldWeights] | None = None,
+        held: MutableMapping[Any, HeldWeights] | None = None,
     ) -> None:
         # why the pass holds no weights; None where it does, or did
         self.moving: Verdict | None = NOT_YET
         self._model, self._shape = model, shape
-        weights = {} if weights is None else weights
-        self._weights = weights.setdefault(model, HeldWeights())
+        self._held = ({} if held is None else held).setdefault(model, HeldWeights())
         self._holds = False
         self.beside = Beside(model)  # the model's LoRAs as bypass
 
     @contextmanager
     def hold(self, blocks: Sequence[torch.nn.Module]) -> Iterator[Hashable | None]:
-        with self._weights.during(self._model, blocks, self, self._shape) as token:
-            self.moving, self._holds = self._weights.reason, token is not None
+        with self._held.during(self._model, blocks, self, self._shape) as token:
+            self.moving, self._holds = self._held.reason, token is not None
             try:
                 yield token
             finally:

@@ -77,10 +77,9 @@ class ComfyOptimization(Optimization):
         self.file: FileAttention | None = None
         self._rounded = 0  # quantized weights into which ComfyUI merges a patch
         self._masked = False  # whether another node's attention met text rows with a mask
-        self._instead = ""  # whose attention ran in the last pass where none was chosen
-        # Models on cards that share a pass, whose weights a run has asked for; None outside of one.
-        self._brought: WeakSet[Any] | None = None
-        self._weights: WeakKeyDictionary[Any, HeldWeights] = WeakKeyDictionary()  # where they are
+        self._other_attention = ""  # that ran in the last pass, unless it was ours
+        self._brought: WeakSet[Any] = WeakSet()  # models on cards that share a pass, in this run
+        self._held: WeakKeyDictionary[Any, HeldWeights] = WeakKeyDictionary()
         self._prompts: WeakKeyDictionary[Any, Prompts] = WeakKeyDictionary()  # of the run
 
     @property
@@ -96,8 +95,8 @@ class ComfyOptimization(Optimization):
 
     def attention_lines(self) -> list[str]:
         lines, ours = super().attention_lines(), self.attention
-        if self._instead and ours is not None and not (ours.used or ours.fallback):
-            lines = [f"attention: {self._instead}"]
+        if self._other_attention and ours is not None and not (ours.used or ours.fallback):
+            lines = [f"attention: {self._other_attention}"]
         if self._masked:
             lines.append(MASKED)
         if self._rounded:
@@ -111,18 +110,17 @@ class ComfyOptimization(Optimization):
         """Runs one sampling run (OUTER_SAMPLE)."""
         self.start_run()
         self._rounded = read_or(0, lambda: lower(executor.class_obj.model_patcher).rounded)
-        before, self._brought = self._brought, WeakSet()
-        self.begins_again = True
-        for weights in self._weights.values():
-            weights.start_run()
+        outer = self.in_run, self._brought
+        self.in_run, self._brought = True, WeakSet()
+        for held in self._held.values():
+            held.start_run()
         try:
             with flags_for_a_run(*self._flags):
                 output = self._sample(executor, noise, args, kwargs)
         finally:
-            self._brought = before
+            self.in_run, self._brought = outer
             self._prompts.clear()
-            self.begins_again = before is not None
-            if before is None:
+            if not self.in_run:
                 self.end_run()
         show_run("QwenL40S_Optimize", self.report().splitlines(), self.outcome())
         return output
@@ -151,7 +149,7 @@ class ComfyOptimization(Optimization):
             drop_row_scales(blocks_of(patcher.model.diffusion_model))
             KeptPrefixes.of(patcher.model.diffusion_model).clear()
             self.release(patcher.model)
-            self._weights.pop(patcher.model, None)
+            self._held.pop(patcher.model, None)
 
     def apply_model(
         self, executor: Any, x: torch.Tensor, t: torch.Tensor, *args: Any, **kwargs: Any
@@ -159,18 +157,18 @@ class ComfyOptimization(Optimization):
         model, (given, options) = executor.class_obj, by_name(args, kwargs)
         file = self.read_file(model, options)
         others = not isinstance(options.get(SLOT), SlotAttention | None)
-        self._instead = OTHER_NODES if others else "ComfyUI's code"
-        own = patches.ABSENT
-        if file is not None and file.runs:
-            own = patches.swap(options, SLOT, patches.ABSENT)
-        weights = None if self._brought is None else self._weights
+        self._other_attention = OTHER_NODES if others else "ComfyUI's code"
+        taken_out = patches.ABSENT
+        if file is not None and file.runs:  # with an empty slot `ComfyPass` attends as it says
+            taken_out = patches.swap(options, SLOT, patches.ABSENT)
+        held = self._held if self.in_run else None
         idle = options.get(IDLE, {}).get(model, ()) if self._blocks else ()
         control, prompts = given.get("control"), Prompts()
-        if self._brought is not None and alone(options):
+        if self.in_run and alone(options):
             prompts = self._prompts.setdefault(model, prompts)
             device = model.current_patcher.load_device
             args, kwargs = (), prompts.bring(given, device, model.get_dtype_inference())
-        host = kind_of(model).passes(model, self.attention, x, options, control, weights, idle)
+        host = kind_of(model).passes(model, self.attention, x, options, control, held, idle)
         self._masked = others and host.masked
         try:
             with ExitStack() as stack:
@@ -192,11 +190,11 @@ class ComfyOptimization(Optimization):
                     return output
                 return self.run_pass(host, lambda: executor(x, t, *args, **kwargs))
         finally:
-            if own is not patches.ABSENT:
-                patches.swap(options, SLOT, own)
+            if taken_out is not patches.ABSENT:
+                patches.swap(options, SLOT, taken_out)
 
     def _bring(self, host: Any) -> None:
-        if self._brought is None or host.owner in self._brought:
+        if not self.in_run or host.owner in self._brought:
             return
         self._brought.add(host.owner)
         # Without room for them they wait in system RAM, and the pass runs on one card.
