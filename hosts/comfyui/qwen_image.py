@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import comfy.ops
 import torch
@@ -88,6 +88,19 @@ def is_known() -> bool:
     )
 
 
+class CausalCall(NamedTuple):
+    """What a block's `attn_fn` has bound, where ComfyUI's `block_causal_attention` made it."""
+
+    segments: tuple[Segment, ...]  # with the image's rows first
+    cache: Any  # that is filled, or None
+    block_index: int
+
+
+class _Stream(NamedTuple):
+    x: Any = None  # as ComfyUI's blocks have it
+    turned: Any = None  # with the image's rows first
+
+
 class PrefixedComfyPass(PrefixedStream, ComfyPass):
     """One call, whose blocks read ComfyUI's prefix cache, fill it, or run without it.
 
@@ -107,12 +120,12 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
         self._guided = False
         self._fills = False  # ComfyUI's prefix cache
         self._shift = 0  # rows before those of the image, where both are given
-        self._whole: tuple[Any, ...] = ()  # those rows as ComfyUI and as we have them, and segments
-        # What a block gave, the block that gets it unread, and the same rows as we have them.
-        self._passed: tuple[Any, int | None, Any] = (None, None, None)
-        self._next: int | None = None
-        self._own: Streams | None = None  # of a block that is compared
-        self._late: Callable[[], None] | None = None  # puts away its keys, unless they are refused
+        self._segments: tuple[Segment, ...] = ()  # of these rows
+        self._given = self._result = _Stream()  # of a block that gets both
+        self._reader: int | None = None  # block that gets this result, with nothing between
+        self._next_reader: int | None = None
+        self._host_result: Streams | None = None  # of a block that is compared
+        self._put_later: Callable[[], None] | None = None  # its keys, where it passes
         self._parts: PrefixParts | None = None  # of what fills it
         self._in_parts = True  # whether rows up to the last reference are computed by themselves
         self._slot: Any = None  # of the prefix cache
@@ -133,7 +146,7 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
 
     def clean_up(self) -> None:
         super().clean_up()
-        self._own = self._late = self._parts = None
+        self._host_result = self._put_later = self._parts = None
         self._in_parts = False
         KeptPrefixes.of(self.owner.diffusion_model).clear()
         # It may hold NaN, and ComfyUI fails where the same prompt is looked up twice in turn.
@@ -149,8 +162,8 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
         self._options, self._block = arguments["transformer_options"], block
         if self._options.get("patches", {}).get("attn1_patch"):  # of a wrapper inside of the call
             return INPUT_PATCH
-        self._shift, bound = 0, self._segments_of(arguments)
-        if bound is None:
+        self._shift, call = 0, self._causal_call(arguments)
+        if call is None:
             found = super().inputs(block, positional, arguments)
             if isinstance(found, BlockInputs):
                 found = found._replace(step=self.guided(found.step))
@@ -158,21 +171,23 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
         comfy.ops.run_every_op()
         (x, mod, pe), before = map(arguments.get, ("x", "mod", "pe")), arguments["prefix_len"]
         batch, rows, _ = x.shape
-        self._fills, self._shift = before == rows, before % rows
-        if self._fills and (parts := self._parts_of(arguments, **bound)):
-            return self._fill(parts, block, arguments, **bound)
-        tokens, segments = Tokens(batch, 0, rows, rows - before), bound.pop("segments")
-        make = partial(self.new_step, tokens, x, pe, segments)
-        step = self.kept_step((pe,), (tokens, x.dtype, segments), make)
+        self._fills = before == rows
+        self._shift = 0 if self._fills else before
+        if self._fills and (parts := self._parts_of(arguments, *call)):
+            return self._fill(parts, block, arguments, *call)
+        tokens = Tokens(batch, 0, rows, rows - before)
+        make = partial(self.new_step, tokens, x, pe, call.segments)
+        step = self.kept_step((pe,), (tokens, x.dtype, call.segments), make)
         if self._fills:
-            step = step._replace(keep=partial(self._keep, **bound))
+            step = step._replace(keep=partial(self._keep, call))
         patches, replaced = (self._options.get(it, {}) for it in ("patches", "patches_replace"))
         intercepted = bool(patches.get("single_block") or replaced.get("dit"))
-        (known, following, image), index = self._passed, self._options["block_index"]
-        goes_on = known is x and following == index
-        image = image if goes_on else self._turned(x, -1)
-        self._whole = x, None if goes_on else image, segments  # a graph begins with turned rows
-        self._next = None if intercepted else index + 1
+        index = self._options["block_index"]
+        goes_on = x is self._result.x and index == self._reader
+        image = self._result.turned if goes_on else self._turned(x, -1)
+        # A graph begins with rows that were turned here.
+        self._given, self._segments = _Stream(x, None if goes_on else image), call.segments
+        self._next_reader = None if intercepted else index + 1
         return BlockInputs(image[:, :0], image, mod, self.guided(step), intercepted)
 
     def _parts_of(
@@ -295,11 +310,11 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
     ) -> bool:
         if not self._shift:
             return super().unchanged(index, positional, arguments, inputs)
-        x, image, segments = self._whole
-        bound = self._segments_of(arguments) or {}
-        same = arguments.get("x") is x and arguments.get("mod") is inputs.embedding
-        known = same and inputs.image is image and bound.get("segments") == segments
-        return known and not positional
+        x, mod, call = arguments.get("x"), arguments.get("mod"), self._causal_call(arguments)
+        if positional or call is None or call.segments != self._segments:
+            return False
+        same = x is self._given.x and inputs.image is self._given.turned
+        return same and mod is inputs.embedding
 
     def guided(self, step: Step) -> Step:
         step = super().guided(step)
@@ -313,37 +328,37 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
         """Has the image's rows first, or last again."""
         return x.roll(way * self._shift, 1) if self._shift else x
 
-    def _keep(self, keys: torch.Tensor, values: torch.Tensor, cache: Any, block_index: int) -> None:
-        put = partial(cache.put, block_index, torch.stack([keys, values], 1))
-        if self._own is None:
+    def _keep(self, call: CausalCall, keys: torch.Tensor, values: torch.Tensor) -> None:
+        put = partial(call.cache.put, call.block_index, torch.stack([keys, values], 1))
+        if self._host_result is None:
             put()
         else:
-            self._late = put
+            self._put_later = put
 
     def output(self, streams: Streams) -> torch.Tensor:
         if self._parts is not None and self._parts.runs:
             self._parts.second, self._parts.runs = streams[1], False
             return self._parts.handed
         # Those of ComfyUI's own block are there, and a later run, which compares none, has ours.
-        if self._late and streams is not self._own:
-            self._late()
-        self._own = self._late = None
-        if self._shift and streams[1] is self._whole[1]:  # of blocks before a graph's last
-            return self._whole[0]
+        if self._put_later and streams is not self._host_result:
+            self._put_later()
+        self._host_result = self._put_later = None
+        if self._shift and streams[1] is self._given.turned:  # of blocks before a graph's last
+            return self._given.x
         image = super().output(streams)
         found = self._turned(image, 1)
         if self._shift:
-            self._passed = found, self._next, image
+            self._result, self._reader = _Stream(found, image), self._next_reader
         return found
 
     def host_block(self, block: torch.nn.Module, arguments: dict[str, Any]) -> Streams:
         if isinstance(slot := self._options.get(SLOT), GuidedAttention):
             slot.again()
         text, image = super().host_block(block, arguments)
-        self._own = text, self._turned(image, -1)
-        return self._own
+        self._host_result = text, self._turned(image, -1)
+        return self._host_result
 
-    def beside(
+    def find_prefix(
         self, block: torch.nn.Module, positional: tuple, arguments: dict[str, Any]
     ) -> Prefix | Verdict:
         comfy.ops.run_every_op()
@@ -357,10 +372,7 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
             return None
         return Prefix(bound["prefix_k"], bound["prefix_v"])
 
-    def _segments_of(self, arguments: dict[str, Any]) -> dict[str, Any] | None:
-        """Reads what ComfyUI's `block_causal_attention` has bound: the segments, those of the image
-        first, and the cache with the place to fill; None of others.
-        """
+    def _causal_call(self, arguments: dict[str, Any]) -> CausalCall | None:
         bound = _bound(arguments["attn_fn"], "block_causal_attention")
         before, rows = arguments["prefix_len"], arguments["x"].shape[1]
         known = {"segments", "cache", "block_index"} <= bound.keys()
@@ -375,8 +387,7 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
                 places.append(
                     Segment(start + image, stop + image, image, stop + image, mask is not None)
                 )
-        found = {name: bound[name] for name in ("cache", "block_index")}
-        return {"segments": tuple(places), **found}
+        return CausalCall(tuple(places), bound["cache"], bound["block_index"])
 
     def host_attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None

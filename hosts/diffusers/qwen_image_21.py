@@ -53,7 +53,7 @@ class PrefixedTransformerPass(PrefixedStream, TransformerPass):
             return Verdict("diffusers runs without its prefix cache")
         return super().fallback()
 
-    def beside(
+    def find_prefix(
         self, block: torch.nn.Module, positional: tuple, arguments: dict[str, Any]
     ) -> Prefix | Verdict | None:
         if arguments.get("kv_cache_mode") == "extract":  # diffusers fills the cache

@@ -166,14 +166,13 @@ class PrefixedStream(HostPass):
     """Gives the hosts' passes of Qwen-Image-2.1 what they have in common: their blocks run with the
     rows of the image alone, beside keys and values that the host has kept.
 
-    A host gives `beside`, which finds the prefix of a block's call as `HostPass.inputs` does its
-    inputs; `prefix_of` its arguments, or None; `new_step` for tokens, image and the arguments named
-    in `shared`; and `parts_of` the embedding: scale and gate of attention, then of the MLP, as
-    `shared_entry` takes them.
+    A host gives `find_prefix` for a block's call, as `HostPass.inputs`; `prefix_of` its arguments,
+    or None; `new_step` for tokens, image and the arguments named in `shared`; and `parts_of` the
+    embedding: scale and gate of attention, then of the MLP, as `shared_entry` takes them.
     """
 
     shared: tuple[str, ...]
-    beside: Callable[..., Prefix | Verdict | None]
+    find_prefix: Callable[..., Prefix | Verdict | None]
     prefix_of: Callable[..., Prefix | None]
     new_step: Callable[..., Step]
     parts_of: Callable[..., Sequence[torch.Tensor]]
@@ -181,7 +180,7 @@ class PrefixedStream(HostPass):
     def inputs(
         self, block: torch.nn.Module, positional: tuple, arguments: dict[str, Any]
     ) -> BlockInputs | Verdict | None:
-        prefix = self.beside(block, positional, arguments)
+        prefix = self.find_prefix(block, positional, arguments)
         if not isinstance(prefix, Prefix):
             return prefix
         image, embedding = map(arguments.get, self.streams)
