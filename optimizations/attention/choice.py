@@ -132,16 +132,12 @@ class Attention:
 
 
 def choose_attention(request: AttentionRequest, name: str = "auto") -> Attention:
-    """Chooses the backend for a request.
-
-    "auto" takes the exact backend that is the fastest, on a card by a measurement that is kept on
-    disk: under two seconds for a card, driver, torch and shape that are new. Quantized backends
-    run only when they are named.
+    """Chooses the backend for a request. Quantized backends run only when they are named.
 
     Args:
         name: A key of `BACKENDS`, which has to run here, or "auto": then that of the
-            settings counts as if it were named. "fast" is a run's to choose
-            (`ChosenAttention`), here it counts as "auto".
+            settings counts as if it were named, or `choose_exact` chooses. "fast" is a run's
+            to choose (`ChosenAttention`), here `choose_exact` does.
 
     Raises:
         SettingError: There is no such backend.
@@ -150,24 +146,27 @@ def choose_attention(request: AttentionRequest, name: str = "auto") -> Attention
     device = request.device
     if device.type == "cuda" and device.index is None and torch.cuda.is_available():
         request = replace(request, device=torch.device("cuda", torch.cuda.current_device()))
-    sm = sm_of(request.device)
-    launches = _may_launch(sm, request.device)  # trials and timings
-    refuse = refusal if launches else limits_of
     asked = asked_name(name)
-    if asked not in ("auto", FAST):
-        check_asked(
-            "attention",
-            asked,
-            BACKENDS,
-            lambda name: refuse(name, request),
-            request.device,
-            ("auto", FAST),
-        )
-        by = " by the settings" if name == "auto" else ""
-        return Attention(asked, f"requested{by}", request.masked)
-    order = _order(sm)
-    if not launches:
-        runs = [key for key in order if not refuse(key, request) and not BACKENDS[key].package]
+    if asked in ("auto", FAST):
+        return choose_exact(request)
+    launches = _may_launch(sm_of(request.device), request.device)  # trials and timings
+    refuse = refusal if launches else limits_of
+    refused, others = (lambda name: refuse(name, request)), ("auto", FAST)
+    check_asked("attention", asked, BACKENDS, refused, request.device, others)
+    by = " by the settings" if name == "auto" else ""
+    return Attention(asked, f"requested{by}", request.masked)
+
+
+def choose_exact(request: AttentionRequest) -> Attention:
+    """Chooses the exact backend that is the fastest, on a card by a measurement that is kept on
+    disk: under two seconds for a card, driver, torch and shape that are new.
+
+    Raises:
+        UnavailableError: None runs here.
+    """
+    order = _order(sm := sm_of(request.device))
+    if not _may_launch(sm, request.device):  # trials and timings
+        runs = [key for key in order if not limits_of(key, request) and not BACKENDS[key].package]
         reason = "predicted, because nothing is measured while torch compiles or captures a graph"
         return Attention(runs[0], reason, request.masked)
     on_card = sm is not None and request.device.type == "cuda"

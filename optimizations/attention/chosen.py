@@ -21,6 +21,7 @@ from .choice import (
     Attention,
     asked_name,
     choose_attention,
+    choose_exact,
     limits_of,
     measurement,
     refusal,
@@ -228,10 +229,10 @@ class ChosenAttention:
         key = request, self.measuring, once, exact
         chosen = self._chosen.get(key)
         if chosen is None:
-            instead = exact and self.lossy
-            chosen = self._choose(request, instead)
-            ours = instead or asked_name(self.name) == "auto"
-            if once and BACKENDS[chosen.name].plans and ours:
+            overruled = exact and self.lossy
+            chosen = self._choose(request, overruled)
+            by_name = not overruled and asked_name(self.name) != "auto"
+            if once and BACKENDS[chosen.name].plans and not by_name:
                 chosen = _unplanned(request, chosen)
             self._chosen[key] = chosen
         return chosen
@@ -269,8 +270,8 @@ class ChosenAttention:
         return list(self._chosen.values())  # a copy: a run on another card may be choosing
 
     def _choose(self, request: AttentionRequest, exact: bool) -> Attention:
-        if exact:  # not by the settings, which may name one that quantizes
-            chosen = choose_attention(request, FAST)
+        if exact:
+            chosen = choose_exact(request)
             return replace(chosen, reason=f"for prompts, references and guidance; {chosen.reason}")
         if self.measuring:
             chosen = choose_attention(request)
