@@ -80,7 +80,7 @@ def quantize_layers(
         """Layers that are done; of up to `SLABS` later ones some rows are on their way."""
         slabs: deque[_Slab] = deque()  # the first is the one that began first
         for layer in layers:
-            weight, form, rows = weight_of(layer), RowFormat(format), 0
+            weight, form, slab_rows = weight_of(layer), RowFormat(format), 0
             if per_row and format != IN_BF16 and is_quantizable(layer):
                 form = row_format(format, weight.shape[1])
             expand: Callable[[torch.Tensor], torch.Tensor] | None
@@ -91,8 +91,8 @@ def quantize_layers(
             if per_row and device.type == "cuda" and stored.is_cpu and stored.numel():
                 # The way back has half of the bytes.
                 returned = weight.shape[1] * dtype.itemsize
-                rows = SLAB_BYTES // max(stored.shape[1] * stored.itemsize, 2 * returned)
-            if not rows:
+                slab_rows = SLAB_BYTES // max(stored.shape[1] * stored.itemsize, 2 * returned)
+            if not slab_rows:  # the weight goes whole
                 there = stored.to(device)
                 there = expand(there) if expand else there
                 there = there if per_row else there.reshape(1, -1)
@@ -103,13 +103,13 @@ def quantize_layers(
                 yield RoundedLayer(layer, values.cpu().reshape(weight.shape), scale, form, error)
                 continue
             slabs = slabs or deque(_Slab(device, rounding, squares) for _ in range(SLABS))
-            values = _new(torch.Size(weight.shape), dtype)
+            target, scale = _new(torch.Size(weight.shape), dtype), torch.empty((len(stored), 1))
             sums = torch.zeros(2, dtype=torch.float64)
-            rounded = RoundedLayer(layer, values, torch.empty((len(stored), 1)), form, None)
-            for first in range(0, len(stored), rows):
+            rounded = RoundedLayer(layer, target, scale, form, None)
+            for first in range(0, len(stored), slab_rows):
                 if done := slabs[0].finish():
                     yield done
-                slabs[0].begin(stored, expand, (slice(first, first + rows), rounded, sums))
+                slabs[0].begin(stored, expand, (slice(first, first + slab_rows), rounded, sums))
                 slabs.rotate(-1)
             forget(stored)
         yield from filter(None, (slab.finish() for slab in slabs))

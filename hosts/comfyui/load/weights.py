@@ -156,7 +156,7 @@ def quantize_shown(
     per_row: bool = True,
     most: float = math.inf,
 ) -> dict[str, torch.Tensor]:
-    """Yields the tensors of rounded layers; makes room on the card, shows progress.
+    """Returns the tensors of rounded layers; makes room on the card, shows progress.
 
     Args:
         most: The relative error of int8 above which a layer becomes bf16.
