@@ -172,19 +172,16 @@ def apply_lora(
         loss = merge_loss(
             patches, lambda key: _stored(clone, key), strength, lambda key: _merged_in(clone, key)
         )
-    taken = "merge"
-    if how == "bypass" or (how == "auto" and (quantized or (loss or 0) > MOST_LOSS)):
-        name = _without_bypass(clone, patches, weights)
-        if name and how == "bypass":
-            raise SettingError(
-                f"This LoRA changes {name!r} by more than two matrices, which a bypass does not "
-                "support: choose merge.",
-                path,
-            )
-        taken = "merge" if name else "bypass"
+    wanted = how == "bypass" or (how == "auto" and (quantized or (loss or 0) > MOST_LOSS))
+    refusing = _without_bypass(clone, patches, weights) if wanted else None
+    if refusing and how == "bypass":
+        raise SettingError(
+            f"This LoRA changes {refusing!r} by more than two matrices, which a bypass does not "
+            "support: choose merge.",
+            path,
+        )
     whole = sum(not isinstance(patch, WeightAdapterBase) for patch in patches.values())
-    if whole == len(patches):
-        taken = "merge"
+    taken = "bypass" if wanted and not refusing and whole < len(patches) else "merge"
     why = ""
     if loss is not None:
         why = told(loss, how, taken, step_cost(clone, patches))
