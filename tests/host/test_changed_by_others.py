@@ -32,7 +32,7 @@ from qwen_l40s.families.registry import blocks_of
 from qwen_l40s.hosts.comfyui.decode.decode import decode, encode
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.hosts.comfyui.lora.apply import apply_lora
-from qwen_l40s.hosts.comfyui.lora.bypass import bypass_models, lowered
+from qwen_l40s.hosts.comfyui.lora.bypass import bypass_models, sampling_patcher
 from qwen_l40s.hosts.comfyui.sample.optimize import optimize, report_of
 from qwen_l40s.optimizations.inventory import attributes_of
 
@@ -553,7 +553,7 @@ def test_a_lora_is_among_the_patches(precision, how):
     near("merged in", sample(merged(plain, model, 0.0)[0]))
     near("half, second", sample(merged(plain, model, 0.5)[0]), half)
     near("half, both", sample(merged(base, model, 0.5)[0]), half)
-    assert (lowered(model) is model) == (how == "merge")
+    assert (sampling_patcher(model) is model) == (how == "merge")
 
 
 @pytest.mark.usefixtures("inference_mode")
@@ -562,9 +562,9 @@ def test_a_lora_that_is_computed_is_loaded_once():
     model = optimize(apply_lora(load_model(PATH, "int8")[0], lora_file(), 1.0, how="auto")[0])
     sample(model)
     token = model.model.current_weight_patches_uuid
-    (layers,) = bypass_models(lowered(model))
+    (layers,) = bypass_models(sampling_patcher(model))
     for clone in (model, model.clone(), optimize(model)):
         sample(clone)
         assert model.model.current_weight_patches_uuid == token
-        assert [*bypass_models(lowered(clone))] == [layers]
-    assert lowered(model) is lowered(model)
+        assert [*bypass_models(sampling_patcher(clone))] == [layers]
+    assert sampling_patcher(model) is sampling_patcher(model)

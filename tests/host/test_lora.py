@@ -34,7 +34,7 @@ from safetensors.torch import load_file, save_file
 from qwen_l40s.errors import CheckpointError, SettingError
 from qwen_l40s.families.identify import SUFFIX, split_parts
 from qwen_l40s.hosts.comfyui.lora.apply import LoraReport, apply_lora
-from qwen_l40s.hosts.comfyui.lora.bypass import compute_loras, lowered
+from qwen_l40s.hosts.comfyui.lora.bypass import compute_loras, sampling_patcher
 from qwen_l40s.hosts.comfyui.sample.optimize import optimize, report_of
 from qwen_l40s.spec.sizes import RANKS_AT_ONCE
 
@@ -281,7 +281,7 @@ def test_the_host_counts_what_lies_beside() -> None:
     model = applied(build(), tensors, how="bypass")
     sample(model)
     loaded = comfy.model_management.loaded_models()
-    beside = [other for other in loaded if other in lowered(model).get_additional_models()]
+    beside = [other for other in loaded if other in sampling_patcher(model).get_additional_models()]
     # Rank 4 is padded to 8, and so is where a layer's rows of a shared matrix begin.
     assert [other.model_size() for other in beside] == [
         2 * sum(tensor.nbytes for tensor in tensors.values())

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from qwen_l40s.errors import CheckpointError
 from qwen_l40s.hosts.comfyui.lora import loss as lora_loss
 from qwen_l40s.hosts.comfyui.lora.apply import apply_lora
-from qwen_l40s.hosts.comfyui.lora.bypass import bypass_models, lowered
+from qwen_l40s.hosts.comfyui.lora.bypass import bypass_models, sampling_patcher
 from qwen_l40s.hosts.comfyui.lora.loss import merge_loss
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
@@ -121,7 +121,7 @@ def test_what_merge_and_bypass_keep_of_a_small_change() -> None:
     assert 0.3 < report.loss < 0.7
 
     beside, _ = apply_lora(base, path, 1.0, how="bypass")
-    (layers,) = bypass_models(lowered(beside))
+    (layers,) = bypass_models(sampling_patcher(beside))
     for name, pair in zip(layers.names, layers.changes, strict=True):
         known, up = change(tensors, name.removeprefix("diffusion_model.")), pair.up.weight.double()
         down = pair.down.weight[pair.start : pair.start + up.shape[1]].double()

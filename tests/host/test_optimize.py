@@ -33,7 +33,7 @@ from qwen_l40s.hosts.comfyui.estimate import sizes as true_sizes
 from qwen_l40s.hosts.comfyui.load import plan as load_plan
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.hosts.comfyui.lora.apply import apply_lora
-from qwen_l40s.hosts.comfyui.lora.bypass import lowered
+from qwen_l40s.hosts.comfyui.lora.bypass import sampling_patcher
 from qwen_l40s.hosts.comfyui.sample.attention import SLOT, SlotAttention
 from qwen_l40s.hosts.comfyui.sample.modulation import ModelModulation
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of, restore
@@ -64,7 +64,7 @@ def stock(form: str = "bf16") -> comfy.model_patcher.ModelPatcher:
 
 def forward(model, batch=1, text=7, control=None, seed=0, side=8, **conds) -> torch.Tensor:
     """One forward pass as ComfyUI's sampler makes it."""
-    model = lowered(model)
+    model = sampling_patcher(model)
     additional = model.get_nested_additional_models()
     comfy.model_management.load_models_gpu([model, *additional])
     model.pre_run()

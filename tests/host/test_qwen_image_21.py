@@ -34,7 +34,7 @@ from qwen_l40s.hosts.comfyui.load.text_encoder import load_text_encoder
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.hosts.comfyui.load.vae import load_vae
 from qwen_l40s.hosts.comfyui.lora.apply import apply_lora
-from qwen_l40s.hosts.comfyui.lora.bypass import bypass_models, lowered
+from qwen_l40s.hosts.comfyui.lora.bypass import bypass_models, sampling_patcher
 from qwen_l40s.hosts.comfyui.sample.cfg_norm import rescale_by_token
 from qwen_l40s.hosts.comfyui.sample.optimize import optimize, report_of
 from qwen_l40s.hosts.comfyui.save import save_quantized
@@ -305,7 +305,7 @@ def test_halves_beside_a_quantized_weight_keep_their_ranks():
     model = load_model(path, "int8")[0]
     patched, report = apply_lora(model, lora(OF_21, rank=3), 1.0, how="auto")
     assert (report.how, report.applied, report.quantized) == ("bypass", 3, 3)
-    (layers,) = bypass_models(lowered(patched))
+    (layers,) = bypass_models(sampling_patcher(patched))
     changes = dict(zip(layers.names, layers.changes, strict=True))
     up = changes[f"diffusion_model.{BLOCK}.img_mlp.gate_up"].up.weight[:, :6]
     assert not up[3 * DIM :, :3].any() and not up[: 3 * DIM, 3:].any()

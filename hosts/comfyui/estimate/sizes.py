@@ -30,7 +30,7 @@ from ..contract import read_sizes, transformer_of, unsupported_model
 from ..decode.fused import vae_shape
 from ..linear import LAYOUTS
 from ..load.report import FLOAT_NAMES
-from ..lora.bypass import lower
+from ..lora.bypass import split_patches
 from ..sample.attention import SLOT, SlotAttention
 from ..sample.off_card import named_weights, off_card_layers
 from ..sample.run import NAG_KEY, STEP_CACHE_KEY
@@ -169,7 +169,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _loras(model: ModelPatcher, shape: TransformerShape) -> Loras:
-    bypass = lower(model).bypass
+    bypass = split_patches(model).bypass
     if not bypass:
         return Loras(count=max(map(len, model.patches.values()), default=0), mode="merge")
     count, size = sum(it.model.count for it in bypass), sum(it.model_size() for it in bypass)

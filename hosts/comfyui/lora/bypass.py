@@ -169,12 +169,10 @@ FACTS = (
     *("patches_uuid", "object_patches", "weight_wrapper_patches", "model_options", "attachments"),
     *("additional_models", "callbacks", "wrappers", "injections", "load_device"),
 )
-LOWERED = "qwen_l40s_lowered"
+SAMPLING = "qwen_l40s_sampling"
 
 
-class Lowered(NamedTuple):
-    """The patches of a MODEL in two parts."""
-
+class SplitPatches(NamedTuple):
     merged: dict[str, list[Patch]]  # {key: patches} that ComfyUI merges
     # {hook's reference: {key: patches}} that ComfyUI merges while the hook is on
     hooks: dict[Any, dict[str, list[Patch]]]
@@ -185,7 +183,7 @@ class Lowered(NamedTuple):
 
 # By the patches_uuid, which clones with the same patches share. A run takes its hooks' patches away
 # and leaves that as it is.
-_lowered: WeakKeyDictionary[uuid.UUID, dict[frozenset[Any], Lowered]] = remembered(
+_splits: WeakKeyDictionary[uuid.UUID, dict[frozenset[Any], SplitPatches]] = remembered(
     WeakKeyDictionary()
 )
 
@@ -231,7 +229,7 @@ def outer_sample(executor: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     before = guider.model_patcher
     with harmless():
         judge_run(guider, *args)
-    put(guider, model_patcher=lowered(before))
+    put(guider, model_patcher=sampling_patcher(before))
     try:
         output = executor(*args, **kwargs)
     finally:
@@ -240,24 +238,24 @@ def outer_sample(executor: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     return output
 
 
-def lowered(patcher: ModelPatcher) -> ModelPatcher:
+def sampling_patcher(patcher: ModelPatcher) -> ModelPatcher:
     """Returns the patcher that samples: itself where ComfyUI merges all patches, else a clone, the
     same in each run.
     """
-    found = lower(patcher)
+    found = split_patches(patcher)
     if not found.bypass:
         return patcher
     facts, clone = _leaves([found.token, *(getattr(patcher, name) for name in FACTS)]), None
-    if LOWERED in patcher.__dict__:
-        known, clone = patcher.__dict__[LOWERED]
+    if SAMPLING in patcher.__dict__:
+        known, clone = patcher.__dict__[SAMPLING]
         clone = clone if known == facts else None
     if clone is None:
-        swap(patcher.__dict__, LOWERED, ABSENT)  # gone before others load
+        swap(patcher.__dict__, SAMPLING, ABSENT)  # gone before others load
         clone = patcher.clone()
         # Not this one, which would keep itself alive by it.
         put(clone, patches=found.merged, patches_uuid=found.token, parent=patcher.parent)
         clone.set_additional_models(BYPASS_KEY, [added.clone() for added in found.bypass])
-        swap(patcher.__dict__, LOWERED, (facts, clone))
+        swap(patcher.__dict__, SAMPLING, (facts, clone))
     # Of this run.
     put(clone, hook_patches=found.hooks, hook_mode=patcher.hook_mode)
     return clone
@@ -269,11 +267,9 @@ def _leaves(value: Any) -> Any:
     return tuple(map(_leaves, value)) if isinstance(value, (list, tuple)) else id(value)
 
 
-def lower(patcher: ModelPatcher) -> Lowered:
-    """Splits the patches of a MODEL, and those of its hooks, into what ComfyUI merges and what is
-    computed.
-    """
-    known = _lowered.setdefault(patcher.patches_uuid, {})
+def split_patches(patcher: ModelPatcher) -> SplitPatches:
+    """Splits the patches of a MODEL and of its hooks into what is merged and what is computed."""
+    known = _splits.setdefault(patcher.patches_uuid, {})
     found = known.get(refs := frozenset(patcher.hook_patches))
     if found is None:
         merged, layers = _split(patcher.model, patcher.patches)
@@ -283,7 +279,7 @@ def lower(patcher: ModelPatcher) -> Lowered:
         left = {ref: patches for ref, (patches, _) in hooks.items()}
         weights = (comfy.utils.get_attr(patcher.model, key) for key in merged)
         rounded = sum(map(is_quantized, weights))
-        found = known[refs] = Lowered(merged, left, bypass, rounded, uuid.uuid4())
+        found = known[refs] = SplitPatches(merged, left, bypass, rounded, uuid.uuid4())
     return found
 
 

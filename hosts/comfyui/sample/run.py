@@ -27,7 +27,7 @@ from ....machine.links import link_between
 from ....optimizations import patches
 from ....optimizations.run import Later, NotFiniteError, Optimization, flags_for_a_run
 from ....verdict import Verdict, first_line, read_or
-from ..lora.bypass import bypassed, hook_merges, lower
+from ..lora.bypass import bypassed, hook_merges, split_patches
 from ..on_node import show_run
 from .attention import SLOT, FileAttention, SlotAttention
 from .forward import IDLE, is_compiled, is_skipped
@@ -109,7 +109,7 @@ class ComfyOptimization(Optimization):
     def outer_sample(self, executor: Any, noise: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Runs one sampling run (OUTER_SAMPLE)."""
         self.start_run()
-        self._rounded = read_or(0, lambda: lower(executor.class_obj.model_patcher).rounded)
+        self._rounded = read_or(0, lambda: split_patches(executor.class_obj.model_patcher).rounded)
         outer = self.in_run, self._brought
         self.in_run, self._brought = True, WeakSet()
         for held in self._held.values():
@@ -245,7 +245,7 @@ def check_parts(executor: Any, noise: torch.Tensor, *args: Any, **kwargs: Any) -
 
 
 def _check_hooks(patcher: Any) -> None:
-    for key in chain(*lower(patcher).hooks.values()):
+    for key in chain(*split_patches(patcher).hooks.values()):
         layer, _, name = key.rpartition(".")
         if not hook_merges(comfy.utils.get_attr(patcher.model, layer), name):
             raise SettingError(
