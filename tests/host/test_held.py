@@ -355,7 +355,7 @@ class Dynamic:
         monkeypatch.setattr(
             comfy.model_management,
             "get_free_memory",
-            lambda *given: real(*given) if given[1:] else self.free,
+            lambda dev=None, torch_free_too=False: real(dev, True) if torch_free_too else self.free,
         )
         monkeypatch.setattr(comfy_aimdo.torch, "aimdo_to_tensor", self.pages.tensor)
         monkeypatch.setattr(comfy.pinned_memory, "get_pin", lambda *_, **__: None)
