@@ -260,6 +260,7 @@ def test_a_prompt_that_is_stopped_leaves_nothing_half_filled(monkeypatch):
         monkeypatch.setattr(qwen_image.PrefixedComfyPass, "_fill", stops)
         with pytest.raises(management.InterruptProcessingException):
             sample(model, BASE._replace(instruction=2))
+        assert KeptPrefixes.of(model.model.diffusion_model).text is None
         monkeypatch.undo()
         assert torch.equal(sample(model, BASE._replace(instruction=2)), expected[1])
         assert torch.equal(sample(model, BASE), expected[0])

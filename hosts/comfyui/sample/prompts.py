@@ -112,9 +112,11 @@ class Prompts:
             function.__closure__,
         )
         own.__kwdefaults__ = function.__kwdefaults__
-        with patched([(vars(transformer), "select_prefix_cache", find)]):
-            yield MethodType(own, transformer)
-        kept.text = None
+        try:
+            with patched([(vars(transformer), "select_prefix_cache", find)]):
+                yield MethodType(own, transformer)
+        finally:
+            kept.text = None
 
 
 def alone(options: Mapping[str, Any]) -> bool:
