@@ -27,7 +27,7 @@ from ...verdict import Verdict
 from . import contract
 from .sample.attention import SLOT, GuidedAttention
 from .sample.forward import INPUT_PATCH, OTHER_ARGUMENTS, ComfyPass, rotary_of
-from .sample.prefix import KeptPrefixes, PrefixParts, Rows
+from .sample.prefix import KeptPrefixes, PrefixParts, Rows, has_known_slot
 
 
 def join_negative(
@@ -216,7 +216,7 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
         rows = Rows(self._opened(x, opening, store.text), given["pe"], zero, cut, settings)
         kept = like = None
         same = 0
-        if cache.dtype == "default" and cache.store_device == self.device:
+        if has_known_slot(cache) and cache.dtype == "default" and cache.store_device == self.device:
             like, same = store.find(rows, len(self.blocks))
             kept = like if same == x.shape[1] else store.begin(rows, cache, like)
             kept.read_by(cache)

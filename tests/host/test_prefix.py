@@ -2,6 +2,8 @@
 
 import itertools
 import random as chance
+import sys
+from importlib import import_module
 from typing import NamedTuple
 
 import comfy.model_management as management
@@ -13,7 +15,7 @@ from narrow_21 import TEXT, strong_21
 
 from qwen_l40s.hosts.comfyui import qwen_image
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize
-from qwen_l40s.hosts.comfyui.sample.prefix import KeptPrefixes, bytes_on
+from qwen_l40s.hosts.comfyui.sample.prefix import WRITTEN, KeptPrefixes, bytes_on
 from qwen_l40s.optimizations.blocks.block import BlockExecutor
 from qwen_l40s.optimizations.passes import ForwardPass
 
@@ -156,6 +158,29 @@ def test_attention_of_others_computes_the_rows_of_each_prompt(kept):
     for _ in range(2):
         sample(model, BASE)
         assert computed(kept) == BEFORE + ROWS + 3
+    assert not bytes_on(CARD)
+
+
+@pytest.mark.parametrize("gone", ["slot", "slots", "dtype", "store_device", "_pending", *WRITTEN])
+def test_a_cache_of_another_form_is_not_written(gone, monkeypatch):
+    code = import_module(qwen_image.CODE)
+
+    class Other(code.PoseBranchCache):
+        def __getattribute__(self, name):
+            found = super().__getattribute__(name)
+            if sys._getframe(1).f_globals["__name__"].startswith("comfy."):
+                return found
+            if name == gone:
+                raise AttributeError(name)
+            if name == "slot" and found is not None:
+                return {key: value for key, value in found.items() if key != gone}
+            return found
+
+    plain, model = strong_21(), optimize(strong_21())
+    expected = sample(plain, BASE)
+    monkeypatch.setattr(code, "PoseBranchCache", Other)
+    for _ in range(2):
+        assert close(sample(model, BASE), expected)
     assert not bytes_on(CARD)
 
 

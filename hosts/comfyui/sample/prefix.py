@@ -20,6 +20,8 @@ from ....caches import remembered
 from ....optimizations.patches import put
 
 ROOM = 256  # the rows behind the last reference have room in multiples of it
+# Of ComfyUI's prefix cache, and of its slots by the block's index.
+READ, WRITTEN = ("slots", "_pending", "dtype", "store_device"), ("blocks", "params")
 MOST = 2  # prompts that a run takes in turn: with CFG, the prompt and the negative prompt
 
 
@@ -59,6 +61,13 @@ class Rows(NamedTuple):
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     alike = one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
     return alike and torch.equal(one, other)
+
+
+def has_known_slot(cache: Any) -> bool:
+    """Tells whether ComfyUI's prefix cache has a slot, in the form that is read and written."""
+    slot = getattr(cache, "slot", None)
+    known = isinstance(slot, dict) and all(isinstance(slot.get(it), dict) for it in WRITTEN)
+    return known and all(hasattr(cache, it) for it in READ)
 
 
 class KeptPrefix:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ....optimizations.patches import patched
-from .prefix import KeptPrefixes
+from .prefix import KeptPrefixes, has_known_slot
 
 GIVEN = ("c_crossattn", "ref_latents")
 MOST = 8  # prompts that alternate in a run
@@ -91,15 +91,15 @@ class Prompts:
 
         def find(key: torch.Tensor, size: int, device: Any, options: Mapping[str, Any]) -> Any:
             cache, blocks = transformer.prefix_cache, len(transformer.transformer_blocks)
-            on = options.get("device") != "off" and cache is not None and not cache._pending
-            for known, of, slot in self._slots if on else ():
-                if known is key and of is cache and any(slot is it for it in cache.slots):
+            for known, of, slot in self._slots if options.get("device") != "off" else ():
+                there = known is key and of is cache and not cache._pending
+                if there and any(slot is it for it in cache.slots):
                     cache.slot = slot
                     return cache, cache.filled(blocks)
             if (room := transformer.current_patcher) is not None:
                 kept.make_room(room.get_free_memory(device), size)
             found, filled = select(transformer, key, size, device, options)
-            if found is not None:
+            if has_known_slot(found):
                 self._slots = [*self._slots[1 - MOST :], (key, found, found.slot)]
             return found, filled
 
