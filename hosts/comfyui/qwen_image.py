@@ -17,7 +17,13 @@ from ...families.qwen_image_21 import QWEN_IMAGE_21
 from ...optimizations.attention import attend_causal
 from ...optimizations.blocks.attend import Segment
 from ...optimizations.blocks.block import Step
-from ...optimizations.blocks.host import BlockInputs, PrefixedStream, Streams
+from ...optimizations.blocks.host import (
+    EXACT_TOLERANCE,
+    ROUNDING_TOLERANCE,
+    BlockInputs,
+    PrefixedStream,
+    Streams,
+)
 from ...optimizations.blocks.workspace import Prefix
 from ...optimizations.modulation import Entry
 from ...optimizations.nag import JointGuidance, PrefixGuidance
@@ -212,8 +218,11 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
             return None
         zero = tuple(it[0] for it in given["mod"][:4])
         opening = [it for it in segments if it.causal and it.stop <= cut]
+        projected = self._opened(x, opening, store.text)
+        if projected is None:
+            return None
         settings = self.state, self.attention
-        rows = Rows(self._opened(x, opening, store.text), given["pe"], zero, cut, settings)
+        rows = Rows(projected, given["pe"], zero, cut, settings)
         kept = like = None
         same = 0
         if has_known_slot(cache) and cache.dtype == "default" and cache.store_device == self.device:
@@ -226,15 +235,21 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
         self._parts = PrefixParts(x, rows, kept, like)
         return self._parts
 
-    def _opened(self, x: torch.Tensor, segments: list[Segment], text: torch.Tensor) -> torch.Tensor:
+    def _opened(
+        self, x: torch.Tensor, segments: list[Segment], text: torch.Tensor
+    ) -> torch.Tensor | None:
         """Projects the text before the last reference by itself: a product of all rows gives other
-        bits with another instruction.
+        bits with another instruction. None where another pack makes something else of the text.
         """
-        lengths, x = [it.stop - it.start for it in segments], x.clone()
-        if sum(lengths):
-            found = self.owner.diffusion_model.txt_in(text[:, : sum(lengths)])
-            for part, (start, stop, *_) in zip(found.split(lengths, 1), segments, strict=True):
-                x[:, start:stop] = part
+        places = [row for it in segments for row in range(it.start, it.stop)]
+        x, there = x.clone(), x[:, places]
+        if places:
+            found = self.owner.diffusion_model.txt_in(text[:, : len(places)])
+            norm = partial(torch.linalg.vector_norm, dim=-1)
+            most = ROUNDING_TOLERANCE if self.prepared.rounds else EXACT_TOLERANCE
+            if found.shape != there.shape or (norm(found - there) > most * norm(there)).any():
+                return None
+            x[:, places] = found
         return x
 
     def _fill(

@@ -161,6 +161,51 @@ def test_attention_of_others_computes_the_rows_of_each_prompt(kept):
     assert not bytes_on(CARD)
 
 
+class Mixing(torch.nn.Module):
+    def __init__(self, own):
+        super().__init__()
+        self.own = own
+
+    def forward(self, text):
+        rows = self.own(text)
+        return rows + rows.mean(1, keepdim=True)
+
+
+def mixing(model):
+    own = model.model.diffusion_model.txt_in
+    model.add_object_patch("diffusion_model.txt_in", Mixing(own))
+
+
+def weighted(model):
+    own = model.model.diffusion_model.build_sequence
+
+    def build(*given):
+        rows, *rest = own(*given)
+        weights = torch.ones(rows.shape[1], 1, device=rows.device)
+        weights[1] = 1.1
+        return rows * weights, *rest
+
+    model.add_object_patch("diffusion_model.build_sequence", build)
+
+
+@pytest.mark.parametrize("change", [mixing, weighted])
+def test_what_a_pack_makes_of_the_text_is_kept_as_it_is(change):
+    model = strong_21()
+    change(model)
+    assert close(sample(optimize(model), BASE), sample(model, BASE))
+
+
+@pytest.mark.parametrize("slots", [[5, 3, 8], [8, 3, 8]])
+def test_references_out_of_order(slots, monkeypatch):
+    def disordered(prompt, instruction):
+        return [[text, given | {"image_slots": slots}] for text, given in own(prompt, instruction)]
+
+    model, own = strong_21(), condition
+    monkeypatch.setitem(globals(), "condition", disordered)
+    prompt = Prompt(instruction=5, references=(1, 2, 3))
+    assert close(sample(optimize(model), prompt), sample(model, prompt))
+
+
 @pytest.mark.parametrize("gone", ["slot", "slots", "dtype", "store_device", "_pending", *WRITTEN])
 def test_a_cache_of_another_form_is_not_written(gone, monkeypatch):
     code = import_module(qwen_image.CODE)
