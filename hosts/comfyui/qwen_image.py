@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -33,6 +33,8 @@ from ...verdict import Verdict
 from . import contract
 from .sample.attention import SLOT, GuidedAttention
 from .sample.forward import INPUT_PATCH, OTHER_ARGUMENTS, ComfyPass, rotary_of
+from .sample.modulation import sample_of, switches, weak_identity
+from .sample.off_card import plain_parts
 from .sample.prefix import KeptPrefixes, PrefixParts, Rows, has_known_slot
 
 
@@ -221,8 +223,7 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
         projected = self._opened(x, opening, store.text)
         if projected is None:
             return None
-        settings = self.state, self.attention
-        rows = Rows(projected, given["pe"], zero, cut, settings)
+        rows = Rows(projected, given["pe"], zero, cut, self._settings())
         kept = like = None
         same = 0
         if has_known_slot(cache) and cache.dtype == "default" and cache.store_device == self.device:
@@ -234,6 +235,13 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
             self.prepared.notes[note] = None
         self._parts = PrefixParts(x, rows, kept, like)
         return self._parts
+
+    def _settings(self) -> Hashable:
+        """Returns what keys and values depend on besides the rows."""
+        weights = plain_parts(it for block in self.blocks for it in block.parameters())
+        # The check is another one where anything else of the blocks has changed since.
+        known = self.state, self.prepared.check, weak_identity(self.attention)
+        return *known, switches(), sample_of(weights)
 
     def _opened(
         self, x: torch.Tensor, segments: list[Segment], text: torch.Tensor

@@ -1,8 +1,11 @@
 """What 2.1 keeps of a prompt's references on the card: it saves rows, and changes no bit."""
 
+import copy
+import gc
 import itertools
 import random as chance
 import sys
+from functools import partial
 from importlib import import_module
 from typing import NamedTuple
 
@@ -14,6 +17,7 @@ from comfy.patcher_extension import WrappersMP
 from narrow_21 import TEXT, strong_21
 
 from qwen_l40s.hosts.comfyui import qwen_image
+from qwen_l40s.hosts.comfyui.sample.attention import SLOT
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize
 from qwen_l40s.hosts.comfyui.sample.prefix import WRITTEN, KeptPrefixes, bytes_on
 from qwen_l40s.optimizations.blocks.block import BlockExecutor
@@ -161,6 +165,44 @@ def test_attention_of_others_computes_the_rows_of_each_prompt(kept):
     assert not bytes_on(CARD)
 
 
+def blocks_of(model):
+    return model.model.diffusion_model.transformer_blocks
+
+
+def larger_values(model):
+    blocks_of(model)[1].attn.to_v.weight.mul_(1.5)
+
+
+def another_layer(model):
+    layer = copy.deepcopy(blocks_of(model)[0].attn.to_v)
+    layer.weight.mul_(1.5)
+    model.add_object_patch("diffusion_model.transformer_blocks.0.attn.to_v", layer)
+
+
+def another_norm(model):
+    for block in blocks_of(model):
+        block.attn.norm_q.eps = block.attn.norm_k.eps = 0.5
+
+
+def other_sums(model):
+    torch.backends.cuda.matmul.allow_fp16_accumulation ^= True
+
+
+@pytest.mark.parametrize("change", [larger_values, another_layer, another_norm, other_sums])
+def test_what_a_pack_changes_without_a_patch_begins_anew(change, kept):
+    flags = torch.backends.cuda.matmul
+    model, before = optimize(strong_21()), flags.allow_fp16_accumulation
+    sample(model, BASE)
+    try:
+        change(model)
+        computed(kept)
+        found = sample(model, BASE)
+        assert computed(kept) == BEFORE + ROWS + 3
+        assert torch.equal(found, fresh(model, BASE))
+    finally:
+        flags.allow_fp16_accumulation = before
+
+
 class Mixing(torch.nn.Module):
     def __init__(self, own):
         super().__init__()
@@ -263,6 +305,23 @@ def test_room_is_kept_for_what_comfyui_needs(kept):
     sample(model, BASE)
     management.free_memory(0, CARD)
     assert bytes_on(CARD)
+
+
+def test_a_model_that_is_gone_leaves_nothing():
+    model = strong_21()
+
+    def attend(default, *given, of=None, **named):
+        return default(*given, **named)
+
+    attend = partial(attend, of=model.clone())
+    model.model_options["transformer_options"][SLOT] = attend
+    model = optimize(model, OptimizeSettings(attention="sdpa_flash"))
+    sample(model, BASE)
+    assert bytes_on(CARD)
+    management.current_loaded_models.clear()
+    del model, attend
+    gc.collect()
+    assert not bytes_on(CARD)
 
 
 @pytest.mark.each_device

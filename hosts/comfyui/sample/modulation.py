@@ -7,7 +7,7 @@ nothing; it leaves when ComfyUI moves a patcher with `on_detach` off the card.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import product
 from typing import Any, NamedTuple
@@ -105,7 +105,7 @@ class _Layers:
         tensors = [tensor for layer in self._linears for tensor in plain_tensors(layer)]
         marks = [(it.data_ptr(), 0 if it.is_inference() else it._version) for it in tensors]
         if marks != self._marks:
-            self._marks, self._sample = marks, _sample(tensors)
+            self._marks, self._sample = marks, sample_of(tensors)
         return self._sample
 
 
@@ -129,7 +129,8 @@ def _unlike(module: Any, name: str, beside: type) -> str | None:
 PIECES, PIECE = 6, 64  # bytes
 
 
-def _sample(tensors: Sequence[torch.Tensor]) -> bytes:
+def sample_of(tensors: Iterable[torch.Tensor]) -> bytes:
+    """Takes bytes out of each tensor, which change with it, whoever changes it."""
     found: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
         # Other packs' tensors hold what they like.
@@ -137,7 +138,7 @@ def _sample(tensors: Sequence[torch.Tensor]) -> bytes:
             continue
         data = tensor.detach().contiguous().view(-1).view(torch.uint8)
         step = len(data) // PIECES
-        if step > PIECE:
+        if step >= 2 * PIECE:  # the last piece begins in the middle of its part
             data = data.as_strided((PIECES, PIECE), (step, 1), data.storage_offset() + step // 2)
         found.setdefault(data.device, []).append(data.reshape(-1))
     return b"".join(torch.cat(parts).cpu().numpy().tobytes() for parts in found.values())
@@ -305,7 +306,7 @@ class ModelModulation:
         return (
             weak_identity(patcher.patches_uuid),
             layers.weights(),
-            _switches(),
+            switches(),
             tuple((weak_identity(hook.hook_ref), hook.strength) for hook in hooks),
             state_of(patcher),
             tuple(
@@ -340,8 +341,9 @@ class ModelModulation:
         return compute_entries(self._blocks, embeddings, batch)
 
 
-def _switches() -> Hashable:
-    # Of a product. Once a pack has set torch's newer one of TF32, reading the older one raises.
+def switches() -> Hashable:
+    """Returns how torch rounds a product."""
+    # Once a pack has set torch's newer one of TF32, reading the older one raises.
     matmul = torch.backends.cuda.matmul
     tf32 = getattr(matmul, "fp32_precision", None) or matmul.allow_tf32
     return tf32, getattr(matmul, "allow_fp16_accumulation", None)
