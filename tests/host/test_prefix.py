@@ -5,6 +5,7 @@ import gc
 import itertools
 import random as chance
 import sys
+import weakref
 from functools import partial
 from importlib import import_module
 from typing import NamedTuple
@@ -322,6 +323,26 @@ def test_a_model_that_is_gone_leaves_nothing():
     del model, attend
     gc.collect()
     assert not bytes_on(CARD)
+
+
+def test_cards_begin_while_memory_is_counted():
+    """As other threads, between any two lines of Python's."""
+    owners, before = [], sys.gettrace()
+
+    def begin(frame, *_):
+        if frame.f_code.co_filename == weakref.__file__:
+            owners.append(torch.nn.Module())
+            KeptPrefixes.of(owners[-1])
+        return begin
+
+    model = optimize(strong_21())
+    sample(model, BASE)
+    sys.settrace(begin)
+    try:
+        assert bytes_on(CARD)
+    finally:
+        sys.settrace(before)
+    assert owners
 
 
 @pytest.mark.each_device

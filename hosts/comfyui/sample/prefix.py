@@ -157,7 +157,13 @@ _stores: WeakKeyDictionary[torch.nn.Module, KeptPrefixes] = remembered(WeakKeyDi
 
 def bytes_on(device: torch.device) -> int:
     """Counts what is kept on a card; ComfyUI's `free_memory` drops it."""
-    return sum(store.bytes_on(device) for store in list(_stores.values()))
+    return sum(store.bytes_on(device) for store in _all())
+
+
+def _all() -> list[KeptPrefixes]:
+    # Threads of other cards add some: what keyrefs() gives is copied in one go.
+    owners = [owner() for owner in _stores.keyrefs()]
+    return [_stores[owner] for owner in owners if owner is not None]
 
 
 class _Free(NamedTuple):
@@ -167,7 +173,7 @@ class _Free(NamedTuple):
 
     def __call__(self, memory_required: float, device: Any, *args: Any, **kwargs: Any) -> Any:
         if bytes_on(device) and management.get_free_memory(device) < memory_required:
-            for store in [it for it in list(_stores.values()) if it.bytes_on(device)]:
+            for store in [it for it in _all() if it.bytes_on(device)]:
                 store.clear()
         return self.own(memory_required, device, *args, **kwargs)
 
