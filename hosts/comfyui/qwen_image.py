@@ -228,8 +228,8 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
         same = 0
         if has_known_slot(cache) and cache.dtype == "default" and cache.store_device == self.device:
             like, same = store.find(rows, len(self.blocks))
-            kept = like if same == x.shape[1] else store.begin(rows, cache, like)
-            kept.read_by(cache)
+            whole = same == x.shape[1]
+            kept = store.read(like, cache) if whole else store.begin(rows, cache, like)
         if same:
             note = f"prompt: keys and values of {same} of {x.shape[1]} rows are an earlier run's"
             self.prepared.notes[note] = None

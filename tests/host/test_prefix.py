@@ -249,6 +249,15 @@ def test_references_out_of_order(slots, monkeypatch):
     assert close(sample(optimize(model), prompt), sample(model, prompt))
 
 
+def test_a_negative_prompt_is_kept_while_the_instruction_changes(kept):
+    model = optimize(strong_21())
+    sample(model, BASE._replace(cfg=3.0))
+    for instruction in (2, 3, 4, 5):
+        computed(kept)
+        sample(model, BASE._replace(cfg=3.0, instruction=instruction))
+        assert computed(kept) == 2 + instruction
+
+
 @pytest.mark.parametrize("gone", ["slot", "slots", "dtype", "store_device", "_pending", *WRITTEN])
 def test_a_cache_of_another_form_is_not_written(gone, monkeypatch):
     code = import_module(qwen_image.CODE)

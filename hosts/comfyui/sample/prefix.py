@@ -127,6 +127,12 @@ class KeptPrefixes:
         same, kept = max(found, key=itemgetter(0), default=(0, None))
         return (kept, same) if same else (None, 0)
 
+    def read(self, kept: KeptPrefix, cache: Any) -> KeptPrefix:
+        """Has a run with this cache read an entry, which is then the last that was used."""
+        kept.read_by(cache)
+        self._kept = [*(it for it in self._kept if it is not kept), kept]
+        return kept
+
     def begin(self, given: Rows, cache: Any, like: KeptPrefix | None) -> KeptPrefix:
         """Makes an entry that a pass fills, block by block.
 
