@@ -42,9 +42,6 @@ class Rows(NamedTuple):
     cut: int
     settings: Hashable
 
-    def copy(self) -> Rows:
-        return self._replace(rows=self.rows.clone(), turns=self.turns.clone())
-
     def equal(self, other: Rows) -> int:
         """Counts the first rows that are equal bit for bit: all, up to the last reference, or 0."""
         if (self.cut, self.settings) != (other.cut, other.settings):
@@ -146,7 +143,9 @@ class KeptPrefixes:
             others = [it for it in others if it.is_of(cache)]
         elif not like.is_of(cache):
             others, blocks = [it for it in others if it is not like], like.blocks
-        made = KeptPrefix(given.copy(), cache, blocks)
+        # ComfyUI gives a part of those of all rows.
+        given = given._replace(turns=given.turns.clone())
+        made = KeptPrefix(given, cache, blocks)
         self._kept = [*others[1 - MOST :], made]
         return made
 
