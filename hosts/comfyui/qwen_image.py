@@ -201,7 +201,7 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
     def _parts_of(
         self, given: dict[str, Any], segments: tuple[Segment, ...], cache: Any, block_index: int
     ) -> PrefixParts | None:
-        """Finds the parts of the rows that fill ComfyUI's cache; None where they run as one."""
+        """Finds or makes the parts of the rows that fill the cache; None where they run as one."""
         if isinstance(cache, _Kept):  # it is the first part
             return None
         x, parts = given["x"], self._parts
@@ -224,21 +224,24 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
         if projected is None:
             return None
         rows = Rows(projected, given["pe"], zero, cut, self._settings())
-        kept = like = None
+        kept = source = None
         same = 0
         if has_known_slot(cache) and cache.dtype == "default" and cache.store_device == self.device:
-            like, same = store.find(rows, len(self.blocks))
+            source, same = store.find(rows, len(self.blocks))
             whole = same == x.shape[1]
-            kept = store.read(like, cache) if whole else store.begin(rows, cache, like)
+            kept = store.read(source, cache) if whole else store.begin(rows, cache, source)
         if same:
-            note = f"prompt: keys and values of {same} of {x.shape[1]} rows are an earlier run's"
+            note = f"prompt: keys and values of {same} of {x.shape[1]} rows are an earlier prompt's"
             self.prepared.notes[note] = None
-        self._parts = PrefixParts(x, rows, kept, like)
+        self._parts = PrefixParts(x, rows, kept, source)
         return self._parts
 
     def _settings(self) -> Hashable:
         """Returns what keys and values depend on besides the rows."""
-        weights = plain_parts(it for block in self.blocks for it in block.parameters())
+        # Not of those in system RAM: what a pass reads then is a copy, and their pages may have to
+        # come from the disk.
+        weights = (it for block in self.blocks for it in block.parameters())
+        weights = plain_parts(it for it in weights if it.device == self.device)
         # The check is another one where anything else of the blocks has changed since.
         known = self.state, self.prepared.check, weak_identity(self.attention)
         return *known, switches(), sample_of(weights)
@@ -279,16 +282,16 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
             self._place(parts, cache, index)
             return None
         cut = parts.cut
-        if parts.like is not None:
-            prefix = Prefix(*parts.like.blocks[index][:, :, :cut].unbind(1))
+        if parts.source is not None:
+            prefix = Prefix(*parts.source.blocks[index][:, :, :cut].unbind(1))
         else:
             first = _Kept()
             bound = _bound(given["attn_fn"], "block_causal_attention")["segments"]
             make = import_module(CODE).block_causal_attention
-            attend = make(parts.segments(bound), options, first, index, cut)
-            parts.first = block(parts.first, mod, parts.turns[0], attend, cut, options)
+            attend = make(parts.segments_of_first(bound), options, first, index, cut)
+            parts.first = block(parts.first, mod, parts.rotations[0], attend, cut, options)
             prefix = first.blocks[index]
-        rows, turns = parts.second, parts.turns[1]
+        rows, rotation = parts.second, parts.rotations[1]
         batch, count, _ = rows.shape
         keep = partial(self._keep_parts, parts, cache, index)
         parts.done = not count
@@ -297,8 +300,8 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
             return None
         tokens = Tokens(batch, 0, count, 0)
         behind = (Segment(0, count, 0, cut + count, True),)
-        make = partial(self.new_step, tokens, rows, turns, behind)
-        step = self.kept_step((turns,), (tokens, rows.dtype, behind), make)
+        make = partial(self.new_step, tokens, rows, rotation, behind)
+        step = self.kept_step((rotation,), (tokens, rows.dtype, behind), make)
         parts.runs = True
         return BlockInputs(rows[:, :0], rows, mod, step._replace(prefix=prefix, keep=keep), False)
 
@@ -313,7 +316,7 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
 
     def _place(self, parts: PrefixParts, cache: Any, index: int) -> None:
         """Has ComfyUI's cache read what is kept; `put` would copy it."""
-        rows = parts.rows.shape[1]
+        rows = parts.x.shape[1]
         cache.slot["blocks"][index] = parts.kept.blocks[index][:, :, :rows]
         cache.slot["params"][index] = None
 

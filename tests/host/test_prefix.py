@@ -294,7 +294,7 @@ def detach(model):
 
 
 def little_is_free(model):
-    KeptPrefixes.of(model.model.diffusion_model).make_room(4, 1)
+    KeptPrefixes.of(model.model.diffusion_model).clear_if_tight(4, 1)
 
 
 @pytest.mark.each_device

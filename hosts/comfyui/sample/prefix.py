@@ -22,37 +22,37 @@ from ....optimizations.patches import put
 ROOM = 256  # the rows behind the last reference have room in multiples of it
 # Of ComfyUI's prefix cache, and of its slots by the block's index.
 READ, WRITTEN = ("slots", "_pending", "dtype", "store_device"), ("blocks", "params")
-MOST = 2  # prompts that a run takes in turn: with CFG, the prompt and the negative prompt
+MOST = 2  # prompts whose rows are kept: with CFG, the prompt and the negative prompt
 
 
 class Rows(NamedTuple):
     """What the first block gets, and what all of them compute with.
 
     Attributes:
-        rows: (batch, tokens, D), in joint order.
-        turns: ComfyUI's rotation of each, (1, tokens, ...).
+        x: (batch, tokens, D), in joint order.
+        rotation: ComfyUI's rotation of each, (1, tokens, ...).
         modulation: As at timestep 0.
         cut: Where the last reference ends.
         settings: The weights' patches, and whose attention it is.
     """
 
-    rows: torch.Tensor
-    turns: torch.Tensor
+    x: torch.Tensor
+    rotation: torch.Tensor
     modulation: tuple[torch.Tensor, ...]
     cut: int
     settings: Hashable
 
-    def equal(self, other: Rows) -> int:
+    def count_equal(self, other: Rows) -> int:
         """Counts the first rows that are equal bit for bit: all, up to the last reference, or 0."""
         if (self.cut, self.settings) != (other.cut, other.settings):
             return 0
         mine, others = (
-            (it.rows[:, : it.cut], it.turns[:, : it.cut], *it.modulation) for it in (self, other)
+            (it.x[:, : it.cut], it.rotation[:, : it.cut], *it.modulation) for it in (self, other)
         )
         if not all(map(_same, mine, others)):
             return 0
-        whole = _same(self.rows, other.rows) and _same(self.turns, other.turns)
-        return self.rows.shape[1] if whole else self.cut
+        whole = _same(self.x, other.x) and _same(self.rotation, other.rotation)
+        return self.x.shape[1] if whole else self.cut
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -70,10 +70,10 @@ def has_known_slot(cache: Any) -> bool:
 class KeptPrefix:
     """Keys and values of one prompt, by block: (batch, 2, tokens or more, heads, head_dim)."""
 
-    def __init__(self, given: Rows, cache: Any, blocks: dict[int, torch.Tensor]) -> None:
-        self.given = given
+    def __init__(self, rows: Rows, cache: Any, blocks: dict[int, torch.Tensor]) -> None:
+        self.rows = rows
         self.blocks = blocks
-        self.written = 0  # blocks whose rows are those of `given`
+        self.written = 0  # blocks that have been written
         self.read_by(cache)
 
     def is_of(self, cache: Any) -> bool:
@@ -85,7 +85,7 @@ class KeptPrefix:
 
     def write(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Takes a block's, each (batch, tokens, heads, head_dim)."""
-        (batch, rows, *sizes), start = keys.shape, self.given.cut
+        (batch, rows, *sizes), start = keys.shape, self.rows.cut
         into = self.blocks.get(index)  # with those of the first part
         if into is None or into.shape[2] < rows:
             behind = -(-(rows - start) // ROOM) * ROOM
@@ -99,7 +99,7 @@ class KeptPrefix:
 class KeptPrefixes:
     """Holds those of one transformer, as long as ComfyUI needs their memory for nothing else.
 
-    ComfyUI drops them with the model, and where it makes room on their card.
+    They go with the model (ON_DETACH), and where ComfyUI makes room on their card (`_Free`).
     """
 
     def __init__(self) -> None:
@@ -110,17 +110,17 @@ class KeptPrefixes:
     def of(transformer: torch.nn.Module) -> KeptPrefixes:
         return _stores.setdefault(transformer, KeptPrefixes())
 
-    def make_room(self, room: int, size: int) -> None:
+    def clear_if_tight(self, free: int, size: int) -> None:
         """Drops all where less than 4 times the `size` of a prompt is free: ComfyUI then keeps
         the prompt's in system RAM, from where each step would read it.
         """
-        if self._kept and room <= 4 * size:
+        if self._kept and free <= 4 * size:
             self.clear()
 
-    def find(self, given: Rows, blocks: int) -> tuple[KeptPrefix | None, int]:
+    def find(self, rows: Rows, blocks: int) -> tuple[KeptPrefix | None, int]:
         """Finds what was kept of such rows, and how many of the first rows are the same."""
         whole = [it for it in self._kept if it.written == blocks]
-        found = [(it.given.equal(given), it) for it in whole]
+        found = [(it.rows.count_equal(rows), it) for it in whole]
         same, kept = max(found, key=itemgetter(0), default=(0, None))
         return (kept, same) if same else (None, 0)
 
@@ -130,22 +130,22 @@ class KeptPrefixes:
         self._kept = [*(it for it in self._kept if it is not kept), kept]
         return kept
 
-    def begin(self, given: Rows, cache: Any, like: KeptPrefix | None) -> KeptPrefix:
+    def begin(self, rows: Rows, cache: Any, source: KeptPrefix | None) -> KeptPrefix:
         """Makes an entry that a pass fills, block by block.
 
         Args:
-            like: The entry whose first rows are the same, of which it takes over the memory that
+            source: The entry whose first rows are the same, of which it takes over the memory that
                 this run does not read; None drops the entries of earlier runs.
         """
         _listen()
         others, blocks = self._kept, {}
-        if like is None:
+        if source is None:
             others = [it for it in others if it.is_of(cache)]
-        elif not like.is_of(cache):
-            others, blocks = [it for it in others if it is not like], like.blocks
+        elif not source.is_of(cache):
+            others, blocks = [it for it in others if it is not source], source.blocks
         # ComfyUI gives a part of those of all rows.
-        given = given._replace(turns=given.turns.clone())
-        made = KeptPrefix(given, cache, blocks)
+        rows = rows._replace(rotation=rows.rotation.clone())
+        made = KeptPrefix(rows, cache, blocks)
         self._kept = [*others[1 - MOST :], made]
         return made
 
@@ -161,7 +161,7 @@ _stores: WeakKeyDictionary[torch.nn.Module, KeptPrefixes] = remembered(WeakKeyDi
 
 
 def bytes_on(device: torch.device) -> int:
-    """Counts what is kept on a card; ComfyUI's `free_memory` drops it."""
+    """Counts what is kept on a card, which goes where ComfyUI's `free_memory` needs room."""
     return sum(store.bytes_on(device) for store in _all())
 
 
@@ -172,7 +172,7 @@ def _all() -> list[KeptPrefixes]:
 
 
 class _Free(NamedTuple):
-    """ComfyUI's function that makes room on a card, of which no hook tells."""
+    """Wraps ComfyUI's `free_memory`, of which no hook tells: drops what is kept first."""
 
     own: Callable[..., Any]
 
@@ -196,33 +196,33 @@ class PrefixParts:
     on what ran before.
 
     Args:
-        x: What ComfyUI gives the first block.
-        given: The rows of this pass.
+        given: What ComfyUI gives the first block.
+        rows: Of this pass.
         kept: Takes keys and values of each block, or has those of all rows; None where nothing is
             kept.
-        like: Has those up to the last reference; None where the pass computes them.
+        source: Has those up to the last reference; None where the pass computes them.
     """
 
     def __init__(
-        self, x: torch.Tensor, given: Rows, kept: KeptPrefix | None, like: KeptPrefix | None
+        self, given: torch.Tensor, rows: Rows, kept: KeptPrefix | None, source: KeptPrefix | None
     ) -> None:
-        self.given = x
-        self.rows, turns, _, self.cut, _ = given
+        self.given = given
+        self.x, rotation, _, self.cut, _ = rows
         # What ComfyUI hands from block to block: whoever reads it finds no rows of another prompt.
-        self.handed = torch.full_like(self.rows, torch.nan)
+        self.handed = torch.full_like(self.x, torch.nan)
         self.following = 0  # the block that gets it
-        self.turns = turns[:, : self.cut], turns[:, self.cut :]
-        self.kept, self.like = kept, like
+        self.rotations = rotation[:, : self.cut], rotation[:, self.cut :]
+        self.kept, self.source = kept, source
         # each part before the next block
-        self.first, self.second = self.rows[:, : self.cut], self.rows[:, self.cut :]
+        self.first, self.second = self.x[:, : self.cut], self.x[:, self.cut :]
         self.runs = False  # whether the executor computes the second part of a block
         self.done = False  # whether nothing of a block is left to compute
 
     @property
     def whole(self) -> bool:
         """Whether all rows are kept."""
-        return self.like is not None and self.kept is self.like
+        return self.source is not None and self.kept is self.source
 
-    def segments(self, given: Sequence[tuple]) -> list[tuple]:
+    def segments_of_first(self, whole: Sequence[tuple]) -> list[tuple]:
         """Gives ComfyUI's segments of the first part."""
-        return [it for it in given if it[1] <= self.cut]
+        return [it for it in whole if it[1] <= self.cut]

@@ -97,7 +97,7 @@ class Prompts:
                     cache.slot = slot
                     return cache, cache.filled(blocks)
             if (room := transformer.current_patcher) is not None:
-                kept.make_room(room.get_free_memory(device), size)
+                kept.clear_if_tight(room.get_free_memory(device), size)
             found, filled = select(transformer, key, size, device, options)
             if has_known_slot(found):
                 self._slots = [*self._slots[1 - MOST :], (key, found, found.slot)]
