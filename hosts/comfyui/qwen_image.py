@@ -241,10 +241,10 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
         # Not of those in system RAM: what a pass reads then is a copy, and their pages may have to
         # come from the disk.
         weights = (it for block in self.blocks for it in block.parameters())
-        weights = plain_parts(it for it in weights if it.device == self.device)
+        there = plain_parts(it for it in weights if it.device == self.device)
         # The check is another one where anything else of the blocks has changed since.
         known = self.state, self.prepared.check, weak_identity(self.attention)
-        return *known, switches(), sample_of(weights)
+        return *known, switches(), sample_of(there)
 
     def _opened(
         self, x: torch.Tensor, segments: list[Segment], text: torch.Tensor
