@@ -150,7 +150,8 @@ PREFIXES = {
 }
 BARE, CORES = "transformer_blocks.", "lora_unet_"  # what ComfyUI maps
 _WRAPPERS = tuple(it for it in PREFIXES if it.endswith(".") and it != BARE)
-# Names with "_" for ".", which only the list of the model's modules can undo.
+# Names with "_" for ".", which only the list of the model's modules can undo: ComfyUI's list, which
+# has them under `CORES`.
 _FLAT = tuple(it for it in PREFIXES if it.endswith("_") and it != CORES)
 # The second axes of LoKr's two factors multiply to a layer's input.
 READS_INPUT = {*DOWN, "hada_w1_b"} | {

@@ -107,7 +107,7 @@ def quantize_layers(
             sums = torch.zeros(2, dtype=torch.float64)
             rounded = RoundedLayer(layer, target, scale, form, None)
             for first in range(0, len(stored), slab_rows):
-                if done := slabs[0].finish():
+                if done := slabs[0].finish():  # with it, the layer whose rows it had before
                     yield done
                 slabs[0].begin(stored, expand, (slice(first, first + slab_rows), rounded, sums))
                 slabs.rotate(-1)

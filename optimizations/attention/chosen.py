@@ -229,7 +229,7 @@ class ChosenAttention:
         key = request, self.measuring, once, exact
         chosen = self._chosen.get(key)
         if chosen is None:
-            overruled = exact and self.lossy
+            overruled = exact and self.lossy  # what is exact anyway is kept, also by its name
             chosen = self._choose(request, overruled)
             by_name = not overruled and asked_name(self.name) != "auto"
             if once and BACKENDS[chosen.name].plans and not by_name:

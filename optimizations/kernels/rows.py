@@ -193,9 +193,12 @@ def _quantizer(
     x: torch.Tensor,
     format: RowFormat,
     out: QuantizedRows,
-    **more: float,
+    smallest_row: float = SMALLEST_ROW,
+    **own: bool,
 ) -> Launch:
-    """Launches `_row_quantize_kernel`, or one with the same parameters and `more` constants."""
+    """Launches `_row_quantize_kernel`, or one with the same parameters; `own` are constants that
+    not all of them have.
+    """
     rows, k = x.shape
     if k > WIDEST_ROW or (k > 1 and x.stride(1) != 1):
         raise ValueError(
@@ -210,9 +213,10 @@ def _quantizer(
     constants = {
         "k": k,
         **quantization(format),
+        "smallest_row": smallest_row,
         "part": part,
         "parts": parts,
-        **more,
+        **own,
     }
     fixed = (out.values, out.scale, x.stride(0), out.cut, out.gap)
     return Launch(kernel, rows, (x,), fixed, constants, num_warps=warps)
@@ -266,8 +270,7 @@ def quantize_weight(x: torch.Tensor, format: RowFormat) -> tuple[torch.Tensor, t
 
 def weight_quantizer(x: torch.Tensor, format: RowFormat, out: QuantizedRows) -> Launch:
     """As `quantize_weight`, into `out`, of contiguous rows."""
-    more = {"exact": True, "smallest_row": SMALLEST_SCALE}
-    return _quantizer(_row_quantize_kernel, x, format, out, **more)
+    return _quantizer(_row_quantize_kernel, x, format, out, SMALLEST_SCALE, exact=True)
 
 
 # Triton: tanh GELU and per-row quantization in one pass over the rows.
