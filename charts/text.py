@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..families.protocol import APACHE
 from ..families.schedules import official_sigmas
@@ -455,7 +455,7 @@ INT8_DIFFERENCE = (
 def reasons(option: PlanOption) -> dict[str, str]:
     """Says {of what: why it is so, with figures} of an option that `plan` gives, in order."""
     found = {
-        "precision": _precision_reason(option)[1],
+        "precision": _precision_reason(option).clause,
         "products": weight_only(option.setting.precision, option.card),
         "packed": _packed_reason(option),
         "modulation": _modulation_reason(option),
@@ -467,7 +467,7 @@ def reasons(option: PlanOption) -> dict[str, str]:
 
 def few_words(option: PlanOption) -> str:
     """Says why a transformer is loaded as an option has it, and how much room that leaves."""
-    why, name, side = _precision_reason(option)[0], option.card.name, option.request.width
+    why, name, side = _precision_reason(option).few, option.card.name, option.request.width
     if moved := option.moved_bytes:
         return f"{why}; {format_gib(moved)} streamed to {name} per forward pass"
     spare = format_gib(max(0, option.headroom_bytes))
@@ -494,37 +494,45 @@ def _refusal(name: str, card: CardFacts) -> str:
     )
 
 
+class Reason(NamedTuple):
+    """Says why a precision was taken, in a few words and as a clause of a sentence."""
+
+    few: str
+    clause: str
+
+
 def precision_reason(
     name: str, card: CardFacts | None, requested: str, stored: str | None, *, gguf: bool = False
-) -> tuple[str, str]:
-    """Says why a transformer is loaded in a precision, in a few words and in a clause. `requested`
-    may be `AUTO` or `AS_STORED`; `stored` is what the file holds, None for any; no card is none of
-    NVIDIA's.
+) -> Reason:
+    """Says why a transformer is loaded in a precision. `requested` may be `AUTO` or `AS_STORED`;
+    `stored` is what the file holds, None for any; no card is none of NVIDIA's.
     """
     made, held = stored and _conversion(stored, name), f"auto: the file holds {stored}"
     asked = SHOWN[AS_STORED] if requested == AS_STORED else "as requested"
     if gguf and name == stored:
         few = f"auto: GGUF's blocks become {name}" if requested == AUTO else asked
-        return few, f"GGUF's blocks are expanded and rounded to {name}, which tensor cores multiply"
+        return Reason(
+            few, f"GGUF's blocks are expanded and rounded to {name}, which tensor cores multiply"
+        )
     if requested == AS_STORED:
-        return asked, f"{asked}: the file holds {stored}"
+        return Reason(asked, f"{asked}: the file holds {stored}")
     if requested != AUTO:
-        return asked, f"requested: {made}" if stored else f"{name} as requested"
+        return Reason(asked, f"requested: {made}" if stored else f"{name} as requested")
     if stored in QUANTIZED and name == stored:
-        return held, f"{held}, and expanding it would gain nothing"
+        return Reason(held, f"{held}, and expanding it would gain nothing")
     if card is None:
-        return held, f"auto: {made}, and there is no NVIDIA GPU"
+        return Reason(held, f"auto: {made}, and there is no NVIDIA GPU")
     first = stored in QUANTIZED or name == auto_precision(card)
     if name == "bf16":
         rounded = "" if stored in (None, "bf16") else f", {made}"
         trained = f"{SHOWN['bf16']} is what the model was trained in{rounded}"
         why = f"auto: {trained}; {_refusal('int8', card)}" if first else trained
-        return "auto: bf16, no int8 products", why
+        return Reason("auto: bf16, no int8 products", why)
     if not first:
-        return f"auto: {name}, less memory than bf16", f"{name}: less memory than bf16"
+        return Reason(f"auto: {name}, less memory than bf16", f"{name}: less memory than bf16")
     made = f", and {made}" if made else ""
     why = f"auto: {name} products run on {card.name}{made}; {INT8_DIFFERENCE}"
-    return f"auto: {name}, the fastest", why
+    return Reason(f"auto: {name}, the fastest", why)
 
 
 def _conversion(stored: str, name: str) -> str:
@@ -541,10 +549,10 @@ def _conversion(stored: str, name: str) -> str:
     return f"the file's {stored} is rounded to {name}"
 
 
-def _precision_reason(option: PlanOption) -> tuple[str, str]:
+def _precision_reason(option: PlanOption) -> Reason:
     asked = option.asked
     if asked.why:
-        return asked.why, asked.why
+        return Reason(asked.why, asked.why)
     requested = AS_STORED if asked.as_stored else AUTO if asked.kept else asked.request.precision
     stored, gguf = asked.kept or asked.stored, asked.request.parts.gguf
     return precision_reason(option.setting.precision, option.card, requested, stored, gguf=gguf)

@@ -152,13 +152,15 @@ def _card_checks(cards: InstalledCards) -> tuple[Capability, ...]:
 def _check_auto(torch: ModuleType | None, cards: InstalledCards) -> Capability:
     """Says what `auto` makes of weights in full precision."""
     if torch is None or not cards.usable:
-        return State.LIMITED.of("precision auto", precision_reason("bf16", None, AUTO, "bf16")[1])
+        return State.LIMITED.of(
+            "precision auto", precision_reason("bf16", None, AUTO, "bf16").clause
+        )
     from ..optimizations.linear import why_not_int8
 
     card = cards.usable[0].facts(why_not_int8(torch.device("cuda", 0)))
     name = auto_precision(card)
     state = State.LIMITED if name == "bf16" else State.USABLE
-    return state.of("precision auto", precision_reason(name, card, AUTO, None)[1])
+    return state.of("precision auto", precision_reason(name, card, AUTO, None).clause)
 
 
 def _link_checks(cards: InstalledCards) -> Iterable[Capability]:
