@@ -181,8 +181,8 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
         batch, rows, _ = x.shape
         self._fills = before == rows
         self._shift = 0 if self._fills else before
-        if self._fills and (parts := self._parts_of(arguments, *call)):
-            return self._fill(parts, block, arguments, *call)
+        if self._fills and (parts := self._parts_of(arguments, call)):
+            return self._fill(parts, block, arguments, call)
         tokens = Tokens(batch, 0, rows, rows - before)
         make = partial(self.new_step, tokens, x, pe, call.segments)
         step = self.kept_step((pe,), (tokens, x.dtype, call.segments), make)
@@ -198,10 +198,9 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
         self._next_reader = None if intercepted else index + 1
         return BlockInputs(image[:, :0], image, mod, self.guided(step), intercepted)
 
-    def _parts_of(
-        self, given: dict[str, Any], segments: tuple[Segment, ...], cache: Any, block_index: int
-    ) -> PrefixParts | None:
+    def _parts_of(self, given: dict[str, Any], call: CausalCall) -> PrefixParts | None:
         """Finds or makes the parts of the rows that fill the cache; None where they run as one."""
+        segments, cache, block_index = call
         if isinstance(cache, _Kept):  # it is the first part
             return None
         x, parts = given["x"], self._parts
@@ -223,14 +222,15 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
         projected = self._opened(x, opening, store.text)
         if projected is None:
             return None
-        rows = Rows(projected, given["pe"], zero, cut, self._settings())
+        keeps = has_known_slot(cache)
+        keeps = keeps and cache.dtype == "default" and cache.store_device == self.device
+        rows = Rows(projected, given["pe"], zero, cut, self._settings() if keeps else None)
         kept = source = None
-        same = 0
-        if has_known_slot(cache) and cache.dtype == "default" and cache.store_device == self.device:
+        if keeps:
             source, same = store.find(rows, len(self.blocks))
             whole = same == x.shape[1]
             kept = store.read(source, cache) if whole else store.begin(rows, cache, source)
-        if same:
+        if source is not None:
             note = f"prompt: keys and values of {same} of {x.shape[1]} rows are an earlier prompt's"
             self.prepared.notes[note] = None
         self._parts = PrefixParts(x, rows, kept, source)
@@ -264,22 +264,16 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
         return x
 
     def _fill(
-        self,
-        parts: PrefixParts,
-        block: torch.nn.Module,
-        given: dict[str, Any],
-        segments: tuple[Segment, ...],
-        cache: Any,
-        block_index: int,
+        self, parts: PrefixParts, block: torch.nn.Module, given: dict[str, Any], call: CausalCall
     ) -> BlockInputs | None:
         """Has a block compute the rows up to the last reference, where they are not kept, and gives
         the inputs of those behind; None where there are none to compute.
         """
-        index, mod, options = block_index, given["mod"], given["transformer_options"]
+        index, mod, options = call.block_index, given["mod"], given["transformer_options"]
         parts.following = index + 1
         parts.done = parts.whole
         if parts.whole:
-            self._place(parts, cache, index)
+            self._place(parts, call)
             return None
         cut = parts.cut
         if parts.source is not None:
@@ -287,13 +281,14 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
         else:
             first = _Kept()
             bound = _bound(given["attn_fn"], "block_causal_attention")["segments"]
+            segments = [it for it in bound if it[1] <= cut]
             make = import_module(CODE).block_causal_attention
-            attend = make(parts.segments_of_first(bound), options, first, index, cut)
-            parts.first = block(parts.first, mod, parts.rotations[0], attend, cut, options)
+            attend = make(segments, options, first, index, cut)
+            parts.first = block(parts.first, mod, parts.first_rotation, attend, cut, options)
             prefix = first.blocks[index]
-        rows, rotation = parts.second, parts.rotations[1]
+        rows, rotation = parts.second, parts.second_rotation
         batch, count, _ = rows.shape
-        keep = partial(self._keep_parts, parts, cache, index)
+        keep = partial(self._keep_parts, parts, call)
         parts.done = not count
         if parts.done:
             keep(*prefix)
@@ -306,19 +301,19 @@ class PrefixedComfyPass(PrefixedStream, ComfyPass):
         return BlockInputs(rows[:, :0], rows, mod, step._replace(prefix=prefix, keep=keep), False)
 
     def _keep_parts(
-        self, parts: PrefixParts, cache: Any, index: int, keys: torch.Tensor, values: torch.Tensor
+        self, parts: PrefixParts, call: CausalCall, keys: torch.Tensor, values: torch.Tensor
     ) -> None:
         if parts.kept is None:
-            cache.put(index, torch.stack([keys, values], 1))
+            self._keep(call, keys, values)
             return
-        parts.kept.write(index, keys, values)
-        self._place(parts, cache, index)
+        parts.kept.write(call.block_index, keys, values)
+        self._place(parts, call)
 
-    def _place(self, parts: PrefixParts, cache: Any, index: int) -> None:
+    def _place(self, parts: PrefixParts, call: CausalCall) -> None:
         """Has ComfyUI's cache read what is kept; `put` would copy it."""
-        rows = parts.x.shape[1]
-        cache.slot["blocks"][index] = parts.kept.blocks[index][:, :, :rows]
-        cache.slot["params"][index] = None
+        slot, index, rows = call.cache.slot, call.block_index, parts.x.shape[1]
+        slot["blocks"][index] = parts.kept.blocks[index][:, :, :rows]
+        slot["params"][index] = None
 
     def run_block(
         self, block: torch.nn.Module, positional: tuple, arguments: dict[str, Any]

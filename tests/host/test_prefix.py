@@ -310,7 +310,7 @@ def test_memory_is_given_back(lose, kept):
     assert computed(kept) == BEFORE + ROWS + 3
 
 
-def test_room_is_kept_for_what_comfyui_needs(kept):
+def test_nothing_is_dropped_where_room_is_free(kept):
     model = optimize(strong_21())
     sample(model, BASE)
     management.free_memory(0, CARD)
@@ -410,10 +410,10 @@ def test_a_prompt_that_is_stopped_leaves_nothing_half_filled(monkeypatch):
     sample(model, BASE)
     own = qwen_image.PrefixedComfyPass._fill
 
-    def stops(self, parts, block, given, segments, cache, block_index):
-        if block_index == 1:
+    def stops(self, parts, block, given, call):
+        if call.block_index == 1:
             raise management.InterruptProcessingException
-        return own(self, parts, block, given, segments, cache, block_index)
+        return own(self, parts, block, given, call)
 
     for _ in range(2):
         monkeypatch.setattr(qwen_image.PrefixedComfyPass, "_fill", stops)

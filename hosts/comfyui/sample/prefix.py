@@ -8,7 +8,7 @@ first step of each prompt: with two references of 1024x1024 that takes 375 ms, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from operator import itemgetter
 from typing import Any, NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary, ref
@@ -19,7 +19,7 @@ from comfy import model_management as management
 from ....caches import remembered
 from ....optimizations.patches import put
 
-ROOM = 256  # the rows behind the last reference have room in multiples of it
+ROOM = 256  # room for the text behind the last reference comes in multiples of so many rows
 # Of ComfyUI's prefix cache, and of its slots by the block's index.
 READ, WRITTEN = ("slots", "_pending", "dtype", "store_device"), ("blocks", "params")
 MOST = 2  # prompts whose rows are kept: with CFG, the prompt and the negative prompt
@@ -33,7 +33,7 @@ class Rows(NamedTuple):
         rotation: ComfyUI's rotation of each, (1, tokens, ...).
         modulation: As at timestep 0.
         cut: Where the last reference ends.
-        settings: The weights' patches, and whose attention it is.
+        settings: What keys and values depend on besides; None where none are kept.
     """
 
     x: torch.Tensor
@@ -211,7 +211,8 @@ class PrefixParts:
         # What ComfyUI hands from block to block: whoever reads it finds no rows of another prompt.
         self.handed = torch.full_like(self.x, torch.nan)
         self.following = 0  # the block that gets it
-        self.rotations = rotation[:, : self.cut], rotation[:, self.cut :]
+        self.first_rotation = rotation[:, : self.cut]
+        self.second_rotation = rotation[:, self.cut :]
         self.kept, self.source = kept, source
         # each part before the next block
         self.first, self.second = self.x[:, : self.cut], self.x[:, self.cut :]
@@ -222,7 +223,3 @@ class PrefixParts:
     def whole(self) -> bool:
         """Whether all rows are kept."""
         return self.source is not None and self.kept is self.source
-
-    def segments_of_first(self, whole: Sequence[tuple]) -> list[tuple]:
-        """Gives ComfyUI's segments of the first part."""
-        return [it for it in whole if it[1] <= self.cut]
